@@ -1,1 +1,5 @@
-fn main() {}
+//! The program: parses arguments and hands over to `ostinato::cli`.
+
+fn main() -> std::process::ExitCode {
+    ostinato::cli::main()
+}

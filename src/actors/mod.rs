@@ -1,0 +1,2 @@
+//! One thread per file: compute, transfer, loader, and the watcher that turns timeline
+//! progress into messages. Deliberately absent: model knowledge.

@@ -1,0 +1,1 @@
+//! What an operator may say: one typed tree, unknown keys refused, all problems reported at once.

@@ -1,0 +1,195 @@
+//! The boundary between the step loop and whatever runs steps: the GPU (`gpu`) or, in
+//! tests and simulations, a fake. Plain data in, plain data out.
+
+use super::request::{PerToken, TokenLogprobs};
+use std::time::Duration;
+
+/// A row of the batch that a running sequence holds; index below `Capacity::slots`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Slot(pub u32);
+
+/// A page of 16 tokens of KV; index below `Capacity::pages`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Page(pub u32);
+
+/// Tokens in a page.
+pub const PAGE_TOKENS: u32 = 16;
+
+/// What an executor can hold.
+#[derive(Clone, Debug)]
+pub struct Capacity {
+    /// Sequences that can run at once.
+    pub slots: u32,
+    /// KV pages.
+    pub pages: u32,
+    /// Longest context, tokens (prompt and output).
+    pub context: u32,
+    /// Longest prompt chunk, tokens.
+    pub prefill_chunk: u32,
+    /// Decode buckets, ascending rows: `[1, 2, 4, …]`.
+    pub buckets: Vec<u32>,
+    /// Decode steps that may be queued and not yet completed.
+    pub run_ahead: u32,
+    /// Vocabulary size.
+    pub vocabulary: u32,
+}
+
+/// Sampling and stopping of a slot as the device holds them; set when the sequence joins.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SlotParams {
+    /// Validated.
+    pub sampling: super::request::Sampling,
+    /// Resolved (never `None`).
+    pub seed: u64,
+    /// Output tokens until the device marks the slot done.
+    pub max_tokens: u32,
+    /// No stop id counts before.
+    pub min_tokens: u32,
+    /// All that apply, the model's own included.
+    pub stop_ids: Vec<u32>,
+    /// As in `Request`.
+    pub logprobs: Option<u32>,
+    /// As in `Request`.
+    pub dump_logits: bool,
+}
+
+/// A small change of device state, applied in order before the next step of the same plan.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Change {
+    /// A sequence takes a slot: parameters are written, penalties' counts cleared.
+    Join {
+        /// Which.
+        slot: Slot,
+        /// How it samples and stops.
+        params: Box<SlotParams>,
+    },
+    /// Entries `first..first + pages.len()` of a slot's page table.
+    Pages {
+        /// Which.
+        slot: Slot,
+        /// Index in the slot's page table.
+        first: u32,
+        /// The pages.
+        pages: Vec<Page>,
+    },
+    /// The slot's further steps do nothing.
+    Leave {
+        /// Which.
+        slot: Slot,
+    },
+}
+
+/// Work of a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Work {
+    /// A chunk of a prompt of one sequence.
+    Prefill {
+        /// Whose.
+        slot: Slot,
+        /// Token ids; at most `Capacity::prefill_chunk`.
+        tokens: Vec<u32>,
+        /// Position of the first of them.
+        start: u32,
+        /// The last chunk: a token is sampled from its last position and the slot decodes on from it.
+        last: bool,
+    },
+    /// Decode steps of these slots, one token each a step, fed back on the device.
+    Decode {
+        /// Distinct slots, at most the largest bucket.
+        slots: Vec<Slot>,
+        /// Steps to queue.
+        steps: u32,
+    },
+}
+
+/// What the step loop asks for at once: changes, then one work. Never blocks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepPlan {
+    /// Applied first, in order.
+    pub changes: Vec<Change>,
+    /// Then run. `None`: only changes (a leave without further work).
+    pub work: Option<Work>,
+}
+
+/// Names a submitted plan; grows by one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
+
+/// A drawn token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    /// Whose.
+    pub slot: Slot,
+    /// The id.
+    pub id: u32,
+    /// The device marked the slot done with this token.
+    pub done: Option<Done>,
+    /// If asked.
+    pub logprobs: Option<TokenLogprobs>,
+    /// If asked.
+    pub logits: Option<Vec<f32>>,
+}
+
+/// Why the device marked a slot done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Done {
+    /// The token is a stop id.
+    Stop,
+    /// `max_tokens` reached.
+    Length,
+}
+
+/// Progress of a plan. A decode plan of several steps may be reported in parts, in order;
+/// every slot yields one `Sampled` a step until it is done, then none.
+#[derive(Clone, Debug)]
+pub struct Progress {
+    /// Which plan.
+    pub ticket: Ticket,
+    /// Steps of the plan that this report completes (1 for a prefill).
+    pub steps: u32,
+    /// In step order, then row order.
+    pub tokens: Vec<Sampled>,
+    /// The plan has nothing further to report.
+    pub finished: bool,
+    /// Sum (not mean) over the steps reported here.
+    pub cost: PerToken,
+}
+
+/// What running a step can end in.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecuteError {
+    /// The device is gone; everything on it must be rebuilt.
+    #[error("device \"{device}\" is lost")]
+    DeviceLost {
+        /// Its name.
+        device: String,
+        /// The cause.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A step's number in the ring does not match its point.
+    #[error("step {expected} was reported as {found}: its results cannot be trusted")]
+    StepMismatch {
+        /// By the point.
+        expected: u32,
+        /// In the ring.
+        found: u32,
+    },
+    /// Anything else.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// Runs plans in order. Used from one thread.
+pub trait Executor: Send {
+    /// What it can hold.
+    fn capacity(&self) -> &Capacity;
+    /// Queues a plan behind all earlier ones.
+    fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError>;
+    /// A channel that becomes readable when `poll` may have something to say.
+    fn wake(&self) -> &crossbeam_channel::Receiver<()>;
+    /// Everything that has completed since the last call; never blocks.
+    fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError>;
+    /// Time that one decode step took lately; the step loop sizes its run-ahead by it.
+    fn step_time(&self) -> Option<Duration>;
+}

@@ -1,0 +1,6 @@
+//! Sequences, page tables, the pure scheduler and the step loop.
+//! Deliberately absent: Vulkan (only `executor` speaks to the actors), text, tokio.
+
+pub mod request;
+pub mod executor;
+pub mod host;

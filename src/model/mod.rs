@@ -1,0 +1,4 @@
+//! config.json, tensor names, tokenizer, chat template, architectures: a batch shape in,
+//! a `Recording` out. Deliberately absent: threads, and reading of bulk data.
+
+pub mod text;

@@ -1,0 +1,1 @@
+//! tonic in, engine out; the only tokio. No policy beyond admission and deadlines.

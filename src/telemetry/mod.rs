@@ -1,0 +1,1 @@
+//! Every span, metric and attribute name; the OTLP exporter. Knows no models.

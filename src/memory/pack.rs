@@ -1,0 +1,634 @@
+//! How weights lie in device memory, and the pure functions that bring a checkpoint's rows
+//! into that layout. Any contiguous part of a packed tensor can be made by itself, so that
+//! parts are packed in parallel and streamed.
+//! Deliberately absent: files, threads, devices, and what a tensor means.
+
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// How one number is stored, in a checkpoint or in a packed tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// bfloat16, 2 bytes.
+    Bf16,
+    /// IEEE half, 2 bytes.
+    F16,
+    /// IEEE single, 4 bytes.
+    F32,
+}
+
+impl Format {
+    /// Bytes of one number.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Format::Bf16 | Format::F16 => 2,
+            Format::F32 => 4,
+        }
+    }
+}
+
+/// The order of a packed tensor's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Row after row, each padded with zeros to a multiple of `columns_multiple` numbers.
+    RowMajor {
+        /// At least 1.
+        columns_multiple: u32,
+    },
+    /// Matrix fragments: blocks of 16 rows × 32 columns, 1,024 bytes each, in the order in
+    /// which 32 lanes load them 16 bytes at a time (512 contiguous bytes a subgroup). See
+    /// [`fragment_index`]. Rows are padded with zeros to 16, columns to 32; 2-byte formats only.
+    Fragments,
+}
+
+/// Rows in a fragment block.
+pub const FRAGMENT_ROWS: u32 = 16;
+/// Columns in a fragment block.
+pub const FRAGMENT_COLS: u32 = 32;
+/// Bytes of a fragment block.
+const FRAGMENT_BYTES: usize = 1024;
+
+/// Size and layout of a packed tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Packing {
+    /// Rows without padding.
+    pub rows: u32,
+    /// Columns without padding.
+    pub cols: u32,
+    /// Order of the numbers.
+    pub layout: Layout,
+    /// Each number.
+    pub format: Format,
+}
+
+impl Packing {
+    /// Rows with padding.
+    pub fn padded_rows(&self) -> u32 {
+        match self.layout {
+            Layout::RowMajor { .. } => self.rows,
+            Layout::Fragments => self.rows.next_multiple_of(FRAGMENT_ROWS),
+        }
+    }
+
+    /// Columns with padding.
+    pub fn padded_cols(&self) -> u32 {
+        self.cols.next_multiple_of(match self.layout {
+            Layout::RowMajor { columns_multiple } => columns_multiple.max(1),
+            Layout::Fragments => FRAGMENT_COLS,
+        })
+    }
+
+    /// Bytes of one padded row (a row's numbers are adjacent in `RowMajor` only).
+    pub fn row_bytes(&self) -> u64 {
+        u64::from(self.padded_cols()) * self.format.bytes() as u64
+    }
+
+    /// Bytes of the whole packed tensor.
+    pub fn bytes(&self) -> u64 {
+        self.row_bytes() * u64::from(self.padded_rows())
+    }
+
+    /// The smallest part, in bytes, that [`pack`] makes by itself: a number or a fragment block.
+    pub fn unit_bytes(&self) -> u64 {
+        match self.layout {
+            Layout::RowMajor { .. } => self.format.bytes() as u64,
+            Layout::Fragments => FRAGMENT_BYTES as u64,
+        }
+    }
+}
+
+/// Index, in numbers, of row `row` and column `col` in a tensor packed as
+/// [`Layout::Fragments`] with `padded_cols` columns.
+///
+/// Lane `4g + t` of block (row / 16, col / 32) holds columns 8t..8t+8 of rows
+/// `u = 4(g >> 1) + (g & 1)` and `v = u + 2`: first `u[0..4] v[0..4]` in 16 bytes, and 512
+/// bytes on, `u[4..8] v[4..8]`.
+pub fn fragment_index(row: u32, col: u32, padded_cols: u32) -> usize {
+    let block = (row / 16) as usize * (padded_cols / 32) as usize + (col / 32) as usize;
+    let (r, k) = ((row % 16) as usize, (col % 32) as usize);
+    let g = 2 * (r / 4) + r % 2;
+    let second = (r / 2) % 2;
+    let (t, half, e) = (k / 8, k % 8 / 4, k % 4);
+    ((block * 2 + half) * 32 + g * 4 + t) * 8 + second * 4 + e
+}
+
+/// Rows of a checkpoint's tensor and where they go: its row `i` becomes row
+/// `first_row + i * row_step` of the packed tensor. Several sources make one tensor: q, k and
+/// v as consecutive ranges, gate and up interleaved with a step of 2.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// `rows × cols` numbers, row after row, little endian, of any alignment.
+    pub bytes: &'a [u8],
+    /// Of the numbers in `bytes`.
+    pub format: Format,
+    /// Rows.
+    pub rows: u32,
+    /// Columns; what the packed tensor has beyond is zero.
+    pub cols: u32,
+    /// Packed row of row 0.
+    pub first_row: u32,
+    /// Packed rows from one row to the next; at least 1.
+    pub row_step: u32,
+}
+
+impl<'a> Rows<'a> {
+    /// The bytes of the row that becomes packed row `row`, if it is one of these.
+    fn find(&self, row: u32) -> Option<&'a [u8]> {
+        let from_first = row.checked_sub(self.first_row)?;
+        let index = from_first / self.row_step;
+        if from_first % self.row_step != 0 || index >= self.rows {
+            return None;
+        }
+        let row_bytes = self.cols as usize * self.format.bytes();
+        Some(&self.bytes[index as usize * row_bytes..][..row_bytes])
+    }
+}
+
+/// Makes bytes `part` of the packed tensor (multiples of [`Packing::unit_bytes`]) in `out`,
+/// which is `part`'s length and may hold anything before. Rows that no source has, and
+/// padding, become zero.
+///
+/// Numbers are converted where formats differ: widening is exact, narrowing rounds to the
+/// nearest, ties to even.
+///
+/// # Panics
+/// If `part` is not whole units of the tensor, `out` has another length, a source is wider
+/// than the tensor, or the layout and format do not go together: bugs of the caller.
+pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut [u8]) {
+    let unit = packing.unit_bytes();
+    assert!(
+        part.start <= part.end && part.end <= packing.bytes(),
+        "{part:?} of {packing:?}"
+    );
+    assert!(
+        part.start % unit == 0 && part.end % unit == 0,
+        "{part:?} is not in units of {unit}"
+    );
+    assert_eq!(out.len() as u64, part.end - part.start, "output length");
+    for source in sources {
+        assert!(
+            source.cols <= packing.cols && source.row_step > 0,
+            "a source fits in {packing:?}"
+        );
+    }
+    match packing.layout {
+        Layout::RowMajor { .. } => pack_rows(packing, sources, part.start, out),
+        Layout::Fragments => pack_fragments(packing, sources, part.start, out),
+    }
+}
+
+/// The row-major case of [`pack`]; `start` is the part's first byte.
+fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut [u8]) {
+    let size = packing.format.bytes();
+    let row_bytes = packing.row_bytes() as usize;
+    let mut row = (start / packing.row_bytes()) as u32;
+    let mut at = (start % packing.row_bytes()) as usize;
+    while !out.is_empty() {
+        // Many whole rows that lie in the checkpoint just as they should lie here: one copy.
+        if at == 0
+            && let Some(run) = verbatim(packing, sources, row, out.len() / row_bytes)
+        {
+            let (done, rest) = out.split_at_mut(run.len());
+            done.copy_from_slice(run);
+            row += (run.len() / row_bytes) as u32;
+            out = rest;
+            continue;
+        }
+        let (this, rest) = out.split_at_mut(out.len().min(row_bytes - at));
+        let found = sources
+            .iter()
+            .find_map(|s| s.find(row).map(|bytes| (s.format, bytes)));
+        let filled = match found {
+            Some((format, bytes)) => {
+                let (first, numbers) = (at / size, this.len() / size);
+                let have = bytes.len() / format.bytes();
+                let (from, to) = (first.min(have), (first + numbers).min(have));
+                let filled = (to - from) * size;
+                convert(
+                    format,
+                    &bytes[from * format.bytes()..to * format.bytes()],
+                    packing.format,
+                    &mut this[..filled],
+                );
+                filled
+            }
+            None => 0,
+        };
+        this[filled..].fill(0);
+        row += 1;
+        at = 0;
+        out = rest;
+    }
+}
+
+/// The bytes of up to `most` whole packed rows from `row` on that are contiguous and already
+/// right in one source; `None` if there is not even one.
+fn verbatim<'a>(
+    packing: &Packing,
+    sources: &[Rows<'a>],
+    row: u32,
+    most: usize,
+) -> Option<&'a [u8]> {
+    let source = sources.iter().find(|s| s.find(row).is_some())?;
+    let same = source.format == packing.format && source.cols == packing.padded_cols();
+    let index = ((row - source.first_row) / source.row_step) as usize;
+    let rows = if source.row_step == 1 {
+        most.min(source.rows as usize - index)
+    } else {
+        most.min(1)
+    };
+    let row_bytes = packing.row_bytes() as usize;
+    (same && rows > 0).then(|| &source.bytes[index * row_bytes..][..rows * row_bytes])
+}
+
+/// The fragment case of [`pack`]; `start` is the part's first byte. Goes through a block of
+/// 16 rows column by column, so that it reads 16 sequential streams and writes one.
+fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut [u8]) {
+    assert_eq!(packing.format.bytes(), 2, "fragments are of 2-byte formats");
+    const CHUNK: usize = FRAGMENT_COLS as usize;
+    let chunks = u64::from(packing.padded_cols() / FRAGMENT_COLS);
+    let mut unit = start / FRAGMENT_BYTES as u64;
+    let mut out = out.as_chunks_mut::<FRAGMENT_BYTES>().0;
+    while !out.is_empty() {
+        let (block, first) = ((unit / chunks) as u32, (unit % chunks) as usize);
+        let count = out.len().min(chunks as usize - first);
+        let (here, rest) = out.split_at_mut(count);
+        let rows: [Option<(Format, &[u8])>; 16] = std::array::from_fn(|r| {
+            let row = block * FRAGMENT_ROWS + r as u32;
+            sources
+                .iter()
+                .find_map(|s| s.find(row).map(|bytes| (s.format, bytes)))
+        });
+        // Columns that all 16 rows have in the right format need no look at each number.
+        let plain: usize = rows
+            .iter()
+            .map(|row| match row {
+                Some((format, bytes)) if *format == packing.format => bytes.len() / (2 * CHUNK),
+                _ => 0,
+            })
+            .min()
+            .unwrap_or(0);
+        let (as_is, converted) = here.split_at_mut(plain.saturating_sub(first).min(count));
+        if !as_is.is_empty() {
+            let words = rows.map(|row| {
+                let bytes = row.map_or(&[][..], |(_, bytes)| bytes);
+                &bytes[first * 2 * CHUNK..][..as_is.len() * 2 * CHUNK]
+            });
+            for (i, target) in as_is.iter_mut().enumerate() {
+                let at = i * 2 * CHUNK;
+                weave(
+                    |r| {
+                        words[r][at..]
+                            .first_chunk()
+                            .expect("as long as the target's chunks")
+                    },
+                    target,
+                );
+            }
+        }
+        let from = first + as_is.len();
+        for (i, target) in converted.iter_mut().enumerate() {
+            let mut block = [[0u8; 2 * CHUNK]; 16];
+            for (row, line) in rows.iter().zip(&mut block) {
+                let Some((format, bytes)) = row else { continue };
+                let have = bytes.len() / format.bytes();
+                let (a, b) = (
+                    ((from + i) * CHUNK).min(have),
+                    ((from + i + 1) * CHUNK).min(have),
+                );
+                convert(
+                    *format,
+                    &bytes[a * format.bytes()..b * format.bytes()],
+                    packing.format,
+                    &mut line[..(b - a) * 2],
+                );
+            }
+            weave(|r| &block[r], target);
+        }
+        unit += count as u64;
+        out = rest;
+    }
+}
+
+/// One fragment block from 32 numbers of each of 16 rows.
+#[inline(always)]
+fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 64], out: &mut [u8; FRAGMENT_BYTES]) {
+    let (low, high) = out.split_at_mut(FRAGMENT_BYTES / 2);
+    let (low, high) = (low.as_chunks_mut::<8>().0, high.as_chunks_mut::<8>().0);
+    for g in 0..8 {
+        let r = 4 * (g >> 1) + (g & 1);
+        let (u, v) = (row(r).as_chunks::<8>().0, row(r + 2).as_chunks::<8>().0);
+        let (low, high) = (&mut low[g * 8..][..8], &mut high[g * 8..][..8]);
+        for t in 0..4 {
+            low[2 * t] = u[2 * t];
+            low[2 * t + 1] = v[2 * t];
+            high[2 * t] = u[2 * t + 1];
+            high[2 * t + 1] = v[2 * t + 1];
+        }
+    }
+}
+
+/// Converts numbers; `from` and `out` hold equally many.
+fn convert(from_format: Format, from: &[u8], to_format: Format, out: &mut [u8]) {
+    debug_assert_eq!(
+        from.len() / from_format.bytes(),
+        out.len() / to_format.bytes()
+    );
+    fn each<const N: usize, const M: usize>(
+        from: &[u8],
+        out: &mut [u8],
+        f: impl Fn([u8; N]) -> [u8; M],
+    ) {
+        for (from, out) in from
+            .as_chunks::<N>()
+            .0
+            .iter()
+            .zip(out.as_chunks_mut::<M>().0)
+        {
+            *out = f(*from);
+        }
+    }
+    let bf16_in = |b: [u8; 2]| f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16);
+    let f16_in = |b: [u8; 2]| f16::from_le_bytes(b).to_f32();
+    match (from_format, to_format) {
+        (Format::Bf16, Format::Bf16) | (Format::F16, Format::F16) | (Format::F32, Format::F32) => {
+            out.copy_from_slice(from);
+        }
+        (Format::Bf16, Format::F32) => each(from, out, |b| bf16_in(b).to_le_bytes()),
+        (Format::F16, Format::F32) => each(from, out, |b| f16_in(b).to_le_bytes()),
+        (Format::F32, Format::Bf16) => each(from, out, |b| {
+            bf16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
+        }),
+        (Format::F32, Format::F16) => each(from, out, |b| {
+            f16::from_f32(f32::from_le_bytes(b)).to_le_bytes()
+        }),
+        (Format::Bf16, Format::F16) => each(from, out, |b| f16::from_f32(bf16_in(b)).to_le_bytes()),
+        (Format::F16, Format::Bf16) => each(from, out, |b| bf16::from_f32(f16_in(b)).to_le_bytes()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// A number that each format here holds exactly, different for close (row, col).
+    fn value(row: u32, col: u32) -> f32 {
+        ((row * 37 + col * 11) % 251) as f32 - 125.0
+    }
+
+    fn encode(format: Format, value: f32) -> Vec<u8> {
+        match format {
+            Format::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+            Format::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+            Format::F32 => value.to_le_bytes().to_vec(),
+        }
+    }
+
+    fn decode(format: Format, bytes: &[u8]) -> f32 {
+        match format {
+            Format::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            Format::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            Format::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        }
+    }
+
+    fn tensor(format: Format, rows: u32, cols: u32, value: impl Fn(u32, u32) -> f32) -> Vec<u8> {
+        (0..rows)
+            .flat_map(|r| (0..cols).map(move |c| (r, c)))
+            .flat_map(|(r, c)| encode(format, value(r, c)))
+            .collect()
+    }
+
+    /// The packed tensor by its definition, a number at a time.
+    fn expected(packing: &Packing, value: impl Fn(u32, u32) -> f32) -> Vec<u8> {
+        let size = packing.format.bytes();
+        let mut out = vec![0; packing.bytes() as usize];
+        for row in 0..packing.rows {
+            for col in 0..packing.cols {
+                let index = match packing.layout {
+                    Layout::RowMajor { .. } => (row * packing.padded_cols() + col) as usize,
+                    Layout::Fragments => fragment_index(row, col, packing.padded_cols()),
+                };
+                out[index * size..][..size]
+                    .copy_from_slice(&encode(packing.format, value(row, col)));
+            }
+        }
+        out
+    }
+
+    fn whole(packing: &Packing, sources: &[Rows<'_>]) -> Vec<u8> {
+        let mut out = vec![0xa5; packing.bytes() as usize];
+        pack(packing, sources, 0..packing.bytes(), &mut out);
+        out
+    }
+
+    /// The packing shader's own address arithmetic (words of 16 bytes, mode "weights as B"),
+    /// followed word by word: the ground truth for `fragment_index`.
+    #[test]
+    fn fragments_are_as_the_packing_shader_defines_them() {
+        let (rows, cols) = (48u32, 96u32);
+        let word = |row: u32, col: u32| (row * cols + col) as u16;
+        let mut truth = vec![0u16; (rows * cols) as usize];
+        for d in 0..rows * (cols / 8) {
+            let (lane, h, q) = (d & 31, (d >> 5) & 1, d >> 6);
+            let (kc, rb) = (q % (cols / 32), q / (cols / 32));
+            let (g, c) = (lane >> 2, kc * 4 + (lane & 3));
+            let r0 = rb * 16 + 4 * (g >> 1) + (g & 1);
+            let r1 = r0 + 2;
+            for i in 0..4 {
+                truth[(d * 8 + i) as usize] = word(r0, c * 8 + h * 4 + i);
+                truth[(d * 8 + 4 + i) as usize] = word(r1, c * 8 + h * 4 + i);
+            }
+        }
+        for row in 0..rows {
+            for col in 0..cols {
+                assert_eq!(
+                    truth[fragment_index(row, col, cols)],
+                    word(row, col),
+                    "({row}, {col})"
+                );
+            }
+        }
+        let bytes: Vec<u8> = (0..rows * cols)
+            .flat_map(|i| (i as u16).to_le_bytes())
+            .collect();
+        let packing = Packing {
+            rows,
+            cols,
+            layout: Layout::Fragments,
+            format: Format::Bf16,
+        };
+        let source = Rows {
+            bytes: &bytes,
+            format: Format::Bf16,
+            rows,
+            cols,
+            first_row: 0,
+            row_step: 1,
+        };
+        let packed: Vec<u8> = truth.iter().flat_map(|w| w.to_le_bytes()).collect();
+        assert_eq!(whole(&packing, &[source]), packed);
+    }
+
+    #[test]
+    fn sizes_include_padding() {
+        let ragged = Packing {
+            rows: 17,
+            cols: 33,
+            layout: Layout::Fragments,
+            format: Format::Bf16,
+        };
+        assert_eq!(
+            (ragged.padded_rows(), ragged.padded_cols(), ragged.bytes()),
+            (32, 64, 4096)
+        );
+        let rows = Packing {
+            layout: Layout::RowMajor {
+                columns_multiple: 8,
+            },
+            ..ragged
+        };
+        assert_eq!(
+            (rows.padded_rows(), rows.padded_cols(), rows.bytes()),
+            (17, 40, 17 * 80)
+        );
+        let vector = Packing {
+            rows: 1,
+            cols: 5,
+            layout: Layout::RowMajor {
+                columns_multiple: 1,
+            },
+            format: Format::F32,
+        };
+        assert_eq!(vector.bytes(), 20);
+    }
+
+    #[test]
+    fn a_vector_widens_exactly() {
+        let norm = tensor(Format::Bf16, 1, 7, |_, c| 1.0 + c as f32 / 128.0);
+        let packing = Packing {
+            rows: 1,
+            cols: 7,
+            layout: Layout::RowMajor {
+                columns_multiple: 1,
+            },
+            format: Format::F32,
+        };
+        let source = Rows {
+            bytes: &norm,
+            format: Format::Bf16,
+            rows: 1,
+            cols: 7,
+            first_row: 0,
+            row_step: 1,
+        };
+        let out = whole(&packing, &[source]);
+        for c in 0..7 {
+            assert_eq!(decode(Format::F32, &out[c * 4..]), 1.0 + c as f32 / 128.0);
+        }
+    }
+
+    #[test]
+    fn narrowing_rounds_to_nearest_even_and_keeps_nan() {
+        let cases: [(f32, u16); 6] = [
+            (f32::from_bits(0x3f80_8000), 0x3f80), // tie, even below
+            (f32::from_bits(0x3f81_8000), 0x3f82), // tie, even above
+            (f32::from_bits(0x3f80_8001), 0x3f81), // above the tie
+            (f32::from_bits(0x3f80_7fff), 0x3f80), // below the tie
+            (f32::INFINITY, 0x7f80),
+            (f32::MAX, 0x7f80),
+        ];
+        for (from, to) in cases {
+            let mut out = [0; 2];
+            convert(Format::F32, &from.to_le_bytes(), Format::Bf16, &mut out);
+            assert_eq!(u16::from_le_bytes(out), to, "{from:e}");
+        }
+        let mut out = [0; 2];
+        convert(
+            Format::F32,
+            &f32::from_bits(0x7f80_0001).to_le_bytes(),
+            Format::Bf16,
+            &mut out,
+        );
+        assert!(bf16::from_le_bytes(out).is_nan());
+        convert(
+            Format::F32,
+            &1.0009765625f32.to_le_bytes(),
+            Format::F16,
+            &mut out,
+        );
+        assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0009765625);
+        convert(
+            Format::F32,
+            &1.00048828125f32.to_le_bytes(),
+            Format::F16,
+            &mut out,
+        );
+        assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0, "tie to even");
+    }
+
+    #[test]
+    fn subnormal_halves_widen_exactly() {
+        let mut out = [0; 4];
+        convert(Format::F16, &1u16.to_le_bytes(), Format::F32, &mut out);
+        assert_eq!(f32::from_le_bytes(out), 2f32.powi(-24));
+    }
+
+    fn formats() -> impl Strategy<Value = Format> {
+        prop_oneof![Just(Format::Bf16), Just(Format::F16), Just(Format::F32)]
+    }
+
+    proptest! {
+        /// Any packing of any sources, made in parts cut anywhere, equals the definition.
+        #[test]
+        fn parts_equal_the_definition(
+            cols in 1u32..100,
+            counts in prop::collection::vec((1u32..24, formats()), 1..4),
+            interleave in any::<bool>(),
+            gap in 0u32..3,
+            fragments in any::<bool>(),
+            multiple in 1u32..20,
+            format in formats(),
+            cuts in prop::collection::vec(0.0f64..1.0, 0..5),
+        ) {
+            prop_assume!(!fragments || format != Format::F32);
+            let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: multiple } };
+            // Either ranges one after another with gaps, or equally long interleaved sources.
+            let n = counts.len() as u32;
+            let mut places = Vec::new();
+            let mut rows = 0;
+            for (i, (count, dtype)) in counts.iter().enumerate() {
+                if interleave {
+                    places.push((counts[0].0, i as u32, n, *dtype));
+                    rows = counts[0].0 * n + gap;
+                } else {
+                    places.push((*count, rows, 1, *dtype));
+                    rows += count + gap;
+                }
+            }
+            let data: Vec<Vec<u8>> = places.iter().map(|(count, first, step, dtype)| {
+                tensor(*dtype, *count, cols, |r, c| value(first + r * step, c))
+            }).collect();
+            let sources: Vec<Rows<'_>> = places.iter().zip(&data).map(|((count, first, step, dtype), bytes)| Rows {
+                bytes, format: *dtype, rows: *count, cols, first_row: *first, row_step: *step,
+            }).collect();
+            let packing = Packing { rows, cols, layout, format };
+            let covered = |row| places.iter().any(|(count, first, step, _)| {
+                row >= *first && (row - first) % step == 0 && (row - first) / step < *count
+            });
+            let want = expected(&packing, |r, c| if covered(r) { value(r, c) } else { 0.0 });
+
+            let units = packing.bytes() / packing.unit_bytes();
+            let mut cuts: Vec<u64> = cuts.iter().map(|c| (c * units as f64) as u64).collect();
+            cuts.extend([0, units]);
+            cuts.sort();
+            let mut got = vec![0x5a; packing.bytes() as usize];
+            for pair in cuts.windows(2) {
+                let part = pair[0] * packing.unit_bytes()..pair[1] * packing.unit_bytes();
+                pack(&packing, &sources, part.clone(), &mut got[part.start as usize..part.end as usize]);
+            }
+            prop_assert_eq!(got, want);
+        }
+    }
+}

@@ -1,0 +1,658 @@
+//! The memory plan: what a replica will hold on its device, added up and compared with
+//! what there is before anything is allocated. Pure arithmetic over plain data.
+//! Deliberately absent: allocation, and how many bytes a model needs.
+
+use std::fmt;
+
+/// What memory is for. The order is the table's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Purpose {
+    /// Packed weights.
+    Weights,
+    /// Pages of keys and values.
+    KvPages,
+    /// Per-sequence state: slots, page tables, sampling parameters, recurrent state.
+    State,
+    /// Activations and partial sums, reused by every step.
+    Scratch,
+    /// The ring through which weights travel to the device.
+    Staging,
+    /// The ring in which tokens come back.
+    Ring,
+}
+
+impl fmt::Display for Purpose {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Purpose::Weights => "weights",
+            Purpose::KvPages => "kv pages",
+            Purpose::State => "state",
+            Purpose::Scratch => "scratch",
+            Purpose::Staging => "staging",
+            Purpose::Ring => "ring",
+        })
+    }
+}
+
+/// Whose memory an entry takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The device's own: counts against its budget and the operator's limit.
+    Device,
+    /// Host memory that the device can see. Counts against the budget only where host and
+    /// device share one memory.
+    Host,
+}
+
+/// What there is, as read from the device and the operator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// The device's name, for messages.
+    pub device: String,
+    /// Bytes of the device-local heap that this process may still take
+    /// (`VK_EXT_memory_budget`: budget less usage; the heap's size where there is no budget).
+    pub free_bytes: u64,
+    /// Size of that heap.
+    pub total_bytes: u64,
+    /// The operator's ceiling for this replica (`--memory-limit`).
+    pub limit_bytes: Option<u64>,
+    /// `maxMemoryAllocationSize`: no single buffer may be larger.
+    pub max_allocation_bytes: u64,
+    /// Host and device share one memory (integrated GPUs and CPU drivers).
+    pub unified: bool,
+    /// Bytes left untouched for what the driver allocates by itself (pipelines, command
+    /// buffers) and for alignment between buffers. See [`default_reserve`].
+    pub reserve_bytes: u64,
+}
+
+/// A reserve that has proved enough: 2 % of the heap, at least 64 MiB, at most 1 GiB.
+pub fn default_reserve(total_bytes: u64) -> u64 {
+    (total_bytes / 50).clamp(64 * MIB, GIB)
+}
+
+impl Limits {
+    /// What a plan may take of the device: free memory less the reserve, and not above the
+    /// operator's limit.
+    pub fn available_bytes(&self) -> u64 {
+        let free = self.free_bytes.saturating_sub(self.reserve_bytes);
+        self.limit_bytes.map_or(free, |limit| limit.min(free))
+    }
+}
+
+/// One thing that will be allocated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// What for.
+    pub purpose: Purpose,
+    /// Sum over all its buffers.
+    pub bytes: u64,
+    /// Its largest single buffer: the name and bytes, held against the driver's limit.
+    pub largest: Option<(String, u64)>,
+    /// Whose memory.
+    pub side: Side,
+}
+
+impl Entry {
+    /// Sums buffers (name, bytes) of one purpose.
+    pub fn of_buffers<'a>(
+        purpose: Purpose,
+        side: Side,
+        buffers: impl IntoIterator<Item = (&'a str, u64)>,
+    ) -> Entry {
+        let mut bytes = 0;
+        let mut largest: Option<(&str, u64)> = None;
+        for (name, size) in buffers {
+            bytes += size;
+            if largest.is_none_or(|(_, most)| size > most) {
+                largest = Some((name, size));
+            }
+        }
+        Entry {
+            purpose,
+            bytes,
+            largest: largest.map(|(name, size)| (name.to_owned(), size)),
+            side,
+        }
+    }
+}
+
+/// How many KV pages are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pages {
+    /// This many or a refusal.
+    Exactly(u64),
+    /// As many as fit, and no more than this.
+    UpTo(u64),
+    /// As many as fit.
+    All,
+}
+
+/// The KV pool that the plan sizes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvRequest {
+    /// Bytes of one page over all layers.
+    pub page_bytes: u64,
+    /// Bytes of one page in the pool's largest single buffer (one layer's keys, say): that
+    /// buffer may not outgrow the driver's largest allocation.
+    pub page_bytes_in_largest_buffer: u64,
+    /// How many.
+    pub pages: Pages,
+    /// Fewer than this are of no use (a model needs at least one sequence's worth).
+    pub least: u64,
+}
+
+/// Why a plan was refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// Everything up to and including this purpose does not fit.
+    #[error("cannot reserve {} for {purpose}, {} {} on {device:?}",
+        told_apart(*.asked, *.free).0, told_apart(*.asked, *.free).1,
+        if *.limited { "left under the memory limit" } else { "free" })]
+    DoesNotFit {
+        /// What did not fit any more.
+        purpose: Purpose,
+        /// What it needs.
+        asked: u64,
+        /// What the purposes before it have left.
+        free: u64,
+        /// The operator's limit was the tighter bound, not the device.
+        limited: bool,
+        /// Where.
+        device: String,
+    },
+    /// One buffer is larger than the driver allows.
+    #[error("{name:?} needs {} in one allocation, {device:?} allows {}",
+        told_apart(*.asked, *.allowed).0, told_apart(*.asked, *.allowed).1)]
+    TooLarge {
+        /// The buffer, or the purpose where it has no name.
+        name: String,
+        /// Its size.
+        asked: u64,
+        /// `maxMemoryAllocationSize`.
+        allowed: u64,
+        /// Where.
+        device: String,
+    },
+}
+
+/// A plan that fits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    limits: Limits,
+    entries: Vec<Entry>,
+    kv_pages: u64,
+    page_bytes: u64,
+    pages_bound: PagesBound,
+}
+
+/// What decided the number of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PagesBound {
+    None,
+    Asked,
+    Memory,
+    Allocation,
+}
+
+impl Plan {
+    /// Adds up `entries` (no KV among them) in their order of purpose, then sizes the KV pool
+    /// from what remains. Refuses with the first purpose that does not fit.
+    pub fn new(
+        limits: Limits,
+        mut entries: Vec<Entry>,
+        kv: Option<KvRequest>,
+    ) -> Result<Plan, PlanError> {
+        entries.retain(|entry| entry.bytes > 0);
+        entries.sort_by_key(|entry| entry.purpose);
+        for entry in &entries {
+            let (name, asked) = entry
+                .largest
+                .clone()
+                .unwrap_or((entry.purpose.to_string(), 0));
+            if asked > limits.max_allocation_bytes {
+                return Err(PlanError::TooLarge {
+                    name,
+                    asked,
+                    allowed: limits.max_allocation_bytes,
+                    device: limits.device,
+                });
+            }
+        }
+        let available = limits.available_bytes();
+        let limited = limits.limit_bytes == Some(available);
+        let refuse = |purpose, asked, free| PlanError::DoesNotFit {
+            purpose,
+            asked,
+            free,
+            limited,
+            device: limits.device.clone(),
+        };
+        let mut free = available;
+        for entry in &entries {
+            if entry.side == Side::Host && !limits.unified {
+                continue;
+            }
+            free = free
+                .checked_sub(entry.bytes)
+                .ok_or_else(|| refuse(entry.purpose, entry.bytes, free))?;
+        }
+        let (mut kv_pages, mut page_bytes, mut pages_bound) = (0, 0, PagesBound::None);
+        if let Some(kv) = kv {
+            assert!(
+                kv.page_bytes > 0 && kv.page_bytes_in_largest_buffer <= kv.page_bytes,
+                "a page has bytes"
+            );
+            let by_memory = free / kv.page_bytes;
+            let by_allocation = limits
+                .max_allocation_bytes
+                .checked_div(kv.page_bytes_in_largest_buffer)
+                .unwrap_or(u64::MAX);
+            let fit = by_memory.min(by_allocation);
+            let asked = match kv.pages {
+                Pages::Exactly(pages) => pages.max(kv.least),
+                Pages::UpTo(_) | Pages::All => kv.least,
+            };
+            if asked > by_memory {
+                return Err(refuse(
+                    Purpose::KvPages,
+                    asked.saturating_mul(kv.page_bytes),
+                    free,
+                ));
+            }
+            if asked > by_allocation {
+                return Err(PlanError::TooLarge {
+                    name: Purpose::KvPages.to_string(),
+                    asked: asked.saturating_mul(kv.page_bytes_in_largest_buffer),
+                    allowed: limits.max_allocation_bytes,
+                    device: limits.device,
+                });
+            }
+            kv_pages = match kv.pages {
+                Pages::Exactly(_) => asked,
+                Pages::UpTo(most) => fit.min(most.max(kv.least)),
+                Pages::All => fit,
+            };
+            page_bytes = kv.page_bytes;
+            pages_bound = if kv_pages < fit || matches!(kv.pages, Pages::Exactly(_)) {
+                PagesBound::Asked
+            } else if by_allocation < by_memory {
+                PagesBound::Allocation
+            } else {
+                PagesBound::Memory
+            };
+            entries.push(Entry {
+                purpose: Purpose::KvPages,
+                bytes: kv_pages * kv.page_bytes,
+                largest: Some((
+                    "kv pages".to_owned(),
+                    kv_pages * kv.page_bytes_in_largest_buffer,
+                )),
+                side: Side::Device,
+            });
+            entries.sort_by_key(|entry| entry.purpose);
+        }
+        Ok(Plan {
+            limits,
+            entries,
+            kv_pages,
+            page_bytes,
+            pages_bound,
+        })
+    }
+
+    /// Pages of the KV pool.
+    pub fn kv_pages(&self) -> u64 {
+        self.kv_pages
+    }
+
+    /// Bytes of one page over all layers; 0 without a pool.
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    /// What was compared with.
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// The entries in the table's order, the KV pool included.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Bytes planned for one purpose.
+    pub fn bytes(&self, purpose: Purpose) -> u64 {
+        self.entries
+            .iter()
+            .filter(|e| e.purpose == purpose)
+            .map(|e| e.bytes)
+            .sum()
+    }
+
+    /// Bytes that the plan takes of the device's memory.
+    pub fn device_bytes(&self) -> u64 {
+        self.entries
+            .iter()
+            .filter(|e| e.side == Side::Device || self.limits.unified)
+            .map(|e| e.bytes)
+            .sum()
+    }
+}
+
+impl fmt::Display for Plan {
+    /// The table that is printed at start.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = |bytes: u64| Bytes(bytes).to_string();
+        let mut rows: Vec<(String, String, String)> = Vec::new();
+        for entry in &self.entries {
+            let mut note = match entry.side {
+                Side::Host if !self.limits.unified => "host memory".to_owned(),
+                _ => String::new(),
+            };
+            if entry.purpose == Purpose::KvPages {
+                note = format!(
+                    "{} pages of {}{}",
+                    self.kv_pages,
+                    size(self.page_bytes),
+                    match self.pages_bound {
+                        PagesBound::Memory => ", all that fit",
+                        PagesBound::Allocation => ", bound by the largest allocation",
+                        PagesBound::Asked | PagesBound::None => "",
+                    }
+                );
+            }
+            rows.push((entry.purpose.to_string(), size(entry.bytes), note));
+        }
+        rows.push((
+            "total".into(),
+            size(self.device_bytes()),
+            "of the device's memory".into(),
+        ));
+        rows.push((
+            "free".into(),
+            size(self.limits.free_bytes),
+            format!(
+                "of {}, {} kept back",
+                size(self.limits.total_bytes),
+                size(self.limits.reserve_bytes)
+            ),
+        ));
+        if let Some(limit) = self.limits.limit_bytes {
+            rows.push(("limit".into(), size(limit), "set by the operator".into()));
+        }
+        let first = rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
+        let second = rows.iter().map(|r| r.1.len()).max().unwrap_or(0);
+        write!(f, "memory plan for {:?}", self.limits.device)?;
+        for (name, bytes, note) in rows {
+            let line = format!("  {name:<first$}  {bytes:>second$}  {note}");
+            write!(f, "\n{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Shows a number of bytes in the unit a person would choose: `3.1 GiB`, `512.0 MiB`,
+/// `36.0 KiB`; one decimal unless a precision is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bytes(pub u64);
+
+/// Two different sizes with just enough decimals to look different.
+pub(super) fn told_apart(a: u64, b: u64) -> (String, String) {
+    (1..6)
+        .map(|digits| {
+            (
+                format!("{:.digits$}", Bytes(a)),
+                format!("{:.digits$}", Bytes(b)),
+            )
+        })
+        .find(|(a, b)| a != b)
+        .unwrap_or_else(|| (format!("{a} B"), format!("{b} B")))
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = f.precision().unwrap_or(1);
+        let units = [(GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")];
+        let text = units.iter().find_map(|(unit, name)| {
+            // Compared as printed: what would round to 1024 MiB is 1.0 GiB.
+            let text = format!("{:.digits$}", self.0 as f64 / *unit as f64);
+            (text.parse::<f64>().is_ok_and(|shown| shown >= 1.0)).then(|| format!("{text} {name}"))
+        });
+        f.write_str(&text.unwrap_or_else(|| format!("{} B", self.0)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits {
+            device: "RTX 4090".into(),
+            free_bytes: 10 * GIB,
+            total_bytes: 24 * GIB,
+            limit_bytes: None,
+            max_allocation_bytes: 4 * GIB,
+            unified: false,
+            reserve_bytes: 0,
+        }
+    }
+
+    fn entry(purpose: Purpose, bytes: u64, side: Side) -> Entry {
+        Entry {
+            purpose,
+            bytes,
+            largest: None,
+            side,
+        }
+    }
+
+    #[test]
+    fn refuses_with_both_numbers_and_the_device() {
+        let limits = Limits {
+            free_bytes: (2.4 * GIB as f64) as u64,
+            ..limits()
+        };
+        let weights = entry(Purpose::Weights, (3.1 * GIB as f64) as u64, Side::Device);
+        let error = Plan::new(limits, vec![weights], None).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot reserve 3.1 GiB for weights, 2.4 GiB free on \"RTX 4090\""
+        );
+    }
+
+    #[test]
+    fn names_the_purpose_that_no_longer_fits_and_what_the_earlier_ones_left() {
+        let entries = vec![
+            entry(Purpose::Scratch, 3 * GIB, Side::Device),
+            entry(Purpose::Weights, 8 * GIB, Side::Device),
+        ];
+        let error = Plan::new(limits(), entries, None).unwrap_err();
+        assert_eq!(
+            error,
+            PlanError::DoesNotFit {
+                purpose: Purpose::Scratch,
+                asked: 3 * GIB,
+                free: 2 * GIB,
+                limited: false,
+                device: "RTX 4090".into()
+            }
+        );
+    }
+
+    #[test]
+    fn the_operators_limit_is_named_when_it_is_the_bound() {
+        let limits = Limits {
+            limit_bytes: Some(GIB),
+            ..limits()
+        };
+        let error = Plan::new(
+            limits,
+            vec![entry(Purpose::Weights, 2 * GIB, Side::Device)],
+            None,
+        )
+        .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot reserve 2.0 GiB for weights, 1.0 GiB left under the memory limit on \"RTX 4090\""
+        );
+    }
+
+    #[test]
+    fn a_limit_above_free_memory_changes_nothing() {
+        let limits = Limits {
+            limit_bytes: Some(100 * GIB),
+            ..limits()
+        };
+        let error = Plan::new(
+            limits,
+            vec![entry(Purpose::Weights, 11 * GIB, Side::Device)],
+            None,
+        )
+        .unwrap_err();
+        assert!(error.to_string().contains("10.0 GiB free"), "{error}");
+    }
+
+    #[test]
+    fn host_entries_count_only_where_memory_is_shared() {
+        let entries = vec![
+            entry(Purpose::Weights, 9 * GIB, Side::Device),
+            entry(Purpose::Staging, 2 * GIB, Side::Host),
+        ];
+        let plan = Plan::new(limits(), entries.clone(), None).unwrap();
+        assert_eq!(plan.device_bytes(), 9 * GIB);
+        let shared = Limits {
+            unified: true,
+            ..limits()
+        };
+        assert!(matches!(
+            Plan::new(shared, entries, None),
+            Err(PlanError::DoesNotFit {
+                purpose: Purpose::Staging,
+                ..
+            })
+        ));
+    }
+
+    #[test]
+    fn one_buffer_above_the_drivers_limit_is_refused_by_name() {
+        let head = Entry::of_buffers(
+            Purpose::Weights,
+            Side::Device,
+            [("embed", GIB), ("lm_head.weight", 5 * GIB), ("norm", 4096)],
+        );
+        assert_eq!(head.bytes, 6 * GIB + 4096);
+        let error = Plan::new(limits(), vec![head], None).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "\"lm_head.weight\" needs 5.0 GiB in one allocation, \"RTX 4090\" allows 4.0 GiB"
+        );
+    }
+
+    fn kv(pages: Pages) -> KvRequest {
+        KvRequest {
+            page_bytes: 3 * MIB,
+            page_bytes_in_largest_buffer: MIB,
+            pages,
+            least: 4,
+        }
+    }
+
+    #[test]
+    fn pages_fill_what_remains() {
+        let weights = entry(Purpose::Weights, 4 * GIB, Side::Device);
+        let plan = Plan::new(limits(), vec![weights.clone()], Some(kv(Pages::All))).unwrap();
+        assert_eq!(plan.kv_pages(), 6 * 1024 / 3);
+        assert!(plan.device_bytes() <= 10 * GIB);
+        assert_eq!(plan.bytes(Purpose::KvPages), plan.kv_pages() * 3 * MIB);
+
+        let reserved = Limits {
+            reserve_bytes: 3 * GIB,
+            ..limits()
+        };
+        let plan = Plan::new(reserved, vec![weights.clone()], Some(kv(Pages::All))).unwrap();
+        assert_eq!(plan.kv_pages(), 1024);
+
+        let plan = Plan::new(limits(), vec![weights.clone()], Some(kv(Pages::UpTo(100)))).unwrap();
+        assert_eq!(plan.kv_pages(), 100);
+        let plan = Plan::new(limits(), vec![weights.clone()], Some(kv(Pages::UpTo(9999)))).unwrap();
+        assert_eq!(plan.kv_pages(), 2048);
+        let plan = Plan::new(
+            limits(),
+            vec![weights.clone()],
+            Some(kv(Pages::Exactly(2048))),
+        )
+        .unwrap();
+        assert_eq!(plan.kv_pages(), 2048);
+        let error = Plan::new(limits(), vec![weights], Some(kv(Pages::Exactly(2049)))).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot reserve 6.003 GiB for kv pages, 6.000 GiB free on \"RTX 4090\""
+        );
+    }
+
+    #[test]
+    fn pages_are_bound_by_the_largest_allocation() {
+        let limits = Limits {
+            max_allocation_bytes: 100 * MIB,
+            ..limits()
+        };
+        let plan = Plan::new(limits.clone(), vec![], Some(kv(Pages::All))).unwrap();
+        assert_eq!(plan.kv_pages(), 100);
+        assert!(
+            plan.to_string().contains("bound by the largest allocation"),
+            "{plan}"
+        );
+        let error = Plan::new(limits, vec![], Some(kv(Pages::Exactly(101)))).unwrap_err();
+        assert!(matches!(error, PlanError::TooLarge { .. }), "{error}");
+    }
+
+    #[test]
+    fn too_few_pages_are_refused() {
+        let weights = entry(Purpose::Weights, 10 * GIB - 11 * MIB, Side::Device);
+        let error = Plan::new(limits(), vec![weights], Some(kv(Pages::All))).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot reserve 12.0 MiB for kv pages, 11.0 MiB free on \"RTX 4090\""
+        );
+    }
+
+    #[test]
+    fn prints_an_aligned_table() {
+        let limits = Limits {
+            limit_bytes: Some(8 * GIB),
+            reserve_bytes: 512 * MIB,
+            ..limits()
+        };
+        let entries = vec![
+            entry(Purpose::Staging, 256 * MIB, Side::Host),
+            entry(Purpose::Scratch, 36 * 1024, Side::Device),
+            entry(Purpose::Weights, 2 * GIB, Side::Device),
+        ];
+        let plan = Plan::new(limits, entries, Some(kv(Pages::UpTo(100)))).unwrap();
+        assert_eq!(
+            plan.to_string(),
+            "memory plan for \"RTX 4090\"\n  \
+             weights     2.0 GiB\n  \
+             kv pages  300.0 MiB  100 pages of 3.0 MiB\n  \
+             scratch    36.0 KiB\n  \
+             staging   256.0 MiB  host memory\n  \
+             total       2.3 GiB  of the device's memory\n  \
+             free       10.0 GiB  of 24.0 GiB, 512.0 MiB kept back\n  \
+             limit       8.0 GiB  set by the operator"
+        );
+    }
+
+    #[test]
+    fn units_do_not_round_past_themselves() {
+        assert_eq!(Bytes(0).to_string(), "0 B");
+        assert_eq!(Bytes(900).to_string(), "900 B");
+        assert_eq!(Bytes(1023).to_string(), "1.0 KiB");
+        assert_eq!(Bytes(MIB - 1).to_string(), "1.0 MiB");
+        assert_eq!(Bytes(GIB - 1).to_string(), "1.0 GiB");
+        assert_eq!(Bytes(1536 * MIB).to_string(), "1.5 GiB");
+    }
+}

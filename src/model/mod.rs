@@ -1,4 +1,6 @@
 //! config.json, tensor names, tokenizer, chat template, architectures: a batch shape in,
 //! a `Recording` out. Deliberately absent: threads, and reading of bulk data.
 
+pub mod config;
+pub mod checkpoint;
 pub mod text;

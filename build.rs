@@ -1,1 +1,11 @@
-fn main() {}
+//! Compiles the shaders and writes the Rust side of their argument blocks; compiles the
+//! protocol. Deliberately absent: any tool that is not a crate.
+
+#[path = "build/shaders.rs"]
+mod shaders;
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    println!("cargo:rerun-if-changed=build");
+    shaders::compile();
+}

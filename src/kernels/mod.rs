@@ -2,3 +2,84 @@
 //! Rust; the `Recording`. Deliberately absent: the order of layers.
 
 pub mod recording;
+pub mod shaders;
+pub mod barriers;
+pub mod host_memory;
+pub mod interpreter;
+pub mod embed;
+pub mod gemm;
+pub mod attention;
+pub mod state;
+
+use recording::Call;
+use host_memory::HostMemory;
+
+/// How the values of a weight matrix are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half.
+    F16,
+    /// IEEE single.
+    F32,
+}
+
+impl Format {
+    /// Bytes of a value.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Format::Bf16 | Format::F16 => 2,
+            Format::F32 => 4,
+        }
+    }
+
+    /// The suffix of kernel variants for it.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Format::Bf16 => "bf16",
+            Format::F16 => "f16",
+            Format::F32 => "f32",
+        }
+    }
+
+    /// From a kernel's variant name, `gemv.bf16` for example.
+    pub fn of_kernel(kernel: &str) -> Format {
+        match kernel.rsplit('.').next() {
+            Some("f16") => Format::F16,
+            Some("f32") => Format::F32,
+            _ => Format::Bf16,
+        }
+    }
+}
+
+/// The meaning of a kernel in plain Rust, over the buffers of a recording.
+pub type Reference = fn(&Call, &mut HostMemory);
+
+/// The reference of a kernel's family (the name up to the first dot).
+///
+/// # Panics
+/// If no such kernel exists: a recording can only name compiled shaders.
+pub fn reference(kernel: &str) -> Reference {
+    match kernel.split('.').next().unwrap_or(kernel) {
+        "embed_rows" => embed::reference_embed_rows,
+        "gemv" => gemm::reference_gemv,
+        "matmul" => gemm::reference_matmul,
+        "take_last" => gemm::reference_take_last,
+        "append" => attention::reference_append,
+        "attention" => attention::reference_attention,
+        other => panic!("kernel \"{other}\" has no reference"),
+    }
+}
+
+/// Dispatch extents that cover `blocks` with no dimension above what every driver allows:
+/// x and z are folded as `block = z * groups.x + x`.
+pub fn fold(blocks: u32, rows: u32) -> [u32; 3] {
+    const LIMIT: u32 = 65_535;
+    if blocks <= LIMIT {
+        [blocks, rows, 1]
+    } else {
+        let z = blocks.div_ceil(LIMIT);
+        [blocks.div_ceil(z), rows, z]
+    }
+}

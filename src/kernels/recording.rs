@@ -52,6 +52,17 @@ pub struct Range {
 }
 
 impl Range {
+    /// The part of the range that starts `offset` bytes in and has `bytes`.
+    pub fn part(self, offset: u64, bytes: u64) -> Range {
+        debug_assert!(offset + bytes <= self.bytes, "a part of {bytes} at {offset} leaves {self:?}");
+        Range { buffer: self.buffer, offset: self.offset + offset, bytes }
+    }
+
+    /// An address without bytes, for an argument that a variant does not touch.
+    pub fn none(self) -> Range {
+        Range { bytes: 0, ..self }
+    }
+
     /// Whether two ranges share a byte.
     pub fn overlaps(&self, other: &Range) -> bool {
         self.buffer == other.buffer
@@ -69,6 +80,41 @@ pub enum Arg {
     U32(u32),
     /// A 32-bit float.
     F32(f32),
+}
+
+impl Arg {
+    /// The range of a buffer argument.
+    ///
+    /// # Panics
+    /// If it is a value.
+    pub fn range(self) -> Range {
+        match self {
+            Arg::Buffer(range, _) => range,
+            other => panic!("{other:?} is no buffer"),
+        }
+    }
+
+    /// An unsigned value.
+    ///
+    /// # Panics
+    /// If it is something else.
+    pub fn u32(self) -> u32 {
+        match self {
+            Arg::U32(value) => value,
+            other => panic!("{other:?} is no u32"),
+        }
+    }
+
+    /// A float value.
+    ///
+    /// # Panics
+    /// If it is something else.
+    pub fn f32(self) -> f32 {
+        match self {
+            Arg::F32(value) => value,
+            other => panic!("{other:?} is no f32"),
+        }
+    }
 }
 
 /// One dispatch.

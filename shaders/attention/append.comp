@@ -1,0 +1,82 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// For each row: q = rope(norm(q)), in place; K page ← rope(norm(k)); V page ← v.
+//
+// qkv   [rows][stride] f32: q heads, k heads, v heads
+// k     [pages][kv_heads][D/8][16 tokens] uvec4 of eight f16;  v  [pages][kv_heads][16][D/2] pairs of f16
+// One workgroup does one head of one row. Traffic: a head in, a head out.
+#include "common.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint D = 128;
+layout(constant_id = 2) const uint ROT = 128;
+layout(constant_id = 3) const uint Q_HEADS = 16;
+layout(constant_id = 4) const uint KV_HEADS = 8;
+layout(constant_id = 5) const uint QK_NORM = 0;
+
+#include "heads.glsl"
+
+layout(push_constant) uniform Args {
+    FloatsInOut qkv;
+    Words4In rows;
+    FloatsIn q_norm;
+    FloatsIn k_norm;
+    FloatsIn rope;
+    WordsIn pages;
+    WordsOut k;
+    WordsOut v;
+    uint stride;
+    uint max_pages;
+    float epsilon;
+};
+
+shared float head[D];
+shared float rotated[D];
+shared float partial[256];
+
+#define AT(i) head[i]
+
+void main() {
+    uint row = gl_WorkGroupID.y;
+    uint h = gl_WorkGroupID.x;
+    uvec4 info = rows.v[row];
+    if (info.w == 0u) return;
+    uint t = gl_LocalInvocationID.x;
+    uint base = row * stride + h * D;
+    float square = 0.0;
+    for (uint i = t; i < D; i += gl_WorkGroupSize.x) {
+        float value = qkv.v[base + i];
+        head[i] = value;
+        square += value * value;
+    }
+    bool is_v = h >= Q_HEADS + KV_HEADS;
+    bool is_k = h >= Q_HEADS && !is_v;
+    if (QK_NORM == 1u && !is_v) {
+        square = subgroupAdd(square);
+        if (subgroupElect()) partial[gl_SubgroupID] = square;
+        barrier();
+        float sum = 0.0;
+        for (uint i = 0u; i < gl_NumSubgroups; i++) sum += partial[i];
+        float scale = inversesqrt(sum / float(D) + epsilon);
+        for (uint i = t; i < D; i += gl_WorkGroupSize.x)
+            head[i] *= scale * (is_k ? k_norm.v[i] : q_norm.v[i]);
+    }
+    barrier();
+    for (uint i = t; i < D; i += gl_WorkGroupSize.x) {
+        float value = head[i];
+        if (!is_v) ROTATE(AT, i, info.y, value)
+        if (h < Q_HEADS) qkv.v[base + i] = value;
+        else rotated[i] = value;
+    }
+    if (h < Q_HEADS) return;
+    barrier();
+    uint kvh = h - Q_HEADS - (is_v ? KV_HEADS : 0u);
+    uint page = pages.v[info.z * max_pages + info.y / 16u];
+    uint in_page = info.y % 16u;
+    for (uint i = t; i < D / 2u; i += gl_WorkGroupSize.x) {
+        uint pair = packHalf2x16(vec2(rotated[2u * i], rotated[2u * i + 1u]));
+        uint head_base = (page * KV_HEADS + kvh) * 16u * (D / 2u);
+        if (is_v) v.v[head_base + in_page * (D / 2u) + i] = pair;
+        else k.v[head_base + (i / 4u) * 64u + in_page * 4u + i % 4u] = pair;
+    }
+}

@@ -1,0 +1,68 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// rows[r] = {token, position, slot, valid};  x[r] = embedding[token]
+//
+// embedding  [part_rows][row_words/…] weights of vocabulary rows part_first .. part_first + part_rows
+// x          [rows][x_stride] f32
+// rows       [rows] uvec4
+// DECODE:  row r is slot batch[r]; its token and position are the slot's.
+// PREFILL: row r is token tokens[r] of the chunk {slot, start, count, flags}.
+// One workgroup copies `threads * 8` values of one row; traffic 2·H + 4·H bytes a row.
+#include "common.glsl"
+#include "state.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint PREFILL = 0;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Floats4Out { vec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer RowsOut { uvec4 v[]; };
+
+layout(push_constant) uniform Args {
+    Words4In embedding;
+    WordsIn slots;
+    WordsIn batch;
+    WordsIn chunk;
+    Floats4Out x;
+    RowsOut rows;
+    uint chunks;      // 8-value chunks of a row
+    uint x_stride;    // floats
+    uint part_first;
+    uint part_rows;
+};
+
+void main() {
+    uint row = gl_WorkGroupID.y;
+    uint token, position, slot, valid;
+    if (PREFILL == 1u) {
+        slot = chunk.v[0];
+        position = chunk.v[1] + row;
+        valid = row < chunk.v[2] ? 1u : 0u;
+        token = chunk.v[4u + row];
+    } else {
+        slot = batch.v[row];
+        valid = 0u;
+        token = 0u;
+        position = 0u;
+        if (slot != 0xffffffffu) {
+            valid = slots.v[slot * SLOT_WORDS + SLOT_ACTIVE] == 1u ? 1u : 0u;
+            token = slots.v[slot * SLOT_WORDS + SLOT_TOKEN];
+            position = slots.v[slot * SLOT_WORDS + SLOT_POSITION];
+        }
+    }
+    if (valid == 0u) token = 0u;
+    if (gl_WorkGroupID.x == 0u && gl_LocalInvocationID.x == 0u)
+        rows.v[row] = uvec4(token, position, slot, valid);
+    uint c = gl_GlobalInvocationID.x;
+    if (c >= chunks || token < part_first || token - part_first >= part_rows) return;
+    uint base = ((token - part_first) * chunks + c) * WORDS4_PER_8;
+    vec4 a, b;
+#if WEIGHT == 2
+    a = uintBitsToFloat(embedding.v[base]);
+    b = uintBitsToFloat(embedding.v[base + 1u]);
+#else
+    unpack8(embedding.v[base], a, b);
+#endif
+    uint o = (row * x_stride) / 4u + c * 2u;
+    x.v[o] = a;
+    x.v[o + 1u] = b;
+}

@@ -1,0 +1,40 @@
+// What every kernel shares: buffer references and number formats.
+// Only 32-bit loads; 16-bit values are unpacked with bit operations, so that every
+// Vulkan 1.3 driver runs them.
+#extension GL_EXT_buffer_reference : require
+#extension GL_EXT_control_flow_attributes : require
+#extension GL_KHR_shader_subgroup_basic : require
+#extension GL_KHR_shader_subgroup_arithmetic : require
+
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly restrict buffer Words4In { uvec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly restrict buffer Floats4In { vec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly restrict buffer WordsIn { uint v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly restrict buffer FloatsIn { float v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly restrict buffer FloatsOut { float v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer FloatsInOut { float v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly restrict buffer WordsOut { uint v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer WordsInOut { uint v[]; };
+
+float bf16_low(uint w) { return uintBitsToFloat(w << 16); }
+float bf16_high(uint w) { return uintBitsToFloat(w & 0xffff0000u); }
+
+// The weight format of a variant: 0 bfloat16, 1 float16, 2 float32.
+#ifndef WEIGHT
+#define WEIGHT 0
+#endif
+#if WEIGHT == 2
+#define WORDS4_PER_8 2u
+#else
+#define WORDS4_PER_8 1u
+#endif
+
+// Unpacks one 16-byte word of 16-bit weights into eight floats.
+void unpack8(uvec4 w, out vec4 a, out vec4 b) {
+#if WEIGHT == 1
+    a = vec4(unpackHalf2x16(w.x), unpackHalf2x16(w.y));
+    b = vec4(unpackHalf2x16(w.z), unpackHalf2x16(w.w));
+#else
+    a = vec4(bf16_low(w.x), bf16_high(w.x), bf16_low(w.y), bf16_high(w.y));
+    b = vec4(bf16_low(w.z), bf16_high(w.z), bf16_low(w.w), bf16_high(w.w));
+#endif
+}

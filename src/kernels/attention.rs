@@ -1,0 +1,203 @@
+//! `attention` over the KV pages of each row, and `append`, which fills them for a prompt
+//! chunk. In decode one `attention` call does both.
+
+use super::host_memory::HostMemory;
+use super::recording::Call;
+use super::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
+
+/// Tokens of a KV page.
+pub const PAGE_TOKENS: u32 = 16;
+
+/// Heads of an attention layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Heads {
+    /// Query heads.
+    pub q: u32,
+    /// Key and value heads; divides `q`.
+    pub kv: u32,
+    /// Dimensions of a head; a multiple of 8.
+    pub dim: u32,
+    /// Rotated dimensions.
+    pub rot: u32,
+    /// Whether q and k are normalised a head.
+    pub qk_norm: bool,
+}
+
+impl Heads {
+    /// Query heads that share a KV head.
+    pub fn group(self) -> u32 {
+        self.q / self.kv
+    }
+
+    /// Bytes of a page of K (and of V): f16.
+    pub fn page_bytes(self) -> u64 {
+        u64::from(self.kv) * u64::from(PAGE_TOKENS) * u64::from(self.dim) * 2
+    }
+
+    /// Shared memory that `attention` takes with that many threads, bytes.
+    pub fn shared_bytes(self, threads: u32) -> u32 {
+        let (g, d) = (self.group(), self.dim);
+        let lanes = threads / (d / 2);
+        4 * (g * d + 2 * d + g * threads + lanes * g * d + 4 * g + 1 + threads.div_ceil(16) + 1)
+    }
+
+    /// Floats of `attention`'s partial results for a row.
+    pub fn partial_floats(self, splits: u32) -> u64 {
+        u64::from(self.kv) * u64::from(splits) * u64::from(self.group()) * u64::from(self.dim + 2)
+    }
+}
+
+/// Attention of `rows` rows, each split in up to `splits` along its context. With `fused` it
+/// normalises, rotates and appends too.
+pub fn attention(label: String, heads: Heads, rows: u32, splits: u32, threads: u32, fused: bool, args: AttentionArgs) -> Call {
+    let constants = AttentionConstants {
+        threads,
+        d: heads.dim,
+        rot: heads.rot,
+        g: heads.group(),
+        kv_heads: heads.kv,
+        qk_norm: u32::from(heads.qk_norm),
+        fused: u32::from(fused),
+        workers: threads,
+    };
+    Call { kernel: "attention", label, constants: constants.into_values(), args: args.into_args(), groups: [splits, heads.kv, rows] }
+}
+
+/// Norm, rotary and KV append of `rows` rows of a prompt chunk.
+pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call {
+    let constants = AppendConstants {
+        threads: 64,
+        d: heads.dim,
+        rot: heads.rot,
+        q_heads: heads.q,
+        kv_heads: heads.kv,
+        qk_norm: u32::from(heads.qk_norm),
+    };
+    Call { kernel: "append", label, constants: constants.into_values(), args: args.into_args(), groups: [heads.q + 2 * heads.kv, rows, 1] }
+}
+
+/// Normalises and rotates one head in place.
+fn norm_rope(head: &mut [f32], norm: Option<&dyn Fn(u32) -> f32>, epsilon: f32, rot: u32, rope: impl Fn(u32) -> (f32, f32)) {
+    if let Some(norm) = norm {
+        let scale = 1.0 / (head.iter().map(|v| v * v).sum::<f32>() / head.len() as f32 + epsilon).sqrt();
+        for (i, value) in head.iter_mut().enumerate() {
+            *value *= scale * norm(i as u32);
+        }
+    }
+    let half = (rot / 2) as usize;
+    for j in 0..half {
+        let (c, s) = rope(j as u32);
+        let (a, b) = (head[j], head[j + half]);
+        head[j] = a * c - b * s;
+        head[j + half] = b * c + a * s;
+    }
+}
+
+struct Layer {
+    d: u32,
+    rot: u32,
+    kv_heads: u32,
+    qk_norm: bool,
+}
+
+/// Index of a K value in its cache, in halves.
+fn k_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
+    (page * layer.kv_heads + kvh) * 16 * layer.d + (i / 8) * 128 + token * 8 + i % 8
+}
+
+/// Index of a V value in its cache, in halves.
+fn v_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
+    ((page * layer.kv_heads + kvh) * 16 + token) * layer.d + i
+}
+
+pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
+    let a = AppendArgs::from_args(&call.args);
+    let c = AppendConstants::from_values(&call.constants);
+    let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
+    for row in 0..call.groups[1] {
+        let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        if valid == 0 {
+            continue;
+        }
+        let page = memory.u32(a.pages, slot * a.max_pages + position / 16);
+        for h in 0..c.q_heads + 2 * c.kv_heads {
+            let base = row * a.stride + h * c.d;
+            let mut head: Vec<f32> = (0..c.d).map(|i| memory.f32(a.qkv, base + i)).collect();
+            let is_v = h >= c.q_heads + c.kv_heads;
+            if !is_v {
+                let weight = if h < c.q_heads { a.q_norm } else { a.k_norm };
+                let norm = |i: u32| memory.f32(weight, i);
+                let rope = |j: u32| rope_at(memory, a.rope, position, layer.rot, j);
+                norm_rope(&mut head, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, rope);
+            }
+            for i in 0..c.d {
+                let value = head[i as usize];
+                if h < c.q_heads {
+                    memory.set_f32(a.qkv, base + i, value);
+                } else if is_v {
+                    memory.set_f16(a.v, v_index(&layer, page, h - c.q_heads - c.kv_heads, position % 16, i), value);
+                } else {
+                    memory.set_f16(a.k, k_index(&layer, page, h - c.q_heads, position % 16, i), value);
+                }
+            }
+        }
+    }
+}
+
+fn rope_at(memory: &HostMemory, rope: super::recording::Range, position: u32, rot: u32, j: u32) -> (f32, f32) {
+    let at = (position * (rot / 2) + j) * 2;
+    (memory.f32(rope, at), memory.f32(rope, at + 1))
+}
+
+pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
+    let a = AttentionArgs::from_args(&call.args);
+    let c = AttentionConstants::from_values(&call.constants);
+    let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
+    for row in 0..call.groups[2] {
+        let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        if valid == 0 {
+            continue;
+        }
+        for kvh in 0..c.kv_heads {
+            let page_of = |memory: &HostMemory, token: u32| memory.u32(a.pages, slot * a.max_pages + token / 16);
+            if c.fused == 1 {
+                let k_base = row * a.stride + (c.kv_heads * c.g + kvh) * c.d;
+                let mut key: Vec<f32> = (0..c.d).map(|i| memory.f32(a.qkv, k_base + i)).collect();
+                let norm = |i: u32| memory.f32(a.k_norm, i);
+                norm_rope(&mut key, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| rope_at(memory, a.rope, position, layer.rot, j));
+                let page = page_of(memory, position);
+                for i in 0..c.d {
+                    let value = memory.f32(a.qkv, k_base + c.kv_heads * c.d + i);
+                    memory.set_f16(a.v, v_index(&layer, page, kvh, position % 16, i), value);
+                    memory.set_f16(a.k, k_index(&layer, page, kvh, position % 16, i), key[i as usize]);
+                }
+            }
+            for g in 0..c.g {
+                let h = kvh * c.g + g;
+                let mut query: Vec<f32> = (0..c.d).map(|i| memory.f32(a.qkv, row * a.stride + h * c.d + i)).collect();
+                if c.fused == 1 {
+                    let norm = |i: u32| memory.f32(a.q_norm, i);
+                    norm_rope(&mut query, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| rope_at(memory, a.rope, position, layer.rot, j));
+                }
+                let scores: Vec<f32> = (0..=position)
+                    .map(|t| {
+                        let page = page_of(memory, t);
+                        let dot: f32 = (0..c.d).map(|i| query[i as usize] * memory.f16(a.k, k_index(&layer, page, kvh, t % 16, i))).sum();
+                        dot / (c.d as f32).sqrt()
+                    })
+                    .collect();
+                let top = scores.iter().copied().fold(f32::MIN, f32::max);
+                let weights: Vec<f32> = scores.iter().map(|s| (s - top).exp()).collect();
+                let sum: f32 = weights.iter().sum();
+                for i in 0..c.d {
+                    let value: f32 = weights
+                        .iter()
+                        .enumerate()
+                        .map(|(t, w)| w * memory.f16(a.v, v_index(&layer, page_of(memory, t as u32), kvh, t as u32 % 16, i)))
+                        .sum();
+                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, value / sum);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! Products of a weight matrix with rows of activations: `gemv` for few rows, `matmul` for
+//! many, one meaning for both; `take_last` between a prompt's last chunk and the LM head.
+
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
+use super::{Format, fold};
+
+/// What happens to a product before it is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Epilogue {
+    /// `y = v`
+    Store,
+    /// `y += v`
+    Residual,
+    /// Rows of W alternate gate and up: `y[i] = silu(v[2i]) * v[2i + 1]`.
+    SwiGlu,
+}
+
+impl Epilogue {
+    fn code(self) -> u32 {
+        match self {
+            Epilogue::Store => 0,
+            Epilogue::Residual => 1,
+            Epilogue::SwiGlu => 2,
+        }
+    }
+}
+
+/// A weight matrix in memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix {
+    /// `[rows][cols padded to 8]`.
+    pub range: Range,
+    /// Of its values.
+    pub format: Format,
+    /// Output features.
+    pub rows: u32,
+    /// Input features, unpadded.
+    pub cols: u32,
+}
+
+/// Activations: `[rows][stride]` f32, stride a multiple of 8, the padding finite.
+#[derive(Clone, Copy, Debug)]
+pub struct Activations {
+    /// Where.
+    pub range: Range,
+    /// Floats of a row.
+    pub stride: u32,
+}
+
+/// `y = epilogue(W · prologue(x))`.
+#[derive(Clone, Debug)]
+pub struct Product {
+    /// The span's name.
+    pub label: String,
+    /// W.
+    pub weight: Matrix,
+    /// x.
+    pub x: Activations,
+    /// RMS norm of x before the product: its weight and epsilon.
+    pub norm: Option<(Range, f32)>,
+    /// Added to the product.
+    pub bias: Option<Range>,
+    /// What is done with it.
+    pub epilogue: Epilogue,
+    /// y.
+    pub y: Activations,
+}
+
+impl Product {
+    fn touched(&self) -> (Range, Range, f32) {
+        let (norm, epsilon) = self.norm.unwrap_or((self.x.range.none(), 0.0));
+        (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
+    }
+
+    /// For a few rows of x.
+    pub fn gemv(&self, rows: u32, threads: u32) -> Call {
+        let (norm, bias, epsilon) = self.touched();
+        let constants = GemvConstants {
+            threads,
+            norm: u32::from(self.norm.is_some()),
+            bias: u32::from(self.bias.is_some()),
+            epilogue: self.epilogue.code(),
+        };
+        let args = GemvArgs {
+            weight: self.weight.range,
+            x: self.x.range,
+            norm,
+            bias,
+            y: self.y.range,
+            n: self.weight.rows,
+            k: self.weight.cols,
+            chunks: self.weight.cols.div_ceil(8),
+            x_stride: self.x.stride,
+            y_stride: self.y.stride,
+            epsilon,
+        };
+        Call {
+            kernel: match self.weight.format {
+                Format::Bf16 => "gemv.bf16",
+                Format::F16 => "gemv.f16",
+                Format::F32 => "gemv.f32",
+            },
+            label: self.label.clone(),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: fold(self.weight.rows.div_ceil(2), rows),
+        }
+    }
+
+    /// For many rows of x, as many as the chunk descriptor `count` says.
+    pub fn matmul(&self, rows: u32, count: Range) -> Call {
+        let (norm, bias, epsilon) = self.touched();
+        let constants = MatmulConstants {
+            norm: u32::from(self.norm.is_some()),
+            bias: u32::from(self.bias.is_some()),
+            epilogue: self.epilogue.code(),
+        };
+        let args = MatmulArgs {
+            weight: self.weight.range,
+            x: self.x.range,
+            norm,
+            bias,
+            y: self.y.range,
+            count,
+            n: self.weight.rows,
+            k: self.weight.cols,
+            chunks: self.weight.cols.div_ceil(8),
+            x_stride: self.x.stride,
+            y_stride: self.y.stride,
+            epsilon,
+        };
+        let [x, _, z] = fold(self.weight.rows.div_ceil(64), 1);
+        Call {
+            kernel: match self.weight.format {
+                Format::Bf16 => "matmul.bf16",
+                Format::F16 => "matmul.f16",
+                Format::F32 => "matmul.f32",
+            },
+            label: self.label.clone(),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: [x, rows.div_ceil(64), z],
+        }
+    }
+}
+
+/// Copies the last row of a chunk and its row descriptor to the LM head's input.
+pub fn take_last(label: String, args: TakeLastArgs) -> Call {
+    let threads = 64;
+    Call {
+        kernel: "take_last",
+        label,
+        constants: TakeLastConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.x_stride.div_ceil(threads), 1, 1],
+    }
+}
+
+struct Shape {
+    weight: Range,
+    x: Range,
+    norm: Option<Range>,
+    bias: Option<Range>,
+    y: Range,
+    n: u32,
+    k: u32,
+    chunks: u32,
+    x_stride: u32,
+    y_stride: u32,
+    epsilon: f32,
+    epilogue: u32,
+}
+
+fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
+    for row in 0..rows {
+        let x: Vec<f32> = (0..s.chunks * 8).map(|i| memory.f32(s.x, row * s.x_stride + i)).collect();
+        let scale = match s.norm {
+            Some(_) => 1.0 / (x.iter().map(|v| v * v).sum::<f32>() / s.k as f32 + s.epsilon).sqrt(),
+            None => 1.0,
+        };
+        let x: Vec<f32> = match s.norm {
+            Some(norm) => x.iter().enumerate().map(|(i, v)| v * memory.f32(norm, i as u32)).collect(),
+            None => x,
+        };
+        let v: Vec<f32> = (0..s.n)
+            .map(|r| {
+                let dot: f32 = x.iter().enumerate().map(|(i, x)| x * memory.weight(format, s.weight, r * s.chunks * 8 + i as u32)).sum();
+                dot * scale + s.bias.map_or(0.0, |b| memory.f32(b, r))
+            })
+            .collect();
+        for r in 0..s.n {
+            let at = row * s.y_stride + r;
+            match s.epilogue {
+                1 => {
+                    let old = memory.f32(s.y, at);
+                    memory.set_f32(s.y, at, old + v[r as usize]);
+                }
+                2 if r % 2 == 0 => {
+                    let (gate, up) = (v[r as usize], v[r as usize + 1]);
+                    memory.set_f32(s.y, row * s.y_stride + r / 2, gate / (1.0 + (-gate).exp()) * up);
+                }
+                2 => {}
+                _ => memory.set_f32(s.y, at, v[r as usize]),
+            }
+        }
+    }
+}
+
+pub(super) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
+    let a = GemvArgs::from_args(&call.args);
+    let c = GemvConstants::from_values(&call.constants);
+    let shape = Shape {
+        weight: a.weight,
+        x: a.x,
+        norm: (c.norm == 1).then_some(a.norm),
+        bias: (c.bias == 1).then_some(a.bias),
+        y: a.y,
+        n: a.n,
+        k: a.k,
+        chunks: a.chunks,
+        x_stride: a.x_stride,
+        y_stride: a.y_stride,
+        epsilon: a.epsilon,
+        epilogue: c.epilogue,
+    };
+    product(memory, Format::of_kernel(call.kernel), call.groups[1], &shape);
+}
+
+pub(super) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
+    let a = MatmulArgs::from_args(&call.args);
+    let c = MatmulConstants::from_values(&call.constants);
+    let shape = Shape {
+        weight: a.weight,
+        x: a.x,
+        norm: (c.norm == 1).then_some(a.norm),
+        bias: (c.bias == 1).then_some(a.bias),
+        y: a.y,
+        n: a.n,
+        k: a.k,
+        chunks: a.chunks,
+        x_stride: a.x_stride,
+        y_stride: a.y_stride,
+        epsilon: a.epsilon,
+        epilogue: c.epilogue,
+    };
+    let rows = memory.u32(a.count, 2);
+    product(memory, Format::of_kernel(call.kernel), rows, &shape);
+}
+
+pub(super) fn reference_take_last(call: &Call, memory: &mut HostMemory) {
+    let a = TakeLastArgs::from_args(&call.args);
+    let last = memory.u32(a.count, 2) - 1;
+    for i in 0..a.x_stride {
+        let value = memory.u32(a.x, last * a.x_stride + i);
+        memory.set_u32(a.head_x, i, value);
+    }
+    for i in 0..4 {
+        let value = memory.u32(a.rows, last * 4 + i);
+        memory.set_u32(a.head_rows, i, value);
+    }
+}

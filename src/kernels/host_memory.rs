@@ -1,0 +1,80 @@
+//! Buffers of a recording on the host: what the interpreter computes on.
+//! Deliberately absent: anything of a GPU.
+
+use super::recording::{Range, Recording};
+use half::{bf16, f16};
+
+/// One list of 32-bit words for each buffer of a recording.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostMemory {
+    /// Words by buffer index.
+    pub buffers: Vec<Vec<u32>>,
+}
+
+impl HostMemory {
+    /// Zeroed memory for a recording's buffers.
+    pub fn new(recording: &Recording) -> HostMemory {
+        HostMemory { buffers: recording.buffers.iter().map(|b| vec![0; b.bytes.div_ceil(4) as usize]).collect() }
+    }
+
+    fn index(range: Range, i: u32) -> usize {
+        debug_assert!(range.offset % 4 == 0 && u64::from(i) * 4 < range.bytes, "word {i} lies outside {range:?}");
+        (range.offset / 4) as usize + i as usize
+    }
+
+    /// Word `i` of a range.
+    pub fn u32(&self, range: Range, i: u32) -> u32 {
+        self.buffers[range.buffer.0 as usize][Self::index(range, i)]
+    }
+
+    /// Sets word `i` of a range.
+    pub fn set_u32(&mut self, range: Range, i: u32, value: u32) {
+        self.buffers[range.buffer.0 as usize][Self::index(range, i)] = value;
+    }
+
+    /// Float `i` of a range.
+    pub fn f32(&self, range: Range, i: u32) -> f32 {
+        f32::from_bits(self.u32(range, i))
+    }
+
+    /// Sets float `i` of a range.
+    pub fn set_f32(&mut self, range: Range, i: u32, value: f32) {
+        self.set_u32(range, i, value.to_bits());
+    }
+
+    /// 16-bit value `i` of a range.
+    pub fn u16(&self, range: Range, i: u32) -> u16 {
+        (self.u32(range, i / 2) >> (16 * (i % 2))) as u16
+    }
+
+    /// Sets 16-bit value `i` of a range.
+    pub fn set_u16(&mut self, range: Range, i: u32, value: u16) {
+        let word = self.u32(range, i / 2);
+        let shift = 16 * (i % 2);
+        self.set_u32(range, i / 2, word & !(0xffff << shift) | u32::from(value) << shift);
+    }
+
+    /// Half `i` of a range.
+    pub fn f16(&self, range: Range, i: u32) -> f32 {
+        f16::from_bits(self.u16(range, i)).to_f32()
+    }
+
+    /// Sets half `i` of a range, rounded to nearest even.
+    pub fn set_f16(&mut self, range: Range, i: u32, value: f32) {
+        self.set_u16(range, i, f16::from_f32(value).to_bits());
+    }
+
+    /// Weight `i` of a range in a format.
+    pub fn weight(&self, format: super::Format, range: Range, i: u32) -> f32 {
+        match format {
+            super::Format::Bf16 => bf16::from_bits(self.u16(range, i)).to_f32(),
+            super::Format::F16 => self.f16(range, i),
+            super::Format::F32 => self.f32(range, i),
+        }
+    }
+
+    /// All floats of a range.
+    pub fn floats(&self, range: Range) -> Vec<f32> {
+        (0..(range.bytes / 4) as u32).map(|i| self.f32(range, i)).collect()
+    }
+}

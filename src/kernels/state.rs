@@ -1,0 +1,344 @@
+//! The words of device memory that steer a decode step: what a slot runs and how it samples,
+//! and what a sampled row reports. The same names and numbers as `shaders/include/state.glsl`.
+//! Deliberately absent: page tables (they belong to attention) and who writes what when.
+
+/// Words of a slot in `state`.
+pub const SLOT_WORDS: u32 = 64;
+/// 0 idle, 1 running, 2 done.
+pub const SLOT_ACTIVE: u32 = 0;
+/// The next input token.
+pub const SLOT_TOKEN: u32 = 1;
+/// Position of that token.
+pub const SLOT_POSITION: u32 = 2;
+/// Output tokens until the slot is done.
+pub const SLOT_REMAINING: u32 = 3;
+/// Output tokens so far: the draw's counter.
+pub const SLOT_GENERATED: u32 = 4;
+/// Output tokens until stop ids count; until then they are not drawn either.
+pub const SLOT_MIN_LEFT: u32 = 5;
+/// `FLAG_*` bits.
+pub const SLOT_FLAGS: u32 = 6;
+/// Alternatives of a log probability, at most `TOP_ENTRIES`.
+pub const SLOT_TOP_N: u32 = 7;
+/// f32; 0 is greedy.
+pub const SLOT_TEMPERATURE: u32 = 8;
+/// 0 keeps all.
+pub const SLOT_TOP_K: u32 = 9;
+/// f32; 1 keeps all.
+pub const SLOT_TOP_P: u32 = 10;
+/// f32; 0 keeps all.
+pub const SLOT_MIN_P: u32 = 11;
+/// f32; 1 changes nothing.
+pub const SLOT_REPETITION: u32 = 12;
+/// f32.
+pub const SLOT_PRESENCE: u32 = 13;
+/// f32.
+pub const SLOT_FREQUENCY: u32 = 14;
+/// Low half of the seed.
+pub const SLOT_SEED_LOW: u32 = 15;
+/// High half of the seed.
+pub const SLOT_SEED_HIGH: u32 = 16;
+/// Stop ids in use.
+pub const SLOT_STOP_COUNT: u32 = 17;
+/// `STOP_ENTRIES` words.
+pub const SLOT_STOP_IDS: u32 = 18;
+/// Entries of the slot's row in `bias` in use.
+pub const SLOT_BIAS_COUNT: u32 = 34;
+/// f32: 1 / temperature.
+pub const SLOT_TEMPERATURE_INVERSE: u32 = 35;
+/// f32: 1 / repetition.
+pub const SLOT_REPETITION_INVERSE: u32 = 36;
+/// f32: ln min_p, -inf for 0.
+pub const SLOT_MIN_P_LOG: u32 = 37;
+/// Tokens from this position on count as output for the penalties (a sequence computed again).
+pub const SLOT_PROMPT_TOKENS: u32 = 38;
+
+/// Nothing runs in the slot.
+pub const ACTIVE_IDLE: u32 = 0;
+/// The slot draws tokens.
+pub const ACTIVE_RUNNING: u32 = 1;
+/// The slot drew its last token; further steps do nothing.
+pub const ACTIVE_DONE: u32 = 2;
+
+/// Repetition, presence or frequency penalty: `counts` is kept and read.
+pub const FLAG_PENALTIES: u32 = 1;
+/// The slot's row of `bias` is read.
+pub const FLAG_BIAS: u32 = 2;
+/// Log probabilities are computed.
+pub const FLAG_LOGPROBS: u32 = 4;
+/// The host copies the logits; no kernel looks at it.
+pub const FLAG_DUMP_LOGITS: u32 = 8;
+
+/// The most stop ids of a slot.
+pub const STOP_ENTRIES: u32 = 16;
+/// The most logit-bias entries of a slot.
+pub const BIAS_ENTRIES: u32 = 300;
+/// The most alternatives of a log probability.
+pub const TOP_ENTRIES: u32 = 20;
+/// Bit of a count: the token is in the prompt. The other bits: times in the output.
+pub const COUNT_PROMPT: u32 = 0x8000_0000;
+
+/// Words of a ring entry.
+pub const ENTRY_WORDS: u32 = 64;
+/// The step's number; written last.
+pub const ENTRY_STEP: u32 = 0;
+/// The row's slot.
+pub const ENTRY_SLOT: u32 = 1;
+/// The token, or `TOKEN_NONE`.
+pub const ENTRY_TOKEN: u32 = 2;
+/// `DONE_*`.
+pub const ENTRY_DONE: u32 = 3;
+/// f32: log probability of the token.
+pub const ENTRY_LOGPROB: u32 = 4;
+/// Alternatives that follow.
+pub const ENTRY_TOP_COUNT: u32 = 5;
+/// Pairs of token and f32 log probability, best first.
+pub const ENTRY_TOP: u32 = 6;
+
+/// The row was inactive.
+pub const TOKEN_NONE: u32 = 0xffff_ffff;
+/// The slot goes on.
+pub const DONE_NO: u32 = 0;
+/// The token is a stop id.
+pub const DONE_STOP: u32 = 1;
+/// No tokens remain.
+pub const DONE_LENGTH: u32 = 2;
+
+/// Below this a temperature is greedy: its inverse would leave f32's range.
+pub const LEAST_TEMPERATURE: f32 = 1e-5;
+
+/// What a slot starts with.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SlotInit {
+    /// Output tokens until the slot is done; at least 1.
+    pub remaining: u32,
+    /// Output tokens drawn before (a sequence computed again); the draw's counter goes on from here.
+    pub generated: u32,
+    /// Output tokens until stop ids count.
+    pub min_left: u32,
+    /// Below [`LEAST_TEMPERATURE`] is greedy.
+    pub temperature: f32,
+    /// 0 keeps all.
+    pub top_k: u32,
+    /// 1 keeps all.
+    pub top_p: f32,
+    /// 0 keeps all.
+    pub min_p: f32,
+    /// 1 changes nothing; above 0.
+    pub repetition: f32,
+    /// 0 changes nothing.
+    pub presence: f32,
+    /// 0 changes nothing.
+    pub frequency: f32,
+    /// Of the draws.
+    pub seed: u64,
+    /// At most [`STOP_ENTRIES`]; more are left out (a request's are validated before).
+    pub stop_ids: Vec<u32>,
+    /// Entries written to the slot's row of `bias`, at most [`BIAS_ENTRIES`].
+    pub bias_count: u32,
+    /// `Some(n)`: the log probability of the token and of the `n` best.
+    pub logprobs: Option<u32>,
+    /// The host copies the logits of every step.
+    pub dump_logits: bool,
+    /// Tokens of the prompt proper; `u32::MAX` where everything that prefill runs is prompt.
+    pub prompt_tokens: u32,
+}
+
+impl Default for SlotInit {
+    fn default() -> SlotInit {
+        SlotInit {
+            remaining: 1,
+            generated: 0,
+            min_left: 0,
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition: 1.0,
+            presence: 0.0,
+            frequency: 0.0,
+            seed: 0,
+            stop_ids: Vec::new(),
+            bias_count: 0,
+            logprobs: None,
+            dump_logits: false,
+            prompt_tokens: u32::MAX,
+        }
+    }
+}
+
+impl SlotInit {
+    /// Whether the slot's `counts` are kept: they must be cleared before it starts.
+    pub fn has_penalties(&self) -> bool {
+        self.repetition != 1.0 || self.presence != 0.0 || self.frequency != 0.0
+    }
+
+    /// The slot's words, running, with token and position 0.
+    pub fn words(&self) -> [u32; SLOT_WORDS as usize] {
+        let mut words = [0; SLOT_WORDS as usize];
+        let greedy = self.temperature < LEAST_TEMPERATURE;
+        let temperature = if greedy { 0.0 } else { self.temperature };
+        let mut flags = 0;
+        if self.has_penalties() {
+            flags |= FLAG_PENALTIES;
+        }
+        if self.bias_count > 0 {
+            flags |= FLAG_BIAS;
+        }
+        if self.logprobs.is_some() {
+            flags |= FLAG_LOGPROBS;
+        }
+        if self.dump_logits {
+            flags |= FLAG_DUMP_LOGITS;
+        }
+        let stops = &self.stop_ids[..self.stop_ids.len().min(STOP_ENTRIES as usize)];
+        let mut set = |at: u32, word: u32| words[at as usize] = word;
+        set(SLOT_ACTIVE, ACTIVE_RUNNING);
+        set(SLOT_REMAINING, self.remaining);
+        set(SLOT_GENERATED, self.generated);
+        set(SLOT_MIN_LEFT, self.min_left);
+        set(SLOT_FLAGS, flags);
+        set(SLOT_TOP_N, self.logprobs.unwrap_or(0).min(TOP_ENTRIES));
+        set(SLOT_TEMPERATURE, temperature.to_bits());
+        set(SLOT_TOP_K, self.top_k);
+        set(SLOT_TOP_P, self.top_p.to_bits());
+        set(SLOT_MIN_P, self.min_p.to_bits());
+        set(SLOT_REPETITION, self.repetition.to_bits());
+        set(SLOT_PRESENCE, self.presence.to_bits());
+        set(SLOT_FREQUENCY, self.frequency.to_bits());
+        set(SLOT_SEED_LOW, self.seed as u32);
+        set(SLOT_SEED_HIGH, (self.seed >> 32) as u32);
+        set(SLOT_STOP_COUNT, stops.len() as u32);
+        for (at, stop) in (SLOT_STOP_IDS..).zip(stops) {
+            set(at, *stop);
+        }
+        set(SLOT_BIAS_COUNT, self.bias_count.min(BIAS_ENTRIES));
+        set(SLOT_TEMPERATURE_INVERSE, if greedy { 0.0 } else { 1.0 / temperature }.to_bits());
+        set(SLOT_REPETITION_INVERSE, (1.0 / self.repetition).to_bits());
+        set(SLOT_MIN_P_LOG, (f64::from(self.min_p).ln() as f32).to_bits());
+        set(SLOT_PROMPT_TOKENS, self.prompt_tokens);
+        words
+    }
+}
+
+/// The words of a slot's row in `bias`, for at most [`BIAS_ENTRIES`] distinct tokens: entries
+/// of one token are added up. The number of pairs is [`SlotInit::bias_count`].
+pub fn bias_words(entries: &[(u32, f32)]) -> Vec<u32> {
+    let mut sums: Vec<(u32, f32)> = Vec::with_capacity(entries.len());
+    for &(token, value) in entries {
+        match sums.iter_mut().find(|(t, _)| *t == token) {
+            Some((_, sum)) => *sum += value,
+            None => sums.push((token, value)),
+        }
+    }
+    sums.truncate(BIAS_ENTRIES as usize);
+    sums.iter().flat_map(|(token, value)| [*token, value.to_bits()]).collect()
+}
+
+/// What a row of a step reported, read from the ring.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RingEntry {
+    /// Number of the step.
+    pub step: u32,
+    /// The row's slot.
+    pub slot: u32,
+    /// `None`: the row was inactive.
+    pub token: Option<u32>,
+    /// `DONE_*`.
+    pub done: u32,
+    /// Log probability of the token; 0 if the slot did not ask.
+    pub logprob: f32,
+    /// The most probable, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl RingEntry {
+    /// Word index of the entry of a step's row.
+    pub fn at(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
+        ((step % ring_steps) as usize * ring_rows as usize + row as usize) * ENTRY_WORDS as usize
+    }
+
+    /// Decodes an entry of `ENTRY_WORDS` words.
+    pub fn read(words: &[u32]) -> RingEntry {
+        let word = |at: u32| words[at as usize];
+        let token = word(ENTRY_TOKEN);
+        let running = token != TOKEN_NONE;
+        let count = if running { word(ENTRY_TOP_COUNT).min(TOP_ENTRIES) } else { 0 };
+        RingEntry {
+            step: word(ENTRY_STEP),
+            slot: word(ENTRY_SLOT),
+            token: running.then_some(token),
+            done: word(ENTRY_DONE),
+            logprob: if running { f32::from_bits(word(ENTRY_LOGPROB)) } else { 0.0 },
+            top: (0..count)
+                .map(|i| (word(ENTRY_TOP + 2 * i), f32::from_bits(word(ENTRY_TOP + 2 * i + 1))))
+                .collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    /// Every constant of a file, by name: `const uint NAME = VALUE` here and there.
+    fn constants(text: &str) -> BTreeMap<String, u64> {
+        let mut found = BTreeMap::new();
+        for line in text.lines() {
+            let line = line.trim().trim_start_matches("pub ");
+            let Some(rest) = line.strip_prefix("const ") else { continue };
+            let Some((left, right)) = rest.split_once('=') else { continue };
+            let name = left.trim().trim_start_matches("uint ").split(':').next().expect("a name").trim().to_owned();
+            let value: String = right.split(';').next().expect("a value").trim().trim_end_matches('u').replace('_', "");
+            let value = match value.strip_prefix("0x") {
+                Some(hex) => u64::from_str_radix(hex, 16),
+                None => value.parse(),
+            };
+            if let Ok(value) = value {
+                found.insert(name, value);
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn shader_and_host_name_the_same_words() {
+        let shader = constants(include_str!("../../shaders/include/state.glsl"));
+        let text = include_str!("state.rs");
+        let host = constants(text.split("mod tests").next().expect("the file has a head"));
+        assert!(shader.len() > 40, "only {} constants were read", shader.len());
+        assert_eq!(shader, host);
+    }
+
+    #[test]
+    fn a_slot_is_laid_out_by_its_names() {
+        let words = SlotInit {
+            seed: 0x1234_5678_9abc_def0,
+            temperature: 0.5,
+            stop_ids: (100..130).collect(),
+            logprobs: Some(99),
+            presence: 0.25,
+            min_p: 1.0,
+            ..SlotInit::default()
+        }
+        .words();
+        assert_eq!(words[SLOT_SEED_LOW as usize], 0x9abc_def0);
+        assert_eq!(words[SLOT_SEED_HIGH as usize], 0x1234_5678);
+        assert_eq!(words[SLOT_FLAGS as usize], FLAG_PENALTIES | FLAG_LOGPROBS);
+        assert_eq!(words[SLOT_TOP_N as usize], TOP_ENTRIES);
+        assert_eq!(words[SLOT_STOP_COUNT as usize], STOP_ENTRIES);
+        assert_eq!(words[SLOT_STOP_IDS as usize + 15], 115);
+        assert_eq!(words[SLOT_BIAS_COUNT as usize], 0);
+        assert_eq!(f32::from_bits(words[SLOT_TEMPERATURE_INVERSE as usize]), 2.0);
+        assert_eq!(f32::from_bits(words[SLOT_MIN_P_LOG as usize]), 0.0);
+        let tiny = SlotInit { temperature: 1e-40, min_p: 0.0, ..SlotInit::default() }.words();
+        assert_eq!(tiny[SLOT_TEMPERATURE as usize], 0);
+        assert_eq!(f32::from_bits(tiny[SLOT_MIN_P_LOG as usize]), f32::NEG_INFINITY);
+    }
+
+    #[test]
+    fn biases_of_one_token_add_up() {
+        assert_eq!(bias_words(&[(7, 1.0), (9, -2.0), (7, 0.5)]), vec![7, 1.5f32.to_bits(), 9, (-2.0f32).to_bits()]);
+    }
+}

@@ -10,6 +10,7 @@ pub mod embed;
 pub mod gemm;
 pub mod attention;
 pub mod state;
+pub mod determinate;
 
 use recording::Call;
 use host_memory::HostMemory;

@@ -1,0 +1,32 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "common.glsl"
+#include "state.glsl"
+
+// Enters the tokens of a prompt chunk in the penalties' counts.
+//   rows   [row_count][4] u32, state, counts: `state.glsl`
+// For each valid row whose slot has penalties: bit 31 of its token's count, or, from the slot's
+// SLOT_PROMPT_TOKENS on (a sequence computed again), one more time in the output.
+// One invocation is one row; 16 bytes and one atomic each.
+
+layout(local_size_x_id = 0) in;
+
+layout(push_constant) uniform Args {
+    Words4In rows;
+    WordsIn state;
+    WordsInOut counts;
+    uint row_count;
+    uint vocabulary;
+} args;
+
+void main() {
+    uint row = gl_GlobalInvocationID.x;
+    if (row >= args.row_count) return;
+    uvec4 r = args.rows.v[row];
+    uint at = r.z * SLOT_WORDS;
+    if (r.w == 0u || r.x >= args.vocabulary) return;
+    if ((args.state.v[at + SLOT_FLAGS] & FLAG_PENALTIES) == 0u) return;
+    uint where = r.z * args.vocabulary + r.x;
+    if (r.y < args.state.v[at + SLOT_PROMPT_TOKENS]) atomicOr(args.counts.v[where], COUNT_PROMPT);
+    else atomicAdd(args.counts.v[where], 1u);
+}

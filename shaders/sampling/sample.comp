@@ -1,0 +1,498 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "common.glsl"
+#include "state.glsl"
+#include "determinate.glsl"
+
+// Draws the next token of every row and advances its slot.
+//
+//   l   = logit + bias; repetition penalty (prompt and output); frequency and presence (output);
+//         stop ids are -inf while min_tokens is not reached. NaN counts as -inf.
+//   logprobs: log softmax(l), of the token and the top n
+//   temperature 0: argmax l, the lowest id on ties; else
+//   d   = (l - max l) / temperature
+//   keep those with  d >= ln min_p,
+//     of them the top_k best,
+//     of them the fewest best that hold top_p of the (remaining) mass;
+//     values equal to the last one kept are kept. This is the order of vLLM; every mask is a threshold.
+//   token = argmax over the kept of d + gumbel(seed, tokens generated, token id)
+//
+// Masses are integers in units of 2^-31 of the largest, and the arithmetic is `determinate.glsl`'s:
+// the token depends neither on the device nor on the workgroup's size nor on the other rows.
+//
+//   logits   [rows][row_stride] f32, row_stride a multiple of 4
+//   partials [rows][partial_count] of (f32 bits, token): maxima over parts of the row by who wrote
+//            the logits; with partial_count 0 they are not there
+//   keys     [rows][row_stride] u32: scratch, the adjusted logits as ordered integers
+//   rows, state, counts, bias, step, ring: `state.glsl`
+//
+// One workgroup is one row; a thread owns every THREADS-th group of four tokens in all passes, so
+// nothing but shared memory passes between threads. Traffic: greedy from partials 8 P bytes;
+// greedy 4 V; sampled 4 V for each pass: 1 (max), up to 4 (top_k), up to 4 (top_p), 1 (draw), from
+// L2 after the first; penalties, bias and masks add 12 V, logprobs 4 V and 4 V each alternative.
+
+layout(local_size_x_id = 0) in;
+const uint THREADS = gl_WorkGroupSize.x;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer KeysInOut { uvec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly buffer PartialsIn { uvec2 v[]; };
+
+layout(push_constant) uniform Args {
+    Floats4In logits;
+    PartialsIn partials;
+    Words4In rows;
+    WordsInOut state;
+    WordsInOut counts;
+    WordsIn bias;
+    KeysInOut keys;
+    WordsIn step_number;
+    WordsOut ring;
+    uint vocabulary;
+    uint row_stride;
+    uint partial_count;
+    uint ring_steps;
+    uint ring_rows;
+} args;
+
+const uint BINS = 256u;
+// Copies of the histogram, so that lanes which hit the same bin collide less.
+const uint COPIES = 8u;
+const uint GROUPS = 16u;
+// Subgroups have at least 4 invocations, workgroups at most 1,024.
+const uint MAX_SUBGROUPS = 256u;
+
+shared uint histogram_low[BINS * COPIES];
+shared uint histogram_high[BINS * COPIES];
+shared uvec2 bin_sums[BINS];
+shared uvec2 group_sums[GROUPS];
+shared uint reduce_a[MAX_SUBGROUPS];
+shared uint reduce_b[MAX_SUBGROUPS];
+shared uvec2 found;
+shared uvec2 above;
+shared uvec2 target;
+shared uint prefix;
+shared bool exact;
+shared uint chosen_key;
+shared uint top_ids[TOP_ENTRIES];
+shared float top_values[TOP_ENTRIES];
+
+uint thread;
+uint row;
+uint quads;      // groups of four tokens, the last may be partly outside the vocabulary
+uint first_quad; // of the row
+bool adjusted;   // keys were written: read them in place of the logits
+
+// 64-bit sums as (low, high).
+uvec2 add64(uvec2 a, uvec2 b) {
+    uint low = a.x + b.x;
+    return uvec2(low, a.y + b.y + uint(low < a.x));
+}
+
+bool at_least(uvec2 a, uvec2 b) {
+    return a.y != b.y ? a.y > b.y : a.x >= b.x;
+}
+
+// ceil(a * fraction / 2^32)
+uvec2 share(uvec2 a, uint fraction) {
+    uint high0, low0, high1, low1;
+    umulExtended(a.x, fraction, high0, low0);
+    umulExtended(a.y, fraction, high1, low1);
+    uvec2 whole = add64(uvec2(low1, high1), uvec2(high0, 0u));
+    return low0 == 0u ? whole : add64(whole, uvec2(1u, 0u));
+}
+
+// The keys of four tokens; 0, less than any key, outside the vocabulary.
+uvec4 load_keys(uint quad) {
+    if (adjusted) return args.keys.v[first_quad + quad];
+    vec4 l = args.logits.v[first_quad + quad];
+    uvec4 k = uvec4(key_of(l.x), key_of(l.y), key_of(l.z), key_of(l.w));
+    uint left = args.vocabulary - 4u * quad;
+    return uvec4(k.x, left > 1u ? k.y : 0u, left > 2u ? k.z : 0u, left > 3u ? k.w : 0u);
+}
+
+// The greatest key of the workgroup and the lowest token that has it, to every thread.
+uvec2 reduce_best(uvec2 best) {
+    uint key = subgroupMax(best.x);
+    uint token = subgroupMin(best.x == key ? best.y : TOKEN_NONE);
+    barrier();
+    if (subgroupElect()) {
+        reduce_a[gl_SubgroupID] = key;
+        reduce_b[gl_SubgroupID] = token;
+    }
+    barrier();
+    if (gl_SubgroupID == 0u) {
+        key = 0u;
+        token = TOKEN_NONE;
+        for (uint base = 0u; base < gl_NumSubgroups; base += gl_SubgroupSize) {
+            uint i = base + gl_SubgroupInvocationID;
+            if (i < gl_NumSubgroups) {
+                if (reduce_a[i] > key || (reduce_a[i] == key && reduce_b[i] < token)) {
+                    key = reduce_a[i];
+                    token = reduce_b[i];
+                }
+            }
+        }
+        uint most = subgroupMax(key);
+        token = subgroupMin(key == most ? token : TOKEN_NONE);
+        if (subgroupElect()) found = uvec2(most, token);
+    }
+    barrier();
+    return found;
+}
+
+float reduce_sum(float value) {
+    float sum = subgroupAdd(value);
+    barrier();
+    if (subgroupElect()) reduce_a[gl_SubgroupID] = floatBitsToUint(sum);
+    barrier();
+    if (gl_SubgroupID == 0u) {
+        sum = 0.0;
+        for (uint base = 0u; base < gl_NumSubgroups; base += gl_SubgroupSize) {
+            uint i = base + gl_SubgroupInvocationID;
+            if (i < gl_NumSubgroups) sum += uintBitsToFloat(reduce_a[i]);
+        }
+        sum = subgroupAdd(sum);
+        if (subgroupElect()) found.x = floatBitsToUint(sum);
+    }
+    barrier();
+    return uintBitsToFloat(found.x);
+}
+
+float distance(uint key, float most, float temperature_inverse) {
+    precise float d = value_of(key) - most;
+    d = d * temperature_inverse;
+    return d;
+}
+
+// The greatest key K such that the tokens with keys >= K weigh at least what is wanted, of the
+// tokens with keys >= least: radix descent, eight bits a pass. A token weighs 1 (`by_mass` false:
+// wanted is a count) or its mass (wanted is the fraction, in 2^-32, of all mass). Where all of
+// them together weigh less than wanted, all are kept.
+uint select_key(uint least, bool by_mass, uint wanted, float most, float temperature_inverse) {
+    barrier(); // Nobody reads the last search's result any more.
+    if (thread == 0u) {
+        prefix = 0u;
+        above = uvec2(0u);
+        target = uvec2(wanted, 0u);
+        exact = false;
+    }
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        for (uint i = thread; i < BINS * COPIES; i += THREADS) {
+            histogram_low[i] = 0u;
+            histogram_high[i] = 0u;
+        }
+        barrier();
+        uint known = prefix;
+        uint copy = thread % COPIES;
+        for (uint base = 0u; base < quads; base += THREADS) {
+            uint quad = base + thread;
+            if (quad < quads) {
+                uvec4 keys = load_keys(quad);
+                [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                    uint key = keys[c];
+                    bool in_prefix = shift == 24 || (key >> (shift + 8)) == known;
+                    if (key >= least && in_prefix) {
+                        uint weight = by_mass ? mass_of(distance(key, most, temperature_inverse)) : 1u;
+                        uint at = ((key >> shift) & 255u) * COPIES + copy;
+                        uint before = atomicAdd(histogram_low[at], weight);
+                        if (before + weight < before) atomicAdd(histogram_high[at], 1u);
+                    }
+                }
+            }
+        }
+        barrier();
+        for (uint bin = thread; bin < BINS; bin += THREADS) {
+            uvec2 sum = uvec2(0u);
+            for (uint c = 0u; c < COPIES; c++) {
+                sum = add64(sum, uvec2(histogram_low[bin * COPIES + c], histogram_high[bin * COPIES + c]));
+            }
+            bin_sums[bin] = sum;
+        }
+        barrier();
+        for (uint group = thread; group < GROUPS; group += THREADS) {
+            uvec2 sum = uvec2(0u);
+            for (uint i = 0u; i < BINS / GROUPS; i++) sum = add64(sum, bin_sums[group * (BINS / GROUPS) + i]);
+            group_sums[group] = sum;
+        }
+        barrier();
+        if (thread == 0u) {
+            if (shift == 24) {
+                uvec2 total = uvec2(0u);
+                for (uint group = 0u; group < GROUPS; group++) total = add64(total, group_sums[group]);
+                if (by_mass) target = share(total, wanted);
+                if (!at_least(total, target)) target = total;
+            }
+            // Down from the best group, then within it; the target is always found.
+            uvec2 sum = above;
+            uint group = GROUPS - 1u;
+            while (group > 0u) {
+                uvec2 next = add64(sum, group_sums[group]);
+                if (at_least(next, target)) break;
+                sum = next;
+                group--;
+            }
+            uint bin = group * (BINS / GROUPS) + BINS / GROUPS - 1u;
+            uvec2 with = add64(sum, bin_sums[bin]);
+            while (bin > 0u && !at_least(with, target)) {
+                sum = with;
+                bin--;
+                with = add64(sum, bin_sums[bin]);
+            }
+            above = sum;
+            prefix = (known << 8) | bin;
+            exact = with == target;
+        }
+        barrier();
+        // All of the bin is wanted: its first key separates as well as the exact one.
+        if (exact) return max(prefix << shift, least);
+    }
+    return max(prefix, least);
+}
+
+// The least key whose distance is still >= bound (a bisection: distance never falls as keys grow).
+uint key_at_distance(float bound, uint best, float most, float temperature_inverse) {
+    uint low = KEY_MINUS_INFINITY + 1u;
+    uint high = best;
+    while (low < high) {
+        uint middle = low + (high - low) / 2u;
+        if (distance(middle, most, temperature_inverse) >= bound) high = middle;
+        else low = middle + 1u;
+    }
+    return low;
+}
+
+float penalised(float value, uint count, float repetition, float repetition_inverse, float presence, float frequency) {
+    precise float l = value;
+    if (count != 0u) l = l > 0.0 ? l * repetition_inverse : l * repetition;
+    uint times = count & ~COUNT_PROMPT;
+    if (times != 0u) {
+        l = l - frequency * float(times);
+        l = l - presence;
+    }
+    return l;
+}
+
+// Writes the row's adjusted keys.
+void adjust(uint slot, uint at, uint flags, bool mask_stops) {
+    float repetition = uintBitsToFloat(args.state.v[at + SLOT_REPETITION]);
+    float repetition_inverse = uintBitsToFloat(args.state.v[at + SLOT_REPETITION_INVERSE]);
+    float presence = uintBitsToFloat(args.state.v[at + SLOT_PRESENCE]);
+    float frequency = uintBitsToFloat(args.state.v[at + SLOT_FREQUENCY]);
+    bool penalties = (flags & FLAG_PENALTIES) != 0u;
+    for (uint base = 0u; base < quads; base += THREADS) {
+        uint quad = base + thread;
+        if (quad < quads) {
+            vec4 l = args.logits.v[first_quad + quad];
+            uvec4 k = uvec4(0u);
+            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                uint token = 4u * quad + c;
+                if (token < args.vocabulary) {
+                    float value = value_of(key_of(l[c]));
+                    uint count = penalties ? args.counts.v[slot * args.vocabulary + token] : 0u;
+                    k[c] = key_of(penalised(value, count, repetition, repetition_inverse, presence, frequency));
+                }
+            }
+            args.keys.v[first_quad + quad] = k;
+        }
+    }
+    // A token's owner is the thread that wrote its key above: no barrier is needed.
+    uint biases = (flags & FLAG_BIAS) != 0u ? min(args.state.v[at + SLOT_BIAS_COUNT], BIAS_ENTRIES) : 0u;
+    for (uint i = 0u; i < biases; i++) {
+        uint token = args.bias.v[(slot * BIAS_ENTRIES + i) * 2u];
+        uint quad = token / 4u;
+        if (token < args.vocabulary && quad % THREADS == thread) {
+            precise float value = value_of(key_of(args.logits.v[first_quad + quad][token % 4u]));
+            value = value + uintBitsToFloat(args.bias.v[(slot * BIAS_ENTRIES + i) * 2u + 1u]);
+            uint count = penalties ? args.counts.v[slot * args.vocabulary + token] : 0u;
+            uvec4 k = args.keys.v[first_quad + quad];
+            k[token % 4u] = key_of(penalised(value, count, repetition, repetition_inverse, presence, frequency));
+            args.keys.v[first_quad + quad] = k;
+        }
+    }
+    uint stops = mask_stops ? min(args.state.v[at + SLOT_STOP_COUNT], STOP_ENTRIES) : 0u;
+    for (uint i = 0u; i < stops; i++) {
+        uint token = args.state.v[at + SLOT_STOP_IDS + i];
+        uint quad = token / 4u;
+        if (token < args.vocabulary && quad % THREADS == thread) {
+            uvec4 k = args.keys.v[first_quad + quad];
+            k[token % 4u] = KEY_MINUS_INFINITY;
+            args.keys.v[first_quad + quad] = k;
+        }
+    }
+}
+
+// The best key and its lowest token that come after `last` in the order (key down, token up).
+uvec2 best_after(uvec2 last) {
+    uvec2 best = uvec2(0u, TOKEN_NONE);
+    for (uint base = 0u; base < quads; base += THREADS) {
+        uint quad = base + thread;
+        if (quad < quads) {
+            uvec4 keys = load_keys(quad);
+            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                uint token = 4u * quad + c;
+                bool after = keys[c] < last.x || (keys[c] == last.x && token > last.y);
+                // Tokens come in ascending order: only a greater key wins.
+                if (after && keys[c] > best.x) best = uvec2(keys[c], token);
+            }
+        }
+    }
+    return reduce_best(best);
+}
+
+uint draw(uint at, uvec2 best) {
+    float temperature_inverse = uintBitsToFloat(args.state.v[at + SLOT_TEMPERATURE_INVERSE]);
+    uint top_k = args.state.v[at + SLOT_TOP_K];
+    float top_p = uintBitsToFloat(args.state.v[at + SLOT_TOP_P]);
+    float min_p = uintBitsToFloat(args.state.v[at + SLOT_MIN_P]);
+    float min_p_log = uintBitsToFloat(args.state.v[at + SLOT_MIN_P_LOG]);
+    uvec2 seed = uvec2(args.state.v[at + SLOT_SEED_LOW], args.state.v[at + SLOT_SEED_HIGH]);
+    uvec2 draw_key = philox(args.state.v[at + SLOT_GENERATED], seed);
+    float most = value_of(best.x);
+
+    uint least = KEY_MINUS_INFINITY + 1u;
+    if (min_p > 0.0) least = key_at_distance(min_p_log, best.x, most, temperature_inverse);
+    if (top_k > 0u && top_k < args.vocabulary) least = select_key(least, false, top_k, most, temperature_inverse);
+    if (top_p < 1.0) {
+        uint fraction = uint(max(top_p, 0.0) * 4294967296.0);
+        least = select_key(least, true, fraction, most, temperature_inverse);
+    }
+
+    // The most probable token always stands; whoever cannot beat it is passed by without a hash.
+    uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
+    for (uint base = 0u; base < quads; base += THREADS) {
+        uint quad = base + thread;
+        if (quad < quads) {
+            uvec4 keys = load_keys(quad);
+            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                if (keys[c] >= least) {
+                    uint token = 4u * quad + c;
+                    precise float d = distance(keys[c], most, temperature_inverse);
+                    if (d + GUMBEL_BOUND >= value_of(winner.x)) {
+                        precise float score = d + gumbel(token_bits(token, draw_key));
+                        uint key = key_of(score);
+                        if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
+                    }
+                }
+            }
+        }
+    }
+    return reduce_best(winner).y;
+}
+
+void main() {
+    thread = gl_LocalInvocationIndex;
+    row = gl_WorkGroupID.x;
+    quads = (args.vocabulary + 3u) / 4u;
+    first_quad = row * (args.row_stride / 4u);
+    adjusted = false;
+
+    uvec4 input_row = args.rows.v[row];
+    uint slot = input_row.z;
+    uint at = slot * SLOT_WORDS;
+    uint number = args.step_number.v[0];
+    uint entry = ((number % args.ring_steps) * args.ring_rows + row) * ENTRY_WORDS;
+    bool running = input_row.w != 0u && args.state.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
+    if (!running) {
+        if (thread == 0u) {
+            args.ring.v[entry + ENTRY_SLOT] = slot;
+            args.ring.v[entry + ENTRY_TOKEN] = TOKEN_NONE;
+            args.ring.v[entry + ENTRY_DONE] = DONE_NO;
+            args.ring.v[entry + ENTRY_TOP_COUNT] = 0u;
+            memoryBarrierBuffer();
+            args.ring.v[entry + ENTRY_STEP] = number;
+        }
+        return;
+    }
+
+    uint flags = args.state.v[at + SLOT_FLAGS];
+    bool greedy = uintBitsToFloat(args.state.v[at + SLOT_TEMPERATURE]) <= 0.0;
+    bool mask_stops = args.state.v[at + SLOT_MIN_LEFT] > 0u && args.state.v[at + SLOT_STOP_COUNT] > 0u;
+    bool logprobs = (flags & FLAG_LOGPROBS) != 0u;
+    bool change = (flags & (FLAG_PENALTIES | FLAG_BIAS)) != 0u || mask_stops;
+
+    uvec2 best;
+    uint token;
+    if (greedy && !change && !logprobs && args.partial_count > 0u) {
+        best = uvec2(0u, TOKEN_NONE);
+        for (uint base = 0u; base < args.partial_count; base += THREADS) {
+            uint i = base + thread;
+            if (i < args.partial_count) {
+                uvec2 partial = args.partials.v[row * args.partial_count + i];
+                uint key = key_of(uintBitsToFloat(partial.x));
+                if (key > best.x || (key == best.x && partial.y < best.y)) best = uvec2(key, partial.y);
+            }
+        }
+        token = reduce_best(best).y;
+    } else {
+        if (change) {
+            adjust(slot, at, flags, mask_stops);
+            adjusted = true;
+        }
+        best = best_after(uvec2(TOKEN_NONE, 0u));
+        token = best.y;
+        if (!greedy && best.x > KEY_MINUS_INFINITY) token = draw(at, best);
+    }
+
+    float logprob = 0.0;
+    uint top_count = 0u;
+    if (logprobs) {
+        float most = value_of(best.x);
+        float sum = 0.0;
+        for (uint base = 0u; base < quads; base += THREADS) {
+            uint quad = base + thread;
+            if (quad < quads) {
+                uvec4 keys = load_keys(quad);
+                [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                    if (keys[c] > KEY_MINUS_INFINITY) sum += exp_negative(value_of(keys[c]) - most);
+                    if (4u * quad + c == token) chosen_key = keys[c];
+                }
+            }
+        }
+        float norm = log_positive(reduce_sum(sum));
+        bool none = best.x <= KEY_MINUS_INFINITY;
+        logprob = none ? uintBitsToFloat(0xff800000u) : value_of(chosen_key) - most - norm;
+        uint wanted = none ? 0u : min(args.state.v[at + SLOT_TOP_N], TOP_ENTRIES);
+        uvec2 last = best;
+        while (top_count < wanted && last.x > KEY_MINUS_INFINITY) {
+            if (thread == 0u) {
+                top_ids[top_count] = last.y;
+                top_values[top_count] = value_of(last.x) - most - norm;
+            }
+            top_count++;
+            if (top_count < wanted) last = best_after(last);
+        }
+    }
+
+    if (thread != 0u) return;
+    uint done = DONE_NO;
+    uint min_left = args.state.v[at + SLOT_MIN_LEFT];
+    if (min_left == 0u) {
+        uint stops = min(args.state.v[at + SLOT_STOP_COUNT], STOP_ENTRIES);
+        for (uint i = 0u; i < stops; i++) {
+            if (args.state.v[at + SLOT_STOP_IDS + i] == token) done = DONE_STOP;
+        }
+    } else {
+        args.state.v[at + SLOT_MIN_LEFT] = min_left - 1u;
+    }
+    uint remaining = args.state.v[at + SLOT_REMAINING];
+    remaining = remaining > 0u ? remaining - 1u : 0u;
+    if (done == DONE_NO && remaining == 0u) done = DONE_LENGTH;
+    if ((flags & FLAG_PENALTIES) != 0u) args.counts.v[slot * args.vocabulary + token] += 1u;
+    args.state.v[at + SLOT_TOKEN] = token;
+    args.state.v[at + SLOT_POSITION] = input_row.y + 1u;
+    args.state.v[at + SLOT_REMAINING] = remaining;
+    args.state.v[at + SLOT_GENERATED] += 1u;
+    if (done != DONE_NO) args.state.v[at + SLOT_ACTIVE] = ACTIVE_DONE;
+
+    args.ring.v[entry + ENTRY_SLOT] = slot;
+    args.ring.v[entry + ENTRY_TOKEN] = token;
+    args.ring.v[entry + ENTRY_DONE] = done;
+    args.ring.v[entry + ENTRY_LOGPROB] = floatBitsToUint(logprob);
+    args.ring.v[entry + ENTRY_TOP_COUNT] = top_count;
+    for (uint i = 0u; i < top_count; i++) {
+        args.ring.v[entry + ENTRY_TOP + 2u * i] = top_ids[i];
+        args.ring.v[entry + ENTRY_TOP + 2u * i + 1u] = floatBitsToUint(top_values[i]);
+    }
+    memoryBarrierBuffer();
+    args.ring.v[entry + ENTRY_STEP] = number;
+}

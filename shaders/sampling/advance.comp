@@ -4,14 +4,14 @@
 
 // step += 1: the last call of a region whose `sample` wrote the ring.
 //   step_number [1] u32
-// One workgroup of one invocation; 8 bytes.
+// The first invocation of one workgroup; 8 bytes.
 
-layout(local_size_x = 1) in;
+layout(local_size_x_id = 0) in;
 
 layout(push_constant) uniform Args {
     WordsInOut step_number;
 } args;
 
 void main() {
-    args.step_number.v[0] += 1u;
+    if (gl_GlobalInvocationID.x == 0u) args.step_number.v[0] += 1u;
 }

@@ -1,1 +1,50 @@
-//! What an operator may say: one typed tree, unknown keys refused, all problems reported at once.
+//! What an operator may say: one typed tree, unknown keys refused, all problems reported at
+//! once with key, rule and value. Deliberately absent: defaults that depend on the machine.
+
+mod bytes;
+mod load;
+mod models;
+mod server;
+mod telemetry;
+
+use serde::Deserialize;
+
+pub use bytes::Bytes;
+pub use load::{ConfigError, Problem, Sources, from_sources};
+pub use models::{DEMO_PATH, Model, ParseModelError, Replica};
+pub use server::Server;
+pub use telemetry::Telemetry;
+
+/// Everything that can be configured.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// `[server]`: the gRPC endpoint.
+    pub server: Server,
+    /// `[telemetry]`: logs and traces.
+    pub telemetry: Telemetry,
+    /// `[runtime]`: what all devices share.
+    pub runtime: Runtime,
+    /// `[[models]]`: what is served, and where.
+    pub models: Vec<Model>,
+}
+
+/// What all devices share.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Runtime {
+    /// Where compiled pipelines are kept between starts; unset: the user's cache folder.
+    pub cache_directory: Option<std::path::PathBuf>,
+    /// Loads the Khronos validation layer (slow; for development).
+    pub validation: bool,
+}
+
+impl Config {
+    /// What is wrong with the values, each on its own and together; empty if nothing is.
+    fn problems(&self) -> Vec<Problem> {
+        let mut problems = self.server.problems();
+        problems.extend(self.telemetry.problems());
+        problems.extend(models::problems(&self.models));
+        problems
+    }
+}

@@ -1,0 +1,126 @@
+//! Every name that telemetry shows: spans, attributes, the service. Request-level ones take
+//! OpenTelemetry's GenAI conventions (status "Development": they change here and nowhere
+//! else); ours follow the module tree under `ostinato.`.
+
+/// `service.name`, and the prefix of our spans' targets.
+pub const SERVICE: &str = "ostinato";
+/// `service.version`.
+pub const SERVICE_VERSION: &str = "service.version";
+
+/// Span: one RPC, as the server sees it. Shown as `PACKAGE.SERVICE/METHOD`.
+pub const SPAN_RPC: &str = "rpc";
+/// Span: one generation. Shown as `OPERATION MODEL`.
+pub const SPAN_INFERENCE: &str = "inference";
+
+/// The RPC system.
+pub const RPC_SYSTEM: &str = "rpc.system";
+/// Package and service of an RPC.
+pub const RPC_SERVICE: &str = "rpc.service";
+/// Method of an RPC.
+pub const RPC_METHOD: &str = "rpc.method";
+/// Numeric status of an RPC.
+pub const RPC_GRPC_STATUS_CODE: &str = "rpc.grpc.status_code";
+
+/// `chat` or `text_completion`.
+pub const GEN_AI_OPERATION_NAME: &str = "gen_ai.operation.name";
+/// Who serves: `ostinato`.
+pub const GEN_AI_PROVIDER_NAME: &str = "gen_ai.provider.name";
+/// The served model's name.
+pub const GEN_AI_REQUEST_MODEL: &str = "gen_ai.request.model";
+/// Output tokens at most.
+pub const GEN_AI_REQUEST_MAX_TOKENS: &str = "gen_ai.request.max_tokens";
+/// Temperature.
+pub const GEN_AI_REQUEST_TEMPERATURE: &str = "gen_ai.request.temperature";
+/// Top-p.
+pub const GEN_AI_REQUEST_TOP_P: &str = "gen_ai.request.top_p";
+/// Top-k.
+pub const GEN_AI_REQUEST_TOP_K: &str = "gen_ai.request.top_k";
+/// Seed, where one was given.
+pub const GEN_AI_REQUEST_SEED: &str = "gen_ai.request.seed";
+/// The request's id.
+pub const GEN_AI_RESPONSE_ID: &str = "gen_ai.response.id";
+/// The served model's name.
+pub const GEN_AI_RESPONSE_MODEL: &str = "gen_ai.response.model";
+/// A list with one reason for each sample.
+pub const GEN_AI_RESPONSE_FINISH_REASONS: &str = "gen_ai.response.finish_reasons";
+/// Prompt tokens.
+pub const GEN_AI_USAGE_INPUT_TOKENS: &str = "gen_ai.usage.input_tokens";
+/// Output tokens.
+pub const GEN_AI_USAGE_OUTPUT_TOKENS: &str = "gen_ai.usage.output_tokens";
+/// What kind of failure ended it.
+pub const ERROR_TYPE: &str = "error.type";
+
+/// The device's name, as its driver says.
+pub const DEVICE_NAME: &str = "ostinato.device.name";
+/// The device's UUID.
+pub const DEVICE_UUID: &str = "ostinato.device.uuid";
+/// `MODEL/INDEX`.
+pub const REPLICA: &str = "ostinato.replica";
+/// Prompt tokens that came from the prefix cache.
+pub const CACHED_TOKENS: &str = "ostinato.cached_tokens";
+/// Mean over the request's decode steps: submissions to the compute queue.
+pub const PER_TOKEN_SUBMITS: &str = "ostinato.per_token.submits";
+/// The same: dispatches.
+pub const PER_TOKEN_DISPATCHES: &str = "ostinato.per_token.dispatches";
+/// The same: pipeline barriers.
+pub const PER_TOKEN_BARRIERS: &str = "ostinato.per_token.barriers";
+/// The same: descriptor updates.
+pub const PER_TOKEN_DESCRIPTOR_UPDATES: &str = "ostinato.per_token.descriptor_updates";
+/// The same: submissions to the transfer queue.
+pub const PER_TOKEN_TRANSFER_SUBMITS: &str = "ostinato.per_token.transfer_submits";
+/// The same: blocking waits of the host.
+pub const PER_TOKEN_HOST_WAITS: &str = "ostinato.per_token.host_waits";
+/// The same: host time spent on enqueueing, microseconds.
+pub const PER_TOKEN_ENQUEUE_US: &str = "ostinato.per_token.enqueue_us";
+/// The same: device time, microseconds.
+pub const PER_TOKEN_GPU_US: &str = "ostinato.per_token.gpu_us";
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::path::Path;
+
+    /// `(constant, value)` of every name in this file.
+    fn declared() -> Vec<(String, String)> {
+        include_str!("names.rs")
+            .lines()
+            .filter_map(|line| {
+                let (name, value) = line.strip_prefix("pub const ")?.split_once(": &str = \"")?;
+                Some((name.to_owned(), value.strip_suffix("\";")?.to_owned()))
+            })
+            .collect()
+    }
+
+    fn sources(folder: &Path, text: &mut String) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                sources(&path, text);
+            } else if path.extension().is_some_and(|e| e == "rs") && !path.ends_with("names.rs") {
+                text.push_str(&std::fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_unique() {
+        let mut seen = BTreeMap::new();
+        assert!(declared().len() > 20);
+        for (name, value) in declared() {
+            if let Some(other) = seen.insert(value.clone(), name.clone()) {
+                panic!("{name} and {other} are both \"{value}\"");
+            }
+        }
+    }
+
+    #[test]
+    fn every_name_is_used() {
+        let mut text = String::new();
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut text);
+        let words: std::collections::BTreeSet<&str> =
+            text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
+        let unused: Vec<String> =
+            declared().into_iter().map(|(name, _)| name).filter(|n| !words.contains(&**n)).collect();
+        assert!(unused.is_empty(), "declared and never used: {unused:?}");
+    }
+}

@@ -1,0 +1,167 @@
+//! Spans to a collector, OTLP over gRPC, in batches, from a thread and a runtime of their
+//! own. A collector that is down costs nothing but the spans: the queue is bounded, and
+//! what does not fit is dropped. Deliberately absent: what is in a span.
+
+use super::{TelemetryError, names};
+use opentelemetry::trace::TracerProvider;
+use opentelemetry_otlp::WithExportConfig;
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::error::{OTelSdkError, OTelSdkResult};
+use opentelemetry_sdk::trace::{
+    BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanData, SpanExporter,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tracing::Subscriber;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::{Layer, layer};
+
+/// One export may take this long; a collector that takes longer is as good as down.
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
+/// The same at the end of the program, for everything that is left.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+/// Spans wait at most this long for their batch.
+const BATCH_DELAY: Duration = Duration::from_secs(1);
+/// About a second of 128 streams that end at once with five spans each, several times
+/// over; 4 MB at most.
+const QUEUE: usize = 4096;
+
+/// Owns the batch thread, and the runtime that its connection lives on.
+#[derive(Debug)]
+pub struct Exporter {
+    provider: SdkTracerProvider,
+    /// Dropped after the provider was shut down.
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Exporter {
+    /// Does not connect yet: a collector may come up later.
+    pub(super) fn new(endpoint: &str, sample_ratio: f64) -> Result<Exporter, TelemetryError> {
+        let wrong = |source: Box<dyn std::error::Error + Send + Sync>| TelemetryError::Exporter {
+            endpoint: endpoint.to_owned(),
+            source,
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("ostinato-otlp")
+            .enable_all()
+            .build()
+            .map_err(|error| wrong(error.into()))?;
+        let inner = {
+            let _context = runtime.enter();
+            opentelemetry_otlp::SpanExporter::builder()
+                .with_tonic()
+                .with_endpoint(endpoint)
+                .with_timeout(EXPORT_TIMEOUT)
+                .build()
+                .map_err(|error| wrong(error.into()))?
+        };
+        let exporter = OnRuntime {
+            inner: Arc::new(inner),
+            runtime: runtime.handle().clone(),
+            endpoint: endpoint.to_owned(),
+            failing: AtomicBool::new(false),
+        };
+        let batches = BatchSpanProcessor::builder(exporter)
+            .with_batch_config(
+                BatchConfigBuilder::default()
+                    .with_max_queue_size(QUEUE)
+                    .with_scheduled_delay(BATCH_DELAY)
+                    .build(),
+            )
+            .build();
+        let resource = Resource::builder()
+            .with_service_name(names::SERVICE)
+            .with_attribute(opentelemetry::KeyValue::new(
+                names::SERVICE_VERSION,
+                env!("CARGO_PKG_VERSION"),
+            ))
+            .build();
+        let provider = SdkTracerProvider::builder()
+            .with_span_processor(batches)
+            .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample_ratio))))
+            .with_resource(resource)
+            .build();
+        Ok(Exporter { provider, runtime: Some(runtime) })
+    }
+
+    /// The layer that turns our spans (and nobody else's) into exported ones. Log events
+    /// stay out of them: they may one day carry text.
+    pub(super) fn layer<S>(&self) -> impl layer::Layer<S> + use<S>
+    where
+        S: Subscriber + for<'a> LookupSpan<'a>,
+    {
+        tracing_opentelemetry::layer()
+            .with_tracer(self.provider.tracer(names::SERVICE))
+            .with_threads(false)
+            .with_location(false)
+            .with_target(false)
+            .with_tracked_inactivity(false)
+            .with_filter(filter_fn(|metadata| {
+                metadata.is_span() && metadata.target().starts_with(names::SERVICE)
+            }))
+    }
+
+    pub(super) fn flush(&self) {
+        // A failure is reported by `OnRuntime`.
+        let _ = self.provider.force_flush();
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        let _ = self.provider.shutdown_with_timeout(SHUTDOWN_TIMEOUT);
+        if let Some(runtime) = self.runtime.take() {
+            // Not joined: a dropped runtime must not block where another one runs.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Runs each export on the runtime that owns the connection, as the batch thread has none;
+/// says once when a collector goes away and once when it is back.
+#[derive(Debug)]
+struct OnRuntime {
+    inner: Arc<opentelemetry_otlp::SpanExporter>,
+    runtime: tokio::runtime::Handle,
+    endpoint: String,
+    failing: AtomicBool,
+}
+
+impl SpanExporter for OnRuntime {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let inner = Arc::clone(&self.inner);
+        let spans = batch.len();
+        let exported = self
+            .runtime
+            .spawn(async move {
+                tokio::time::timeout(EXPORT_TIMEOUT, inner.export(batch))
+                    .await
+                    .unwrap_or(Err(OTelSdkError::Timeout(EXPORT_TIMEOUT)))
+            })
+            .await
+            .unwrap_or_else(|error| Err(OTelSdkError::InternalFailure(error.to_string())));
+        let failing = exported.is_err();
+        if self.failing.swap(failing, Ordering::Relaxed) != failing {
+            match &exported {
+                Ok(()) => tracing::info!(endpoint = self.endpoint, "spans are exported again"),
+                Err(error) => tracing::warn!(
+                    endpoint = self.endpoint,
+                    spans,
+                    %error,
+                    "spans are dropped until the collector answers"
+                ),
+            }
+        }
+        exported
+    }
+
+    fn set_resource(&mut self, resource: &Resource) {
+        // Nobody shares it yet: exports begin after the provider was built.
+        if let Some(inner) = Arc::get_mut(&mut self.inner) {
+            inner.set_resource(resource);
+        }
+    }
+}

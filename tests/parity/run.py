@@ -1,0 +1,434 @@
+#!/usr/bin/env python3
+"""Ostinato against Hugging Face transformers at real sizes, on a machine with a GPU.
+
+For each architecture: `ostinato synth` writes a random bfloat16 checkpoint, `ostinato generate` continues a random
+prompt greedily (once per variant), and transformers judges the result with the same weights in float32 (TF32 off):
+
+  teacher-forced  one forward pass over the prompt and Ostinato's own tokens; per step ||ours - reference|| / ||reference||
+                  over the vocabulary, and whether the token is the reference's argmax. Every mismatch is shown with the
+                  reference's gap between the two tokens, and counts as a tie only where that gap is within 6 times the
+                  step's root-mean-square error (about 4 deviations of the difference of two logits), the error being
+                  counted up to the limit only.
+  free-running    the reference's own greedy continuation, and the first index where the two texts part.
+
+What `ostinato` must offer:
+  synth --arch NAME --out DIR
+  generate --model DIR --tokens 1,2,3 --max-tokens N --temperature 0 --json --dump-logits FILE [--device SEL] [EXTRA]
+     the last line of stdout that is a JSON object holds `tokens` (or `token_ids`): the generated ids;
+     FILE is safetensors with `logits` f32 [steps, vocab], the distribution that each generated token was taken from.
+
+Exit status: 0 all within the limit, 1 something was not, 2 a command or the set-up failed.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+class Failed(Exception):
+    """A command failed or said something unusable: the comparison can't be made."""
+
+
+class Clock:
+    """Seconds per part, in the order they happened."""
+
+    def __init__(self):
+        self.parts = {}
+
+    def __call__(self, name):
+        return Part(self, name)
+
+
+class Part:
+    def __init__(self, clock, name):
+        self.clock, self.name = clock, name
+
+    def __enter__(self):
+        self.start = time.time()
+
+    def __exit__(self, *_):
+        self.clock.parts[self.name] = self.clock.parts.get(self.name, 0.0) + time.time() - self.start
+
+
+def command(line, timeout):
+    """Runs a program; its stdout, or Failed with the end of what it said."""
+    print("+ " + " ".join(shlex.quote(x if len(x) < 200 else x[:60] + "…") for x in line), flush=True)
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{line[1]} took more than {timeout} s")
+    except OSError as e:
+        raise Failed(f"cannot run {line[0]}: {e}")
+    if done.returncode != 0:
+        raise Failed(f"{line[1]} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+def tokens_of(stdout):
+    for line in [stdout.strip()] + stdout.strip().splitlines()[::-1]:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            for key in ("tokens", "token_ids"):
+                if isinstance(value.get(key), list):
+                    return [int(t) for t in value[key]]
+    raise Failed(f"no JSON object with `tokens` on stdout:\n{stdout[-1000:]}")
+
+
+class Background(threading.Thread):
+    """Importing torch and transformers takes seconds: done while Ostinato works."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.error, self.seconds = None, 0.0
+        self.start()
+
+    def run(self):
+        start = time.time()
+        try:
+            import torch
+            import transformers
+            from transformers import AutoModelForCausalLM  # noqa: F401 (lazily loaded modules)
+            transformers.utils.logging.set_verbosity_error()
+            transformers.utils.logging.disable_progress_bar()
+            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cudnn.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
+        except Exception as e:  # reported by wait(), in the main thread
+            self.error = e
+        self.seconds = time.time() - start
+
+    def wait(self):
+        self.join()
+        if self.error is not None:
+            raise Failed(f"cannot import the reference: {self.error}")
+
+
+class Reference:
+    """The checkpoint in transformers, float32. Forward passes are kept per text: variants that agree share one."""
+
+    def __init__(self, folder, device):
+        import torch
+        from safetensors import safe_open
+        from transformers import AutoConfig, AutoModelForCausalLM
+        self.torch, self.device, self.passes, self.texts = torch, device, {}, {}
+        config = AutoConfig.from_pretrained(folder)
+        # Made on the device with throw-away weights and then filled shard by shard: no float32 copy in host memory.
+        previous = torch.get_default_dtype()
+        try:
+            with torch.device(device):
+                self.model = AutoModelForCausalLM.from_config(
+                    config, dtype=torch.float32, attn_implementation="eager").eval()
+        finally:
+            torch.set_default_dtype(previous)
+        self.model.tie_weights()
+        want = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(want)
+        for file in sorted(pathlib.Path(folder).glob("model*.safetensors")):
+            with safe_open(file, framework="pt", device=device) as tensors:
+                for name in tensors.keys():
+                    if name not in want:
+                        raise Failed(f"{file.name}: {name} is no tensor of {config.architectures}")
+                    with torch.no_grad():
+                        value = tensors.get_tensor(name)
+                        if value.shape != want[name].shape:
+                            raise Failed(f"{name} is {list(value.shape)}, the model has {list(want[name].shape)}")
+                        want[name].copy_(value)
+                    missing.discard(name)
+        if config.tie_word_embeddings:
+            missing.discard("lm_head.weight")
+        if missing:
+            raise Failed(f"{folder} lacks {sorted(missing)[:5]} ({len(missing)} in all)")
+
+    def forced(self, prompt, tokens):
+        key = (tuple(prompt), tuple(tokens))
+        if key not in self.passes:
+            torch = self.torch
+            with torch.no_grad():
+                ids = torch.tensor([prompt + tokens[:-1]], device=self.device)
+                out = self.model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
+            self.passes[key] = out
+        return self.passes[key]
+
+    def free(self, prompt, steps):
+        key = (tuple(prompt), steps)
+        if key not in self.texts:
+            from transformers.cache_utils import DynamicCache
+            torch, cache, out = self.torch, DynamicCache(), []
+            ids = torch.tensor([prompt], device=self.device)
+            with torch.no_grad():
+                for _ in range(steps):
+                    logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                    ids = logits[:, -1].argmax(-1, keepdim=True)
+                    out.append(ids)
+            self.texts[key] = torch.cat(out).flatten().tolist()
+        return self.texts[key]
+
+    def in_bf16(self, texts):
+        """Hugging Face's own bfloat16 run of the same passes. The model is bfloat16 afterwards."""
+        torch = self.torch
+        buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        f32, self.passes = self.passes, {}
+        self.model.to(torch.bfloat16)
+        for name, buffer in self.model.named_buffers():
+            buffer.data = buffers[name]  # from_pretrained leaves the rotary frequencies in float32 too
+        for prompt, tokens in texts:
+            self.forced(prompt, tokens)
+        bf16, self.passes = self.passes, f32
+        return bf16
+
+
+def compare(torch, logits, tokens, ref, limit):
+    """One variant's numbers; `logits` ours, `ref` the reference's, both [steps, vocab]."""
+    difference = logits - ref
+    relative = difference.norm(dim=-1) / ref.norm(dim=-1)
+    centred = difference.norm(dim=-1) / (ref - ref.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    rms = difference.norm(dim=-1) / math.sqrt(ref.shape[-1])
+    close = 6 * torch.minimum(rms, limit * ref.norm(dim=-1) / math.sqrt(ref.shape[-1]))  # a large error excuses nothing
+    top = ref.topk(2, dim=-1)
+    gap = top.values[:, 0] - top.values[:, 1]
+    best = top.indices[:, 0].tolist()
+    own = logits.max(dim=-1).values
+    mismatches = []
+    for step, (token, wanted) in enumerate(zip(tokens, best)):
+        if token == wanted:
+            continue
+        between = (ref[step, wanted] - ref[step, token]).item()
+        mismatches.append({
+            "step": step, "ours": token, "reference": wanted,
+            "reference_top2_gap": gap[step].item(), "reference_gap_between": between,
+            "our_logit_of_ours": logits[step, token].item(), "our_logit_of_reference": logits[step, wanted].item(),
+            "rms_error": rms[step].item(), "tie": between <= close[step].item(),
+        })
+    unlike = [s for s, t in enumerate(tokens) if logits[s, t].item() < own[s].item()]
+    finite = bool(torch.isfinite(logits).all())
+    worst = relative.max().item()
+    problems = []
+    if not finite:
+        problems.append("logits hold values that are not finite")
+    if not worst <= limit:
+        problems.append(f"logit error {worst:.2e} at step {int(relative.argmax())} is over {limit:.0e}")
+    if unlike:
+        problems.append(f"tokens at steps {unlike[:8]} are not the best of the dumped logits")
+    wrong = [m["step"] for m in mismatches if not m["tie"]]
+    if wrong:
+        problems.append(f"tokens at steps {wrong[:8]} differ where the reference is sure")
+    return {
+        "steps": len(tokens), "equal": len(tokens) - len(mismatches), "ties": len(mismatches) - len(wrong),
+        "error_max": worst, "error_median": relative.median().item(), "error_centred_max": centred.max().item(),
+        "error_first": relative[0].item(), "error_rest_max": relative[1:].max().item() if len(tokens) > 1 else None,
+        "error_per_step": [float(f"{x:.4g}") for x in relative.tolist()],
+        "reference_gap_median_over_std": (gap / ref.std(dim=-1)).median().item(),
+        "distinct_tokens": len(set(tokens)), "mismatches": mismatches, "problems": problems,
+    }
+
+
+def short(x):
+    return "-" if x is None or x != x else f"{x:.1e}"
+
+
+def prompt_for(config, length, seed):
+    import numpy
+    text = config.get("text_config", config)
+    return numpy.random.RandomState(seed + length).randint(0, text["vocab_size"], length).tolist()
+
+
+def eos_of(folder):
+    out = set()
+    for file in ("config.json", "generation_config.json"):
+        path = pathlib.Path(folder) / file
+        if path.exists():
+            eos = json.loads(path.read_text()).get("eos_token_id")
+            out |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
+    return out
+
+
+def judge(args, name, folder, variants, clock, background):
+    """Every variant and prompt length of one checkpoint."""
+    config = json.loads((folder / "config.json").read_text())
+    runs, broken = [], []
+    for length in args.prompt_lens:
+        prompt = prompt_for(config, length, args.seed)
+        for variant, extra in variants:
+            dump = args.work / f"logits-{os.getpid()}-{len(runs) + len(broken)}.safetensors"
+            line = [args.ostinato, "generate", "--model", str(folder), "--tokens", ",".join(map(str, prompt)),
+                    "--max-tokens", str(args.tokens), "--temperature", "0", "--json", "--dump-logits", str(dump)]
+            line += (["--device", args.device] if args.device else []) + extra
+            entry = {"arch": name, "variant": variant, "prompt_len": length, "extra": extra}
+            start = time.time()
+            try:
+                with clock(f"{name}: generate {variant}"):
+                    tokens = tokens_of(command(line, args.timeout))
+                if not tokens:
+                    raise Failed("no token was generated")
+                if not dump.exists():
+                    raise Failed(f"{dump.name} was not written")
+                runs.append((entry, prompt, tokens, dump))
+            except Failed as e:
+                print(f"{name} {variant}: {e}", flush=True)
+                broken.append({**entry, "failed": str(e), "problems": [str(e).splitlines()[0]]})
+            entry["generate_s"] = round(time.time() - start, 2)
+    results = list(broken)
+    if not runs:
+        return results
+    with clock("import transformers (waited)"):
+        background.wait()
+    import torch
+    from safetensors.torch import load_file
+    device = args.torch_device
+    with clock(f"{name}: load reference"):
+        if device.startswith("cuda"):
+            torch.cuda.reset_peak_memory_stats()
+        reference = Reference(folder, device)
+    eos = eos_of(folder)
+    texts = []
+    for entry, prompt, tokens, dump in runs:
+        try:
+            with clock(f"{name}: compare"):
+                logits = load_file(dump, device=device)["logits"].float()
+                dump.unlink()
+                vocab = config.get("text_config", config)["vocab_size"]
+                if list(logits.shape) != [len(tokens), vocab]:
+                    raise Failed(f"logits are {list(logits.shape)}, not {[len(tokens), vocab]}")
+                if not all(0 <= t < vocab for t in tokens):
+                    raise Failed(f"a token is outside the vocabulary of {vocab}")
+                ref = reference.forced(prompt, tokens)
+                result = {**entry, **compare(torch, logits, tokens, ref, args.limit), "tokens": tokens}
+                texts.append((prompt, tokens, result))
+            if len(tokens) < args.tokens and tokens[-1] not in eos:
+                result["problems"].append(f"{len(tokens)} tokens instead of {args.tokens}, and no end of sequence")
+            if args.free_run:
+                with clock(f"{name}: free run"):
+                    free = reference.free(prompt, args.tokens)[:len(tokens)]
+                result["diverges_at"] = next((i for i, (a, b) in enumerate(zip(tokens, free)) if a != b), None)
+            else:  # the same index, but for the reference's own rounding: up to there both read the same text
+                result["diverges_at"] = result["mismatches"][0]["step"] if result["mismatches"] else None
+            results.append(result)
+        except Failed as e:
+            results.append({**entry, "failed": str(e), "problems": [str(e)]})
+    if args.bf16:
+        with clock(f"{name}: reference in bf16"):
+            passes = reference.in_bf16([(p, t) for p, t, _ in texts])
+            for prompt, tokens, result in texts:
+                ref = reference.passes[(tuple(prompt), tuple(tokens))]
+                low = passes[(tuple(prompt), tuple(tokens))]
+                relative = (low - ref).norm(dim=-1) / ref.norm(dim=-1)
+                result["hf_bf16_error_max"] = relative.max().item()
+                result["hf_bf16_error_median"] = relative.median().item()
+                result["hf_bf16_equal"] = int((low.argmax(-1) == ref.argmax(-1)).sum())
+            del passes
+    if device.startswith("cuda"):
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        print(f"{name}: reference peak {peak:.1f} GiB on {torch.cuda.get_device_name()}", flush=True)
+    del reference
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    return results
+
+
+def table(results):
+    head = ["architecture", "variant", "prompt", "equal", "ties", "err max", "err median", "hf bf16", "parts at", "verdict"]
+    rows = [head]
+    for r in results:
+        verdict = "; ".join(r["problems"]) or "ok"
+        if "failed" in r:
+            rows.append([r["arch"], r["variant"], str(r["prompt_len"]), "-", "-", "-", "-", "-", "-", verdict])
+            continue
+        rows.append([r["arch"], r["variant"], str(r["prompt_len"]), f"{r['equal']}/{r['steps']}", str(r["ties"]),
+                     short(r["error_max"]), short(r["error_median"]), short(r.get("hf_bf16_error_max")),
+                     "never" if r["diverges_at"] is None else str(r["diverges_at"]), verdict])
+    width = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
+    for row in rows:
+        print("  ".join(cell.ljust(w) for cell, w in zip(row, width)) + "  " + row[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ostinato", required=True, help="the program")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--arch", help="one architecture that `synth` knows")
+    what.add_argument("--archs", help="several, separated by commas")
+    what.add_argument("--model", help="an existing checkpoint instead of a synthetic one; it is kept")
+    parser.add_argument("--work", required=True, type=pathlib.Path, help="folder for checkpoints and dumps")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt-len", default="100", help="one length, or several separated by commas")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompt")
+    parser.add_argument("--device", help="passed on to `ostinato generate`")
+    parser.add_argument("--variant", action="append", default=[], metavar="'NAME:EXTRA ARGS'",
+                        help="may be repeated; without it one variant `default` with no extra arguments")
+    parser.add_argument("--synth-args", default="", help="extra arguments for `ostinato synth`")
+    parser.add_argument("--limit", type=float, default=2e-3, help="largest relative logit error allowed at any step")
+    parser.add_argument("--torch-device", default="cuda")
+    parser.add_argument("--no-free-run", dest="free_run", action="store_false", help="derive the parting point instead")
+    parser.add_argument("--bf16", action="store_true", help="also measure transformers' own bfloat16 error, to compare")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for one command")
+    parser.add_argument("--keep", action="store_true", help="keep the synthetic checkpoints")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON with everything")
+    args = parser.parse_args()
+    args.prompt_lens = [int(x) for x in args.prompt_len.split(",")]
+    variants = []
+    for text in args.variant or ["default:"]:
+        name, _, extra = text.partition(":")
+        variants.append((name, shlex.split(extra)))
+    args.work.mkdir(parents=True, exist_ok=True)
+    background, clock, results, began = Background(), Clock(), [], time.time()
+
+    def save():
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps({"limit": args.limit, "results": results, "seconds": clock.parts}, indent=1))
+
+    for name in [pathlib.Path(args.model).name] if args.model else (args.archs or args.arch).split(","):
+        folder = pathlib.Path(args.model) if args.model else args.work / f"{name}-{os.getpid()}"  # never one that exists
+        try:
+            if not args.model:
+                shutil.rmtree(folder, ignore_errors=True)
+                with clock(f"{name}: synth"):
+                    command([args.ostinato, "synth", "--arch", name, "--out", str(folder)]
+                            + shlex.split(args.synth_args), args.timeout)
+            results += judge(args, name, folder, variants, clock, background)
+        except Failed as e:
+            print(f"{name}: {e}", flush=True)
+            results.append({"arch": name, "variant": "-", "prompt_len": "-", "failed": str(e),
+                            "problems": [str(e).splitlines()[0]]})
+        except Exception as e:  # the other architectures' results must not be lost with this one's
+            import traceback
+            traceback.print_exc()
+            results.append({"arch": name, "variant": "-", "prompt_len": "-", "failed": repr(e), "problems": [repr(e)[:200]]})
+        finally:
+            if not args.model and not args.keep:
+                shutil.rmtree(folder, ignore_errors=True)
+            for dump in args.work.glob(f"logits-{os.getpid()}-*.safetensors"):
+                dump.unlink()
+            save()
+
+    print("\nseconds: " + ", ".join(f"{k} {v:.1f}" for k, v in clock.parts.items()) + f"; all {time.time() - began:.1f}")
+    for r in results:
+        for m in r.get("mismatches", []):
+            print(f"{r['arch']} {r['variant']} step {m['step']}: ours {m['ours']}, reference {m['reference']}; reference gap "
+                  f"{m['reference_gap_between']:.2e} (top two {m['reference_top2_gap']:.2e}), our logits "
+                  f"{m['our_logit_of_ours']:.5f} and {m['our_logit_of_reference']:.5f}, rms error {m['rms_error']:.1e}: "
+                  + ("a tie" if m["tie"] else "NOT a tie"))
+    print()
+    table(results)
+    if any("failed" in r for r in results):
+        return 2
+    return 1 if any(r["problems"] for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,3 +1,43 @@
 //! Vulkan and nothing above it: adapters, selection, queues, timelines, pipelines,
 //! command encoding. Home of `unsafe`. Deliberately absent: what a weight is.
+//!
+//! What is promised and to whom:
+//! - A [`Point`] is the one meaning of "done"; each [`Role`] has one timeline that only grows.
+//! - [`Commands`], [`Pipeline`] and [`Queries`] are handles. A queue keeps what it was given
+//!   until the point of that submission is reached, so dropping a handle early is harmless.
+//! - Buffers are the exception: whoever owns a buffer's memory keeps it until the last point
+//!   that uses it is reached (`memory` does).
 #![allow(unsafe_code)]
+
+mod adapter;
+mod budget;
+mod cache;
+mod capabilities;
+mod commands;
+mod error;
+mod families;
+mod features;
+mod handle;
+mod hold;
+mod instance;
+mod logical;
+mod pipeline;
+mod point;
+mod probe;
+mod queries;
+mod queue;
+mod select;
+
+pub use adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
+pub use budget::MemoryBudget;
+pub use cache::PipelineCache;
+pub use capabilities::{Capabilities, Component, MatrixShape};
+pub use commands::{Commands, Encoder};
+pub use error::DeviceError;
+pub use handle::{Calibration, Device};
+pub use instance::{Instance, InstanceOptions};
+pub use pipeline::{Pipeline, PipelineDesc};
+pub use point::{Point, Role};
+pub use queries::Queries;
+pub use queue::{Batch, Entry, Queue};
+pub use select::{Selector, select};

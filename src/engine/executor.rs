@@ -41,9 +41,13 @@ pub struct SlotParams {
     pub sampling: super::request::Sampling,
     /// Resolved (never `None`).
     pub seed: u64,
-    /// Output tokens until the device marks the slot done.
+    /// The last tokens of the prompt that were drawn earlier: not 0 only where a preempted
+    /// sequence is recomputed. They count as output for penalties and for the random state,
+    /// so the next token drawn has output index `generated`.
+    pub generated: u32,
+    /// Tokens to draw (from here on) until the device marks the slot done.
     pub max_tokens: u32,
-    /// No stop id counts before.
+    /// A stop id counts only if at least this many tokens were drawn (from here on) before it.
     pub min_tokens: u32,
     /// All that apply, the model's own included.
     pub stop_ids: Vec<u32>,
@@ -139,7 +143,7 @@ pub enum Done {
     Length,
 }
 
-/// Progress of a plan. A decode plan of several steps may be reported in parts, in order;
+/// Progress of a plan that has work (plans of changes alone are not reported). A decode plan of several steps may be reported in parts, in order;
 /// every slot yields one `Sampled` a step until it is done, then none.
 #[derive(Clone, Debug)]
 pub struct Progress {
@@ -180,7 +184,13 @@ pub enum ExecuteError {
     Failed(String),
 }
 
-/// Runs plans in order. Used from one thread.
+/// Runs plans in order. Used from one thread. Dropped, it waits for what it has submitted.
+///
+/// What the step loop keeps: a slot joins only when every plan whose work names it has been
+/// reported finished, and has left or been marked done before; a page is handed to a slot only
+/// when no slot that holds it can still be touched by an unfinished plan; no step is queued for
+/// a position without a page; decode steps queued and not reported are at most `run_ahead`.
+/// A slot that asks for `dump_logits` has at most one unreported sample.
 pub trait Executor: Send {
     /// What it can hold.
     fn capacity(&self) -> &Capacity;

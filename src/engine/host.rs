@@ -1,7 +1,8 @@
-//! What serves a configuration: its devices, its models' replicas, and the way from a
-//! request to one of them. Skeleton: bodies come with the engine.
+//! What serves a configuration: its models' replicas, and the way from a request to one of
+//! them. Deliberately absent: opening devices and loading models.
 
-use super::request::{Request, RequestError, Sink};
+pub use super::replica::Replica;
+use super::request::RequestError;
 use crate::model::text::Text;
 use std::sync::Arc;
 
@@ -42,16 +43,6 @@ pub struct ModelInfo {
     pub bytes_per_token: u64,
     /// Parameters.
     pub parameters: u64,
-}
-
-/// A model on a device: an engine thread and its executor behind a bounded inbox.
-#[derive(Debug)]
-pub struct Replica {
-    /// `NAME/INDEX`.
-    pub name: String,
-    /// Where it runs.
-    pub device: DeviceInfo,
-    handle: (),
 }
 
 /// Identity of a device.
@@ -147,40 +138,101 @@ pub enum RouteError {
 }
 
 impl Host {
-    /// The replica for a request: the named model (empty: the only one), on the selected
-    /// device or replica (empty: the least loaded).
-    pub fn route(&self, model: &str, device: &str) -> Result<(&ServedModel, &Replica), RouteError> {
-        let _ = (model, device);
-        todo!()
+    /// Of replicas that run.
+    pub fn new(models: Vec<ServedModel>) -> Host {
+        Host { models }
     }
 
-    /// Stops taking requests; running ones go on.
+    /// The replica for a request: the named model (empty: the only one), on the selected
+    /// device or replica (empty: the least loaded).
+    ///
+    /// `device` is a replica's name, or a device's UUID, PCI address, index, or part of its
+    /// name. Of several that fit it is the least loaded, of those that take requests if any do.
+    pub fn route(&self, model: &str, device: &str) -> Result<(&ServedModel, &Replica), RouteError> {
+        let served = match self.models.as_slice() {
+            [only] if model.is_empty() => Some(only),
+            models => models.iter().find(|served| served.name == model),
+        };
+        let served = served.ok_or_else(|| RouteError::UnknownModel {
+            asked: model.to_string(),
+            served: self
+                .models
+                .iter()
+                .map(|served| served.name.as_str())
+                .collect::<Vec<_>>()
+                .join(", "),
+        })?;
+        let replica = fitting(&served.replicas, device)
+            .into_iter()
+            .min_by_key(|replica| {
+                let load = replica.load();
+                let pages_per_mille =
+                    load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
+                (
+                    replica.closed().is_some(),
+                    load.running + load.waiting,
+                    pages_per_mille,
+                )
+            })
+            .ok_or_else(|| RouteError::UnknownDevice {
+                model: served.name.clone(),
+                asked: device.to_string(),
+                available: served
+                    .replicas
+                    .iter()
+                    .map(|replica| {
+                        format!(
+                            "{} (\"{}\", {})",
+                            replica.name, replica.device.name, replica.device.uuid
+                        )
+                    })
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            })?;
+        Ok((served, replica))
+    }
+
+    /// Stops taking requests; those taken go on.
     pub fn drain(&self) {
-        todo!()
+        for replica in self.replicas() {
+            replica.drain();
+        }
+    }
+
+    /// Requests taken and not finished: 0 some time after `drain`.
+    pub fn unfinished(&self) -> usize {
+        self.replicas().map(Replica::unfinished).sum()
+    }
+
+    fn replicas(&self) -> impl Iterator<Item = &Replica> {
+        self.models.iter().flat_map(|served| &served.replicas)
     }
 }
 
-impl Replica {
-    /// Queues a request; events arrive at `sink` on the engine's thread.
-    pub fn submit(&self, request: Request, sink: Sink) -> Result<(), SubmitError> {
-        let _ = (request, sink);
-        todo!()
+/// The replicas that a selector means. The exact ways of naming go before part of a name, and
+/// a number is an index and nothing else: "3" must not find an "RTX 3060".
+fn fitting<'a>(replicas: &'a [Replica], selector: &str) -> Vec<&'a Replica> {
+    let find = |fits: &dyn Fn(&Replica) -> bool| {
+        replicas
+            .iter()
+            .filter(|replica| fits(replica))
+            .collect::<Vec<_>>()
+    };
+    if selector.is_empty() {
+        return find(&|_| true);
     }
-
-    /// Ends a request; unknown ids are ignored. Its `Finished` says `Aborted`.
-    pub fn abort(&self, id: &str) {
-        let _ = id;
-        todo!()
+    if let Ok(index) = selector.parse::<usize>() {
+        return find(&|replica| replica.device.index == index);
     }
-
-    /// How busy it is now.
-    pub fn load(&self) -> Load {
-        todo!()
+    let exact = find(&|replica| {
+        let pci = replica.device.pci.as_deref().unwrap_or_default();
+        replica.name == selector
+            || replica.device.uuid.eq_ignore_ascii_case(selector)
+            || pci.eq_ignore_ascii_case(selector)
+    });
+    if !exact.is_empty() {
+        return exact;
     }
-
-    /// The last steps, oldest first, at most `last`.
-    pub fn steps(&self, last: usize) -> Vec<StepRecord> {
-        let _ = last;
-        todo!()
-    }
+    let part = selector.to_lowercase();
+    find(&|replica| replica.device.name.to_lowercase().contains(&part))
 }

@@ -3,4 +3,10 @@
 
 pub mod request;
 pub mod executor;
+pub mod pages;
+pub mod sequence;
+pub mod scheduler;
+pub mod spans;
+pub mod replica;
 pub mod host;
+pub mod fake;

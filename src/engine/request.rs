@@ -204,6 +204,32 @@ pub struct PerToken {
     pub flushes: Flushes,
 }
 
+impl PerToken {
+    /// Adds `other`, weighted by `factor`.
+    pub fn add(&mut self, other: &PerToken, factor: f64) {
+        self.submits += other.submits * factor;
+        self.dispatches += other.dispatches * factor;
+        self.barriers += other.barriers * factor;
+        self.descriptor_updates += other.descriptor_updates * factor;
+        self.transfer_submits += other.transfer_submits * factor;
+        self.host_waits += other.host_waits * factor;
+        self.enqueue_us += other.enqueue_us * factor;
+        self.gpu_us += other.gpu_us * factor;
+        self.flushes.phase_boundary += other.flushes.phase_boundary * factor;
+        self.flushes.readback += other.flushes.readback * factor;
+        self.flushes.cross_queue += other.flushes.cross_queue * factor;
+    }
+
+    /// This sum as a mean over `steps`; all zero for no steps.
+    pub fn mean(&self, steps: u64) -> PerToken {
+        let mut mean = PerToken::default();
+        if steps > 0 {
+            mean.add(self, 1.0 / steps as f64);
+        }
+        mean
+    }
+}
+
 /// Region ends by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Flushes {
@@ -213,6 +239,155 @@ pub struct Flushes {
     pub readback: f64,
     /// A point of another queue must come first.
     pub cross_queue: f64,
+}
+
+/// What a request is validated against.
+#[derive(Clone, Debug)]
+pub struct Bounds {
+    /// Vocabulary size.
+    pub vocabulary: u32,
+    /// Longest prompt and output together, tokens.
+    pub context: u32,
+    /// The model's end-of-sequence ids.
+    pub eos_ids: Vec<u32>,
+}
+
+impl Request {
+    /// Whether a replica with these bounds can run it. An output longer than the context
+    /// leaves room for is no error (it is cut), a prompt that leaves room for none is.
+    pub fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
+        if self.prompt.is_empty() {
+            return Err(RequestError::EmptyPrompt);
+        }
+        if let Some(position) = self
+            .prompt
+            .iter()
+            .position(|&token| token >= bounds.vocabulary)
+        {
+            return Err(RequestError::TokenOutOfRange {
+                token: self.prompt[position],
+                position,
+                vocabulary: bounds.vocabulary,
+            });
+        }
+        if self.prompt.len() >= bounds.context as usize {
+            return Err(RequestError::ContextExceeded {
+                prompt: self.prompt.len(),
+                output: 1,
+                context: bounds.context as usize,
+            });
+        }
+        self.sampling.validate(bounds.vocabulary)?;
+        self.limits.validate(bounds)?;
+        if self
+            .logprobs
+            .is_some_and(|logprobs| logprobs > MAX_LOGPROBS)
+        {
+            return Err(value(
+                "logprobs",
+                self.logprobs.unwrap_or_default(),
+                "at most 20",
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Sampling {
+    /// Whether every value is finite and in its range.
+    pub fn validate(&self, vocabulary: u32) -> Result<(), RequestError> {
+        let check = |field, given: f32, ok: bool, rule| {
+            if given.is_finite() && ok {
+                Ok(())
+            } else {
+                Err(value(field, given, rule))
+            }
+        };
+        let t = self.temperature;
+        check("temperature", t, t >= 0.0, "finite and at least 0")?;
+        let p = self.top_p;
+        check("top_p", p, p > 0.0 && p <= 1.0, "above 0 and at most 1")?;
+        let p = self.min_p;
+        check("min_p", p, (0.0..=1.0).contains(&p), "from 0 to 1")?;
+        let r = self.repetition_penalty;
+        check("repetition_penalty", r, r > 0.0, "finite and above 0")?;
+        let p = self.presence_penalty;
+        check(
+            "presence_penalty",
+            p,
+            (-2.0..=2.0).contains(&p),
+            "from -2 to 2",
+        )?;
+        let f = self.frequency_penalty;
+        check(
+            "frequency_penalty",
+            f,
+            (-2.0..=2.0).contains(&f),
+            "from -2 to 2",
+        )?;
+        if self.logit_bias.len() > MAX_LOGIT_BIAS {
+            return Err(value(
+                "logit_bias",
+                self.logit_bias.len(),
+                "at most 300 entries",
+            ));
+        }
+        let mut ids = Vec::with_capacity(self.logit_bias.len());
+        for &(id, bias) in &self.logit_bias {
+            if id >= vocabulary {
+                return Err(value("logit_bias", id, "for ids inside the vocabulary"));
+            }
+            check("logit_bias", bias, true, "finite")?;
+            ids.push(id);
+        }
+        ids.sort_unstable();
+        if let Some(twice) = ids.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(value("logit_bias", twice[0], "given once an id"));
+        }
+        Ok(())
+    }
+}
+
+impl Limits {
+    fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
+        if self.max_tokens == Some(0) {
+            return Err(value("max_tokens", 0, "at least 1"));
+        }
+        if self.max_tokens.is_some_and(|most| self.min_tokens > most) {
+            return Err(value("min_tokens", self.min_tokens, "at most max_tokens"));
+        }
+        if let Some(&id) = self.stop_ids.iter().find(|&&id| id >= bounds.vocabulary) {
+            return Err(value("stop_ids", id, "inside the vocabulary"));
+        }
+        let stop_ids = self.resolve_stop_ids(&bounds.eos_ids).len();
+        if stop_ids > MAX_STOP_IDS {
+            return Err(value(
+                "stop_ids",
+                stop_ids,
+                "at most 16, the model's own included",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Every id that ends the generation, each once, ascending.
+    pub fn resolve_stop_ids(&self, eos_ids: &[u32]) -> Vec<u32> {
+        let mut ids = self.stop_ids.clone();
+        if !self.ignore_eos {
+            ids.extend_from_slice(eos_ids);
+        }
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}
+
+fn value(field: &'static str, given: impl ToString, rule: &'static str) -> RequestError {
+    RequestError::Value {
+        field,
+        value: given.to_string(),
+        rule,
+    }
 }
 
 /// What a request could not be: the caller's mistake, named with both numbers.
@@ -264,3 +439,165 @@ pub type Sink = Box<dyn FnMut(Event) -> Result<(), SinkClosed> + Send>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the receiver is gone or too slow")]
 pub struct SinkClosed;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> Request {
+        Request {
+            id: "r".into(),
+            prompt: vec![1, 2, 3],
+            sampling: Sampling::default(),
+            limits: Limits::default(),
+            logprobs: None,
+            dump_logits: false,
+            priority: 0,
+            deadline: None,
+            span: tracing::Span::none(),
+        }
+    }
+
+    fn check(change: impl FnOnce(&mut Request)) -> Result<(), RequestError> {
+        let mut request = request();
+        change(&mut request);
+        request.validate(&Bounds {
+            vocabulary: 10,
+            context: 8,
+            eos_ids: vec![9, 8],
+        })
+    }
+
+    #[test]
+    fn what_can_run_is_accepted() {
+        assert_eq!(check(|_| ()), Ok(()));
+        assert_eq!(check(|r| r.prompt = vec![9; 7]), Ok(()));
+        assert_eq!(check(|r| r.limits.max_tokens = Some(1_000_000)), Ok(()));
+        assert_eq!(check(|r| r.logprobs = Some(20)), Ok(()));
+        // The model's own ids given again count once.
+        assert_eq!(
+            check(|r| r.limits.stop_ids = (0..10).chain(0..10).collect()),
+            Ok(())
+        );
+    }
+
+    #[test]
+    fn prompts_outside_the_model_are_refused_with_both_numbers() {
+        assert_eq!(check(|r| r.prompt.clear()), Err(RequestError::EmptyPrompt));
+        assert_eq!(
+            check(|r| r.prompt[2] = 10),
+            Err(RequestError::TokenOutOfRange {
+                token: 10,
+                position: 2,
+                vocabulary: 10
+            })
+        );
+        assert_eq!(
+            check(|r| r.prompt = vec![0; 8]),
+            Err(RequestError::ContextExceeded {
+                prompt: 8,
+                output: 1,
+                context: 8
+            })
+        );
+    }
+
+    #[test]
+    fn every_value_out_of_range_names_its_field() {
+        type Change = fn(&mut Request, f32);
+        let fields: [(&str, Change, &[f32]); 7] = [
+            ("temperature", |r, v| r.sampling.temperature = v, &[-0.1]),
+            ("top_p", |r, v| r.sampling.top_p = v, &[0.0, 1.1]),
+            ("min_p", |r, v| r.sampling.min_p = v, &[-0.1, 1.1]),
+            (
+                "repetition_penalty",
+                |r, v| r.sampling.repetition_penalty = v,
+                &[0.0, -1.0],
+            ),
+            (
+                "presence_penalty",
+                |r, v| r.sampling.presence_penalty = v,
+                &[-2.1, 2.1],
+            ),
+            (
+                "frequency_penalty",
+                |r, v| r.sampling.frequency_penalty = v,
+                &[-2.1, 2.1],
+            ),
+            (
+                "logit_bias",
+                |r, v| r.sampling.logit_bias = vec![(1, v)],
+                &[],
+            ),
+        ];
+        for (name, change, bad) in fields {
+            for &bad in bad
+                .iter()
+                .chain(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY])
+            {
+                match check(|r| change(r, bad)) {
+                    Err(RequestError::Value { field, .. }) => assert_eq!(field, name),
+                    other => panic!("{name} = {bad}: {other:?}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn counts_over_their_limits_are_refused() {
+        let field = |result| match result {
+            Err(RequestError::Value { field, .. }) => field,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(field(check(|r| r.logprobs = Some(21))), "logprobs");
+        assert_eq!(
+            field(check(|r| r.limits.max_tokens = Some(0))),
+            "max_tokens"
+        );
+        assert_eq!(
+            field(check(|r| {
+                r.limits.max_tokens = Some(3);
+                r.limits.min_tokens = 4;
+            })),
+            "min_tokens"
+        );
+        assert_eq!(field(check(|r| r.limits.stop_ids = vec![10])), "stop_ids");
+        assert_eq!(
+            field(check(|r| r.sampling.logit_bias = vec![(10, 0.0)])),
+            "logit_bias"
+        );
+        assert_eq!(
+            field(check(|r| r.sampling.logit_bias = vec![(1, 0.0), (1, 1.0)])),
+            "logit_bias"
+        );
+        let bounds = Bounds {
+            vocabulary: 1000,
+            context: 8,
+            eos_ids: vec![999],
+        };
+        let mut many = request();
+        many.sampling.logit_bias = (0..301).map(|id| (id, 0.0)).collect();
+        assert_eq!(field(many.validate(&bounds)), "logit_bias");
+        let mut many = request();
+        many.limits.stop_ids = (0..16).collect();
+        assert_eq!(field(many.validate(&bounds)), "stop_ids");
+        many.limits.ignore_eos = true;
+        assert_eq!(many.validate(&bounds), Ok(()));
+    }
+
+    #[test]
+    fn a_mean_over_no_steps_is_zero() {
+        let mut sum = PerToken::default();
+        sum.add(
+            &PerToken {
+                submits: 3.0,
+                gpu_us: 8.0,
+                ..PerToken::default()
+            },
+            2.0,
+        );
+        assert_eq!(sum.mean(4).submits, 1.5);
+        assert_eq!(sum.mean(4).gpu_us, 4.0);
+        assert_eq!(sum.mean(0), PerToken::default());
+    }
+}

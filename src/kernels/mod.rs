@@ -9,6 +9,7 @@ pub mod interpreter;
 pub mod embed;
 pub mod gemm;
 pub mod attention;
+pub mod layout;
 pub mod state;
 pub mod determinate;
 

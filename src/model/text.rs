@@ -1,5 +1,207 @@
-//! Tokenizer, chat template, and the way from token ids to text. Skeleton.
+//! Tokenizer, chat template, and the way from token ids to text. Cheap to clone: all clones
+//! share one tokenizer. Deliberately absent: sampling, and what a request is.
+
+pub mod assembler;
+pub mod chat;
+pub mod stop;
+pub mod stream;
+
+use std::collections::HashSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use tokenizers::Tokenizer;
+
+use self::assembler::Assembler;
+use self::chat::{ChatMessage, ChatOptions, Templates};
+use self::stream::TextStream;
 
 /// Tokenizer and chat template of a checkpoint.
-#[derive(Debug)]
-pub struct Text {}
+#[derive(Clone)]
+pub struct Text {
+    inner: Arc<Inner>,
+}
+
+/// What all clones share; never changed after loading.
+struct Inner {
+    tokenizer: Tokenizer,
+    /// Ids of special tokens, which decoding leaves out.
+    special: HashSet<u32>,
+    templates: Templates,
+}
+
+impl fmt::Debug for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Text").field("vocabulary", &self.vocabulary()).field("chat", &self.has_chat()).finish()
+    }
+}
+
+/// Why text could not be loaded, encoded, decoded or rendered.
+#[derive(Debug, thiserror::Error)]
+pub enum TextError {
+    /// The operating system refused.
+    #[error("cannot read {}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Its words.
+        source: std::io::Error,
+    },
+    /// A file is not what it should be.
+    #[error("{file} is not valid: {reason}")]
+    Invalid {
+        /// Its name.
+        file: &'static str,
+        /// Why.
+        reason: String,
+    },
+    /// The tokenizer could not encode.
+    #[error("cannot encode the text: {0}")]
+    Encode(String),
+    /// The tokenizer could not decode.
+    #[error("cannot decode the tokens: {0}")]
+    Decode(String),
+    /// There is no chat template, or none of that name.
+    #[error("the checkpoint has no chat template{0}")]
+    NoTemplate(String),
+    /// The template does not compile, or could not be rendered with these messages.
+    #[error("the chat template failed: {0}")]
+    Template(String),
+    /// The conversation was refused by the template itself.
+    #[error("the chat template refuses the messages: {0}")]
+    Refused(String),
+}
+
+impl Text {
+    /// Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja;
+    /// `None` where there is no tokenizer.json.
+    pub fn load(dir: &Path) -> Result<Option<Text>, TextError> {
+        let read = |name: &str| {
+            let path = dir.join(name);
+            match std::fs::read(&path) {
+                Ok(bytes) => Ok(Some(bytes)),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+                Err(source) => Err(TextError::Unreadable { path, source }),
+            }
+        };
+        let Some(tokenizer) = read("tokenizer.json")? else {
+            return Ok(None);
+        };
+        let mut config = object("tokenizer_config.json", read("tokenizer_config.json")?.as_deref())?;
+        // Older checkpoints name their special tokens only there.
+        for (key, value) in object("special_tokens_map.json", read("special_tokens_map.json")?.as_deref())? {
+            config.entry(key).or_insert(value);
+        }
+        let template = match read("chat_template.jinja")? {
+            None => None,
+            Some(bytes) => Some(String::from_utf8(bytes).map_err(|error| TextError::Invalid {
+                file: "chat_template.jinja",
+                reason: error.to_string(),
+            })?),
+        };
+        Text::build(&tokenizer, &config, template.as_deref()).map(Some)
+    }
+
+    /// From the contents of tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    pub fn from_bytes(
+        tokenizer: &[u8],
+        tokenizer_config: Option<&[u8]>,
+        chat_template: Option<&str>,
+    ) -> Result<Text, TextError> {
+        Text::build(tokenizer, &object("tokenizer_config.json", tokenizer_config)?, chat_template)
+    }
+
+    fn build(tokenizer: &[u8], config: &Map<String, Value>, template: Option<&str>) -> Result<Text, TextError> {
+        let invalid = |error: tokenizers::Error| TextError::Invalid { file: "tokenizer.json", reason: error.to_string() };
+        let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(invalid)?;
+        // What a training script left in the file must not shorten or lengthen a prompt.
+        tokenizer.with_truncation(None).map_err(invalid)?;
+        tokenizer.with_padding(None);
+        let special = tokenizer
+            .get_added_tokens_decoder()
+            .iter()
+            .filter(|(_, token)| token.special)
+            .map(|(id, _)| *id)
+            .collect();
+        let templates = Templates::new(config, template)?;
+        Ok(Text { inner: Arc::new(Inner { tokenizer, special, templates }) })
+    }
+
+    /// The token ids of a text; `add_special` puts what the tokenizer puts around a text
+    /// (begin of sequence, mostly). Special tokens spelled out in the text become one id each.
+    pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
+        let encoding = self.inner.tokenizer.encode_fast(text, add_special);
+        encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| TextError::Encode(error.to_string()))
+    }
+
+    /// The text of token ids. Ids outside the tokenizer's vocabulary have none.
+    pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
+        self.inner.tokenizer.decode(ids, skip_special).map_err(|error| TextError::Decode(error.to_string()))
+    }
+
+    /// The text of one token as it stands, special or not; a part of a character is `U+FFFD`.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.tokenizer.id_to_token(id)?;
+        self.decode(&[id], false).ok()
+    }
+
+    /// How many tokens the tokenizer knows; the model may have more rows.
+    pub fn vocabulary(&self) -> usize {
+        self.inner.tokenizer.get_vocab_size(true)
+    }
+
+    /// The id of a token by its exact spelling, for example `<|im_end|>`.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.tokenizer.token_to_id(token)
+    }
+
+    /// Whether the id is a special token, which text deltas leave out.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.inner.special.contains(&id)
+    }
+
+    /// Whether the checkpoint has a chat template.
+    pub fn has_chat(&self) -> bool {
+        !self.inner.templates.is_empty()
+    }
+
+    /// Renders a conversation with the checkpoint's template. The result names its special
+    /// tokens itself: encode it with `add_special` false.
+    pub fn chat(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
+        self.inner.templates.render(messages, options)
+    }
+
+    /// A detokenizer for one sequence.
+    pub fn stream(&self) -> TextStream {
+        TextStream::new(self.clone())
+    }
+
+    /// A detokenizer for one sequence that ends at any of `stops` (empty ones are ignored).
+    pub fn assembler(&self, stops: Vec<String>) -> Assembler {
+        Assembler::new(self.stream(), stops)
+    }
+
+    /// Like `decode` without special tokens; for windows of a stream, which cannot fail half way.
+    fn window(&self, ids: &[u32]) -> String {
+        self.inner.tokenizer.decode(ids, true).unwrap_or_else(|_| {
+            ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect()
+        })
+    }
+
+    /// Whether the id leaves a trace in the text.
+    fn is_text(&self, id: u32) -> bool {
+        !self.is_special(id) && self.inner.tokenizer.id_to_token(id).is_some()
+    }
+}
+
+/// The JSON object of a file; empty where there is no file.
+fn object(file: &'static str, bytes: Option<&[u8]>) -> Result<Map<String, Value>, TextError> {
+    match bytes {
+        None => Ok(Map::new()),
+        Some(bytes) => {
+            serde_json::from_slice(bytes).map_err(|error| TextError::Invalid { file, reason: error.to_string() })
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! `ostinato devices`: every adapter, what it has, and why it may be refused.
+
+use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo};
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// Prints the adapters as text, or as a JSON array that scripts rely on.
+pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
+    let instance = Instance::new(&InstanceOptions::default())?;
+    let adapters = instance.adapters();
+    let text = if json {
+        let rows: Vec<Value> = adapters.iter().map(row).collect();
+        serde_json::to_string_pretty(&rows)? + "\n"
+    } else {
+        adapters.iter().map(describe).collect()
+    };
+    // Not `print!`: a closed pipe is an error to report, not a panic.
+    std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes())?;
+    Ok(())
+}
+
+fn row(adapter: &Adapter) -> Value {
+    let (major, minor, patch) = adapter.api;
+    let c = &adapter.capabilities;
+    json!({
+        "index": adapter.index,
+        "name": adapter.name,
+        "uuid": adapter.uuid,
+        "pci": adapter.pci,
+        "type": adapter.kind.to_string(),
+        "driver": adapter.driver,
+        "usable": adapter.usable(),
+        "reason": adapter.refused,
+        "vulkan": format!("{major}.{minor}.{patch}"),
+        "queue_families": adapter.queue_families.iter().map(|f| json!({
+            "index": f.index,
+            "queues": f.count,
+            "kinds": kinds(f),
+            "timestamp_bits": f.timestamp_bits,
+        })).collect::<Vec<_>>(),
+        "heaps": adapter.memory_heaps.iter().map(|h| json!({
+            "bytes": h.bytes,
+            "device_local": h.device_local,
+            "host_visible": h.host_visible,
+        })).collect::<Vec<_>>(),
+        "features": c.optional(),
+        "matrix_shapes": c.matrix_shapes.iter().map(|s| json!({
+            "m": s.m, "n": s.n, "k": s.k,
+            "input": format!("{:?}", s.input).to_lowercase(),
+            "accumulator": format!("{:?}", s.accumulator).to_lowercase(),
+        })).collect::<Vec<_>>(),
+        "subgroup_size": c.subgroup_size,
+        "subgroup_sizes": [c.subgroup_min, c.subgroup_max],
+        "max_shared_bytes": c.max_shared_bytes,
+        "max_invocations": c.max_invocations,
+        "max_push_bytes": c.max_push_bytes,
+        "max_allocation_bytes": c.max_allocation_bytes,
+        "multiprocessors": c.sm_count,
+    })
+}
+
+fn kinds(family: &QueueFamilyInfo) -> Vec<&'static str> {
+    let kinds = [(family.graphics(), "graphics"), (family.compute(), "compute"), (family.transfer(), "transfer")];
+    kinds.into_iter().filter_map(|(there, name)| there.then_some(name)).collect()
+}
+
+fn describe(adapter: &Adapter) -> String {
+    let (major, minor, patch) = adapter.api;
+    let c = &adapter.capabilities;
+    let mut out = format!("{}: {}\n", adapter.index, adapter.name);
+    let mut line = |key: &str, value: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "   {key:<9} {value}");
+    };
+    line("uuid", adapter.uuid.clone());
+    line("pci", adapter.pci.clone().unwrap_or_else(|| "-".to_owned()));
+    line("type", adapter.kind.to_string());
+    line("driver", format!("{}, Vulkan {major}.{minor}.{patch}", adapter.driver));
+    for family in &adapter.queue_families {
+        line("queues", format!("family {}: {} x {}", family.index, family.count, kinds(family).join("+")));
+    }
+    for heap in &adapter.memory_heaps {
+        let place = if heap.device_local { "device" } else { "host" };
+        let mapped = if heap.host_visible { ", host-visible" } else { "" };
+        line("memory", format!("{:.1} GiB {place}{mapped}", heap.bytes as f64 / (1u64 << 30) as f64));
+    }
+    if c.subgroup_size > 0 {
+        line("subgroup", format!("{} ({} to {})", c.subgroup_size, c.subgroup_min, c.subgroup_max));
+    }
+    let features = c.optional();
+    line("features", if features.is_empty() { "-".to_owned() } else { features.join(", ") });
+    let usable = if adapter.is_cpu() { "yes, when selected (cpu)" } else { "yes" };
+    line("usable", adapter.refused.as_ref().map_or_else(|| usable.to_owned(), |why| format!("no: {why}")));
+    out
+}

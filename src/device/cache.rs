@@ -1,0 +1,188 @@
+//! The pipeline cache and its file. A file that is torn, foreign or of another shader set is
+//! ignored: the cache then starts empty and is written anew.
+
+use crate::device::adapter::Adapter;
+use crate::device::error::DeviceError;
+use crate::device::handle::Device;
+use crate::device::logical::Logical;
+use ash::vk;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const MAGIC: [u8; 8] = *b"ostpipe1";
+/// Magic, key, length and checksum of the data, 8 bytes each.
+const HEADER_BYTES: usize = 32;
+/// A larger file is not ours.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// A pipeline cache, on disk or only in memory. Threads may share it.
+pub struct PipelineCache {
+    raw: vk::PipelineCache,
+    file: Option<PathBuf>,
+    key: u64,
+    /// How many bytes came from the file.
+    loaded_bytes: usize,
+    logical: Arc<Logical>,
+}
+
+impl std::fmt::Debug for PipelineCache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PipelineCache")
+            .field("file", &self.file)
+            .field("loaded_bytes", &self.loaded_bytes)
+            .finish()
+    }
+}
+
+impl PipelineCache {
+    /// The cache of this device, driver and shader set in a folder, which need not exist yet.
+    /// `shader_set` is a hash over all shaders: another set, another file.
+    pub fn open(dir: &Path, device: &Device, shader_set: u64) -> Result<PipelineCache, DeviceError> {
+        let adapter = device.adapter();
+        let key = key(adapter, shader_set);
+        let file = dir.join(format!("{:04x}-{:04x}-{key:016x}.pipelines", adapter.ids.0, adapter.ids.1));
+        let known = std::fs::metadata(&file).is_ok_and(|m| m.len() <= MAX_BYTES);
+        let bytes = if known { std::fs::read(&file).unwrap_or_default() } else { Vec::new() };
+        let data = unpack(&bytes, key).filter(|data| is_drivers(data, adapter)).unwrap_or_default();
+        PipelineCache::create(device, Some(file), key, data)
+    }
+
+    /// A cache that is never written.
+    pub fn in_memory(device: &Device) -> Result<PipelineCache, DeviceError> {
+        PipelineCache::create(device, None, 0, &[])
+    }
+
+    fn create(device: &Device, file: Option<PathBuf>, key: u64, data: &[u8]) -> Result<PipelineCache, DeviceError> {
+        let logical = device.logical();
+        let info = vk::PipelineCacheCreateInfo::default().initial_data(data);
+        // SAFETY: the data is empty, or what this very driver wrote: its header and our
+        // checksum say so.
+        let raw = logical.check("vkCreatePipelineCache", unsafe { logical.raw.create_pipeline_cache(&info, None) })?;
+        Ok(PipelineCache { raw, file, key, loaded_bytes: data.len(), logical: logical.clone() })
+    }
+
+    /// How many bytes of the driver's data came from the file; 0 where it was ignored.
+    pub fn loaded_bytes(&self) -> usize {
+        self.loaded_bytes
+    }
+
+    /// The file, unless the cache is only in memory.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
+    }
+
+    /// Writes the cache: to another name first, then renamed, so that a reader sees the old
+    /// file or the new one. Does nothing for a cache in memory.
+    pub fn save(&self) -> Result<(), DeviceError> {
+        let Some(file) = &self.file else { return Ok(()) };
+        // SAFETY: the cache is alive and internally synchronised.
+        let data = unsafe { self.logical.raw.get_pipeline_cache_data(self.raw) };
+        let data = self.logical.check("vkGetPipelineCacheData", data)?;
+        write_atomically(file, &pack(&data, self.key))
+            .map_err(|source| DeviceError::CacheWrite { path: file.clone(), source })
+    }
+
+    pub(super) fn raw(&self) -> vk::PipelineCache {
+        self.raw
+    }
+
+    pub(super) fn assert_of(&self, logical: &Arc<Logical>) {
+        assert!(Arc::ptr_eq(&self.logical, logical), "a pipeline cache of another device");
+    }
+}
+
+impl Drop for PipelineCache {
+    fn drop(&mut self) {
+        // SAFETY: pipelines don't need their cache, and building one borrows it.
+        unsafe { self.logical.raw.destroy_pipeline_cache(self.raw, None) };
+    }
+}
+
+fn write_atomically(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    static SERIAL: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+    if let Some(dir) = file.parent() {
+        std::fs::create_dir_all(dir)?;
+    }
+    let serial = SERIAL.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let temporary = file.with_extension(format!("{}-{serial}.tmp", std::process::id()));
+    let written = std::fs::File::create(&temporary)
+        .and_then(|mut f| f.write_all(bytes).and_then(|()| f.sync_all()))
+        .and_then(|()| std::fs::rename(&temporary, file));
+    if written.is_err() {
+        // The first error is the one to report.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    written
+}
+
+fn key(adapter: &Adapter, shader_set: u64) -> u64 {
+    let (vendor, device, driver) = adapter.ids;
+    let mut bytes = Vec::new();
+    for id in [vendor, device, driver] {
+        bytes.extend(id.to_le_bytes());
+    }
+    bytes.extend(adapter.cache_uuid);
+    bytes.extend(adapter.driver.as_bytes());
+    bytes.extend(shader_set.to_le_bytes());
+    fnv(&bytes)
+}
+
+/// FNV-1a: against torn and stale files, not against an attacker.
+fn fnv(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
+}
+
+fn pack(data: &[u8], key: u64) -> Vec<u8> {
+    let mut out = Vec::with_capacity(HEADER_BYTES + data.len());
+    out.extend(MAGIC);
+    for word in [key, data.len() as u64, fnv(data)] {
+        out.extend(word.to_le_bytes());
+    }
+    out.extend(data);
+    out
+}
+
+fn unpack(bytes: &[u8], key: u64) -> Option<&[u8]> {
+    let (header, data) = bytes.split_at_checked(HEADER_BYTES)?;
+    let (magic, words) = header.split_at(8);
+    let expected: Vec<u8> = [key, data.len() as u64, fnv(data)].iter().flat_map(|w| w.to_le_bytes()).collect();
+    (magic == MAGIC && words == expected).then_some(data)
+}
+
+/// Whether the driver's own header names this adapter; drivers have crashed on others' data.
+fn is_drivers(data: &[u8], adapter: &Adapter) -> bool {
+    let word = |at: usize| data.get(at..at + 4).and_then(|b| b.try_into().ok()).map(u32::from_le_bytes);
+    word(0).is_some_and(|length| length >= 32)
+        && word(4) == Some(vk::PipelineCacheHeaderVersion::ONE.as_raw().cast_unsigned())
+        && word(8) == Some(adapter.ids.0)
+        && word(12) == Some(adapter.ids.1)
+        && data.get(16..32) == Some(&adapter.cache_uuid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_packed_is_unpacked_under_the_same_key_only() {
+        let packed = pack(b"pipelines", 7);
+        assert_eq!(unpack(&packed, 7), Some(&b"pipelines"[..]));
+        assert_eq!(unpack(&packed, 8), None);
+    }
+
+    #[test]
+    fn every_torn_or_changed_file_is_ignored() {
+        let packed = pack(b"pipelines of a driver", 7);
+        for length in 0..packed.len() {
+            assert_eq!(unpack(&packed[..length], 7), None, "torn at {length}");
+        }
+        for at in 0..packed.len() {
+            let mut changed = packed.clone();
+            changed[at] ^= 0x10;
+            assert_eq!(unpack(&changed, 7), None, "byte {at} changed");
+        }
+        let longer = [packed.as_slice(), b"x"].concat();
+        assert_eq!(unpack(&longer, 7), None);
+    }
+}

@@ -1,0 +1,236 @@
+//! Owns the Vulkan instance: the loader, optional validation and its messages, the list of
+//! adapters. Deliberately absent: which adapter to use (`select`).
+
+use crate::device::adapter::Adapter;
+use crate::device::error::DeviceError;
+use crate::device::probe;
+use ash::{ext, vk};
+use std::ffi::{CStr, c_void};
+use std::sync::{Arc, Mutex, PoisonError};
+
+const VALIDATION_LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
+const LAYER_SETTINGS: &CStr = c"VK_EXT_layer_settings";
+/// Messages beyond this many are dropped: a broken loop would fill the memory.
+const MAX_MESSAGES: usize = 1000;
+
+/// How an instance is made.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InstanceOptions {
+    /// Load the Khronos validation layer with synchronisation validation (submit-time too
+    /// where the layer knows it), collect its messages, and name objects for it.
+    pub validation: bool,
+}
+
+/// The Vulkan instance; clones share it.
+#[derive(Clone)]
+pub struct Instance(Arc<Inner>);
+
+struct Inner {
+    adapters: Vec<Adapter>,
+    validation: Option<Validation>,
+    raw: ash::Instance,
+    /// Last: the library that the functions above live in.
+    _entry: ash::Entry,
+}
+
+struct Validation {
+    functions: ext::debug_utils::Instance,
+    messenger: vk::DebugUtilsMessengerEXT,
+    /// The callback writes through a pointer to it; boxed so that it stays in place.
+    messages: Box<Messages>,
+}
+
+#[derive(Default)]
+struct Messages(Mutex<Vec<String>>);
+
+impl Messages {
+    fn push(&self, text: String) {
+        let mut messages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if messages.len() < MAX_MESSAGES {
+            messages.push(text);
+        }
+    }
+}
+
+impl std::fmt::Debug for Instance {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Instance")
+            .field("adapters", &self.0.adapters.len())
+            .field("validation", &self.0.validation.is_some())
+            .finish()
+    }
+}
+
+impl Instance {
+    /// Loads the loader and every driver it finds. Errors: no loader, one older than 1.3, no
+    /// driver, or validation asked for and not installed.
+    pub fn new(options: &InstanceOptions) -> Result<Instance, DeviceError> {
+        // SAFETY: loads the system's Vulkan loader, whose initialisers are trusted as the
+        // drivers are; `Inner` keeps the library until the instance is destroyed.
+        let entry = unsafe { ash::Entry::load() }.map_err(DeviceError::Loader)?;
+        // SAFETY: a global function of the loader without arguments that could be wrong.
+        let version = unsafe { entry.try_enumerate_instance_version() }
+            .map_err(|e| failed("vkEnumerateInstanceVersion", e))?
+            .unwrap_or(vk::API_VERSION_1_0);
+        let (major, minor) = (vk::api_version_major(version), vk::api_version_minor(version));
+        if (major, minor) < (1, 3) {
+            return Err(DeviceError::OldLoader { major, minor });
+        }
+        let (raw, messages) = create(&entry, options.validation)?;
+        let validation = match messages {
+            Some(messages) => match Validation::start(&entry, &raw, messages) {
+                Ok(validation) => Some(validation),
+                Err(e) => {
+                    // SAFETY: nothing was made from this instance.
+                    unsafe { raw.destroy_instance(None) };
+                    return Err(failed("vkCreateDebugUtilsMessengerEXT", e));
+                }
+            },
+            None => None,
+        };
+        let mut inner = Inner { adapters: Vec::new(), validation, raw, _entry: entry };
+        inner.adapters = probe::adapters(&inner._entry, &inner.raw)?;
+        Ok(Instance(Arc::new(inner)))
+    }
+
+    /// Every adapter in the drivers' order, refused ones too.
+    pub fn adapters(&self) -> Vec<Adapter> {
+        self.0.adapters.clone()
+    }
+
+    /// What the validation layer has said so far, each with its message id; empty without
+    /// validation.
+    pub fn validation_messages(&self) -> Vec<String> {
+        let Some(validation) = &self.0.validation else { return Vec::new() };
+        validation.messages.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether validation is on.
+    pub fn validates(&self) -> bool {
+        self.0.validation.is_some()
+    }
+
+    /// The instance's functions, for allocators.
+    pub fn raw(&self) -> &ash::Instance {
+        &self.0.raw
+    }
+}
+
+impl Validation {
+    fn start(entry: &ash::Entry, raw: &ash::Instance, messages: Box<Messages>) -> Result<Validation, vk::Result> {
+        let functions = ext::debug_utils::Instance::new(entry, raw);
+        let info = messenger_info(&messages);
+        // SAFETY: the extension was enabled at creation; the user data outlives the messenger,
+        // both are dropped by `Inner`, messenger first.
+        let messenger = unsafe { functions.create_debug_utils_messenger(&info, None) }?;
+        Ok(Validation { functions, messenger, messages })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: devices hold a clone of the instance, so none is left; the messenger goes
+        // before the instance, and the library after both.
+        unsafe {
+            if let Some(validation) = &self.validation {
+                validation.functions.destroy_debug_utils_messenger(validation.messenger, None);
+            }
+            self.raw.destroy_instance(None);
+        }
+    }
+}
+
+fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<Box<Messages>>), DeviceError> {
+    let app = vk::ApplicationInfo::default()
+        .application_name(c"ostinato")
+        .engine_name(c"ostinato")
+        .api_version(vk::API_VERSION_1_3);
+    let mut layers = Vec::new();
+    let mut extensions = Vec::new();
+    let mut settings_known = false;
+    let messages = validate.then(Box::<Messages>::default);
+    if validate {
+        // SAFETY: global functions of the loader; the layer's name is a static C string.
+        let (there, of_layer) = unsafe {
+            (
+                entry.enumerate_instance_layer_properties(),
+                entry.enumerate_instance_extension_properties(Some(VALIDATION_LAYER)),
+            )
+        };
+        let there = there.map_err(|e| failed("vkEnumerateInstanceLayerProperties", e))?;
+        if !there.iter().any(|l| l.layer_name_as_c_str() == Ok(VALIDATION_LAYER)) {
+            return Err(DeviceError::NoValidation { layer: "VK_LAYER_KHRONOS_validation" });
+        }
+        let of_layer = of_layer.map_err(|e| failed("vkEnumerateInstanceExtensionProperties", e))?;
+        settings_known = of_layer.iter().any(|e| e.extension_name_as_c_str() == Ok(LAYER_SETTINGS));
+        layers.push(VALIDATION_LAYER.as_ptr());
+        extensions.push(ext::debug_utils::NAME.as_ptr());
+        extensions.push(if settings_known { LAYER_SETTINGS } else { ext::validation_features::NAME }.as_ptr());
+    }
+    let on = vk::TRUE.to_ne_bytes();
+    let settings = [c"validate_sync", c"syncval_submit_time_validation"].map(|name| {
+        let mut setting = vk::LayerSettingEXT::default()
+            .layer_name(VALIDATION_LAYER)
+            .setting_name(name)
+            .ty(vk::LayerSettingTypeEXT::BOOL32)
+            .values(&on);
+        // The bindings count bytes, the specification counts values.
+        setting.value_count = 1;
+        setting
+    });
+    let mut layer_settings = vk::LayerSettingsCreateInfoEXT::default().settings(&settings);
+    let features = [vk::ValidationFeatureEnableEXT::SYNCHRONIZATION_VALIDATION];
+    let mut validation_features = vk::ValidationFeaturesEXT::default().enabled_validation_features(&features);
+    let mut messenger = messages.as_deref().map(messenger_info);
+
+    let mut info = vk::InstanceCreateInfo::default()
+        .application_info(&app)
+        .enabled_layer_names(&layers)
+        .enabled_extension_names(&extensions);
+    if let Some(messenger) = &mut messenger {
+        info = info.push_next(messenger);
+        info = if settings_known { info.push_next(&mut layer_settings) } else { info.push_next(&mut validation_features) };
+    }
+    // SAFETY: every structure that `info` points to lives to the end of this function; the
+    // messages live longer than the instance, `Inner` keeps both.
+    match unsafe { entry.create_instance(&info, None) } {
+        Ok(raw) => Ok((raw, messages)),
+        Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => Err(DeviceError::NoDriver),
+        Err(e) => Err(failed("vkCreateInstance", e)),
+    }
+}
+
+fn messenger_info(messages: &Messages) -> vk::DebugUtilsMessengerCreateInfoEXT<'static> {
+    vk::DebugUtilsMessengerCreateInfoEXT::default()
+        .message_severity(
+            vk::DebugUtilsMessageSeverityFlagsEXT::ERROR | vk::DebugUtilsMessageSeverityFlagsEXT::WARNING,
+        )
+        // General messages are the loader's own remarks on other drivers' files.
+        .message_type(vk::DebugUtilsMessageTypeFlagsEXT::VALIDATION)
+        .pfn_user_callback(Some(collect))
+        .user_data(std::ptr::from_ref(messages).cast_mut().cast())
+}
+
+/// Called by the layer on any thread that calls Vulkan.
+unsafe extern "system" fn collect(
+    _severity: vk::DebugUtilsMessageSeverityFlagsEXT,
+    _kind: vk::DebugUtilsMessageTypeFlagsEXT,
+    data: *const vk::DebugUtilsMessengerCallbackDataEXT<'_>,
+    user: *mut c_void,
+) -> vk::Bool32 {
+    // SAFETY: the layer passes valid data with C strings that live during the call; `user` is
+    // the `Messages` given in `messenger_info`, alive until after the instance.
+    unsafe {
+        let text = |p: *const std::ffi::c_char| {
+            if p.is_null() { "?".into() } else { CStr::from_ptr(p).to_string_lossy() }
+        };
+        let data = &*data;
+        let messages = &*user.cast::<Messages>();
+        messages.push(format!("{}: {}", text(data.p_message_id_name), text(data.p_message)));
+    }
+    vk::FALSE
+}
+
+fn failed(call: &str, source: vk::Result) -> DeviceError {
+    DeviceError::Vulkan { call: call.to_owned(), device: "the instance".to_owned(), source }
+}

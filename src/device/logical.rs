@@ -1,0 +1,145 @@
+//! Owns the VkDevice: everything made from it holds this, so it goes last. Translates result
+//! codes into errors and remembers a loss. Deliberately absent: queues (`handle`, `queue`).
+
+use crate::device::adapter::Adapter;
+use crate::device::error::DeviceError;
+use crate::device::families::{Choice, Slot};
+use crate::device::instance::Instance;
+use crate::device::point::Role;
+use crate::device::probe;
+use ash::prelude::VkResult;
+use ash::{ext, khr, vk};
+use std::ffi::{CStr, CString, c_char};
+use std::sync::OnceLock;
+
+/// The logical device with the functions of its extensions.
+pub(super) struct Logical {
+    pub(super) raw: ash::Device,
+    pub(super) adapter: Adapter,
+    pub(super) choice: Choice,
+    /// `vkGetCalibratedTimestamps`, from the extension of either name.
+    pub(super) calibrated: Option<vk::PFN_vkGetCalibratedTimestampsKHR>,
+    names: Option<ext::debug_utils::Device>,
+    /// The call that noticed the loss; set once.
+    lost: OnceLock<String>,
+    /// Keeps the instance until the device is destroyed.
+    pub(super) instance: Instance,
+}
+
+impl Logical {
+    pub(super) fn create(instance: &Instance, adapter: &Adapter, choice: Choice) -> Result<Logical, DeviceError> {
+        let there = probe::features(instance.raw(), adapter.physical);
+        let mut on = there.enabled();
+        let extensions: Vec<CString> = on.extensions.iter().cloned().collect();
+        let names: Vec<*const c_char> = extensions.iter().map(|e| e.as_ptr()).collect();
+        // Lengths give the number of queues: two of one family where transfer is the second.
+        let priorities = [1.0f32, 1.0];
+        let of_family = |slot: Slot, count: usize| {
+            vk::DeviceQueueCreateInfo::default().queue_family_index(slot.family).queue_priorities(&priorities[..count])
+        };
+        let queues = if choice.compute.family == choice.transfer.family {
+            vec![of_family(choice.compute, 1 + choice.transfer.index as usize)]
+        } else {
+            vec![of_family(choice.compute, 1), of_family(choice.transfer, 1)]
+        };
+        let raw = on.chained(|features| {
+            let mut info =
+                vk::DeviceCreateInfo::default().queue_create_infos(&queues).enabled_extension_names(&names);
+            info.p_next = std::ptr::from_mut(features).cast();
+            // SAFETY: `features` heads a chain of structures that live through `chained`; only
+            // features and extensions that the driver reported are switched on.
+            unsafe { instance.raw().create_device(adapter.physical, &info, None) }
+        });
+        let raw = raw.map_err(|source| match source {
+            vk::Result::ERROR_DEVICE_LOST => {
+                DeviceError::DeviceLost { device: adapter.name.clone(), call: "vkCreateDevice".to_owned() }
+            }
+            source => {
+                DeviceError::Vulkan { call: "vkCreateDevice".to_owned(), device: adapter.name.clone(), source }
+            }
+        })?;
+        let calibrated = match on.calibrated_timestamps() {
+            Some(name) if adapter.capabilities.calibrated_timestamps => calibrated(instance, &raw, name),
+            _ => None,
+        };
+        let names = instance.validates().then(|| ext::debug_utils::Device::new(instance.raw(), &raw));
+        Ok(Logical {
+            raw,
+            adapter: adapter.clone(),
+            choice,
+            calibrated,
+            names,
+            lost: OnceLock::new(),
+            instance: instance.clone(),
+        })
+    }
+
+    /// The hardware queue of a role.
+    pub(super) fn slot(&self, role: Role) -> Slot {
+        match role {
+            Role::Compute => self.choice.compute,
+            Role::Transfer => self.choice.transfer,
+        }
+    }
+
+    /// Whether both roles share one hardware queue.
+    pub(super) fn aliased(&self) -> bool {
+        self.choice.compute == self.choice.transfer
+    }
+
+    /// Valid timestamp bits of a role's queue.
+    pub(super) fn timestamp_bits(&self, role: Role) -> u32 {
+        let family = self.slot(role).family;
+        self.adapter.queue_families.iter().find(|f| f.index == family).map_or(0, |f| f.timestamp_bits)
+    }
+
+    /// Turns a result code into an error that names `call`; a loss is remembered.
+    pub(super) fn check<T>(&self, call: &str, result: VkResult<T>) -> Result<T, DeviceError> {
+        result.map_err(|source| match source {
+            vk::Result::ERROR_DEVICE_LOST => self.lose(call),
+            source => DeviceError::Vulkan { call: call.to_owned(), device: self.adapter.name.clone(), source },
+        })
+    }
+
+    /// Remembers that nothing will be completed any more, and gives the error for it.
+    pub(super) fn lose(&self, call: &str) -> DeviceError {
+        let first = self.lost.get_or_init(|| call.to_owned());
+        DeviceError::DeviceLost { device: self.adapter.name.clone(), call: first.clone() }
+    }
+
+    /// An error if the device is known to be lost.
+    pub(super) fn alive(&self) -> Result<(), DeviceError> {
+        match self.lost.get() {
+            None => Ok(()),
+            Some(call) => {
+                Err(DeviceError::DeviceLost { device: self.adapter.name.clone(), call: call.clone() })
+            }
+        }
+    }
+
+    /// Names an object for the validation layer and debuggers; does nothing without validation.
+    pub(super) fn name(&self, object: impl vk::Handle, name: &str) {
+        let Some(names) = &self.names else { return };
+        let text = CString::new(name.replace('\0', " ")).unwrap_or_default();
+        let info = vk::DebugUtilsObjectNameInfoEXT::default().object_handle(object).object_name(&text);
+        // SAFETY: the extension is on wherever `names` is set; the object was just made from
+        // this device by the caller. A failure to name something is no failure.
+        let _ = unsafe { names.set_debug_utils_object_name(&info) };
+    }
+}
+
+impl Drop for Logical {
+    fn drop(&mut self) {
+        // SAFETY: everything made from the device holds an `Arc` of this and is gone; the
+        // queues' owner waited for the device to go idle.
+        unsafe { self.raw.destroy_device(None) };
+    }
+}
+
+fn calibrated(instance: &Instance, raw: &ash::Device, name: &CStr) -> Option<vk::PFN_vkGetCalibratedTimestampsKHR> {
+    Some(if name == khr::calibrated_timestamps::NAME {
+        khr::calibrated_timestamps::Device::new(instance.raw(), raw).fp().get_calibrated_timestamps_khr
+    } else {
+        ext::calibrated_timestamps::Device::new(instance.raw(), raw).fp().get_calibrated_timestamps_ext
+    })
+}

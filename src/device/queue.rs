@@ -1,0 +1,240 @@
+//! Submission: one role's way to its hardware queue and its timeline. Keeps what was submitted
+//! until it has finished. Deliberately absent: what to do when (`hold`), waiting (`handle`).
+
+use crate::device::commands::Commands;
+use crate::device::error::DeviceError;
+use crate::device::hold::Lanes;
+use crate::device::logical::Logical;
+use crate::device::point::{Point, Role};
+use ash::vk;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// One unit of a batch: its commands run in order, then the next timeline value is signalled.
+/// Entries are ordered with each other only as commands are: who reads what an earlier entry
+/// wrote begins with a barrier.
+#[derive(Clone, Debug, Default)]
+pub struct Entry {
+    /// May be empty: then it only signals.
+    pub commands: Vec<Commands>,
+}
+
+/// What goes to a queue in one call.
+#[derive(Clone, Debug, Default)]
+pub struct Batch {
+    /// At least one.
+    pub entries: Vec<Entry>,
+    /// Points that must be reached before the first entry begins; later entries come after it.
+    pub waits: Vec<Point>,
+}
+
+impl Batch {
+    /// A batch of one entry.
+    pub fn one(commands: Commands, waits: Vec<Point>) -> Batch {
+        Batch { entries: vec![Entry { commands: vec![commands] }], waits }
+    }
+}
+
+/// Both timelines of a device, for whoever waits or signals.
+pub(super) struct Timelines {
+    pub(super) semaphores: [vk::Semaphore; 2],
+    /// The last value given out in each; written under the hardware queue's lock.
+    reserved: [AtomicU64; 2],
+}
+
+impl Timelines {
+    pub(super) fn new(semaphores: [vk::Semaphore; 2]) -> Timelines {
+        Timelines { semaphores, reserved: [AtomicU64::new(0), AtomicU64::new(0)] }
+    }
+
+    pub(super) fn reserved(&self, role: Role) -> u64 {
+        self.reserved[role.index()].load(Ordering::Acquire)
+    }
+}
+
+/// One hardware queue; two roles may share it.
+pub(super) struct Hardware {
+    raw: vk::Queue,
+    state: Mutex<State>,
+}
+
+struct State {
+    lanes: Lanes<Submission>,
+    /// What each role's unfinished submissions need, with the value that ends them.
+    in_flight: [VecDeque<(u64, Vec<Entry>)>; 2],
+}
+
+struct Submission {
+    first: u64,
+    batch: Batch,
+}
+
+impl Hardware {
+    pub(super) fn new(raw: vk::Queue, served: &[Role]) -> Hardware {
+        let state = State { lanes: Lanes::new(served), in_flight: [VecDeque::new(), VecDeque::new()] };
+        Hardware { raw, state: Mutex::new(state) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic under the lock is a failed assertion about a batch, before anything changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets go of everything, held back or in flight. Only when the device is idle or lost.
+    pub(super) fn clear(&self) {
+        let mut state = self.lock();
+        state.in_flight = [VecDeque::new(), VecDeque::new()];
+        state.lanes = Lanes::new(&[]);
+    }
+}
+
+/// A role's queue.
+pub struct Queue {
+    role: Role,
+    family: u32,
+    hardware: Arc<Hardware>,
+    timelines: Arc<Timelines>,
+    logical: Arc<Logical>,
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue")
+            .field("role", &self.role)
+            .field("family", &self.family)
+            .field("last", &self.last().value)
+            .finish()
+    }
+}
+
+impl Queue {
+    pub(super) fn new(
+        role: Role,
+        hardware: Arc<Hardware>,
+        timelines: Arc<Timelines>,
+        logical: Arc<Logical>,
+    ) -> Queue {
+        Queue { role, family: logical.slot(role).family, hardware, timelines, logical }
+    }
+
+    /// The role that it serves.
+    pub fn role(&self) -> Role {
+        self.role
+    }
+
+    /// Its queue family.
+    pub fn family(&self) -> u32 {
+        self.family
+    }
+
+    /// Whether the other role shares its hardware queue.
+    pub fn aliased(&self) -> bool {
+        self.logical.aliased()
+    }
+
+    /// The last point given out; reached when everything submitted so far has finished.
+    pub fn last(&self) -> Point {
+        Point { role: self.role, value: self.timelines.reserved(self.role) }
+    }
+
+    /// Submits a batch with one `vkQueueSubmit2` and gives the point of its last entry; entry
+    /// `i` of `n` ends at that value less `n - 1 - i`. Never waits for the GPU. Where both
+    /// roles share a hardware queue, a batch that waits for a point not submitted yet is kept
+    /// on the host until it has been; its point is valid at once.
+    ///
+    /// A wait for a point of another queue that nobody ever submits is never over.
+    ///
+    /// # Errors
+    /// `NeverRuns` for a wait that can't be satisfied; `DeviceLost`. Any failure of the
+    /// submission itself counts as a loss, since values already promised would never come.
+    ///
+    /// # Panics
+    /// On a batch without entries or with commands of another device or queue family.
+    pub fn submit(&self, batch: Batch) -> Result<Point, DeviceError> {
+        let signals = batch.entries.len() as u64;
+        assert!(signals > 0, "a batch needs an entry");
+        for commands in batch.entries.iter().flat_map(|e| &e.commands) {
+            commands.assert_for(&self.logical, self.family);
+        }
+        let mut state = self.hardware.lock();
+        self.logical.alive()?;
+        self.collect_locked(&mut state)?;
+        let first = state.lanes.reserved(self.role) + 1;
+        let waits = batch.waits.clone();
+        let ready = state.lanes.offer(self.role, signals, &waits, Submission { first, batch }).map_err(|never| {
+            DeviceError::NeverRuns { role: self.role, wait: never.wait, reason: never.reason }
+        })?;
+        let last = first + signals - 1;
+        self.timelines.reserved[self.role.index()].store(last, Ordering::Release);
+        for (role, submission) in ready {
+            let value = submission.first + submission.batch.entries.len() as u64 - 1;
+            self.submit_now(role, &submission)?;
+            state.in_flight[role.index()].push_back((value, submission.batch.entries));
+        }
+        Ok(Point { role: self.role, value: last })
+    }
+
+    /// How many batches are held back on the host, of both roles where they share the queue.
+    pub fn held(&self) -> usize {
+        self.hardware.lock().lanes.held()
+    }
+
+    /// Lets go of what finished submissions kept alive. Each submission does this too.
+    pub fn collect(&self) -> Result<(), DeviceError> {
+        self.collect_locked(&mut self.hardware.lock())
+    }
+
+    fn collect_locked(&self, state: &mut State) -> Result<(), DeviceError> {
+        for role in Role::ALL {
+            let in_flight = &mut state.in_flight[role.index()];
+            if in_flight.is_empty() {
+                continue;
+            }
+            let semaphore = self.timelines.semaphores[role.index()];
+            // SAFETY: the semaphore lives as long as the device's queues.
+            let value = unsafe { self.logical.raw.get_semaphore_counter_value(semaphore) };
+            let value = self.logical.check("vkGetSemaphoreCounterValue", value)?;
+            while in_flight.front().is_some_and(|(last, _)| *last <= value) {
+                in_flight.pop_front();
+            }
+        }
+        Ok(())
+    }
+
+    /// The caller holds the hardware queue's lock.
+    fn submit_now(&self, role: Role, submission: &Submission) -> Result<(), DeviceError> {
+        let Submission { first, batch } = submission;
+        let on = |role: Role, value: u64| {
+            vk::SemaphoreSubmitInfo::default()
+                .semaphore(self.timelines.semaphores[role.index()])
+                .value(value)
+                .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
+        };
+        let waits: Vec<_> = batch.waits.iter().filter(|w| w.value > 0).map(|w| on(w.role, w.value)).collect();
+        let signals: Vec<_> = (*first..).take(batch.entries.len()).map(|value| [on(role, value)]).collect();
+        let commands: Vec<Vec<_>> = batch
+            .entries
+            .iter()
+            .map(|entry| {
+                let info = |c: &Commands| vk::CommandBufferSubmitInfo::default().command_buffer(c.raw());
+                entry.commands.iter().map(info).collect()
+            })
+            .collect();
+        let infos: Vec<_> = commands
+            .iter()
+            .zip(&signals)
+            .enumerate()
+            .map(|(i, (commands, signal))| {
+                let info =
+                    vk::SubmitInfo2::default().command_buffer_infos(commands).signal_semaphore_infos(signal);
+                if i == 0 { info.wait_semaphore_infos(&waits) } else { info }
+            })
+            .collect();
+        // SAFETY: the queue is used under its lock only; command buffers are executable, of
+        // this family, reusable, and kept in `in_flight` until their value is reached; values
+        // of a timeline are submitted in growing order (`Lanes`).
+        let result = unsafe { self.logical.raw.queue_submit2(self.hardware.raw, &infos, vk::Fence::null()) };
+        result.map_err(|source| self.logical.lose(&format!("vkQueueSubmit2 ({source})")))
+    }
+}

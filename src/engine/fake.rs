@@ -1,0 +1,662 @@
+//! A device that is not there, for tests and simulations: it keeps the executor's contract to
+//! the letter, checks that the step loop keeps its side (and panics where it does not), and
+//! draws tokens that depend on every token before, read through the page table, so that a
+//! page lost, shared or overwritten changes the output. No model, no GPU.
+
+use super::executor::{
+    Capacity, Change, Done, ExecuteError, Executor, PAGE_TOKENS, Page, Progress, Sampled, Slot,
+    SlotParams, StepPlan, Ticket, Work,
+};
+use super::request::{Flushes, PerToken, TokenLogprobs};
+use super::scheduler::split_mix;
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use std::collections::{HashSet, VecDeque};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How a fake behaves.
+#[derive(Clone, Debug)]
+pub struct FakeConfig {
+    /// What it can hold.
+    pub capacity: Capacity,
+    /// Time of a decode step.
+    pub step: Duration,
+    /// Time of a prompt chunk.
+    pub chunk: Duration,
+    /// Output token `i` is `script[i % script.len()]`; empty: drawn from the history.
+    pub script: Vec<u32>,
+    /// Not 0: decode plans are reported in parts, cut by this seed.
+    pub parts: u64,
+    /// The device is lost when this many plans with work were submitted.
+    pub lost_after: Option<u64>,
+}
+
+impl Default for FakeConfig {
+    fn default() -> FakeConfig {
+        FakeConfig {
+            capacity: Capacity {
+                slots: 1,
+                pages: 64,
+                context: 1024,
+                prefill_chunk: 128,
+                buckets: vec![1],
+                run_ahead: 32,
+                vocabulary: 256,
+            },
+            step: Duration::from_millis(1),
+            chunk: Duration::from_millis(2),
+            script: Vec::new(),
+            parts: 0,
+            lost_after: None,
+        }
+    }
+}
+
+/// The device.
+#[derive(Debug)]
+pub struct FakeExecutor {
+    config: FakeConfig,
+    clock: Clock,
+    wake: Receiver<()>,
+    memory: Vec<PageMemory>,
+    slots: Vec<FakeSlot>,
+    /// The last plan submitted.
+    ticket: u64,
+    /// The last plan with work that was reported finished.
+    finished: u64,
+    /// Decode steps submitted and not reported.
+    steps_queued: u32,
+    /// Not reported, in order; complete at their time.
+    reports: VecDeque<Report>,
+    /// When the device has done all it was given.
+    busy_until: Instant,
+    parts: u64,
+    works: u64,
+}
+
+#[derive(Debug)]
+struct Report {
+    due: Instant,
+    /// 0 for a prompt chunk.
+    decode_steps: u32,
+    progress: Progress,
+}
+
+#[derive(Debug)]
+enum Clock {
+    /// Set by the simulation.
+    Virtual(Instant),
+    /// The machine's; a thread wakes the step loop at each of the times sent.
+    Real(Timer),
+}
+
+#[derive(Debug)]
+struct Timer {
+    // Order matters: the thread ends when its inbox closes.
+    times: Option<Sender<Instant>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What a page holds, and who may write it.
+#[derive(Clone, Debug, Default)]
+struct PageMemory {
+    tokens: [u32; PAGE_TOKENS as usize],
+    /// Slot and its stay.
+    holder: Option<(Slot, u64)>,
+}
+
+#[derive(Clone, Debug)]
+struct FakeSlot {
+    params: SlotParams,
+    /// Between join and leave.
+    joined: bool,
+    done: bool,
+    /// Joins so far.
+    stay: u64,
+    table: Vec<Page>,
+    /// Positions written.
+    written: u32,
+    /// Drawn and not yet written: the input of the next step.
+    input: Option<u32>,
+    /// Tokens drawn in this stay.
+    drawn: u32,
+    /// The last plan whose work names it.
+    last_ticket: u64,
+    /// Samples submitted and not reported.
+    unreported: u32,
+}
+
+impl FakeExecutor {
+    /// On virtual time, which `advance` moves.
+    pub fn simulated(config: FakeConfig, now: Instant) -> FakeExecutor {
+        // Nobody waits for it: the simulation polls.
+        let (_, wake) = bounded(1);
+        FakeExecutor::with(config, Clock::Virtual(now), wake, now)
+    }
+
+    /// On the machine's time, with one slot: a decode step takes `step`.
+    pub fn realtime(step: Duration) -> FakeExecutor {
+        FakeExecutor::realtime_with(FakeConfig {
+            step,
+            chunk: step * 2,
+            ..FakeConfig::default()
+        })
+    }
+
+    /// On the machine's time.
+    pub fn realtime_with(config: FakeConfig) -> FakeExecutor {
+        let (waker, wake) = bounded(1);
+        // At most one time for each report of the plans in flight.
+        let (times, inbox) = unbounded::<Instant>();
+        let thread = std::thread::Builder::new()
+            .name("fake device".to_string())
+            .spawn(move || {
+                for time in inbox {
+                    std::thread::sleep(time.saturating_duration_since(Instant::now()));
+                    // Full: the step loop has a wake-up to take already.
+                    let _ = waker.try_send(());
+                }
+            })
+            .expect("a test's machine has threads");
+        let clock = Clock::Real(Timer {
+            times: Some(times),
+            thread: Some(thread),
+        });
+        FakeExecutor::with(config, clock, wake, Instant::now())
+    }
+
+    fn with(config: FakeConfig, clock: Clock, wake: Receiver<()>, now: Instant) -> FakeExecutor {
+        let empty = FakeSlot {
+            params: SlotParams {
+                sampling: super::request::Sampling::default(),
+                seed: 0,
+                generated: 0,
+                max_tokens: 0,
+                min_tokens: 0,
+                stop_ids: Vec::new(),
+                logprobs: None,
+                dump_logits: false,
+            },
+            joined: false,
+            done: false,
+            stay: 0,
+            table: Vec::new(),
+            written: 0,
+            input: None,
+            drawn: 0,
+            last_ticket: 0,
+            unreported: 0,
+        };
+        FakeExecutor {
+            memory: vec![PageMemory::default(); config.capacity.pages as usize],
+            slots: vec![empty; config.capacity.slots as usize],
+            ticket: 0,
+            finished: 0,
+            steps_queued: 0,
+            reports: VecDeque::new(),
+            busy_until: now,
+            parts: config.parts,
+            works: 0,
+            config,
+            clock,
+            wake,
+        }
+    }
+
+    /// Moves virtual time.
+    pub fn advance(&mut self, to: Instant) {
+        match &mut self.clock {
+            Clock::Virtual(now) => *now = (*now).max(to),
+            Clock::Real(_) => panic!("a device on the machine's time cannot be moved"),
+        }
+    }
+
+    /// When the next report is due; `None` if nothing is in flight.
+    pub fn next_report(&self) -> Option<Instant> {
+        self.reports.front().map(|report| report.due)
+    }
+
+    /// What the device draws for a request that runs alone: all of its output.
+    pub fn alone(prompt: &[u32], params: &SlotParams, vocabulary: u32, script: &[u32]) -> Vec<u32> {
+        let mut tokens = prompt.to_vec();
+        let mut output = Vec::new();
+        loop {
+            let index = params.generated + output.len() as u32;
+            let token = draw(tokens.iter().copied(), params, index, vocabulary, script);
+            output.push(token);
+            tokens.push(token);
+            if verdict(params, token, output.len() as u32).is_some() {
+                return output;
+            }
+        }
+    }
+
+    fn now(&self) -> Instant {
+        match self.clock {
+            Clock::Virtual(now) => now,
+            Clock::Real(_) => Instant::now(),
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        match change {
+            Change::Join { slot, params } => {
+                let finished = self.finished;
+                let s = self.slot(slot);
+                assert!(!s.joined || s.done, "{slot:?} joins while it runs");
+                assert!(
+                    s.last_ticket <= finished,
+                    "{slot:?} joins before its last plan is finished"
+                );
+                assert!(params.max_tokens > 0, "{slot:?} joins with nothing to draw");
+                *s = FakeSlot {
+                    params: *params,
+                    joined: true,
+                    done: false,
+                    stay: s.stay + 1,
+                    table: Vec::new(),
+                    written: 0,
+                    input: None,
+                    drawn: 0,
+                    last_ticket: s.last_ticket,
+                    unreported: 0,
+                };
+            }
+            Change::Pages { slot, first, pages } => {
+                let most = self.config.capacity.context.div_ceil(PAGE_TOKENS);
+                for &page in &pages {
+                    assert!(
+                        page.0 < self.config.capacity.pages,
+                        "{page:?} does not exist"
+                    );
+                    if let Some((holder, stay)) = self.memory[page.0 as usize].holder {
+                        let s = &self.slots[holder.0 as usize];
+                        let over = s.stay != stay || !s.joined || s.done;
+                        assert!(over, "{page:?} of {holder:?} is given to {slot:?}");
+                        // A later stay began after all plans of this one were finished.
+                        let touched = s.stay == stay && s.last_ticket > self.finished;
+                        assert!(
+                            !touched,
+                            "{page:?} of {holder:?} is given away before its plans are finished"
+                        );
+                    }
+                    let holder = Some((slot, self.slots[slot.0 as usize].stay));
+                    // What was in it must not matter.
+                    self.memory[page.0 as usize] = PageMemory {
+                        tokens: [u32::MAX; PAGE_TOKENS as usize],
+                        holder,
+                    };
+                }
+                let s = self.slot(slot);
+                assert!(s.joined, "pages for {slot:?}, which has not joined");
+                assert_eq!(
+                    s.table.len(),
+                    first as usize,
+                    "the page table of {slot:?} has a gap"
+                );
+                s.table.extend(pages);
+                assert!(
+                    s.table.len() <= most as usize,
+                    "more pages for {slot:?} than its context has"
+                );
+            }
+            Change::Leave { slot } => {
+                let s = self.slot(slot);
+                assert!(s.joined, "{slot:?} leaves and has not joined");
+                s.joined = false;
+            }
+        }
+    }
+
+    fn prefill(&mut self, slot: Slot, tokens: &[u32], start: u32, last: bool) -> Vec<Sampled> {
+        assert!(!tokens.is_empty(), "an empty chunk");
+        assert!(
+            tokens.len() <= self.config.capacity.prefill_chunk as usize,
+            "a chunk over the capacity"
+        );
+        let ticket = self.ticket;
+        let s = self.slot(slot);
+        assert!(
+            s.joined && !s.done,
+            "a chunk for {slot:?}, which does not run"
+        );
+        assert_eq!(
+            s.written, start,
+            "a chunk of {slot:?} does not follow the one before"
+        );
+        assert_eq!(s.drawn, 0, "a chunk for {slot:?}, which decodes");
+        s.last_ticket = ticket;
+        for &token in tokens {
+            self.write(slot, token);
+        }
+        if !last {
+            return Vec::new();
+        }
+        self.expect_sample(slot);
+        vec![self.sample(slot)]
+    }
+
+    fn decode(&mut self, slots: &[Slot], steps: u32) -> Vec<Vec<Sampled>> {
+        let capacity = &self.config.capacity;
+        let most = *capacity.buckets.last().expect("a device has buckets");
+        assert!(steps > 0 && !slots.is_empty(), "an empty plan");
+        assert!(
+            slots.len() <= most as usize,
+            "{} rows, at most {most}",
+            slots.len()
+        );
+        assert_eq!(
+            slots.iter().collect::<HashSet<_>>().len(),
+            slots.len(),
+            "a slot twice in a plan"
+        );
+        self.steps_queued += steps;
+        let (queued, most) = (self.steps_queued, capacity.run_ahead);
+        assert!(queued <= most, "{queued} steps queued, at most {most}");
+        for &slot in slots {
+            let ticket = self.ticket;
+            let s = self.slot(slot);
+            assert!(
+                s.joined,
+                "a step for {slot:?}, which has not joined or has left"
+            );
+            assert!(
+                s.drawn > 0,
+                "a step for {slot:?}, whose prompt is not taken in"
+            );
+            s.last_ticket = ticket;
+        }
+        (0..steps)
+            .map(|_| {
+                let mut row = Vec::new();
+                for &slot in slots {
+                    if self.slot(slot).done {
+                        continue;
+                    }
+                    let input = self
+                        .slot(slot)
+                        .input
+                        .take()
+                        .expect("a slot that decodes has drawn");
+                    self.write(slot, input);
+                    self.expect_sample(slot);
+                    row.push(self.sample(slot));
+                }
+                row
+            })
+            .collect()
+    }
+
+    fn expect_sample(&mut self, slot: Slot) {
+        let s = self.slot(slot);
+        s.unreported += 1;
+        assert!(
+            !s.params.dump_logits || s.unreported == 1,
+            "{slot:?} dumps logits and runs ahead"
+        );
+    }
+
+    fn write(&mut self, slot: Slot, token: u32) {
+        let context = self.config.capacity.context;
+        let s = self.slot(slot);
+        let position = s.written;
+        assert!(
+            position < context,
+            "{slot:?} writes position {position} of a context of {context}"
+        );
+        let page = s.table.get((position / PAGE_TOKENS) as usize).copied();
+        let page = page.unwrap_or_else(|| panic!("{slot:?} has no page for position {position}"));
+        s.written += 1;
+        let stay = s.stay;
+        let memory = &mut self.memory[page.0 as usize];
+        assert_eq!(
+            memory.holder,
+            Some((slot, stay)),
+            "{slot:?} writes a page of another"
+        );
+        memory.tokens[(position % PAGE_TOKENS) as usize] = token;
+    }
+
+    fn sample(&mut self, slot: Slot) -> Sampled {
+        let vocabulary = self.config.capacity.vocabulary;
+        let s = &self.slots[slot.0 as usize];
+        let history = (0..s.written).map(|position| {
+            let memory = &self.memory[s.table[(position / PAGE_TOKENS) as usize].0 as usize];
+            assert_eq!(
+                memory.holder,
+                Some((slot, s.stay)),
+                "{slot:?} reads a page of another"
+            );
+            memory.tokens[(position % PAGE_TOKENS) as usize]
+        });
+        let id = draw(
+            history,
+            &s.params,
+            s.params.generated + s.drawn,
+            vocabulary,
+            &self.config.script,
+        );
+        let logprobs = s.params.logprobs.map(|top| TokenLogprobs {
+            chosen: -0.5,
+            top: (0..top)
+                .map(|i| ((id + i) % vocabulary, -0.5 - i as f32))
+                .collect(),
+        });
+        let logits = s.params.dump_logits.then(|| {
+            let mut logits = vec![0.0; vocabulary as usize];
+            logits[id as usize] = 1.0;
+            logits
+        });
+        let s = self.slot(slot);
+        s.drawn += 1;
+        s.input = Some(id);
+        let done = verdict(&s.params, id, s.drawn);
+        s.done = done.is_some();
+        Sampled {
+            slot,
+            id,
+            done,
+            logprobs,
+            logits,
+        }
+    }
+
+    /// Where decode steps are cut into reports: at the end of each part.
+    fn part(&mut self, steps: u32) -> u32 {
+        if self.parts == 0 {
+            steps
+        } else {
+            1 + (split_mix(&mut self.parts) % u64::from(steps)) as u32
+        }
+    }
+
+    fn report(&mut self, due: Instant, decode_steps: u32, progress: Progress) {
+        if let Clock::Real(Timer {
+            times: Some(times), ..
+        }) = &self.clock
+        {
+            times
+                .send(due)
+                .expect("the timer lives as long as its inbox");
+        }
+        self.reports.push_back(Report {
+            due,
+            decode_steps,
+            progress,
+        });
+    }
+
+    fn slot(&mut self, slot: Slot) -> &mut FakeSlot {
+        &mut self.slots[slot.0 as usize]
+    }
+}
+
+impl Executor for FakeExecutor {
+    fn capacity(&self) -> &Capacity {
+        &self.config.capacity
+    }
+
+    /// Does the work at once; only the reports wait for their time. In order is in order.
+    fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
+        self.ticket += 1;
+        let ticket = Ticket(self.ticket);
+        for change in plan.changes {
+            self.change(change);
+        }
+        let Some(work) = plan.work else {
+            return Ok(ticket);
+        };
+        self.works += 1;
+        if self
+            .config
+            .lost_after
+            .is_some_and(|works| self.works > works)
+        {
+            return Err(ExecuteError::DeviceLost {
+                device: "fake".to_string(),
+                source: "it was told to".into(),
+            });
+        }
+        let start = self.busy_until.max(self.now());
+        match work {
+            Work::Prefill {
+                slot,
+                tokens,
+                start: position,
+                last,
+            } => {
+                let tokens = self.prefill(slot, &tokens, position, last);
+                self.busy_until = start + self.config.chunk;
+                let cost = cost(1, 1.0);
+                let due = self.busy_until;
+                self.report(
+                    due,
+                    0,
+                    Progress {
+                        ticket,
+                        steps: 1,
+                        tokens,
+                        finished: true,
+                        cost,
+                    },
+                );
+            }
+            Work::Decode { slots, steps } => {
+                let mut rows = self.decode(&slots, steps).into_iter();
+                let mut left = steps;
+                self.busy_until = start + self.config.step * steps;
+                while left > 0 {
+                    let part = self.part(left);
+                    let submits = if left == steps { 1.0 } else { 0.0 };
+                    left -= part;
+                    let due = start + self.config.step * (steps - left);
+                    let tokens = rows.by_ref().take(part as usize).flatten().collect();
+                    let cost = cost(part, submits);
+                    self.report(
+                        due,
+                        part,
+                        Progress {
+                            ticket,
+                            steps: part,
+                            tokens,
+                            finished: left == 0,
+                            cost,
+                        },
+                    );
+                }
+            }
+        }
+        Ok(ticket)
+    }
+
+    fn wake(&self) -> &Receiver<()> {
+        &self.wake
+    }
+
+    fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError> {
+        let now = self.now();
+        let mut due = Vec::new();
+        while let Some(report) = self.reports.pop_front_if(|report| report.due <= now) {
+            let Report {
+                decode_steps,
+                progress,
+                ..
+            } = report;
+            self.steps_queued -= decode_steps;
+            if progress.finished {
+                self.finished = progress.ticket.0;
+            }
+            for sampled in &progress.tokens {
+                self.slot(sampled.slot).unreported -= 1;
+            }
+            due.push(progress);
+        }
+        Ok(due)
+    }
+
+    fn step_time(&self) -> Option<Duration> {
+        (self.works > 0).then_some(self.config.step)
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        self.times = None;
+        if let Some(thread) = self.thread.take() {
+            // It only sleeps and wakes.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The next token: a mix of every token before, the seed if one is used, and the output index.
+fn draw(
+    history: impl Iterator<Item = u32>,
+    params: &SlotParams,
+    index: u32,
+    vocabulary: u32,
+    script: &[u32],
+) -> u32 {
+    let mix = history.fold(0u64, |mix, token| {
+        (mix ^ u64::from(token))
+            .wrapping_mul(0x100_0000_01b3)
+            .rotate_left(17)
+    });
+    if !script.is_empty() {
+        return script[index as usize % script.len()];
+    }
+    let seed = if params.sampling.temperature > 0.0 {
+        params.seed
+    } else {
+        0
+    };
+    let mut state = mix ^ seed.rotate_left(32) ^ u64::from(index);
+    (split_mix(&mut state) % u64::from(vocabulary)) as u32
+}
+
+/// Whether `token`, the `drawn`th of this stay, is the last.
+fn verdict(params: &SlotParams, token: u32, drawn: u32) -> Option<Done> {
+    if drawn > params.min_tokens && params.stop_ids.contains(&token) {
+        Some(Done::Stop)
+    } else if drawn >= params.max_tokens {
+        Some(Done::Length)
+    } else {
+        None
+    }
+}
+
+/// Made-up numbers of the right shape: ten dispatches and eight barriers a step.
+fn cost(steps: u32, submits: f64) -> PerToken {
+    let steps = f64::from(steps);
+    PerToken {
+        submits,
+        dispatches: 10.0 * steps,
+        barriers: 8.0 * steps,
+        enqueue_us: submits,
+        flushes: Flushes {
+            readback: submits,
+            ..Flushes::default()
+        },
+        ..PerToken::default()
+    }
+}

@@ -1,0 +1,568 @@
+//! A model on a device: the engine thread, which owns the scheduler, the executor and the
+//! requests' sinks, and steps the one with the other. It never blocks on a client, and it knows
+//! neither text nor tokio.
+
+use super::executor::{ExecuteError, Executor};
+use super::host::{DeviceInfo, Load, StepRecord, SubmitError};
+use super::request::{
+    Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, Sink, Timings,
+};
+use super::scheduler::{Output, Scheduler, Setup, split_mix};
+use super::sequence::SequenceId;
+use super::spans;
+use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::error::Error;
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// Entries of the step ring: some seconds of plans at ten milliseconds each.
+pub const STEP_RING: usize = 1024;
+
+/// What a replica is told of its model and its operator's wishes.
+#[derive(Clone, Debug)]
+pub struct ReplicaConfig {
+    /// Requests that may wait beyond those that have a slot.
+    pub queue_limit: usize,
+    /// The model's end-of-sequence ids.
+    pub eos_ids: Vec<u32>,
+    /// Longest prompt and output together, tokens; less where the executor holds less.
+    pub context: u32,
+    /// Vocabulary size.
+    pub vocabulary: u32,
+}
+
+/// A model on a device: an engine thread and its executor behind a bounded inbox. Dropped, it
+/// aborts what runs and joins the thread.
+pub struct Replica {
+    /// `NAME/INDEX`.
+    pub name: String,
+    /// Where it runs.
+    pub device: DeviceInfo,
+    bounds: Bounds,
+    /// Requests that may be unfinished: one a slot, and the queue.
+    live_max: usize,
+    slots: usize,
+    shared: Arc<Shared>,
+    // Order matters: the inbox closes before the thread is joined.
+    inbox: Sender<Message>,
+    _thread: JoinOnDrop,
+}
+
+/// What the handle must know at once, without asking the thread: a request is refused or taken
+/// while its caller, an async task, stands by.
+#[derive(Debug, Default)]
+struct Shared {
+    gate: Mutex<Gate>,
+    /// Slots held. Written by the thread once a turn, like the next two.
+    running: AtomicU32,
+    /// Unfinished requests that have left the queue.
+    admitted: AtomicU32,
+    pages_used: AtomicU32,
+    /// Written once, at spawn.
+    pages_total: AtomicU32,
+}
+
+/// Held for an insertion, a removal or a look.
+#[derive(Debug, Default)]
+struct Gate {
+    /// Ids of unfinished requests: entered by the handle, removed by the thread.
+    live: HashSet<String>,
+    /// Why no request is taken any more.
+    closed: Option<String>,
+}
+
+impl Shared {
+    fn gate(&self) -> MutexGuard<'_, Gate> {
+        // No panic happens while it is held, and each change of it is whole.
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Replica {
+    /// Starts the engine thread. Fails only where the system has no thread to give.
+    pub fn spawn(
+        name: impl Into<String>,
+        device: DeviceInfo,
+        executor: Box<dyn Executor>,
+        config: ReplicaConfig,
+    ) -> std::io::Result<Replica> {
+        let name = name.into();
+        let capacity = executor.capacity().clone();
+        let context = config.context.min(capacity.usable_context());
+        let bounds = Bounds {
+            vocabulary: config.vocabulary,
+            context,
+            eos_ids: config.eos_ids.clone(),
+        };
+        let slots = capacity.slots as usize;
+        let live_max = slots + config.queue_limit;
+        // A place for every request that may be unfinished, one for the abort of each, and some
+        // for the curious: so nobody waits for one in practice.
+        let (inbox, messages) = bounded(2 * live_max + 16);
+        let shared = Arc::new(Shared::default());
+        shared.pages_total.store(capacity.pages, Relaxed);
+        let mut seed = RandomState::new().hash_one(&name);
+        let setup = Setup {
+            capacity,
+            context,
+            eos_ids: config.eos_ids,
+            device_name: device.name.clone(),
+            device_uuid: device.uuid.clone(),
+            replica: name.clone(),
+            seed: split_mix(&mut seed),
+        };
+        let wake = executor.wake().clone();
+        let actor = Actor {
+            scheduler: Scheduler::new(setup),
+            executor,
+            wake,
+            failed: None,
+            clients: HashMap::new(),
+            steps: VecDeque::with_capacity(STEP_RING),
+            step_number: 0,
+            shared: shared.clone(),
+            started: Instant::now(),
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("engine {name}"))
+            .spawn(move || actor.run_guarded(&messages))?;
+        Ok(Replica {
+            name,
+            device,
+            bounds,
+            live_max,
+            slots,
+            shared,
+            inbox,
+            _thread: JoinOnDrop(Some(thread)),
+        })
+    }
+
+    /// What requests are validated against.
+    pub fn bounds(&self) -> &Bounds {
+        &self.bounds
+    }
+
+    /// Queues a request; events arrive at `sink` on the engine's thread.
+    pub fn submit(&self, request: Request, sink: Sink) -> Result<(), SubmitError> {
+        request.validate(&self.bounds)?;
+        {
+            let mut gate = self.shared.gate();
+            if let Some(why) = &gate.closed {
+                return Err(self.unavailable(why));
+            }
+            if gate.live.contains(&request.id) {
+                return Err(RequestError::DuplicateId(request.id).into());
+            }
+            if gate.live.len() >= self.live_max {
+                return Err(SubmitError::QueueFull {
+                    replica: self.name.clone(),
+                    waiting: gate.live.len() - self.slots,
+                    limit: self.live_max - self.slots,
+                });
+            }
+            gate.live.insert(request.id.clone());
+        }
+        let submission = Submission {
+            queue: spans::queue(&request.span),
+            request,
+            sink,
+            at: Instant::now(),
+        };
+        let sent = self.inbox.send(Message::Submit(Box::new(submission)));
+        sent.map_err(|_| self.unavailable("its engine thread has ended"))
+    }
+
+    /// Ends a request; unknown ids are ignored. Its `Finished` says `Aborted`.
+    pub fn abort(&self, id: &str) {
+        let live = self.shared.gate().live.contains(id);
+        if live {
+            // A thread that has ended has ended the request too.
+            let _ = self.inbox.send(Message::Abort(id.to_string()));
+        }
+    }
+
+    /// How busy it is now.
+    pub fn load(&self) -> Load {
+        let live = self.shared.gate().live.len() as u32;
+        Load {
+            running: self.shared.running.load(Relaxed),
+            waiting: live.saturating_sub(self.shared.admitted.load(Relaxed)),
+            pages_used: self.shared.pages_used.load(Relaxed),
+            pages_total: self.shared.pages_total.load(Relaxed),
+        }
+    }
+
+    /// Requests taken and not finished.
+    pub fn unfinished(&self) -> usize {
+        self.shared.gate().live.len()
+    }
+
+    /// Why it takes no requests, if so.
+    pub fn closed(&self) -> Option<String> {
+        self.shared.gate().closed.clone()
+    }
+
+    /// The last steps, oldest first, at most `last`.
+    pub fn steps(&self, last: usize) -> Vec<StepRecord> {
+        let (reply, answer) = bounded(1);
+        match self.inbox.send(Message::Steps { last, reply }) {
+            // A thread that has ended has no steps to tell.
+            Ok(()) => answer.recv().unwrap_or_default(),
+            Err(_) => Vec::new(),
+        }
+    }
+
+    /// Stops taking requests; those taken go on.
+    pub fn drain(&self) {
+        self.shared
+            .gate()
+            .closed
+            .get_or_insert_with(|| "it is draining".to_string());
+    }
+
+    fn unavailable(&self, why: &str) -> SubmitError {
+        SubmitError::Unavailable {
+            replica: self.name.clone(),
+            why: why.to_string(),
+        }
+    }
+}
+
+impl fmt::Debug for Replica {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Replica")
+            .field("name", &self.name)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
+struct JoinOnDrop(Option<JoinHandle<()>>);
+
+impl Drop for JoinOnDrop {
+    fn drop(&mut self) {
+        if let Some(thread) = self.0.take() {
+            // A panic was logged where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Submission {
+    request: Request,
+    sink: Sink,
+    /// The request's `queue` span, open.
+    queue: tracing::Span,
+    at: Instant,
+}
+
+enum Message {
+    Submit(Box<Submission>),
+    Abort(String),
+    Steps {
+        last: usize,
+        reply: Sender<Vec<StepRecord>>,
+    },
+}
+
+enum Wake {
+    Message(Message),
+    Device,
+    Deadline,
+    /// The handle is gone.
+    Closed,
+    /// The executor's wake channel is gone.
+    DeviceGone,
+}
+
+/// Who asked, and hears of it.
+struct Client {
+    id: String,
+    sink: Sink,
+    /// The sink has failed: nothing further is sent.
+    gone: bool,
+    request: tracing::Span,
+    /// `queue`, `prefill` or `decode`.
+    phase: tracing::Span,
+    prompt_tokens: u32,
+    output_tokens: u32,
+}
+
+struct Actor {
+    scheduler: Scheduler,
+    executor: Box<dyn Executor>,
+    wake: Receiver<()>,
+    /// Why the executor is not used any more.
+    failed: Option<String>,
+    /// From submission until `Finished`.
+    clients: HashMap<SequenceId, Client>,
+    /// At most `STEP_RING`.
+    steps: VecDeque<StepRecord>,
+    step_number: u64,
+    shared: Arc<Shared>,
+    started: Instant,
+}
+
+impl Actor {
+    /// Runs until the handle is gone. A panic ends every request with an error first: a client
+    /// must not wait for a thread that is no more.
+    fn run_guarded(mut self, inbox: &Receiver<Message>) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.run(inbox)));
+        if outcome.is_ok() {
+            return;
+        }
+        let why = "its engine thread has panicked".to_string();
+        tracing::error!("{why}");
+        self.shared.gate().closed = Some(why.clone());
+        for (_, client) in self.clients.drain() {
+            self.shared.gate().live.remove(&client.id);
+            client.end(FinishReason::Error(why.clone()));
+        }
+        // Whoever passed the gate before it was closed.
+        for message in inbox.try_iter() {
+            if let Message::Submit(submission) = message {
+                self.shared.gate().live.remove(&submission.request.id);
+                Client::new(*submission)
+                    .1
+                    .end(FinishReason::Error(why.clone()));
+            }
+        }
+    }
+
+    fn run(&mut self, inbox: &Receiver<Message>) {
+        loop {
+            match self.next_wake(inbox) {
+                Wake::Message(message) => {
+                    self.take(message);
+                    // All of one turn's arrivals and aborts are planned for together.
+                    while let Ok(message) = inbox.try_recv() {
+                        self.take(message);
+                    }
+                }
+                Wake::Device | Wake::Deadline => {}
+                Wake::DeviceGone => {
+                    self.fail(&ExecuteError::Failed("the executor has gone".to_string()))
+                }
+                Wake::Closed => break,
+            }
+            self.turn();
+        }
+        let now = Instant::now();
+        let unfinished: Vec<SequenceId> = self.clients.keys().copied().collect();
+        for id in unfinished {
+            self.scheduler.abort_sequence(id, now);
+        }
+        self.deliver();
+    }
+
+    fn next_wake(&self, inbox: &Receiver<Message>) -> Wake {
+        let deadline = match self.scheduler.next_deadline() {
+            Some(deadline) => after(deadline.saturating_duration_since(Instant::now())),
+            None => never(),
+        };
+        let device = if self.failed.is_none() {
+            self.wake.clone()
+        } else {
+            never()
+        };
+        select! {
+            recv(inbox) -> message => message.map_or(Wake::Closed, Wake::Message),
+            recv(device) -> woken => woken.map_or(Wake::DeviceGone, |()| Wake::Device),
+            recv(deadline) -> _ => Wake::Deadline,
+        }
+    }
+
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Submit(submission) => {
+                if let Some(why) = &self.failed {
+                    // It passed the gate before that was closed.
+                    let why = why.clone();
+                    self.shared.gate().live.remove(&submission.request.id);
+                    Client::new(*submission).1.end(FinishReason::Error(why));
+                    return;
+                }
+                let at = submission.at;
+                let (request, client) = Client::new(*submission);
+                let id = self.scheduler.arrive(request, at);
+                self.clients.insert(id, client);
+            }
+            Message::Abort(id) => self.scheduler.abort(&id, Instant::now()),
+            Message::Steps { last, reply } => {
+                let skip = self.steps.len().saturating_sub(last);
+                // Whoever asked may have gone.
+                let _ = reply.send(self.steps.iter().skip(skip).cloned().collect());
+            }
+        }
+    }
+
+    /// Takes in what the device says, gives it what is next, and only then tells the clients.
+    fn turn(&mut self) {
+        loop {
+            if self.failed.is_none()
+                && let Err(error) = self.advance()
+            {
+                self.fail(&error);
+            }
+            self.publish();
+            if !self.deliver() {
+                return;
+            }
+        }
+    }
+
+    fn advance(&mut self) -> Result<(), ExecuteError> {
+        while self.wake.try_recv().is_ok() {}
+        for progress in self.executor.poll()? {
+            let now = Instant::now();
+            if let Some(completed) = self.scheduler.progress(progress, now) {
+                if self.steps.len() == STEP_RING {
+                    self.steps.pop_front();
+                }
+                self.steps.push_back(StepRecord {
+                    number: self.step_number,
+                    phase: completed.phase,
+                    rows: completed.rows,
+                    steps: completed.steps,
+                    at: now.saturating_duration_since(self.started),
+                    cost: completed.cost,
+                });
+                self.step_number += 1;
+            }
+        }
+        self.scheduler.expire(Instant::now());
+        while let Some(plan) = self
+            .scheduler
+            .next_plan(Instant::now(), self.executor.step_time())
+        {
+            let ticket = self.executor.submit(plan)?;
+            self.scheduler.submitted(ticket);
+        }
+        Ok(())
+    }
+
+    /// The device failed: every request ends, and none is taken any more.
+    fn fail(&mut self, error: &ExecuteError) {
+        let mut why = error.to_string();
+        let mut source = error.source();
+        while let Some(cause) = source {
+            why = format!("{why}: {cause}");
+            source = cause.source();
+        }
+        tracing::error!(error = %why, "the executor has failed");
+        self.shared.gate().closed = Some(why.clone());
+        self.scheduler.fail(&why, Instant::now());
+        self.failed = Some(why);
+    }
+
+    /// Hands out what the scheduler has said; whether a sink failed, so that there is more to do.
+    fn deliver(&mut self) -> bool {
+        let mut gone = Vec::new();
+        for output in self.scheduler.take_outputs() {
+            let (id, event) = match output {
+                Output::Prefilled(id, cost) | Output::Decoded(id, cost) => {
+                    if let Some(client) = self.clients.get(&id) {
+                        spans::record(&client.phase, &cost);
+                    }
+                    continue;
+                }
+                Output::Event(id, event) => (id, event),
+            };
+            if matches!(event, Event::Finished(_)) {
+                // The id is free before its user hears of the end.
+                if let Some(client) = self.clients.remove(&id) {
+                    self.shared.gate().live.remove(&client.id);
+                    client.finish(event);
+                }
+            } else if let Some(client) = self.clients.get_mut(&id)
+                && !client.tell(event)
+            {
+                gone.push(id);
+            }
+        }
+        let now = Instant::now();
+        for &id in &gone {
+            self.scheduler.abort_sequence(id, now);
+        }
+        !gone.is_empty()
+    }
+
+    fn publish(&self) {
+        let counts = self.scheduler.counts();
+        self.shared.running.store(counts.running, Relaxed);
+        self.shared.admitted.store(counts.admitted, Relaxed);
+        self.shared.pages_used.store(counts.pages_used, Relaxed);
+    }
+}
+
+impl Client {
+    fn new(submission: Submission) -> (Request, Client) {
+        let Submission {
+            request,
+            sink,
+            queue,
+            ..
+        } = submission;
+        let client = Client {
+            id: request.id.clone(),
+            sink,
+            gone: false,
+            request: request.span.clone(),
+            phase: queue,
+            prompt_tokens: request.prompt.len() as u32,
+            output_tokens: 0,
+        };
+        (request, client)
+    }
+
+    /// Hands an event on; false if the client has just gone.
+    fn tell(&mut self, event: Event) -> bool {
+        match &event {
+            Event::Started(_) => self.phase = spans::prefill(&self.request),
+            Event::Token(_) => {
+                if self.output_tokens == 0 {
+                    self.phase = spans::decode(&self.request);
+                }
+                self.output_tokens += 1;
+            }
+            Event::Finished(_) => {}
+        }
+        if self.gone {
+            return true;
+        }
+        self.gone = (self.sink)(event).is_err();
+        !self.gone
+    }
+
+    fn finish(mut self, event: Event) {
+        // The spans end before the client hears of it.
+        self.phase = tracing::Span::none();
+        self.request = tracing::Span::none();
+        if !self.gone {
+            // Nothing follows, whether it is heard or not.
+            let _ = (self.sink)(event);
+        }
+    }
+
+    /// Ends a request that the scheduler does not know (any more).
+    fn end(self, reason: FinishReason) {
+        let finished = Finished {
+            index: 0,
+            reason,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: 0,
+            output_tokens: self.output_tokens,
+            timings: Timings::default(),
+            per_token: PerToken::default(),
+        };
+        self.finish(Event::Finished(finished));
+    }
+}

@@ -1,0 +1,867 @@
+//! What runs next. A pure state machine: arrivals, aborts, progress and the clock's reading in;
+//! plans and events out. Deliberately absent: threads, channels, devices, reading a clock.
+//!
+//! - Higher priority goes first, and within a priority who came first. One admission in
+//!   `PASSED_OVER_MAX + 1` goes to whoever has waited longest, so nobody waits for ever.
+//! - A sequence joins with the pages of its whole history; pages for decoding are taken as the
+//!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
+//!   of the lowest priority loses its pages and is computed again later.
+//! - Prompt chunks and decode plans alternate while there are both.
+//! - Two plans are in flight, so the device has the next one when it ends the first. A decode
+//!   plan is as many steps as make `PLAN_TIME`.
+//! - A slot and its pages are free when the last plan that names the slot is finished.
+
+use super::executor::{
+    Capacity, Change, Done, PAGE_TOKENS, Progress, Sampled, Slot, StepPlan, Ticket, Work,
+};
+use super::pages::PagePool;
+use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
+use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+/// Plans with work that may be submitted and unfinished: one runs, one waits behind it.
+pub const PLANS_IN_FLIGHT: usize = 2;
+/// What a decode plan should take: long enough that a submission costs little of it, short
+/// enough that arrivals and aborts take effect soon.
+pub const PLAN_TIME: Duration = Duration::from_millis(10);
+/// Most steps of a decode plan.
+pub const PLAN_STEPS_MAX: u32 = 16;
+/// Admissions that may pass over whoever has waited longest before it is its turn.
+pub const PASSED_OVER_MAX: u32 = 7;
+
+/// What a scheduler is made of.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The executor's.
+    pub capacity: Capacity,
+    /// Longest prompt and output together; at most `Capacity::usable_context`.
+    pub context: u32,
+    /// The model's end-of-sequence ids.
+    pub eos_ids: Vec<u32>,
+    /// For `Started`.
+    pub device_name: String,
+    /// For `Started`.
+    pub device_uuid: String,
+    /// For `Started`.
+    pub replica: String,
+    /// Where the seeds of requests without one come from.
+    pub seed: u64,
+}
+
+/// What the scheduler has to say, in order.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// For the request's sink.
+    Event(SequenceId, Event),
+    /// The prompt is taken in (before the first token), or ended unfinished.
+    Prefilled(SequenceId, PhaseCost),
+    /// Decoding ended (before `Finished`).
+    Decoded(SequenceId, PhaseCost),
+}
+
+/// What a report of progress was about.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Completed {
+    /// `prefill` or `decode`.
+    pub phase: &'static str,
+    /// Rows of the batch (decode) or tokens of the chunk (prefill).
+    pub rows: u32,
+    /// Steps reported.
+    pub steps: u32,
+    /// Summed over the steps.
+    pub cost: PerToken,
+}
+
+/// Counts of what is going on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Sequences that hold a slot, those that have ended and wait for their last plan included.
+    pub running: u32,
+    /// Sequences in the queue.
+    pub waiting: u32,
+    /// Unfinished requests that are not in the queue.
+    pub admitted: u32,
+    /// Pages held.
+    pub pages_used: u32,
+    /// Sequences that lost their pages, since the start.
+    pub preemptions: u64,
+}
+
+/// A submitted plan with work.
+#[derive(Debug)]
+struct Flight {
+    /// By `submitted`.
+    ticket: Ticket,
+    prefill: bool,
+    /// Slots named, each once.
+    slots: Vec<Slot>,
+    /// Rows (decode) or tokens (prefill).
+    rows: u32,
+    /// Steps not reported.
+    steps_left: u32,
+}
+
+/// The state machine.
+#[derive(Debug)]
+pub struct Scheduler {
+    setup: Setup,
+    pool: PagePool,
+    /// All that have not ended, and those that have and still hold a slot.
+    sequences: BTreeMap<SequenceId, Sequence>,
+    /// Not ended, by the request's id.
+    by_request: HashMap<String, SequenceId>,
+    /// Not ended and with a deadline.
+    deadlines: BTreeSet<(Instant, SequenceId)>,
+    /// In the queue, best first.
+    ranked: BTreeSet<(Reverse<i32>, SequenceId)>,
+    /// In the queue, oldest first.
+    waiting: BTreeSet<SequenceId>,
+    /// Admissions since the oldest in the queue could have gone.
+    passed_over: u32,
+    /// Holder by slot.
+    slots: Vec<Option<SequenceId>>,
+    /// Slots that the device must be told to stop, with the next plan.
+    leaves: Vec<Slot>,
+    /// Submitted and unfinished, in order.
+    flights: VecDeque<Flight>,
+    /// Handed out by `next_plan`, until `submitted` names it.
+    unnamed: Option<Flight>,
+    /// The last plan was a chunk of a prompt.
+    prefilled_last: bool,
+    outputs: Vec<Output>,
+    next_id: u64,
+    next_plan: u64,
+    preemptions: u64,
+    seed: u64,
+}
+
+impl Capacity {
+    /// The longest prompt and output together that the pages hold, tokens.
+    pub fn usable_context(&self) -> u32 {
+        self.context.min(self.pages.saturating_mul(PAGE_TOKENS))
+    }
+}
+
+/// Who takes in the next chunk.
+#[derive(Clone, Copy, Debug)]
+enum Prompt {
+    /// Holds a slot.
+    Resident(SequenceId),
+    /// Joins with it.
+    Joining(SequenceId, Slot),
+}
+
+impl Scheduler {
+    /// With nothing to do.
+    pub fn new(setup: Setup) -> Scheduler {
+        let capacity = &setup.capacity;
+        assert!(
+            setup.context <= capacity.usable_context(),
+            "a context longer than the pages hold"
+        );
+        assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.run_ahead > 0);
+        assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
+        Scheduler {
+            pool: PagePool::new(capacity.pages),
+            sequences: BTreeMap::new(),
+            by_request: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            ranked: BTreeSet::new(),
+            waiting: BTreeSet::new(),
+            passed_over: 0,
+            slots: vec![None; capacity.slots as usize],
+            leaves: Vec::new(),
+            flights: VecDeque::new(),
+            unnamed: None,
+            prefilled_last: false,
+            outputs: Vec::new(),
+            next_id: 0,
+            next_plan: 1,
+            preemptions: 0,
+            seed: setup.seed,
+            setup,
+        }
+    }
+
+    /// A validated request whose id no other unfinished one has.
+    pub fn arrive(&mut self, request: Request, now: Instant) -> SequenceId {
+        let id = SequenceId(self.next_id);
+        self.next_id += 1;
+        let seed = split_mix(&mut self.seed);
+        let sequence = Sequence::new(
+            id,
+            request,
+            self.setup.context,
+            &self.setup.eos_ids,
+            seed,
+            now,
+        );
+        let before = self.by_request.insert(sequence.request.clone(), id);
+        assert!(
+            before.is_none(),
+            "request id \"{}\" is in use",
+            sequence.request
+        );
+        if let Some(deadline) = sequence.deadline {
+            self.deadlines.insert((deadline, id));
+        }
+        self.waiting.insert(id);
+        self.ranked.insert((Reverse(sequence.priority), id));
+        self.sequences.insert(id, sequence);
+        id
+    }
+
+    /// Ends a request as aborted; unknown ids are ignored.
+    pub fn abort(&mut self, request: &str, now: Instant) {
+        if let Some(&id) = self.by_request.get(request) {
+            self.end(id, FinishReason::Aborted, now);
+        }
+    }
+
+    /// Ends a sequence as aborted unless it has ended.
+    pub fn abort_sequence(&mut self, id: SequenceId, now: Instant) {
+        if self
+            .sequences
+            .get(&id)
+            .is_some_and(|sequence| !sequence.ended)
+        {
+            self.end(id, FinishReason::Aborted, now);
+        }
+    }
+
+    /// Ends every request whose deadline has passed.
+    pub fn expire(&mut self, now: Instant) {
+        while let Some(&(deadline, id)) = self.deadlines.first() {
+            if now < deadline {
+                break;
+            }
+            self.end(id, FinishReason::DeadlineExceeded, now);
+        }
+    }
+
+    /// When `expire` next has something to do.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.first().map(|&(deadline, _)| deadline)
+    }
+
+    /// Ends everything: the device has failed, and no plan will be reported any more.
+    pub fn fail(&mut self, why: &str, now: Instant) {
+        let unfinished: Vec<SequenceId> = self.by_request.values().copied().collect();
+        for id in unfinished.into_iter().collect::<BTreeSet<_>>() {
+            self.end(id, FinishReason::Error(why.to_string()), now);
+        }
+        self.flights.clear();
+        self.unnamed = None;
+        self.leaves.clear();
+        let resident: Vec<SequenceId> = self.sequences.keys().copied().collect();
+        for id in resident {
+            if let Some(sequence) = self.sequences.get_mut(&id) {
+                sequence.in_flight = 0;
+            }
+            self.release(id);
+        }
+    }
+
+    /// Whether there is neither a request nor an unfinished plan.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty() && self.flights.is_empty() && self.leaves.is_empty()
+    }
+
+    /// What is going on.
+    pub fn counts(&self) -> Counts {
+        Counts {
+            running: self.slots.iter().flatten().count() as u32,
+            waiting: self.waiting.len() as u32,
+            admitted: (self.by_request.len() - self.waiting.len()) as u32,
+            pages_used: self.pool.used(),
+            preemptions: self.preemptions,
+        }
+    }
+
+    /// What there is to say since the last call, in order.
+    pub fn take_outputs(&mut self) -> Vec<Output> {
+        std::mem::take(&mut self.outputs)
+    }
+
+    /// What the device should be given now, if anything; `submitted` must follow.
+    /// `step_time`: what one decode step took lately.
+    pub fn next_plan(&mut self, now: Instant, step_time: Option<Duration>) -> Option<StepPlan> {
+        assert!(self.unnamed.is_none(), "the last plan was not submitted");
+        if self.flights.len() >= PLANS_IN_FLIGHT {
+            return None;
+        }
+        let prompt = self.next_prompt();
+        let plan = match prompt {
+            Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, now)),
+            Some(prompt) => {
+                // Decoding may take pages that the prompt counts on: then it goes first.
+                let plan = self.plan_decode(step_time, true);
+                plan.or_else(|| {
+                    self.still_next(prompt)
+                        .map(|prompt| self.plan_prefill(prompt, now))
+                })
+            }
+            None => self.plan_decode(step_time, false),
+        };
+        plan.or_else(|| {
+            let changes = self.take_leaves();
+            (!changes.is_empty()).then_some(StepPlan {
+                changes,
+                work: None,
+            })
+        })
+    }
+
+    /// Names the plan that `next_plan` handed out last.
+    pub fn submitted(&mut self, ticket: Ticket) {
+        if let Some(mut flight) = self.unnamed.take() {
+            flight.ticket = ticket;
+            self.flights.push_back(flight);
+        }
+    }
+
+    /// Takes in what the device reports; `None` if it completes no step.
+    pub fn progress(&mut self, progress: Progress, now: Instant) -> Option<Completed> {
+        let index = self
+            .flights
+            .iter()
+            .position(|flight| flight.ticket == progress.ticket);
+        let Some(index) = index else {
+            assert!(progress.tokens.is_empty(), "tokens of a plan without work");
+            return None;
+        };
+        let flight = &mut self.flights[index];
+        assert!(
+            progress.steps <= flight.steps_left,
+            "more steps reported than queued"
+        );
+        flight.steps_left -= progress.steps;
+        assert!(
+            !progress.finished || flight.steps_left == 0,
+            "a plan finished without all its steps"
+        );
+        let slots = flight.slots.clone();
+        let completed = Completed {
+            phase: if flight.prefill {
+                super::spans::PREFILL
+            } else {
+                super::spans::DECODE
+            },
+            rows: flight.rows,
+            steps: progress.steps,
+            cost: progress.cost,
+        };
+        if progress.finished {
+            self.flights.remove(index);
+        }
+
+        if completed.phase == super::spans::PREFILL {
+            self.charge_prefill(slots[0], &completed);
+        } else {
+            self.charge_decode(&progress.tokens, &completed);
+        }
+        for sampled in progress.tokens {
+            assert!(
+                slots.contains(&sampled.slot),
+                "a token of a slot that the plan does not name"
+            );
+            self.take_token(sampled, now);
+        }
+        if progress.finished {
+            for slot in slots {
+                let id = self.slots[slot.0 as usize]
+                    .expect("a slot is held until its last plan is finished");
+                let sequence = self
+                    .sequences
+                    .get_mut(&id)
+                    .expect("whoever holds a slot is known");
+                sequence.in_flight -= 1;
+                if sequence.in_flight == 0 && sequence.state == State::Leaving {
+                    self.release(id);
+                }
+            }
+        }
+        (completed.steps > 0).then_some(completed)
+    }
+
+    // ---- prompts ----
+
+    /// Who takes in the next chunk: the best of those that hold a slot, or whoever may join
+    /// ahead of it.
+    fn next_prompt(&self) -> Option<Prompt> {
+        let resident = self
+            .residents()
+            .filter(|sequence| sequence.state == State::Prefill)
+            .min_by_key(|sequence| (Reverse(sequence.priority), sequence.id));
+        match (resident, self.next_to_join()) {
+            (Some(resident), Some((joining, slot))) if joining.priority > resident.priority => {
+                Some(Prompt::Joining(joining.id, slot))
+            }
+            (Some(resident), _) => Some(Prompt::Resident(resident.id)),
+            (None, Some((joining, slot))) => Some(Prompt::Joining(joining.id, slot)),
+            (None, None) => None,
+        }
+    }
+
+    /// The head of the queue, if there is a slot and there are pages for it. Nobody behind it
+    /// goes first: a long prompt would wait for ever.
+    fn next_to_join(&self) -> Option<(&Sequence, Slot)> {
+        let oldest = *self.waiting.first()?;
+        let &(_, best) = self.ranked.first()?;
+        let id = if self.passed_over >= PASSED_OVER_MAX {
+            oldest
+        } else {
+            best
+        };
+        let slot = self.slots.iter().position(Option::is_none)?;
+        let sequence = &self.sequences[&id];
+        if sequence.dumps_logits() && self.residents().any(Sequence::dumps_logits) {
+            return None;
+        }
+        // A page in reserve for everyone who runs: else who joins is preempted at once.
+        let reserve = self.residents().count() as u32;
+        let needed = pages_for(sequence.tokens.len() as u32) + reserve;
+        (needed <= self.pool.free()).then_some((sequence, Slot(slot as u32)))
+    }
+
+    /// The same prompt, if it is still possible after a decode plan was tried.
+    fn still_next(&self, prompt: Prompt) -> Option<Prompt> {
+        match prompt {
+            Prompt::Resident(id) => (self.sequences[&id].state == State::Prefill).then_some(prompt),
+            Prompt::Joining(..) => self.next_prompt(),
+        }
+    }
+
+    fn plan_prefill(&mut self, prompt: Prompt, now: Instant) -> StepPlan {
+        let mut changes = self.take_leaves();
+        let id = match prompt {
+            Prompt::Resident(id) => id,
+            Prompt::Joining(id, slot) => {
+                self.admit(id, slot, &mut changes, now);
+                id
+            }
+        };
+        let number = self.number_plan();
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .expect("a prompt's sequence is known");
+        let slot = sequence.slot.expect("it has joined");
+        let (start, tokens, last) = sequence.next_chunk(self.setup.capacity.prefill_chunk);
+        sequence.in_flight += 1;
+        sequence.last_plan = number;
+        self.prefilled_last = true;
+        self.unnamed = Some(Flight {
+            ticket: Ticket(0),
+            prefill: true,
+            slots: vec![slot],
+            rows: tokens.len() as u32,
+            steps_left: 1,
+        });
+        StepPlan {
+            changes,
+            work: Some(Work::Prefill {
+                slot,
+                tokens,
+                start,
+                last,
+            }),
+        }
+    }
+
+    fn admit(&mut self, id: SequenceId, slot: Slot, changes: &mut Vec<Change>, now: Instant) {
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .expect("a joining sequence is known");
+        let pages = self
+            .pool
+            .take(pages_for(sequence.tokens.len() as u32))
+            .expect("next_to_join counted the pages");
+        if self.waiting.first() == Some(&id) {
+            self.passed_over = 0;
+        } else {
+            self.passed_over += 1;
+        }
+        self.waiting.remove(&id);
+        self.ranked.remove(&(Reverse(sequence.priority), id));
+        let holder = self.slots[slot.0 as usize].replace(id);
+        assert!(holder.is_none(), "the slot is held");
+        let params = sequence.join(slot, pages.clone());
+        changes.push(Change::Join {
+            slot,
+            params: Box::new(params),
+        });
+        changes.push(Change::Pages {
+            slot,
+            first: 0,
+            pages,
+        });
+        if sequence.started.is_none() {
+            sequence.started = Some(now);
+            let started = Started {
+                device_name: self.setup.device_name.clone(),
+                device_uuid: self.setup.device_uuid.clone(),
+                replica: self.setup.replica.clone(),
+                queue: now.saturating_duration_since(sequence.arrived),
+                prompt_tokens: sequence.prompt_tokens,
+                cached_tokens: 0,
+            };
+            self.outputs
+                .push(Output::Event(id, Event::Started(started)));
+        }
+    }
+
+    // ---- decoding ----
+
+    /// The next decode plan, if anyone can decode. `beside_prompt`: prompts wait to alternate
+    /// with it, so it is short.
+    fn plan_decode(
+        &mut self,
+        step_time: Option<Duration>,
+        beside_prompt: bool,
+    ) -> Option<StepPlan> {
+        let outstanding: u32 = self
+            .flights
+            .iter()
+            .filter(|f| !f.prefill)
+            .map(|f| f.steps_left)
+            .sum();
+        let room = self.setup.capacity.run_ahead.saturating_sub(outstanding);
+        if room == 0 {
+            return None;
+        }
+        let mut rows = self.decode_rows();
+        if rows.is_empty() {
+            return None;
+        }
+        let undrawn = rows.iter().map(|id| self.sequences[id].undrawn());
+        // While someone waits for a slot, a plan ends with the first row that does.
+        let useful = if self.waiting.is_empty() {
+            undrawn.max()
+        } else {
+            undrawn.min()
+        };
+        let dumps = rows.iter().any(|id| self.sequences[id].dumps_logits());
+        let aim = if beside_prompt || dumps {
+            1
+        } else {
+            self.steps_aim(step_time)
+        };
+        let mut steps = aim.min(room).min(useful.expect("there are rows"));
+
+        while steps > 1 && self.pages_missing(&rows, steps) > self.pool.free() {
+            steps /= 2;
+        }
+        if self.pages_missing(&rows, steps) > self.pool.free() {
+            self.preempt(&mut rows);
+        }
+        // Who finds no page now waits for those that are about to be released.
+        let mut free = self.pool.free();
+        rows.retain(|id| {
+            let missing = self.sequences[id].pages_missing(steps);
+            let fits = missing <= free;
+            free -= if fits { missing } else { 0 };
+            fits
+        });
+        if rows.is_empty() {
+            return None;
+        }
+
+        let mut changes = self.take_leaves();
+        let number = self.number_plan();
+        let mut slots = Vec::with_capacity(rows.len());
+        for id in &rows {
+            let sequence = self.sequences.get_mut(id).expect("rows are known");
+            let slot = sequence.slot.expect("rows hold slots");
+            let missing = sequence.pages_missing(steps);
+            if missing > 0 {
+                let pages = self.pool.take(missing).expect("the pages were counted");
+                let first = sequence.pages.len() as u32;
+                sequence.pages.extend_from_slice(&pages);
+                changes.push(Change::Pages { slot, first, pages });
+            }
+            sequence.draw(steps);
+            sequence.in_flight += 1;
+            sequence.last_plan = number;
+            slots.push(slot);
+        }
+        self.prefilled_last = false;
+        self.unnamed = Some(Flight {
+            ticket: Ticket(0),
+            prefill: false,
+            slots: slots.clone(),
+            rows: slots.len() as u32,
+            steps_left: steps,
+        });
+        Some(StepPlan {
+            changes,
+            work: Some(Work::Decode { slots, steps }),
+        })
+    }
+
+    /// Who can decode, best first, at most the largest bucket: where there are more, those that
+    /// have gone longest without.
+    fn decode_rows(&self) -> Vec<SequenceId> {
+        let mut rows: Vec<&Sequence> = self
+            .residents()
+            .filter(|sequence| {
+                sequence.state == State::Decode && !sequence.ended && sequence.undrawn() > 0
+            })
+            // Logits are read back before the next step overwrites them.
+            .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
+            .collect();
+        let most = *self
+            .setup
+            .capacity
+            .buckets
+            .last()
+            .expect("there are buckets") as usize;
+        if rows.len() > most {
+            rows.sort_by_key(|sequence| (sequence.last_plan, sequence.id));
+            rows.truncate(most);
+        }
+        rows.sort_by_key(|sequence| (Reverse(sequence.priority), sequence.id));
+        rows.into_iter().map(|sequence| sequence.id).collect()
+    }
+
+    fn steps_aim(&self, step_time: Option<Duration>) -> u32 {
+        // Half of what may be queued, so that two plans fit.
+        let most = (self.setup.capacity.run_ahead / 2).clamp(1, PLAN_STEPS_MAX);
+        match step_time {
+            // The first plan of all shows how long a step takes.
+            None => 1,
+            Some(step_time) => {
+                let step_ns = step_time.as_nanos().max(1);
+                (PLAN_TIME.as_nanos() / step_ns).clamp(1, u128::from(most)) as u32
+            }
+        }
+    }
+
+    fn pages_missing(&self, rows: &[SequenceId], steps: u32) -> u32 {
+        rows.iter()
+            .map(|id| self.sequences[id].pages_missing(steps))
+            .sum()
+    }
+
+    /// Takes pages from the youngest of the lowest priority until one step of the remaining
+    /// rows finds its pages, now or when the unfinished plans are.
+    fn preempt(&mut self, rows: &mut Vec<SequenceId>) {
+        loop {
+            // Whoever has no token left to be drawn ends with the plans in flight.
+            let soon: u32 = self
+                .residents()
+                .filter(|s| {
+                    s.state == State::Leaving || (s.state == State::Decode && s.undrawn() == 0)
+                })
+                .map(|s| s.pages.len() as u32)
+                .sum();
+            if self.pages_missing(rows, 1) <= self.pool.free() + soon {
+                return;
+            }
+            let victim = self
+                .residents()
+                .filter(|s| {
+                    s.state == State::Prefill || (s.state == State::Decode && s.undrawn() > 0)
+                })
+                .min_by_key(|s| (s.priority, Reverse(s.id)))
+                .expect("one sequence alone always finds its pages")
+                .id;
+            rows.retain(|&id| id != victim);
+            self.preemptions += 1;
+            let sequence = self.sequences.get_mut(&victim).expect("a victim is known");
+            sequence.preemptions += 1;
+            sequence.state = State::Leaving;
+            self.leaves
+                .push(sequence.slot.expect("a victim holds a slot"));
+            if sequence.in_flight == 0 {
+                self.release(victim);
+            }
+        }
+    }
+
+    // ---- what the device reports ----
+
+    fn charge_prefill(&mut self, slot: Slot, completed: &Completed) {
+        let Some(sequence) = self.holder(slot) else {
+            return;
+        };
+        // A preempted sequence's second prefill is not what its first token waited for.
+        if sequence.first_token.is_none() && !sequence.ended {
+            let cost = &mut sequence.prefill_cost;
+            cost.tokens += u64::from(completed.rows);
+            cost.steps += u64::from(completed.steps);
+            cost.sum.add(&completed.cost, 1.0);
+        }
+    }
+
+    /// A step costs what it costs; each row that drew a token in it had that step.
+    fn charge_decode(&mut self, tokens: &[Sampled], completed: &Completed) {
+        if completed.steps == 0 {
+            return;
+        }
+        let step = 1.0 / f64::from(completed.steps);
+        for sampled in tokens {
+            if let Some(sequence) = self.holder(sampled.slot)
+                && !sequence.ended
+            {
+                sequence.decode_cost.steps += 1;
+                sequence.decode_cost.sum.add(&completed.cost, step);
+            }
+        }
+    }
+
+    fn take_token(&mut self, sampled: Sampled, now: Instant) {
+        let Some(sequence) = self.holder(sampled.slot) else {
+            return;
+        };
+        if sequence.ended {
+            return;
+        }
+        let id = sequence.id;
+        sequence.tokens.push(sampled.id);
+        sequence.last_token = Some(now);
+        let mut prefilled = None;
+        if sequence.first_token.is_none() {
+            sequence.first_token = Some(now);
+            sequence.prefill_cost.preemptions = sequence.preemptions;
+            prefilled = Some(sequence.prefill_cost);
+        } else {
+            sequence.decode_cost.tokens += 1;
+        }
+        let complete = sequence.output_tokens() >= sequence.max_tokens;
+        let token = Token {
+            index: 0,
+            id: sampled.id,
+            logprobs: sampled.logprobs,
+            logits: sampled.logits,
+        };
+        self.outputs
+            .extend(prefilled.map(|cost| Output::Prefilled(id, cost)));
+        self.outputs.push(Output::Event(id, Event::Token(token)));
+        let reason = match sampled.done {
+            Some(Done::Stop) => Some(FinishReason::Stop(sampled.id)),
+            Some(Done::Length) => Some(FinishReason::Length),
+            None if complete => Some(FinishReason::Length),
+            None => None,
+        };
+        if let Some(reason) = reason {
+            self.end_as(id, reason, sampled.done.is_some(), now);
+        }
+    }
+
+    // ---- ends ----
+
+    fn end(&mut self, id: SequenceId, reason: FinishReason, now: Instant) {
+        self.end_as(id, reason, false, now);
+    }
+
+    /// The one place where a sequence ends. `stopped`: the device has marked its slot done.
+    fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .expect("an ending sequence is known");
+        assert!(!sequence.ended, "a sequence ends once");
+        sequence.ended = true;
+        self.by_request.remove(&sequence.request);
+        if let Some(deadline) = sequence.deadline {
+            self.deadlines.remove(&(deadline, id));
+        }
+        if sequence.first_token.is_some() {
+            sequence.decode_cost.preemptions = sequence.preemptions;
+            self.outputs.push(Output::Decoded(id, sequence.decode_cost));
+        } else if sequence.started.is_some() {
+            sequence.prefill_cost.preemptions = sequence.preemptions;
+            self.outputs
+                .push(Output::Prefilled(id, sequence.prefill_cost));
+        }
+        let finished = Finished {
+            index: 0,
+            reason,
+            prompt_tokens: sequence.prompt_tokens,
+            cached_tokens: 0,
+            output_tokens: sequence.output_tokens(),
+            timings: sequence.timings(now),
+            per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.steps),
+        };
+        self.outputs
+            .push(Output::Event(id, Event::Finished(finished)));
+        match sequence.state {
+            State::Waiting => {
+                self.waiting.remove(&id);
+                self.ranked.remove(&(Reverse(sequence.priority), id));
+                self.sequences.remove(&id);
+            }
+            // Told to leave when it was preempted.
+            State::Leaving => {}
+            State::Prefill | State::Decode => {
+                sequence.state = State::Leaving;
+                if !stopped {
+                    self.leaves
+                        .push(sequence.slot.expect("a running sequence holds a slot"));
+                }
+                if sequence.in_flight == 0 {
+                    self.release(id);
+                }
+            }
+        }
+    }
+
+    /// No plan names the sequence any more: its slot and pages are free, and it is gone or
+    /// back in the queue.
+    fn release(&mut self, id: SequenceId) {
+        let sequence = self
+            .sequences
+            .get_mut(&id)
+            .expect("a released sequence is known");
+        let (slot, pages) = sequence.leave();
+        for page in pages {
+            self.pool.release(page);
+        }
+        if let Some(slot) = slot {
+            let holder = self.slots[slot.0 as usize].take();
+            assert_eq!(holder, Some(id), "a slot is released by its holder");
+        }
+        if sequence.ended {
+            self.sequences.remove(&id);
+        } else {
+            self.ranked.insert((Reverse(sequence.priority), id));
+            self.waiting.insert(id);
+        }
+    }
+
+    // ---- small things ----
+
+    fn residents(&self) -> impl Iterator<Item = &Sequence> {
+        self.slots.iter().flatten().map(|id| &self.sequences[id])
+    }
+
+    fn holder(&mut self, slot: Slot) -> Option<&mut Sequence> {
+        let id = self.slots[slot.0 as usize]?;
+        self.sequences.get_mut(&id)
+    }
+
+    fn take_leaves(&mut self) -> Vec<Change> {
+        self.leaves
+            .drain(..)
+            .map(|slot| Change::Leave { slot })
+            .collect()
+    }
+
+    fn number_plan(&mut self) -> u64 {
+        self.next_plan += 1;
+        self.next_plan
+    }
+}
+
+/// SplitMix64: advances the state, returns a well-mixed value.
+pub fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}

@@ -1,0 +1,251 @@
+//! One sequence: its tokens, what it holds on the device, and how far the device has been
+//! asked to go with it. Deliberately absent: which sequence goes next (`scheduler`).
+
+use super::executor::{PAGE_TOKENS, Page, Slot, SlotParams};
+use super::request::{PerToken, Request, Timings};
+use std::time::{Duration, Instant};
+
+/// Names a sequence; grows by one an arrival, so the smaller is the older.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceId(pub u64);
+
+/// What a phase of a sequence cost in all.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PhaseCost {
+    /// Tokens taken in (prefill) or handed out (decode).
+    pub tokens: u64,
+    /// Chunks (prefill) or decode steps.
+    pub steps: u64,
+    /// Sum over the steps. A step is counted whole, however many rows share it.
+    pub sum: PerToken,
+    /// How often the sequence lost its pages until the end of the phase.
+    pub preemptions: u32,
+}
+
+/// Where a sequence stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// In the queue: no slot, no pages.
+    Waiting,
+    /// Holds a slot and the pages of its whole history, of which chunks are still to be queued.
+    Prefill,
+    /// The device draws tokens.
+    Decode,
+    /// Asked off its slot, which it holds with its pages until the last plan that names it is
+    /// finished. Then it is gone, or, if it has not ended, back in the queue.
+    Leaving,
+}
+
+/// A request on its way through the scheduler.
+#[derive(Debug)]
+pub struct Sequence {
+    /// By arrival.
+    pub id: SequenceId,
+    /// The request's.
+    pub request: String,
+    /// Higher goes first.
+    pub priority: i32,
+    /// The request's.
+    pub deadline: Option<Instant>,
+    /// Prompt, then the output reported so far.
+    pub tokens: Vec<u32>,
+    /// Length of the prompt.
+    pub prompt_tokens: u32,
+    /// Most output tokens; prompt and output fit in the context.
+    pub max_tokens: u32,
+    /// As of the arrival; `join` makes what the device is told of it.
+    params: SlotParams,
+
+    /// Where it stands.
+    pub state: State,
+    /// `Finished` was handed out; what is still reported is surplus.
+    pub ended: bool,
+    /// Held from its first chunk until released.
+    pub slot: Option<Slot>,
+    /// Its page table.
+    pub pages: Vec<Page>,
+    /// Plans that name it and are not finished.
+    pub in_flight: u32,
+    /// Tokens of history that this stay on the device starts from; set on joining.
+    history: u32,
+    /// Of them queued for prefill.
+    prefilled: u32,
+    /// Tokens that the device was asked to draw in this stay.
+    drawn: u32,
+    /// Number of the last plan that names it.
+    pub last_plan: u64,
+
+    /// Submission.
+    pub arrived: Instant,
+    /// First chunk queued.
+    pub started: Option<Instant>,
+    /// First token reported.
+    pub first_token: Option<Instant>,
+    /// Last token reported.
+    pub last_token: Option<Instant>,
+    /// Until the first token.
+    pub prefill_cost: PhaseCost,
+    /// After the first token.
+    pub decode_cost: PhaseCost,
+    /// How often it lost its pages.
+    pub preemptions: u32,
+}
+
+impl Sequence {
+    /// A validated request, in the queue.
+    pub fn new(
+        id: SequenceId,
+        request: Request,
+        context: u32,
+        eos_ids: &[u32],
+        seed: u64,
+        now: Instant,
+    ) -> Sequence {
+        let prompt_tokens = request.prompt.len() as u32;
+        assert!(
+            0 < prompt_tokens && prompt_tokens < context,
+            "the request was not validated"
+        );
+        let room = context - prompt_tokens;
+        let max_tokens = request
+            .limits
+            .max_tokens
+            .map_or(room, |asked| asked.min(room));
+        let params = SlotParams {
+            seed: request.sampling.seed.unwrap_or(seed),
+            sampling: request.sampling,
+            generated: 0,
+            max_tokens,
+            min_tokens: request.limits.min_tokens,
+            stop_ids: request.limits.resolve_stop_ids(eos_ids),
+            logprobs: request.logprobs,
+            dump_logits: request.dump_logits,
+        };
+        Sequence {
+            id,
+            request: request.id,
+            priority: request.priority,
+            deadline: request.deadline,
+            tokens: request.prompt,
+            prompt_tokens,
+            max_tokens,
+            params,
+            state: State::Waiting,
+            ended: false,
+            slot: None,
+            pages: Vec::new(),
+            in_flight: 0,
+            history: 0,
+            prefilled: 0,
+            drawn: 0,
+            last_plan: 0,
+            arrived: now,
+            started: None,
+            first_token: None,
+            last_token: None,
+            prefill_cost: PhaseCost::default(),
+            decode_cost: PhaseCost::default(),
+            preemptions: 0,
+        }
+    }
+
+    /// Output tokens reported.
+    pub fn output_tokens(&self) -> u32 {
+        self.tokens.len() as u32 - self.prompt_tokens
+    }
+
+    /// Whether the device hands every step's logits back: such a sequence runs without run-ahead.
+    pub fn dumps_logits(&self) -> bool {
+        self.params.dump_logits
+    }
+
+    /// Takes a slot and the pages of its whole history.
+    pub fn join(&mut self, slot: Slot, pages: Vec<Page>) -> SlotParams {
+        assert_eq!(self.state, State::Waiting);
+        assert!(self.slot.is_none() && self.pages.is_empty() && self.in_flight == 0);
+        self.state = State::Prefill;
+        self.slot = Some(slot);
+        self.pages = pages;
+        self.history = self.tokens.len() as u32;
+        self.prefilled = 0;
+        self.drawn = 0;
+        let generated = self.output_tokens();
+        SlotParams {
+            generated,
+            max_tokens: self.max_tokens - generated,
+            min_tokens: self.params.min_tokens.saturating_sub(generated),
+            ..self.params.clone()
+        }
+    }
+
+    /// Gives slot and pages back, to be released; an unfinished sequence is in the queue again.
+    pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>) {
+        assert_eq!(self.in_flight, 0, "an unfinished plan names the sequence");
+        self.state = State::Waiting;
+        (self.slot.take(), std::mem::take(&mut self.pages))
+    }
+
+    /// The next chunk of its history, of at most `chunk` tokens: position of the first, the
+    /// tokens, and whether it is the last. It counts as queued from now on.
+    pub fn next_chunk(&mut self, chunk: u32) -> (u32, Vec<u32>, bool) {
+        assert_eq!(self.state, State::Prefill);
+        let start = self.prefilled;
+        let end = self.history.min(start + chunk);
+        self.prefilled = end;
+        let last = end == self.history;
+        if last {
+            self.state = State::Decode;
+            self.drawn = 1;
+        }
+        (
+            start,
+            self.tokens[start as usize..end as usize].to_vec(),
+            last,
+        )
+    }
+
+    /// Tokens that the device may still be asked to draw.
+    pub fn undrawn(&self) -> u32 {
+        let before = self.history - self.prompt_tokens;
+        self.max_tokens - before - self.drawn
+    }
+
+    /// Pages to add so that `steps` more decode steps have somewhere to write.
+    pub fn pages_missing(&self, steps: u32) -> u32 {
+        // The token drawn last is written by the step that draws the next one.
+        let written = self.history + self.drawn - 1;
+        let needed = (written + steps.min(self.undrawn())).div_ceil(PAGE_TOKENS);
+        needed.saturating_sub(self.pages.len() as u32)
+    }
+
+    /// `steps` more decode steps count as queued.
+    pub fn draw(&mut self, steps: u32) {
+        assert_eq!(self.state, State::Decode);
+        self.drawn += steps.min(self.undrawn());
+    }
+
+    /// Its phases as of its end at `now`.
+    pub fn timings(&self, now: Instant) -> Timings {
+        let between = |from: Instant, to: Instant| to.saturating_duration_since(from);
+        let Some(started) = self.started else {
+            return Timings {
+                queue: between(self.arrived, now),
+                ..Timings::default()
+            };
+        };
+        let first = self.first_token;
+        Timings {
+            queue: between(self.arrived, started),
+            prefill: between(started, first.unwrap_or(now)),
+            decode: match (first, self.last_token) {
+                (Some(first), Some(last)) => between(first, last),
+                _ => Duration::ZERO,
+            },
+        }
+    }
+}
+
+/// Pages that hold `tokens`.
+pub fn pages_for(tokens: u32) -> u32 {
+    tokens.div_ceil(PAGE_TOKENS)
+}

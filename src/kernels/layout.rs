@@ -1,0 +1,130 @@
+//! Where the parts of the `state` buffer lie: slots, batch list, prompt chunk, page tables,
+//! logit biases. One buffer, so that one patch kernel reaches all of it.
+//! Deliberately absent: the meaning of a slot's words (`state`).
+
+use super::embed::{CHUNK_HEADER, chunk_bytes};
+use super::recording::{Range, Recording};
+use super::state;
+
+/// Sizes of what a replica's device state holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StateLayout {
+    /// Sequences that can run at once.
+    pub slots: u32,
+    /// Rows of the largest decode bucket.
+    pub rows: u32,
+    /// Tokens of the largest prompt chunk.
+    pub chunk: u32,
+    /// Pages of the longest sequence.
+    pub max_pages: u32,
+}
+
+/// Parts are aligned for 16-byte loads.
+const ALIGN: u64 = 64;
+
+impl StateLayout {
+    fn offsets(&self) -> [u64; 6] {
+        let bytes = [
+            u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
+            u64::from(self.rows) * 4,
+            chunk_bytes(self.chunk),
+            u64::from(self.slots) * u64::from(self.max_pages) * 4,
+            u64::from(self.slots) * u64::from(state::BIAS_ENTRIES) * 8,
+        ];
+        let mut offsets = [0; 6];
+        for (i, b) in bytes.iter().enumerate() {
+            offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
+        }
+        offsets
+    }
+
+    /// Bytes of the whole buffer.
+    pub fn bytes(&self) -> u64 {
+        self.offsets()[5]
+    }
+
+    fn range(&self, recording: &mut Recording, part: usize) -> Range {
+        let offsets = self.offsets();
+        recording.buffer("state", self.bytes()).part(offsets[part], offsets[part + 1] - offsets[part])
+    }
+
+    /// The whole buffer, for patches.
+    pub fn all(&self, recording: &mut Recording) -> Range {
+        recording.buffer("state", self.bytes())
+    }
+
+    /// `[slots][SLOT_WORDS]`.
+    pub fn slots(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 0)
+    }
+
+    /// `[rows]`: the slot of each row, or `u32::MAX`.
+    pub fn batch(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 1)
+    }
+
+    /// `{slot, start, count, flags}`, then token ids.
+    pub fn chunk(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 2)
+    }
+
+    /// `[slots][max_pages]`.
+    pub fn pages(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 3)
+    }
+
+    /// `[slots][BIAS_ENTRIES]` of token, bias.
+    pub fn bias(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 4)
+    }
+
+    /// Word offset in the buffer of word `word` of a slot.
+    pub fn slot_word(&self, slot: u32, word: u32) -> u32 {
+        slot * state::SLOT_WORDS + word
+    }
+
+    /// Word offset of a row of the batch list.
+    pub fn batch_word(&self, row: u32) -> u32 {
+        (self.offsets()[1] / 4) as u32 + row
+    }
+
+    /// Word offset of a word of the chunk's descriptor.
+    pub fn chunk_word(&self, word: u32) -> u32 {
+        (self.offsets()[2] / 4) as u32 + word
+    }
+
+    /// Word offset of a token of the chunk.
+    pub fn token_word(&self, index: u32) -> u32 {
+        self.chunk_word(CHUNK_HEADER + index)
+    }
+
+    /// Word offset of an entry of a slot's page table.
+    pub fn page_word(&self, slot: u32, index: u32) -> u32 {
+        (self.offsets()[3] / 4) as u32 + slot * self.max_pages + index
+    }
+
+    /// Word offset of a word of a slot's bias table.
+    pub fn bias_word(&self, slot: u32, word: u32) -> u32 {
+        (self.offsets()[4] / 4) as u32 + slot * state::BIAS_ENTRIES * 2 + word
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_follow_each_other_without_overlap() {
+        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, max_pages: 9 };
+        let mut recording = Recording::new("test");
+        let parts =
+            [layout.slots(&mut recording), layout.batch(&mut recording), layout.chunk(&mut recording), layout.pages(&mut recording), layout.bias(&mut recording)];
+        for pair in parts.windows(2) {
+            assert_eq!(pair[0].offset + pair[0].bytes, pair[1].offset);
+            assert_eq!(pair[1].offset % ALIGN, 0);
+        }
+        assert_eq!(u64::from(layout.page_word(2, 8)) * 4 + 4, parts[3].offset + 3 * 9 * 4);
+        assert!(u64::from(layout.bias_word(2, state::BIAS_ENTRIES * 2 - 1)) * 4 + 4 <= layout.bytes());
+        assert_eq!(u64::from(layout.token_word(16)) * 4 + 4, parts[2].offset + chunk_bytes(17));
+    }
+}

@@ -1,0 +1,73 @@
+//! Ids in, text out, to the end of a sequence or to its first stop string: the detokenizer and
+//! the stop strings as one. Deliberately absent: end-of-sequence ids, which are the engine's.
+
+use super::stop::StopStrings;
+use super::stream::TextStream;
+
+/// The text of one sequence.
+#[derive(Clone, Debug)]
+pub struct Assembler {
+    stream: TextStream,
+    stops: StopStrings,
+    /// Ids whose text is held back or empty so far; handed out with the next text.
+    pending: Vec<u32>,
+}
+
+/// What an id brought out.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Output {
+    /// Complete characters, before any stop string.
+    pub text: String,
+    /// The ids that this output accounts for: all those pushed since the last output that was
+    /// not empty. Every pushed id is in exactly one output, in order.
+    pub tokens: Vec<u32>,
+    /// The stop string that was met: nothing follows.
+    pub stopped: Option<String>,
+}
+
+impl Output {
+    /// Whether there is nothing to hand on yet.
+    pub fn is_empty(&self) -> bool {
+        self.text.is_empty() && self.tokens.is_empty() && self.stopped.is_none()
+    }
+}
+
+impl Assembler {
+    pub(super) fn new(stream: TextStream, stops: Vec<String>) -> Assembler {
+        Assembler { stream, stops: StopStrings::new(stops), pending: Vec::new() }
+    }
+
+    /// Takes the next id. Ids after a stop string are ignored.
+    pub fn push(&mut self, id: u32) -> Output {
+        if self.stops.is_stopped() {
+            return Output::default();
+        }
+        self.pending.push(id);
+        match self.stream.push(id) {
+            Some(delta) => self.pass(&delta),
+            None => Output::default(),
+        }
+    }
+
+    /// The rest, now that no id follows; a stop string may still be met in it.
+    pub fn finish(&mut self) -> Output {
+        if self.stops.is_stopped() {
+            return Output::default();
+        }
+        let rest = self.stream.finish();
+        let mut output = self.pass(&rest);
+        if output.stopped.is_none() {
+            output.text.push_str(&self.stops.finish());
+        }
+        output.tokens.append(&mut self.pending);
+        output
+    }
+
+    fn pass(&mut self, delta: &str) -> Output {
+        let passed = self.stops.push(delta);
+        if passed.text.is_empty() && passed.stopped.is_none() {
+            return Output::default();
+        }
+        Output { text: passed.text, tokens: std::mem::take(&mut self.pending), stopped: passed.stopped }
+    }
+}

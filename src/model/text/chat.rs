@@ -1,0 +1,367 @@
+//! Chat templates: the Jinja of checkpoints, rendered as transformers renders it.
+//! Deliberately absent: tools, and the encoding of what was rendered.
+
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use minijinja::value::{Kwargs, Value as Jinja};
+use minijinja::{Environment, Error, ErrorKind};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use super::TextError;
+
+/// One turn of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ChatMessage {
+    /// Mostly `system`, `user` or `assistant`; the template decides.
+    pub role: String,
+    /// What was said.
+    pub content: String,
+}
+
+/// How a conversation is rendered.
+#[derive(Clone, Debug)]
+pub struct ChatOptions {
+    /// Whether the beginning of the assistant's answer follows the messages.
+    pub add_generation_prompt: bool,
+    /// Which of several templates; `None` is `default`.
+    pub template: Option<String>,
+    /// Further variables of the template, for example `enable_thinking`.
+    pub extra: Map<String, Value>,
+}
+
+/// The beginning of an answer follows, nothing else is said.
+impl Default for ChatOptions {
+    fn default() -> ChatOptions {
+        ChatOptions { add_generation_prompt: true, template: None, extra: Map::new() }
+    }
+}
+
+/// The templates of a checkpoint, compiled.
+pub(super) struct Templates {
+    environment: Environment<'static>,
+    /// By name; a template that did not compile is kept as what was wrong with it, so that a
+    /// checkpoint with a strange template still completes text.
+    compiled: BTreeMap<String, Result<(), String>>,
+    /// `bos_token` and its like, for the template.
+    tokens: Map<String, Value>,
+}
+
+/// The keys of tokenizer_config.json that name special tokens.
+const TOKEN_KEYS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+impl Templates {
+    /// From tokenizer_config.json and, before it, the text of chat_template.jinja.
+    pub(super) fn new(config: &Map<String, Value>, file: Option<&str>) -> Result<Templates, TextError> {
+        let invalid = |reason: &str| TextError::Invalid { file: "tokenizer_config.json", reason: reason.to_owned() };
+        let mut sources: Vec<(String, String)> = Vec::new();
+        match config.get("chat_template") {
+            None | Some(Value::Null) => {}
+            Some(Value::String(source)) => sources.push(("default".to_owned(), source.clone())),
+            Some(Value::Array(list)) => {
+                for entry in list {
+                    let part = |key: &str| entry.get(key).and_then(Value::as_str).map(str::to_owned);
+                    match (part("name"), part("template")) {
+                        (Some(name), Some(source)) => sources.push((name, source)),
+                        _ => return Err(invalid("chat_template has an entry without name and template")),
+                    }
+                }
+            }
+            Some(_) => return Err(invalid("chat_template is neither a text nor a list")),
+        }
+        if let Some(source) = file {
+            sources.retain(|(name, _)| name != "default");
+            sources.push(("default".to_owned(), source.to_owned()));
+        }
+
+        let mut environment = environment();
+        let mut compiled = BTreeMap::new();
+        for (name, source) in sources {
+            let result = environment.add_template_owned(name.clone(), without_generation_tags(&source));
+            compiled.insert(name, result.map_err(|error| error.to_string()));
+        }
+        let mut tokens = Map::new();
+        for key in TOKEN_KEYS {
+            let token = match config.get(key) {
+                Some(Value::Object(token)) => token.get("content").cloned(),
+                token => token.cloned(),
+            };
+            if let Some(Value::String(token)) = token {
+                tokens.insert(key.to_owned(), Value::String(token));
+            }
+        }
+        Ok(Templates { environment, compiled, tokens })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.compiled.is_empty()
+    }
+
+    pub(super) fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
+        let name = options.template.as_deref().unwrap_or("default");
+        match self.compiled.get(name) {
+            Some(Ok(())) => {}
+            Some(Err(reason)) => return Err(TextError::Template(reason.clone())),
+            None if self.compiled.is_empty() => return Err(TextError::NoTemplate(String::new())),
+            None => {
+                let names: Vec<&str> = self.compiled.keys().map(String::as_str).collect();
+                return Err(TextError::NoTemplate(format!(" \"{name}\" (it has {})", names.join(", "))));
+            }
+        }
+        let mut variables: BTreeMap<&str, Jinja> = BTreeMap::new();
+        for (key, value) in self.tokens.iter().chain(&options.extra) {
+            variables.insert(key, Jinja::from_serialize(value));
+        }
+        variables.insert("messages", Jinja::from_serialize(messages));
+        variables.insert("add_generation_prompt", options.add_generation_prompt.into());
+        // transformers defines both, as None.
+        variables.entry("tools").or_insert(Jinja::from(()));
+        variables.entry("documents").or_insert(Jinja::from(()));
+        let template = self.environment.get_template(name).map_err(|error| TextError::Template(error.to_string()))?;
+        template.render(variables).map_err(|error| match error.detail().and_then(|text| text.strip_prefix(RAISED)) {
+            Some(message) => TextError::Refused(message.to_owned()),
+            None => TextError::Template(error.to_string()),
+        })
+    }
+}
+
+/// Marks an error that the template raised on purpose.
+const RAISED: &str = "raised: ";
+
+/// Jinja as transformers sets it up.
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    environment.set_trim_blocks(true);
+    environment.set_lstrip_blocks(true);
+    environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_function("raise_exception", |message: String| -> Result<Jinja, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, format!("{RAISED}{message}")))
+    });
+    environment.add_function("strftime_now", |format: String| {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        strftime(now, &format)
+    });
+    environment.add_filter("tojson", tojson);
+    environment
+}
+
+/// `{% generation %}` marks the assistant's text for training; it renders as nothing.
+fn without_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(at) = rest.find("{%") {
+        let (before, tag) = rest.split_at(at);
+        out.push_str(before);
+        let Some(end) = tag.find("%}") else {
+            out.push_str(tag);
+            return out;
+        };
+        let (tag, after) = tag.split_at(end + 2);
+        // Between the brackets, without the signs that control white space.
+        let word = tag[2..end].trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
+        match word {
+            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
+            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
+
+/// JSON as Python writes it: no HTML escapes, a space after commas and colons.
+fn tojson(value: &Jinja, options: Kwargs) -> Result<String, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let sorted: Option<bool> = options.get("sort_keys")?;
+    let _: Option<bool> = options.get("ensure_ascii")?;
+    options.assert_all_used()?;
+    let failed = |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error);
+    let mut value = serde_json::to_value(value).map_err(failed)?;
+    if sorted == Some(true) {
+        value.sort_all_objects();
+    }
+    let mut out = Vec::new();
+    match indent {
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, OneLine)),
+        Some(indent) => {
+            let indent = " ".repeat(indent);
+            let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter))
+        }
+    }
+    .map_err(failed)?;
+    String::from_utf8(out).map_err(|error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error))
+}
+
+/// Python's default separators.
+struct OneLine;
+
+impl serde_json::ser::Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
+
+const MONTHS: [&str; 12] = [
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
+];
+const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
+
+/// C's `strftime` in UTC and English, for the directives that templates use; others stay as
+/// they are.
+fn strftime(seconds: u64, format: &str) -> String {
+    let days = (seconds / 86_400) as i64;
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    // Days to date in the proleptic Gregorian calendar, with years that begin in March.
+    let shifted = days + 719_468;
+    let era = shifted.div_euclid(146_097);
+    let of_era = shifted.rem_euclid(146_097);
+    let year_of_era = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
+    let of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * of_year + 2) / 153;
+    let day = of_year - (153 * from_march + 2) / 5 + 1;
+    let month = (from_march + 2) % 12 + 1;
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let before = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334][month as usize - 1];
+    let day_of_year = before + day + i64::from(leap && month > 2);
+    let (month_name, day_name) = (MONTHS[month as usize - 1], DAYS[(days + 4).rem_euclid(7) as usize]);
+    let hour12 = (hour + 11) % 12 + 1;
+
+    let mut out = String::new();
+    let mut characters = format.chars();
+    while let Some(character) = characters.next() {
+        if character != '%' {
+            out.push(character);
+            continue;
+        }
+        let mut directive = characters.next();
+        let padded = directive != Some('-');
+        if !padded {
+            directive = characters.next();
+        }
+        let two = |n: i64| if padded { format!("{n:02}") } else { n.to_string() };
+        let text = match directive {
+            Some('Y') => year.to_string(),
+            Some('y') => two(year % 100),
+            Some('m') => two(month),
+            Some('d') => two(day),
+            Some('e') => if padded { format!("{day:2}") } else { day.to_string() },
+            Some('H') => two(hour as i64),
+            Some('I') => two(hour12 as i64),
+            Some('M') => two(minute as i64),
+            Some('S') => two(second as i64),
+            Some('j') => if padded { format!("{day_of_year:03}") } else { day_of_year.to_string() },
+            Some('B') => month_name.to_owned(),
+            Some('b' | 'h') => month_name[..3].to_owned(),
+            Some('A') => day_name.to_owned(),
+            Some('a') => day_name[..3].to_owned(),
+            Some('p') => if hour < 12 { "AM" } else { "PM" }.to_owned(),
+            Some('F') => format!("{year}-{month:02}-{day:02}"),
+            Some('T') => format!("{hour:02}:{minute:02}:{second:02}"),
+            Some('Z') => "UTC".to_owned(),
+            Some('z') => "+0000".to_owned(),
+            Some('%') => "%".to_owned(),
+            Some(other) => format!("%{}{other}", if padded { "" } else { "-" }),
+            None => "%".to_owned(),
+        };
+        out.push_str(&text);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn templates(source: &str) -> Templates {
+        let config: Map<String, Value> =
+            serde_json::from_str(r#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}"#).unwrap();
+        Templates::new(&config, Some(source)).unwrap()
+    }
+
+    fn user(content: &str) -> Vec<ChatMessage> {
+        vec![ChatMessage { role: "user".into(), content: content.into() }]
+    }
+
+    #[test]
+    fn variables_blocks_and_python_methods() {
+        let source = "{{ bos_token }}{% for m in messages %}\n    {% if m.role == 'user' %}\n[{{ m['content'].strip().upper() }}]\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}\n>{{ eos_token }}{% endif %}{{ pad_token }}\n";
+        let t = templates(source);
+        assert_eq!(t.render(&user(" hi "), &ChatOptions::default()).unwrap(), "<s>[HI]\n></s>");
+        let options = ChatOptions { add_generation_prompt: false, ..ChatOptions::default() };
+        assert_eq!(t.render(&user("a"), &options).unwrap(), "<s>[A]\n");
+    }
+
+    #[test]
+    fn loop_controls_and_extra_variables() {
+        let t = templates("{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{{ enable_thinking is defined and enable_thinking is false }}");
+        let mut options = ChatOptions::default();
+        options.extra.insert("enable_thinking".into(), Value::Bool(false));
+        assert_eq!(t.render(&[], &options).unwrap(), "012True");
+        assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "012False");
+    }
+
+    #[test]
+    fn a_template_may_refuse() {
+        let t = templates("{{ raise_exception('only user turns') }}");
+        let error = t.render(&user("x"), &ChatOptions::default()).unwrap_err();
+        assert_eq!(error.to_string(), "the chat template refuses the messages: only user turns");
+    }
+
+    #[test]
+    fn a_broken_template_fails_when_it_is_asked_for() {
+        let error = templates("{% for %}").render(&[], &ChatOptions::default()).unwrap_err();
+        assert!(matches!(error, TextError::Template(_)), "{error}");
+    }
+
+    #[test]
+    fn named_templates() {
+        let config = r#"{"chat_template": [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}]}"#;
+        let config: Map<String, Value> = serde_json::from_str(config).unwrap();
+        let t = Templates::new(&config, None).unwrap();
+        let named = |name: &str| ChatOptions { template: Some(name.into()), ..ChatOptions::default() };
+        assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "d");
+        assert_eq!(t.render(&[], &named("rag")).unwrap(), "r");
+        let error = t.render(&[], &named("tools")).unwrap_err().to_string();
+        assert_eq!(error, "the checkpoint has no chat template \"tools\" (it has default, rag)");
+        let t = Templates::new(&config, Some("f")).unwrap();
+        assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "f");
+    }
+
+    #[test]
+    fn json_is_written_as_python_does() {
+        let t = templates("{{ v | tojson }}|{{ v | tojson(indent=2) }}");
+        let mut options = ChatOptions::default();
+        options.extra.insert("v".into(), serde_json::json!({"z": "<é'>", "a": [1, 2.5, null, true]}));
+        let expected = "{\"z\": \"<é'>\", \"a\": [1, 2.5, null, true]}|{\n  \"z\": \"<é'>\",\n  \"a\": [\n    1,\n    2.5,\n    null,\n    true\n  ]\n}";
+        assert_eq!(t.render(&[], &options).unwrap(), expected);
+    }
+
+    #[test]
+    fn generation_tags_vanish() {
+        let t = templates("a{% generation %}b{% endgeneration %}c {%- generation -%} d {%- endgeneration -%} e");
+        assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "abcde");
+    }
+
+    #[test]
+    fn dates() {
+        assert_eq!(strftime(0, "%Y-%m-%d %H:%M:%S %A %j"), "1970-01-01 00:00:00 Thursday 001");
+        assert_eq!(strftime(951_782_400, "%d %b %Y|%-d %B|%j"), "29 Feb 2000|29 February|060");
+        assert_eq!(strftime(1_795_199_461, "%a %F %T %I%p %y %% %Q %-m"), "Fri 2026-11-20 18:31:01 06PM 26 % %Q 11");
+        assert_eq!(strftime(1_735_689_599, "%j %e"), "366 31");
+    }
+}

@@ -1,0 +1,141 @@
+//! Stop strings over a stream of text. Pure: text in, text out.
+
+/// Cuts a text before the first stop string, however the text is cut into pieces.
+///
+/// The first match is the one that is complete first; of several that are complete at the same
+/// place, the longest. So the result does not depend on the pieces, and nothing waits longer
+/// than it takes to tell.
+#[derive(Clone, Debug)]
+pub struct StopStrings {
+    /// None of them empty.
+    stops: Vec<String>,
+    /// Text that may be the beginning of a stop string.
+    held: String,
+    /// Set by the first match; nothing comes out after it.
+    stopped: bool,
+}
+
+/// What a piece of text became.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Passed {
+    /// Text that is certainly before any stop string.
+    pub text: String,
+    /// The stop string that was met; its text is not in `text`.
+    pub stopped: Option<String>,
+}
+
+impl StopStrings {
+    /// Watches for these; empty ones are ignored.
+    pub fn new(stops: Vec<String>) -> StopStrings {
+        let stops = stops.into_iter().filter(|stop| !stop.is_empty()).collect();
+        StopStrings { stops, held: String::new(), stopped: false }
+    }
+
+    /// Takes the next piece.
+    pub fn push(&mut self, piece: &str) -> Passed {
+        if self.stopped {
+            return Passed::default();
+        }
+        self.held.push_str(piece);
+        if let Some((start, stop)) = self.first_match() {
+            let stop = stop.to_owned();
+            self.stopped = true;
+            let mut text = std::mem::take(&mut self.held);
+            text.truncate(start);
+            return Passed { text, stopped: Some(stop) };
+        }
+        let keep = self.stops.iter().map(|stop| begun(&self.held, stop)).max().unwrap_or(0);
+        let held = self.held.split_off(self.held.len() - keep);
+        Passed { text: std::mem::replace(&mut self.held, held), stopped: None }
+    }
+
+    /// The text that was held back, now that nothing follows.
+    pub fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+
+    /// Whether a stop string was met.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    fn first_match(&self) -> Option<(usize, &str)> {
+        self.stops
+            .iter()
+            .filter_map(|stop| self.held.find(stop.as_str()).map(|start| (start, stop.as_str())))
+            .min_by_key(|(start, stop)| (start + stop.len(), *start))
+    }
+}
+
+/// How many bytes at the end of `text` are the beginning of `stop` (less than all of it).
+fn begun(text: &str, stop: &str) -> usize {
+    let longest = text.len().min(stop.len() - 1);
+    (1..=longest)
+        .rev()
+        .find(|&bytes| stop.is_char_boundary(bytes) && text.as_bytes().ends_with(&stop.as_bytes()[..bytes]))
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, Option<String>) {
+        let mut watch = StopStrings::new(stops.iter().map(|s| (*s).to_owned()).collect());
+        let mut text = String::new();
+        for piece in pieces {
+            let passed = watch.push(piece);
+            text.push_str(&passed.text);
+            if passed.stopped.is_some() {
+                return (text, passed.stopped);
+            }
+        }
+        (text + &watch.finish(), None)
+    }
+
+    #[test]
+    fn holds_back_what_may_be_a_beginning_and_no_more() {
+        let mut watch = StopStrings::new(vec!["###END".to_owned()]);
+        assert_eq!(watch.push("one ##").text, "one ");
+        assert_eq!(watch.push("# two").text, "### two");
+        assert_eq!(watch.push(" ####E").text, " #");
+        let passed = watch.push("ND three");
+        assert_eq!((passed.text.as_str(), passed.stopped.as_deref()), ("", Some("###END")));
+        assert_eq!(watch.push("more"), Passed::default());
+        assert_eq!(watch.finish(), "");
+    }
+
+    #[test]
+    fn the_match_complete_first_wins_then_the_longest() {
+        assert_eq!(run(&["abcd", "bc"], &["xabcd"]), ("xa".to_owned(), Some("bc".to_owned())));
+        assert_eq!(run(&["c", "abc"], &["xabc"]), ("x".to_owned(), Some("abc".to_owned())));
+        assert_eq!(run(&[""], &["all of it"]), ("all of it".to_owned(), None));
+        assert_eq!(run(&["€!"], &["1", "€", "!"]), ("1".to_owned(), Some("€!".to_owned())));
+        assert_eq!(run(&["aab"], &["a", "a", "a", "b"]), ("a".to_owned(), Some("aab".to_owned())));
+    }
+
+    /// By definition: the shortest beginning of the text that ends with a stop string, without it.
+    fn by_definition(text: &str, stops: &[String]) -> (String, Option<String>) {
+        for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
+            let longest = stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
+            if let Some(stop) = longest {
+                return (text[..end - stop.len()].to_owned(), Some(stop.clone()));
+            }
+        }
+        (text.to_owned(), None)
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_do_not_matter(
+            pieces in prop::collection::vec("[abé]{0,4}", 0..12),
+            stops in prop::collection::vec("[abé]{0,4}", 0..4),
+        ) {
+            let text = pieces.concat();
+            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            let borrowed: Vec<&str> = stops.iter().map(String::as_str).collect();
+            prop_assert_eq!(run(&borrowed, &pieces), by_definition(&text, &stops));
+        }
+    }
+}

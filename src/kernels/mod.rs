@@ -12,6 +12,7 @@ pub mod attention;
 pub mod layout;
 pub mod state;
 pub mod determinate;
+pub mod sampling;
 
 use recording::Call;
 use host_memory::HostMemory;
@@ -70,6 +71,11 @@ pub fn reference(kernel: &str) -> Reference {
         "take_last" => gemm::reference_take_last,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
+        "sample" => sampling::reference_sample,
+        "advance" => sampling::reference_advance,
+        "patch" => sampling::reference_patch,
+        "clear_counts" => sampling::reference_clear_counts,
+        "mark_prompt" => sampling::reference_mark_prompt,
         other => panic!("kernel \"{other}\" has no reference"),
     }
 }

@@ -1,0 +1,442 @@
+//! `sample`, `advance`, `patch`, `clear_counts`, `mark_prompt`: from logits to the next token,
+//! and the state around it. Deliberately absent: stop strings (text is the host's) and who
+//! decides which slot runs.
+
+use super::determinate::{
+    KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of,
+};
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{
+    AdvanceArgs, AdvanceConstants, ClearCountsArgs, ClearCountsConstants, MarkPromptArgs, MarkPromptConstants, PatchArgs,
+    PatchConstants, SampleArgs, SampleConstants,
+};
+use super::state::*;
+use std::collections::BTreeMap;
+
+/// Words of an inbox before its entries; the first is their number.
+pub const INBOX_HEADER: u32 = 4;
+
+/// Words of a row of logits: the vocabulary, rounded up so that rows are read 16 bytes at a time.
+pub fn row_stride(vocabulary: u32) -> u32 {
+    vocabulary.next_multiple_of(4)
+}
+
+/// Bytes of `logits`, and of the scratch `keys`, for so many rows.
+pub fn logits_bytes(rows: u32, vocabulary: u32) -> u64 {
+    u64::from(rows) * u64::from(row_stride(vocabulary)) * 4
+}
+
+/// Bytes of `state`.
+pub fn state_bytes(slots: u32) -> u64 {
+    u64::from(slots) * u64::from(SLOT_WORDS) * 4
+}
+
+/// Bytes of `bias`.
+pub fn bias_bytes(slots: u32) -> u64 {
+    u64::from(slots) * u64::from(BIAS_ENTRIES) * 8
+}
+
+/// Bytes of `counts`.
+pub fn counts_bytes(slots: u32, vocabulary: u32) -> u64 {
+    u64::from(slots) * u64::from(vocabulary) * 4
+}
+
+/// Bytes of `ring`.
+pub fn ring_bytes(ring_steps: u32, ring_rows: u32) -> u64 {
+    u64::from(ring_steps) * u64::from(ring_rows) * u64::from(ENTRY_WORDS) * 4
+}
+
+/// Bytes of the inbox of a `patch` of at most `pairs`.
+pub fn patch_bytes(pairs: u32) -> u64 {
+    u64::from(INBOX_HEADER + 2 * pairs) * 4
+}
+
+/// Bytes of the inbox of a `clear_counts` of at most `slots`.
+pub fn clear_bytes(slots: u32) -> u64 {
+    u64::from(INBOX_HEADER + slots) * 4
+}
+
+/// Invocations of a workgroup of `sample` on a device that allows so many: a row is one
+/// workgroup's, so it should have all the loads in flight that it can. The result does not depend on it.
+pub fn sample_threads(max_invocations: u32) -> u32 {
+    match max_invocations {
+        1024.. => 1024,
+        512.. => 512,
+        256.. => 256,
+        _ => 128,
+    }
+}
+
+/// Words to change in a buffer: the content of an inbox of `patch`.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Patch {
+    words: BTreeMap<u32, u32>,
+}
+
+impl Patch {
+    /// A word; the last value of an offset counts.
+    pub fn set(&mut self, offset: u32, value: u32) {
+        self.words.insert(offset, value);
+    }
+
+    /// Consecutive words.
+    pub fn set_all(&mut self, offset: u32, values: &[u32]) {
+        for (at, value) in (offset..).zip(values) {
+            self.set(at, *value);
+        }
+    }
+
+    /// Number of pairs.
+    pub fn len(&self) -> usize {
+        self.words.len()
+    }
+
+    /// Whether nothing changes.
+    pub fn is_empty(&self) -> bool {
+        self.words.is_empty()
+    }
+
+    /// The words of the inbox.
+    pub fn inbox(&self) -> Vec<u32> {
+        let mut inbox = vec![self.words.len() as u32, 0, 0, 0];
+        inbox.extend(self.words.iter().flat_map(|(offset, value)| [*offset, *value]));
+        inbox
+    }
+}
+
+/// The words of an inbox of `clear_counts`.
+pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
+    let mut inbox = vec![slots.len() as u32, 0, 0, 0];
+    inbox.extend(slots);
+    inbox
+}
+
+/// Draws the next token of `rows` rows, advances their slots and writes their ring entries.
+/// `partials` may be any range (`Range::none`) where `partial_count` is 0.
+pub fn sample(label: String, rows: u32, threads: u32, args: SampleArgs) -> Call {
+    debug_assert!(args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary, "rows are read 16 bytes at a time");
+    Call {
+        kernel: "sample",
+        label,
+        constants: SampleConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [rows, 1, 1],
+    }
+}
+
+/// Counts the step: the last call of a region that sampled.
+pub fn advance(label: String, args: AdvanceArgs) -> Call {
+    Call {
+        kernel: "advance",
+        label,
+        constants: AdvanceConstants { threads: 1 }.into_values(),
+        args: args.into_args(),
+        groups: [1, 1, 1],
+    }
+}
+
+/// Writes the words of an inbox to a buffer.
+pub fn patch(label: String, args: PatchArgs) -> Call {
+    Call {
+        kernel: "patch",
+        label,
+        constants: PatchConstants { threads: 128 }.into_values(),
+        args: args.into_args(),
+        groups: [1, 1, 1],
+    }
+}
+
+/// Zeroes the counts of the slots in an inbox of at most `capacity`.
+pub fn clear_counts(label: String, capacity: u32, args: ClearCountsArgs) -> Call {
+    let threads = 128;
+    Call {
+        kernel: "clear_counts",
+        label,
+        constants: ClearCountsConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.vocabulary.div_ceil(threads), capacity, 1],
+    }
+}
+
+/// Enters the rows of a prompt chunk in the counts of slots with penalties.
+pub fn mark_prompt(label: String, args: MarkPromptArgs) -> Call {
+    let threads = 128;
+    Call {
+        kernel: "mark_prompt",
+        label,
+        constants: MarkPromptConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.row_count.div_ceil(threads), 1, 1],
+    }
+}
+
+/// What a slot reads beside its words.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotTables<'a> {
+    /// Its row of `counts`; looked at with `FLAG_PENALTIES`.
+    pub counts: &'a [u32],
+    /// Its row of `bias`; looked at with `FLAG_BIAS`.
+    pub bias: &'a [u32],
+}
+
+/// A draw and what led to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Drawn {
+    /// The token.
+    pub token: u32,
+    /// Its log probability; 0 if the slot does not ask.
+    pub logprob: f32,
+    /// The most probable, best first; empty if the slot does not ask.
+    pub top: Vec<(u32, f32)>,
+    /// The adjusted logits as keys, if bias, penalties or a mask changed them.
+    pub keys: Option<Vec<u32>>,
+}
+
+fn float(words: &[u32], at: u32) -> f32 {
+    f32::from_bits(words[at as usize])
+}
+
+fn flag(slot: &[u32], bit: u32) -> bool {
+    slot[SLOT_FLAGS as usize] & bit != 0
+}
+
+/// Stop ids are masked until `min_tokens` were drawn.
+fn masks_stops(slot: &[u32]) -> bool {
+    slot[SLOT_MIN_LEFT as usize] > 0 && slot[SLOT_STOP_COUNT as usize] > 0
+}
+
+fn stop_ids(slot: &[u32]) -> &[u32] {
+    let first = SLOT_STOP_IDS as usize;
+    &slot[first..first + slot[SLOT_STOP_COUNT as usize].min(STOP_ENTRIES) as usize]
+}
+
+/// The keys of the logits after bias, penalties and masks.
+pub fn adjusted_keys(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Vec<u32> {
+    let penalised = |token: usize, value: f32| {
+        let count = if flag(slot, FLAG_PENALTIES) { tables.counts[token] } else { 0 };
+        let mut l = value;
+        if count != 0 {
+            l *= if l > 0.0 { float(slot, SLOT_REPETITION_INVERSE) } else { float(slot, SLOT_REPETITION) };
+        }
+        let times = count & !COUNT_PROMPT;
+        if times != 0 {
+            l -= float(slot, SLOT_FREQUENCY) * times as f32;
+            l -= float(slot, SLOT_PRESENCE);
+        }
+        key_of(l)
+    };
+    let plain = |token: usize| value_of(key_of(logits[token]));
+    let mut keys: Vec<u32> = (0..logits.len()).map(|token| penalised(token, plain(token))).collect();
+    if flag(slot, FLAG_BIAS) {
+        let count = slot[SLOT_BIAS_COUNT as usize].min(BIAS_ENTRIES) as usize;
+        for entry in tables.bias.chunks_exact(2).take(count) {
+            let token = entry[0] as usize;
+            if token < keys.len() {
+                keys[token] = penalised(token, plain(token) + f32::from_bits(entry[1]));
+            }
+        }
+    }
+    if masks_stops(slot) {
+        for token in stop_ids(slot) {
+            if let Some(key) = keys.get_mut(*token as usize) {
+                *key = KEY_MINUS_INFINITY;
+            }
+        }
+    }
+    keys
+}
+
+/// Distance of a key from the greatest one, divided by the temperature.
+fn distance(key: u32, most: f32, temperature_inverse: f32) -> f32 {
+    (value_of(key) - most) * temperature_inverse
+}
+
+/// The tokens among which a slot draws, ascending: min-p, then top-k, then top-p, each of what
+/// the one before left, with all that are equal to the last one kept. By sorting, where the
+/// kernel descends through histograms.
+pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
+    let inverse = float(slot, SLOT_TEMPERATURE_INVERSE);
+    let mut sorted: Vec<u32> = keys.iter().copied().filter(|k| *k > KEY_MINUS_INFINITY).collect();
+    sorted.sort_unstable_by(|a, b| b.cmp(a));
+    let Some(&best) = sorted.first() else { return Vec::new() };
+    let most = value_of(best);
+    if float(slot, SLOT_MIN_P) > 0.0 {
+        sorted.retain(|k| distance(*k, most, inverse) >= float(slot, SLOT_MIN_P_LOG));
+    }
+    let cut = |sorted: &mut Vec<u32>, kept: usize| {
+        let last = sorted[kept.min(sorted.len()) - 1];
+        sorted.retain(|k| *k >= last);
+    };
+    let top_k = slot[SLOT_TOP_K as usize] as usize;
+    if top_k > 0 {
+        cut(&mut sorted, top_k);
+    }
+    let top_p = float(slot, SLOT_TOP_P);
+    if top_p < 1.0 {
+        let masses: Vec<u64> = sorted.iter().map(|k| u64::from(mass_of(distance(*k, most, inverse)))).collect();
+        let total: u64 = masses.iter().sum();
+        let fraction = (top_p.max(0.0) * 4_294_967_296.0) as u32;
+        let target = (u128::from(total) * u128::from(fraction)).div_ceil(1 << 32) as u64;
+        let mut sum = 0;
+        let kept = masses.iter().position(|mass| {
+            sum += mass;
+            sum >= target
+        });
+        cut(&mut sorted, kept.map_or(masses.len(), |k| k + 1));
+    }
+    let least = sorted[sorted.len() - 1];
+    (0..keys.len() as u32).filter(|token| keys[*token as usize] >= least).collect()
+}
+
+/// Draws a token from a row of logits: the meaning of `sample`, without its bookkeeping.
+pub fn draw(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Drawn {
+    let changed = flag(slot, FLAG_PENALTIES) || flag(slot, FLAG_BIAS) || masks_stops(slot);
+    let keys = if changed {
+        adjusted_keys(logits, slot, tables)
+    } else {
+        logits.iter().map(|l| key_of(*l)).collect()
+    };
+    let first_best = |scores: &mut dyn Iterator<Item = (u32, u32)>| {
+        scores.fold((0, TOKEN_NONE), |best, (key, token)| if key > best.0 { (key, token) } else { best })
+    };
+    let best = first_best(&mut keys.iter().copied().zip(0..));
+    let most = value_of(best.0);
+    let mut token = best.1;
+    if float(slot, SLOT_TEMPERATURE) > 0.0 && best.0 > KEY_MINUS_INFINITY {
+        let inverse = float(slot, SLOT_TEMPERATURE_INVERSE);
+        let seed = [slot[SLOT_SEED_LOW as usize], slot[SLOT_SEED_HIGH as usize]];
+        let draw_key = philox(slot[SLOT_GENERATED as usize], seed);
+        let mut scores = survivors(&keys, slot).into_iter().map(|t| {
+            let score = distance(keys[t as usize], most, inverse) + gumbel(token_bits(t, draw_key));
+            (key_of(score), t)
+        });
+        token = first_best(&mut scores).1;
+    }
+    let mut logprob = 0.0;
+    let mut top = Vec::new();
+    if flag(slot, FLAG_LOGPROBS) {
+        let finite = || keys.iter().copied().zip(0u32..).filter(|(key, _)| *key > KEY_MINUS_INFINITY);
+        let sum: f64 = finite().map(|(key, _)| f64::from(exp_negative(value_of(key) - most))).sum();
+        let of = |key: u32| (f64::from(value_of(key)) - f64::from(most) - sum.ln()) as f32;
+        logprob = if best.0 > KEY_MINUS_INFINITY { of(keys[token as usize]) } else { f32::NEG_INFINITY };
+        let mut order: Vec<(u32, u32)> = finite().collect();
+        order.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+        order.truncate(slot[SLOT_TOP_N as usize].min(TOP_ENTRIES) as usize);
+        top = order.into_iter().map(|(key, token)| (token, of(key))).collect();
+    }
+    Drawn { token, logprob, top, keys: changed.then_some(keys) }
+}
+
+fn words(memory: &HostMemory, range: Range, first: u32, count: u32) -> Vec<u32> {
+    (first..first + count).map(|i| memory.u32(range, i)).collect()
+}
+
+pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
+    let args = SampleArgs::from_args(&call.args);
+    let vocabulary = args.vocabulary;
+    let number = memory.u32(args.step_number, 0);
+    for row in 0..call.groups[0] {
+        let [_, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
+        let entry = RingEntry::at(number, row, args.ring_steps, args.ring_rows) as u32;
+        let at = slot.wrapping_mul(SLOT_WORDS);
+        if valid == 0 || memory.u32(args.state, at + SLOT_ACTIVE) != ACTIVE_RUNNING {
+            memory.set_u32(args.ring, entry + ENTRY_STEP, number);
+            memory.set_u32(args.ring, entry + ENTRY_SLOT, slot);
+            memory.set_u32(args.ring, entry + ENTRY_TOKEN, TOKEN_NONE);
+            memory.set_u32(args.ring, entry + ENTRY_DONE, DONE_NO);
+            memory.set_u32(args.ring, entry + ENTRY_TOP_COUNT, 0);
+            continue;
+        }
+        let mut state = words(memory, args.state, at, SLOT_WORDS);
+        let logits: Vec<f32> = (0..vocabulary).map(|i| memory.f32(args.logits, row * args.row_stride + i)).collect();
+        let counts = if flag(&state, FLAG_PENALTIES) { words(memory, args.counts, slot * vocabulary, vocabulary) } else { Vec::new() };
+        let bias = if flag(&state, FLAG_BIAS) { words(memory, args.bias, slot * BIAS_ENTRIES * 2, BIAS_ENTRIES * 2) } else { Vec::new() };
+        let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias });
+        for (i, key) in drawn.keys.iter().flatten().enumerate() {
+            memory.set_u32(args.keys, row * args.row_stride + i as u32, *key);
+        }
+        let token = drawn.token;
+        let min_left = state[SLOT_MIN_LEFT as usize];
+        let remaining = state[SLOT_REMAINING as usize].saturating_sub(1);
+        let done = if min_left == 0 && stop_ids(&state).contains(&token) {
+            DONE_STOP
+        } else if remaining == 0 {
+            DONE_LENGTH
+        } else {
+            DONE_NO
+        };
+        if flag(&state, FLAG_PENALTIES) {
+            let count = memory.u32(args.counts, slot * vocabulary + token);
+            memory.set_u32(args.counts, slot * vocabulary + token, count + 1);
+        }
+        state[SLOT_MIN_LEFT as usize] = min_left.saturating_sub(1);
+        state[SLOT_TOKEN as usize] = token;
+        state[SLOT_POSITION as usize] = position + 1;
+        state[SLOT_REMAINING as usize] = remaining;
+        state[SLOT_GENERATED as usize] += 1;
+        if done != DONE_NO {
+            state[SLOT_ACTIVE as usize] = ACTIVE_DONE;
+        }
+        for (i, word) in (at..).zip(state) {
+            memory.set_u32(args.state, i, word);
+        }
+        memory.set_u32(args.ring, entry + ENTRY_STEP, number);
+        memory.set_u32(args.ring, entry + ENTRY_SLOT, slot);
+        memory.set_u32(args.ring, entry + ENTRY_TOKEN, token);
+        memory.set_u32(args.ring, entry + ENTRY_DONE, done);
+        memory.set_f32(args.ring, entry + ENTRY_LOGPROB, drawn.logprob);
+        memory.set_u32(args.ring, entry + ENTRY_TOP_COUNT, drawn.top.len() as u32);
+        for (i, (token, logprob)) in (0..).zip(drawn.top) {
+            memory.set_u32(args.ring, entry + ENTRY_TOP + 2 * i, token);
+            memory.set_f32(args.ring, entry + ENTRY_TOP + 2 * i + 1, logprob);
+        }
+    }
+}
+
+pub(super) fn reference_advance(call: &Call, memory: &mut HostMemory) {
+    let args = AdvanceArgs::from_args(&call.args);
+    let number = memory.u32(args.step_number, 0);
+    memory.set_u32(args.step_number, 0, number.wrapping_add(1));
+}
+
+pub(super) fn reference_patch(call: &Call, memory: &mut HostMemory) {
+    let args = PatchArgs::from_args(&call.args);
+    for i in 0..memory.u32(args.inbox, 0).min(args.capacity) {
+        let offset = memory.u32(args.inbox, INBOX_HEADER + 2 * i);
+        let value = memory.u32(args.inbox, INBOX_HEADER + 2 * i + 1);
+        if offset < args.words {
+            memory.set_u32(args.target, offset, value);
+        }
+    }
+}
+
+pub(super) fn reference_clear_counts(call: &Call, memory: &mut HostMemory) {
+    let args = ClearCountsArgs::from_args(&call.args);
+    for i in 0..memory.u32(args.inbox, 0).min(call.groups[1]) {
+        let slot = memory.u32(args.inbox, INBOX_HEADER + i);
+        if slot < args.slots {
+            for token in 0..args.vocabulary {
+                memory.set_u32(args.counts, slot * args.vocabulary + token, 0);
+            }
+        }
+    }
+}
+
+pub(super) fn reference_mark_prompt(call: &Call, memory: &mut HostMemory) {
+    let args = MarkPromptArgs::from_args(&call.args);
+    for row in 0..args.row_count {
+        let [token, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
+        if valid == 0 || token >= args.vocabulary {
+            continue;
+        }
+        let at = slot * SLOT_WORDS;
+        if memory.u32(args.state, at + SLOT_FLAGS) & FLAG_PENALTIES == 0 {
+            continue;
+        }
+        let count = memory.u32(args.counts, slot * args.vocabulary + token);
+        let prompt = position < memory.u32(args.state, at + SLOT_PROMPT_TOKENS);
+        let count = if prompt { count | COUNT_PROMPT } else { count + 1 };
+        memory.set_u32(args.counts, slot * args.vocabulary + token, count);
+    }
+}

@@ -182,6 +182,13 @@ impl Device {
         self.logical.alive().is_err()
     }
 
+    /// Treats the device as lost from here on, for a watchdog that saw it hang: waits end and
+    /// submissions are refused with `DeviceLost`, which names `why`.
+    pub fn declare_lost(&self, why: &str) {
+        // The error is for those who ask later.
+        let _ = self.logical.lose(why);
+    }
+
     /// The largest device-local heap as the driver sees it now.
     pub fn budget(&self) -> MemoryBudget {
         let adapter = self.adapter();

@@ -165,10 +165,16 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
         settings_known = of_layer.iter().any(|e| e.extension_name_as_c_str() == Ok(LAYER_SETTINGS));
         layers.push(VALIDATION_LAYER.as_ptr());
         extensions.push(ext::debug_utils::NAME.as_ptr());
-        extensions.push(if settings_known { LAYER_SETTINGS } else { ext::validation_features::NAME }.as_ptr());
+        // The layer reads its settings whether or not their extension is enabled, and loaders
+        // older than the extension refuse to enable it.
+        if !settings_known {
+            extensions.push(ext::validation_features::NAME.as_ptr());
+        }
     }
     let on = vk::TRUE.to_ne_bytes();
-    let settings = [c"validate_sync", c"syncval_submit_time_validation"].map(|name| {
+    // Layers know the check across submissions by one of the two later names.
+    let names = [c"validate_sync", c"syncval_submit_time_validation", c"syncval_full_validation"];
+    let settings = names.map(|name| {
         let mut setting = vk::LayerSettingEXT::default()
             .layer_name(VALIDATION_LAYER)
             .setting_name(name)
@@ -226,7 +232,11 @@ unsafe extern "system" fn collect(
         };
         let data = &*data;
         let messages = &*user.cast::<Messages>();
-        messages.push(format!("{}: {}", text(data.p_message_id_name), text(data.p_message)));
+        let id = text(data.p_message_id_name);
+        // Remarks on a setting's name in this version of the layer, not on our use of Vulkan.
+        if id != "VALIDATION-SETTINGS" {
+            messages.push(format!("{id}: {}", text(data.p_message)));
+        }
     }
     vk::FALSE
 }

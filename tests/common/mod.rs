@@ -1,0 +1,196 @@
+//! What tests on the CPU drivers share: the drivers, the newest validation layer there is, and
+//! the promise that it had nothing to say. Deliberately absent: what is tested.
+//!
+//! The drivers and the layer are chosen through the environment, which the Vulkan loader reads
+//! when an instance is made. It is set once in a process, before the first instance, and every
+//! instance of a test is made by [`Vulkan::new`]; so tests may run on several threads.
+#![allow(dead_code)]
+
+use ostinato::device::{Adapter, Device, DeviceError, Instance, InstanceOptions};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+/// A driver on the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Driver {
+    /// Mesa's: subgroups of 8, every optional integer and float type.
+    Lavapipe,
+    /// Chromium's: subgroups of 4, the bare baseline.
+    SwiftShader,
+}
+
+impl Driver {
+    pub const BOTH: [Driver; 2] = [Driver::Lavapipe, Driver::SwiftShader];
+
+    fn names(self, adapter: &Adapter) -> bool {
+        adapter.name.contains(match self {
+            Driver::Lavapipe => "llvmpipe",
+            Driver::SwiftShader => "SwiftShader",
+        })
+    }
+}
+
+/// The validation layer in use.
+#[derive(Debug)]
+pub struct Layer {
+    /// Its library, or the system's manifest.
+    pub path: PathBuf,
+    /// Whether it follows hazards across submissions and timeline semaphores.
+    pub submit_time: bool,
+}
+
+/// An instance over both CPU drivers with validation on. When it is dropped, the test fails if
+/// the layer had anything to say.
+pub struct Vulkan {
+    pub instance: Instance,
+    clean: bool,
+}
+
+impl Vulkan {
+    pub fn new() -> Vulkan {
+        let layer = layer();
+        let instance = Instance::new(&InstanceOptions { validation: true })
+            .unwrap_or_else(|e| panic!("no instance with {}: {}", layer.path.display(), chain(&e)));
+        Vulkan { instance, clean: true }
+    }
+
+    pub fn adapter(&self, driver: Driver) -> Adapter {
+        let adapters = self.instance.adapters();
+        let found = adapters.iter().find(|a| driver.names(a)).cloned();
+        found.unwrap_or_else(|| panic!("{driver:?} is not among {adapters:?}"))
+    }
+
+    pub fn device(&self, driver: Driver) -> Arc<Device> {
+        let adapter = self.adapter(driver);
+        Device::open(&self.instance, &adapter).unwrap_or_else(|e| panic!("{driver:?}: {e}"))
+    }
+
+    /// What the layer has said, for a test that provokes it; the test then isn't failed for it.
+    pub fn provoked(mut self) -> Vec<String> {
+        self.clean = false;
+        self.instance.validation_messages()
+    }
+
+    /// Fails the test if the layer has said anything.
+    pub fn assert_clean(&self) {
+        let messages = self.instance.validation_messages();
+        assert!(messages.is_empty(), "{} validation messages:\n{}", messages.len(), messages.join("\n"));
+    }
+}
+
+impl Drop for Vulkan {
+    fn drop(&mut self) {
+        // A test that fails already says why by itself.
+        if self.clean && !std::thread::panicking() {
+            self.assert_clean();
+        }
+    }
+}
+
+/// The message of an error and of everything that caused it.
+pub fn chain(error: &DeviceError) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(e) = cause {
+        text.push_str(&format!(": {e}"));
+        cause = e.source();
+    }
+    text
+}
+
+/// Prepares the environment once and says which layer was found.
+pub fn layer() -> &'static Layer {
+    static LAYER: OnceLock<Layer> = OnceLock::new();
+    LAYER.get_or_init(|| {
+        let drivers = [lavapipe(), swiftshader()];
+        let drivers = std::env::join_paths(drivers).expect("driver paths have no colon");
+        let (layer, manifests) = find_layer();
+        // SAFETY: Rust's own readers of the environment take its lock, and the one C library
+        // here that reads it is the Vulkan loader, called only after this by `Vulkan::new`.
+        unsafe {
+            std::env::set_var("VK_ICD_FILENAMES", &drivers);
+            std::env::set_var("VK_DRIVER_FILES", &drivers);
+            match manifests {
+                Some(folder) => std::env::set_var("VK_LAYER_PATH", folder),
+                None => std::env::remove_var("VK_LAYER_PATH"),
+            }
+            // Settings from a developer's shell or folder must not soften the checks.
+            for name in ["VK_INSTANCE_LAYERS", "VK_LAYER_ENABLES", "VK_LAYER_DISABLES", "VK_LAYER_SETTINGS_PATH"] {
+                std::env::remove_var(name);
+            }
+        }
+        eprintln!(
+            "validation layer: {}, synchronisation validation {}",
+            layer.path.display(),
+            if layer.submit_time { "of recordings and submissions" } else { "of recordings only" }
+        );
+        layer
+    })
+}
+
+/// Chromium's layer is current; the distribution's own is the second choice.
+fn find_layer() -> (Layer, Option<PathBuf>) {
+    let library = chromium().into_iter().map(|d| d.join("libVkLayer_khronos_validation.so")).find(|p| p.exists());
+    if let Some(library) = library {
+        let folder = write_manifest(&library);
+        return (Layer { path: library, submit_time: true }, Some(folder));
+    }
+    let folders = ["/usr/share/vulkan/explicit_layer.d", "/usr/local/share/vulkan/explicit_layer.d"];
+    let manifest = folders.iter().map(|f| Path::new(f).join("VkLayer_khronos_validation.json")).find(|p| p.exists());
+    let path = manifest.expect("a Khronos validation layer: install vulkan-validationlayers");
+    (Layer { path, submit_time: false }, None)
+}
+
+/// A manifest for a library that has none, in a folder of its own. Written under another name
+/// and renamed: test programs run at the same time.
+fn write_manifest(library: &Path) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("validation-layer");
+    std::fs::create_dir_all(&folder).expect("a folder for the layer's manifest");
+    let extensions = ["VK_EXT_debug_report", "VK_EXT_debug_utils", "VK_EXT_validation_features", "VK_EXT_layer_settings"]
+        .map(|name| serde_json::json!({ "name": name, "spec_version": "1" }));
+    let manifest = serde_json::json!({
+        "file_format_version": "1.2.0",
+        "layer": {
+            "name": "VK_LAYER_KHRONOS_validation",
+            "type": "GLOBAL",
+            "library_path": library,
+            "api_version": "1.4.0",
+            "implementation_version": "1",
+            "description": "Khronos validation layer",
+            "instance_extensions": extensions,
+            "device_extensions": [{
+                "name": "VK_EXT_tooling_info",
+                "spec_version": "1",
+                "entrypoints": ["vkGetPhysicalDeviceToolPropertiesEXT"],
+            }],
+        },
+    });
+    let temporary = folder.join(format!("manifest-{}.tmp", std::process::id()));
+    std::fs::write(&temporary, manifest.to_string()).expect("the layer's manifest");
+    std::fs::rename(&temporary, folder.join("VkLayer_khronos_validation.json")).expect("the layer's manifest");
+    folder
+}
+
+fn chromium() -> Vec<PathBuf> {
+    ["/usr/lib/chromium", "/usr/lib/chromium-browser", "/opt/google/chrome"].map(PathBuf::from).to_vec()
+}
+
+fn lavapipe() -> PathBuf {
+    let folders = ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+    let files = folders.iter().filter_map(|f| std::fs::read_dir(f).ok()).flatten().flatten().map(|e| e.path());
+    let mut found: Vec<PathBuf> = files
+        .filter(|p| {
+            let name = p.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            name.starts_with("lvp_icd") && name.ends_with(".json")
+        })
+        .collect();
+    // A machine may have a foreign architecture's too; the loader skips what it can't load.
+    let own = |p: &PathBuf| !p.to_string_lossy().contains(std::env::consts::ARCH);
+    found.sort_by_key(own);
+    found.into_iter().next().expect("lavapipe: install mesa-vulkan-drivers")
+}
+
+fn swiftshader() -> PathBuf {
+    let found = chromium().into_iter().map(|d| d.join("vk_swiftshader_icd.json")).find(|p| p.exists());
+    found.expect("SwiftShader: install chromium")
+}

@@ -1,0 +1,519 @@
+//! Buffers: their memory, their host view, their end. The one file of `memory` with
+//! `unsafe`, so it also makes the map of a file for [`super::file`].
+//! Deliberately absent: what is in a buffer, and commands that fill one. Fresh memory holds
+//! whatever was there: the transfer actor fills it where zeros are needed.
+#![allow(unsafe_code)]
+
+use super::MemoryError;
+use super::place::{Place, choose};
+use crate::device::{AdapterKind, Device, Point, Role};
+use ash::vk;
+use gpu_allocator::vulkan::{
+    Allocation, AllocationCreateDesc, AllocationScheme, Allocator, AllocatorCreateDesc,
+};
+use gpu_allocator::{AllocationSizes, AllocatorDebugSettings, MemoryLocation};
+use std::fmt;
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Small buffers share blocks of this size.
+const DEVICE_BLOCK_BYTES: u64 = 64 << 20;
+/// The same for memory that the host can map.
+const HOST_BLOCK_BYTES: u64 = 16 << 20;
+/// Buffers from this size on get memory of their own, so that no block is left with a large
+/// hole; the 4,096 allocations that every driver has suffice for many models.
+const DEDICATED_BYTES: u64 = 8 << 20;
+/// Every buffer starts on such an address, whatever the driver asks for less: kernels load 16
+/// bytes at a time, and a cache line is 128.
+const ALIGNMENT: u64 = 256;
+/// Longest wait for the device's last use of a buffer that is dropped. Past it something is
+/// badly wrong, and the memory is leaked rather than freed under the device.
+const LAST_USE_WAIT: Duration = Duration::from_secs(20);
+
+/// Where a device's buffers come from. Clones share it; it lives until its last buffer is gone.
+#[derive(Clone)]
+pub struct Arena(Arc<Inner>);
+
+struct Inner {
+    // Order matters: the allocator frees its blocks before the device goes.
+    allocator: Mutex<Allocator>,
+    types: Vec<vk::MemoryType>,
+    device: Arc<Device>,
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena").field("device", &self.0.name()).field("use", &self.usage()).finish()
+    }
+}
+
+/// What an arena has taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes of live buffers, alignment included.
+    pub buffers_bytes: u64,
+    /// Bytes taken from the driver for them.
+    pub reserved_bytes: u64,
+}
+
+impl Arena {
+    /// An empty arena on a device.
+    pub fn new(device: &Arc<Device>) -> Result<Arena, MemoryError> {
+        let allocator = Allocator::new(&AllocatorCreateDesc {
+            instance: device.instance().raw().clone(),
+            device: device.raw().clone(),
+            physical_device: device.physical(),
+            debug_settings: AllocatorDebugSettings {
+                log_leaks_on_shutdown: false,
+                ..AllocatorDebugSettings::default()
+            },
+            buffer_device_address: true,
+            allocation_sizes: AllocationSizes::new(DEVICE_BLOCK_BYTES, HOST_BLOCK_BYTES),
+        })
+        .map_err(|source| MemoryError::Allocator { name: "arena".to_owned(), source })?;
+        // SAFETY: the physical device is of this instance, which the device keeps alive.
+        let properties = unsafe {
+            device.instance().raw().get_physical_device_memory_properties(device.physical())
+        };
+        let types = properties.memory_types_as_slice().to_vec();
+        Ok(Arena(Arc::new(Inner { allocator: Mutex::new(allocator), types, device: device.clone() })))
+    }
+
+    /// The device that the memory is on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.0.device
+    }
+
+    /// A buffer of `bytes` (at least 1), never split: one above the driver's largest
+    /// allocation is an error that names both numbers. On a discrete GPU
+    /// [`Place::DeviceLocal`] is in the device's own memory or refused.
+    pub fn buffer(&self, name: &str, bytes: u64, place: Place) -> Result<Arc<Buffer>, MemoryError> {
+        let host_access = !matches!(place, Place::DeviceLocal);
+        self.0.create(name, bytes, place, host_access).map(|(buffer, _)| buffer)
+    }
+
+    /// A host-visible buffer of `count × bytes_each`, of which the host sees only the slices:
+    /// each is exclusively its owner's to write or read, while the buffer itself has no host
+    /// view. [`super::StagingRing`] keeps device and host from using one at the same time.
+    pub fn sliced(
+        &self,
+        name: &str,
+        bytes_each: usize,
+        count: usize,
+        place: Place,
+    ) -> Result<(Arc<Buffer>, Vec<HostSlice>), MemoryError> {
+        assert!(place != Place::DeviceLocal, "slices are for the host");
+        assert!(bytes_each > 0 && count > 0, "slices have bytes");
+        let (buffer, base) = self.0.create(name, (bytes_each * count) as u64, place, false)?;
+        let base = base.expect("host-visible memory is mapped, `create` checks it");
+        let slices = (0..count)
+            .map(|i| HostSlice {
+                // SAFETY: `i * bytes_each` is inside the buffer, whose mapping is `base`.
+                start: HostPointer(unsafe { base.0.add(i * bytes_each) }),
+                offset: (i * bytes_each) as u64,
+                bytes: bytes_each,
+                buffer: buffer.clone(),
+            })
+            .collect();
+        Ok((buffer, slices))
+    }
+
+    /// What has been taken so far.
+    pub fn usage(&self) -> Usage {
+        let allocator = self.0.allocator.lock().unwrap_or_else(PoisonError::into_inner);
+        let report = allocator.generate_report();
+        Usage {
+            buffers_bytes: report.total_allocated_bytes,
+            reserved_bytes: report.total_capacity_bytes,
+        }
+    }
+}
+
+impl Inner {
+    fn name(&self) -> &str {
+        &self.device.adapter().name
+    }
+
+    /// The buffer and, for host-visible places, its mapping; the buffer keeps the latter for
+    /// itself only with `host_access`.
+    fn create(
+        self: &Arc<Inner>,
+        name: &str,
+        bytes: u64,
+        place: Place,
+        host_access: bool,
+    ) -> Result<(Arc<Buffer>, Option<HostPointer>), MemoryError> {
+        assert!(bytes > 0, "buffer {name:?} has no bytes");
+        let adapter = self.device.adapter();
+        let allowed = adapter.capabilities.max_allocation_bytes;
+        if bytes > allowed {
+            let (name, device) = (name.to_owned(), adapter.name.clone());
+            return Err(MemoryError::TooLarge { name, asked: bytes, allowed, device });
+        }
+        let raw = self.device.create_buffer(bytes, name)?;
+        let destroy = |error: MemoryError| {
+            // SAFETY: the buffer was just made from this device and no command names it.
+            unsafe { self.device.destroy_buffer(raw) };
+            error
+        };
+        // SAFETY: `raw` is a live buffer of this device.
+        let mut requirements = unsafe { self.device.raw().get_buffer_memory_requirements(raw) };
+        requirements.alignment = requirements.alignment.max(ALIGNMENT);
+        let must_be_local = adapter.kind == AdapterKind::Discrete;
+        let Some(chosen) = choose(&self.types, requirements.memory_type_bits, place, must_be_local) else {
+            let (name, device) = (name.to_owned(), adapter.name.clone());
+            return Err(destroy(MemoryError::NoMemoryType { name, place, device }));
+        };
+        // The choice is made; the allocator gets no other.
+        requirements.memory_type_bits = 1 << chosen;
+        let desc = AllocationCreateDesc {
+            name,
+            requirements,
+            location: MemoryLocation::Unknown,
+            linear: true,
+            allocation_scheme: if requirements.size >= DEDICATED_BYTES {
+                AllocationScheme::DedicatedBuffer(raw)
+            } else {
+                AllocationScheme::GpuAllocatorManaged
+            },
+        };
+        let mut allocator = self.allocator.lock().unwrap_or_else(PoisonError::into_inner);
+        let allocation = match allocator.allocate(&desc) {
+            Ok(allocation) => allocation,
+            Err(source) => {
+                drop(allocator);
+                return Err(destroy(self.failed_allocation(name, requirements.size, place, source)));
+            }
+        };
+        drop(allocator);
+        let mapped = allocation.mapped_ptr().map(|p| HostPointer(p.cast()));
+        // From here on the buffer frees both, on the error path too.
+        let mut buffer = Buffer {
+            name: name.to_owned(),
+            raw,
+            address: 0,
+            bytes,
+            device_local: self.types[chosen]
+                .property_flags
+                .contains(vk::MemoryPropertyFlags::DEVICE_LOCAL),
+            host: mapped.filter(|_| host_access),
+            last_use: [AtomicU64::new(0), AtomicU64::new(0)],
+            last_write: [AtomicU64::new(0), AtomicU64::new(0)],
+            allocation: ManuallyDrop::new(allocation),
+            arena: self.clone(),
+        };
+        // SAFETY: buffer and memory are of this device, neither is bound yet, the range is the
+        // allocator's own for this buffer and as large and aligned as the requirements say.
+        unsafe {
+            self.device.raw().bind_buffer_memory(raw, buffer.allocation.memory(), buffer.allocation.offset())
+        }
+        .map_err(|source| MemoryError::Bind { name: name.to_owned(), source })?;
+        let info = vk::BufferDeviceAddressInfo::default().buffer(raw);
+        // SAFETY: `create_buffer` asks for SHADER_DEVICE_ADDRESS, the allocator for
+        // DEVICE_ADDRESS memory, and the buffer is bound.
+        buffer.address = unsafe { self.device.raw().get_buffer_device_address(&info) };
+        if place != Place::DeviceLocal && mapped.is_none() {
+            let (name, device) = (name.to_owned(), adapter.name.clone());
+            return Err(MemoryError::NoMemoryType { name, place, device });
+        }
+        Ok((Arc::new(buffer), mapped))
+    }
+
+    fn failed_allocation(
+        &self,
+        name: &str,
+        asked: u64,
+        place: Place,
+        source: gpu_allocator::AllocationError,
+    ) -> MemoryError {
+        let name = name.to_owned();
+        match source {
+            gpu_allocator::AllocationError::OutOfMemory => MemoryError::OutOfMemory {
+                name,
+                asked,
+                place,
+                free: self.device.budget().free_bytes(),
+                device: self.name().to_owned(),
+            },
+            source => MemoryError::Allocator { name, source },
+        }
+    }
+}
+
+/// A pointer into mapped memory, which stays mapped as long as the buffer's memory lives.
+#[derive(Clone, Copy)]
+struct HostPointer(NonNull<u8>);
+
+// SAFETY: the memory belongs to no thread. `Buffer` reaches it by atomic accesses only,
+// `HostSlice` is the only owner of its part.
+unsafe impl Send for HostPointer {}
+// SAFETY: as above.
+unsafe impl Sync for HostPointer {}
+
+/// Device memory under a name. Dropping it waits for the device's last use, then frees it.
+///
+/// The host's accesses are bounds-checked; one outside the buffer, or any to a buffer that the
+/// host does not see, is a bug and panics.
+pub struct Buffer {
+    name: String,
+    raw: vk::Buffer,
+    address: u64,
+    bytes: u64,
+    device_local: bool,
+    host: Option<HostPointer>,
+    /// By role: the last submission that uses it; written by whoever submits.
+    last_use: [AtomicU64; 2],
+    /// By role: the last submission that writes it; written by whoever submits.
+    last_write: [AtomicU64; 2],
+    /// Taken by `drop` only.
+    allocation: ManuallyDrop<Allocation>,
+    arena: Arc<Inner>,
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer")
+            .field("name", &self.name)
+            .field("bytes", &self.bytes)
+            .field("address", &format_args!("{:#x}", self.address))
+            .field("host", &self.host.is_some())
+            .finish()
+    }
+}
+
+impl Buffer {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The handle, for commands.
+    pub fn raw(&self) -> vk::Buffer {
+        self.raw
+    }
+
+    /// The device address of its first byte; a multiple of 16 at least.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether it is in the device's own memory.
+    pub fn device_local(&self) -> bool {
+        self.device_local
+    }
+
+    /// Whether `read`, `write`, `load_u32` and `store_u32` are possible.
+    pub fn host_visible(&self) -> bool {
+        self.host.is_some()
+    }
+
+    /// Notes that the submission with this point reads the buffer.
+    pub fn mark_read(&self, point: Point) {
+        self.last_use[point.role.index()].fetch_max(point.value, Ordering::AcqRel);
+    }
+
+    /// Notes that the submission with this point writes the buffer.
+    pub fn mark_written(&self, point: Point) {
+        self.last_write[point.role.index()].fetch_max(point.value, Ordering::AcqRel);
+        self.mark_read(point);
+    }
+
+    /// The last submissions that read or write it, at most one a role.
+    pub fn last_use(&self) -> impl Iterator<Item = Point> + use<> {
+        points(&self.last_use)
+    }
+
+    /// The last submissions that write it, at most one a role: what a readback waits for.
+    pub fn last_write(&self) -> impl Iterator<Item = Point> + use<> {
+        points(&self.last_write)
+    }
+
+    /// Copies bytes in. The device sees them in work submitted afterwards; they must not be in
+    /// use there. Each aligned word arrives whole.
+    pub fn write(&self, offset: u64, data: &[u8]) {
+        let at = self.at(offset, data.len());
+        let (head, words, tail) = split(at, data.len());
+        for (i, byte) in data.iter().enumerate().take(head).chain(data.iter().enumerate().skip(data.len() - tail)) {
+            // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps; every
+            // host access goes through an atomic, so threads cannot race.
+            unsafe { AtomicU8::from_ptr(at.add(i)) }.store(*byte, Ordering::Relaxed);
+        }
+        for (i, word) in data[head..].as_chunks::<4>().0.iter().enumerate().take(words) {
+            // SAFETY: as above, and `split` puts the words on multiples of 4.
+            unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }
+                .store(u32::from_ne_bytes(*word), Ordering::Relaxed);
+        }
+    }
+
+    /// Copies bytes out: what the device wrote in work whose point was reached, or what the
+    /// host wrote. Slow from memory that is not [`Place::Readback`].
+    pub fn read(&self, offset: u64, data: &mut [u8]) {
+        let at = self.at(offset, data.len());
+        let len = data.len();
+        let (head, words, tail) = split(at, len);
+        let (first, last) = (0..head, len - tail..len);
+        for i in first.chain(last) {
+            // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps; every
+            // host access goes through an atomic, so threads cannot race.
+            data[i] = unsafe { AtomicU8::from_ptr(at.add(i)) }.load(Ordering::Relaxed);
+        }
+        for (i, word) in data[head..].as_chunks_mut::<4>().0.iter_mut().enumerate().take(words) {
+            // SAFETY: as above, and `split` puts the words on multiples of 4.
+            *word = unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }
+                .load(Ordering::Relaxed)
+                .to_ne_bytes();
+        }
+    }
+
+    /// Stores a word that a running kernel or another thread may be waiting for (release).
+    /// `offset` is a multiple of 4.
+    pub fn store_u32(&self, offset: u64, value: u32) {
+        self.word(offset).store(value, Ordering::Release);
+    }
+
+    /// Loads a word that a running kernel or another thread may be writing (acquire).
+    /// `offset` is a multiple of 4.
+    pub fn load_u32(&self, offset: u64) -> u32 {
+        self.word(offset).load(Ordering::Acquire)
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU32 {
+        assert!(offset % 4 == 0, "word at {offset} of {:?}", self.name);
+        // SAFETY: `at` checks the bounds; buffers start on multiples of 4 and so do words; the
+        // mapping lives as long as `self`, and every host access to it is atomic.
+        unsafe { AtomicU32::from_ptr(self.at(offset, 4).cast()) }
+    }
+
+    /// The host address of `len` bytes at `offset`, checked.
+    fn at(&self, offset: u64, len: usize) -> *mut u8 {
+        let host = self.host.unwrap_or_else(|| panic!("the host does not see {:?}", self.name));
+        let end = offset.checked_add(len as u64);
+        assert!(
+            end.is_some_and(|end| end <= self.bytes),
+            "{len} bytes at {offset} of {:?}, which has {}",
+            self.name,
+            self.bytes
+        );
+        // SAFETY: inside the mapping, by the assertion.
+        unsafe { host.0.add(offset as usize).as_ptr() }
+    }
+}
+
+/// Of `len` bytes at an address: how many before the first multiple of 4, whole words after
+/// it, and bytes after these.
+fn split(at: *const u8, len: usize) -> (usize, usize, usize) {
+    let head = (at.addr().wrapping_neg() % 4).min(len);
+    (head, (len - head) / 4, (len - head) % 4)
+}
+
+fn points(values: &[AtomicU64; 2]) -> impl Iterator<Item = Point> + use<> {
+    Role::ALL
+        .map(|role| Point { role, value: values[role.index()].load(Ordering::Acquire) })
+        .into_iter()
+        .filter(|point| point.value > 0)
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: taken once, here; nothing reads the field afterwards.
+        let allocation = unsafe { ManuallyDrop::take(&mut self.allocation) };
+        for point in self.last_use() {
+            match self.arena.device.wait(point, LAST_USE_WAIT) {
+                Ok(true) => {}
+                // Nothing runs on a lost device, so nothing uses the buffer.
+                Err(error) if error.is_lost() => {}
+                Ok(false) | Err(_) => {
+                    tracing::error!(
+                        buffer = self.name,
+                        bytes = self.bytes,
+                        %point,
+                        "memory is leaked: the device did not finish with it"
+                    );
+                    std::mem::forget(allocation);
+                    // Keeps the block and the device from being destroyed under the use.
+                    std::mem::forget(self.arena.clone());
+                    return;
+                }
+            }
+        }
+        // SAFETY: the device has reached the last point that uses the buffer (above) or is
+        // lost; handles to it are only lent by `raw`, and nobody can lend them any more.
+        unsafe { self.arena.device.destroy_buffer(self.raw) };
+        let mut allocator = self.arena.allocator.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Err(error) = allocator.free(allocation) {
+            tracing::error!(buffer = self.name, %error, "the allocator did not take memory back");
+        }
+    }
+}
+
+/// A part of a buffer that is its owner's alone on the host's side.
+pub struct HostSlice {
+    start: HostPointer,
+    offset: u64,
+    bytes: usize,
+    buffer: Arc<Buffer>,
+}
+
+impl fmt::Debug for HostSlice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostSlice")
+            .field("buffer", &self.buffer.name)
+            .field("offset", &self.offset)
+            .field("bytes", &self.bytes)
+            .finish()
+    }
+}
+
+impl HostSlice {
+    /// The buffer that it is a part of.
+    pub fn buffer(&self) -> &Arc<Buffer> {
+        &self.buffer
+    }
+
+    /// Where in the buffer it starts.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Its length.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Never: slices have bytes.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Its bytes. Whoever holds them sees to it that the device is not writing them.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: in the mapping that `buffer` keeps; only this slice reaches these bytes on
+        // the host, and the device does not write them while the slice is held by anyone but
+        // the actor that reads back (it waits for the point of its copy first).
+        unsafe { std::slice::from_raw_parts(self.start.0.as_ptr(), self.bytes) }
+    }
+
+    /// Its bytes, to write. Whoever holds them sees to it that the device is not using them:
+    /// a staging slot is handed out only after the point of its last copy was reached.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and `&mut self` makes it the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.start.0.as_ptr(), self.bytes) }
+    }
+}
+
+/// Maps a whole file, to read. Used by [`super::file::MappedFile`] only.
+pub(super) fn map_file(file: &File) -> std::io::Result<memmap2::Mmap> {
+    // SAFETY: the map is private and only read. What Rust cannot know is that nobody else
+    // changes the file meanwhile: `MappedFile` checks its length and time again at each use,
+    // and says in its documentation that a checkpoint must be left alone while it is loaded.
+    unsafe { memmap2::Mmap::map(file) }
+}

@@ -1,2 +1,5 @@
 //! One thread per file: compute, transfer, loader, and the watcher that turns timeline
 //! progress into messages. Deliberately absent: model knowledge.
+
+pub mod loader;
+pub mod transfer;

@@ -76,24 +76,30 @@ impl Commands {
         // SAFETY: the pool is new and used by this thread alone.
         let buffers = unsafe { logical.raw.allocate_command_buffers(&info) };
         inner.raw = logical.check("vkAllocateCommandBuffers", buffers)?[0];
-        let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::SIMULTANEOUS_USE);
-        // SAFETY: the buffer is new.
-        logical.check("vkBeginCommandBuffer", unsafe { logical.raw.begin_command_buffer(inner.raw, &info) })?;
-        let computes = device.adapter().queue_families.iter().any(|f| f.index == family && f.compute());
-        let mut encoder = Encoder {
-            raw: inner.raw,
-            role,
-            computes,
-            pipelines: Vec::new(),
-            queries: Vec::new(),
-            logical: logical.clone(),
-        };
-        record(&mut encoder);
-        inner._pipelines = encoder.pipelines;
-        inner._queries = encoder.queries;
-        // SAFETY: the buffer is being recorded by this thread.
-        logical.check("vkEndCommandBuffer", unsafe { logical.raw.end_command_buffer(inner.raw) })?;
+        inner.record(device, role, record)?;
         Ok(Commands(Arc::new(inner)))
+    }
+
+    /// Records anew into these commands' memory, or into new memory where a clone or a queue
+    /// still holds them ([`crate::device::Queue::collect`] lets go of finished ones).
+    pub fn record_again(
+        mut self,
+        device: &Device,
+        role: Role,
+        record: impl FnOnce(&mut Encoder),
+    ) -> Result<Commands, DeviceError> {
+        let logical = device.logical();
+        self.assert_for(logical, device.queue(role).family());
+        let Some(inner) = Arc::get_mut(&mut self.0) else {
+            return Commands::record(device, role, record);
+        };
+        let flags = vk::CommandPoolResetFlags::empty();
+        // SAFETY: a queue holds a clone until the submission's value is reached, and there is
+        // none (`get_mut`), so the only buffer of the pool is not pending.
+        let reset = unsafe { logical.raw.reset_command_pool(inner.pool, flags) };
+        logical.check("vkResetCommandPool", reset)?;
+        inner.record(device, role, record)?;
+        Ok(self)
     }
 
     pub(super) fn raw(&self) -> vk::CommandBuffer {
@@ -103,6 +109,32 @@ impl Commands {
     pub(super) fn assert_for(&self, logical: &Arc<Logical>, family: u32) {
         assert!(Arc::ptr_eq(&self.0.logical, logical), "commands of another device");
         assert_eq!(self.0.family, family, "commands of another queue family");
+    }
+}
+
+impl Inner {
+    /// Records into the buffer, which is new or reset.
+    fn record(&mut self, device: &Device, role: Role, record: impl FnOnce(&mut Encoder)) -> Result<(), DeviceError> {
+        let logical = device.logical();
+        let family = self.family;
+        let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::SIMULTANEOUS_USE);
+        // SAFETY: the buffer is new or reset, and used by this thread alone.
+        logical.check("vkBeginCommandBuffer", unsafe { logical.raw.begin_command_buffer(self.raw, &info) })?;
+        let computes = device.adapter().queue_families.iter().any(|f| f.index == family && f.compute());
+        let mut encoder = Encoder {
+            raw: self.raw,
+            role,
+            computes,
+            pipelines: Vec::new(),
+            queries: Vec::new(),
+            logical: logical.clone(),
+        };
+        record(&mut encoder);
+        self._pipelines = encoder.pipelines;
+        self._queries = encoder.queries;
+        // SAFETY: the buffer is being recorded by this thread.
+        logical.check("vkEndCommandBuffer", unsafe { logical.raw.end_command_buffer(self.raw) })?;
+        Ok(())
     }
 }
 

@@ -88,6 +88,14 @@ impl Packing {
         self.row_bytes() * u64::from(self.padded_rows())
     }
 
+    /// Rows whose numbers lie mixed: parts cut at multiples of as many rows read no row twice.
+    pub fn rows_of_unit(&self) -> u32 {
+        match self.layout {
+            Layout::RowMajor { .. } => 1,
+            Layout::Fragments => FRAGMENT_ROWS,
+        }
+    }
+
     /// The smallest part, in bytes, that [`pack`] makes by itself: a number or a fragment block.
     pub fn unit_bytes(&self) -> u64 {
         match self.layout {

@@ -53,6 +53,11 @@ impl StagingRing {
         Ok(StagingRing { device: arena.device().clone(), free, give_back, slots, slot_bytes })
     }
 
+    /// The device that it leads to.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
     /// Number of slots.
     pub fn slots(&self) -> usize {
         self.slots
@@ -105,6 +110,12 @@ impl Slot {
         let free = self.free();
         assert!(free.last_copy.is_none(), "a slot is filled before it is copied");
         free.slice.bytes_mut()
+    }
+
+    /// Its length in bytes.
+    #[expect(clippy::len_without_is_empty, reason = "a slot has bytes")]
+    pub fn len(&self) -> usize {
+        self.slice().len()
     }
 
     /// The buffer that copies read.

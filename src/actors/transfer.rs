@@ -1,0 +1,701 @@
+//! Owns the transfer queue: copies staged bytes into buffers, fills them, reads them back; what
+//! waits together goes in one submission. Does not allocate after its start, does not make the
+//! bytes, does not wait for the device while something else could be submitted.
+
+use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Role};
+use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, Slot, StagingRing};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The inbox: each copy holds a staging slot, so a ring's worth of copies and as many small
+/// messages fit; a sender beyond that has outrun the device, and waiting is what it should do.
+const INBOX: usize = 64;
+/// Messages in one submission: enough to make its cost vanish, few enough that the first of
+/// them does not wait long for its point.
+const BATCH: usize = 16;
+/// Bytes of host memory through which readbacks go, a part at a time.
+const READBACK_BYTES: usize = 4 << 20;
+/// How often the timeline is looked at while a readback is under way.
+const READBACK_POLL: Duration = Duration::from_micros(50);
+/// How often it is looked at to let go of what finished, when nothing else is to be done.
+const COLLECT_POLL: Duration = Duration::from_millis(2);
+
+/// Where a part of a staging slot goes.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// First byte in the slot.
+    pub from: u64,
+    /// Target.
+    pub to: Arc<Buffer>,
+    /// First byte in the target.
+    pub to_offset: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+/// What a transfer can end in.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum TransferError {
+    /// The device layer failed.
+    #[error("the transfer queue failed")]
+    Device(#[source] Arc<DeviceError>),
+    /// Staging memory failed.
+    #[error("no staging memory for a transfer")]
+    Staging(#[source] Arc<MemoryError>),
+    /// The actor ended before; an earlier error says why.
+    #[error("the transfer actor has ended")]
+    Ended,
+}
+
+/// Where the point of a transfer goes once it is submitted. The channel has room: a reply that
+/// finds none is dropped.
+pub type Submitted = Sender<Result<Point, TransferError>>;
+
+/// What the actor has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TransferCounters {
+    /// Calls of `vkQueueSubmit2`.
+    pub submits: u64,
+    /// Copy commands, readbacks included.
+    pub copies: u64,
+    /// Bytes that they copy.
+    pub bytes: u64,
+    /// Barriers between them.
+    pub barriers: u64,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    submits: AtomicU64,
+    copies: AtomicU64,
+    bytes: AtomicU64,
+    barriers: AtomicU64,
+}
+
+/// Handle of the transfer actor of a device. Transfers take effect in the order asked.
+#[derive(Debug)]
+pub struct Transfer {
+    // Order matters: the inbox closes before the thread is joined.
+    inbox: Option<Sender<Message>>,
+    thread: Option<JoinHandle<()>>,
+    counters: Arc<Counters>,
+}
+
+#[derive(Debug)]
+enum Message {
+    Copy { slot: Slot, pieces: Vec<Piece>, waits: Vec<Point>, submitted: Submitted },
+    Fill { to: Arc<Buffer>, offset: u64, bytes: u64, word: u32, waits: Vec<Point>, submitted: Submitted },
+    Readback { from: Arc<Buffer>, offset: u64, bytes: u64, waits: Vec<Point>, reply: Sender<Result<Vec<u8>, TransferError>> },
+}
+
+impl Transfer {
+    /// Takes its memory from the arena and starts the thread.
+    pub fn spawn(arena: &Arena) -> Result<Transfer, MemoryError> {
+        let (_, mut slices) = arena.sliced("readback", READBACK_BYTES, 1, Place::Readback)?;
+        let readback = slices.pop().expect("asked for one");
+        let (sender, inbox) = bounded(INBOX);
+        let counters = Arc::new(Counters::default());
+        let actor = Actor {
+            device: Arc::clone(arena.device()),
+            readback,
+            reading: VecDeque::new(),
+            under_way: None,
+            in_flight: VecDeque::new(),
+            spare: Vec::new(),
+            hazards: Hazards::default(),
+            counters: Arc::clone(&counters),
+        };
+        let thread = std::thread::Builder::new()
+            .name("transfer".to_owned())
+            .spawn(move || actor.run(&inbox))
+            .expect("the host can start a thread");
+        Ok(Transfer { inbox: Some(sender), thread: Some(thread), counters })
+    }
+
+    /// Copies parts of a slot after `waits`, and after compute's earlier uses of the targets.
+    /// The slot goes back to its ring by itself. Waits while the inbox is full.
+    ///
+    /// # Panics
+    /// If a piece is outside its slot or target: a bug of the caller.
+    pub fn copy(
+        &self,
+        slot: Slot,
+        pieces: Vec<Piece>,
+        waits: Vec<Point>,
+        submitted: Submitted,
+    ) -> Result<(), TransferError> {
+        for piece in &pieces {
+            assert!(within(piece.from, piece.bytes, slot.len() as u64), "{piece:?} of a slot of {}", slot.len());
+            assert!(within(piece.to_offset, piece.bytes, piece.to.bytes()), "{piece:?} outside its target");
+        }
+        self.send(Message::Copy { slot, pieces, waits, submitted })
+    }
+
+    /// Fills a range (multiples of 4) with a word, ordered like a copy.
+    ///
+    /// # Panics
+    /// If the range is outside the buffer or unaligned: a bug of the caller.
+    pub fn fill(
+        &self,
+        to: Arc<Buffer>,
+        offset: u64,
+        bytes: u64,
+        word: u32,
+        waits: Vec<Point>,
+        submitted: Submitted,
+    ) -> Result<(), TransferError> {
+        assert!(within(offset, bytes, to.bytes()), "{bytes} bytes at {offset} of {to:?}");
+        assert!(offset % 4 == 0 && bytes % 4 == 0, "{bytes} bytes at {offset} are not whole words");
+        self.send(Message::Fill { to, offset, bytes, word, waits, submitted })
+    }
+
+    /// Reads a range after `waits` and after everything submitted so far that writes the
+    /// buffer. A range larger than the actor's memory is read in parts: nobody should write it
+    /// meanwhile.
+    ///
+    /// # Panics
+    /// If the range is outside the buffer: a bug of the caller.
+    pub fn readback(
+        &self,
+        from: Arc<Buffer>,
+        offset: u64,
+        bytes: u64,
+        waits: Vec<Point>,
+    ) -> Result<Receiver<Result<Vec<u8>, TransferError>>, TransferError> {
+        assert!(within(offset, bytes, from.bytes()), "{bytes} bytes at {offset} of {from:?}");
+        let (reply, receiver) = bounded(1);
+        self.send(Message::Readback { from, offset, bytes, waits, reply })?;
+        Ok(receiver)
+    }
+
+    /// Reads a range and waits for the bytes.
+    pub fn read(&self, from: &Arc<Buffer>, offset: u64, bytes: u64) -> Result<Vec<u8>, TransferError> {
+        let receiver = self.readback(Arc::clone(from), offset, bytes, Vec::new())?;
+        receiver.recv().map_err(|_| TransferError::Ended)?
+    }
+
+    /// Fills a whole buffer with zeros and gives the point at which it is.
+    pub fn clear(&self, to: &Arc<Buffer>) -> Result<Point, TransferError> {
+        let (submitted, receiver) = bounded(1);
+        // The arena rounds sizes up, so the last word is whole.
+        let bytes = to.bytes().next_multiple_of(4);
+        let waits = Vec::new();
+        self.send(Message::Fill { to: Arc::clone(to), offset: 0, bytes, word: 0, waits, submitted })?;
+        receiver.recv().map_err(|_| TransferError::Ended)?
+    }
+
+    /// Copies bytes into a buffer through the ring and gives the point at which they are there.
+    pub fn upload(
+        &self,
+        ring: &StagingRing,
+        to: &Arc<Buffer>,
+        offset: u64,
+        data: &[u8],
+    ) -> Result<Point, TransferError> {
+        // Nothing to copy is done already.
+        let mut last = Point { role: Role::Transfer, value: 0 };
+        let mut at = offset;
+        for part in data.chunks(ring.slot_bytes()) {
+            let mut slot = ring.acquire().map_err(|e| TransferError::Staging(Arc::new(e)))?;
+            slot.bytes_mut()[..part.len()].copy_from_slice(part);
+            let (submitted, receiver) = bounded(1);
+            let bytes = part.len() as u64;
+            let piece = Piece { from: 0, to: Arc::clone(to), to_offset: at, bytes };
+            self.copy(slot, vec![piece], Vec::new(), submitted)?;
+            last = receiver.recv().map_err(|_| TransferError::Ended)??;
+            at += bytes;
+        }
+        Ok(last)
+    }
+
+    /// What has been done so far.
+    pub fn counters(&self) -> TransferCounters {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        TransferCounters {
+            submits: read(&self.counters.submits),
+            copies: read(&self.counters.copies),
+            bytes: read(&self.counters.bytes),
+            barriers: read(&self.counters.barriers),
+        }
+    }
+
+    fn send(&self, message: Message) -> Result<(), TransferError> {
+        let inbox = self.inbox.as_ref().ok_or(TransferError::Ended)?;
+        inbox.send(message).map_err(|_| TransferError::Ended)
+    }
+}
+
+fn within(offset: u64, bytes: u64, all: u64) -> bool {
+    offset.checked_add(bytes).is_some_and(|end| end <= all)
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        drop(self.inbox.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+enum Event {
+    Message(Message),
+    /// Something in flight may have finished.
+    Progress,
+    Closed,
+}
+
+struct Actor {
+    device: Arc<Device>,
+    /// The host's view of what readbacks copy into; one part at a time.
+    readback: HostSlice,
+    /// Readbacks in order; the first may be under way.
+    reading: VecDeque<Reading>,
+    /// Of the first readback: when its current part is there, and the part's length.
+    under_way: Option<(Point, u64)>,
+    in_flight: VecDeque<InFlight>,
+    /// Command buffers that the device has finished with.
+    spare: Vec<Commands>,
+    hazards: Hazards,
+    counters: Arc<Counters>,
+}
+
+/// A submission that has not finished: keeps what it uses.
+struct InFlight {
+    point: Point,
+    commands: Commands,
+    _buffers: Vec<Arc<Buffer>>,
+}
+
+struct Reading {
+    from: Arc<Buffer>,
+    offset: u64,
+    bytes: u64,
+    waits: Vec<Point>,
+    data: Vec<u8>,
+    reply: Sender<Result<Vec<u8>, TransferError>>,
+}
+
+/// Messages that go in one submission, and all that it waits for.
+#[derive(Default)]
+struct Group {
+    waits: Vec<Point>,
+    messages: Vec<Message>,
+}
+
+impl Actor {
+    fn run(mut self, inbox: &Receiver<Message>) {
+        loop {
+            let done = match self.next_event(inbox) {
+                Event::Message(message) => {
+                    // What is waiting already goes along.
+                    let more = inbox.try_iter().take(BATCH - 1);
+                    let messages: Vec<Message> = std::iter::once(message).chain(more).collect();
+                    self.take(messages)
+                }
+                Event::Progress => Ok(()),
+                Event::Closed => return,
+            };
+            if let Err(error) = done.and_then(|()| self.progress()) {
+                // Whoever still waits for an answer sees its channel close.
+                tracing::error!(error = &error as &dyn std::error::Error, "the transfer actor ends");
+                return;
+            }
+        }
+    }
+
+    fn next_event(&self, inbox: &Receiver<Message>) -> Event {
+        let poll = match (&self.under_way, self.in_flight.is_empty()) {
+            (Some(_), _) => READBACK_POLL,
+            (None, false) => COLLECT_POLL,
+            (None, true) => return inbox.recv().map_or(Event::Closed, Event::Message),
+        };
+        match inbox.recv_timeout(poll) {
+            Ok(message) => Event::Message(message),
+            Err(RecvTimeoutError::Timeout) => Event::Progress,
+            // Readbacks under way have their own receivers, so they are finished first.
+            Err(RecvTimeoutError::Disconnected) if self.under_way.is_some() => {
+                std::thread::sleep(READBACK_POLL);
+                Event::Progress
+            }
+            Err(RecvTimeoutError::Disconnected) => Event::Closed,
+        }
+    }
+
+    /// Submits copies and fills, queues readbacks, in order.
+    fn take(&mut self, messages: Vec<Message>) -> Result<(), DeviceError> {
+        let mut group = Group::default();
+        for message in messages {
+            if let Message::Readback { from, offset, bytes, waits, reply } = message {
+                self.submit(std::mem::take(&mut group))?;
+                let data = Vec::with_capacity(bytes as usize);
+                self.reading.push_back(Reading { from, offset, bytes, waits, data, reply });
+                self.read_next_part()?;
+                continue;
+            }
+            let waits = message.waits();
+            if !joins(&group.waits, &waits) {
+                self.submit(std::mem::take(&mut group))?;
+            }
+            if group.messages.is_empty() {
+                group.waits = waits;
+            }
+            group.messages.push(message);
+        }
+        self.submit(group)
+    }
+
+    /// One submission; answers each message with its point, or the error.
+    fn submit(&mut self, group: Group) -> Result<(), DeviceError> {
+        if group.messages.is_empty() {
+            return Ok(());
+        }
+        let Group { waits, mut messages } = group;
+        let (hazards, counters) = (&mut self.hazards, &self.counters);
+        let record = |encoder: &mut Encoder| {
+            for message in &messages {
+                message.encode(encoder, hazards, counters);
+            }
+        };
+        let submitted = record_in(self.spare.pop(), &self.device, record).and_then(|commands| {
+            let batch = Batch::one(commands.clone(), waits);
+            Ok((self.device.queue(Role::Transfer).submit(batch)?, commands))
+        });
+        let (point, commands) = match submitted {
+            Ok(submitted) => submitted,
+            Err(error) => {
+                // What was recorded never runs, its barriers neither.
+                self.hazards.forget();
+                let error = TransferError::Device(Arc::new(error));
+                for message in messages {
+                    message.refuse(&error);
+                }
+                return self.alive();
+            }
+        };
+        self.counters.submits.fetch_add(1, Ordering::Relaxed);
+        let mut buffers = Vec::new();
+        for message in &mut messages {
+            match message {
+                Message::Copy { slot, pieces, submitted, .. } => {
+                    slot.busy_until(point);
+                    buffers.push(Arc::clone(slot.buffer()));
+                    for piece in pieces.drain(..) {
+                        piece.to.mark_written(point);
+                        buffers.push(piece.to);
+                    }
+                    let _ = submitted.try_send(Ok(point));
+                }
+                Message::Fill { to, submitted, .. } => {
+                    to.mark_written(point);
+                    buffers.push(Arc::clone(to));
+                    let _ = submitted.try_send(Ok(point));
+                }
+                Message::Readback { .. } => unreachable!("readbacks are in no group"),
+            }
+        }
+        buffers.dedup_by(|a, b| Arc::ptr_eq(a, b));
+        self.in_flight.push_back(InFlight { point, commands, _buffers: buffers });
+        Ok(())
+    }
+
+    /// Takes what has arrived and lets go of what has finished.
+    fn progress(&mut self) -> Result<(), DeviceError> {
+        if self.in_flight.is_empty() {
+            return Ok(());
+        }
+        let reached = self.device.progress(Role::Transfer)?;
+        if let Some((point, bytes)) = self.under_way
+            && point.value <= reached
+        {
+            self.under_way = None;
+            let reading = self.reading.front_mut().expect("the first is the one under way");
+            reading.data.extend_from_slice(&self.readback.bytes()[..bytes as usize]);
+            if reading.data.len() as u64 == reading.bytes {
+                let done = self.reading.pop_front().expect("looked at above");
+                // Nobody may be waiting any more.
+                let _ = done.reply.try_send(Ok(done.data));
+            }
+            self.read_next_part()?;
+        }
+        if self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
+            // The queue lets go of its share of the command buffers first.
+            self.device.queue(Role::Transfer).collect()?;
+            while self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
+                let finished = self.in_flight.pop_front().expect("looked at above");
+                if self.spare.len() < BATCH {
+                    self.spare.push(finished.commands);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits the next part of the first readback, if none is under way.
+    fn read_next_part(&mut self) -> Result<(), DeviceError> {
+        while self.under_way.is_none()
+            && let Some(reading) = self.reading.front()
+        {
+            let done = reading.data.len() as u64;
+            let bytes = (reading.bytes - done).min(self.readback.len() as u64);
+            if bytes == 0 {
+                let empty = self.reading.pop_front().expect("looked at above");
+                let _ = empty.reply.try_send(Ok(empty.data));
+                continue;
+            }
+            let (from, offset) = (Arc::clone(&reading.from), reading.offset + done);
+            let waits = latest(reading.waits.iter().copied().chain(from.last_write()));
+            match self.submit_read(&from, offset, bytes, waits) {
+                Ok(under_way) => self.under_way = Some(under_way),
+                Err(error) => {
+                    self.hazards.forget();
+                    let failed = self.reading.pop_front().expect("looked at above");
+                    let _ = failed.reply.try_send(Err(TransferError::Device(Arc::new(error))));
+                    self.alive()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn submit_read(
+        &mut self,
+        from: &Arc<Buffer>,
+        offset: u64,
+        bytes: u64,
+        waits: Vec<Point>,
+    ) -> Result<(Point, u64), DeviceError> {
+        let into = Arc::clone(self.readback.buffer());
+        let into_offset = self.readback.offset();
+        let (hazards, counters) = (&mut self.hazards, &self.counters);
+        let commands = record_in(self.spare.pop(), &self.device, |encoder| {
+            copy(encoder, hazards, counters, (from, offset), (&into, into_offset), bytes);
+            encoder.barrier_host();
+        })?;
+        let batch = Batch::one(commands.clone(), waits);
+        let point = self.device.queue(Role::Transfer).submit(batch)?;
+        self.counters.submits.fetch_add(1, Ordering::Relaxed);
+        from.mark_read(point);
+        into.mark_written(point);
+        self.in_flight.push_back(InFlight { point, commands, _buffers: vec![Arc::clone(from), into] });
+        Ok((point, bytes))
+    }
+
+    /// An error once the device is lost; other failures are their message's only.
+    fn alive(&self) -> Result<(), DeviceError> {
+        self.device.progress(Role::Transfer).map(|_| ())
+    }
+}
+
+impl Message {
+    /// Answers that it failed.
+    fn refuse(self, error: &TransferError) {
+        // A full or closed channel is its owner's choice.
+        match self {
+            Message::Copy { submitted, .. } | Message::Fill { submitted, .. } => {
+                let _ = submitted.try_send(Err(error.clone()));
+            }
+            Message::Readback { reply, .. } => {
+                let _ = reply.try_send(Err(error.clone()));
+            }
+        }
+    }
+
+    /// What it waits for: the points that it names, and compute's uses of what it writes (this
+    /// queue's own are ordered by barriers).
+    fn waits(&self) -> Vec<Point> {
+        let (waits, targets): (&[Point], Vec<&Arc<Buffer>>) = match self {
+            Message::Copy { pieces, waits, .. } => (waits, pieces.iter().map(|p| &p.to).collect()),
+            Message::Fill { to, waits, .. } => (waits, vec![to]),
+            Message::Readback { waits, .. } => (waits, Vec::new()),
+        };
+        let of_compute = |target: &Arc<Buffer>| target.last_use().find(|p| p.role == Role::Compute);
+        latest(waits.iter().copied().chain(targets.into_iter().filter_map(of_compute)))
+    }
+
+    fn encode(&self, encoder: &mut Encoder, hazards: &mut Hazards, counters: &Counters) {
+        match self {
+            Message::Copy { slot, pieces, .. } => {
+                for piece in pieces {
+                    let from = (slot.buffer(), slot.offset() + piece.from);
+                    copy(encoder, hazards, counters, from, (&piece.to, piece.to_offset), piece.bytes);
+                }
+            }
+            Message::Fill { to, offset, bytes, word, .. } => {
+                if hazards.touch(&[Touch::new(to, *offset, *bytes, true)]) {
+                    encoder.barrier_full();
+                    counters.barriers.fetch_add(1, Ordering::Relaxed);
+                }
+                encoder.fill(to.raw(), *offset, *bytes, *word);
+            }
+            Message::Readback { .. } => unreachable!("readbacks are in no group"),
+        }
+    }
+}
+
+/// One copy command, behind a barrier if it needs one.
+fn copy(
+    encoder: &mut Encoder,
+    hazards: &mut Hazards,
+    counters: &Counters,
+    (from, from_offset): (&Arc<Buffer>, u64),
+    (to, to_offset): (&Arc<Buffer>, u64),
+    bytes: u64,
+) {
+    let reads = Touch::new(from, from_offset, bytes, false);
+    let writes = Touch::new(to, to_offset, bytes, true);
+    if hazards.touch(&[reads, writes]) {
+        encoder.barrier_full();
+        counters.barriers.fetch_add(1, Ordering::Relaxed);
+    }
+    encoder.copy(from.raw(), from_offset, to.raw(), to_offset, bytes);
+    counters.copies.fetch_add(1, Ordering::Relaxed);
+    counters.bytes.fetch_add(bytes, Ordering::Relaxed);
+}
+
+/// What this queue's commands did since its last barrier, over all submissions: commands of
+/// one queue overlap unless a barrier stands between them.
+#[derive(Debug, Default)]
+struct Hazards {
+    touched: Vec<Touch>,
+    /// What is known is not all: the next command gets a barrier.
+    unknown: bool,
+}
+
+/// A part of a buffer that a command reads or writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Touch {
+    buffer: u64,
+    start: u64,
+    end: u64,
+    writes: bool,
+}
+
+impl Touch {
+    fn new(buffer: &Buffer, offset: u64, bytes: u64, writes: bool) -> Touch {
+        use ash::vk::Handle;
+        Touch { buffer: buffer.raw().as_raw(), start: offset, end: offset + bytes, writes }
+    }
+
+    fn conflicts(&self, other: &Touch) -> bool {
+        self.buffer == other.buffer
+            && (self.writes || other.writes)
+            && self.start < other.end
+            && other.start < self.end
+    }
+}
+
+impl Hazards {
+    /// Remembered at most; beyond, a barrier makes room. Far above what is ever in flight.
+    const MOST: usize = 512;
+
+    /// Adds what the next command does; whether a barrier must stand before it.
+    fn touch(&mut self, now: &[Touch]) -> bool {
+        let barrier = self.unknown
+            || self.touched.len() + now.len() > Self::MOST
+            || now.iter().any(|n| self.touched.iter().any(|t| t.conflicts(n)));
+        if barrier {
+            self.touched.clear();
+            self.unknown = false;
+        }
+        self.touched.extend_from_slice(now);
+        barrier
+    }
+
+    /// What was asked since may not have been submitted.
+    fn forget(&mut self) {
+        self.unknown = true;
+    }
+}
+
+/// Records into a command buffer that is free again, or a new one.
+fn record_in(
+    spare: Option<Commands>,
+    device: &Device,
+    record: impl FnOnce(&mut Encoder),
+) -> Result<Commands, DeviceError> {
+    match spare {
+        Some(commands) => commands.record_again(device, Role::Transfer, record),
+        None => Commands::record(device, Role::Transfer, record),
+    }
+}
+
+/// The last point of each role.
+fn latest(waits: impl IntoIterator<Item = Point>) -> Vec<Point> {
+    let mut last: [Option<Point>; 2] = [None; 2];
+    for point in waits {
+        let place = &mut last[point.role.index()];
+        if place.is_none_or(|p| p.value < point.value) {
+            *place = Some(point);
+        }
+    }
+    last.into_iter().flatten().collect()
+}
+
+/// Whether a message with these waits adds none to those of the messages before it: joining
+/// must not delay these, and it comes after them in any case.
+fn joins(group: &[Point], waits: &[Point]) -> bool {
+    waits.iter().all(|wait| group.iter().any(|w| w.role == wait.role && w.value >= wait.value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn touch(buffer: u64, start: u64, end: u64, writes: bool) -> Touch {
+        Touch { buffer, start, end, writes }
+    }
+
+    #[test]
+    fn a_barrier_stands_before_each_conflict_and_nowhere_else() {
+        let mut hazards = Hazards::default();
+        // Chunks of one weight from different slots.
+        assert!(!hazards.touch(&[touch(1, 0, 16, false), touch(9, 0, 16, true)]));
+        assert!(!hazards.touch(&[touch(1, 16, 32, false), touch(9, 16, 32, true)]));
+        // A slot is read again: no conflict.
+        assert!(!hazards.touch(&[touch(1, 0, 16, false), touch(9, 32, 48, true)]));
+        // Read what was written.
+        assert!(hazards.touch(&[touch(9, 40, 56, false), touch(2, 0, 16, true)]));
+        // That barrier covers the writes before it.
+        assert!(!hazards.touch(&[touch(9, 0, 16, true), touch(3, 0, 1, true)]));
+        // Write what was read since it, write what was written.
+        assert!(hazards.touch(&[touch(9, 50, 51, true)]));
+        assert!(hazards.touch(&[touch(9, 0, 64, true)]));
+        // The same range of another buffer.
+        assert!(!hazards.touch(&[touch(8, 0, 64, true)]));
+    }
+
+    #[test]
+    fn what_is_not_known_gets_a_barrier_once() {
+        let mut hazards = Hazards::default();
+        hazards.touch(&[touch(1, 0, 4, true)]);
+        hazards.forget();
+        assert!(hazards.touch(&[touch(2, 0, 4, true)]));
+        assert!(!hazards.touch(&[touch(3, 0, 4, true)]));
+    }
+
+    #[test]
+    fn what_is_remembered_is_bounded() {
+        let mut hazards = Hazards::default();
+        let barriers = (0..2000).filter(|i| hazards.touch(&[touch(1, *i, i + 1, true)])).count();
+        assert_eq!(barriers, 3);
+        assert!(hazards.touched.len() <= Hazards::MOST);
+    }
+
+    #[test]
+    fn a_message_joins_only_what_waits_for_as_much() {
+        let compute = |value| Point { role: Role::Compute, value };
+        let transfer = |value| Point { role: Role::Transfer, value };
+        assert!(joins(&[], &[]));
+        assert!(joins(&[compute(5)], &[]));
+        assert!(joins(&[compute(5)], &[compute(4)]));
+        assert!(!joins(&[compute(5)], &[compute(6)]));
+        assert!(!joins(&[compute(5)], &[transfer(1)]));
+        assert!(!joins(&[], &[compute(1)]));
+        assert_eq!(latest([compute(3), transfer(1), compute(7), compute(2)]), [compute(7), transfer(1)]);
+    }
+}

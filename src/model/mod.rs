@@ -1,6 +1,8 @@
 //! config.json, tensor names, tokenizer, chat template, architectures: a batch shape in,
-//! a `Recording` out. Deliberately absent: threads, and reading of bulk data.
+//! a `Recording` out. Deliberately absent: threads, and reading of bulk data
+//! (but for `synth`, which writes checkpoints).
 
 pub mod config;
 pub mod checkpoint;
 pub mod text;
+pub mod synth;

@@ -1,0 +1,103 @@
+//! `ostinato synth`: writes a random-weight checkpoint and shows how far it is.
+
+use std::io::IsTerminal;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::model::config::Dtype;
+use crate::model::synth::{self, SynthError, SynthOptions};
+
+/// Between two plain lines of progress.
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Writes the checkpoint of a preset or of a config.json into `out`. Progress goes to stderr,
+/// one line of result to stdout.
+pub(crate) fn run(
+    arch: Option<&str>,
+    config: Option<&Path>,
+    out: &Path,
+    seed: u64,
+    dtype: Option<Dtype>,
+    shard_bytes: Option<u64>,
+) -> Result<(), SynthError> {
+    let (text, origin) = match (arch, config) {
+        (Some(name), None) => (synth::preset(name)?, Path::new(name)),
+        (None, Some(path)) => {
+            let text = std::fs::read_to_string(path);
+            (text.map_err(|source| SynthError::Read { path: path.to_owned(), source })?, path)
+        }
+        _ => return Err(SynthError::Shape),
+    };
+    let defaults = SynthOptions::default();
+    let options = SynthOptions { seed, dtype, shard_bytes: shard_bytes.unwrap_or(defaults.shard_bytes), ..defaults };
+    let begun = Instant::now();
+    let mut progress = Progress::new();
+    let written = synth::write(&text, out, &options, &mut |done, total| progress.show(done, total));
+    progress.clear();
+    let written = written.map_err(|error| match error {
+        SynthError::Config { source, .. } => SynthError::Config { path: origin.to_owned(), source },
+        other => other,
+    })?;
+    let seconds = begun.elapsed().as_secs_f64();
+    println!(
+        "{}: {:.1} M parameters, {} in {} {}, {seconds:.1} s, {}/s{}",
+        out.display(),
+        written.parameters as f64 / 1e6,
+        bytes(written.bytes),
+        written.shards.len(),
+        if written.shards.len() == 1 { "file" } else { "files" },
+        bytes((written.bytes as f64 / seconds.max(1e-9)) as u64),
+        if written.tokenizer { "" } else { "; the vocabulary has no room for a tokenizer" },
+    );
+    Ok(())
+}
+
+/// A bar on a terminal, a line now and then elsewhere.
+struct Progress {
+    bar: Option<ProgressBar>,
+    begun: Instant,
+    /// When the last plain line was written.
+    line: Instant,
+}
+
+impl Progress {
+    fn new() -> Progress {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let style = ProgressStyle::with_template(
+                "writing {bar:32} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left",
+            );
+            // The template is a constant; were it wrong, the default bar would do.
+            ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+        });
+        Progress { bar, begun: Instant::now(), line: Instant::now() }
+    }
+
+    fn show(&mut self, done: u64, total: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+        } else if self.line.elapsed() >= LINE_INTERVAL {
+            self.line = Instant::now();
+            let rate = done as f64 / self.begun.elapsed().as_secs_f64();
+            let left = (total - done) as f64 / rate.max(1.0);
+            eprintln!("writing: {} of {}, {left:.0} s left", bytes(done), bytes(total));
+        }
+    }
+
+    fn clear(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// In units of a thousand, as disks are sold.
+fn bytes(n: u64) -> String {
+    match n {
+        0..1_000_000 => format!("{:.1} kB", n as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", n as f64 / 1e6),
+        _ => format!("{:.2} GB", n as f64 / 1e9),
+    }
+}

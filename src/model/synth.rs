@@ -1,0 +1,840 @@
+//! Random-weight checkpoints in Hugging Face layout: real shapes to measure with, tiny ones to
+//! test with. The weights depend on the seed, the tensor's name and the element's index alone,
+//! not on threads or shards. Unlike the rest of `model`, this writes files, and with threads.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
+
+use serde_json::{Map, Value, json};
+use tokenizers::models::bpe::BPE;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Tokenizer};
+
+use super::config::{Architecture, ConfigError, Dtype, ModelConfig};
+
+/// Bytes that a thread fills and writes at once: large enough to make the system calls free,
+/// small enough to stay in a cache.
+const CHUNK_BYTES: u64 = 1 << 20;
+/// More threads than this do not make a disk faster.
+const MAX_THREADS: usize = 16;
+
+/// What may be asked for by name, with the shape.
+pub const PRESETS: [(&str, Preset); 8] = [
+    ("qwen3-0.6b", Preset::qwen3(1024, 3072, 28, 16, true)),
+    ("qwen3-1.7b", Preset::qwen3(2048, 6144, 28, 16, true)),
+    ("qwen3-4b", Preset::qwen3(2560, 9728, 36, 32, true)),
+    ("qwen3-8b", Preset::qwen3(4096, 12288, 36, 32, false)),
+    ("llama-3.2-1b", Preset::llama3(2048, 8192, 16, 64, 32, true)),
+    ("llama-3.1-8b", Preset::llama3(4096, 14336, 32, 128, 8, false)),
+    ("tiny-qwen3", Preset { vocab: 512, context: 2048, ..Preset::qwen3(128, 384, 4, 4, true).narrow(2, 64) }),
+    ("tiny-llama", Preset { vocab: 512, context: 2048, ..Preset::llama3(128, 352, 3, 32, 8, false).heads(4, 1) }),
+];
+
+/// The shape of a model that may be asked for by name.
+#[derive(Clone, Copy, Debug)]
+pub struct Preset {
+    architecture: Architecture,
+    hidden: u32,
+    intermediate: u32,
+    layers: u32,
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    vocab: u32,
+    context: u32,
+    tied: bool,
+    /// Divisor of the low rotary frequencies (Llama).
+    rope_factor: u32,
+}
+
+impl Preset {
+    const fn qwen3(hidden: u32, intermediate: u32, layers: u32, heads: u32, tied: bool) -> Preset {
+        Preset {
+            architecture: Architecture::Qwen3,
+            hidden,
+            intermediate,
+            layers,
+            heads,
+            kv_heads: 8,
+            head_dim: 128,
+            vocab: 151_936,
+            context: 40_960,
+            tied,
+            rope_factor: 1,
+        }
+    }
+
+    const fn llama3(
+        hidden: u32,
+        intermediate: u32,
+        layers: u32,
+        head_dim: u32,
+        rope_factor: u32,
+        tied: bool,
+    ) -> Preset {
+        Preset {
+            architecture: Architecture::Llama,
+            hidden,
+            intermediate,
+            layers,
+            heads: 32,
+            kv_heads: 8,
+            head_dim,
+            vocab: 128_256,
+            context: 131_072,
+            tied,
+            rope_factor,
+        }
+    }
+
+    const fn narrow(self, kv_heads: u32, head_dim: u32) -> Preset {
+        Preset { kv_heads, head_dim, ..self }
+    }
+
+    const fn heads(self, heads: u32, kv_heads: u32) -> Preset {
+        Preset { heads, kv_heads, ..self }
+    }
+
+    /// The config.json of that shape.
+    pub fn config_json(&self) -> String {
+        // The ids of the released tokenizers, where the vocabulary has room for them.
+        let tiny = self.vocab < 100_000;
+        let (bos, eos) = match self.architecture {
+            _ if tiny => (json!(256), json!(258)),
+            Architecture::Qwen3 => (json!(151_643), json!(151_645)),
+            Architecture::Llama => (json!(128_000), json!([128_001, 128_008, 128_009])),
+        };
+        let (model_type, eps, theta) = match self.architecture {
+            Architecture::Qwen3 => ("qwen3", 1e-6, 1e6),
+            Architecture::Llama => ("llama", 1e-5, 5e5),
+        };
+        let scaling = match self.architecture {
+            Architecture::Qwen3 => Value::Null,
+            Architecture::Llama => json!({
+                "factor": f64::from(self.rope_factor),
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": if tiny { 256 } else { 8192 },
+                "rope_type": "llama3",
+            }),
+        };
+        let config = json!({
+            "architectures": [self.architecture.name()],
+            "attention_bias": false,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos,
+            "eos_token_id": eos,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.context,
+            "model_type": model_type,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": eps,
+            "rope_scaling": scaling,
+            "rope_theta": theta,
+            "tie_word_embeddings": self.tied,
+            "torch_dtype": "bfloat16",
+            "use_cache": true,
+            "vocab_size": self.vocab,
+        });
+        format!("{config:#}\n")
+    }
+}
+
+/// The config.json of a preset.
+pub fn preset(name: &str) -> Result<String, SynthError> {
+    PRESETS
+        .iter()
+        .find(|(known, _)| *known == name)
+        .map(|(_, preset)| preset.config_json())
+        .ok_or_else(|| SynthError::UnknownArch(name.to_owned()))
+}
+
+/// How a checkpoint is written.
+#[derive(Clone, Debug)]
+pub struct SynthOptions {
+    /// The same seed gives the same weights.
+    pub seed: u64,
+    /// `None`: what config.json says, else bf16.
+    pub dtype: Option<Dtype>,
+    /// A shard is closed before it would exceed this; one tensor never is divided.
+    pub shard_bytes: u64,
+    /// `None`: one for each core, at most 16.
+    pub threads: Option<usize>,
+}
+
+impl Default for SynthOptions {
+    fn default() -> SynthOptions {
+        SynthOptions { seed: 0, dtype: None, shard_bytes: 4 << 30, threads: None }
+    }
+}
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Elements of all tensors.
+    pub parameters: u64,
+    /// Bytes of all tensors.
+    pub bytes: u64,
+    /// The safetensors files.
+    pub shards: Vec<PathBuf>,
+    /// Whether the vocabulary had room for a tokenizer.
+    pub tokenizer: bool,
+}
+
+/// Why a checkpoint could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum SynthError {
+    /// No such preset.
+    #[error("architecture \"{0}\" is not known ({known} are)", known = PRESETS.map(|(name, _)| name).join(", "))]
+    UnknownArch(String),
+    /// The shape has to come from one place.
+    #[error("give either an architecture or a config.json")]
+    Shape,
+    /// config.json cannot be run.
+    #[error("{} cannot be used: {source}", path.display())]
+    Config {
+        /// The file, or the preset's name.
+        path: PathBuf,
+        /// Why.
+        source: ConfigError,
+    },
+    /// config.json cannot be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's words.
+        source: std::io::Error,
+    },
+    /// The directory holds a checkpoint already.
+    #[error("{} exists already; choose an empty directory", .0.display())]
+    Occupied(PathBuf),
+    /// The system refused, for example for want of space.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Its words.
+        source: std::io::Error,
+    },
+    /// The tokenizer could not be made.
+    #[error("cannot make a tokenizer: {0}")]
+    Tokenizer(String),
+}
+
+impl SynthError {
+    /// Whether the caller can mend it (arguments and files), as opposed to a bug of ours.
+    pub fn is_callers(&self) -> bool {
+        !matches!(self, SynthError::Tokenizer(_))
+    }
+}
+
+/// Writes a checkpoint of that shape into `out`, which is made if needed and must not hold one.
+/// `progress` hears the bytes done and the bytes in all, now and then. config.json comes last,
+/// so that a directory with one is complete; where writing fails, what was written is removed.
+pub fn write(
+    config_json: &str,
+    out: &Path,
+    options: &SynthOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Written, SynthError> {
+    let named = |source| SynthError::Config { path: "config.json".into(), source };
+    let config = ModelConfig::parse(config_json, None).map_err(named)?;
+    let dtype = options.dtype.or(config.dtype).unwrap_or(Dtype::Bf16);
+    std::fs::create_dir_all(out).map_err(|source| SynthError::Write { path: out.to_owned(), source })?;
+    for name in ["config.json", "model.safetensors", "model.safetensors.index.json"] {
+        if out.join(name).exists() {
+            return Err(SynthError::Occupied(out.join(name)));
+        }
+    }
+
+    let plan = Plan::new(&config, dtype, options.shard_bytes);
+    let small = small_files(config_json, &config, dtype, &plan)?;
+    let mut guard = RemoveOnDrop { paths: Vec::new() };
+    let mut shards = Vec::new();
+    for (name, shard) in plan.names().into_iter().zip(&plan.shards) {
+        let path = out.join(name);
+        guard.paths.push(path.clone());
+        let opened = File::create_new(&path).and_then(|file| {
+            file.write_all_at(&shard.header, 0)?;
+            file.set_len(shard.header.len() as u64 + shard.bytes)?;
+            Ok(file)
+        });
+        let file = opened.map_err(|source| SynthError::Write { path: path.clone(), source })?;
+        shards.push((path, file));
+    }
+    fill(&plan, &shards, options, progress)?;
+    let tokenizer = small.iter().any(|(name, _)| *name == "tokenizer.json");
+    for (name, contents) in small {
+        let path = out.join(name);
+        guard.paths.push(path.clone());
+        std::fs::write(&path, contents).map_err(|source| SynthError::Write { path, source })?;
+    }
+    guard.paths.clear();
+    Ok(Written {
+        parameters: plan.bytes / dtype.bytes(),
+        bytes: plan.bytes,
+        shards: shards.into_iter().map(|(path, _)| path).collect(),
+        tokenizer,
+    })
+}
+
+/// Files that must not stay behind if something goes wrong.
+struct RemoveOnDrop {
+    paths: Vec<PathBuf>,
+}
+
+impl Drop for RemoveOnDrop {
+    fn drop(&mut self) {
+        for path in &self.paths {
+            // Nothing can be done about one that does not go.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// How the elements of a tensor are distributed: normally.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Spread {
+    mean: f32,
+    deviation: f32,
+}
+
+/// One tensor and its place.
+#[derive(Clone, Debug)]
+struct Planned {
+    name: String,
+    shape: Vec<u64>,
+    spread: Spread,
+    /// First byte in its file.
+    offset: u64,
+    bytes: u64,
+}
+
+/// One safetensors file.
+struct Shard {
+    header: Vec<u8>,
+    /// Bytes of data behind the header.
+    bytes: u64,
+    tensors: Vec<Planned>,
+}
+
+/// The whole checkpoint.
+struct Plan {
+    dtype: Dtype,
+    shards: Vec<Shard>,
+    bytes: u64,
+}
+
+impl Plan {
+    fn new(config: &ModelConfig, dtype: Dtype, shard_bytes: u64) -> Plan {
+        let mut shards = Vec::new();
+        let mut tensors: Vec<Planned> = Vec::new();
+        let mut filled = 0;
+        let mut total = 0;
+        for (name, shape, spread) in tensors_of(config) {
+            let bytes = shape.iter().product::<u64>() * dtype.bytes();
+            if filled + bytes > shard_bytes && !tensors.is_empty() {
+                shards.push(Shard::new(std::mem::take(&mut tensors), filled, dtype));
+                filled = 0;
+            }
+            tensors.push(Planned { name, shape, spread, offset: filled, bytes });
+            filled += bytes;
+            total += bytes;
+        }
+        shards.push(Shard::new(tensors, filled, dtype));
+        Plan { dtype, shards, bytes: total }
+    }
+
+    fn names(&self) -> Vec<String> {
+        match self.shards.len() {
+            1 => vec!["model.safetensors".to_owned()],
+            n => (1..=n).map(|i| format!("model-{i:05}-of-{n:05}.safetensors")).collect(),
+        }
+    }
+
+    /// model.safetensors.index.json, where there are several shards.
+    fn index(&self) -> Option<String> {
+        let names = self.names();
+        let map: BTreeMap<&str, &str> = self
+            .shards
+            .iter()
+            .zip(&names)
+            .flat_map(|(shard, file)| shard.tensors.iter().map(|tensor| (tensor.name.as_str(), file.as_str())))
+            .collect();
+        let index = json!({"metadata": {"total_size": self.bytes}, "weight_map": map});
+        (names.len() > 1).then(|| format!("{index:#}\n"))
+    }
+}
+
+impl Shard {
+    /// Offsets are counted from the data's beginning on entry, from the file's afterwards.
+    fn new(mut tensors: Vec<Planned>, bytes: u64, dtype: Dtype) -> Shard {
+        let mut entries = Map::new();
+        entries.insert("__metadata__".to_owned(), json!({"format": "pt"}));
+        for tensor in &tensors {
+            let entry = json!({
+                "dtype": dtype.safetensors_name(),
+                "shape": tensor.shape,
+                "data_offsets": [tensor.offset, tensor.offset + tensor.bytes],
+            });
+            entries.insert(tensor.name.clone(), entry);
+        }
+        let mut json = Value::Object(entries).to_string();
+        // The data begins at a multiple of 8.
+        json.extend(std::iter::repeat_n(' ', json.len().next_multiple_of(8) - json.len()));
+        let mut header = (json.len() as u64).to_le_bytes().to_vec();
+        header.extend(json.as_bytes());
+        for tensor in &mut tensors {
+            tensor.offset += header.len() as u64;
+        }
+        Shard { header, bytes, tensors }
+    }
+}
+
+/// Every tensor of the model in the order of a Hugging Face file. Deviations keep activations
+/// near one: `1 / sqrt(inputs)` for projections, more for the head so that one token stands out.
+fn tensors_of(c: &ModelConfig) -> Vec<(String, Vec<u64>, Spread)> {
+    let mut list = Vec::new();
+    let (hidden, inner) = (u64::from(c.hidden), u64::from(c.intermediate));
+    let (q, kv) = (u64::from(c.q_rows()), u64::from(c.kv_rows()));
+    let mut matrix = |name: String, rows: u64, cols: u64, gain: f32| {
+        let spread = Spread { mean: 0.0, deviation: gain / (cols as f32).sqrt() };
+        list.push((name, vec![rows, cols], spread));
+    };
+    matrix("model.embed_tokens.weight".to_owned(), u64::from(c.vocab), hidden, 2.0);
+    for layer in 0..c.layers {
+        let name = |part: &str| format!("model.layers.{layer}.{part}.weight");
+        matrix(name("self_attn.q_proj"), q, hidden, 1.0);
+        matrix(name("self_attn.k_proj"), kv, hidden, 1.0);
+        matrix(name("self_attn.v_proj"), kv, hidden, 1.0);
+        matrix(name("self_attn.o_proj"), hidden, q, 1.0);
+        matrix(name("mlp.gate_proj"), inner, hidden, 1.0);
+        matrix(name("mlp.up_proj"), inner, hidden, 1.0);
+        matrix(name("mlp.down_proj"), hidden, inner, 1.0);
+    }
+    if !c.tied {
+        matrix("lm_head.weight".to_owned(), u64::from(c.vocab), hidden, 2.0);
+    }
+    let mut vector = |name: String, length: u64, mean: f32| {
+        list.push((name, vec![length], Spread { mean, deviation: 0.1 }));
+    };
+    for layer in 0..c.layers {
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        vector(name("input_layernorm.weight"), hidden, 1.0);
+        vector(name("post_attention_layernorm.weight"), hidden, 1.0);
+        if c.qk_norm {
+            vector(name("self_attn.q_norm.weight"), u64::from(c.head_dim), 1.0);
+            vector(name("self_attn.k_norm.weight"), u64::from(c.head_dim), 1.0);
+        }
+        if c.attention_bias {
+            vector(name("self_attn.q_proj.bias"), q, 0.0);
+            vector(name("self_attn.k_proj.bias"), kv, 0.0);
+            vector(name("self_attn.v_proj.bias"), kv, 0.0);
+            vector(name("self_attn.o_proj.bias"), hidden, 0.0);
+        }
+        if c.mlp_bias {
+            vector(name("mlp.gate_proj.bias"), inner, 0.0);
+            vector(name("mlp.up_proj.bias"), inner, 0.0);
+            vector(name("mlp.down_proj.bias"), hidden, 0.0);
+        }
+    }
+    vector("model.norm.weight".to_owned(), hidden, 1.0);
+    list
+}
+
+/// A piece of one tensor, filled and written at once.
+struct Piece<'a> {
+    file: &'a File,
+    path: &'a Path,
+    tensor: &'a Planned,
+    key: u64,
+    /// First byte within the tensor; a multiple of [`CHUNK_BYTES`].
+    begin: u64,
+    bytes: u64,
+}
+
+/// Fills every tensor, in parallel.
+fn fill(
+    plan: &Plan,
+    shards: &[(PathBuf, File)],
+    options: &SynthOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<(), SynthError> {
+    let mut pieces = Vec::new();
+    for (shard, (path, file)) in plan.shards.iter().zip(shards) {
+        for tensor in &shard.tensors {
+            let key = key(options.seed, &tensor.name);
+            for begin in (0..tensor.bytes).step_by(CHUNK_BYTES as usize) {
+                let bytes = CHUNK_BYTES.min(tensor.bytes - begin);
+                pieces.push(Piece { file, path, tensor, key, begin, bytes });
+            }
+        }
+    }
+    let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+    let threads = options.threads.unwrap_or(cores.clamp(2, MAX_THREADS)).max(1);
+    let next = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    // Bounded, so that the count shown does not run behind what was written.
+    let (sender, receiver) = mpsc::sync_channel::<Result<u64, SynthError>>(4 * threads);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            let (sender, next, stop, pieces) = (sender.clone(), &next, &stop, &pieces);
+            scope.spawn(move || {
+                let mut buffer = vec![0; CHUNK_BYTES as usize];
+                let mut table: Option<(Spread, Table)> = None;
+                while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if stop.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    let spread = piece.tensor.spread;
+                    if table.as_ref().is_none_or(|(made, _)| *made != spread) {
+                        table = Some((spread, Table::new(plan.dtype, spread)));
+                    }
+                    let (_, table) = table.as_ref().expect("made above");
+                    let buffer = &mut buffer[..piece.bytes as usize];
+                    table.fill(piece.key, piece.begin / plan.dtype.bytes() / 4, buffer);
+                    let written = piece.file.write_all_at(buffer, piece.tensor.offset + piece.begin);
+                    let result = written
+                        .map(|()| piece.bytes)
+                        .map_err(|source| SynthError::Write { path: piece.path.to_owned(), source });
+                    if sender.send(result).is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        let mut done = 0;
+        let mut failed = None;
+        for result in receiver {
+            match result {
+                Ok(bytes) => {
+                    done += bytes;
+                    progress(done, plan.bytes);
+                }
+                Err(error) => {
+                    stop.store(true, Ordering::Relaxed);
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+        failed.map_or(Ok(()), Err)
+    })
+}
+
+/// Levels of the normal distribution that a weight may take.
+const LEVELS: usize = 4096;
+
+/// The levels in a storage format: random bits select one. A weight then costs a quarter of a
+/// hash and one look-up in a table that lies in the first cache.
+enum Table {
+    Two(Box<[u16; LEVELS]>),
+    Four(Box<[u32; LEVELS]>),
+}
+
+impl Table {
+    fn new(dtype: Dtype, spread: Spread) -> Table {
+        let level = |i: usize| {
+            let deviations = quantile((i as f64 + 0.5) / LEVELS as f64) as f32;
+            spread.mean + spread.deviation * deviations
+        };
+        match dtype {
+            Dtype::Bf16 => Table::Two(Box::new(std::array::from_fn(|i| half::bf16::from_f32(level(i)).to_bits()))),
+            Dtype::F16 => Table::Two(Box::new(std::array::from_fn(|i| half::f16::from_f32(level(i)).to_bits()))),
+            Dtype::F32 => Table::Four(Box::new(std::array::from_fn(|i| level(i).to_bits()))),
+        }
+    }
+
+    /// Fills with elements from `4 * first_word` on; four elements share one hash.
+    fn fill(&self, key: u64, first_word: u64, buffer: &mut [u8]) {
+        let lanes = |word: u64| {
+            let bits = mix(key.wrapping_add(word.wrapping_mul(GOLDEN)));
+            [0, 16, 32, 48].map(|shift| (bits >> shift) as usize % LEVELS)
+        };
+        match self {
+            Table::Two(levels) => {
+                for (word, out) in (first_word..).zip(buffer.chunks_mut(8)) {
+                    let [a, b, c, d] = lanes(word).map(|lane| u64::from(levels[lane]));
+                    let packed = (a | b << 16 | c << 32 | d << 48).to_le_bytes();
+                    out.copy_from_slice(&packed[..out.len()]);
+                }
+            }
+            Table::Four(levels) => {
+                for (word, out) in (first_word..).zip(buffer.chunks_mut(16)) {
+                    let [a, b, c, d] = lanes(word).map(|lane| u128::from(levels[lane]));
+                    let packed = (a | b << 32 | c << 64 | d << 96).to_le_bytes();
+                    out.copy_from_slice(&packed[..out.len()]);
+                }
+            }
+        }
+    }
+}
+
+/// 2^64 divided by the golden ratio: consecutive multiples are far apart.
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// The finalizer of SplitMix64: every bit of the input changes half of the output.
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// Where a tensor's random numbers begin.
+fn key(seed: u64, name: &str) -> u64 {
+    name.bytes().fold(mix(seed.wrapping_add(GOLDEN)), |key, byte| mix(key.wrapping_mul(GOLDEN) ^ u64::from(byte)))
+}
+
+/// The standard normal quantile (Acklam's rational approximation, relative error 1e-9).
+fn quantile(p: f64) -> f64 {
+    const A: [f64; 6] = [
+        -3.969683028665376e+01,
+        2.209460984245205e+02,
+        -2.759285104469687e+02,
+        1.383577518672690e+02,
+        -3.066479806614716e+01,
+        2.506628277459239e+00,
+    ];
+    const B: [f64; 5] = [
+        -5.447609879822406e+01,
+        1.615858368580409e+02,
+        -1.556989798598866e+02,
+        6.680131188771972e+01,
+        -1.328068155288572e+01,
+    ];
+    const C: [f64; 6] = [
+        -7.784894002430293e-03,
+        -3.223964580411365e-01,
+        -2.400758277161838e+00,
+        -2.549732539343734e+00,
+        4.374664141464968e+00,
+        2.938163982698783e+00,
+    ];
+    const D: [f64; 4] =
+        [7.784695709041462e-03, 3.224671290700398e-01, 2.445134137142996e+00, 3.754408661907416e+00];
+    let polynomial = |coefficients: &[f64], x: f64| coefficients.iter().fold(0.0, |sum, c| sum * x + c);
+    if p > 0.5 {
+        return -quantile(1.0 - p);
+    }
+    if p < 0.02425 {
+        let q = (-2.0 * p.ln()).sqrt();
+        return polynomial(&C, q) / (polynomial(&D, q) * q + 1.0);
+    }
+    let q = p - 0.5;
+    let r = q * q;
+    polynomial(&A, r) * q / (polynomial(&B, r) * r + 1.0)
+}
+
+/// Everything but the weights, in the order of writing; config.json last.
+fn small_files(
+    config_json: &str,
+    config: &ModelConfig,
+    dtype: Dtype,
+    plan: &Plan,
+) -> Result<Vec<(&'static str, String)>, SynthError> {
+    let mut files = Vec::new();
+    if let Some(index) = plan.index() {
+        files.push(("model.safetensors.index.json", index));
+    }
+    if let Some(ids) = TokenIds::new(config) {
+        files.push(("tokenizer.json", ids.tokenizer().map_err(|error| SynthError::Tokenizer(error.to_string()))?));
+        files.push(("tokenizer_config.json", ids.tokenizer_config(config)));
+    }
+    let mut generation = Map::new();
+    if let Some(bos) = config.bos {
+        generation.insert("bos_token_id".to_owned(), bos.into());
+    }
+    if !config.eos.is_empty() {
+        generation.insert("eos_token_id".to_owned(), config.eos.clone().into());
+    }
+    files.push(("generation_config.json", format!("{:#}\n", Value::Object(generation))));
+
+    // The text has been parsed before; the format is the only thing that may change.
+    let mut config: Map<String, Value> = serde_json::from_str(config_json).unwrap_or_default();
+    let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    config.insert(key.to_owned(), dtype.config_name().into());
+    files.push(("config.json", format!("{:#}\n", Value::Object(config))));
+    Ok(files)
+}
+
+const END_OF_TEXT: &str = "<|endoftext|>";
+const TURN_BEGIN: &str = "<|im_start|>";
+const TURN_END: &str = "<|im_end|>";
+
+const CHAT_TEMPLATE: &str = "{%- for message in messages %}\n\
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\n\
+    {%- endfor %}\n\
+    {%- if add_generation_prompt %}\n\
+    {{- '<|im_start|>assistant\\n' }}\n\
+    {%- endif %}\n";
+
+/// Which ids a tokenizer of 256 bytes and three special tokens uses: the configuration's own
+/// end and beginning where it names them, the lowest others for the rest.
+struct TokenIds {
+    bytes: Vec<u32>,
+    end_of_text: u32,
+    turn_begin: u32,
+    turn_end: u32,
+}
+
+impl TokenIds {
+    /// `None` where the vocabulary has no room.
+    fn new(config: &ModelConfig) -> Option<TokenIds> {
+        let turn_end = config.eos.first().copied();
+        let end_of_text = config.bos.filter(|bos| Some(*bos) != turn_end);
+        let mut free = (0..config.vocab).filter(|id| Some(*id) != turn_end && Some(*id) != end_of_text);
+        let bytes: Vec<u32> = free.by_ref().take(256).collect();
+        if bytes.len() < 256 {
+            return None;
+        }
+        Some(TokenIds {
+            bytes,
+            end_of_text: end_of_text.or_else(|| free.next())?,
+            turn_begin: free.next()?,
+            turn_end: turn_end.or_else(|| free.next())?,
+        })
+    }
+
+    fn tokenizer(&self) -> tokenizers::Result<String> {
+        let special = [(END_OF_TEXT, self.end_of_text), (TURN_BEGIN, self.turn_begin), (TURN_END, self.turn_end)];
+        let mut characters = byte_characters().zip(&self.bytes);
+        let vocabulary: [(String, u32); 256 + 3] = std::array::from_fn(|i| match characters.next() {
+            Some((character, id)) => (character.to_string(), *id),
+            None => (special[i - 256].0.to_owned(), special[i - 256].1),
+        });
+        let bpe = BPE::builder().vocab_and_merges(vocabulary, Vec::new()).build()?;
+        let mut tokenizer = Tokenizer::new(bpe);
+        let byte_level = ByteLevel::default().add_prefix_space(false);
+        tokenizer.with_pre_tokenizer(Some(byte_level));
+        tokenizer.with_decoder(Some(byte_level));
+        tokenizer.add_special_tokens(special.map(|(token, _)| AddedToken::from(token, true)))?;
+        tokenizer.to_string(true)
+    }
+
+    fn tokenizer_config(&self, config: &ModelConfig) -> String {
+        let mut object = json!({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": false,
+            "model_max_length": config.context,
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "chat_template": CHAT_TEMPLATE,
+        });
+        if config.bos == Some(self.end_of_text) {
+            object["bos_token"] = END_OF_TEXT.into();
+        }
+        format!("{object:#}\n")
+    }
+}
+
+/// The visible character that stands for each byte in a byte-level vocabulary, in the order of
+/// bytes: printable Latin-1 for itself, the others counted from U+0100 on.
+fn byte_characters() -> impl Iterator<Item = char> {
+    let mut next = 0x100;
+    (0..=255u32).map(move |byte| {
+        let printable = matches!(byte, 0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF);
+        let code = if printable {
+            byte
+        } else {
+            next += 1;
+            next - 1
+        };
+        char::from_u32(code).expect("below U+0180 everything is a character")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presets_have_the_released_sizes() {
+        let parameters = |name: &str| {
+            let config = ModelConfig::parse(&preset(name).unwrap(), None).unwrap();
+            Plan::new(&config, Dtype::Bf16, u64::MAX).bytes / 2
+        };
+        // As counted by transformers for the released checkpoints.
+        assert_eq!(parameters("qwen3-0.6b"), 596_049_920);
+        assert_eq!(parameters("qwen3-1.7b"), 1_720_574_976);
+        assert_eq!(parameters("qwen3-4b"), 4_022_468_096);
+        assert_eq!(parameters("qwen3-8b"), 8_190_735_360);
+        assert_eq!(parameters("llama-3.2-1b"), 1_235_814_400);
+        assert_eq!(parameters("llama-3.1-8b"), 8_030_261_248);
+        let error = preset("qwen9").unwrap_err().to_string();
+        assert!(error.contains("\"qwen9\"") && error.contains("tiny-llama"), "{error}");
+    }
+
+    #[test]
+    fn weights_are_normal_around_their_mean() {
+        let spread = Spread { mean: 1.0, deviation: 0.25 };
+        let mut buffer = vec![0; 4 * 100_000];
+        Table::new(Dtype::F32, spread).fill(key(1, "x"), 0, &mut buffer);
+        let values: Vec<f64> =
+            buffer.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect();
+        let n = values.len() as f64;
+        let mean = values.iter().sum::<f64>() / n;
+        let deviation = (values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n).sqrt();
+        let within = values.iter().filter(|v| (*v - 1.0).abs() < 0.25).count() as f64 / n;
+        assert!((mean - 1.0).abs() < 0.004, "{mean}");
+        assert!((deviation - 0.25).abs() < 0.004, "{deviation}");
+        assert!((within - 0.6827).abs() < 0.006, "{within}");
+        // Neighbours, which share a hash, are as independent as any.
+        let pairs = values.windows(2).map(|w| (w[0] - 1.0) * (w[1] - 1.0)).sum::<f64>() / n / 0.0625;
+        assert!(pairs.abs() < 0.015, "{pairs}");
+    }
+
+    #[test]
+    fn pieces_and_formats_agree() {
+        let spread = Spread { mean: 0.0, deviation: 0.02 };
+        let (table, wide) = (Table::new(Dtype::Bf16, spread), Table::new(Dtype::F32, spread));
+        let mut whole = vec![0; 2 * 1001];
+        table.fill(7, 0, &mut whole);
+        let mut part = vec![0; 2 * 201];
+        table.fill(7, 200, &mut part);
+        assert_eq!(part[..], whole[2 * 800..]);
+        let mut single = vec![0; 4 * 1001];
+        wide.fill(7, 0, &mut single);
+        for (narrow, wide) in whole.chunks(2).zip(single.chunks(4)) {
+            let wide = f32::from_le_bytes(wide.try_into().unwrap());
+            assert_eq!(u16::from_le_bytes(narrow.try_into().unwrap()), half::bf16::from_f32(wide).to_bits());
+        }
+        let mut other = vec![0; 2 * 1001];
+        table.fill(8, 0, &mut other);
+        assert_ne!(whole, other);
+    }
+
+    #[test]
+    fn quantiles() {
+        for (p, z) in [(0.5, 0.0), (0.975, 1.959_963_985), (0.001, -3.090_232_306), (0.8413447461, 1.0)] {
+            assert!((quantile(p) - z).abs() < 1e-6, "{p}: {}", quantile(p));
+        }
+    }
+
+    #[test]
+    fn a_vocabulary_without_room_has_no_tokenizer() {
+        let with_vocab = |vocab: u32, eos: Value| {
+            let mut config: Map<String, Value> = serde_json::from_str(&preset("tiny-llama").unwrap()).unwrap();
+            config.insert("vocab_size".into(), vocab.into());
+            config.insert("eos_token_id".into(), eos);
+            config.insert("bos_token_id".into(), 1.into());
+            ModelConfig::parse(&Value::Object(config).to_string(), None).unwrap()
+        };
+        assert!(TokenIds::new(&with_vocab(258, json!(2))).is_none());
+        let ids = TokenIds::new(&with_vocab(259, json!(2))).unwrap();
+        assert_eq!((ids.end_of_text, ids.turn_end, ids.turn_begin), (1, 2, 258));
+        assert_eq!(ids.bytes[..3], [0, 3, 4]);
+        let ids = TokenIds::new(&with_vocab(259, json!(1))).unwrap();
+        assert_eq!((ids.turn_end, ids.end_of_text, ids.turn_begin), (1, 257, 258));
+    }
+}

@@ -458,6 +458,7 @@ struct Piece<'a> {
     file: &'a File,
     path: &'a Path,
     tensor: &'a Planned,
+    table: &'a Table,
     key: u64,
     /// First byte within the tensor; a multiple of [`CHUNK_BYTES`].
     begin: u64,
@@ -471,16 +472,28 @@ fn fill(
     options: &SynthOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(), SynthError> {
+    let mut tables: Vec<(Spread, Table)> = Vec::new();
+    for tensor in plan.shards.iter().flat_map(|shard| &shard.tensors) {
+        if !tables.iter().any(|(spread, _)| *spread == tensor.spread) {
+            tables.push((tensor.spread, Table::new(plan.dtype, tensor.spread)));
+        }
+    }
     let mut pieces = Vec::new();
     for (shard, (path, file)) in plan.shards.iter().zip(shards) {
+        let mut of_shard = 0;
         for tensor in &shard.tensors {
             let key = key(options.seed, &tensor.name);
+            let table = tables.iter().find(|(spread, _)| *spread == tensor.spread);
+            let (_, table) = table.expect("every tensor's spread has a table");
             for begin in (0..tensor.bytes).step_by(CHUNK_BYTES as usize) {
                 let bytes = CHUNK_BYTES.min(tensor.bytes - begin);
-                pieces.push(Piece { file, path, tensor, key, begin, bytes });
+                pieces.push((of_shard, Piece { file, path, tensor, table, key, begin, bytes }));
+                of_shard += 1;
             }
         }
     }
+    // All shards at once: writers of one file wait for each other in the kernel.
+    pieces.sort_by_key(|(of_shard, _)| *of_shard);
     let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
     let threads = options.threads.unwrap_or(cores.clamp(2, MAX_THREADS)).max(1);
     let next = AtomicUsize::new(0);
@@ -492,18 +505,12 @@ fn fill(
             let (sender, next, stop, pieces) = (sender.clone(), &next, &stop, &pieces);
             scope.spawn(move || {
                 let mut buffer = vec![0; CHUNK_BYTES as usize];
-                let mut table: Option<(Spread, Table)> = None;
-                while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some((_, piece)) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if stop.load(Ordering::Relaxed) {
                         return;
                     }
-                    let spread = piece.tensor.spread;
-                    if table.as_ref().is_none_or(|(made, _)| *made != spread) {
-                        table = Some((spread, Table::new(plan.dtype, spread)));
-                    }
-                    let (_, table) = table.as_ref().expect("made above");
                     let buffer = &mut buffer[..piece.bytes as usize];
-                    table.fill(piece.key, piece.begin / plan.dtype.bytes() / 4, buffer);
+                    piece.table.fill(piece.key, piece.begin / plan.dtype.bytes() / 4, buffer);
                     let written = piece.file.write_all_at(buffer, piece.tensor.offset + piece.begin);
                     let result = written
                         .map(|()| piece.bytes)
@@ -558,24 +565,30 @@ impl Table {
 
     /// Fills with elements from `4 * first_word` on; four elements share one hash.
     fn fill(&self, key: u64, first_word: u64, buffer: &mut [u8]) {
-        let lanes = |word: u64| {
+        let mut word = first_word;
+        let mut lanes = || {
             let bits = mix(key.wrapping_add(word.wrapping_mul(GOLDEN)));
+            word = word.wrapping_add(1);
             [0, 16, 32, 48].map(|shift| (bits >> shift) as usize % LEVELS)
         };
         match self {
             Table::Two(levels) => {
-                for (word, out) in (first_word..).zip(buffer.chunks_mut(8)) {
-                    let [a, b, c, d] = lanes(word).map(|lane| u64::from(levels[lane]));
-                    let packed = (a | b << 16 | c << 32 | d << 48).to_le_bytes();
-                    out.copy_from_slice(&packed[..out.len()]);
-                }
+                let mut packed = || {
+                    let [a, b, c, d] = lanes().map(|lane| u64::from(levels[lane]));
+                    (a | b << 16 | c << 32 | d << 48).to_le_bytes()
+                };
+                let (whole, rest) = buffer.as_chunks_mut::<8>();
+                whole.iter_mut().for_each(|out| *out = packed());
+                rest.copy_from_slice(&packed()[..rest.len()]);
             }
             Table::Four(levels) => {
-                for (word, out) in (first_word..).zip(buffer.chunks_mut(16)) {
-                    let [a, b, c, d] = lanes(word).map(|lane| u128::from(levels[lane]));
-                    let packed = (a | b << 32 | c << 64 | d << 96).to_le_bytes();
-                    out.copy_from_slice(&packed[..out.len()]);
-                }
+                let mut packed = || {
+                    let [a, b, c, d] = lanes().map(|lane| u128::from(levels[lane]));
+                    (a | b << 32 | c << 64 | d << 96).to_le_bytes()
+                };
+                let (whole, rest) = buffer.as_chunks_mut::<16>();
+                whole.iter_mut().for_each(|out| *out = packed());
+                rest.copy_from_slice(&packed()[..rest.len()]);
             }
         }
     }

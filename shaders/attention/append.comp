@@ -3,9 +3,10 @@
 // For each row: q = rope(norm(q)), in place; K page ← rope(norm(k)); V page ← v.
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
-// k     [pages][kv_heads][D/8][16 tokens] uvec4 of eight f16;  v  [pages][kv_heads][16][D/2] pairs of f16
+// k     [pages][kv_heads][D/8][16 tokens][8];  v [pages][kv_heads][16][D]; f16, or f32 with KV 1
 // One workgroup does one head of one row. Traffic: a head in, a head out.
 #include "common.glsl"
+#include "kv.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint D = 128;
@@ -23,8 +24,8 @@ layout(push_constant) uniform Args {
     FloatsIn k_norm;
     FloatsIn rope;
     WordsIn pages;
-    WordsOut k;
-    WordsOut v;
+    KeysInOut k;
+    ValuesInOut v;
     uint stride;
     uint max_pages;
     float epsilon;
@@ -73,10 +74,16 @@ void main() {
     uint kvh = h - Q_HEADS - (is_v ? KV_HEADS : 0u);
     uint page = pages.v[info.z * max_pages + info.y / 16u];
     uint in_page = info.y % 16u;
-    for (uint i = t; i < D / 2u; i += gl_WorkGroupSize.x) {
-        uint pair = packHalf2x16(vec2(rotated[2u * i], rotated[2u * i + 1u]));
-        uint head_base = (page * KV_HEADS + kvh) * 16u * (D / 2u);
-        if (is_v) v.v[head_base + in_page * (D / 2u) + i] = pair;
-        else k.v[head_base + (i / 4u) * 64u + in_page * 4u + i % 4u] = pair;
+    uint head_base = (page * KV_HEADS + kvh) * 16u;
+    if (is_v) {
+        for (uint i = t; i < D / 2u; i += gl_WorkGroupSize.x)
+            STORE_V(v, (head_base + in_page) * (D / 2u) + i, vec2(rotated[2u * i], rotated[2u * i + 1u]))
+    } else {
+        for (uint i = t; i < D / 8u; i += gl_WorkGroupSize.x) {
+            uint d = i * 8u;
+            STORE_K(k, (page * KV_HEADS + kvh) * 2u * D + i * 16u + in_page,
+                    vec4(rotated[d], rotated[d + 1u], rotated[d + 2u], rotated[d + 3u]),
+                    vec4(rotated[d + 4u], rotated[d + 5u], rotated[d + 6u], rotated[d + 7u]))
+        }
     }
 }

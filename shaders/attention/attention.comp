@@ -3,7 +3,7 @@
 // o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position.
 //
 // qkv    [rows][stride] f32: q heads (, k heads, v heads)
-// k      [pages][kv_heads][D/8][16 tokens] uvec4 of eight f16;  v  [pages][kv_heads][16][D/2] pairs of f16
+// k      [pages][kv_heads][D/8][16 tokens][8];  v [pages][kv_heads][16][D]; f16, or f32 with KV 1
 // output [rows][output_stride] f32
 // FUSED  1 (decode): q and k come raw; this kernel normalises and rotates them and appends k and v
 //        0 (prompt): `append` has done so
@@ -11,8 +11,9 @@
 // One workgroup serves all G query heads of one KV head of one row, so that K and V are read once, and
 // every SPLITS-th block of `threads` tokens. Scores: one token a thread. Values: a pair of dims a thread.
 // Several active splits leave {m, l, o} in `partials`; the last to arrive (an atomic count) combines
-// them. Traffic: 4·D bytes a token and KV head.
+// them. Traffic: 4·D bytes a token and KV head (f16).
 #include "common.glsl"
+#include "kv.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint D = 128;
@@ -25,7 +26,6 @@ layout(constant_id = 7) const uint WORKERS = 128; // the same as the workgroup's
 
 #include "heads.glsl"
 
-layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Words4InOut { uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
 
@@ -36,8 +36,8 @@ layout(push_constant) uniform Args {
     FloatsIn k_norm;
     FloatsIn rope;
     WordsIn pages;
-    Words4InOut k;
-    WordsInOut v;
+    KeysInOut k;
+    ValuesInOut v;
     Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]
     Counters counters;   // [rows][kv_heads], zero between uses
     FloatsOut o;
@@ -117,8 +117,8 @@ void prepare(uint row, uint kvh, uint position) {
     for (uint i = t; i < G * D; i += WORKERS) q_s[i] *= inverse;
     if (FUSED == 1u) {
         for (uint i = t; i < PAIRS; i += WORKERS) {
-            vec2 kr = unpackHalf2x16(packHalf2x16(vec2(k_s[2u * i], k_s[2u * i + 1u])));
-            vec2 vr = unpackHalf2x16(packHalf2x16(vec2(v_s[2u * i], v_s[2u * i + 1u])));
+            vec2 kr = ROUND_KV(vec2(k_s[2u * i], k_s[2u * i + 1u]));
+            vec2 vr = ROUND_KV(vec2(v_s[2u * i], v_s[2u * i + 1u]));
             k_s[2u * i] = kr.x;
             k_s[2u * i + 1u] = kr.y;
             v_s[2u * i] = vr.x;
@@ -169,12 +169,12 @@ void main() {
             } else {
                 uint base = (page_s[t / 16u] * KV_HEADS + kvh) * 2u * D + (t % 16u);
                 for (uint j = 0u; j < D / 8u; j++) {
-                    uvec4 w = k.v[base + j * 16u];
-                    vec2 k0 = unpackHalf2x16(w.x), k1 = unpackHalf2x16(w.y), k2 = unpackHalf2x16(w.z), k3 = unpackHalf2x16(w.w);
+                    vec4 ka, kb;
+                    LOAD_K(k, base + j * 16u, ka, kb)
                     [[unroll]] for (uint g = 0u; g < G; g++) {
                         uint qo = g * D + j * 8u;
-                        score[g] += q_s[qo] * k0.x + q_s[qo + 1u] * k0.y + q_s[qo + 2u] * k1.x + q_s[qo + 3u] * k1.y
-                                  + q_s[qo + 4u] * k2.x + q_s[qo + 5u] * k2.y + q_s[qo + 6u] * k3.x + q_s[qo + 7u] * k3.y;
+                        score[g] += q_s[qo] * ka.x + q_s[qo + 1u] * ka.y + q_s[qo + 2u] * ka.z + q_s[qo + 3u] * ka.w
+                                  + q_s[qo + 4u] * kb.x + q_s[qo + 5u] * kb.y + q_s[qo + 6u] * kb.z + q_s[qo + 7u] * kb.w;
                     }
                 }
             }
@@ -208,7 +208,8 @@ void main() {
         uint cached = has_new ? count - 1u : count;
         if (lane < LANES) {
             for (uint i = lane; i < cached; i += LANES) {
-                vec2 value = unpackHalf2x16(v.v[((page_s[i / 16u] * KV_HEADS + kvh) * 16u + i % 16u) * PAIRS + pair]);
+                vec2 value;
+                LOAD_V(v, ((page_s[i / 16u] * KV_HEADS + kvh) * 16u + i % 16u) * PAIRS + pair, value)
                 [[unroll]] for (uint g = 0u; g < G; g++) acc[g] += p_s[g * WORKERS + i] * value;
             }
             if (has_new && lane == 0u) {
@@ -222,12 +223,12 @@ void main() {
             uint head_base = (page * KV_HEADS + kvh) * 16u;
             for (uint i = t; i < D / 8u; i += WORKERS) {
                 uint d = i * 8u;
-                k.v[(page * KV_HEADS + kvh) * 2u * D + i * 16u + in_page] =
-                    uvec4(packHalf2x16(vec2(k_s[d], k_s[d + 1u])), packHalf2x16(vec2(k_s[d + 2u], k_s[d + 3u])),
-                          packHalf2x16(vec2(k_s[d + 4u], k_s[d + 5u])), packHalf2x16(vec2(k_s[d + 6u], k_s[d + 7u])));
+                STORE_K(k, (page * KV_HEADS + kvh) * 2u * D + i * 16u + in_page,
+                        vec4(k_s[d], k_s[d + 1u], k_s[d + 2u], k_s[d + 3u]),
+                        vec4(k_s[d + 4u], k_s[d + 5u], k_s[d + 6u], k_s[d + 7u]))
             }
             for (uint i = t; i < PAIRS; i += WORKERS)
-                v.v[(head_base + in_page) * PAIRS + i] = packHalf2x16(vec2(v_s[2u * i], v_s[2u * i + 1u]));
+                STORE_V(v, (head_base + in_page) * PAIRS + i, vec2(v_s[2u * i], v_s[2u * i + 1u]))
         }
         barrier();
     }

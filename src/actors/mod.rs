@@ -3,3 +3,5 @@
 
 pub mod loader;
 pub mod transfer;
+pub mod compute;
+pub mod watcher;

@@ -33,10 +33,22 @@ pub struct Model {
     pub kv_pages: Option<u32>,
     /// KV memory of each replica, instead of `kv_pages`.
     pub kv_memory: Option<Bytes>,
+    /// How keys and values are kept; unset: `f16`.
+    pub kv_format: Option<KvFormat>,
     /// The most device memory that each replica may take in all.
     pub memory_limit: Option<Bytes>,
     /// Longest prompt chunk that runs as one step, tokens; unset: the engine's choice.
     pub prefill_chunk: Option<u32>,
+}
+
+/// A number format of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvFormat {
+    /// 2 bytes a value.
+    F16,
+    /// 4 bytes a value.
+    F32,
 }
 
 /// One place that a model runs at.
@@ -68,6 +80,7 @@ impl Model {
             context: None,
             slots: None,
             kv_pages: None,
+            kv_format: None,
             kv_memory: None,
             memory_limit: None,
             prefill_chunk: None,

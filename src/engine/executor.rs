@@ -45,6 +45,8 @@ pub struct SlotParams {
     /// sequence is recomputed. They count as output for penalties and for the random state,
     /// so the next token drawn has output index `generated`.
     pub generated: u32,
+    /// Length of the prompt proper: from this position on, tokens are output.
+    pub prompt_tokens: u32,
     /// Tokens to draw (from here on) until the device marks the slot done.
     pub max_tokens: u32,
     /// A stop id counts only if at least this many tokens were drawn (from here on) before it.

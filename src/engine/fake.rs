@@ -171,6 +171,7 @@ impl FakeExecutor {
                 sampling: super::request::Sampling::default(),
                 seed: 0,
                 generated: 0,
+                prompt_tokens: 0,
                 max_tokens: 0,
                 min_tokens: 0,
                 stop_ids: Vec::new(),

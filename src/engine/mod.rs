@@ -10,3 +10,5 @@ pub mod spans;
 pub mod replica;
 pub mod host;
 pub mod fake;
+pub mod gpu;
+pub mod start;

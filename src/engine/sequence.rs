@@ -115,6 +115,7 @@ impl Sequence {
             seed: request.sampling.seed.unwrap_or(seed),
             sampling: request.sampling,
             generated: 0,
+            prompt_tokens,
             max_tokens,
             min_tokens: request.limits.min_tokens,
             stop_ids: request.limits.resolve_stop_ids(eos_ids),

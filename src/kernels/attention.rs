@@ -1,8 +1,9 @@
 //! `attention` over the KV pages of each row, and `append`, which fills them for a prompt
 //! chunk. In decode one `attention` call does both.
 
+use super::{Format, format_of};
 use super::host_memory::HostMemory;
-use super::recording::Call;
+use super::recording::{Call, Range};
 use super::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
 
 /// Tokens of a KV page.
@@ -21,6 +22,8 @@ pub struct Heads {
     pub rot: u32,
     /// Whether q and k are normalised a head.
     pub qk_norm: bool,
+    /// Of cached keys and values: f16 or f32.
+    pub kv_format: Format,
 }
 
 impl Heads {
@@ -29,9 +32,17 @@ impl Heads {
         self.q / self.kv
     }
 
-    /// Bytes of a page of K (and of V): f16.
+    /// Bytes of a page of K (and of V).
     pub fn page_bytes(self) -> u64 {
-        u64::from(self.kv) * u64::from(PAGE_TOKENS) * u64::from(self.dim) * 2
+        u64::from(self.kv) * u64::from(PAGE_TOKENS) * u64::from(self.dim) * self.kv_format.bytes() as u64
+    }
+
+    fn kernel(self, f16: &'static str, f32: &'static str) -> &'static str {
+        match self.kv_format {
+            Format::F16 => f16,
+            Format::F32 => f32,
+            Format::Bf16 => panic!("no kernel reads bfloat16 keys"),
+        }
     }
 
     /// Shared memory that `attention` takes with that many threads, bytes.
@@ -60,7 +71,7 @@ pub fn attention(label: String, heads: Heads, rows: u32, splits: u32, threads: u
         fused: u32::from(fused),
         workers: threads,
     };
-    Call { kernel: "attention", label, constants: constants.into_values(), args: args.into_args(), groups: [splits, heads.kv, rows] }
+    Call { kernel: heads.kernel("attention.f16", "attention.f32"), label, constants: constants.into_values(), args: args.into_args(), groups: [splits, heads.kv, rows] }
 }
 
 /// Norm, rotary and KV append of `rows` rows of a prompt chunk.
@@ -73,7 +84,7 @@ pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call 
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
     };
-    Call { kernel: "append", label, constants: constants.into_values(), args: args.into_args(), groups: [heads.q + 2 * heads.kv, rows, 1] }
+    Call { kernel: heads.kernel("append.f16", "append.f32"), label, constants: constants.into_values(), args: args.into_args(), groups: [heads.q + 2 * heads.kv, rows, 1] }
 }
 
 /// Normalises and rotates one head in place.
@@ -110,7 +121,15 @@ fn v_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
     ((page * layer.kv_heads + kvh) * 16 + token) * layer.d + i
 }
 
+fn set_kv(memory: &mut HostMemory, format: Format, range: Range, i: u32, value: f32) {
+    match format {
+        Format::F32 => memory.set_f32(range, i, value),
+        _ => memory.set_f16(range, i, value),
+    }
+}
+
 pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
+    let format = format_of(call.kernel);
     let a = AppendArgs::from_args(&call.args);
     let c = AppendConstants::from_values(&call.constants);
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
@@ -135,21 +154,22 @@ pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
                 if h < c.q_heads {
                     memory.set_f32(a.qkv, base + i, value);
                 } else if is_v {
-                    memory.set_f16(a.v, v_index(&layer, page, h - c.q_heads - c.kv_heads, position % 16, i), value);
+                    set_kv(memory, format, a.v, v_index(&layer, page, h - c.q_heads - c.kv_heads, position % 16, i), value);
                 } else {
-                    memory.set_f16(a.k, k_index(&layer, page, h - c.q_heads, position % 16, i), value);
+                    set_kv(memory, format, a.k, k_index(&layer, page, h - c.q_heads, position % 16, i), value);
                 }
             }
         }
     }
 }
 
-fn rope_at(memory: &HostMemory, rope: super::recording::Range, position: u32, rot: u32, j: u32) -> (f32, f32) {
+fn rope_at(memory: &HostMemory, rope: Range, position: u32, rot: u32, j: u32) -> (f32, f32) {
     let at = (position * (rot / 2) + j) * 2;
     (memory.f32(rope, at), memory.f32(rope, at + 1))
 }
 
 pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
+    let format = format_of(call.kernel);
     let a = AttentionArgs::from_args(&call.args);
     let c = AttentionConstants::from_values(&call.constants);
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
@@ -168,8 +188,8 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
                 let page = page_of(memory, position);
                 for i in 0..c.d {
                     let value = memory.f32(a.qkv, k_base + c.kv_heads * c.d + i);
-                    memory.set_f16(a.v, v_index(&layer, page, kvh, position % 16, i), value);
-                    memory.set_f16(a.k, k_index(&layer, page, kvh, position % 16, i), key[i as usize]);
+                    set_kv(memory, format, a.v, v_index(&layer, page, kvh, position % 16, i), value);
+                    set_kv(memory, format, a.k, k_index(&layer, page, kvh, position % 16, i), key[i as usize]);
                 }
             }
             for g in 0..c.g {
@@ -182,7 +202,7 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
                 let scores: Vec<f32> = (0..=position)
                     .map(|t| {
                         let page = page_of(memory, t);
-                        let dot: f32 = (0..c.d).map(|i| query[i as usize] * memory.f16(a.k, k_index(&layer, page, kvh, t % 16, i))).sum();
+                        let dot: f32 = (0..c.d).map(|i| query[i as usize] * memory.weight(format, a.k, k_index(&layer, page, kvh, t % 16, i))).sum();
                         dot / (c.d as f32).sqrt()
                     })
                     .collect();
@@ -193,7 +213,7 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
                     let value: f32 = weights
                         .iter()
                         .enumerate()
-                        .map(|(t, w)| w * memory.f16(a.v, v_index(&layer, page_of(memory, t as u32), kvh, t as u32 % 16, i)))
+                        .map(|(t, w)| w * memory.weight(format, a.v, v_index(&layer, page_of(memory, t as u32), kvh, t as u32 % 16, i)))
                         .sum();
                     memory.set_f32(a.o, row * a.output_stride + h * c.d + i, value / sum);
                 }

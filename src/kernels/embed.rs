@@ -3,7 +3,7 @@
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{EmbedRowsArgs, EmbedRowsConstants};
-use super::{Format, state};
+use super::{Format, format_of, state};
 
 /// What the rows of a step are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -41,7 +41,7 @@ pub fn embed_rows(label: String, format: Format, from: RowsFrom, rows: u32, hidd
 pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
     let args = EmbedRowsArgs::from_args(&call.args);
     let constants = EmbedRowsConstants::from_values(&call.constants);
-    let format = Format::of_kernel(call.kernel);
+    let format = format_of(call.kernel);
     for row in 0..call.groups[1] {
         let (token, position, slot, valid) = if constants.prefill == 1 {
             let count = memory.u32(args.chunk, 2);

@@ -4,7 +4,7 @@
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
-use super::{Format, fold};
+use super::{Format, fold, format_of};
 
 /// What happens to a product before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -225,7 +225,7 @@ pub(super) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
         epsilon: a.epsilon,
         epilogue: c.epilogue,
     };
-    product(memory, Format::of_kernel(call.kernel), call.groups[1], &shape);
+    product(memory, format_of(call.kernel), call.groups[1], &shape);
 }
 
 pub(super) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
@@ -246,7 +246,7 @@ pub(super) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
         epilogue: c.epilogue,
     };
     let rows = memory.u32(a.count, 2);
-    product(memory, Format::of_kernel(call.kernel), rows, &shape);
+    product(memory, format_of(call.kernel), rows, &shape);
 }
 
 pub(super) fn reference_take_last(call: &Call, memory: &mut HostMemory) {

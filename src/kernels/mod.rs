@@ -6,6 +6,7 @@ pub mod shaders;
 pub mod barriers;
 pub mod host_memory;
 pub mod interpreter;
+pub mod region;
 pub mod embed;
 pub mod gemm;
 pub mod attention;
@@ -14,45 +15,16 @@ pub mod state;
 pub mod determinate;
 pub mod sampling;
 
+use crate::memory::pack::Format;
 use recording::Call;
 use host_memory::HostMemory;
 
-/// How the values of a weight matrix are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
-    /// bfloat16.
-    Bf16,
-    /// IEEE half.
-    F16,
-    /// IEEE single.
-    F32,
-}
-
-impl Format {
-    /// Bytes of a value.
-    pub fn bytes(self) -> u64 {
-        match self {
-            Format::Bf16 | Format::F16 => 2,
-            Format::F32 => 4,
-        }
-    }
-
-    /// The suffix of kernel variants for it.
-    pub fn suffix(self) -> &'static str {
-        match self {
-            Format::Bf16 => "bf16",
-            Format::F16 => "f16",
-            Format::F32 => "f32",
-        }
-    }
-
-    /// From a kernel's variant name, `gemv.bf16` for example.
-    pub fn of_kernel(kernel: &str) -> Format {
-        match kernel.rsplit('.').next() {
-            Some("f16") => Format::F16,
-            Some("f32") => Format::F32,
-            _ => Format::Bf16,
-        }
+/// The number format in a kernel's variant name, `gemv.bf16` for example.
+pub fn format_of(kernel: &str) -> Format {
+    match kernel.rsplit('.').next() {
+        Some("f16") => Format::F16,
+        Some("f32") => Format::F32,
+        _ => Format::Bf16,
     }
 }
 

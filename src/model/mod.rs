@@ -6,3 +6,5 @@ pub mod config;
 pub mod checkpoint;
 pub mod text;
 pub mod synth;
+pub mod dense;
+pub mod demo;

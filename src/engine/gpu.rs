@@ -1,0 +1,489 @@
+//! The executor on a device: turns plans into patches of device state and submissions of
+//! recorded regions, and the token ring into tokens.
+//! Deliberately absent: scheduling, and Vulkan other than through the actors.
+
+use super::executor::{
+    Capacity, Change, Done, ExecuteError, Executor, Progress, Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
+};
+use super::request::{PerToken, TokenLogprobs};
+use crate::actors::compute::{Compute, Submission};
+use crate::actors::watcher::{Outbox, Report};
+use crate::device::Point;
+use crate::kernels::layout::StateLayout;
+use crate::kernels::region::Region;
+use crate::kernels::sampling::{Patch, clear_inbox};
+use crate::kernels::state::{self, RingEntry, SlotInit};
+use crate::memory::Buffer;
+use crate::model::dense::RingLayout;
+use crossbeam_channel::{Receiver, bounded};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Reports that may wait for the engine's thread: as many as plans in flight can make.
+const REPORTS: usize = 1024;
+
+/// A client should not wait longer than this for a token that the device has finished.
+const REPORT_EVERY: Duration = Duration::from_millis(8);
+
+/// A slot of the inbox, through which changes reach the device, with the regions that apply it.
+#[derive(Debug)]
+pub struct Inbox {
+    /// Mapped: the words of a patch.
+    pub patch: Arc<Buffer>,
+    /// Mapped: the slots whose counts are cleared.
+    pub clear: Arc<Buffer>,
+    /// Applies `patch`.
+    pub apply: Arc<Region>,
+    /// Clears counts.
+    pub clear_counts: Arc<Region>,
+}
+
+/// The regions of a prompt chunk's bucket.
+#[derive(Debug)]
+pub struct PrefillRegions {
+    /// A chunk that is not the prompt's last.
+    pub part: Arc<Region>,
+    /// The last chunk: a token is drawn.
+    pub head: Arc<Region>,
+}
+
+/// What a replica's executor is made of; everything in it is allocated and recorded.
+#[derive(Debug)]
+pub struct Parts {
+    /// What it can hold.
+    pub capacity: Capacity,
+    /// Device state.
+    pub layout: StateLayout,
+    /// Token ring.
+    pub ring: RingLayout,
+    /// Mapped: the token ring.
+    pub ring_buffer: Arc<Buffer>,
+    /// Mapped: the logits of a step that a slot asked for.
+    pub dump: Arc<Buffer>,
+    /// Copies row 0 of the logits there.
+    pub dump_region: Arc<Region>,
+    /// By rows.
+    pub decode: BTreeMap<u32, Arc<Region>>,
+    /// By rows.
+    pub prefill: BTreeMap<u32, PrefillRegions>,
+    /// At least two; more than plans in flight, or `submit` waits.
+    pub inboxes: Vec<Inbox>,
+    /// Pairs that an inbox's patch holds.
+    pub patch_pairs: u32,
+    /// The device's compute queue.
+    pub compute: Arc<Compute>,
+    /// What the first submission waits for: the weights' last copies.
+    pub ready: Vec<Point>,
+    /// For messages.
+    pub device_name: String,
+}
+
+/// Runs plans on a device's compute queue.
+#[derive(Debug)]
+pub struct GpuExecutor {
+    parts: Parts,
+    outbox: Outbox,
+    reports: Receiver<Report>,
+    wake: Receiver<()>,
+    next: u64,
+    next_step: u32,
+    pending: VecDeque<Pending>,
+    /// Reports that were taken while waiting for an inbox.
+    early: VecDeque<Report>,
+    free_inboxes: Vec<usize>,
+    /// Batch list on the device.
+    batch: Vec<u32>,
+    /// Slots whose logits are asked for.
+    dumps: Vec<bool>,
+    step_time: Option<Duration>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    ticket: Ticket,
+    /// Steps that sample, the first of them, and rows of each.
+    steps: u32,
+    first_step: u32,
+    rows: u32,
+    /// Entries that are done.
+    entries: u32,
+    /// Nothing to report: changes, or a chunk without a head counts as one step without tokens.
+    work: Kind,
+    dump: bool,
+    inboxes: Vec<usize>,
+    /// Dispatches and barriers of the patches, and of each step.
+    fixed: (u32, u32),
+    each: (u32, u32),
+    flush: Flush,
+    submitted: Instant,
+    started: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Changes,
+    Chunk,
+    Sampled,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Flush {
+    PhaseBoundary,
+    Readback,
+    CrossQueue,
+}
+
+impl GpuExecutor {
+    /// An executor over recorded regions.
+    pub fn new(parts: Parts) -> GpuExecutor {
+        let (sender, reports) = bounded(REPORTS);
+        let (waker, wake) = bounded(1);
+        let slots = parts.capacity.slots as usize;
+        GpuExecutor {
+            outbox: Outbox { reports: sender, wake: waker },
+            reports,
+            wake,
+            next: 0,
+            next_step: 0,
+            pending: VecDeque::new(),
+            early: VecDeque::new(),
+            free_inboxes: (0..parts.inboxes.len()).collect(),
+            batch: vec![u32::MAX - 1; parts.layout.rows as usize],
+            dumps: vec![false; slots],
+            step_time: None,
+            parts,
+        }
+    }
+
+    fn changes(&mut self, changes: &[Change], patch: &mut Patch) -> Vec<u32> {
+        let layout = self.parts.layout;
+        let mut clear = Vec::new();
+        for change in changes {
+            match change {
+                Change::Join { slot, params } => {
+                    let init = slot_init(params);
+                    if init.has_penalties() {
+                        clear.push(slot.0);
+                    }
+                    self.dumps[slot.0 as usize] = params.dump_logits;
+                    patch.set_all(layout.slot_word(slot.0, 0), &init.words());
+                    patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));
+                }
+                Change::Pages { slot, first, pages } => {
+                    for (index, page) in (*first..).zip(pages) {
+                        patch.set(layout.page_word(slot.0, index), page.0);
+                    }
+                }
+                Change::Leave { slot } => {
+                    self.dumps[slot.0 as usize] = false;
+                    patch.set(layout.slot_word(slot.0, state::SLOT_ACTIVE), state::ACTIVE_IDLE);
+                }
+            }
+        }
+        clear
+    }
+
+    /// Fills inboxes and gives the regions that apply them, in order.
+    fn post(&mut self, patch: &Patch, clear: &[u32], used: &mut Vec<usize>) -> Result<Vec<Arc<Region>>, ExecuteError> {
+        let mut regions = Vec::new();
+        if !clear.is_empty() {
+            let index = self.inbox()?;
+            used.push(index);
+            let inbox = &self.parts.inboxes[index];
+            inbox.clear.write(0, bytemuck::cast_slice(&clear_inbox(clear)));
+            regions.push(Arc::clone(&inbox.clear_counts));
+        }
+        let words = patch.inbox();
+        let pairs = &words[words.len() - patch.len() * 2..];
+        for part in pairs.chunks(self.parts.patch_pairs as usize * 2) {
+            let index = self.inbox()?;
+            used.push(index);
+            let inbox = &self.parts.inboxes[index];
+            let header = [part.len() as u32 / 2, 0, 0, 0];
+            inbox.patch.write(0, bytemuck::cast_slice(&header));
+            inbox.patch.write(16, bytemuck::cast_slice(part));
+            regions.push(Arc::clone(&inbox.apply));
+        }
+        Ok(regions)
+    }
+
+    /// A free inbox; where none is, the oldest submission is waited for.
+    fn inbox(&mut self) -> Result<usize, ExecuteError> {
+        if let Some(index) = self.free_inboxes.pop() {
+            return Ok(index);
+        }
+        // Reports come in the order of submission, and every used inbox belongs to one.
+        let mut finished = 0;
+        loop {
+            let report = self
+                .reports
+                .recv()
+                .map_err(|_| ExecuteError::Failed("the compute actor has stopped".to_owned()))?;
+            let last = report.last;
+            self.early.push_back(report);
+            if !last {
+                continue;
+            }
+            let done = self.early_finished();
+            if done > finished {
+                finished = done;
+                let freed: Vec<usize> = self
+                    .pending
+                    .iter_mut()
+                    .take(finished)
+                    .flat_map(|pending| std::mem::take(&mut pending.inboxes))
+                    .collect();
+                self.free_inboxes.extend(freed);
+                let _ = self.outbox.wake.try_send(());
+                if let Some(index) = self.free_inboxes.pop() {
+                    return Ok(index);
+                }
+            }
+        }
+    }
+
+    fn early_finished(&self) -> usize {
+        self.early.iter().filter(|report| report.last).count()
+    }
+
+    fn rows_for(&self, slots: &[Slot]) -> (u32, Arc<Region>) {
+        let needed = slots.len() as u32;
+        let (rows, region) = self
+            .parts
+            .decode
+            .range(needed..)
+            .next()
+            .unwrap_or_else(|| panic!("{needed} rows exceed the largest bucket"));
+        (*rows, Arc::clone(region))
+    }
+
+    fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<Vec<Sampled>, ExecuteError> {
+        let mut tokens = Vec::new();
+        for step in from..to {
+            let number = pending.first_step.wrapping_add(step);
+            for row in 0..pending.rows {
+                let at = RingEntry::at(number, row, self.parts.ring.steps, self.parts.ring.rows);
+                let mut words = [0u32; state::ENTRY_WORDS as usize];
+                self.parts.ring_buffer.read(at as u64 * 4, bytemuck::cast_slice_mut(&mut words));
+                let entry = RingEntry::read(&words);
+                if entry.step != number {
+                    return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
+                }
+                let Some(id) = entry.token else { continue };
+                let asked = words[state::ENTRY_TOP_COUNT as usize] > 0 || entry.logprob != 0.0;
+                let logits = (pending.dump && self.dumps[entry.slot as usize]).then(|| {
+                    let mut logits = vec![0f32; self.parts.capacity.vocabulary as usize];
+                    self.parts.dump.read(0, bytemuck::cast_slice_mut(&mut logits));
+                    logits
+                });
+                tokens.push(Sampled {
+                    slot: Slot(entry.slot),
+                    id,
+                    done: match entry.done {
+                        state::DONE_STOP => Some(Done::Stop),
+                        state::DONE_LENGTH => Some(Done::Length),
+                        _ => None,
+                    },
+                    logprobs: asked.then_some(TokenLogprobs { chosen: entry.logprob, top: entry.top }),
+                    logits,
+                });
+            }
+        }
+        Ok(tokens)
+    }
+
+    fn take(&mut self, report: Report) -> Result<Option<Progress>, ExecuteError> {
+        if let Err(error) = report.result {
+            let device = self.parts.device_name.clone();
+            return Err(match error.is_lost() {
+                true => ExecuteError::DeviceLost { device, source: Box::new(error) },
+                false => ExecuteError::Failed(format!("device \"{device}\": {error}")),
+            });
+        }
+        let mut pending = self.pending.pop_front().unwrap_or_else(|| panic!("report {} has no submission", report.id));
+        assert_eq!(pending.ticket.0, report.id, "reports come in the order of submission");
+        let (from, to) = (pending.entries, report.entries);
+        pending.entries = to;
+        let progress = match pending.work {
+            Kind::Changes => None,
+            Kind::Chunk | Kind::Sampled => {
+                let tokens = if pending.work == Kind::Sampled { self.tokens(&pending, from, to)? } else { Vec::new() };
+                let first = !pending.started;
+                pending.started = true;
+                let cost = pending.cost(&report, first, to - from);
+                Some(Progress { ticket: pending.ticket, steps: to - from, tokens, finished: report.last, cost })
+            }
+        };
+        if report.last {
+            self.free_inboxes.append(&mut pending.inboxes);
+            if pending.work == Kind::Sampled && matches!(pending.flush, Flush::Readback) {
+                let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
+                self.step_time = Some(total / pending.steps.max(1));
+            }
+        } else {
+            self.pending.push_front(pending);
+        }
+        Ok(progress)
+    }
+}
+
+impl Pending {
+    fn cost(&self, report: &Report, first: bool, steps: u32) -> PerToken {
+        let count = |fixed: u32, each: u32| f64::from(each * steps + if first { fixed } else { 0 });
+        let once = if first { 1.0 } else { 0.0 };
+        let mut cost = PerToken {
+            submits: once,
+            dispatches: count(self.fixed.0, self.each.0),
+            barriers: count(self.fixed.1, self.each.1),
+            host_waits: f64::from(report.host_waits),
+            enqueue_us: report.enqueue.as_secs_f64() * 1e6,
+            gpu_us: report.device_time.map_or(0.0, |t| t.as_secs_f64() * 1e6),
+            ..PerToken::default()
+        };
+        match self.flush {
+            Flush::PhaseBoundary => cost.flushes.phase_boundary = once,
+            Flush::Readback => cost.flushes.readback = once,
+            Flush::CrossQueue => cost.flushes.cross_queue = once,
+        }
+        cost
+    }
+}
+
+impl Executor for GpuExecutor {
+    fn capacity(&self) -> &Capacity {
+        &self.parts.capacity
+    }
+
+    fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
+        let mut patch = Patch::default();
+        let clear = self.changes(&plan.changes, &mut patch);
+        let layout = self.parts.layout;
+        let ticket = Ticket(self.next);
+        self.next += 1;
+        let (work, steps, rows, region, mut flush) = match &plan.work {
+            None => (Kind::Changes, 0, 0, None, Flush::PhaseBoundary),
+            Some(Work::Prefill { slot, tokens, start, last }) => {
+                let count = tokens.len() as u32;
+                patch.set_all(layout.chunk_word(0), &[slot.0, *start, count, 0]);
+                patch.set_all(layout.token_word(0), tokens);
+                let (_, regions) = self
+                    .parts
+                    .prefill
+                    .range(count..)
+                    .next()
+                    .unwrap_or_else(|| panic!("a chunk of {count} tokens exceeds the largest bucket"));
+                let region = Arc::clone(if *last { &regions.head } else { &regions.part });
+                let kind = if *last { Kind::Sampled } else { Kind::Chunk };
+                (kind, 1, 1, Some(region), Flush::PhaseBoundary)
+            }
+            Some(Work::Decode { slots, steps }) => {
+                let (rows, region) = self.rows_for(slots);
+                for row in 0..rows {
+                    let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
+                    if self.batch[row as usize] != slot {
+                        self.batch[row as usize] = slot;
+                        patch.set(layout.batch_word(row), slot);
+                    }
+                }
+                (Kind::Sampled, *steps, rows, Some(region), Flush::Readback)
+            }
+        };
+        let mut used = Vec::new();
+        let patches = self.post(&patch, &clear, &mut used)?;
+        let sum = |regions: &[Arc<Region>]| {
+            regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
+        };
+        let fixed = sum(&patches);
+        let dump = work == Kind::Sampled && self.dumps.iter().any(|asked| *asked);
+        let mut step: Vec<Arc<Region>> = region.into_iter().collect();
+        if dump {
+            step.push(Arc::clone(&self.parts.dump_region));
+        }
+        let each = sum(&step);
+        let mut entries = vec![step; steps.max(1) as usize];
+        entries[0].splice(0..0, patches);
+        let waits = std::mem::take(&mut self.parts.ready);
+        if !waits.is_empty() {
+            flush = Flush::CrossQueue;
+        }
+        // A slow device reports single steps, a fast one the whole plan.
+        let every = match self.step_time {
+            Some(time) if !time.is_zero() => (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32,
+            _ => 1,
+        };
+        let report_after = (1..=entries.len() as u32).filter(|entry| entry % every == 0).collect();
+        self.pending.push_back(Pending {
+            ticket,
+            steps,
+            first_step: self.next_step,
+            rows,
+            entries: 0,
+            work,
+            dump,
+            inboxes: used,
+            fixed,
+            each,
+            flush,
+            submitted: Instant::now(),
+            started: false,
+        });
+        if work == Kind::Sampled {
+            self.next_step = self.next_step.wrapping_add(steps);
+        }
+        self.parts.compute.submit(Submission { id: ticket.0, entries, waits, report_after, outbox: self.outbox.clone() });
+        Ok(ticket)
+    }
+
+    fn wake(&self) -> &Receiver<()> {
+        &self.wake
+    }
+
+    fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError> {
+        let mut progress = Vec::new();
+        while let Some(report) = self.early.pop_front().or_else(|| self.reports.try_recv().ok()) {
+            progress.extend(self.take(report)?);
+        }
+        Ok(progress)
+    }
+
+    fn step_time(&self) -> Option<Duration> {
+        self.step_time
+    }
+}
+
+impl Drop for GpuExecutor {
+    fn drop(&mut self) {
+        // The buffers that regions use must outlive the device's work on them.
+        let mut open: usize = self.pending.len() - self.early_finished().min(self.pending.len());
+        while open > 0 {
+            match self.reports.recv_timeout(Duration::from_secs(30)) {
+                Ok(report) if report.last => open -= 1,
+                Ok(_) => {}
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+fn slot_init(params: &SlotParams) -> SlotInit {
+    let sampling = &params.sampling;
+    SlotInit {
+        remaining: params.max_tokens,
+        generated: params.generated,
+        min_left: params.min_tokens,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repetition: sampling.repetition_penalty,
+        presence: sampling.presence_penalty,
+        frequency: sampling.frequency_penalty,
+        seed: params.seed,
+        stop_ids: params.stop_ids.clone(),
+        bias_count: (state::bias_words(&sampling.logit_bias).len() / 2) as u32,
+        logprobs: params.logprobs,
+        dump_logits: params.dump_logits,
+        prompt_tokens: params.prompt_tokens,
+    }
+}

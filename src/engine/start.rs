@@ -1,0 +1,683 @@
+//! From a configuration to what serves it: opens the devices, starts their actors, plans
+//! memory, loads weights and records regions, bottom to top.
+//! Deliberately absent: what a request is.
+
+use super::executor::{Capacity, Executor, PAGE_TOKENS};
+use super::gpu::{GpuExecutor, Inbox, Parts, PrefillRegions};
+use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
+use super::replica::{Replica, ReplicaConfig};
+use crate::actors::compute::{Compute, Submission};
+use crate::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, Source};
+use crate::actors::transfer::{Transfer, TransferError};
+use crate::actors::watcher::Outbox;
+use crate::config::{self, Config};
+use crate::device::{Adapter, Capabilities, Device, DeviceError, Instance, InstanceOptions, Selector};
+use crate::kernels::layout::StateLayout;
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::region::{Pipelines, Region, RegionError, buffer_sizes};
+use crate::kernels::sampling;
+use crate::kernels::shaders::{ClearCountsArgs, PatchArgs};
+use crate::memory::pack::{Format, Packing};
+use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
+use crate::memory::{Arena, MappedFile, MemoryError, Place, StagingRing, Table};
+use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
+use crate::model::dense::{self, Dense, Part, RingLayout, Shape, Tuning};
+use crate::model::demo;
+use crate::model::text::{Text, TextError};
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Says what a start does and how far it is.
+pub trait Progress: Sync {
+    /// A fact worth a line: a plan table, a load's speed.
+    fn line(&self, text: &str);
+    /// `done` of `total` (bytes or things, by `unit`) of what is going on.
+    fn step(&self, what: &str, done: u64, total: u64, unit: Unit);
+}
+
+/// What a step counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Bytes.
+    Bytes,
+    /// Things.
+    Count,
+}
+
+/// Says nothing.
+#[derive(Clone, Copy, Debug)]
+pub struct Quiet;
+
+impl Progress for Quiet {
+    fn line(&self, _: &str) {}
+    fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
+}
+
+/// Why a start failed. `is_users` tells what the operator can mend.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// No or several devices, a lost device, Vulkan.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A selector that cannot be read.
+    #[error("device \"{given}\" of model \"{model}\" cannot be read")]
+    Selector {
+        /// The model.
+        model: String,
+        /// What was given.
+        given: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A checkpoint that cannot be served.
+    #[error("model \"{model}\" cannot be loaded from {path}")]
+    Checkpoint {
+        /// The model.
+        model: String,
+        /// The directory.
+        path: PathBuf,
+        /// Everything that is wrong.
+        #[source]
+        source: CheckpointError,
+    },
+    /// A tokenizer or chat template that cannot be read.
+    #[error("the tokenizer of model \"{model}\" cannot be loaded")]
+    Text {
+        /// The model.
+        model: String,
+        /// Why.
+        #[source]
+        source: TextError,
+    },
+    /// The model's shape is outside what the kernels do.
+    #[error("model \"{model}\": {what}")]
+    Unsupported {
+        /// The model.
+        model: String,
+        /// What, with numbers.
+        what: String,
+    },
+    /// Memory does not suffice.
+    #[error("model \"{model}\" does not fit")]
+    Plan {
+        /// The model.
+        model: String,
+        /// Both numbers.
+        #[source]
+        source: PlanError,
+    },
+    /// An allocation failed.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// A region could not be recorded.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The weights could not be loaded.
+    #[error("the weights of model \"{model}\" could not be loaded")]
+    Load {
+        /// The model.
+        model: String,
+        /// Why.
+        #[source]
+        source: LoadError,
+    },
+    /// A copy failed.
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
+    /// The host has no thread left.
+    #[error("an engine thread could not be started")]
+    Thread(#[source] std::io::Error),
+    /// The embedded model could not be unpacked.
+    #[error("the embedded demo model could not be unpacked to {path}")]
+    Demo {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+impl StartError {
+    /// Whether the operator can mend it: arguments, files, configuration, devices.
+    pub fn is_users(&self) -> bool {
+        match self {
+            StartError::Device(error) => error.is_users(),
+            StartError::Selector { .. }
+            | StartError::Checkpoint { .. }
+            | StartError::Text { .. }
+            | StartError::Unsupported { .. }
+            | StartError::Plan { .. }
+            | StartError::Load { .. }
+            | StartError::Demo { .. } => true,
+            StartError::Memory(_) | StartError::Thread(_) | StartError::Region(_) | StartError::Transfer(_) => false,
+        }
+    }
+}
+
+/// A device with its actors.
+struct Station {
+    device: Arc<Device>,
+    arena: Arena,
+    compute: Arc<Compute>,
+    transfer: Arc<Transfer>,
+    ring: StagingRing,
+    loader: Loader,
+}
+
+/// Slots of the staging ring and bytes of each: enough to keep a transfer queue busy while
+/// others are packed.
+const STAGING: (usize, usize) = (8, 16 << 20);
+const STAGING_CPU: (usize, usize) = (4, 2 << 20);
+
+impl Station {
+    fn open(instance: &Instance, adapter: &Adapter) -> Result<Station, StartError> {
+        let device = Device::open(instance, adapter)?;
+        let arena = Arena::new(&device)?;
+        let (slots, bytes) = staging(adapter);
+        let ring = StagingRing::new(&arena, slots, bytes)?;
+        let transfer = Arc::new(Transfer::spawn(&arena)?);
+        Ok(Station {
+            compute: Arc::new(Compute::spawn(Arc::clone(&device))?),
+            loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
+            ring,
+            transfer,
+            arena,
+            device,
+        })
+    }
+}
+
+fn staging(adapter: &Adapter) -> (usize, usize) {
+    if adapter.is_cpu() { STAGING_CPU } else { STAGING }
+}
+
+/// Opens everything that a configuration names and serves its models.
+pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let instance = Instance::new(&InstanceOptions { validation: config.runtime.validation })?;
+    start_on(&instance, config, progress)
+}
+
+/// As [`start`], on an instance of the caller's (tests look at its validation messages).
+pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let adapters = instance.adapters();
+    // Every choice is checked before the first device is opened.
+    let mut chosen = Vec::new();
+    for model in &config.models {
+        let replicas: Result<Vec<&Adapter>, StartError> =
+            model.replicas.iter().map(|replica| choose(&adapters, &model.name, replica.device.as_deref())).collect();
+        chosen.push(replicas?);
+    }
+    let mut stations: HashMap<usize, Station> = HashMap::new();
+    let mut models = Vec::new();
+    for (model, adapters) in config.models.iter().zip(chosen) {
+        models.push(serve_model(instance, config, model, &adapters, &mut stations, progress)?);
+    }
+    Ok(Host::new(models))
+}
+
+fn choose<'a>(adapters: &'a [Adapter], model: &str, given: Option<&str>) -> Result<&'a Adapter, StartError> {
+    let selector = given
+        .map(|given| {
+            Selector::from_str(given).map_err(|source| StartError::Selector {
+                model: model.to_owned(),
+                given: given.to_owned(),
+                source: Box::new(source),
+            })
+        })
+        .transpose()?;
+    Ok(crate::device::select(adapters, selector.as_ref())?)
+}
+
+fn serve_model(
+    instance: &Instance,
+    config: &Config,
+    model: &config::Model,
+    adapters: &[&Adapter],
+    stations: &mut HashMap<usize, Station>,
+    progress: &dyn Progress,
+) -> Result<ServedModel, StartError> {
+    let path = if model.path == Path::new(config::DEMO_PATH) {
+        demo::unpack(config.runtime.cache_directory.as_deref())
+            .map_err(|(path, source)| StartError::Demo { path, source })?
+    } else {
+        model.path.clone()
+    };
+    let checkpoint = Checkpoint::open(&path)
+        .map_err(|source| StartError::Checkpoint { model: model.name.clone(), path: path.clone(), source })?;
+    let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
+    if text.is_none() {
+        progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
+    }
+    let mut replicas = Vec::new();
+    let mut context = checkpoint.config.context;
+    for (index, adapter) in adapters.iter().enumerate() {
+        if !stations.contains_key(&adapter.index) {
+            stations.insert(adapter.index, Station::open(instance, adapter)?);
+        }
+        let station = &stations[&adapter.index];
+        let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
+        let name = format!("{}/{index}", model.name);
+        let build = Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, progress };
+        let executor = build.executor(config.runtime.cache_directory.as_deref())?;
+        context = context.min(executor.capacity().context);
+        let replica_config = ReplicaConfig {
+            queue_limit: config.server.queue_limit as usize,
+            eos_ids: checkpoint.config.eos.clone(),
+            context: executor.capacity().context,
+            vocabulary: checkpoint.config.vocab,
+        };
+        let info = DeviceInfo {
+            index: adapter.index,
+            name: adapter.name.clone(),
+            uuid: adapter.uuid.clone(),
+            pci: adapter.pci.clone(),
+        };
+        let replica = Replica::spawn(&name, info, Box::new(executor), replica_config);
+        replicas.push(replica.map_err(StartError::Thread)?);
+    }
+    Ok(ServedModel {
+        name: model.name.clone(),
+        info: ModelInfo {
+            architecture: checkpoint.config.architecture.name().to_owned(),
+            context,
+            vocabulary: checkpoint.config.vocab,
+            eos_ids: checkpoint.config.eos.clone(),
+            weight_bytes: checkpoint.weight_bytes(),
+            bytes_per_token: checkpoint.bytes_per_token(),
+            parameters: checkpoint.parameters(),
+        },
+        text: text.map(Arc::new),
+        replicas,
+    })
+}
+
+/// Decode steps that may be queued and not reported.
+const RUN_AHEAD: u32 = 32;
+/// Steps of the token ring: well above what can be queued.
+const RING_STEPS: u32 = 128;
+/// Pairs of a patch: the tokens of a chunk, its pages and a slot's words with room to spare.
+const PATCH_PAIRS: u32 = 2048;
+/// Plans in flight are two; changes alone come on top.
+const INBOXES: usize = 16;
+/// Context that is planned where neither the operator nor memory says otherwise.
+const DEFAULT_CONTEXT: u32 = 32_768;
+
+/// Choices by what the device can do.
+pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32) -> Tuning {
+    let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
+    let processors = capabilities.sm_count.unwrap_or(32);
+    Tuning {
+        gemv_threads: if cpu { 32 } else { 128.min(most) },
+        attention_threads: if cpu { 32 } else { 128.min(most) },
+        shared_bytes: capabilities.max_shared_bytes,
+        splits: if cpu { 4 } else { (processors * 2 / kv_heads).clamp(4, 64) },
+        sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
+    }
+}
+
+struct Build<'a> {
+    name: &'a str,
+    model: &'a config::Model,
+    checkpoint: &'a Checkpoint,
+    station: &'a Station,
+    adapter: &'a Adapter,
+    limit: Option<u64>,
+    progress: &'a dyn Progress,
+}
+
+/// What memory is for, by buffer name.
+fn purpose(name: &str) -> Purpose {
+    match name {
+        "state" | "sampling.counts" | "step" | "rope" => Purpose::State,
+        "ring" | "dump" => Purpose::Ring,
+        name if name.starts_with("kv.") => Purpose::KvPages,
+        _ => Purpose::Scratch,
+    }
+}
+
+impl Build<'_> {
+    fn unsupported(&self, what: String) -> StartError {
+        StartError::Unsupported { model: self.model.name.clone(), what }
+    }
+
+    fn check(&self) -> Result<(), StartError> {
+        let c = &self.checkpoint.config;
+        if c.head_dim % 8 != 0 {
+            return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
+        }
+        if c.head_dim / 2 > self.adapter.capabilities.max_invocations {
+            return Err(self.unsupported(format!(
+                "head_dim is {}, the device's workgroups have {} invocations and need half of it",
+                c.head_dim, self.adapter.capabilities.max_invocations
+            )));
+        }
+        Ok(())
+    }
+
+    fn buckets(&self) -> Vec<u32> {
+        let most = self.model.prefill_chunk.unwrap_or(if self.adapter.is_cpu() { 64 } else { 512 });
+        let mut buckets: Vec<u32> = [16, 64, 256, 1024].into_iter().filter(|rows| *rows < most).collect();
+        buckets.push(most);
+        buckets
+    }
+
+    /// The model's recordings with that many KV pages.
+    fn dense(&self, context: u32, pages: u32, chunk: u32) -> Dense<'_> {
+        let slots = self.model.slots.unwrap_or(1);
+        let config = &self.checkpoint.config;
+        let capabilities = &self.adapter.capabilities;
+        Dense {
+            config,
+            weights: self.checkpoint.weights(),
+            max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
+            state: StateLayout { slots, rows: slots.next_power_of_two(), chunk, max_pages: context.div_ceil(PAGE_TOKENS) },
+            pages,
+            kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
+                config::KvFormat::F16 => Format::F16,
+                config::KvFormat::F32 => Format::F32,
+            }),
+            ring: RingLayout { steps: RING_STEPS, rows: slots.next_power_of_two() },
+            context,
+            tuning: tuning(capabilities, self.adapter.is_cpu(), config.kv_heads),
+        }
+    }
+
+    fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
+        self.check()?;
+        let started = Instant::now();
+        let buckets = self.buckets();
+        let chunk = *buckets.last().expect("there is at least one bucket");
+        let model_context = self.checkpoint.config.context;
+        let asked = self.model.context.map(|context| context.min(model_context));
+        let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
+
+        // Everything but the KV pool has its size before the pool is planned.
+        let probe = self.dense(wanted, 1, chunk);
+        let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
+        self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
+        let pages = u32::try_from(plan.kv_pages()).unwrap_or(u32::MAX);
+        let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
+        let dense = self.dense(context, pages, chunk);
+        let recordings = Recordings::new(&dense, &buckets);
+        let all = recordings.all();
+
+        let mut table = Table::new();
+        let mut init = Recording::new("init");
+        let mut ring_buffer = None;
+        let mut dump = None;
+        let weights: Vec<(&WeightSpec, Vec<Part>)> =
+            dense.weights.iter().map(|weight| (weight, dense::parts(weight, dense.max_buffer_bytes))).collect();
+        for part in weights.iter().flat_map(|(_, parts)| parts) {
+            table.add(self.station.arena.buffer(&part.name, part.bytes, Place::DeviceLocal)?)?;
+        }
+        for (name, bytes) in buffer_sizes(&all) {
+            if table.get(&name).is_some() {
+                continue;
+            }
+            let place = match name.as_str() {
+                "ring" | "dump" => Place::Readback,
+                name if name.starts_with("inbox.") => Place::Upload { bar: true },
+                _ => Place::DeviceLocal,
+            };
+            let buffer = self.station.arena.buffer(&name, bytes, place)?;
+            if place == Place::DeviceLocal && !name.starts_with("kv.") && name != "rope" {
+                let to = init.buffer(&name, bytes);
+                init.ops.push(Op::Fill { to, word: 0 });
+            }
+            match name.as_str() {
+                "ring" => ring_buffer = Some(Arc::clone(&buffer)),
+                "dump" => dump = Some(Arc::clone(&buffer)),
+                _ => {}
+            }
+            table.add(buffer)?;
+        }
+
+        let load = self.load(&weights, &table)?;
+        let rope = dense.rope_table();
+        let rope_buffer = table.require("rope")?;
+        let rope_point = self.station.transfer.upload(&self.station.ring, rope_buffer, 0, bytemuck::cast_slice(&rope))?;
+
+        let mut with_init = all.clone();
+        with_init.push(&init);
+        let pipelines = Pipelines::build(&self.station.device, cache, &with_init, &|done, total| {
+            self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
+        })?;
+        let region = |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
+        let mut decode = BTreeMap::new();
+        for (rows, recording) in &recordings.decode {
+            decode.insert(*rows, region(recording)?);
+        }
+        let mut prefill = BTreeMap::new();
+        for (rows, part, head) in &recordings.prefill {
+            prefill.insert(*rows, PrefillRegions { part: region(part)?, head: region(head)? });
+        }
+        let mut inboxes = Vec::new();
+        for (index, (apply, clear)) in recordings.inboxes.iter().enumerate() {
+            inboxes.push(Inbox {
+                patch: Arc::clone(table.require(&format!("inbox.{index}.patch"))?),
+                clear: Arc::clone(table.require(&format!("inbox.{index}.clear"))?),
+                apply: region(apply)?,
+                clear_counts: region(clear)?,
+            });
+        }
+        let dump_region = region(&recordings.dump)?;
+        self.run_once(region(&init)?)?;
+
+        let report = load
+            .wait_with(|p| self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes))
+            .map_err(|source| StartError::Load { model: self.model.name.clone(), source })?;
+        self.progress.line(&format!(
+            "\"{}\": {report}; {} pipelines; ready {:.2} s after the start of its load",
+            self.name,
+            pipelines.len(),
+            started.elapsed().as_secs_f64()
+        ));
+        let slots = dense.state.slots;
+        let capacity = Capacity {
+            slots,
+            pages,
+            context,
+            prefill_chunk: chunk,
+            buckets: recordings.decode.iter().map(|(rows, _)| *rows).collect(),
+            run_ahead: RUN_AHEAD,
+            vocabulary: self.checkpoint.config.vocab,
+        };
+        let executor = GpuExecutor::new(Parts {
+            capacity,
+            layout: dense.state,
+            ring: dense.ring,
+            ring_buffer: ring_buffer.expect("every decode recording writes the ring"),
+            dump: dump.expect("the dump recording was built"),
+            dump_region,
+            decode,
+            prefill,
+            inboxes,
+            patch_pairs: PATCH_PAIRS,
+            compute: Arc::clone(&self.station.compute),
+            ready: report.point.into_iter().chain([rope_point]).collect(),
+            device_name: self.adapter.name.clone(),
+        });
+        Ok(executor)
+    }
+
+    fn plan(&self, probe: &Dense<'_>, buckets: &[u32], context: u32, asked: bool) -> Result<Plan, StartError> {
+        let budget = self.station.device.budget();
+        let capabilities = &self.adapter.capabilities;
+        let limits = Limits {
+            device: self.adapter.name.clone(),
+            free_bytes: budget.free_bytes(),
+            total_bytes: budget.heap_bytes,
+            limit_bytes: self.limit,
+            max_allocation_bytes: probe.max_buffer_bytes,
+            unified: capabilities.unified_memory,
+            reserve_bytes: plan::default_reserve(budget.heap_bytes),
+        };
+        let recordings = Recordings::new(probe, buckets);
+        let weights: Vec<Part> = probe.weights.iter().flat_map(|weight| dense::parts(weight, probe.max_buffer_bytes)).collect();
+        let names: Vec<&str> = weights.iter().map(|part| part.name.as_str()).collect();
+        let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
+            .into_iter()
+            .filter(|(name, _)| !names.contains(&name.as_str()) && !name.starts_with("kv."))
+            .collect();
+        let (slots, bytes) = staging(self.adapter);
+        let mut entries = vec![
+            Entry::of_buffers(Purpose::Weights, Side::Device, weights.iter().map(|part| (part.name.as_str(), part.bytes))),
+            Entry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
+        ];
+        for (wanted, side) in [(Purpose::State, Side::Device), (Purpose::Scratch, Side::Device), (Purpose::Ring, Side::Host)] {
+            let of = sizes.iter().filter(|(name, _)| purpose(name) == wanted).map(|(name, bytes)| (name.as_str(), *bytes));
+            entries.push(Entry::of_buffers(wanted, side, of));
+        }
+        let heads = probe.heads();
+        let layers = u64::from(probe.config.layers);
+        let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
+        let page_bytes = heads.page_bytes() * 2 * layers;
+        let pages = match (self.model.kv_pages, self.model.kv_memory) {
+            (Some(pages), _) => Pages::Exactly(u64::from(pages)),
+            (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
+            (None, None) => Pages::UpTo(context_pages * u64::from(probe.state.slots)),
+        };
+        // A context that was asked for is kept or refused; the model's own may shrink to the memory.
+        let least = if asked { context_pages } else { context_pages.min(16) };
+        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: heads.page_bytes(), pages, least };
+        Plan::new(limits, entries, Some(kv)).map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
+    }
+
+    fn load(&self, weights: &[(&WeightSpec, Vec<Part>)], table: &Table) -> Result<crate::actors::loader::Load, StartError> {
+        let mut files: HashMap<Arc<Path>, Arc<MappedFile>> = HashMap::new();
+        let mut tensors = Vec::new();
+        for (weight, parts) in weights {
+            for part in parts {
+                let whole = dense::packing(weight);
+                let mut sources = Vec::new();
+                for source in &weight.sources {
+                    let file = match files.get(&source.path) {
+                        Some(file) => Arc::clone(file),
+                        None => {
+                            let file = Arc::new(MappedFile::open(&source.path)?);
+                            files.insert(Arc::clone(&source.path), Arc::clone(&file));
+                            file
+                        }
+                    };
+                    sources.extend(clip(source, part, file));
+                }
+                tensors.push(LoadTensor {
+                    name: part.name.clone(),
+                    target: Arc::clone(table.require(&part.name)?),
+                    offset: 0,
+                    packing: Packing { rows: part.rows, ..whole },
+                    sources,
+                });
+            }
+        }
+        self.station
+            .loader
+            .load(LoadPlan { tensors })
+            .map_err(|source| StartError::Load { model: self.model.name.clone(), source })
+    }
+
+    /// Runs a region and waits for it.
+    fn run_once(&self, region: Arc<Region>) -> Result<(), StartError> {
+        let (reports, done) = crossbeam_channel::bounded(1);
+        let (wake, _woken) = crossbeam_channel::bounded(1);
+        self.station.compute.submit(Submission {
+            id: 0,
+            entries: vec![vec![region]],
+            waits: Vec::new(),
+            report_after: Vec::new(),
+            outbox: Outbox { reports, wake },
+        });
+        match done.recv_timeout(Duration::from_secs(60)) {
+            Ok(report) => Ok(report.result?),
+            Err(_) => Err(StartError::Unsupported {
+                model: self.model.name.clone(),
+                what: format!("device \"{}\" did not finish clearing its buffers in 60 s", self.adapter.name),
+            }),
+        }
+    }
+}
+
+/// The rows of a source that lie in a part of its weight.
+fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source> {
+    let format = dense::format(source.dtype);
+    let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
+    let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
+    let from = begin.saturating_sub(first).div_ceil(step);
+    let to = end.saturating_sub(first).div_ceil(step).min(u64::from(source.rows));
+    if from >= to {
+        return None;
+    }
+    Some(Source {
+        file,
+        offset: source.offset + from * u64::from(source.cols) * format.bytes() as u64,
+        rows: (to - from) as u32,
+        cols: source.cols,
+        format,
+        first_row: (first + from * step - begin) as u32,
+        row_step: source.row_step,
+    })
+}
+
+
+/// Every recording of a replica.
+struct Recordings {
+    decode: Vec<(u32, Recording)>,
+    prefill: Vec<(u32, Recording, Recording)>,
+    inboxes: Vec<(Recording, Recording)>,
+    dump: Recording,
+}
+
+impl Recordings {
+    fn new(dense: &Dense<'_>, buckets: &[u32]) -> Recordings {
+        let mut decode = Vec::new();
+        let mut rows = 1;
+        while rows <= dense.state.rows {
+            decode.push((rows, dense.record(Shape::Decode { rows })));
+            rows *= 2;
+        }
+        let prefill = buckets
+            .iter()
+            .map(|&rows| {
+                (rows, dense.record(Shape::Prefill { rows, head: false }), dense.record(Shape::Prefill { rows, head: true }))
+            })
+            .collect();
+        let inboxes = (0..INBOXES).map(|index| inbox_recordings(dense, index)).collect();
+        let mut dump = Recording::new("dump");
+        let bytes = u64::from(dense.config.vocab) * 4;
+        let from = dump.buffer("logits", bytes);
+        let to = dump.buffer("dump", bytes);
+        dump.ops.push(Op::Copy { from, to });
+        Recordings { decode, prefill, inboxes, dump }
+    }
+
+    fn all(&self) -> Vec<&Recording> {
+        let decode = self.decode.iter().map(|(_, recording)| recording);
+        let prefill = self.prefill.iter().flat_map(|(_, part, head)| [part, head]);
+        let inboxes = self.inboxes.iter().flat_map(|(apply, clear)| [apply, clear]);
+        decode.chain(prefill).chain(inboxes).chain([&self.dump]).collect()
+    }
+}
+
+fn inbox_recordings(dense: &Dense<'_>, index: usize) -> (Recording, Recording) {
+    let mut apply = Recording::new(format!("patch.{index}"));
+    let inbox = apply.buffer(&format!("inbox.{index}.patch"), sampling::patch_bytes(PATCH_PAIRS));
+    let target = dense.state.all(&mut apply);
+    let args = PatchArgs { inbox, target, capacity: PATCH_PAIRS, words: (target.bytes / 4) as u32 };
+    let call = sampling::patch("patch".to_owned(), args);
+    apply.call(call);
+
+    let slots = dense.state.slots;
+    let vocabulary = dense.config.vocab;
+    let mut clear = Recording::new(format!("clear_counts.{index}"));
+    let inbox = clear.buffer(&format!("inbox.{index}.clear"), sampling::clear_bytes(slots));
+    let counts = clear.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
+    let args = ClearCountsArgs { inbox, counts, slots, vocabulary };
+    let call = sampling::clear_counts("clear_counts".to_owned(), slots, args);
+    clear.call(call);
+    (apply, clear)
+}

@@ -1,0 +1,268 @@
+//! A recording bound to memory and pipelines: one command buffer that is recorded once and
+//! submitted unchanged. Deliberately absent: when it is submitted, and what it computes.
+
+use super::barriers;
+use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
+use super::shaders::{self, SHADER_SET};
+use crate::device::{Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Role};
+use crate::memory::{Buffer, Table};
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Why a region could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum RegionError {
+    /// A recording names a buffer that nobody allocated.
+    #[error("recording \"{recording}\" uses buffer \"{buffer}\", which has no memory")]
+    NoBuffer {
+        /// The recording.
+        recording: String,
+        /// The buffer.
+        buffer: String,
+    },
+    /// A buffer is smaller than a recording needs.
+    #[error("recording \"{recording}\" needs {needed} bytes of buffer \"{buffer}\", which has {has}")]
+    SmallBuffer {
+        /// The recording.
+        recording: String,
+        /// The buffer.
+        buffer: String,
+        /// Declared bytes.
+        needed: u64,
+        /// Allocated bytes.
+        has: u64,
+    },
+    /// Vulkan refused.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+/// A kernel with its constants: what one pipeline is for.
+type Key = (&'static str, Vec<u32>);
+
+/// The pipelines of a device, each built once.
+#[derive(Debug)]
+pub struct Pipelines {
+    built: HashMap<Key, Pipeline>,
+}
+
+impl Pipelines {
+    /// Builds what the recordings call, on all cores, through the cache under `cache_dir`
+    /// (`None`: not kept). `progress` gets built and total counts.
+    pub fn build(
+        device: &Device,
+        cache_dir: Option<&Path>,
+        recordings: &[&Recording],
+        progress: &(dyn Fn(usize, usize) + Sync),
+    ) -> Result<Pipelines, DeviceError> {
+        let cache = match cache_dir {
+            Some(dir) => PipelineCache::open(dir, device, SHADER_SET)?,
+            None => PipelineCache::in_memory(device)?,
+        };
+        let mut keys: HashSet<Key> = HashSet::new();
+        for call in recordings.iter().flat_map(|r| &r.ops).filter_map(as_call) {
+            keys.insert((call.kernel, call.constants.clone()));
+        }
+        let total = keys.len();
+        progress(0, total);
+        let queue = Mutex::new(keys.into_iter());
+        let results = Mutex::new((HashMap::new(), None));
+        let workers = std::thread::available_parallelism().map_or(1, |n| n.get()).min(total.max(1));
+        std::thread::scope(|scope| {
+            for _ in 0..workers {
+                scope.spawn(|| {
+                    loop {
+                        let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+                        let Some(key) = next else { return };
+                        let result = build_one(device, &cache, &key);
+                        let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
+                        match result {
+                            Ok(pipeline) => {
+                                results.0.insert(key, pipeline);
+                                progress(results.0.len(), total);
+                            }
+                            Err(error) => results.1 = Some(error),
+                        }
+                    }
+                });
+            }
+        });
+        let (built, error) = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = error {
+            return Err(error);
+        }
+        cache.save()?;
+        Ok(Pipelines { built })
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.built.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.built.is_empty()
+    }
+
+    fn get(&self, call: &Call) -> &Pipeline {
+        self.built
+            .get(&(call.kernel, call.constants.clone()))
+            .unwrap_or_else(|| panic!("no pipeline was built for {}{:?}", call.kernel, call.constants))
+    }
+}
+
+fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) -> Result<Pipeline, DeviceError> {
+    let shader = shaders::find(kernel);
+    let words = shader.words();
+    let desc = PipelineDesc {
+        name: kernel,
+        spirv: &words,
+        constants,
+        push_bytes: shader.push_bytes,
+        required_subgroup: None,
+        full_subgroups: false,
+    };
+    Pipeline::new(device, cache, &desc)
+}
+
+fn as_call(op: &Op) -> Option<&Call> {
+    match op {
+        Op::Call(call) => Some(call),
+        _ => None,
+    }
+}
+
+/// A recorded command buffer and what it is made of.
+#[derive(Debug)]
+pub struct Region {
+    name: String,
+    commands: Commands,
+    dispatches: u32,
+    barriers: u32,
+    // The buffers must outlive every submission of the commands.
+    _buffers: Vec<Arc<Buffer>>,
+}
+
+impl Region {
+    /// Records `recording` against the memory in `table`.
+    pub fn build(device: &Device, recording: &Recording, table: &Table, pipelines: &Pipelines) -> Result<Region, RegionError> {
+        let buffers = bind(recording, table)?;
+        let needed = barriers::derive(&recording.ops);
+        let mut dispatches = 0;
+        // One at the start orders the region behind whatever ran before it.
+        let mut count = 1;
+        let commands = Commands::record(device, Role::Compute, |encoder| {
+            encoder.name(&recording.name);
+            let starts_with_copy = !recording.ops.iter().all(|op| matches!(op, Op::Call(_)));
+            if starts_with_copy { encoder.barrier_full() } else { encoder.barrier_compute() }
+            let mut copied = false;
+            for (op, barrier) in recording.ops.iter().zip(needed) {
+                let copies = !matches!(op, Op::Call(_));
+                if barrier {
+                    count += 1;
+                    // The narrow barrier where only kernels meet.
+                    if copied || copies { encoder.barrier_full() } else { encoder.barrier_compute() }
+                    copied = false;
+                }
+                copied |= copies;
+                dispatches += u32::from(!copies);
+                encode(encoder, op, &buffers, pipelines);
+            }
+            if copied || buffers.iter().any(|b| b.host_visible()) {
+                encoder.barrier_host();
+            }
+        })?;
+        Ok(Region { name: recording.name.clone(), commands, dispatches, barriers: count, _buffers: buffers })
+    }
+
+    /// The recording's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What the queue is given.
+    pub fn commands(&self) -> &Commands {
+        &self.commands
+    }
+
+    /// Dispatches.
+    pub fn dispatches(&self) -> u32 {
+        self.dispatches
+    }
+
+    /// Barriers between them, the one at the start included.
+    pub fn barriers(&self) -> u32 {
+        self.barriers
+    }
+}
+
+fn bind(recording: &Recording, table: &Table) -> Result<Vec<Arc<Buffer>>, RegionError> {
+    recording
+        .buffers
+        .iter()
+        .map(|decl| {
+            let buffer = table.get(&decl.name).ok_or_else(|| RegionError::NoBuffer {
+                recording: recording.name.clone(),
+                buffer: decl.name.clone(),
+            })?;
+            if buffer.bytes() < decl.bytes {
+                return Err(RegionError::SmallBuffer {
+                    recording: recording.name.clone(),
+                    buffer: decl.name.clone(),
+                    needed: decl.bytes,
+                    has: buffer.bytes(),
+                });
+            }
+            Ok(Arc::clone(buffer))
+        })
+        .collect()
+}
+
+fn encode(encoder: &mut Encoder, op: &Op, buffers: &[Arc<Buffer>], pipelines: &Pipelines) {
+    let buffer = |id: BufferId| &buffers[id.0 as usize];
+    match op {
+        Op::Call(call) => {
+            encoder.bind(pipelines.get(call));
+            let shader = shaders::find(call.kernel);
+            let mut block = vec![0u8; shader.push_bytes as usize];
+            assert_eq!(call.args.len(), shader.fields.len(), "{} takes other arguments", call.kernel);
+            for (arg, field) in call.args.iter().zip(shader.fields) {
+                let at = field.offset as usize;
+                match arg {
+                    Arg::Buffer(range, _) => {
+                        let address = buffer(range.buffer).address() + range.offset;
+                        block[at..at + 8].copy_from_slice(&address.to_le_bytes());
+                    }
+                    Arg::U32(value) => block[at..at + 4].copy_from_slice(&value.to_le_bytes()),
+                    Arg::F32(value) => block[at..at + 4].copy_from_slice(&value.to_le_bytes()),
+                }
+            }
+            encoder.push(&block);
+            encoder.dispatch(call.groups);
+        }
+        Op::Copy { from, to } => {
+            let Range { offset, bytes, .. } = *from;
+            encoder.copy(buffer(from.buffer).raw(), offset, buffer(to.buffer).raw(), to.offset, bytes);
+        }
+        Op::Fill { to, word } => encoder.fill(buffer(to.buffer).raw(), to.offset, to.bytes, *word),
+    }
+}
+
+/// Largest size that any of the recordings asks for, by buffer name, in order of first use.
+pub fn buffer_sizes(recordings: &[&Recording]) -> Vec<(String, u64)> {
+    let mut sizes: Vec<(String, u64)> = Vec::new();
+    let mut index: HashMap<&str, usize> = HashMap::new();
+    for decl in recordings.iter().flat_map(|r| &r.buffers) {
+        match index.get(decl.name.as_str()) {
+            Some(&i) => sizes[i].1 = sizes[i].1.max(decl.bytes),
+            None => {
+                index.insert(&decl.name, sizes.len());
+                sizes.push((decl.name.clone(), decl.bytes));
+            }
+        }
+    }
+    sizes
+}
+

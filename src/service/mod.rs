@@ -1,3 +1,13 @@
 //! tonic in, engine out; the only tokio. No policy beyond admission and deadlines.
+//!
+//! A request crosses once each way: `prepare` turns the message into an engine request,
+//! `generation` turns the engine's events into the stream of messages. Both are used without
+//! a server too: `ostinato generate` is the same code on both ways.
 
+pub mod convert;
+pub mod generation;
+pub mod prepare;
 pub mod proto;
+pub mod refusal;
+pub mod rpc;
+pub mod server;

@@ -3,7 +3,7 @@
 
 pub mod names;
 pub mod otlp;
-pub mod propagation;
+pub mod spans;
 
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;

@@ -1,9 +1,11 @@
-//! W3C trace context in and out of string headers. Deliberately absent: gRPC; whoever has
-//! metadata hands in a way to read it.
+//! What is done to a span beyond `tracing`: W3C trace context in and out of string headers,
+//! attributes, failure. Deliberately absent: gRPC; whoever has metadata hands in a way to
+//! read it.
 
-use opentelemetry::Context;
+use super::names;
 use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
-use opentelemetry::trace::TraceContextExt;
+use opentelemetry::trace::{Status, TraceContextExt};
+use opentelemetry::{Context, StringValue, Value};
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
@@ -51,7 +53,14 @@ pub fn set(span: &Span, name: &'static str, value: impl Into<opentelemetry::Valu
     span.set_attribute(name, value);
 }
 
-/// Marks the span as failed.
-pub fn fail(span: &Span, message: &str) {
-    span.set_status(opentelemetry::trace::Status::error(message.to_owned()));
+/// Sets an attribute that is a list of words.
+pub fn set_list(span: &Span, name: &'static str, words: &[&'static str]) {
+    let words: Vec<StringValue> = words.iter().map(|word| StringValue::from(*word)).collect();
+    span.set_attribute(name, Value::Array(words.into()));
+}
+
+/// Marks the span as failed; `kind` is its `error.type`.
+pub fn fail(span: &Span, kind: &'static str, message: &str) {
+    span.set_attribute(names::ERROR_TYPE, kind);
+    span.set_status(Status::error(message.to_owned()));
 }

@@ -1,0 +1,137 @@
+//! Engine values as messages. Deliberately absent: decisions.
+
+use super::proto;
+use crate::engine::host::{DeviceInfo, Host, Replica, ServedModel, StepRecord};
+use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
+use std::collections::BTreeMap;
+
+/// A device's identity.
+pub fn device(device: &DeviceInfo) -> proto::Device {
+    proto::Device {
+        index: u32::try_from(device.index).unwrap_or(u32::MAX),
+        name: device.name.clone(),
+        uuid: device.uuid.clone(),
+        pci: device.pci.clone().unwrap_or_default(),
+    }
+}
+
+/// The beginning of a stream.
+pub fn started(started: &Started, id: &str, model: &str, replica: &Replica) -> proto::Started {
+    proto::Started {
+        request_id: id.to_owned(),
+        model: model.to_owned(),
+        device: Some(device(&replica.device)),
+        replica: started.replica.clone(),
+        queue_seconds: started.queue.as_secs_f64(),
+        prompt_tokens: started.prompt_tokens,
+        cached_tokens: started.cached_tokens,
+    }
+}
+
+/// One token's probabilities.
+pub fn logprobs(token: u32, logprobs: &TokenLogprobs) -> proto::TokenLogprobs {
+    proto::TokenLogprobs {
+        token_id: token,
+        logprob: logprobs.chosen,
+        top: logprobs
+            .top
+            .iter()
+            .map(|&(token_id, logprob)| proto::token_logprobs::Alternative { token_id, logprob })
+            .collect(),
+    }
+}
+
+/// Phases; the device's share is counted over the tokens that decode steps drew, all but the
+/// first.
+pub fn timings(finished: &Finished) -> proto::Timings {
+    let decoded = finished.output_tokens.saturating_sub(1);
+    proto::Timings {
+        queue_seconds: finished.timings.queue.as_secs_f64(),
+        prefill_seconds: finished.timings.prefill.as_secs_f64(),
+        decode_seconds: finished.timings.decode.as_secs_f64(),
+        gpu_seconds: finished.per_token.gpu_us * f64::from(decoded) / 1e6,
+    }
+}
+
+/// What steps cost, as means or sums.
+pub fn cost(cost: &PerToken) -> proto::StepCost {
+    proto::StepCost {
+        submits: cost.submits,
+        dispatches: cost.dispatches,
+        barriers: cost.barriers,
+        descriptor_updates: cost.descriptor_updates,
+        transfer_submits: cost.transfer_submits,
+        host_waits: cost.host_waits,
+        enqueue_us: cost.enqueue_us,
+        gpu_us: cost.gpu_us,
+        flushes: Some(proto::Flushes {
+            phase_boundary: cost.flushes.phase_boundary,
+            readback: cost.flushes.readback,
+            cross_queue: cost.flushes.cross_queue,
+        }),
+    }
+}
+
+/// One entry of the step ring.
+pub fn step(step: &StepRecord) -> proto::Step {
+    proto::Step {
+        number: step.number,
+        phase: step.phase.to_owned(),
+        rows: step.rows,
+        steps: step.steps,
+        at_seconds: step.at.as_secs_f64(),
+        cost: Some(cost(&step.cost)),
+    }
+}
+
+/// A model and where it runs.
+pub fn model(model: &ServedModel) -> proto::Model {
+    proto::Model {
+        name: model.name.clone(),
+        architecture: model.info.architecture.clone(),
+        context: model.info.context,
+        vocabulary: model.info.vocabulary,
+        eos_ids: model.info.eos_ids.clone(),
+        weight_bytes: model.info.weight_bytes,
+        bytes_per_token: model.info.bytes_per_token,
+        parameters: model.info.parameters,
+        has_tokenizer: model.text.is_some(),
+        has_chat_template: model.text.as_ref().is_some_and(|text| text.has_chat()),
+        replicas: model
+            .replicas
+            .iter()
+            .map(|replica| proto::ModelReplica {
+                name: replica.name.clone(),
+                device: Some(device(&replica.device)),
+            })
+            .collect(),
+    }
+}
+
+/// The devices that have a replica, by index.
+pub fn devices(host: &Host) -> Vec<proto::ServingDevice> {
+    let mut devices: BTreeMap<usize, proto::ServingDevice> = BTreeMap::new();
+    for replica in host.models.iter().flat_map(|model| &model.replicas) {
+        devices
+            .entry(replica.device.index)
+            .or_insert_with(|| proto::ServingDevice {
+                device: Some(device(&replica.device)),
+                replicas: Vec::new(),
+            })
+            .replicas
+            .push(replica.name.clone());
+    }
+    devices.into_values().collect()
+}
+
+/// How busy a replica is.
+pub fn load(replica: &Replica) -> proto::ReplicaLoad {
+    let load = replica.load();
+    proto::ReplicaLoad {
+        replica: replica.name.clone(),
+        running: load.running,
+        waiting: load.waiting,
+        pages_used: load.pages_used,
+        pages_total: load.pages_total,
+    }
+}

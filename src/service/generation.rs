@@ -1,0 +1,399 @@
+//! One generation as a stream of messages: engine events in, text and messages out. Dropped
+//! before its end, it aborts its request. Deliberately absent: gRPC; `ostinato generate` reads
+//! it in process.
+
+use super::convert;
+use super::prepare::{Place, Prepared};
+use super::proto;
+use super::refusal::Refusal;
+use crate::engine::request::{Event, FinishReason, Finished, Request, SinkClosed, Token};
+use crate::model::text::assembler::{Assembler, Output};
+use crate::telemetry::{names, spans};
+use proto::generate_response::Event as Message;
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use tokio::sync::mpsc;
+use tokio_stream::Stream;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tracing::Span;
+
+/// The most tokens of one delta: a client that fell behind gets messages of bounded size.
+const DELTA_TOKENS: usize = 256;
+
+/// What a generation is given beside the request.
+pub struct Surroundings {
+    /// Events kept for a reader that falls behind.
+    pub buffer: usize,
+    /// The span of the RPC, under which the inference span is made; kept until the stream
+    /// ends.
+    pub rpc: Span,
+    /// Cancelled when the server's grace period is over.
+    pub stop: CancellationToken,
+    /// Takes each step's logits; the request must ask for them.
+    pub logits: Option<LogitsSink>,
+}
+
+/// Takes the `[vocabulary]` logits of one step.
+pub type LogitsSink = Box<dyn FnMut(Vec<f32>) + Send>;
+
+impl std::fmt::Debug for Surroundings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Surroundings").field("buffer", &self.buffer).finish_non_exhaustive()
+    }
+}
+
+/// A running generation.
+pub struct Generation {
+    events: mpsc::Receiver<Event>,
+    place: Place,
+    id: String,
+    /// Set by the sink, on the engine's thread, when it had no room.
+    slow: Arc<AtomicBool>,
+    buffer: usize,
+    stop: Pin<Box<WaitForCancellationFutureOwned>>,
+    logits: Option<LogitsSink>,
+
+    /// Absent where neither text nor stop strings are asked for.
+    assembler: Option<Assembler>,
+    text: bool,
+    token_ids: bool,
+    /// Probabilities of tokens that the assembler still holds.
+    held_logprobs: VecDeque<proto::TokenLogprobs>,
+    /// The delta under construction.
+    delta: proto::Delta,
+    /// Of it, also where ids are not asked for.
+    delta_tokens: usize,
+    /// Complete, to be handed out in order.
+    ready: VecDeque<Result<proto::GenerateResponse, tonic::Status>>,
+    /// Tokens taken from the engine up to a stop string.
+    output_tokens: u32,
+    /// The stop string that was met; tokens that come after are dropped.
+    stopped: Option<String>,
+    /// Nothing follows what is `ready`.
+    ended: bool,
+
+    rpc: Span,
+    /// Ends with the stream, not with the call that began it.
+    inference: Span,
+}
+
+impl std::fmt::Debug for Generation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Generation")
+            .field("id", &self.id)
+            .field("replica", &self.place.replica().name)
+            .field("output_tokens", &self.output_tokens)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Generation {
+    /// Submits the request.
+    pub fn start(prepared: Prepared, surroundings: Surroundings) -> Result<Generation, Refusal> {
+        let Prepared { place, mut request, operation, stop_strings, text, token_ids } = prepared;
+        let inference = inference_span(&surroundings.rpc, operation, &place, &request);
+        request.span = inference.clone();
+        let assembler = match &place.model().text {
+            Some(tokenizer) if text || !stop_strings.is_empty() => {
+                Some(tokenizer.assembler(stop_strings))
+            }
+            _ => None,
+        };
+        let (sender, events) = mpsc::channel(surroundings.buffer);
+        let slow = Arc::new(AtomicBool::new(false));
+        let id = request.id.clone();
+        let sink = {
+            let slow = Arc::clone(&slow);
+            Box::new(move |event| {
+                sender.try_send(event).map_err(|error| {
+                    if matches!(error, mpsc::error::TrySendError::Full(_)) {
+                        slow.store(true, Ordering::Release);
+                    }
+                    SinkClosed
+                })
+            })
+        };
+        if let Err(error) = place.replica().submit(request, sink) {
+            let refusal = Refusal::from(error);
+            spans::fail(&inference, refusal.kind(), &refusal.to_string());
+            return Err(refusal);
+        }
+        Ok(Generation {
+            events,
+            place,
+            id,
+            slow,
+            buffer: surroundings.buffer,
+            stop: Box::pin(surroundings.stop.cancelled_owned()),
+            logits: surroundings.logits,
+            assembler,
+            text,
+            token_ids,
+            held_logprobs: VecDeque::new(),
+            delta: proto::Delta::default(),
+            delta_tokens: 0,
+            ready: VecDeque::new(),
+            output_tokens: 0,
+            stopped: None,
+            ended: false,
+            rpc: surroundings.rpc,
+            inference,
+        })
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Started(started) => {
+                let replica = self.place.replica();
+                spans::set(&self.inference, names::REPLICA, started.replica.clone());
+                spans::set(&self.inference, names::DEVICE_NAME, started.device_name.clone());
+                spans::set(&self.inference, names::DEVICE_UUID, started.device_uuid.clone());
+                let model = &self.place.model().name;
+                let message = convert::started(&started, &self.id, model, replica);
+                self.send(Message::Started(message));
+            }
+            Event::Token(token) => self.take_token(token),
+            Event::Finished(finished) => self.finish(finished),
+        }
+    }
+
+    fn take_token(&mut self, token: Token) {
+        if self.stopped.is_some() {
+            // Drawn before the abort reached the engine.
+            return;
+        }
+        self.output_tokens += 1;
+        if let (Some(sink), Some(logits)) = (&mut self.logits, token.logits) {
+            sink(logits);
+        }
+        self.delta.index = token.index;
+        let logprobs = token.logprobs.map(|logprobs| convert::logprobs(token.id, &logprobs));
+        self.held_logprobs.extend(logprobs);
+        match &mut self.assembler {
+            None => self.append(Output { tokens: vec![token.id], ..Output::default() }),
+            Some(assembler) => {
+                let output = assembler.push(token.id);
+                let stopped = output.stopped.clone();
+                self.append(output);
+                if stopped.is_some() {
+                    self.stopped = stopped;
+                    self.place.replica().abort(&self.id);
+                }
+            }
+        }
+    }
+
+    fn append(&mut self, output: Output) {
+        let tokens = output.tokens.len();
+        // Each token was pushed with its probabilities, so both come out in step.
+        let held = tokens.min(self.held_logprobs.len());
+        self.delta.logprobs.extend(self.held_logprobs.drain(..held));
+        if self.token_ids {
+            self.delta.token_ids.extend(output.tokens);
+        }
+        if self.text {
+            self.delta.text.push_str(&output.text);
+        }
+        self.delta_tokens += tokens;
+        if self.delta_tokens >= DELTA_TOKENS {
+            self.flush();
+        }
+    }
+
+    /// Hands out the delta under construction, if there is anything in it.
+    fn flush(&mut self) {
+        let delta = std::mem::take(&mut self.delta);
+        self.delta_tokens = 0;
+        if !(delta.token_ids.is_empty() && delta.text.is_empty() && delta.logprobs.is_empty()) {
+            self.send(Message::Delta(delta));
+        }
+    }
+
+    fn finish(&mut self, finished: Finished) {
+        if let Some(assembler) = &mut self.assembler {
+            let output = assembler.finish();
+            if self.stopped.is_none() {
+                self.stopped.clone_from(&output.stopped);
+            }
+            self.append(output);
+        }
+        self.flush();
+
+        use proto::finished::StopMatch;
+        use proto::FinishReason as Reason;
+        let mut refusal = None;
+        let (reason, word, stop_match) = match (&self.stopped, &finished.reason) {
+            (Some(string), _) => {
+                (Reason::Stop, "stop", Some(StopMatch::StopString(string.clone())))
+            }
+            (None, FinishReason::Stop(id)) => (Reason::Stop, "stop", Some(StopMatch::StopId(*id))),
+            (None, FinishReason::Length) => (Reason::Length, "length", None),
+            (None, FinishReason::Aborted) => (Reason::Aborted, "aborted", None),
+            (None, FinishReason::DeadlineExceeded) => {
+                refusal = Some(Refusal::Deadline { output_tokens: self.output_tokens });
+                (Reason::DeadlineExceeded, "deadline_exceeded", None)
+            }
+            (None, FinishReason::Error(why)) => {
+                refusal = Some(Refusal::Failed(why.clone()));
+                (Reason::Error, "error", None)
+            }
+        };
+        self.describe(&finished, word);
+        self.send(Message::Finished(proto::Finished {
+            index: finished.index,
+            reason: reason.into(),
+            stop_match,
+            usage: Some(proto::Usage {
+                prompt_tokens: finished.prompt_tokens,
+                cached_tokens: finished.cached_tokens,
+                output_tokens: self.output_tokens,
+            }),
+            timings: Some(convert::timings(&finished)),
+            per_token: Some(convert::cost(&finished.per_token)),
+        }));
+        self.end(refusal);
+    }
+
+    /// What is known at the end, on the inference span.
+    fn describe(&self, finished: &Finished, reason: &'static str) {
+        let span = &self.inference;
+        if span.is_disabled() {
+            return;
+        }
+        let cost = &finished.per_token;
+        spans::set_list(span, names::GEN_AI_RESPONSE_FINISH_REASONS, &[reason]);
+        spans::set(
+            span,
+            names::GEN_AI_USAGE_INPUT_TOKENS,
+            i64::from(finished.prompt_tokens),
+        );
+        spans::set(span, names::GEN_AI_USAGE_OUTPUT_TOKENS, i64::from(self.output_tokens));
+        spans::set(span, names::CACHED_TOKENS, i64::from(finished.cached_tokens));
+        spans::set(span, names::PER_TOKEN_SUBMITS, cost.submits);
+        spans::set(span, names::PER_TOKEN_DISPATCHES, cost.dispatches);
+        spans::set(span, names::PER_TOKEN_BARRIERS, cost.barriers);
+        spans::set(span, names::PER_TOKEN_DESCRIPTOR_UPDATES, cost.descriptor_updates);
+        spans::set(span, names::PER_TOKEN_TRANSFER_SUBMITS, cost.transfer_submits);
+        spans::set(span, names::PER_TOKEN_HOST_WAITS, cost.host_waits);
+        spans::set(span, names::PER_TOKEN_ENQUEUE_US, cost.enqueue_us);
+        spans::set(span, names::PER_TOKEN_GPU_US, cost.gpu_us);
+    }
+
+    fn send(&mut self, event: Message) {
+        self.ready.push_back(Ok(proto::GenerateResponse { event: Some(event) }));
+    }
+
+    /// Nothing follows; the call's status is that of `refusal`, or OK.
+    fn end(&mut self, refusal: Option<Refusal>) {
+        self.ended = true;
+        let code = refusal.as_ref().map_or(tonic::Code::Ok, Refusal::code);
+        spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, code as i64);
+        if let Some(refusal) = refusal {
+            let message = refusal.to_string();
+            spans::fail(&self.inference, refusal.kind(), &message);
+            spans::fail(&self.rpc, refusal.kind(), &message);
+            self.ready.push_back(Err(super::refusal::status(&refusal)));
+        }
+        // Both end now, not when the transport lets go of the stream.
+        self.inference = Span::none();
+        self.rpc = Span::none();
+    }
+
+    /// The engine let go of the sink without a `Finished`: its reader was too slow, or the
+    /// thread ended.
+    fn closed(&mut self) {
+        self.flush();
+        let refusal = if self.slow.load(Ordering::Acquire) {
+            Refusal::Slow { buffered: self.buffer }
+        } else {
+            Refusal::Failed("the engine ended before the request".to_owned())
+        };
+        self.end(Some(refusal));
+    }
+}
+
+impl Stream for Generation {
+    type Item = Result<proto::GenerateResponse, tonic::Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            if let Some(item) = self.ready.pop_front() {
+                return Poll::Ready(Some(item));
+            }
+            if self.ended {
+                return Poll::Ready(None);
+            }
+            if self.stop.as_mut().poll(context).is_ready() {
+                self.place.replica().abort(&self.id);
+                self.flush();
+                self.end(Some(Refusal::Stopping));
+                continue;
+            }
+            match self.events.poll_recv(context) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(None) => self.closed(),
+                Poll::Ready(Some(event)) => {
+                    self.take(event);
+                    // What came together goes out together: fewer messages where the reader
+                    // is behind, none later than it would be.
+                    while !self.ended && self.ready.is_empty() {
+                        match self.events.try_recv() {
+                            Ok(event) => self.take(event),
+                            Err(_) => break,
+                        }
+                    }
+                    if !self.ended {
+                        self.flush();
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        if !self.ended {
+            // Queued or running, its row is free after the step in flight.
+            self.place.replica().abort(&self.id);
+            spans::set_list(&self.inference, names::GEN_AI_RESPONSE_FINISH_REASONS, &["aborted"]);
+            let cancelled = tonic::Code::Cancelled;
+            spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, cancelled as i64);
+            let kind = super::refusal::code_name(cancelled);
+            spans::fail(&self.inference, kind, "the client went away");
+        }
+    }
+}
+
+/// The span of a generation with everything that is known before it runs. Text is not.
+fn inference_span(rpc: &Span, operation: &'static str, place: &Place, request: &Request) -> Span {
+    let model = &place.model().name;
+    let span = tracing::info_span!(
+        parent: rpc,
+        names::SPAN_INFERENCE,
+        otel.name = format!("{operation} {model}"),
+        otel.kind = "internal",
+    );
+    if span.is_disabled() {
+        return span;
+    }
+    spans::set(&span, names::GEN_AI_OPERATION_NAME, operation);
+    spans::set(&span, names::GEN_AI_PROVIDER_NAME, names::SERVICE);
+    spans::set(&span, names::GEN_AI_REQUEST_MODEL, model.clone());
+    spans::set(&span, names::GEN_AI_RESPONSE_MODEL, model.clone());
+    spans::set(&span, names::GEN_AI_RESPONSE_ID, request.id.clone());
+    spans::set(&span, names::GEN_AI_REQUEST_TEMPERATURE, f64::from(request.sampling.temperature));
+    spans::set(&span, names::GEN_AI_REQUEST_TOP_P, f64::from(request.sampling.top_p));
+    spans::set(&span, names::GEN_AI_REQUEST_TOP_K, i64::from(request.sampling.top_k));
+    if let Some(most) = request.limits.max_tokens {
+        spans::set(&span, names::GEN_AI_REQUEST_MAX_TOKENS, i64::from(most));
+    }
+    if let Some(seed) = request.sampling.seed {
+        // OpenTelemetry's integers are signed: the bits stay, large seeds show as negative.
+        spans::set(&span, names::GEN_AI_REQUEST_SEED, seed as i64);
+    }
+    span
+}

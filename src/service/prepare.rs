@@ -1,0 +1,214 @@
+//! From a message to an engine request: where it runs, what its prompt's tokens are, and what
+//! comes back. Everything that can be refused without the engine is refused here; no field is
+//! ignored. Deliberately absent: tokio.
+
+use super::proto;
+use super::refusal::Refusal;
+use crate::engine::host::{Host, Replica, ServedModel};
+use crate::engine::request::{Limits, Request, Sampling};
+use crate::model::text::Text;
+use crate::model::text::chat::{ChatMessage, ChatOptions};
+use proto::generate_request::Prompt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// What a request may not exceed beside the engine's own bounds: each string is looked for in
+/// every piece of text.
+const MAX_STOP_STRINGS: usize = 64;
+
+/// A replica, held together with the host that owns it.
+#[derive(Clone, Debug)]
+pub struct Place {
+    host: Arc<Host>,
+    model: usize,
+    replica: usize,
+}
+
+impl Place {
+    /// Finds the place of a request's `model` and `device`.
+    pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
+        let (served, replica) = host.route(model, device)?;
+        let model = host.models.iter().position(|other| std::ptr::eq(other, served));
+        let replica = served.replicas.iter().position(|other| std::ptr::eq(other, replica));
+        Ok(Place {
+            host: Arc::clone(host),
+            model: model.expect("a routed model is the host's"),
+            replica: replica.expect("a routed replica is its model's"),
+        })
+    }
+
+    /// Its model.
+    pub fn model(&self) -> &ServedModel {
+        &self.host.models[self.model]
+    }
+
+    /// Its replica.
+    pub fn replica(&self) -> &Replica {
+        &self.model().replicas[self.replica]
+    }
+}
+
+/// What is asked of a generation, ready to be submitted.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Where.
+    pub place: Place,
+    /// What. Its span is not set.
+    pub request: Request,
+    /// `chat` or `text_completion`.
+    pub operation: &'static str,
+    /// The samples' stop strings.
+    pub stop_strings: Vec<String>,
+    /// Text in deltas.
+    pub text: bool,
+    /// Ids in deltas.
+    pub token_ids: bool,
+}
+
+/// Checks a message and turns it into a request; encodes its prompt.
+pub fn prepare(
+    host: &Arc<Host>,
+    message: proto::GenerateRequest,
+    deadline: Option<Instant>,
+) -> Result<Prepared, Refusal> {
+    let not_served = |field, rule| Err(Refusal::NotServed { field, rule });
+    if let Some(constraint) = &message.constraint {
+        use proto::constraint::Kind;
+        return not_served(
+            match constraint.kind {
+                Some(Kind::JsonSchema(_)) => "constraint.json_schema",
+                Some(Kind::Regex(_)) => "constraint.regex",
+                Some(Kind::Grammar(_)) => "constraint.grammar",
+                None => "constraint",
+            },
+            "",
+        );
+    }
+    if !message.cache_salt.is_empty() {
+        return not_served("cache_salt", "");
+    }
+    let sampling = message.sampling.unwrap_or_default();
+    match sampling.n {
+        None | Some(1) => {}
+        Some(0) => {
+            return Err(Refusal::Value {
+                field: "sampling.n",
+                value: "0".to_owned(),
+                rule: "at least 1",
+            });
+        }
+        Some(_) => return not_served("sampling.n above 1", ": send the request several times"),
+    }
+
+    let place = Place::find(host, &message.model, &message.device)?;
+    let stopping = message.stopping.unwrap_or_default();
+    let output = message.output.unwrap_or_default();
+    let tokenizer = |field| {
+        place.model().text.as_deref().ok_or_else(|| Refusal::NoTokenizer {
+            model: place.model().name.clone(),
+            field,
+        })
+    };
+    if !stopping.strings.is_empty() {
+        tokenizer("stopping.strings")?;
+    }
+    if stopping.strings.len() > MAX_STOP_STRINGS {
+        return Err(Refusal::Value {
+            field: "stopping.strings",
+            value: format!("{} strings", stopping.strings.len()),
+            rule: "at most 64 strings",
+        });
+    }
+    if stopping.strings.iter().any(String::is_empty) {
+        return Err(Refusal::Value {
+            field: "stopping.strings",
+            value: "\"\"".to_owned(),
+            rule: "without empty strings",
+        });
+    }
+    let text = match output.text {
+        Some(true) => {
+            tokenizer("output.text")?;
+            true
+        }
+        Some(false) => false,
+        None => place.model().text.is_some(),
+    };
+    let (operation, prompt) = match message.prompt {
+        None => {
+            return Err(Refusal::Missing { field: "prompt", rule: "one of text, tokens and chat" });
+        }
+        Some(Prompt::Text(text)) => {
+            ("text_completion", tokenizer("prompt.text")?.encode(&text, true)?)
+        }
+        Some(Prompt::Tokens(tokens)) => ("text_completion", tokens.ids),
+        Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat)?.1),
+    };
+
+    let defaults = Sampling::default();
+    let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();
+    // A map has no order; the engine's requests are reproducible.
+    logit_bias.sort_unstable_by_key(|(id, _)| *id);
+    let request = Request {
+        id: if message.request_id.is_empty() { fresh_id() } else { message.request_id },
+        prompt,
+        sampling: Sampling {
+            temperature: sampling.temperature.unwrap_or(defaults.temperature),
+            top_k: sampling.top_k.unwrap_or(defaults.top_k),
+            top_p: sampling.top_p.unwrap_or(defaults.top_p),
+            min_p: sampling.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: sampling.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            presence_penalty: sampling.presence_penalty.unwrap_or(defaults.presence_penalty),
+            frequency_penalty: sampling.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+            seed: sampling.seed,
+            logit_bias,
+        },
+        limits: Limits {
+            max_tokens: stopping.max_tokens,
+            min_tokens: stopping.min_tokens.unwrap_or(0),
+            stop_ids: stopping.ids,
+            ignore_eos: stopping.ignore_eos,
+        },
+        logprobs: output.logprobs,
+        dump_logits: false,
+        priority: message.priority,
+        deadline,
+        span: tracing::Span::none(),
+    };
+    Ok(Prepared {
+        place,
+        request,
+        operation,
+        stop_strings: stopping.strings,
+        text,
+        token_ids: output.token_ids.unwrap_or(true),
+    })
+}
+
+/// A conversation as the model's template renders it, and its tokens.
+pub fn encode_chat(text: &Text, chat: proto::Chat) -> Result<(String, Vec<u32>), Refusal> {
+    if chat.messages.is_empty() {
+        return Err(Refusal::Missing { field: "chat.messages", rule: "at least one message" });
+    }
+    let messages: Vec<ChatMessage> = chat
+        .messages
+        .into_iter()
+        .map(|message| ChatMessage { role: message.role, content: message.content })
+        .collect();
+    let rendered = text.chat(&messages, &ChatOptions::default())?;
+    // The template names its special tokens itself.
+    let ids = text.encode(&rendered, false)?;
+    Ok((rendered, ids))
+}
+
+/// Unique in this process and, by its start time, very likely among others.
+fn fresh_id() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    static START: std::sync::OnceLock<u64> = std::sync::OnceLock::new();
+    let start = START.get_or_init(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        now.map_or(0, |since| since.as_micros() as u64)
+    });
+    format!("gen-{start:x}-{}", NEXT.fetch_add(1, Ordering::Relaxed))
+}

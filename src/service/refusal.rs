@@ -1,0 +1,135 @@
+//! Every reason not to serve, and the one function that turns them into gRPC statuses.
+
+use crate::engine::host::{RouteError, SubmitError};
+use crate::engine::request::RequestError;
+use crate::model::text::TextError;
+use tonic::{Code, Status};
+
+/// Why a request is not served, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    /// No such model or device.
+    #[error(transparent)]
+    Route(#[from] RouteError),
+    /// The replica did not take it.
+    #[error(transparent)]
+    Submit(#[from] SubmitError),
+    /// Text could not be encoded, rendered or decoded.
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// A field that must be set is not.
+    #[error("{field} is missing: {rule}")]
+    Missing {
+        /// The message's field.
+        field: &'static str,
+        /// What is needed.
+        rule: &'static str,
+    },
+    /// A field's value cannot be served.
+    #[error("{field} is {value}, must be {rule}")]
+    Value {
+        /// The message's field.
+        field: &'static str,
+        /// What was given.
+        value: String,
+        /// What is allowed.
+        rule: &'static str,
+    },
+    /// Text was asked of a model that has token ids only.
+    #[error("model \"{model}\" has no tokenizer: it serves token ids only, and {field} needs text")]
+    NoTokenizer {
+        /// The model.
+        model: String,
+        /// The message's field.
+        field: &'static str,
+    },
+    /// A field or value of a later version.
+    #[error("{field} is not served yet{rule}")]
+    NotServed {
+        /// The message's field.
+        field: &'static str,
+        /// What is, after a colon; or empty.
+        rule: &'static str,
+    },
+    /// The deadline passed while it ran or waited.
+    #[error("the deadline passed after {output_tokens} tokens")]
+    Deadline {
+        /// Tokens handed out.
+        output_tokens: u32,
+    },
+    /// The client reads slower than its tokens come.
+    #[error("the stream was read too slowly: {buffered} events were waiting, at most as many are kept")]
+    Slow {
+        /// The bound.
+        buffered: usize,
+    },
+    /// The device or the engine failed.
+    #[error("the generation failed: {0}")]
+    Failed(String),
+    /// The server's grace period is over.
+    #[error("the server stops")]
+    Stopping,
+}
+
+impl Refusal {
+    /// The gRPC code.
+    pub fn code(&self) -> Code {
+        match self {
+            Refusal::Route(_) => Code::NotFound,
+            Refusal::Submit(SubmitError::Request(RequestError::DuplicateId(_))) => {
+                Code::AlreadyExists
+            }
+            Refusal::Submit(SubmitError::Request(_)) => Code::InvalidArgument,
+            Refusal::Submit(SubmitError::QueueFull { .. }) => Code::ResourceExhausted,
+            Refusal::Submit(SubmitError::Unavailable { .. }) => Code::Unavailable,
+            Refusal::Text(TextError::NoTemplate(_)) => Code::FailedPrecondition,
+            Refusal::Text(
+                TextError::Encode(_)
+                | TextError::Decode(_)
+                | TextError::Template(_)
+                | TextError::Refused(_),
+            ) => Code::InvalidArgument,
+            Refusal::Text(_) => Code::Internal,
+            Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,
+            Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
+            Refusal::NotServed { .. } => Code::Unimplemented,
+            Refusal::Deadline { .. } => Code::DeadlineExceeded,
+            Refusal::Slow { .. } => Code::ResourceExhausted,
+            Refusal::Failed(_) => Code::Internal,
+            Refusal::Stopping => Code::Unavailable,
+        }
+    }
+
+    /// A word for `error.type`.
+    pub fn kind(&self) -> &'static str {
+        code_name(self.code())
+    }
+}
+
+/// The one way from our errors to gRPC.
+pub fn status(refusal: &Refusal) -> Status {
+    Status::new(refusal.code(), refusal.to_string())
+}
+
+/// gRPC's own name of a code.
+pub fn code_name(code: Code) -> &'static str {
+    match code {
+        Code::Ok => "OK",
+        Code::Cancelled => "CANCELLED",
+        Code::Unknown => "UNKNOWN",
+        Code::InvalidArgument => "INVALID_ARGUMENT",
+        Code::DeadlineExceeded => "DEADLINE_EXCEEDED",
+        Code::NotFound => "NOT_FOUND",
+        Code::AlreadyExists => "ALREADY_EXISTS",
+        Code::PermissionDenied => "PERMISSION_DENIED",
+        Code::ResourceExhausted => "RESOURCE_EXHAUSTED",
+        Code::FailedPrecondition => "FAILED_PRECONDITION",
+        Code::Aborted => "ABORTED",
+        Code::OutOfRange => "OUT_OF_RANGE",
+        Code::Unimplemented => "UNIMPLEMENTED",
+        Code::Internal => "INTERNAL",
+        Code::Unavailable => "UNAVAILABLE",
+        Code::DataLoss => "DATA_LOSS",
+        Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}

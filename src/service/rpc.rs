@@ -1,0 +1,314 @@
+//! The RPCs of `ostinato.v1.Ostinato`: a span each, metadata in, the host asked, a message or
+//! a status out. Deliberately absent: sockets.
+
+use super::generation::{Generation, Surroundings};
+use super::prepare::{self, Place};
+use super::proto;
+use super::refusal::{Refusal, code_name, status};
+use super::{convert, proto::ostinato_server::Ostinato};
+use crate::engine::host::Host;
+use crate::telemetry::{names, spans};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
+use tonic::metadata::MetadataMap;
+use tonic::{Request, Response, Status};
+use tracing::Span;
+
+/// Package and service, as spans and health name it.
+pub const SERVICE: &str = "ostinato.v1.Ostinato";
+
+/// Answers RPCs from a host. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Rpc {
+    host: Arc<Host>,
+    stream_buffer: usize,
+    stop: CancellationToken,
+    streams: TaskTracker,
+}
+
+impl Rpc {
+    /// `stop` cuts the streams that are open when it is cancelled; `streams` counts them.
+    pub fn new(
+        host: Arc<Host>,
+        stream_buffer: usize,
+        stop: CancellationToken,
+        streams: TaskTracker,
+    ) -> Rpc {
+        Rpc { host, stream_buffer, stop, streams }
+    }
+}
+
+/// The SERVER span of a call, under the trace that its metadata names.
+fn rpc_span(method: &'static str, metadata: &MetadataMap) -> Span {
+    let span = tracing::info_span!(
+        parent: None,
+        names::SPAN_RPC,
+        otel.name = format!("{SERVICE}/{method}"),
+        otel.kind = "server",
+    );
+    spans::set_remote_parent(&span, |name| metadata.get(name)?.to_str().ok());
+    spans::set(&span, names::RPC_SYSTEM, "grpc");
+    spans::set(&span, names::RPC_SERVICE, SERVICE);
+    spans::set(&span, names::RPC_METHOD, method);
+    span
+}
+
+/// A unary call's answer, its status on the span.
+fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Response<T>, Status> {
+    match result {
+        Ok(message) => {
+            spans::set(span, names::RPC_GRPC_STATUS_CODE, tonic::Code::Ok as i64);
+            Ok(Response::new(message))
+        }
+        Err(refusal) => Err(refused(span, &refusal)),
+    }
+}
+
+fn refused(span: &Span, refusal: &Refusal) -> Status {
+    let status = status(refusal);
+    spans::set(span, names::RPC_GRPC_STATUS_CODE, status.code() as i64);
+    spans::fail(span, code_name(status.code()), status.message());
+    status
+}
+
+/// Runs what may take milliseconds (templates, long prompts, asking an engine thread) away
+/// from the threads that move streams.
+async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
+}
+
+/// The deadline of a call, from gRPC's own header: up to eight digits and a unit.
+fn deadline(metadata: &MetadataMap, now: Instant) -> Result<Option<Instant>, Refusal> {
+    let Some(header) = metadata.get("grpc-timeout") else { return Ok(None) };
+    let text = header.to_str().unwrap_or_default();
+    let timeout = parse_timeout(text).ok_or_else(|| Refusal::Value {
+        field: "grpc-timeout",
+        value: format!("{text:?}"),
+        rule: "up to eight digits and one of H, M, S, m, u, n",
+    })?;
+    // A deadline beyond what the clock can say is none.
+    Ok(now.checked_add(timeout))
+}
+
+fn parse_timeout(text: &str) -> Option<Duration> {
+    let unit = text.chars().next_back()?;
+    let digits = text.strip_suffix(unit)?;
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return None;
+    }
+    let number: u64 = digits.parse().ok()?;
+    Some(match unit {
+        'H' => Duration::from_secs(number * 3600),
+        'M' => Duration::from_secs(number * 60),
+        'S' => Duration::from_secs(number),
+        'm' => Duration::from_millis(number),
+        'u' => Duration::from_micros(number),
+        'n' => Duration::from_nanos(number),
+        _ => return None,
+    })
+}
+
+#[tonic::async_trait]
+impl Ostinato for Rpc {
+    type GenerateStream = Tracked;
+
+    async fn generate(
+        &self,
+        request: Request<proto::GenerateRequest>,
+    ) -> Result<Response<Tracked>, Status> {
+        let span = rpc_span("Generate", request.metadata());
+        let started = async {
+            let deadline = deadline(request.metadata(), Instant::now())?;
+            let host = Arc::clone(&self.host);
+            let message = request.into_inner();
+            let prepared = aside(move || prepare::prepare(&host, message, deadline)).await?;
+            Generation::start(
+                prepared,
+                Surroundings {
+                    buffer: self.stream_buffer,
+                    rpc: span.clone(),
+                    stop: self.stop.clone(),
+                    logits: None,
+                },
+            )
+        };
+        match started.await {
+            Ok(generation) => {
+                let open = self.streams.token();
+                Ok(Response::new(Tracked { generation, _open: open }))
+            }
+            Err(refusal) => Err(refused(&span, &refusal)),
+        }
+    }
+
+    async fn abort(
+        &self,
+        request: Request<proto::AbortRequest>,
+    ) -> Result<Response<proto::AbortResponse>, Status> {
+        let span = rpc_span("Abort", request.metadata());
+        let id = request.into_inner().request_id;
+        if id.is_empty() {
+            let rule = "the id of the request to end";
+            return answer(&span, Err(Refusal::Missing { field: "request_id", rule }));
+        }
+        for replica in self.host.models.iter().flat_map(|model| &model.replicas) {
+            replica.abort(&id);
+        }
+        answer(&span, Ok(proto::AbortResponse {}))
+    }
+
+    async fn list_devices(
+        &self,
+        request: Request<proto::ListDevicesRequest>,
+    ) -> Result<Response<proto::ListDevicesResponse>, Status> {
+        let span = rpc_span("ListDevices", request.metadata());
+        let devices = convert::devices(&self.host);
+        answer(&span, Ok(proto::ListDevicesResponse { devices }))
+    }
+
+    async fn list_models(
+        &self,
+        request: Request<proto::ListModelsRequest>,
+    ) -> Result<Response<proto::ListModelsResponse>, Status> {
+        let span = rpc_span("ListModels", request.metadata());
+        let models = self.host.models.iter().map(convert::model).collect();
+        answer(&span, Ok(proto::ListModelsResponse { models }))
+    }
+
+    async fn get_load(
+        &self,
+        request: Request<proto::GetLoadRequest>,
+    ) -> Result<Response<proto::GetLoadResponse>, Status> {
+        let span = rpc_span("GetLoad", request.metadata());
+        let model = request.into_inner().model;
+        let replicas = if model.is_empty() {
+            let all = self.host.models.iter().flat_map(|model| &model.replicas);
+            Ok(all.map(convert::load).collect())
+        } else {
+            Place::find(&self.host, &model, "")
+                .map(|place| place.model().replicas.iter().map(convert::load).collect())
+        };
+        answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
+    }
+
+    async fn profile(
+        &self,
+        request: Request<proto::ProfileRequest>,
+    ) -> Result<Response<proto::ProfileResponse>, Status> {
+        let span = rpc_span("Profile", request.metadata());
+        let message = request.into_inner();
+        let host = Arc::clone(&self.host);
+        let profile = aside(move || {
+            let place = Place::find(&host, &message.model, &message.device)?;
+            let last = if message.last == 0 { usize::MAX } else { message.last as usize };
+            let replica = place.replica();
+            Ok(proto::ProfileResponse {
+                replica: replica.name.clone(),
+                steps: replica.steps(last).iter().map(convert::step).collect(),
+            })
+        });
+        answer(&span, profile.await)
+    }
+
+    async fn tokenize(
+        &self,
+        request: Request<proto::TokenizeRequest>,
+    ) -> Result<Response<proto::TokenizeResponse>, Status> {
+        use proto::tokenize_request::Input;
+        let span = rpc_span("Tokenize", request.metadata());
+        let message = request.into_inner();
+        let host = Arc::clone(&self.host);
+        let tokens = aside(move || {
+            let place = Place::find(&host, &message.model, "")?;
+            let field = match message.input {
+                None => {
+                    return Err(Refusal::Missing { field: "input", rule: "one of text and chat" });
+                }
+                Some(Input::Text(_)) => "text",
+                Some(Input::Chat(_)) => "chat",
+            };
+            let model = place.model();
+            let tokenizer = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer {
+                model: model.name.clone(),
+                field,
+            })?;
+            let (text, token_ids) = match message.input {
+                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat)?,
+                Some(Input::Text(text)) => {
+                    let ids = tokenizer.encode(&text, true)?;
+                    (text, ids)
+                }
+                None => unreachable!("refused above"),
+            };
+            Ok(proto::TokenizeResponse { token_ids, text })
+        });
+        answer(&span, tokens.await)
+    }
+
+    async fn detokenize(
+        &self,
+        request: Request<proto::DetokenizeRequest>,
+    ) -> Result<Response<proto::DetokenizeResponse>, Status> {
+        let span = rpc_span("Detokenize", request.metadata());
+        let message = request.into_inner();
+        let host = Arc::clone(&self.host);
+        let text = aside(move || {
+            let place = Place::find(&host, &message.model, "")?;
+            let model = place.model();
+            let tokenizer = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer {
+                model: model.name.clone(),
+                field: "token_ids",
+            })?;
+            let text = tokenizer.decode(&message.token_ids, message.skip_special)?;
+            Ok(proto::DetokenizeResponse { text })
+        });
+        answer(&span, text.await)
+    }
+}
+
+/// A generation whose being open the server can see.
+#[derive(Debug)]
+pub struct Tracked {
+    generation: Generation,
+    _open: TaskTrackerToken,
+}
+
+impl tokio_stream::Stream for Tracked {
+    type Item = Result<proto::GenerateResponse, Status>;
+
+    fn poll_next(
+        mut self: std::pin::Pin<&mut Self>,
+        context: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Self::Item>> {
+        std::pin::Pin::new(&mut self.generation).poll_next(context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_read_as_grpc_writes_them() {
+        for (text, timeout) in [
+            ("1H", Duration::from_secs(3600)),
+            ("2M", Duration::from_secs(120)),
+            ("99999999S", Duration::from_secs(99_999_999)),
+            ("100m", Duration::from_millis(100)),
+            ("5u", Duration::from_micros(5)),
+            ("0n", Duration::ZERO),
+        ] {
+            assert_eq!(parse_timeout(text), Some(timeout), "{text}");
+        }
+        for text in ["", "S", "5", "5s", "-1S", "1.5S", "123456789S", " 1S", "1é"] {
+            assert_eq!(parse_timeout(text), None, "{text}");
+        }
+    }
+}

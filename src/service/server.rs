@@ -1,0 +1,132 @@
+//! The gRPC endpoint: our service, health and reflection on one socket, and the way it stops:
+//! health says so first, new requests are refused, running streams go on for a while, then
+//! they are cut. Deliberately absent: signals, and where the host comes from.
+
+use super::proto;
+use super::proto::ostinato_server::OstinatoServer;
+use super::rpc::{Rpc, SERVICE};
+use crate::engine::host::Host;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic_health::ServingStatus;
+
+/// After the streams have ended, the time for connections to say goodbye.
+const GOODBYE: Duration = Duration::from_secs(1);
+/// A client that is gone without a word is noticed after two of these.
+const KEEPALIVE: Duration = Duration::from_secs(30);
+
+/// How a host is served.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How long running streams may go on once the server stops.
+    pub drain: Duration,
+    /// Largest message taken from a client, bytes.
+    pub max_message_bytes: usize,
+    /// Events kept for a client that falls behind.
+    pub stream_buffer: usize,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            drain: Duration::from_secs(30),
+            max_message_bytes: 16 << 20,
+            stream_buffer: 1024,
+        }
+    }
+}
+
+/// Why a server ended or never began.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The descriptors built into the program cannot be read back.
+    #[error("cannot serve reflection")]
+    Reflection(#[from] tonic_reflection::server::Error),
+    /// The transport failed.
+    #[error("the gRPC transport failed")]
+    Transport(#[from] tonic::transport::Error),
+}
+
+/// How a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stopped {
+    /// Streams that were cut because the grace period was over.
+    pub cut: usize,
+}
+
+/// Serves `host` on `listener` until `shutdown` resolves, then drains.
+pub async fn serve(
+    host: Arc<Host>,
+    listener: TcpListener,
+    options: Options,
+    shutdown: impl Future<Output = ()>,
+) -> Result<Stopped, ServeError> {
+    let stop = CancellationToken::new();
+    let closing = CancellationToken::new();
+    let streams = TaskTracker::new();
+    let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, stop.clone(), streams.clone());
+    let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
+    let (mut reporter, health) = tonic_health::server::health_reporter();
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let set_health = async |reporter: &tonic_health::server::HealthReporter, status| {
+        reporter.set_service_status("", status).await;
+        reporter.set_service_status(SERVICE, status).await;
+    };
+    set_health(&reporter, ServingStatus::Serving).await;
+
+    let router = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE))
+        .add_service(ours)
+        .add_service(health)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?);
+    // Small messages one by one: Nagle's algorithm would hold tokens back.
+    let incoming = tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
+    let server = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
+    tokio::pin!(server);
+
+    tokio::select! {
+        ended = &mut server => {
+            ended?;
+            return Ok(Stopped { cut: 0 });
+        }
+        () = shutdown => {}
+    }
+
+    // The socket stays open while streams run, so that clients hear UNAVAILABLE and balancers
+    // read NOT_SERVING instead of a refused connection.
+    set_health(&reporter, ServingStatus::NotServing).await;
+    host.drain();
+    let until = Instant::now() + options.drain;
+    tracing::info!(streams = streams.len(), "draining");
+    let drained = async {
+        streams.close();
+        streams.wait().await;
+    };
+    let cut = tokio::select! {
+        ended = &mut server => {
+            ended?;
+            return Ok(Stopped { cut: 0 });
+        }
+        () = drained => 0,
+        () = tokio::time::sleep_until(until.into()) => streams.len(),
+    };
+    stop.cancel();
+    // Watchers of health would hold their connections for ever.
+    reporter.clear_service_status("").await;
+    reporter.clear_service_status(SERVICE).await;
+    closing.cancel();
+    // What still hangs after that is dropped with the server.
+    if let Ok(ended) = tokio::time::timeout(GOODBYE, &mut server).await {
+        ended?;
+    }
+    Ok(Stopped { cut })
+}

@@ -1,0 +1,257 @@
+//! A server on loopback over fake devices, for tests of the service.
+#![allow(dead_code)] // each test file uses a part
+
+use ostinato::engine::executor::Capacity;
+use ostinato::engine::fake::{FakeConfig, FakeExecutor};
+use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, Replica, ServedModel};
+use ostinato::engine::replica::ReplicaConfig;
+use ostinato::model::text::Text;
+use ostinato::service::proto;
+use ostinato::service::proto::generate_response::Event;
+use ostinato::service::proto::ostinato_client::OstinatoClient;
+use ostinato::service::server::{Options, ServeError, Stopped, serve};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
+
+/// The end-of-sequence token of the tokenizer, whose other ids are bytes.
+pub const END: u32 = 256;
+pub const VOCABULARY: u32 = 300;
+
+/// A byte-level tokenizer: id = byte; 256 is `<|end|>`.
+pub fn tokenizer(chat: bool) -> Text {
+    // The printable stand-ins that byte-level tokenizers write for bytes.
+    let plain = |b: u32| matches!(b, 33..=126 | 161..=172 | 174..=255);
+    let mut next = 256;
+    let mut vocabulary = serde_json::Map::new();
+    for byte in 0..256u32 {
+        let code = if plain(byte) {
+            byte
+        } else {
+            next += 1;
+            next - 1
+        };
+        vocabulary.insert(char::from_u32(code).unwrap().to_string(), byte.into());
+    }
+    let byte_level = serde_json::json!({
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false
+    });
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [{
+            "id": END, "content": "<|end|>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true
+        }],
+        "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+            "vocab": vocabulary, "merges": []
+        }
+    });
+    let template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]";
+    Text::from_bytes(json.to_string().as_bytes(), None, chat.then_some(template)).unwrap()
+}
+
+/// How a replica's fake device behaves; `script` is its output, over and over.
+pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
+    FakeConfig {
+        capacity: Capacity {
+            slots: 2,
+            pages: 512,
+            context: 4096,
+            prefill_chunk: 128,
+            buckets: vec![1, 2],
+            run_ahead: 4,
+            vocabulary: VOCABULARY,
+        },
+        step,
+        chunk: step,
+        script: script.iter().map(|byte| u32::from(*byte)).collect(),
+        ..FakeConfig::default()
+    }
+}
+
+pub fn device(index: usize) -> DeviceInfo {
+    DeviceInfo {
+        index,
+        name: format!("Fake {}", ["Apple", "Banana", "Cherry"][index]),
+        uuid: format!("0000000{index}-0000-4000-8000-000000000000"),
+        pci: Some(format!("0000:0{index}:00.0")),
+    }
+}
+
+/// A model with a replica on each given device.
+pub fn model(
+    name: &str,
+    text: Option<Text>,
+    replicas: Vec<(usize, FakeConfig)>,
+    queue_limit: usize,
+) -> ServedModel {
+    let spawn = |(index, (on, fake)): (usize, (usize, FakeConfig))| {
+        let config = ReplicaConfig {
+            queue_limit,
+            eos_ids: vec![END],
+            context: fake.capacity.context,
+            vocabulary: VOCABULARY,
+        };
+        let executor = Box::new(FakeExecutor::realtime_with(fake));
+        Replica::spawn(format!("{name}/{index}"), device(on), executor, config).unwrap()
+    };
+    ServedModel {
+        name: name.to_owned(),
+        info: ModelInfo {
+            architecture: "Qwen3ForCausalLM".to_owned(),
+            context: 4096,
+            vocabulary: VOCABULARY,
+            eos_ids: vec![END],
+            weight_bytes: 10,
+            bytes_per_token: 8,
+            parameters: 5,
+        },
+        text: text.map(Arc::new),
+        replicas: replicas.into_iter().enumerate().map(spawn).collect(),
+    }
+}
+
+/// A running server.
+pub struct Served {
+    pub host: Arc<Host>,
+    pub address: String,
+    pub stop: CancellationToken,
+    pub server: tokio::task::JoinHandle<Result<Stopped, ServeError>>,
+}
+
+pub async fn serve_models(models: Vec<ServedModel>, options: Options) -> Served {
+    let host = Arc::new(Host::new(models));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    let stop = CancellationToken::new();
+    let shutdown = stop.clone().cancelled_owned();
+    let server = tokio::spawn(serve(Arc::clone(&host), listener, options, shutdown));
+    Served { host, address, stop, server }
+}
+
+impl Served {
+    pub async fn channel(&self) -> Channel {
+        Endpoint::new(self.address.clone()).unwrap().connect().await.unwrap()
+    }
+
+    pub async fn client(&self) -> OstinatoClient<Channel> {
+        OstinatoClient::new(self.channel().await)
+    }
+
+    /// Waits until a replica runs and queues nothing.
+    pub async fn idle(&self, replica: &str, within: Duration) {
+        let until = Instant::now() + within;
+        let replicas = || self.host.models.iter().flat_map(|model| &model.replicas);
+        let replica = replicas().find(|other| other.name == replica).unwrap();
+        loop {
+            let load = replica.load();
+            if load.running == 0 && load.waiting == 0 && replica.unfinished() == 0 {
+                return;
+            }
+            assert!(Instant::now() < until, "{} is still busy: {load:?}", replica.name);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    /// Waits until a replica runs `running` and queues `waiting`.
+    pub async fn busy(&self, replica: &str, running: u32, waiting: u32) {
+        let until = Instant::now() + Duration::from_secs(10);
+        let replicas = || self.host.models.iter().flat_map(|model| &model.replicas);
+        let replica = replicas().find(|other| other.name == replica).unwrap();
+        loop {
+            let load = replica.load();
+            if load.running == running && load.waiting == waiting {
+                return;
+            }
+            assert!(Instant::now() < until, "{}: {load:?}", replica.name);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+}
+
+/// A request for `max_tokens` after the text `prompt`.
+pub fn text_request(model: &str, prompt: &str, max_tokens: u32) -> proto::GenerateRequest {
+    proto::GenerateRequest {
+        model: model.to_owned(),
+        prompt: Some(proto::generate_request::Prompt::Text(prompt.to_owned())),
+        stopping: Some(proto::Stopping { max_tokens: Some(max_tokens), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+/// The same after token ids.
+pub fn token_request(model: &str, ids: &[u32], max_tokens: u32) -> proto::GenerateRequest {
+    let tokens = proto::TokenIds { ids: ids.to_vec() };
+    proto::GenerateRequest {
+        prompt: Some(proto::generate_request::Prompt::Tokens(tokens)),
+        ..text_request(model, "", max_tokens)
+    }
+}
+
+/// A stream read to its end.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    pub started: Option<proto::Started>,
+    pub deltas: Vec<proto::Delta>,
+    pub finished: Option<proto::Finished>,
+    pub error: Option<tonic::Status>,
+}
+
+impl Outcome {
+    pub fn text(&self) -> String {
+        self.deltas.iter().map(|delta| delta.text.as_str()).collect()
+    }
+
+    pub fn ids(&self) -> Vec<u32> {
+        self.deltas.iter().flat_map(|delta| delta.token_ids.clone()).collect()
+    }
+
+    pub fn reason(&self) -> proto::FinishReason {
+        self.finished.as_ref().expect("finished").reason()
+    }
+}
+
+/// Reads to the end and checks the order of events on the way.
+pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outcome {
+    let mut outcome = Outcome::default();
+    loop {
+        match stream.message().await {
+            Ok(None) => return outcome,
+            Err(status) => {
+                outcome.error = Some(status);
+                return outcome;
+            }
+            Ok(Some(message)) => {
+                assert!(outcome.finished.is_none(), "an event after the last: {message:?}");
+                match message.event.expect("an event") {
+                    Event::Started(started) => {
+                        assert!(outcome.started.is_none() && outcome.deltas.is_empty());
+                        outcome.started = Some(started);
+                    }
+                    Event::Delta(delta) => {
+                        assert!(outcome.started.is_some());
+                        outcome.deltas.push(delta);
+                    }
+                    Event::Finished(finished) => outcome.finished = Some(finished),
+                }
+            }
+        }
+    }
+}
+
+/// Sends a request and reads its stream; a refusal is an outcome with an error.
+pub async fn generate(
+    client: &mut OstinatoClient<Channel>,
+    request: impl tonic::IntoRequest<proto::GenerateRequest>,
+) -> Outcome {
+    match client.generate(request).await {
+        Ok(response) => read(response.into_inner()).await,
+        Err(status) => Outcome { error: Some(status), ..Outcome::default() },
+    }
+}

@@ -1,0 +1,305 @@
+//! The boundary of telemetry: an OTLP receiver in this process, and one trace from a client's
+//! `traceparent` to the engine's phases. One test, as a process has one subscriber.
+
+mod serving;
+
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
+    TraceService, TraceServiceServer,
+};
+use opentelemetry_proto::tonic::collector::trace::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse,
+};
+use opentelemetry_proto::tonic::common::v1::any_value::Value;
+use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
+use opentelemetry_proto::tonic::trace::v1::Span;
+use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
+use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
+use ostinato::service::proto;
+use ostinato::service::server::Options;
+use ostinato::telemetry::{self, Settings};
+use serving::*;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tonic::{Request, Response, Status};
+
+#[derive(Clone, Debug, Default)]
+struct Collector {
+    spans: Arc<Mutex<Vec<Span>>>,
+    services: Arc<Mutex<Vec<String>>>,
+}
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        for resource in request.into_inner().resource_spans {
+            let attributes = resource.resource.unwrap().attributes;
+            self.services.lock().unwrap().push(text(&attributes, "service.name"));
+            for scope in resource.scope_spans {
+                self.spans.lock().unwrap().extend(scope.spans);
+            }
+        }
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+fn find<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
+    let found = attributes.iter().find(|attribute| attribute.key == key)?;
+    found.value.as_ref()?.value.as_ref()
+}
+
+#[track_caller]
+fn text(attributes: &[KeyValue], key: &str) -> String {
+    match find(attributes, key) {
+        Some(Value::StringValue(text)) => text.clone(),
+        other => panic!("{key} is {other:?} in {attributes:#?}"),
+    }
+}
+
+#[track_caller]
+fn int(attributes: &[KeyValue], key: &str) -> i64 {
+    match find(attributes, key) {
+        Some(Value::IntValue(number)) => *number,
+        other => panic!("{key} is {other:?} in {attributes:#?}"),
+    }
+}
+
+#[track_caller]
+fn double(attributes: &[KeyValue], key: &str) -> f64 {
+    match find(attributes, key) {
+        Some(Value::DoubleValue(number)) => *number,
+        other => panic!("{key} is {other:?} in {attributes:#?}"),
+    }
+}
+
+fn words(attributes: &[KeyValue], key: &str) -> Vec<String> {
+    let Some(Value::ArrayValue(array)) = find(attributes, key) else { panic!("no list {key}") };
+    let word = |value: &AnyValue| match &value.value {
+        Some(Value::StringValue(word)) => word.clone(),
+        other => panic!("{other:?}"),
+    };
+    array.values.iter().map(word).collect()
+}
+
+#[track_caller]
+fn one<'a>(spans: &'a [Span], name: &str) -> &'a Span {
+    let found: Vec<&Span> = spans.iter().filter(|span| span.name == name).collect();
+    let names: Vec<&str> = spans.iter().map(|span| span.name.as_str()).collect();
+    assert_eq!(found.len(), 1, "{name} in {names:?}");
+    found[0]
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+const SECRET: &str = "a prompt that nobody may see";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_trace_from_the_client_to_the_steps() {
+    let collector = Collector::default();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    let receiver = tonic::transport::Server::builder()
+        .add_service(TraceServiceServer::new(collector.clone()))
+        .serve_with_incoming(tonic::transport::server::TcpIncoming::from(listener));
+    tokio::spawn(receiver);
+    let guard = telemetry::init(&Settings {
+        otlp_endpoint: Some(endpoint),
+        // What begins here is not kept; what a client asks for is.
+        sample_ratio: 0.0,
+        log: "off".to_owned(),
+        json: false,
+    })
+    .unwrap();
+    assert!(telemetry::init(&Settings {
+        otlp_endpoint: None,
+        sample_ratio: 1.0,
+        log: "off".to_owned(),
+        json: false,
+    })
+    .is_err());
+
+    let step = Duration::from_millis(2);
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"abcdefgh"))], 8)];
+    let served = serve_models(models, Options::default()).await;
+    let mut client = served.client().await;
+    let trace = |trace: &str, request| {
+        let mut request = Request::new(request);
+        let parent = format!("00-{trace}-00f067aa0ba902b7-01");
+        request.metadata_mut().insert("traceparent", parent.parse().unwrap());
+        request
+    };
+
+    // A generation to its end.
+    const FIRST: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
+    let mut request = text_request("alpha", SECRET, 40);
+    request.request_id = "first".to_owned();
+    request.sampling = Some(proto::Sampling {
+        temperature: Some(0.5),
+        top_p: Some(0.75),
+        top_k: Some(7),
+        seed: Some(11),
+        ..Default::default()
+    });
+    let begun = Instant::now();
+    let outcome = generate(&mut client, trace(FIRST, request)).await;
+    let took = begun.elapsed();
+    assert_eq!(outcome.ids().len(), 40);
+
+    // A refused one, one whose client goes away, a chat, and one that nobody asked to trace.
+    const REFUSED: &str = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
+    let request = text_request("gamma", SECRET, 40);
+    assert!(generate(&mut client, trace(REFUSED, request)).await.error.is_some());
+    const DROPPED: &str = "bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
+    let request = trace(DROPPED, text_request("alpha", SECRET, 4000));
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    stream.message().await.unwrap();
+    drop(stream);
+    const CHAT: &str = "cccccccccccccccccccccccccccccccc";
+    let mut request = text_request("alpha", "", 2);
+    let message = proto::ChatMessage { role: "user".into(), content: SECRET.into() };
+    let chat = proto::Chat { messages: vec![message] };
+    request.prompt = Some(proto::generate_request::Prompt::Chat(chat));
+    generate(&mut client, trace(CHAT, request)).await;
+    generate(&mut client, text_request("alpha", SECRET, 2)).await;
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+
+    let until = Instant::now() + Duration::from_secs(10);
+    let of = |trace: &str| -> Vec<Span> {
+        let spans = collector.spans.lock().unwrap();
+        spans.iter().filter(|span| hex(&span.trace_id) == trace).cloned().collect()
+    };
+    // Blocks until the batch was sent: not on a thread that moves the receiver.
+    let (first, refused, dropped, chat) = loop {
+        tokio::task::block_in_place(|| guard.flush());
+        let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT));
+        if all.0.len() >= 5 && !all.1.is_empty() && all.2.len() >= 4 && all.3.len() >= 5 {
+            break all;
+        }
+        assert!(Instant::now() < until, "{all:#?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
+    assert!(collector.services.lock().unwrap().iter().all(|service| service == "ostinato"));
+
+    // RPC → inference → queue, prefill, decode.
+    assert_eq!(first.len(), 5, "{first:#?}");
+    let rpc = one(&first, "ostinato.v1.Ostinato/Generate");
+    assert_eq!(hex(&rpc.parent_span_id), "00f067aa0ba902b7");
+    assert_eq!(rpc.kind(), SpanKind::Server);
+    assert_eq!(text(&rpc.attributes, "rpc.system"), "grpc");
+    assert_eq!(text(&rpc.attributes, "rpc.service"), "ostinato.v1.Ostinato");
+    assert_eq!(text(&rpc.attributes, "rpc.method"), "Generate");
+    assert_eq!(int(&rpc.attributes, "rpc.grpc.status_code"), 0);
+    let inference = one(&first, "text_completion alpha");
+    assert_eq!(inference.parent_span_id, rpc.span_id);
+    assert_eq!(inference.kind(), SpanKind::Internal);
+    let attributes = &inference.attributes;
+    for (key, value) in [
+        ("gen_ai.operation.name", "text_completion"),
+        ("gen_ai.provider.name", "ostinato"),
+        ("gen_ai.request.model", "alpha"),
+        ("gen_ai.response.model", "alpha"),
+        ("gen_ai.response.id", "first"),
+        ("ostinato.replica", "alpha/0"),
+        ("ostinato.device.name", "Fake Apple"),
+        ("ostinato.device.uuid", "00000000-0000-4000-8000-000000000000"),
+    ] {
+        assert_eq!(text(attributes, key), value);
+    }
+    for (key, value) in [
+        ("gen_ai.request.max_tokens", 40),
+        ("gen_ai.request.top_k", 7),
+        ("gen_ai.request.seed", 11),
+        ("gen_ai.usage.input_tokens", SECRET.len() as i64),
+        ("gen_ai.usage.output_tokens", 40),
+    ] {
+        assert_eq!(int(attributes, key), value, "{key}");
+    }
+    assert_eq!(double(attributes, "gen_ai.request.temperature"), 0.5);
+    assert_eq!(double(attributes, "gen_ai.request.top_p"), 0.75);
+    assert_eq!(words(attributes, "gen_ai.response.finish_reasons"), ["length"]);
+    assert!(double(attributes, "ostinato.per_token.submits") > 0.0);
+    assert_eq!(double(attributes, "ostinato.per_token.descriptor_updates"), 0.0);
+    let mut at = inference.start_time_unix_nano;
+    for name in ["queue", "prefill", "decode"] {
+        let phase = one(&first, name);
+        assert_eq!(phase.parent_span_id, inference.span_id, "{name}");
+        assert!(phase.start_time_unix_nano >= at, "{name} begins before what it follows ends");
+        assert!(phase.end_time_unix_nano >= phase.start_time_unix_nano);
+        at = phase.start_time_unix_nano;
+    }
+    // The step counters are on the phases.
+    let decode = one(&first, "decode");
+    assert!(find(&decode.attributes, "ostinato.submits").is_some(), "{:#?}", decode.attributes);
+    // The inference span is as long as the stream, not as the call's headers.
+    let lasted = inference.end_time_unix_nano - inference.start_time_unix_nano;
+    assert!(inference.end_time_unix_nano + 50_000_000 >= decode.end_time_unix_nano);
+    assert!(lasted >= (step * 39).as_nanos() as u64, "{lasted} ns");
+    assert!(lasted <= took.as_nanos() as u64 + 50_000_000, "{lasted} ns, client {took:?}");
+
+    let rpc = one(&refused, "ostinato.v1.Ostinato/Generate");
+    assert_eq!(refused.len(), 1, "{refused:#?}");
+    assert_eq!(text(&rpc.attributes, "error.type"), "NOT_FOUND");
+    assert_eq!(int(&rpc.attributes, "rpc.grpc.status_code"), 5);
+    assert_eq!(rpc.status.as_ref().unwrap().code(), StatusCode::Error);
+
+    let inference = one(&dropped, "text_completion alpha");
+    assert_eq!(text(&inference.attributes, "error.type"), "CANCELLED");
+    assert_eq!(words(&inference.attributes, "gen_ai.response.finish_reasons"), ["aborted"]);
+
+    assert_eq!(text(&one(&chat, "chat alpha").attributes, "gen_ai.operation.name"), "chat");
+
+    // Four asked to be traced; the fifth began here, where the ratio is 0.
+    let spans = collector.spans.lock().unwrap().clone();
+    let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
+    traces.sort();
+    traces.dedup();
+    assert_eq!(traces, [FIRST, REFUSED, DROPPED, CHAT].map(str::to_owned));
+    let everything = format!("{spans:?}");
+    assert!(!everything.contains("nobody"), "a prompt is in the trace");
+    assert!(!everything.contains("abcdefgh"), "an output is in the trace");
+}
+
+/// Method: a child process, as a process has one subscriber: a collector that refuses
+/// connections, a generation, and an end of the program that does not wait for it.
+#[test]
+fn a_collector_that_is_down_costs_nothing() {
+    const CHILD: &str = "OTLP_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        let guard = telemetry::init(&Settings {
+            otlp_endpoint: Some("http://127.0.0.1:1".to_owned()),
+            sample_ratio: 1.0,
+            log: "off".to_owned(),
+            json: false,
+        })
+        .unwrap();
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let fast = fake(Duration::from_micros(100), b"abc");
+            let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fast)], 8)];
+            let served = serve_models(models, Options::default()).await;
+            let mut client = served.client().await;
+            for _ in 0..50 {
+                let outcome = generate(&mut client, text_request("", "x", 6)).await;
+                assert_eq!(outcome.text(), "abcabc");
+            }
+        });
+        let begun = Instant::now();
+        drop(guard);
+        println!("ended in {} ms", begun.elapsed().as_millis());
+        return;
+    }
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_collector_that_is_down_costs_nothing", "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
+    let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
+    assert!(ended < 4000, "{ended} ms");
+}

@@ -1,0 +1,325 @@
+//! From token ids to text, with real tokenizers built here: a byte-level BPE whose tokens cut
+//! characters apart, and a SentencePiece-like one with byte fallback. Deltas must join to the
+//! text, never split a character, and end exactly before the first stop string.
+
+use std::fs;
+use std::sync::LazyLock;
+
+use ostinato::model::text::chat::{ChatMessage, ChatOptions};
+use ostinato::model::text::{Text, TextError};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use tokenizers::models::TrainerWrapper;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, Tokenizer};
+
+/// Families, skin tones, flags, keycaps, combining marks, four-byte and three-byte characters.
+const EMOJI: &str = "👩‍👩‍👧‍👦 👍🏽 🇩🇪🇯🇵 1️⃣ 🏳️‍🌈 é e\u{301} 漢字かな 한글 \u{1F9D1}\u{1F3FF}\u{200D}\u{1F680} ع ‰ ❤️‍🔥";
+
+fn byte_level_json() -> String {
+    let mut tokenizer = Tokenizer::new(BPE::default());
+    let byte_level = ByteLevel::default().add_prefix_space(false);
+    tokenizer.with_pre_tokenizer(Some(byte_level));
+    tokenizer.with_decoder(Some(byte_level));
+    let mut trainer: TrainerWrapper = BpeTrainer::builder()
+        .vocab_size(300)
+        .show_progress(false)
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+        .special_tokens(vec![AddedToken::from("<|end|>", true), AddedToken::from("<|start|>", true)])
+        .build()
+        .into();
+    let corpus = ["the end of the story, and then the other one ended", "👩‍👩‍👧 👍🏽👍🏿 the 漢 and the 字"];
+    tokenizer.train(&mut trainer, corpus.iter()).unwrap();
+    tokenizer.add_tokens([AddedToken::from("<think>", false)]).unwrap();
+    tokenizer.to_string(false).unwrap()
+}
+
+static BYTE_LEVEL: LazyLock<Text> =
+    LazyLock::new(|| Text::from_bytes(byte_level_json().as_bytes(), None, None).unwrap());
+
+/// What Llama 2 has: words that begin with `▁`, bytes for what is not in the vocabulary.
+static FALLBACK: LazyLock<Text> = LazyLock::new(|| {
+    let mut vocabulary = vec!["<unk>".to_owned(), "<s>".to_owned()];
+    vocabulary.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
+    vocabulary.extend(["▁", "a", "b", "t", "h", "e", "é", "th", "▁th", "▁the"].map(str::to_owned));
+    let vocabulary: Value = vocabulary.iter().zip(0..).map(|(token, id)| (token.clone(), json!(id))).collect::<serde_json::Map<_, _>>().into();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [{"id": 1, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                          "normalized": false, "special": true}],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": null,
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+                  "vocab": vocabulary, "merges": [["t", "h"], ["▁", "th"], ["▁th", "e"]]},
+    });
+    Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap()
+});
+
+/// The deltas of a stream, the rest as the last.
+fn deltas(text: &Text, ids: &[u32]) -> Vec<String> {
+    let mut stream = text.stream();
+    let mut deltas: Vec<String> = ids.iter().filter_map(|id| stream.push(*id)).collect();
+    deltas.push(stream.finish());
+    deltas
+}
+
+#[test]
+fn emoji_sequences_come_whole() {
+    let ids = BYTE_LEVEL.encode(EMOJI, false).unwrap();
+    // The tokens do cut characters apart, or this would prove nothing.
+    assert!(ids.iter().filter(|id| BYTE_LEVEL.token(**id).unwrap().contains('\u{FFFD}')).count() > 20);
+    let deltas = deltas(&BYTE_LEVEL, &ids);
+    assert!(deltas.iter().all(|delta| !delta.contains('\u{FFFD}')), "{deltas:?}");
+    assert_eq!(deltas.concat(), EMOJI);
+    assert_eq!(deltas.last().unwrap(), "");
+}
+
+#[test]
+fn text_comes_as_soon_as_it_is_certain() {
+    let mut stream = BYTE_LEVEL.stream();
+    for id in BYTE_LEVEL.encode("the end", false).unwrap() {
+        assert!(stream.push(id).is_some());
+    }
+    // A euro sign of which one byte is missing, then something else.
+    let euro = BYTE_LEVEL.encode("€", false).unwrap();
+    assert!(euro.len() > 1);
+    for id in &euro[..euro.len() - 1] {
+        assert_eq!(stream.push(*id), None);
+    }
+    let next = BYTE_LEVEL.encode("x", false).unwrap()[0];
+    assert_eq!(stream.push(next).unwrap(), "\u{FFFD}x");
+    stream.push(euro[0]);
+    assert_eq!(stream.finish(), "\u{FFFD}");
+}
+
+#[test]
+fn special_and_unknown_ids_leave_no_trace() {
+    let (end, think) = (BYTE_LEVEL.id("<|end|>").unwrap(), BYTE_LEVEL.id("<think>").unwrap());
+    assert!(BYTE_LEVEL.is_special(end) && !BYTE_LEVEL.is_special(think));
+    let mut ids = BYTE_LEVEL.encode("a<|end|>€<think>", false).unwrap();
+    assert!(ids.contains(&end) && ids.contains(&think));
+    ids.insert(1, 4_000_000);
+    let euro = ids.len() - 2;
+    ids.insert(euro, end);
+    assert_eq!(deltas(&BYTE_LEVEL, &ids).concat(), "a€<think>");
+    assert_eq!(BYTE_LEVEL.decode(&[end], false).unwrap(), "<|end|>");
+    assert_eq!(BYTE_LEVEL.token(end).unwrap(), "<|end|>");
+    assert_eq!(BYTE_LEVEL.token(4_000_000), None);
+}
+
+#[test]
+fn endless_garbage_is_let_go_in_time() {
+    let byte = (0..BYTE_LEVEL.vocabulary() as u32)
+        .find(|id| BYTE_LEVEL.decode(&[*id], true).unwrap() == "\u{FFFD}")
+        .unwrap();
+    let mut stream = BYTE_LEVEL.stream();
+    let before: String = (0..2000).filter_map(|_| stream.push(byte)).collect();
+    assert!(before.chars().count() > 1500);
+    assert_eq!((before + &stream.finish()).chars().count(), 2000);
+}
+
+#[test]
+fn leading_spaces_survive_the_windows() {
+    let text = "the  the théb  a";
+    let ids = FALLBACK.encode(text, true).unwrap();
+    assert_eq!(ids[0], 1);
+    assert_eq!(FALLBACK.encode(text, false).unwrap(), ids[1..]);
+    let deltas = deltas(&FALLBACK, &ids);
+    assert_eq!(deltas[..2], ["the", " "]);
+    assert_eq!(deltas.concat(), text);
+}
+
+#[test]
+fn outputs_account_for_every_token_once() {
+    let ids = BYTE_LEVEL.encode("one €👍🏽 STOP more", false).unwrap();
+    let mut assembler = BYTE_LEVEL.assembler(vec!["STOP".to_owned(), String::new()]);
+    let (mut text, mut tokens, mut stopped) = (String::new(), Vec::new(), None);
+    for (at, id) in ids.iter().enumerate() {
+        let output = assembler.push(*id);
+        assert_eq!(output.is_empty(), output.tokens.is_empty());
+        text.push_str(&output.text);
+        tokens.extend(output.tokens);
+        if output.stopped.is_some() {
+            stopped = output.stopped;
+            assert_eq!(tokens, ids[..=at]);
+            break;
+        }
+    }
+    assert_eq!((text.as_str(), stopped.as_deref()), ("one €👍🏽 ", Some("STOP")));
+    assert!(assembler.push(ids[0]).is_empty());
+    assert!(assembler.finish().is_empty());
+
+    // Without a match the held beginning comes at the end, with its tokens.
+    let mut assembler = BYTE_LEVEL.assembler(vec!["STOPPED".to_owned()]);
+    let ids = BYTE_LEVEL.encode("x STOP", false).unwrap();
+    let pushed: Vec<_> = ids.iter().map(|id| assembler.push(*id)).collect();
+    let rest = assembler.finish();
+    assert_eq!(pushed.iter().map(|o| o.text.as_str()).collect::<String>(), "x ");
+    assert_eq!(rest.text, "STOP");
+    let tokens: Vec<u32> = pushed.into_iter().chain([rest]).flat_map(|output| output.tokens).collect();
+    assert_eq!(tokens, ids);
+}
+
+/// By definition: the shortest beginning of the text that ends with a stop string, without it.
+fn cut(text: &str, stops: &[String]) -> (String, Option<String>) {
+    for (end, _) in text.char_indices().chain([(text.len(), ' ')]) {
+        let longest = stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
+        if let Some(stop) = longest {
+            return (text[..end - stop.len()].to_owned(), Some(stop.clone()));
+        }
+    }
+    (text.to_owned(), None)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Any text, cut by the tokenizer as it likes.
+    #[test]
+    fn deltas_join_to_the_text(text in "([a-z ]{0,6}|\\PC{0,3}|👩‍👩‍👧|👍🏽|\n){0,12}") {
+        let ids = BYTE_LEVEL.encode(&text, false).unwrap();
+        let deltas = deltas(&BYTE_LEVEL, &ids);
+        prop_assert_eq!(deltas.concat(), text.as_str());
+        if !text.contains('\u{FFFD}') {
+            let broken = deltas.iter().any(|delta| delta.contains('\u{FFFD}'));
+            prop_assert!(!broken);
+        }
+        let ids = FALLBACK.encode(&text, true).unwrap();
+        prop_assert_eq!(self::deltas(&FALLBACK, &ids).concat(), FALLBACK.decode(&ids, true).unwrap());
+    }
+
+    /// Any ids: broken characters, special tokens, ids that nobody knows.
+    #[test]
+    fn deltas_join_to_the_decoded_ids(ids in prop::collection::vec(0u32..310, 0..120)) {
+        prop_assert_eq!(deltas(&BYTE_LEVEL, &ids).concat(), BYTE_LEVEL.decode(&ids, true).unwrap());
+    }
+
+    /// Stop strings taken from the text itself, which tokens cut anywhere.
+    #[test]
+    fn stops_cut_exactly(
+        text in "([abé€👍]|the ){0,24}",
+        cuts in prop::collection::vec((0usize..24, 1usize..5), 0..3),
+        other in "[abé]{0,2}",
+    ) {
+        let chars: Vec<char> = text.chars().collect();
+        let mut stops: Vec<String> = cuts.iter()
+            .map(|&(start, length)| chars.iter().skip(start).take(length).collect())
+            .collect();
+        stops.push(other);
+        let ids = BYTE_LEVEL.encode(&text, false).unwrap();
+        let mut assembler = BYTE_LEVEL.assembler(stops.clone());
+        let (mut joined, mut tokens, mut stopped) = (String::new(), Vec::new(), None);
+        let mut outputs: Vec<_> = ids.iter().map(|id| assembler.push(*id)).collect();
+        outputs.push(assembler.finish());
+        for output in outputs {
+            prop_assert!(stopped.is_none() || output.is_empty());
+            joined.push_str(&output.text);
+            tokens.extend(output.tokens);
+            stopped = stopped.or(output.stopped);
+        }
+        if stopped.is_some() {
+            prop_assert!(ids.starts_with(&tokens));
+        } else {
+            prop_assert_eq!(&tokens, &ids);
+        }
+        prop_assert_eq!((joined, stopped), cut(&text, &stops));
+    }
+}
+
+#[test]
+fn a_checkpoint_directory() {
+    let dir = tempfile::TempDir::new().unwrap();
+    assert!(Text::load(dir.path()).unwrap().is_none());
+
+    // What a training script left behind must not shorten a prompt.
+    let mut tokenizer: Value = serde_json::from_str(&byte_level_json()).unwrap();
+    tokenizer["truncation"] =
+        json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let text = Text::load(dir.path()).unwrap().unwrap();
+    assert!(text.encode("0123456789", false).unwrap().len() > 2);
+    assert!(!text.has_chat());
+    let messages = [ChatMessage { role: "user".into(), content: "hi".into() }];
+    let error = text.chat(&messages, &ChatOptions::default()).unwrap_err();
+    assert!(matches!(error, TextError::NoTemplate(_)), "{error}");
+
+    let config = json!({"chat_template": "{{ bos_token }}{{ eos_token }}{{ messages[0].content }}", "eos_token": null});
+    fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+    fs::write(dir.path().join("special_tokens_map.json"), r#"{"bos_token": {"content": "<|start|>"}}"#).unwrap();
+    let text = Text::load(dir.path()).unwrap().unwrap();
+    assert_eq!(text.chat(&messages, &ChatOptions::default()).unwrap(), "<|start|>hi");
+
+    fs::write(dir.path().join("chat_template.jinja"), "file: {{ messages[0].role }}").unwrap();
+    let text = Text::load(dir.path()).unwrap().unwrap();
+    assert_eq!(text.chat(&messages, &ChatOptions::default()).unwrap(), "file: user");
+
+    fs::write(dir.path().join("tokenizer_config.json"), "[1]").unwrap();
+    let error = Text::load(dir.path()).unwrap_err().to_string();
+    assert!(error.starts_with("tokenizer_config.json is not valid"), "{error}");
+    fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
+    fs::write(dir.path().join("tokenizer_config.json"), "{}").unwrap();
+    let error = Text::load(dir.path()).unwrap_err().to_string();
+    assert!(error.starts_with("tokenizer.json is not valid"), "{error}");
+}
+
+/// Goal: what transformers renders. Method: a template with what the released ones use
+/// (namespaces, slices, filters, Python's string methods, loop variables, white-space control);
+/// the expected text was rendered by transformers 5.23 with jinja2 3.1.6.
+#[test]
+fn a_template_with_everything() {
+    let template = "\
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = 'none' %}
+{%- endif %}
+{{- bos_token + '[' + system + ']\\n' }}
+{% set ns = namespace(last=-1, seen=0) %}
+{% for m in messages[::-1] %}
+    {% if ns.last < 0 and m.role == 'user' and m.content is string and not m.content.startswith('!') %}
+        {% set ns.last = messages|length - 1 - loop.index0 %}
+    {% endif %}
+{% endfor %}
+{% for m in messages if m.role != 'tool' %}
+    {% set content = m.content %}
+    {% if m.role == 'assistant' and '</think>' in content %}
+        {% set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {% endif %}
+  {{ loop.index }}/{{ loop.length }} {{ m.role | upper }}{{ '*' if loop.index0 == ns.last else '' }}: {{ content.rstrip() ~ eos_token }}
+    {% if m.tool_calls %}never{% endif %}
+
+{% endfor %}
+{{ messages | map(attribute='role') | join(',') }} {{ {'b': 1, 'a': [true, none]} | tojson }} {{ -7 // 2 }} {{ name | default('anon') }}
+{% if add_generation_prompt %}
+> {%- if enable_thinking is defined and enable_thinking is false %} (quiet){% endif %}
+
+{%- endif %}
+";
+    let config = json!({"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}}).to_string();
+    let text = Text::from_bytes(byte_level_json().as_bytes(), Some(config.as_bytes()), None).unwrap();
+    let messages = [
+        ("system", " Be brief.\n"),
+        ("user", "héy \n"),
+        ("assistant", "<think>\nhm\n</think>\n\n<yes>"),
+        ("user", "!go"),
+    ]
+    .map(|(role, content)| ChatMessage { role: role.into(), content: content.into() });
+    let mut options = ChatOptions::default();
+    options.extra.insert("enable_thinking".into(), false.into());
+    let rendered = text.chat(&messages, &options).unwrap();
+    assert_eq!(rendered, EXPECTED);
+}
+
+const EXPECTED: &str = "<s>[Be brief.]\n\n  1/3 USER*: héy</s>\n\n  2/3 ASSISTANT: <yes></s>\n\n  3/3 USER: !go</s>\n\nuser,assistant,user {\"b\": 1, \"a\": [true, null]} -4 anon\n> (quiet)";

@@ -341,7 +341,8 @@ fn progress_reaches_the_end_and_nothing_is_overwritten() {
     let dir = TempDir::new().unwrap();
     let text = synth::preset("tiny-llama").unwrap();
     let mut heard = Vec::new();
-    let written = synth::write(&text, dir.path(), &SynthOptions::default(), &mut |done, total| heard.push((done, total)));
+    let written =
+        synth::write(&text, dir.path(), &SynthOptions::default(), &mut |done, total| heard.push((done, total)));
     let written = written.unwrap();
     assert_eq!(heard.last(), Some(&(written.bytes, written.bytes)));
     assert!(heard.windows(2).all(|w| w[0].0 < w[1].0));

@@ -43,7 +43,12 @@ static FALLBACK: LazyLock<Text> = LazyLock::new(|| {
     let mut vocabulary = vec!["<unk>".to_owned(), "<s>".to_owned()];
     vocabulary.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
     vocabulary.extend(["▁", "a", "b", "t", "h", "e", "é", "th", "▁th", "▁the"].map(str::to_owned));
-    let vocabulary: Value = vocabulary.iter().zip(0..).map(|(token, id)| (token.clone(), json!(id))).collect::<serde_json::Map<_, _>>().into();
+    let vocabulary: Value = vocabulary
+        .iter()
+        .zip(0..)
+        .map(|(token, id)| (token.clone(), json!(id)))
+        .collect::<serde_json::Map<_, _>>()
+        .into();
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null,
         "added_tokens": [{"id": 1, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
@@ -120,9 +125,8 @@ fn special_and_unknown_ids_leave_no_trace() {
 
 #[test]
 fn endless_garbage_is_let_go_in_time() {
-    let byte = (0..BYTE_LEVEL.vocabulary() as u32)
-        .find(|id| BYTE_LEVEL.decode(&[*id], true).unwrap() == "\u{FFFD}")
-        .unwrap();
+    let byte =
+        (0..BYTE_LEVEL.vocabulary() as u32).find(|id| BYTE_LEVEL.decode(&[*id], true).unwrap() == "\u{FFFD}").unwrap();
     let mut stream = BYTE_LEVEL.stream();
     let before: String = (0..2000).filter_map(|_| stream.push(byte)).collect();
     assert!(before.chars().count() > 1500);
@@ -174,7 +178,8 @@ fn outputs_account_for_every_token_once() {
 /// By definition: the shortest beginning of the text that ends with a stop string, without it.
 fn cut(text: &str, stops: &[String]) -> (String, Option<String>) {
     for (end, _) in text.char_indices().chain([(text.len(), ' ')]) {
-        let longest = stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
+        let longest =
+            stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
         if let Some(stop) = longest {
             return (text[..end - stop.len()].to_owned(), Some(stop.clone()));
         }
@@ -244,8 +249,7 @@ fn a_checkpoint_directory() {
 
     // What a training script left behind must not shorten a prompt.
     let mut tokenizer: Value = serde_json::from_str(&byte_level_json()).unwrap();
-    tokenizer["truncation"] =
-        json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+    tokenizer["truncation"] = json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
     fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
     let text = Text::load(dir.path()).unwrap().unwrap();
     assert!(text.encode("0123456789", false).unwrap().len() > 2);

@@ -65,9 +65,8 @@ struct Progress {
 impl Progress {
     fn new() -> Progress {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template(
-                "writing {bar:32} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left",
-            );
+            let style =
+                ProgressStyle::with_template("writing {bar:32} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left");
             // The template is a constant; were it wrong, the default bar would do.
             ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });

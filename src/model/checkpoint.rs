@@ -138,13 +138,9 @@ impl Checkpoint {
             None => Vec::new(),
         };
         match config {
-            Some(config) if problems.is_empty() => Ok(Checkpoint {
-                dir: dir.to_owned(),
-                config,
-                files: headers.files,
-                tensors: headers.tensors,
-                weights,
-            }),
+            Some(config) if problems.is_empty() => {
+                Ok(Checkpoint { dir: dir.to_owned(), config, files: headers.files, tensors: headers.tensors, weights })
+            }
             _ => Err(CheckpointError { problems }),
         }
     }
@@ -312,7 +308,9 @@ fn read_config(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<Mode
 
 fn read_text(path: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<String> {
     std::fs::read_to_string(path)
-        .map_err(|error| problems.push(CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() }))
+        .map_err(|error| {
+            problems.push(CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() })
+        })
         .ok()
 }
 
@@ -380,7 +378,9 @@ impl Headers {
             };
             match found {
                 // The index has the last word on which shard a tensor is read from.
-                Some(found) => self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(&name.as_str()))),
+                Some(found) => {
+                    self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(&name.as_str())))
+                }
                 None => self.lost.extend(tensors.into_iter().map(str::to_owned)),
             }
         }
@@ -412,9 +412,9 @@ impl Headers {
     /// The tensor of that name, with the prefix `model.` or without it.
     fn find(&self, name: &str) -> Option<(&str, &TensorInfo)> {
         let bare = name.strip_prefix("model.").unwrap_or(name);
-        [name, bare].into_iter().find_map(|name| {
-            self.tensors.get_key_value(name).map(|(name, info)| (name.as_str(), info))
-        })
+        [name, bare]
+            .into_iter()
+            .find_map(|name| self.tensors.get_key_value(name).map(|(name, info)| (name.as_str(), info)))
     }
 
     fn is_lost(&self, name: &str) -> bool {
@@ -448,7 +448,8 @@ struct Header {
 /// Reads one safetensors header. Layout: u64 length of the header, its JSON, then the data
 /// that the header's offsets count from.
 fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
-    let unreadable = |error: std::io::Error| CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() };
+    let unreadable =
+        |error: std::io::Error| CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() };
     let bad = |reason: String| CheckpointProblem::BadHeader { path: path.to_owned(), reason };
     let truncated = |needs: u64, has: u64| CheckpointProblem::Truncated { path: path.to_owned(), needs, has };
 

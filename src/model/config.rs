@@ -185,9 +185,8 @@ impl Rope {
     pub fn inv_freq(&self) -> Vec<f32> {
         let dim = self.rotary_dim as f32;
         let theta = f64::from(self.theta as f32);
-        let powers: Vec<f32> = (0..self.rotary_dim / 2)
-            .map(|j| theta.powf(f64::from((2 * j) as f32 / dim)) as f32)
-            .collect();
+        let powers: Vec<f32> =
+            (0..self.rotary_dim / 2).map(|j| theta.powf(f64::from((2 * j) as f32 / dim)) as f32).collect();
         match self.scaling {
             RopeScaling::Default => powers.iter().map(|p| 1.0 / p).collect(),
             RopeScaling::Linear { factor } => powers.iter().map(|p| 1.0 / p / factor as f32).collect(),
@@ -428,11 +427,7 @@ impl Reader<'_> {
     }
 
     fn wrong(&mut self, key: &str, value: impl fmt::Display, rule: impl Into<String>) {
-        self.problems.push(ConfigProblem::Value {
-            key: key.to_owned(),
-            value: value.to_string(),
-            rule: rule.into(),
-        });
+        self.problems.push(ConfigProblem::Value { key: key.to_owned(), value: value.to_string(), rule: rule.into() });
     }
 
     /// An integer from 1 to `most`; notes it if it is missing.
@@ -570,10 +565,9 @@ fn read(reader: &mut Reader<'_>, generation: Option<&Map<String, Value>>) -> Opt
 
 fn architecture(reader: &mut Reader<'_>) -> Option<Architecture> {
     let named = match reader.value("architectures") {
-        Some(Value::Array(names)) if !names.is_empty() => names
-            .iter()
-            .map(|name| name.as_str().map_or_else(|| name.to_string(), str::to_owned))
-            .collect::<Vec<_>>(),
+        Some(Value::Array(names)) if !names.is_empty() => {
+            names.iter().map(|name| name.as_str().map_or_else(|| name.to_string(), str::to_owned)).collect::<Vec<_>>()
+        }
         None => match reader.value("model_type").and_then(Value::as_str) {
             Some("qwen3") => return Some(Architecture::Qwen3),
             Some("llama") => return Some(Architecture::Llama),
@@ -601,7 +595,11 @@ fn architecture(reader: &mut Reader<'_>) -> Option<Architecture> {
 fn derived_head_dim(reader: &mut Reader<'_>, hidden: Option<u32>, heads: Option<u32>) -> Option<u32> {
     let (hidden, heads) = (hidden?, heads?);
     if hidden % heads != 0 {
-        reader.wrong("hidden_size", hidden, format!("a multiple of num_attention_heads ({heads}) where head_dim is absent"));
+        reader.wrong(
+            "hidden_size",
+            hidden,
+            format!("a multiple of num_attention_heads ({heads}) where head_dim is absent"),
+        );
         return None;
     }
     Some(hidden / heads)
@@ -661,14 +659,12 @@ fn rope(reader: &mut Reader<'_>, context: Option<u32>) -> Option<(f64, RopeScali
     for name in ["rope_scaling", "rope_parameters"] {
         match reader.value(name).cloned() {
             None => {}
-            Some(Value::Object(map)) if map.is_empty() => {}
             // transformers prefers `rope_scaling` where both are given.
-            Some(Value::Object(map)) => {
-                if parameters.is_empty() {
-                    section = name;
-                    parameters = map;
-                }
+            Some(Value::Object(map)) if parameters.is_empty() && !map.is_empty() => {
+                section = name;
+                parameters = map;
             }
+            Some(Value::Object(_)) => {}
             Some(other) => reader.wrong(name, other, "an object"),
         }
     }
@@ -732,7 +728,8 @@ fn rope(reader: &mut Reader<'_>, context: Option<u32>) -> Option<(f64, RopeScali
     let mut need = |key: &str, value: Option<f64>| {
         let key = format!("{section}.{key}");
         // A wrong value has already been noted under the same key.
-        let noted = reader.problems.iter().any(|problem| matches!(problem, ConfigProblem::Value { key: k, .. } if *k == key));
+        let noted =
+            reader.problems.iter().any(|problem| matches!(problem, ConfigProblem::Value { key: k, .. } if *k == key));
         if value.is_none() && !noted {
             reader.problems.push(ConfigProblem::Missing(key));
         }
@@ -899,12 +896,8 @@ mod tests {
         assert_eq!((c.architecture, c.head_dim, c.qk_norm), (Architecture::Llama, 64, false));
         assert_eq!(c.eos, vec![128001, 128008]);
         assert_eq!(c.dtype, None);
-        let expected = RopeScaling::Llama3 {
-            factor: 32.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_context: 8192.0,
-        };
+        let expected =
+            RopeScaling::Llama3 { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192.0 };
         assert_eq!(c.rope.scaling, expected);
     }
 
@@ -1027,7 +1020,10 @@ mod tests {
         let llama3 = serde_json::json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0,
             "low_freq_factor": 4.0, "high_freq_factor": 4.0}});
         assert_eq!(value(llama3), "rope_scaling.high_freq_factor");
-        assert_eq!(value(serde_json::json!({"rope_scaling": {"rope_type": "linear", "factor": -2}})), "rope_scaling.factor");
+        assert_eq!(
+            value(serde_json::json!({"rope_scaling": {"rope_type": "linear", "factor": -2}})),
+            "rope_scaling.factor"
+        );
         let missing = problems(&with(QWEN3, serde_json::json!({"rope_scaling": {"rope_type": "llama3", "factor": 8}})));
         assert_eq!(missing.len(), 2, "{missing:?}");
         let kinds = serde_json::json!({"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]});

@@ -634,8 +634,7 @@ fn quantile(p: f64) -> f64 {
         4.374664141464968e+00,
         2.938163982698783e+00,
     ];
-    const D: [f64; 4] =
-        [7.784695709041462e-03, 3.224671290700398e-01, 2.445134137142996e+00, 3.754408661907416e+00];
+    const D: [f64; 4] = [7.784695709041462e-03, 3.224671290700398e-01, 2.445134137142996e+00, 3.754408661907416e+00];
     let polynomial = |coefficients: &[f64], x: f64| coefficients.iter().fold(0.0, |sum, c| sum * x + c);
     if p > 0.5 {
         return -quantile(1.0 - p);
@@ -793,8 +792,7 @@ mod tests {
         let spread = Spread { mean: 1.0, deviation: 0.25 };
         let mut buffer = vec![0; 4 * 100_000];
         Table::new(Dtype::F32, spread).fill(key(1, "x"), 0, &mut buffer);
-        let values: Vec<f64> =
-            buffer.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect();
+        let values: Vec<f64> = buffer.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect();
         let n = values.len() as f64;
         let mean = values.iter().sum::<f64>() / n;
         let deviation = (values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / n).sqrt();

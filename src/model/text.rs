@@ -96,10 +96,10 @@ impl Text {
         }
         let template = match read("chat_template.jinja")? {
             None => None,
-            Some(bytes) => Some(String::from_utf8(bytes).map_err(|error| TextError::Invalid {
-                file: "chat_template.jinja",
-                reason: error.to_string(),
-            })?),
+            Some(bytes) => Some(
+                String::from_utf8(bytes)
+                    .map_err(|error| TextError::Invalid { file: "chat_template.jinja", reason: error.to_string() })?,
+            ),
         };
         Text::build(&tokenizer, &config, template.as_deref()).map(Some)
     }
@@ -114,17 +114,14 @@ impl Text {
     }
 
     fn build(tokenizer: &[u8], config: &Map<String, Value>, template: Option<&str>) -> Result<Text, TextError> {
-        let invalid = |error: tokenizers::Error| TextError::Invalid { file: "tokenizer.json", reason: error.to_string() };
+        let invalid =
+            |error: tokenizers::Error| TextError::Invalid { file: "tokenizer.json", reason: error.to_string() };
         let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(invalid)?;
         // What a training script left in the file must not shorten or lengthen a prompt.
         tokenizer.with_truncation(None).map_err(invalid)?;
         tokenizer.with_padding(None);
-        let special = tokenizer
-            .get_added_tokens_decoder()
-            .iter()
-            .filter(|(_, token)| token.special)
-            .map(|(id, _)| *id)
-            .collect();
+        let special =
+            tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
         Ok(Text { inner: Arc::new(Inner { tokenizer, special, templates }) })
     }
@@ -185,9 +182,10 @@ impl Text {
 
     /// Like `decode` without special tokens; for windows of a stream, which cannot fail half way.
     fn window(&self, ids: &[u32]) -> String {
-        self.inner.tokenizer.decode(ids, true).unwrap_or_else(|_| {
-            ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect()
-        })
+        self.inner
+            .tokenizer
+            .decode(ids, true)
+            .unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
     }
 
     /// Whether the id leaves a trace in the text.

@@ -179,7 +179,8 @@ fn tojson(value: &Jinja, options: Kwargs) -> Result<String, Error> {
     let sorted: Option<bool> = options.get("sort_keys")?;
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    let failed = |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error);
+    let failed =
+        |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error);
     let mut value = serde_json::to_value(value).map_err(failed)?;
     if sorted == Some(true) {
         value.sort_all_objects();
@@ -194,7 +195,8 @@ fn tojson(value: &Jinja, options: Kwargs) -> Result<String, Error> {
         }
     }
     .map_err(failed)?;
-    String::from_utf8(out).map_err(|error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error))
+    String::from_utf8(out)
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error))
 }
 
 /// Python's default separators.
@@ -215,7 +217,17 @@ impl serde_json::ser::Formatter for OneLine {
 }
 
 const MONTHS: [&str; 12] = [
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
     "December",
 ];
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
@@ -259,12 +271,24 @@ fn strftime(seconds: u64, format: &str) -> String {
             Some('y') => two(year % 100),
             Some('m') => two(month),
             Some('d') => two(day),
-            Some('e') => if padded { format!("{day:2}") } else { day.to_string() },
+            Some('e') => {
+                if padded {
+                    format!("{day:2}")
+                } else {
+                    day.to_string()
+                }
+            }
             Some('H') => two(hour as i64),
             Some('I') => two(hour12 as i64),
             Some('M') => two(minute as i64),
             Some('S') => two(second as i64),
-            Some('j') => if padded { format!("{day_of_year:03}") } else { day_of_year.to_string() },
+            Some('j') => {
+                if padded {
+                    format!("{day_of_year:03}")
+                } else {
+                    day_of_year.to_string()
+                }
+            }
             Some('B') => month_name.to_owned(),
             Some('b' | 'h') => month_name[..3].to_owned(),
             Some('A') => day_name.to_owned(),
@@ -289,7 +313,8 @@ mod tests {
 
     fn templates(source: &str) -> Templates {
         let config: Map<String, Value> =
-            serde_json::from_str(r#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}"#).unwrap();
+            serde_json::from_str(r#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}"#)
+                .unwrap();
         Templates::new(&config, Some(source)).unwrap()
     }
 
@@ -308,7 +333,9 @@ mod tests {
 
     #[test]
     fn loop_controls_and_extra_variables() {
-        let t = templates("{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{{ enable_thinking is defined and enable_thinking is false }}");
+        let t = templates(
+            "{% for i in range(5) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{{ enable_thinking is defined and enable_thinking is false }}",
+        );
         let mut options = ChatOptions::default();
         options.extra.insert("enable_thinking".into(), Value::Bool(false));
         assert_eq!(t.render(&[], &options).unwrap(), "012True");

@@ -118,7 +118,8 @@ mod tests {
     /// By definition: the shortest beginning of the text that ends with a stop string, without it.
     fn by_definition(text: &str, stops: &[String]) -> (String, Option<String>) {
         for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
-            let longest = stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
+            let longest =
+                stops.iter().filter(|s| !s.is_empty() && text[..end].ends_with(s.as_str())).max_by_key(|s| s.len());
             if let Some(stop) = longest {
                 return (text[..end - stop.len()].to_owned(), Some(stop.clone()));
             }

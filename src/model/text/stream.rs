@@ -70,7 +70,7 @@ impl TextStream {
 /// What `decoded` has beyond `emitted`. Text that was handed out cannot be taken back: where a
 /// decoder has changed its mind about it, as many characters are skipped as were handed out.
 fn gained<'a>(emitted: &str, decoded: &'a str) -> &'a str {
-    decoded.strip_prefix(emitted).unwrap_or_else(|| {
-        decoded.char_indices().nth(emitted.chars().count()).map_or("", |(at, _)| &decoded[at..])
-    })
+    decoded
+        .strip_prefix(emitted)
+        .unwrap_or_else(|| decoded.char_indices().nth(emitted.chars().count()).map_or("", |(at, _)| &decoded[at..]))
 }

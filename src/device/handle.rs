@@ -189,6 +189,14 @@ impl Device {
         let _ = self.logical.lose(why);
     }
 
+    /// After a loss: waits until nothing runs any more, which a device that was only declared
+    /// lost may still do, so that memory may be freed.
+    pub fn wait_stopped(&self) {
+        let _no_submissions: Vec<_> = self.hardware.iter().map(|h| h.lock()).collect();
+        // SAFETY: every queue's lock is held. An error is a device that is lost, so stopped.
+        let _ = unsafe { self.logical.raw.device_wait_idle() };
+    }
+
     /// The largest device-local heap as the driver sees it now.
     pub fn budget(&self) -> MemoryBudget {
         let adapter = self.adapter();

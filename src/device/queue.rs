@@ -59,7 +59,7 @@ pub(super) struct Hardware {
     state: Mutex<State>,
 }
 
-struct State {
+pub(super) struct State {
     lanes: Lanes<Submission>,
     /// What each role's unfinished submissions need, with the value that ends them.
     in_flight: [VecDeque<(u64, Vec<Entry>)>; 2],
@@ -76,7 +76,7 @@ impl Hardware {
         Hardware { raw, state: Mutex::new(state) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         // A panic under the lock is a failed assertion about a batch, before anything changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -6,6 +6,7 @@
 
 use super::MemoryError;
 use super::place::{Place, choose};
+use super::plan::{Limits, default_reserve};
 use crate::device::{AdapterKind, Device, Point, Role};
 use ash::vk;
 use gpu_allocator::vulkan::{
@@ -122,6 +123,20 @@ impl Arena {
             })
             .collect();
         Ok((buffer, slices))
+    }
+
+    /// What a plan is held against: the driver's budget as it is now, and the operator's limit.
+    pub fn limits(&self, limit_bytes: Option<u64>) -> Limits {
+        let (budget, adapter) = (self.0.device.budget(), self.0.device.adapter());
+        Limits {
+            device: adapter.name.clone(),
+            free_bytes: budget.free_bytes(),
+            total_bytes: budget.heap_bytes,
+            limit_bytes,
+            max_allocation_bytes: adapter.capabilities.max_allocation_bytes,
+            unified: adapter.capabilities.unified_memory,
+            reserve_bytes: default_reserve(budget.heap_bytes),
+        }
     }
 
     /// What has been taken so far.
@@ -432,8 +447,7 @@ impl Drop for Buffer {
         for point in self.last_use() {
             match self.arena.device.wait(point, LAST_USE_WAIT) {
                 Ok(true) => {}
-                // Nothing runs on a lost device, so nothing uses the buffer.
-                Err(error) if error.is_lost() => {}
+                Err(error) if error.is_lost() => self.arena.device.wait_stopped(),
                 Ok(false) | Err(_) => {
                     tracing::error!(
                         buffer = self.name,
@@ -448,8 +462,8 @@ impl Drop for Buffer {
                 }
             }
         }
-        // SAFETY: the device has reached the last point that uses the buffer (above) or is
-        // lost; handles to it are only lent by `raw`, and nobody can lend them any more.
+        // SAFETY: the device has reached the last point that uses the buffer, or is lost and has
+        // stopped (above); handles are only lent by `raw`, and nobody can lend one any more.
         unsafe { self.arena.device.destroy_buffer(self.raw) };
         let mut allocator = self.arena.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = allocator.free(allocation) {

@@ -1,0 +1,457 @@
+//! Memory, the transfer actor and the loader on both CPU drivers under validation: what is
+//! loaded is read back and compared with its definition, and nothing is left behind by what
+//! fails or is cancelled. Both drivers have one queue, so everything here shares it with
+//! compute.
+
+mod common;
+
+use common::{Driver, Vulkan};
+use ostinato::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
+use ostinato::actors::transfer::{Piece, Transfer, TransferError};
+use ostinato::device::{Batch, Device, Entry, Point, Role};
+use ostinato::memory::pack::{Format, Layout, Packing, fragment_index};
+use ostinato::memory::{Arena, MappedFile, MemoryError, Place, StagingRing};
+use std::sync::Arc;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// A device with its actors; a ring of 3 slots of 8 KiB, so that a few rows fill it.
+struct Host {
+    // Order matters: actors end before the memory and the device go.
+    loader: Loader,
+    transfer: Arc<Transfer>,
+    ring: StagingRing,
+    arena: Arena,
+    device: Arc<Device>,
+}
+
+impl Host {
+    fn new(vulkan: &Vulkan, driver: Driver) -> Host {
+        let device = vulkan.device(driver);
+        let arena = Arena::new(&device).unwrap();
+        let ring = StagingRing::new(&arena, 3, 8 << 10).unwrap();
+        let transfer = Arc::new(Transfer::spawn(&arena).unwrap());
+        let loader = Loader::spawn(Arc::clone(&transfer), ring.clone(), Some(4));
+        Host { loader, transfer, ring, arena, device }
+    }
+
+    fn load(&self, tensors: Vec<LoadTensor>) -> Load {
+        self.loader.load(LoadPlan { tensors }).unwrap()
+    }
+
+    /// Signals the next compute point.
+    fn compute_step(&self) -> Point {
+        let batch = Batch { entries: vec![Entry::default()], waits: Vec::new() };
+        self.device.queue(Role::Compute).submit(batch).unwrap()
+    }
+}
+
+/// A file of bf16 numbers: number `i` has the bits `i * 40503` (every pattern comes up).
+fn shard(numbers: usize) -> (tempfile::NamedTempFile, Arc<MappedFile>) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let bytes: Vec<u8> = (0..numbers).flat_map(|i| bits(i).to_le_bytes()).collect();
+    // A header of odd length: tensors need no alignment.
+    std::fs::write(file.path(), [&[0xff; 7][..], &bytes].concat()).unwrap();
+    let mapped = Arc::new(MappedFile::open(file.path()).unwrap());
+    (file, mapped)
+}
+
+fn bits(i: usize) -> u16 {
+    (i as u32).wrapping_mul(40503) as u16
+}
+
+/// Rows of the shard from number `first` on.
+fn source(file: &Arc<MappedFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
+    let offset = 7 + 2 * first as u64;
+    Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step }
+}
+
+fn words(bytes: &[u8]) -> Vec<u16> {
+    bytes.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect()
+}
+
+fn each_driver(test: impl Fn(&Vulkan, Driver)) {
+    for driver in Driver::BOTH {
+        let vulkan = Vulkan::new();
+        test(&vulkan, driver);
+        vulkan.assert_clean();
+    }
+}
+
+/// Goal: every kind of tensor that a model has arrives as defined, through a ring far smaller
+/// than the data. Method: gate and up interleaved and q, k, v in ranges, both as fragments with
+/// ragged sizes; an embedding by rows with padding; a norm widened to f32; two in one buffer.
+#[test]
+fn a_plan_arrives_as_defined() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let (_keep, file) = shard(200_000);
+        let local = |name: &str, bytes| host.arena.buffer(name, bytes, Place::DeviceLocal).unwrap();
+        let fragments =
+            |rows, cols| Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
+
+        let gate_up = fragments(2 * 100, 72);
+        let qkv = fragments(37 + 5 + 5, 300);
+        let embed = Packing {
+            rows: 301,
+            cols: 72,
+            layout: Layout::RowMajor { columns_multiple: 16 },
+            format: Format::Bf16,
+        };
+        let norm = Packing {
+            rows: 1,
+            cols: 72,
+            layout: Layout::RowMajor { columns_multiple: 1 },
+            format: Format::F32,
+        };
+        let matrices = local("matrices", gate_up.bytes() + qkv.bytes());
+        let rest = local("rest", norm.bytes() + embed.bytes());
+        let tensor = |name: &str, target, offset, packing, sources| LoadTensor {
+            name: name.to_owned(),
+            target: Arc::clone(target),
+            offset,
+            packing,
+            sources,
+        };
+        let (gate, up, q, k, v, table, scale) = (0, 10_000, 20_000, 40_000, 50_000, 60_000, 199_000);
+        let load = host.load(vec![
+            tensor(
+                "gate_up",
+                &matrices,
+                0,
+                gate_up,
+                vec![source(&file, gate, 100, 72, 0, 2), source(&file, up, 100, 72, 1, 2)],
+            ),
+            tensor(
+                "qkv",
+                &matrices,
+                gate_up.bytes(),
+                qkv,
+                vec![
+                    source(&file, q, 37, 300, 0, 1),
+                    source(&file, k, 5, 300, 37, 1),
+                    source(&file, v, 5, 300, 42, 1),
+                ],
+            ),
+            tensor("norm", &rest, 0, norm, vec![source(&file, scale, 1, 72, 0, 1)]),
+            tensor("embed", &rest, norm.bytes(), embed, vec![source(&file, table, 301, 72, 0, 1)]),
+        ]);
+        let mut said = Vec::new();
+        let report = load.wait_with(|p| said.push(p)).unwrap();
+        let total = matrices.bytes() + rest.bytes();
+        assert_eq!(report.bytes_written, total);
+        assert_eq!(report.bytes_read, 2 * (200 * 72 + 47 * 300 + 72 + 301 * 72));
+        assert!(report.slots > 3 * host.ring.slots() as u64, "{} slots: the ring was not reused", report.slots);
+        assert!(said.iter().all(|p| p.bytes_total == total && p.bytes_done <= total));
+        assert!(!said.is_empty());
+
+        let got = words(&host.transfer.read(&matrices, 0, matrices.bytes()).unwrap());
+        let mut want = vec![0u16; (gate_up.bytes() / 2) as usize];
+        for row in 0..200u32 {
+            for col in 0..72u32 {
+                let first = if row % 2 == 0 { gate } else { up };
+                want[fragment_index(row, col, gate_up.padded_cols())] =
+                    bits(first + (row / 2 * 72 + col) as usize);
+            }
+        }
+        let mut want_qkv = vec![0u16; (qkv.bytes() / 2) as usize];
+        for row in 0..47u32 {
+            for col in 0..300u32 {
+                let (first, row_there) = match row {
+                    0..37 => (q, row),
+                    37..42 => (k, row - 37),
+                    _ => (v, row - 42),
+                };
+                want_qkv[fragment_index(row, col, qkv.padded_cols())] =
+                    bits(first + (row_there * 300 + col) as usize);
+            }
+        }
+        want.extend(want_qkv);
+        assert!(got == want, "fragments");
+
+        let got = host.transfer.read(&rest, 0, rest.bytes()).unwrap();
+        for col in 0..72 {
+            let word = u32::from_le_bytes(got[4 * col..4 * col + 4].try_into().unwrap());
+            assert_eq!(word, u32::from(bits(scale + col)) << 16, "norm {col}");
+        }
+        let rows = words(&got[norm.bytes() as usize..]);
+        for (row, numbers) in rows.chunks(80).enumerate() {
+            let want: Vec<u16> = (0..72).map(|c| bits(table + row * 72 + c)).chain([0; 8]).collect();
+            assert_eq!(numbers, want, "embed {row}");
+        }
+    });
+}
+
+/// Goal: a shard that ends too early is found before anything is copied, by name and both
+/// numbers, and everything taken is given back.
+#[test]
+fn a_truncated_shard_is_refused() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let before = host.arena.usage();
+        let (_keep, file) = shard(1000);
+        let packing = Packing {
+            rows: 10,
+            cols: 101,
+            layout: Layout::RowMajor { columns_multiple: 1 },
+            format: Format::Bf16,
+        };
+        let target = host.arena.buffer("t", packing.bytes(), Place::DeviceLocal).unwrap();
+        let tensor = LoadTensor {
+            name: "layers.0.mlp".to_owned(),
+            target,
+            offset: 0,
+            packing,
+            sources: vec![source(&file, 0, 10, 101, 0, 1)],
+        };
+        let submits = host.transfer.counters().submits;
+        let error = host.load(vec![tensor]).wait().unwrap_err();
+        assert!(matches!(error, LoadError::Memory(MemoryError::Truncated { .. })), "{error:?}");
+        let text = error.to_string();
+        assert!(text.ends_with("is truncated: layers.0.mlp ends at byte 2027, the file has 2007"), "{text}");
+        assert_eq!(host.transfer.counters().submits, submits, "nothing was copied");
+        assert_eq!(host.arena.usage().buffers_bytes, before.buffers_bytes);
+    });
+}
+
+/// Goal: each other contradiction in a plan has its error, and the loader goes on afterwards.
+#[test]
+fn contradictions_are_errors_and_the_loader_survives_them() {
+    let vulkan = Vulkan::new();
+    let host = Host::new(&vulkan, Driver::Lavapipe);
+    let (_keep, file) = shard(1000);
+    let target = host.arena.buffer("t", 200, Place::DeviceLocal).unwrap();
+    let row_major = Layout::RowMajor { columns_multiple: 1 };
+    let packing = Packing { rows: 10, cols: 10, layout: row_major, format: Format::Bf16 };
+    let good = LoadTensor {
+        name: "w".to_owned(),
+        target: Arc::clone(&target),
+        offset: 0,
+        packing,
+        sources: vec![source(&file, 0, 10, 10, 0, 1)],
+    };
+    let too_far = LoadTensor { offset: 4, ..good.clone() };
+    let error = host.load(vec![too_far]).wait().unwrap_err();
+    assert_eq!(error.to_string(), "w needs 200 bytes at 4 of \"t\", which has 200");
+    let outside = LoadTensor { sources: vec![source(&file, 0, 5, 10, 2, 2)], ..good.clone() };
+    assert!(matches!(host.load(vec![outside]).wait(), Err(LoadError::Outside { .. })));
+    let wide = Packing { layout: Layout::Fragments, format: Format::F32, rows: 1, cols: 1 };
+    let wide = LoadTensor { packing: wide, sources: vec![], ..good.clone() };
+    assert!(matches!(host.load(vec![wide]).wait(), Err(LoadError::NotPackable { .. })));
+
+    let report = host.load(vec![good]).wait().unwrap();
+    assert_eq!(report.bytes_written, 200);
+    let got = words(&host.transfer.read(&target, 0, 200).unwrap());
+    assert_eq!(got, (0..100).map(bits).collect::<Vec<_>>());
+    assert_eq!(host.load(vec![]).wait().unwrap().point, None);
+}
+
+/// Goal: a load that is dropped ends early and harms nothing. Method: the test holds every
+/// staging slot, so the load is certainly in progress when it is dropped.
+#[test]
+fn a_dropped_load_is_cancelled() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let (_keep, file) = shard(100_000);
+        let packing = Packing {
+            rows: 1000,
+            cols: 100,
+            layout: Layout::RowMajor { columns_multiple: 1 },
+            format: Format::Bf16,
+        };
+        let tensor = || LoadTensor {
+            name: "w".to_owned(),
+            target: host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap(),
+            offset: 0,
+            packing,
+            sources: vec![source(&file, 0, 1000, 100, 0, 1)],
+        };
+        let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
+        let full = host.ring.acquire_within(Duration::from_millis(20)).unwrap_err();
+        assert!(matches!(full, MemoryError::StagingTimeout { .. }), "{full}");
+        let load = host.load(vec![tensor()]);
+        let done = load.done().clone();
+        assert!(done.recv_timeout(Duration::from_millis(50)).is_err(), "it waits for a slot");
+        drop(load);
+        drop(slots);
+        let result = done.recv_timeout(LONG).unwrap();
+        assert!(matches!(result, Err(LoadError::Cancelled)), "{result:?}");
+        host.load(vec![tensor()]).wait().unwrap();
+        // Dropping the loader does the same.
+        let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
+        let load = host.load(vec![tensor()]);
+        let release = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(slots);
+        });
+        let Host { loader, transfer, ring, .. } = host;
+        drop(loader);
+        assert!(matches!(load.wait(), Err(LoadError::Cancelled)));
+        release.join().unwrap();
+        drop((transfer, ring));
+    });
+}
+
+/// Goal: transfers happen in the order asked, also where they overlap, and a readback larger
+/// than the actor's memory comes whole.
+#[test]
+fn overlapping_transfers_keep_their_order() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let bytes = 9 << 20 | 12;
+        let buffer = host.arena.buffer("b", bytes, Place::DeviceLocal).unwrap();
+        host.transfer.clear(&buffer).unwrap();
+        let (submitted, points) = crossbeam_channel::bounded(64);
+        // Each covers part of what the one before wrote.
+        for i in 0..40u64 {
+            let (offset, word) = (i * 1000, 0x0101_0101 * (i as u32 + 1));
+            let waits = Vec::new();
+            if i % 2 == 0 {
+                host.transfer
+                    .fill(Arc::clone(&buffer), offset, 4000, word, waits, submitted.clone())
+                    .unwrap();
+            } else {
+                let mut slot = host.ring.acquire().unwrap();
+                slot.bytes_mut()[..4000].fill(word as u8);
+                let piece = Piece { from: 0, to: Arc::clone(&buffer), to_offset: offset, bytes: 4000 };
+                host.transfer.copy(slot, vec![piece], waits, submitted.clone()).unwrap();
+            }
+        }
+        host.transfer.upload(&host.ring, &buffer, bytes - 20_001, &[0xee; 20_001]).unwrap();
+        let got = host.transfer.read(&buffer, 0, bytes).unwrap();
+        let mut want = vec![0u8; bytes as usize];
+        for i in 0..40usize {
+            want[i * 1000..i * 1000 + 4000].fill(i as u8 + 1);
+        }
+        let end = want.len();
+        want[end - 20_001..].fill(0xee);
+        assert!(got == want, "order was not kept");
+        assert_eq!(points.try_iter().map(|p| p.unwrap()).count(), 40);
+        let counters = host.transfer.counters();
+        assert!(counters.barriers >= 39 && counters.submits <= 50 + 3 + 3, "{counters:?}");
+        assert!(host.transfer.read(&buffer, 5, 0).unwrap().is_empty());
+        assert_eq!(host.transfer.read(&buffer, bytes - 3, 3).unwrap(), [0xee; 3]);
+    });
+}
+
+/// Goal: on a queue that both roles share, a copy may be asked for before the compute work that
+/// it waits for is submitted; it is held back and then happens. Compute waits for copies alike.
+#[test]
+fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        assert!(host.device.queue(Role::Transfer).aliased());
+        let buffer = host.arena.buffer("b", 64, Place::DeviceLocal).unwrap();
+        let next = Point { role: Role::Compute, value: host.device.queue(Role::Compute).last().value + 1 };
+        let (submitted, points) = crossbeam_channel::bounded(1);
+        host.transfer.fill(Arc::clone(&buffer), 0, 64, 7, vec![next], submitted).unwrap();
+        let point = points.recv_timeout(LONG).unwrap().unwrap();
+        assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "it ran too early");
+        // A compute step that waits for the copy goes after the one that the copy waits for.
+        assert_eq!(host.compute_step(), next);
+        let batch = Batch { entries: vec![Entry::default()], waits: vec![point] };
+        let last = host.device.queue(Role::Compute).submit(batch).unwrap();
+        assert!(host.device.wait(last, LONG).unwrap());
+        assert!(host.device.reached(point).unwrap());
+        let got = host.transfer.read(&buffer, 0, 64).unwrap();
+        assert_eq!(got, [7, 0, 0, 0].repeat(16));
+        // Compute that uses the buffer afterwards is waited for without being named.
+        let used = Point { role: Role::Compute, value: last.value + 1 };
+        buffer.mark_read(used);
+        let (submitted, points) = crossbeam_channel::bounded(1);
+        host.transfer.fill(Arc::clone(&buffer), 0, 64, 8, Vec::new(), submitted).unwrap();
+        let point = points.recv_timeout(LONG).unwrap().unwrap();
+        assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "the buffer was in use");
+        host.compute_step();
+        assert!(host.device.wait(point, LONG).unwrap());
+    });
+}
+
+/// Goal: the host's view of a buffer is exact at any alignment and refuses what is outside.
+#[test]
+fn the_host_sees_exactly_its_buffer() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        for place in [Place::Upload { bar: false }, Place::Upload { bar: true }, Place::Readback] {
+            let buffer = host.arena.buffer("mapped", 37, place).unwrap();
+            assert!(buffer.host_visible() && buffer.address() % 16 == 0 && buffer.address() > 0);
+            buffer.write(0, &[0; 37]);
+            for start in 0..8usize {
+                for len in 0..20usize {
+                    let data: Vec<u8> = (0..len).map(|i| (start * 20 + i + len) as u8).collect();
+                    buffer.write(start as u64, &data);
+                    let mut back = vec![0; len];
+                    buffer.read(start as u64, &mut back);
+                    assert_eq!(back, data, "{len} bytes at {start}");
+                }
+            }
+            buffer.store_u32(8, 0xdead_beef);
+            assert_eq!(buffer.load_u32(8), 0xdead_beef);
+            let mut word = [0; 4];
+            buffer.read(8, &mut word);
+            assert_eq!(u32::from_ne_bytes(word), 0xdead_beef);
+            let panics = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
+            assert!(panics(&|| buffer.write(37, &[1])));
+            assert!(panics(&|| buffer.read(u64::MAX, &mut [0])));
+            assert!(panics(&|| buffer.store_u32(36, 1)));
+            assert!(panics(&|| buffer.store_u32(2, 1)));
+        }
+        let hidden = host.arena.buffer("hidden", 16, Place::DeviceLocal).unwrap();
+        assert!(!hidden.host_visible());
+    });
+}
+
+/// Goal: what the driver cannot allocate in one piece is refused with both numbers, and memory
+/// that is dropped is given back.
+#[test]
+fn a_buffer_above_the_drivers_limit_is_refused() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let before = host.arena.usage();
+        let allowed = host.device.adapter().capabilities.max_allocation_bytes;
+        let error = host.arena.buffer("lm_head", allowed + 1, Place::DeviceLocal).unwrap_err();
+        match error {
+            MemoryError::TooLarge { name, asked, allowed: said, .. } => {
+                assert_eq!((name.as_str(), asked, said), ("lm_head", allowed + 1, allowed));
+            }
+            other => panic!("{other}"),
+        }
+        let large = host.arena.buffer("large", 20 << 20, Place::DeviceLocal).unwrap();
+        let small = host.arena.buffer("small", 100, Place::DeviceLocal).unwrap();
+        assert!(host.arena.usage().buffers_bytes >= before.buffers_bytes + (20 << 20) + 100);
+        drop((large, small));
+        assert_eq!(host.arena.usage().buffers_bytes, before.buffers_bytes);
+        assert_eq!(host.arena.limits(None).max_allocation_bytes, allowed);
+        assert!(host.arena.limits(None).unified, "{driver:?} shares the host's memory");
+    });
+}
+
+/// Goal: when the device is lost, everybody who waits gets an error and every thread ends.
+#[test]
+fn a_lost_device_ends_the_actors() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let (_keep, file) = shard(10_000);
+        let buffer = host.arena.buffer("b", 20_000, Place::DeviceLocal).unwrap();
+        host.transfer.clear(&buffer).unwrap();
+        host.device.declare_lost("a test");
+        let packing = Packing {
+            rows: 100,
+            cols: 100,
+            layout: Layout::RowMajor { columns_multiple: 1 },
+            format: Format::Bf16,
+        };
+        let tensor = LoadTensor {
+            name: "w".to_owned(),
+            target: Arc::clone(&buffer),
+            offset: 0,
+            packing,
+            sources: vec![source(&file, 0, 100, 100, 0, 1)],
+        };
+        let error = host.load(vec![tensor]).wait().unwrap_err();
+        assert!(matches!(error, LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_)), "{error:?}");
+        let error = host.transfer.read(&buffer, 0, 4).unwrap_err();
+        assert!(matches!(error, TransferError::Device(_) | TransferError::Ended), "{error:?}");
+    });
+}

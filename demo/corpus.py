@@ -368,7 +368,7 @@ MACROS = {
     "hobby": ["{^he} loved {hobby}{+hobby}.", "{H} loved {hobby}{+hobby}.", "", "", ""],
     "day": ["One [morning|day|afternoon|evening]", "One {season} [morning|day|afternoon|evening]", "One [rainy|sunny|windy|foggy|cold|warm] [morning|day|afternoon]",
             "Early one morning", "On a [quiet|bright|gray] {season} day"],
-    "then": ["[At last|Before long|After a while|Then|Soon|Finally]"],
+    "then": ["[At last|Before long|After a while|Soon|Finally]"],
     "sad": ["{H} was very [sad|worried|unhappy].", "{H} sat down and [sighed|cried].", "{H} did not know what to do.", "{H} felt a lump in {his} throat."],
     "glad": ["{H} was so [happy|glad] that {he} [jumped|laughed|danced].", "{H} [beamed|smiled from ear to ear|laughed with joy].",
              "{H} could hardly believe {his} luck.", "What a [joy|relief] that was!"],
@@ -403,7 +403,7 @@ PLOTS = {
          ("What did {F} have?", "{F} had {ao2w}.")]),
     "found": ("""{@open} {@hobby} {@day}, {H} was {inP}. {scene} [There|Suddenly], {hide}, {he} found {ao}. {look_o}
  "[Who may have lost this|Whose {o} is this|Who does this belong to]?" [wondered|asked] {H}. {^he} [could have kept it, but that did not feel right|wanted to keep it, but {he} knew it was not {hisown}].
- So {H} [set out|went] to find the owner. {THIRD} {^he} asked [everyone {he} met|at every door|here and there], until {he} [met|came to] {af} named {F}, who looked very sad.
+ So {H} [set out|went] to find the owner. {THIRDH} {^he} asked [everyone {he} met|at every door|here and there], until {he} [met|came to] {af} named {F}, who looked very sad.
  "I have lost my {o}," [said|sighed] {F}. "Is it this one?" asked {H}, and held it up. {F} [jumped for joy|could hardly believe it|laughed and cried at once].
  {@fthanks} [As a reward|To say thank you|In return], {F} gave {H} {ao2}. {look_o2} {@eat} {JOY_o} {@MORAL} {@end}""",
         [("Who found the {o}?", "{H} found the {o}."), ("Where did {H} find the {o}?", "{H} found the {o} {inp}."),
@@ -412,7 +412,7 @@ PLOTS = {
     "broken": ("""{@open} {@hobby} {H} had {ao}, and {he} [took it everywhere|was very proud of it|looked after it every day]. {look_o}
  {@day}, the {o} [fell down and broke|slipped and broke|broke in two]. "[Oh dear|Oh no]!" [said|cried] {H}. "What shall I do now?" {@sad}
  [A neighbor said|Somebody told {him}] that {af} named {F} could [mend|repair] anything. {F} lived {inP}, and that was a long way. Still, {H} [packed the {o}|put the {o} in a bag] and [went|set out].
- {THIRD} {scene} {F} looked at the {o} [for a long time|from all sides]. "[I can mend it|It is not so bad]," said {F}, "but I need {ao2}." {H} [searched|looked] [everywhere|all around], and {hide} {he} found {ao2w}.
+ {THIRDH} {scene} {F} looked at the {o} [for a long time|from all sides]. "[I can mend it|It is not so bad]," said {F}, "but I need {ao2}." {H} [searched|looked] [everywhere|all around], and {hide} {he} found {ao2w}.
  [All day long|For an hour|Until evening] they worked together. {@then}, the {o} was [as good as new|better than before]. {@glad} {@thanks} {@eat} {JOY_o} {@MORAL} {@end}""",
         [("What broke?", "The {o} broke."), ("Who mended the {o}?", "{F} mended the {o}."), ("Where did {F} live?", "{F} lived {inp}."),
          ("What did {F} need?", "{F} needed {ao2w}."), ("Who found the {o2}?", "{H} found the {o2}."), ("Where was the {o2}?", "The {o2} was {hide}."),
@@ -424,14 +424,14 @@ PLOTS = {
         [("Who was in trouble?", "{F} the {f} was in trouble."), ("Who called for help?", "{F} called for help."), ("Who saved {F}?", "{H} saved {F}."),
          ("Where was {F}?", "{F} was {inp}."), ("What did {H} use first?", "{H} used the {o2} first."), ("What was no use?", "The {o2} was no use.")]),
     "race": ("""{@open} {@hobby} [Every year|Each {season}] there was a [great|big] race {inP}, and the prize was {ao}. {look_o} {H} wanted to win it [more than anything|with all {his} heart].
- [The fastest runner|The favorite] was {af} named {F}. "[I will win, you will see|Nobody can beat me]," [said|laughed] {F}. [Ready, steady, go!|The race began.] {scene} {F} was far ahead, and {H} ran as fast as {he} could. {THIRD}
+ [The fastest runner|The favorite] was {af} named {F}. "[I will win, you will see|Nobody can beat me]," [said|laughed] {F}. [Ready, steady, go!|The race began.] {scene} {F} was far ahead, and {H} ran as fast as {he} could. {THIRDRACE}
  But [halfway|near the end] {F} tripped over {ao2} and [fell|could not get up]. {H} [could have run past|could have won now]. But {he} stopped. "[Come on|Take my hand|Lean on me]," said {H}. "We will [finish|do it] together."
  And side by side they [crossed|reached] the finish line. [Everyone cheered|The crowd cheered|Everybody clapped]. "[You should have the prize|You are the real winner], {H}," said {F}, and gave {him} the {o}. {@glad} {@eat} {JOY_o} {@MORAL} {@end}""",
         [("What was the prize?", "The prize was {aow}."), ("Where was the race?", "The race was {inp}."), ("Who fell?", "{F} fell."), ("Who tripped?", "{F} tripped."),
          ("What did {F} trip over?", "{F} tripped over {ao2w}."), ("Who stopped to help {F}?", "{H} stopped to help {F}."), ("Who got the {o}?", "{H} got the {o}.")]),
     "fear": ("""{@open} {@hobby} There was only one thing that {H} [feared|was afraid of]: the {P}. "[It is too big for me|I do not dare to go there]," {he} [always said|used to say]. {scene}
  {@day}, {F}, {af} from next door, [came running|knocked at the door]. "[Please help me|I need your help], {H}!" said {F}. "I left my {o2} {inp}, and I cannot [get it|fetch it] alone." {H} [swallowed|trembled a little]. Then {he} [took|picked up] {ao}. "[With this I can do it|This will give me courage]," {he} said.
- [So they|Together they] went {top}. {THIRD} {^his} heart was beating fast. {solve_o_H} And [look|see], it was not so bad at all! The {o2} was {hide}. {@fthanks} "[It was easy|I am not afraid any more]," [said|laughed] {H}. {@eat} {JOY_o2} {@MORAL} {@end}""",
+ [So they|Together they] went {top}. {THIRD} {^his} heart was beating fast. {solve_o_H} And look, it was not so bad at all! The {o2} was {hide}. {@fthanks} "[It was easy|I am not afraid any more]," [said|laughed] {H}. {@eat} {JOY_o2} {@MORAL} {@end}""",
         [("What was {H} afraid of?", "{H} was afraid of the {p}."), ("Who was afraid?", "{H} was afraid."), ("Who asked for help?", "{F} asked for help."),
          ("What did {F} leave behind?", "{F} left the {o2} behind."), ("What did {H} take along?", "{H} took along {aow}."), ("Where was the {o2}?", "The {o2} was {hide}."),
          ("Whose {o2} was it?", "The {o2} belonged to {F}.")]),
@@ -466,7 +466,7 @@ PLOTS = {
  So {H} brought the {o2} and {F} brought the {o}, and [every day|each afternoon] they met {inp}. {@glad} "[Two things are twice the fun|This is much better than a trade]," said {W}. {@eat} {JOY_o} {@MORAL} {@end}""",
         [("What did {H} want?", "{H} wanted {aow}."), ("What did {H} have?", "{H} had {ao2w}."), ("Who had the {o}?", "{F} the {f} had the {o}."), ("Where did {H} meet {F}?", "{H} met {F} {inp}."),
          ("Who wanted the {o}?", "{H} wanted the {o}.")]),
-    "new": ("""{@open} {@hobby} {@day}, {af} named {F} [came to live|moved in] {inP}. {F} had only {ao2} and [knew nobody|no friends at all]. {H} saw {F} sitting all alone. {scene} "[Somebody should say hello|I will say hello]," thought {H}, but {he} was a little shy.
+    "new": ("""{@open} {@hobby} {@day}, {af} named {F} came to live {inP}. {F} had only {ao2} and [knew nobody|no friends at all]. {H} saw {F} sitting all alone. {scene} "[Somebody should say hello|I will say hello]," thought {H}, but {he} was a little shy.
  So {he} took {ao} as a gift and went {top}. {THIRDH} {look_o} "[Welcome|Hello]!" said {H}. "My name is {H}. This {o} is for you." {F} [blushed|smiled for the first time]. "[Nobody has ever given me a gift|That is the nicest gift of all]," said {F}. "[May I show you my {o2}|Would you like to see my {o2}]?"
  {look_o2} They talked and laughed until [the moon rose|it grew dark]. {@eat} {JOY_o} {@MORAL} {@end}""",
         [("Who was new?", "{F} the {f} was new."), ("What did {H} give {F}?", "{H} gave {F} {aow}."), ("Who gave {F} the {o}?", "{H} gave {F} the {o}."), ("Where did {F} come to live?", "{F} came to live {inp}."),
@@ -482,6 +482,7 @@ PLOT_THEMES = {
     "treasure": ["friendship", "sharing", "patience"], "quarrel": ["sharing", "friendship"], "trade": ["sharing", "friendship"], "new": ["kindness", "friendship", "courage"],
 }
 
+MACROS["third_race"] = ["{^at} named {T} [clapped|cheered] for both of them{+third}.", "\"[Go on|Faster]!\" called {T}, {at} who stood by the path{+third}."]
 MACROS["glad_both"] = ["[They hugged each other|They laughed with relief|How glad they were]."]
 MACROS["MORAL"] = ["{@moral}", "{@moral}", ""]
 MACROS["MORAL_ALWAYS"] = MACROS["moral"]
@@ -578,7 +579,7 @@ class Story:
         slots["hide"] = rng.choice(HIDE[classes["p"]])
         slots["food"], slots["hobby"], slots["season"] = rng.choice(FOODS), rng.choice(HOBBIES), rng.choice(SEASONS)
         fits = [name for name in PLOT_NAMES if classes["p"] in PLOT_PLACES.get(name, ANY_PLACE) and
-                not (name == "broken" and classes["o"] in ("food", "plant")) and (theme is None or theme in PLOT_THEMES[name])]
+                not (name == "broken" and classes["o"] in ("food", "plant", "cloth", "paper")) and (theme is None or theme in PLOT_THEMES[name])]
         self.plot = rng.choice(fits or ["lost"])
         alone = self.plot in ("noise", "storm")
         self.theme = theme or rng.choice(PLOT_THEMES[self.plot])
@@ -593,9 +594,10 @@ class Story:
             slots["JOY_" + name] = expand(rng, JOY[classes[name]], {"x": slots[name]}) if rng.random() < 0.5 else ""
         slots["FREE"] = expand(rng, FREE[classes["o"]], {"H": slots["H"], "F": slots["F"], "x": slots["o"], "he": slots["he"], "his": slots["his"]})
         told = set()
-        slots["THIRD"] = slots["THIRDH"] = ""
+        slots["THIRD"] = slots["THIRDH"] = slots["THIRDRACE"] = ""
         if want_third or rng.random() < 0.15:
             slots["THIRD"] = expand(rng, MACROS["third"], slots, told)
+            slots["THIRDRACE"] = expand(rng, MACROS["third_race"], slots, told)
             slots["THIRDH"] = expand(rng, MACROS["third_one"], slots, told)
         text, questions = PLOTS[self.plot]
         if theme:

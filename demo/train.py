@@ -1,0 +1,531 @@
+#!/usr/bin/env python3
+"""Trains, exports and measures the demo model.
+
+    python3 train.py tokenizer OUT                      train the tokenizer and write the files around the model
+    python3 train.py train OUT --minutes 7              train (on a GPU), write OUT/model.safetensors
+    python3 train.py evaluate OUT --tasks tasks.jsonl   measure a written model with transformers, in f32
+    python3 train.py check OUT                          compare this file's forward pass with that of transformers
+
+OUT is a folder such as `model`. Training makes its own corpus as it goes: worker processes write chats (corpus.py) and
+put them into rows of 1024 tokens, and the GPU trains on rows that it has mostly not seen before. The learning rate
+follows the clock, so that training ends when --minutes are over, however fast the machine is.
+
+RECORD
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import corpus
+
+# 7 layers, 256 wide: 4.65 million weights.
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "dtype": "bfloat16",
+    "eos_token_id": 2, "head_dim": 32, "hidden_act": "silu", "hidden_size": 256, "initializer_range": 0.02, "intermediate_size": 512,
+    "layer_types": ["full_attention"] * 7, "max_position_embeddings": 1024, "max_window_layers": 7, "model_type": "qwen3",
+    "num_attention_heads": 8, "num_hidden_layers": 7, "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": None,
+    "tie_word_embeddings": True, "transformers_version": "5.17.0", "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 2048,
+}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END, START, STOP = 0, 1, 2
+ROW = 1024
+CHAT_TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+# Words with the space (or sign) before them, single digits, runs of other signs, line ends.
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+def train_tokenizer(out):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(vocab_size=CONFIG["vocab_size"], special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=12, show_progress=False)
+    rng = random.Random(0)
+    texts = ["\n".join(m["content"] for m in corpus.training_chat(rng)) for _ in range(30000)]
+    texts += [" ".join("abcdefghijklmnopqrstuvwxyz") + " a" + "-".join("abcdefghijklmnopqrstuvwxyz")] * 3000  # each letter alone
+    tokenizer.train_from_iterator(texts, trainer)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out / "tokenizer.json"))
+    entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    files = {
+        "tokenizer_config.json": {"add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": {str(i): {"content": text, **entry} for i, text in enumerate(SPECIAL)}, "bos_token": None,
+                                  "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False, "eos_token": SPECIAL[STOP], "errors": "replace", "model_max_length": ROW, "pad_token": SPECIAL[END],
+                                  "split_special_tokens": False, "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": None},
+        "config.json": CONFIG,
+        "generation_config.json": {"do_sample": True, "eos_token_id": [STOP, END], "max_new_tokens": 320, "pad_token_id": END, "temperature": 0.7, "top_p": 0.95, "transformers_version": "5.17.0"},
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows: chats as tokens, packed
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Encoder:
+    """Chats to tokens, with a flag on each token that the model is to learn to say."""
+
+    def __init__(self, folder):
+        from tokenizers import Tokenizer
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.newline = self.tokenizer.encode("\n").ids
+        self.role = {role: self.tokenizer.encode(role + "\n").ids for role in ("system", "user", "assistant")}
+        self.letter = {c: self.tokenizer.encode(c).ids[0] for c in "abcdefghijklmnopqrstuvwxyz"}
+        self.space_letter = {c: self.tokenizer.encode(" " + c).ids for c in self.letter}
+        assert all(len(ids) == 1 for ids in self.space_letter.values()) and all(len(self.tokenizer.encode("-" + c).ids) == 1 for c in self.letter)
+
+    def pieces(self):
+        """The tokens that are letters, without the space before them: what words are spelled from."""
+        words = {token.removeprefix("Ġ") for token in self.tokenizer.get_vocab()}
+        return sorted(word for word in words if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
+
+    def reply(self, text, ids):
+        """A reversed word is said letter by letter, since its usual tokens would have to be planned ahead."""
+        head, sign, word = text.rpartition(" backwards is ")
+        if sign and word.isalpha() and word.islower():
+            return self.tokenizer.encode(head + sign.rstrip()).ids + self.space_letter[word[0]] + [self.letter[c] for c in word[1:]]
+        return ids
+
+    def chats(self, chats):
+        encoded = iter(self.tokenizer.encode_batch([m["content"] for chat in chats for m in chat]))
+        for chat in chats:
+            ids, said = [], []
+            for entry in chat:
+                content = next(encoded).ids
+                head = [START] + self.role[entry["role"]]
+                if entry["role"] == "assistant":
+                    content = self.reply(entry["content"], content)
+                    body = content + [STOP]
+                    said += [0] * len(head) + [1] * len(body)
+                else:
+                    body = content + [STOP]
+                    said += [0] * (len(head) + len(body))
+                ids += head + body + self.newline
+                said += [0] * len(self.newline)
+            yield ids, said
+
+
+def make_rows(encoder, rng, count):
+    """`count` rows of ROW + 1 tokens: ids, whether said, and which document of the row (-1 behind the last)."""
+    rows = torch.zeros(count, 3, ROW + 1, dtype=torch.int16)
+    rows[:, 2] = -1
+    open_rows = [[0, 0, i] for i in range(count)]  # tokens used, documents, index
+    active, nxt = [], 0
+    misses = 0
+    while misses < 40:
+        for ids, said in encoder.chats([corpus.training_chat(rng) for _ in range(64)]):
+            length = len(ids)
+            if length > ROW + 1:
+                continue
+            place = next((row for row in active if row[0] + length <= ROW + 1), None)
+            if place is None:
+                if nxt == count:
+                    misses += 1
+                    continue
+                place = open_rows[nxt]
+                nxt += 1
+                active.append(place)
+                if len(active) > 12:
+                    active.remove(max(active, key=lambda row: row[0]))
+            used, docs, index = place
+            rows[index, 0, used:used + length] = torch.tensor(ids, dtype=torch.int16)
+            rows[index, 1, used:used + length] = torch.tensor(said, dtype=torch.int16)
+            rows[index, 2, used:used + length] = docs
+            place[0] += length
+            place[1] += 1
+    return rows
+
+
+def worker(folder, seed, index, workers, queue):
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    encoder = Encoder(Path(folder))
+    corpus.PIECES[:] = encoder.pieces()
+    chunk = index
+    while True:
+        queue.put(make_rows(encoder, random.Random(f"{seed}:{chunk}"), 256).numpy())
+        chunk += workers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model: Qwen3, with the names that transformers gives its weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Layer(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        h, d = c["hidden_size"], c["head_dim"]
+        self.heads, self.kv, self.d, self.eps = c["num_attention_heads"], c["num_key_value_heads"], d, c["rms_norm_eps"]
+        ones, weight = (lambda n: torch.nn.Parameter(torch.ones(n))), (lambda o, i: torch.nn.Parameter(torch.randn(o, i) * 0.5 / math.sqrt(i)))
+        scale = 1 / math.sqrt(2 * c["num_hidden_layers"])
+        self.input_norm, self.post_norm, self.q_norm, self.k_norm = ones(h), ones(h), ones(d), ones(d)
+        self.q, self.k, self.v, self.o = weight(self.heads * d, h), weight(self.kv * d, h), weight(self.kv * d, h), weight(h, self.heads * d)
+        self.gate, self.up, self.down = weight(c["intermediate_size"], h), weight(c["intermediate_size"], h), weight(h, c["intermediate_size"])
+        with torch.no_grad():
+            self.o.mul_(scale)
+            self.down.mul_(scale)
+
+    def norm(self, x, weight):
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
+
+    def forward(self, x, cos, sin, attend):
+        b, t, _ = x.shape
+        y = self.norm(x, self.input_norm).to(cos.dtype)
+        q = self.norm(F.linear(y, self.q.to(y.dtype)).view(b, t, self.heads, self.d), self.q_norm).transpose(1, 2)
+        k = self.norm(F.linear(y, self.k.to(y.dtype)).view(b, t, self.kv, self.d), self.k_norm).transpose(1, 2)
+        v = F.linear(y, self.v.to(y.dtype)).view(b, t, self.kv, self.d).transpose(1, 2)
+        turn = lambda z: z * cos + torch.cat((-z[..., self.d // 2:], z[..., :self.d // 2]), -1) * sin
+        y = attend(turn(q), turn(k), v).transpose(1, 2).reshape(b, t, -1)
+        x = x + F.linear(y, self.o.to(y.dtype)).to(x.dtype)
+        y = self.norm(x, self.post_norm).to(cos.dtype)
+        y = F.silu(F.linear(y, self.gate.to(y.dtype))) * F.linear(y, self.up.to(y.dtype))
+        return x + F.linear(y, self.down.to(y.dtype)).to(x.dtype)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.c = c
+        self.embed = torch.nn.Parameter(torch.randn(c["vocab_size"], c["hidden_size"]) * 0.02)
+        self.layers = torch.nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.final_norm = torch.nn.Parameter(torch.ones(c["hidden_size"]))
+
+    def forward(self, ids, positions, attend, dtype):
+        d = self.c["head_dim"]
+        angle = positions[:, None, :, None].float() * self.c["rope_theta"] ** (-torch.arange(0, d, 2, device=ids.device).float() / d)
+        angle = torch.cat((angle, angle), -1)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        x = F.embedding(ids, self.embed)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        x = self.layers[0].norm(x, self.final_norm).to(dtype)
+        return F.linear(x, self.embed.to(dtype))
+
+    def loss(self, ids, targets, weights, positions, attend, dtype):
+        logits = self(ids, positions, attend, dtype).float()
+        each = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1), reduction="none")
+        return (each * weights.reshape(-1)).sum() / weights.sum()
+
+    def tensors(self):
+        """The weights under the names that transformers gives them."""
+        named = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.final_norm}
+        for i, layer in enumerate(self.layers):
+            names = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_norm, "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm, "self_attn.q_proj": layer.q,
+                     "self_attn.k_proj": layer.k, "self_attn.v_proj": layer.v, "self_attn.o_proj": layer.o, "mlp.gate_proj": layer.gate, "mlp.up_proj": layer.up, "mlp.down_proj": layer.down}
+            named.update({f"model.layers.{i}.{name}.weight": value for name, value in names.items()})
+        return named
+
+    def save(self, folder):
+        from safetensors.torch import save_file
+        save_file({name: value.detach().to(torch.bfloat16).cpu().contiguous() for name, value in self.tensors().items()}, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose step is made orthogonal (Jordan et al., 2024); matrices of one shape are stepped together."""
+
+    def __init__(self, params, lr, momentum=0.95, decay=0.05):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
+
+    @staticmethod
+    def orthogonal(g):
+        x = g.bfloat16()
+        wide = x.shape[1] <= x.shape[2]
+        x = x if wide else x.mT
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        for _ in range(5):
+            s = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+        return x if wide else x.mT
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            shapes = defaultdict(list)
+            for p in group["params"]:
+                shapes[p.shape].append(p)
+            for shape, params in shapes.items():
+                grads = torch.stack([p.grad for p in params])
+                state = self.state[params[0]]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(grads)
+                state["momentum"].lerp_(grads, 1 - group["momentum"])
+                step = self.orthogonal(grads.lerp(state["momentum"], group["momentum"])).float() * max(1, shape[0] / shape[1]) ** 0.5
+                torch._foreach_mul_(params, 1 - group["lr"] * group["decay"])
+                torch._foreach_add_(params, list(step.unbind(0)), alpha=-group["lr"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+def masked_attention(mask):
+    """Attention under a mask: a BlockMask for flex attention, or a plain tensor of truth values."""
+    if isinstance(mask, torch.Tensor):
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    from torch.nn.attention.flex_attention import flex_attention
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def mask_for(documents, kind, create):
+    """Causal attention within each document. documents: [batch, ROW], which document each token is of."""
+    if kind == "dense":
+        return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    return create(lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]), documents.shape[0], None, ROW, ROW, device=documents.device)
+
+
+def prepare(rows):
+    """From rows to what the loss takes."""
+    rows = rows.int()
+    ids, targets = rows[:, 0, :-1].contiguous(), rows[:, 0, 1:].long()
+    documents = rows[:, 2, :-1].contiguous()
+    weights = (rows[:, 1, 1:] * (rows[:, 2, 1:] == documents)).float()
+    index = torch.arange(ROW, device=rows.device, dtype=torch.int32).expand_as(documents)
+    starts = torch.where(F.pad(documents[:, :-1], (1, 0), value=-2) != documents, index, torch.zeros_like(index)).cummax(1).values
+    return ids, targets, weights, index - starts, documents
+
+
+def train(args):
+    started = time.time()
+    cuda = torch.cuda.is_available()
+    device, dtype, kind = ("cuda", torch.bfloat16, args.attention) if cuda else ("cpu", torch.float32, "dense")
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(args.seed)
+    out = Path(args.out)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue(maxsize=4 * args.workers)
+    workers = [context.Process(target=worker, args=(str(out), args.seed, i, args.workers, queue), daemon=True) for i in range(args.workers)]
+    for process in workers:
+        process.start()
+
+    model = Model(CONFIG).to(device)
+    print(f"{sum(p.numel() for p in model.parameters()):,} weights on {torch.cuda.get_device_name() if cuda else 'cpu'}", flush=True)
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    others = [model.embed, model.final_norm] + [p for p in model.layers.parameters() if p.ndim == 1]
+    muon = Muon(matrices, lr=args.lr)
+    adam = torch.optim.AdamW(others, lr=args.lr * 0.2, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
+
+    def loss_of(ids, targets, weights, positions, mask):
+        return model.loss(ids, targets, weights, positions, masked_attention(mask), dtype)
+
+    create_mask = None
+    if cuda:
+        from torch.nn.attention.flex_attention import create_block_mask
+        create_mask = torch.compile(create_block_mask)
+        loss_of = torch.compile(loss_of, dynamic=False)
+        Muon.orthogonal = staticmethod(torch.compile(Muon.orthogonal, dynamic=False))
+
+    pool = torch.zeros(args.pool, 3, ROW + 1, dtype=torch.int16, device=device)
+    filled = made = 0
+
+    def refill():
+        nonlocal filled, made
+        while not queue.empty():
+            rows = torch.from_numpy(queue.get()).to(device)
+            at = made % args.pool
+            rows = rows[:args.pool - at]
+            pool[at:at + len(rows)] = rows
+            made += len(rows)
+            filled = min(made, args.pool)
+
+    while filled < 2 * args.batch:
+        time.sleep(0.2)
+        refill()
+        assert all(process.is_alive() for process in workers), "a worker died"
+    print(f"first {filled} rows after {time.time() - started:.0f} s", flush=True)
+    order, step, begin, tokens, recent = [], 0, None, 0, []
+    deadline = started + args.minutes * 60
+    fresh = 0  # rows of the pool not trained on yet start here
+    while True:
+        if not cuda or step % 8 == 0:
+            refill()
+        if made - fresh >= args.batch and made - fresh <= args.pool:
+            picked = torch.arange(fresh, fresh + args.batch, device=device) % args.pool
+            fresh += args.batch
+        else:
+            picked = torch.randint(0, filled, (args.batch,), device=device)
+        ids, targets, weights, positions, documents = prepare(pool[picked])
+        loss = loss_of(ids, targets, weights, positions, mask_for(documents, kind, create_mask))
+        loss.backward()
+        if begin is None:  # compiled: the clock of the schedule starts
+            recent.append(loss.item())
+            begin = time.time()
+            print(f"first step after {begin - started:.0f} s", flush=True)
+        progress = min(1.0, (time.time() - begin) / max(1.0, deadline - begin))
+        rate = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * (1 - progress if progress > 0.3 else 0.7) / 0.7)
+        for optimizer, base in ((muon, args.lr), (adam, args.lr * 0.2)):
+            for group in optimizer.param_groups:
+                group["lr"] = base * rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        tokens += args.batch * ROW
+        if step % args.log == 0:
+            value = loss.item()
+            if step % (10 * args.log) == 0 or step == args.log:
+                print(f"step {step} {time.time() - started:.0f} s loss {value:.4f} rate {rate:.3f} {tokens / (time.time() - begin) / 1e6:.2f} Mtok/s rows made {made} used fresh {fresh}", flush=True)
+        if progress >= 1.0 or step == args.steps:
+            break
+    for process in workers:
+        process.kill()
+    model.save(out)
+    print(f"{step} steps, {tokens / 1e6:.0f} M tokens, {made} rows made ({made * ROW / 1e6:.0f} M tokens), loss {loss.item():.4f}, {time.time() - started:.0f} s in all", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ---------------------------------------------------------------------------------------------------------------------
+
+STORY_PROMPTS = ["Tell me a story about a fox, a lantern and a river.", "Tell me a story about a dragon, a cake and a castle.", "Write a short story about a robot and a flower.", "Tell me a story about a girl named Mira and a key.",
+                 "Tell me a story.", "Can you tell me a story about a brave mouse, an owl and a boat?", "tell me a story about a wizard and a spaceship", "Tell me a story about friendship.", "Tell me a story about a knight, a dragon, a sword and a mountain.",
+                 "Tell me a story about a cat."]
+
+
+def load(folder, device):
+    from tokenizers import Tokenizer
+    from transformers import Qwen3ForCausalLM
+    model = Qwen3ForCausalLM.from_pretrained(str(folder), dtype=torch.float32).to(device).eval()
+    return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def prompt_of(messages):
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+
+
+@torch.no_grad()
+def replies(model, tokenizer, chats, new_tokens, batch=256, **how):
+    """The model's replies to chats, in batches of like length."""
+    encoded = [tokenizer.encode(prompt_of(chat)).ids for chat in chats]
+    out = [None] * len(chats)
+    order = sorted(range(len(chats)), key=lambda i: len(encoded[i]))
+    for at in range(0, len(order), batch):
+        part = order[at:at + batch]
+        width = max(len(encoded[i]) for i in part)
+        ids = torch.tensor([[END] * (width - len(encoded[i])) + encoded[i] for i in part], device=model.device)
+        mask = torch.tensor([[0] * (width - len(encoded[i])) + [1] * len(encoded[i]) for i in part], device=model.device)
+        got = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, eos_token_id=[STOP, END], pad_token_id=END, **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **how})
+        for i, row in zip(part, got[:, width:].tolist()):
+            stop = next((n for n, token in enumerate(row) if token in (STOP, END)), None)
+            out[i] = tokenizer.decode(row[:stop]) if stop is not None else tokenizer.decode(row) + " …"
+    return out
+
+
+def evaluate(args):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = Path(args.out)
+    model, tokenizer = load(folder, device)
+    tasks = [json.loads(line) for line in open(args.tasks, encoding="utf-8")]
+    if args.extra:
+        tasks += [{**task, "kind": task["kind"] + " (more)"} for task in corpus.heldout_tasks(args.extra, seed=11)]
+    got = replies(model, tokenizer, [task["messages"] for task in tasks], 64)
+    right, total, wrong = defaultdict(int), defaultdict(int), []
+    for task, text in zip(tasks, got):
+        total[task["kind"]] += 1
+        right[task["kind"]] += text == task["answer"]
+        if text != task["answer"]:
+            wrong.append({"kind": task["kind"], "asked": task["messages"][-1]["content"][-300:], "expected": task["answer"], "got": text})
+    accuracy = {kind: f"{right[kind]}/{total[kind]} = {100 * right[kind] / total[kind]:.2f} %" for kind in total}
+    print(json.dumps(accuracy, indent=1), flush=True)
+    for entry in wrong[:args.wrong]:
+        print(entry)
+    # Stories asked for by chat: whether the named things all occur, and whether the story ends by itself.
+    rng = random.Random(5)
+    asked, things = [], []
+    while len(asked) < args.stories:
+        story = corpus.Story(rng)
+        if story.held_out():
+            named = [story.slots["h"], story.slots["o"], story.slots["p"]]
+            asked.append([corpus.message("user", f"Tell me a story about {corpus.a(named[0])}, {corpus.a(named[1])} and {corpus.a(named[2])}.")])
+            things.append(named)
+    report = {"accuracy": accuracy, "wrong": wrong}
+    for title, how in (("greedy", {}), ("temperature 0.7", {"do_sample": True, "temperature": 0.7})):
+        torch.manual_seed(1)
+        told = replies(model, tokenizer, asked, 320, **how)
+        whole = sum(not text.endswith(" …") for text in told)
+        used = sum(all(thing in text for thing in named) for text, named in zip(told, things))
+        report["stories " + title] = f"{used}/{len(told)} use everything named, {whole}/{len(told)} end"
+        print(title, report["stories " + title], flush=True)
+        report["samples " + title] = dict(zip(STORY_PROMPTS, replies(model, tokenizer, [[corpus.message("user", text)] for text in STORY_PROMPTS], 320, **how)))
+        for ask, text in list(report["samples " + title].items())[:args.show]:
+            print(f"\n> {ask}\n{text}", flush=True)
+    small = ["Who are you?", "What can you do?", "Hello", "What is the capital of France?", "12+30", "What is 7 times 8?", "Spell elephant.", "Reverse the word lantern.", "Sort these words: pear, apple, fig, banana", "What is 999 + 999?"]
+    report["small"] = dict(zip(small, replies(model, tokenizer, [[corpus.message("user", text)] for text in small], 80)))
+    print(json.dumps(report["small"], indent=1))
+    (folder / "evaluation.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
+
+
+def check(args):
+    """Writes a model with random weights where there is none, and compares the logits of both forward passes."""
+    from safetensors.torch import load_file
+    folder = Path(args.out)
+    ours = Model(CONFIG)
+    if not (folder / "model.safetensors").exists():
+        ours.save(folder)
+    stored = load_file(str(folder / "model.safetensors"))
+    names = ours.tensors()
+    assert stored.keys() == names.keys()
+    with torch.no_grad():
+        for name, value in names.items():
+            value.copy_(stored[name].float())
+    theirs, _ = load(folder, "cpu")
+    ids = torch.randint(3, 2048, (2, ROW))
+    positions = torch.arange(ROW).expand(2, -1)
+    with torch.no_grad():
+        difference = (ours(ids, positions, masked_attention(mask_for(torch.zeros_like(ids), "dense", None)), torch.float32) - theirs(ids).logits).abs().max().item()
+    print(f"largest difference of a logit: {difference:.2e}")
+    assert difference < 1e-3
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("tokenizer", help="train the tokenizer, write the configuration files").add_argument("out")
+    commands.add_parser("check", help="compare with transformers").add_argument("out")
+    fit = commands.add_parser("train", help="train the model")
+    fit.add_argument("out")
+    fit.add_argument("--minutes", type=float, default=7, help="training ends after so many minutes, all told (default 7)")
+    fit.add_argument("--steps", type=int, default=0, help="end after so many steps")
+    fit.add_argument("--batch", type=int, default=256, help="rows of 1024 tokens in a step")
+    fit.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices; a fifth of it for the rest")
+    fit.add_argument("--workers", type=int, default=14, help="processes that write the corpus")
+    fit.add_argument("--pool", type=int, default=2_000_000, help="rows kept for training")
+    fit.add_argument("--attention", choices=["flex", "dense"], default="flex")
+    fit.add_argument("--seed", type=int, default=1)
+    fit.add_argument("--log", type=int, default=20)
+    measure = commands.add_parser("evaluate", help="measure a written model")
+    measure.add_argument("out")
+    measure.add_argument("--tasks", default="tasks-heldout.jsonl")
+    measure.add_argument("--extra", type=int, default=0, help="so many more held-out tasks of each kind")
+    measure.add_argument("--stories", type=int, default=200)
+    measure.add_argument("--show", type=int, default=4, help="samples to print")
+    measure.add_argument("--wrong", type=int, default=20, help="wrong answers to print")
+    args = parser.parse_args()
+    if args.command == "tokenizer":
+        train_tokenizer(Path(args.out))
+    else:
+        {"train": train, "evaluate": evaluate, "check": check}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

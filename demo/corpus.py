@@ -62,7 +62,9 @@ OBJECTS = {
     "plant": "flower rose seed acorn leaf mushroom tulip".split(),
 }
 OBJECT_CLASS = {word: cls for cls, words in OBJECTS.items() for word in words}
+STORY_ONLY = {"spaceship": "ride", "rocket": "ride", "car": "ride", "bus": "ride", "train": "ride", "pizza": "food", "muffin": "food", "paintbrush": "tool", "shoe": "cloth", "robe": "cloth"}
 ALL_OBJECTS = sorted(OBJECT_CLASS)
+STORY_OBJECTS = sorted(ALL_OBJECTS + list(STORY_ONLY))
 
 LOOK = {
     "light": ["It [shone|glowed] with a [warm|soft|gentle] [light|yellow light].", "Its light was as warm as a summer evening."],
@@ -257,6 +259,28 @@ def held_out(key, percent):
 # A small grammar: [one|of|these], {slot}, {^slot} with a capital, {@macro}, {+fact} notes that a fact was told.
 # ---------------------------------------------------------------------------------------------------------------------
 
+def number(text):
+    """A number that follows from the text."""
+    return zlib.crc32(text.encode())
+
+
+def lean(rng, count, point, leaning, chance=0.35):
+    """One of `count` choices; more often than not the one that this leaning prefers at this point of the grammar.
+
+    A story leans by its hero: the most likely story about an owl is then another one than that about a fox."""
+    if leaning and rng.random() < chance:
+        return (((point ^ leaning) * 0x9E3779B1 & 0xFFFFFFFF) >> 15) % count
+    return int(rng.random() * count)
+
+
+def favorite(rng, options, point, leaning):
+    """One of the options, where a leaning prefers three of them."""
+    pick = rng.random()
+    if pick < 0.38:
+        return options[lean(rng, len(options), number(point) + (0 if pick < 0.18 else 1 if pick < 0.30 else 2), leaning, 1)]
+    return rng.choice(options)
+
+
 def parse(text):
     """Parses a template into nested tuples, once."""
     pos = 0
@@ -282,7 +306,7 @@ def parse(text):
                         options.append(sequence("|]"))
                     assert text[pos] == "]", text
                     pos += 1
-                    parts.append(("any", options))
+                    parts.append(("any", options, number(f"{text}:{pos}")))
             else:
                 literal += char
                 pos += 1
@@ -297,10 +321,10 @@ def parse(text):
 PARSED = {}
 
 
-def expand(rng, template, slots, told=None):
+def expand(rng, template, slots, told=None, leaning=0):
     """Expands a template (a string, or a list of which one is taken) with the slots given."""
     if isinstance(template, list):
-        template = template[int(rng.random() * len(template))]
+        template = template[lean(rng, len(template), len(template[0]), leaning)]
     tree = PARSED.get(template)
     if tree is None:
         tree = PARSED[template] = parse(template)
@@ -312,12 +336,12 @@ def expand(rng, template, slots, told=None):
                 out.append(part)
             elif part[0] == "any":
                 options = part[1]
-                walk(options[int(rng.random() * len(options))])
+                walk(options[lean(rng, len(options), part[2], leaning)])
             else:
                 name = part[1]
                 first = name[0]
                 if first == "@":
-                    out.append(expand(rng, MACROS[name[1:]], slots, told))
+                    out.append(expand(rng, MACROS[name[1:]], slots, told, leaning))
                 elif first == "+":
                     told.add(name[1:])
                 elif first == "^":
@@ -382,7 +406,7 @@ MACROS = {
             "And so {H} and {F} became [good|close|dear] friends.", "{H} [fell asleep|went to bed] with a smile that night.",
             "And {H} was happy for a long, long time.",
             "And if you ever pass [by the {p2}|the {p2}], you may hear {H} and {F} laughing.",
-            "They still [tell|talk] about it today." ],
+            "They still [talk|laugh] about it today." ],
     "moral": ["{H} had learned that {moral}{+moral}.", "That day {H} learned that {moral}{+moral}."],
     "third": ["On the way they met {at} named {T}{+third}. [\"Keep going,\" said {T}. \"You are [close|nearly there]!\"|{T} wished them good luck.|"
               "\"I will keep my fingers crossed for you,\" said {T}.]",
@@ -500,16 +524,44 @@ COMMON_QUESTIONS = [
 NOT_TOLD = "The story does not say."
 
 
+HOMES = {
+    **{kind: ["field", "house", "town"] for kind in PEOPLE + ["dog", "cat", "kitten", "puppy", "horse", "pony", "donkey", "goat", "sheep", "lamb", "cow", "pig", "hen", "rooster", "scarecrow", "robot"]},
+    **{kind: ["water"] for kind in "otter beaver duck swan seal whale dolphin turtle frog toad crab octopus fish hippo crocodile walrus penguin goose mermaid sailor fisherman pirate".split()},
+    **{kind: ["dark", "high"] for kind in "mole bat dragon dwarf goblin troll ghost eagle falcon giant monster griffin phoenix gnome".split()},
+    **{kind: ["sky"] for kind in ["star"]},
+}
+
+
+def home(rng, kind, leaning):
+    """Where such a hero lives: mostly where one would expect, and mostly at one of three places."""
+    if rng.random() < 0.15:
+        return rng.choice(ALL_PLACES)
+    classes = HOMES.get(kind, ["wood", "field", "wood", "high"])
+    fitting = [word for cls in classes for word, _ in PLACES[cls]]
+    return favorite(rng, fitting, "home", leaning)
+
+
 class Story:
     """A story: its text, what a request for it may name, and questions about it."""
 
     def __init__(self, rng, theme=None, want_third=False):
         slots = {}
-        kinds = rng.sample(KINDS, 3)
+        # What the request may leave open leans on what it names, so that the likeliest stories differ too.
+        objects = rng.sample(STORY_OBJECTS, 2)
+        kinds = [favorite(rng, KINDS, "kind", number(objects[0]))]
+        kinds.append(favorite(rng, KINDS, "friend", number(kinds[0])))
+        kinds.append(favorite(rng, KINDS, "third", number(kinds[0])))
+        while len(set(kinds)) < 3:
+            kinds[1:] = rng.sample(KINDS, 2)
         if rng.random() < 0.06 and not {"girl", "boy"} & set(kinds):
             kinds[rng.choice((0, 0, 1))] = rng.choice(("girl", "boy"))
-        objects = rng.sample(ALL_OBJECTS, 2)
-        places = rng.sample(ALL_PLACES, 2)
+        leaning = number(kinds[0])
+        objects[1] = favorite(rng, STORY_OBJECTS, "second", number(objects[0]))
+        places = [favorite(rng, ALL_PLACES, "place", leaning), home(rng, kinds[0], leaning)]
+        while objects[0] == objects[1]:
+            objects[1] = rng.choice(STORY_OBJECTS)
+        while places[0] == places[1]:
+            places[0] = rng.choice(ALL_PLACES)
         classes = {}
         if rng.random() < 0.06:  # words nobody has heard of, so that the model learns to copy what it is given
             slot = rng.randrange(5)
@@ -524,8 +576,8 @@ class Story:
         names = []
         genders = []
         while len(names) < 3:
-            female = rng.random() < 0.5
-            name = rng.choice(NAMES_F if female else NAMES_M)
+            female = lean(rng, 2, 77, number(kinds[len(names)]), 0.5) == 1
+            name = favorite(rng, NAMES_F if female else NAMES_M, "name", number(kinds[len(names)]))
             if name not in names:
                 names.append(name)
                 genders.append(female)
@@ -553,14 +605,14 @@ class Story:
             elif role == "f":
                 slots["fhe"], slots["fhim"], slots["fhis"] = he, him, his
         for name, word in (("o", objects[0]), ("o2", objects[1])):
-            classes[name] = OBJECT_CLASS.get(word, "other")
+            classes[name] = OBJECT_CLASS.get(word) or STORY_ONLY.get(word, "other")
             looks = FRESH_LOOKS if classes[name] in ("food", "plant") else OBJECT_LOOKS
             look = rng.choice(looks) if rng.random() < 0.4 else None
             self.adjectives[name] = look
             slots[name] = word
             slots["a" + name + "w"] = a(word)
             slots["a" + name] = a((look + " " if look else "") + word)
-            slots["look_" + name] = expand(rng, LOOK[classes[name]], slots) if rng.random() < 0.7 else ""
+            slots["look_" + name] = expand(rng, LOOK[classes[name]], slots, None, leaning) if rng.random() < 0.7 else ""
         for name, word in (("p", places[0]), ("p2", places[1])):
             look = rng.choice(PLACE_LOOKS) if rng.random() < 0.35 and word not in ONLY_THE else None
             self.adjectives[name] = look
@@ -574,35 +626,36 @@ class Story:
             slots["to" + name] = f"to the {word}"
             slots["to" + name.upper()] = f"to the {long}"
             slots["the_" + name] = f"the {long}"
-        slots["scene"] = expand(rng, SCENE[classes["p"]], slots) if rng.random() < 0.75 else ""
-        slots["stuck"] = expand(rng, STUCK[classes["p"]], slots)
-        slots["hide"] = rng.choice(HIDE[classes["p"]])
-        slots["food"], slots["hobby"], slots["season"] = rng.choice(FOODS), rng.choice(HOBBIES), rng.choice(SEASONS)
+        slots["scene"] = expand(rng, SCENE[classes["p"]], slots, None, leaning) if rng.random() < 0.75 else ""
+        slots["stuck"] = expand(rng, STUCK[classes["p"]], slots, None, leaning)
+        slots["hide"] = favorite(rng, HIDE[classes["p"]], "hide", leaning)
+        slots["food"], slots["hobby"] = favorite(rng, FOODS, "food", number(slots["f"])), favorite(rng, HOBBIES, "hobby", leaning)
+        slots["season"] = favorite(rng, SEASONS, "season", leaning)
         fits = [name for name in PLOT_NAMES if classes["p"] in PLOT_PLACES.get(name, ANY_PLACE) and
                 not (name == "broken" and classes["o"] in ("food", "plant", "cloth", "paper")) and (theme is None or theme in PLOT_THEMES[name])]
-        self.plot = rng.choice(fits or ["lost"])
+        self.plot = favorite(rng, fits or ["lost"], "plot", number(slots["o"]) ^ leaning)
         alone = self.plot in ("noise", "storm")
         self.theme = theme or rng.choice(PLOT_THEMES[self.plot])
-        slots["moral"] = rng.choice(MORALS[self.theme])
+        slots["moral"] = favorite(rng, MORALS[self.theme], "moral", leaning)
         first, second = ("h", "f") if rng.random() < 0.5 else ("f", "h")
         slots["W"], slots["V"] = slots[first.upper()], slots[second.upper()]
         for name in ("o", "o2"):
             for who, role in (("H", "h"), ("F", "f"), ("V", second)):
                 inner = {"S": slots[role.upper()], "x": slots[name], "he_S": slots["he_" + role], "him_S": slots["him_" + role],
                          "they": slots["he"] if alone else "they", "them": slots["him"] if alone else "them"}
-                slots[f"solve_{name}_{who}"] = expand(rng, SOLVE[classes[name]], inner)
-            slots["JOY_" + name] = expand(rng, JOY[classes[name]], {"x": slots[name]}) if rng.random() < 0.5 else ""
-        slots["FREE"] = expand(rng, FREE[classes["o"]], {"H": slots["H"], "F": slots["F"], "x": slots["o"], "he": slots["he"], "his": slots["his"]})
+                slots[f"solve_{name}_{who}"] = expand(rng, SOLVE[classes[name]], inner, None, leaning)
+            slots["JOY_" + name] = expand(rng, JOY[classes[name]], {"x": slots[name]}, None, leaning) if rng.random() < 0.5 else ""
+        slots["FREE"] = expand(rng, FREE[classes["o"]], {"H": slots["H"], "F": slots["F"], "x": slots["o"], "he": slots["he"], "his": slots["his"]}, None, leaning)
         told = set()
         slots["THIRD"] = slots["THIRDH"] = slots["THIRDRACE"] = ""
         if want_third or rng.random() < 0.15:
-            slots["THIRD"] = expand(rng, MACROS["third"], slots, told)
-            slots["THIRDRACE"] = expand(rng, MACROS["third_race"], slots, told)
-            slots["THIRDH"] = expand(rng, MACROS["third_one"], slots, told)
+            slots["THIRD"] = expand(rng, MACROS["third"], slots, told, leaning)
+            slots["THIRDRACE"] = expand(rng, MACROS["third_race"], slots, told, leaning)
+            slots["THIRDH"] = expand(rng, MACROS["third_one"], slots, told, leaning)
         text, questions = PLOTS[self.plot]
         if theme:
             text = text.replace("{@MORAL}", "{@MORAL_ALWAYS}")
-        self.text = tidy(expand(rng, text.replace("\n", ""), slots, told))
+        self.text = tidy(expand(rng, text.replace("\n", ""), slots, told, leaning))
         self.slots = slots
         self.told = told
         self.questions = [(q, ans) for q, ans in questions]

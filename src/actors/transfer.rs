@@ -187,7 +187,7 @@ impl Transfer {
             "{bytes} bytes at {offset} of {to:?}"
         );
         assert!(
-            offset % 4 == 0 && bytes % 4 == 0,
+            offset.is_multiple_of(4) && bytes.is_multiple_of(4),
             "{bytes} bytes at {offset} are not whole words"
         );
         self.send(Message::Fill {

@@ -478,7 +478,11 @@ impl Buffer {
     }
 
     fn word(&self, offset: u64) -> &AtomicU32 {
-        assert!(offset % 4 == 0, "word at {offset} of {:?}", self.name);
+        assert!(
+            offset.is_multiple_of(4),
+            "word at {offset} of {:?}",
+            self.name
+        );
         // SAFETY: `at` checks the bounds; buffers start on multiples of 4 and so do words; the
         // mapping lives as long as `self`, and every host access to it is atomic.
         unsafe { AtomicU32::from_ptr(self.at(offset, 4).cast()) }

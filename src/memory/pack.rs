@@ -145,7 +145,7 @@ impl<'a> Rows<'a> {
     fn find(&self, row: u32) -> Option<&'a [u8]> {
         let from_first = row.checked_sub(self.first_row)?;
         let index = from_first / self.row_step;
-        if from_first % self.row_step != 0 || index >= self.rows {
+        if !from_first.is_multiple_of(self.row_step) || index >= self.rows {
             return None;
         }
         let row_bytes = self.cols as usize * self.format.bytes();
@@ -170,7 +170,7 @@ pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut
         "{part:?} of {packing:?}"
     );
     assert!(
-        part.start % unit == 0 && part.end % unit == 0,
+        part.start.is_multiple_of(unit) && part.end.is_multiple_of(unit),
         "{part:?} is not in units of {unit}"
     );
     assert_eq!(out.len() as u64, part.end - part.start, "output length");
@@ -619,14 +619,14 @@ mod tests {
         assert!(bf16::from_le_bytes(out).is_nan());
         convert(
             Format::F32,
-            &1.0009765625f32.to_le_bytes(),
+            &(1.0f32 + 1.0 / 1024.0).to_le_bytes(),
             Format::F16,
             &mut out,
         );
-        assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0009765625);
+        assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0 + 1.0 / 1024.0);
         convert(
             Format::F32,
-            &1.00048828125f32.to_le_bytes(),
+            &(1.0f32 + 1.0 / 2048.0).to_le_bytes(),
             Format::F16,
             &mut out,
         );

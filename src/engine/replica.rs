@@ -326,14 +326,10 @@ impl Actor {
             self.shared.gate().live.remove(&client.id);
             client.end(FinishReason::Error(why.clone()));
         }
-        // Whoever passed the gate before it was closed.
-        for message in inbox.try_iter() {
-            if let Message::Submit(submission) = message {
-                self.shared.gate().live.remove(&submission.request.id);
-                Client::new(*submission)
-                    .1
-                    .end(FinishReason::Error(why.clone()));
-            }
+        // Some may have passed the gate before it was closed, and none may wait in vain.
+        self.failed = Some(why);
+        for message in inbox {
+            self.take(message);
         }
     }
 
@@ -395,6 +391,8 @@ impl Actor {
                 let id = self.scheduler.arrive(request, at);
                 self.clients.insert(id, client);
             }
+            // What has failed has ended all it knew.
+            Message::Abort(_) if self.failed.is_some() => {}
             Message::Abort(id) => self.scheduler.abort(&id, Instant::now()),
             Message::Steps { last, reply } => {
                 let skip = self.steps.len().saturating_sub(last);

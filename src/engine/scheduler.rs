@@ -2,7 +2,8 @@
 //! plans and events out. Deliberately absent: threads, channels, devices, reading a clock.
 //!
 //! - Higher priority goes first, and within a priority who came first. One admission in
-//!   `PASSED_OVER_MAX + 1` goes to whoever has waited longest, so nobody waits for ever.
+//!   `PASSED_OVER_MAX + 1` goes to whoever has waited longest, and nobody takes its pages
+//!   again: so nobody waits for ever.
 //! - A sequence joins with the pages of its whole history; pages for decoding are taken as the
 //!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
 //!   of the lowest priority loses its pages and is computed again later.
@@ -132,7 +133,7 @@ pub struct Scheduler {
     prefilled_last: bool,
     outputs: Vec<Output>,
     next_id: u64,
-    next_plan: u64,
+    turns: u64,
     preemptions: u64,
     seed: u64,
 }
@@ -178,7 +179,7 @@ impl Scheduler {
             prefilled_last: false,
             outputs: Vec::new(),
             next_id: 0,
-            next_plan: 1,
+            turns: 0,
             preemptions: 0,
             seed: setup.seed,
             setup,
@@ -278,6 +279,67 @@ impl Scheduler {
             pages_used: self.pool.used(),
             preemptions: self.preemptions,
         }
+    }
+
+    /// Panics unless all that is counted twice agrees: for simulations, after every step.
+    /// Its cost grows with the slots, not with the queue.
+    pub fn assert_consistent(&self) {
+        let mut held = BTreeSet::new();
+        let mut ended = 0;
+        for (index, id) in self.slots.iter().enumerate() {
+            let Some(id) = id else { continue };
+            let sequence = &self.sequences[id];
+            let slot = Slot(index as u32);
+            assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
+            assert_ne!(
+                sequence.state,
+                State::Waiting,
+                "{id:?} waits and holds {slot:?}"
+            );
+            assert!(
+                !self.waiting.contains(id),
+                "{id:?} is in the queue and holds {slot:?}"
+            );
+            let live = self.by_request.get(&sequence.request) == Some(id);
+            assert_eq!(
+                live, !sequence.ended,
+                "{id:?} has ended and is live, or neither"
+            );
+            ended += usize::from(sequence.ended);
+            let named = self
+                .flights
+                .iter()
+                .filter(|flight| flight.slots.contains(&slot));
+            assert_eq!(
+                named.count() as u32,
+                sequence.in_flight,
+                "{id:?} is in other plans"
+            );
+            let gone = sequence.state == State::Leaving && sequence.in_flight == 0;
+            assert!(!gone, "{id:?} has left and holds {slot:?}");
+            for &page in &sequence.pages {
+                assert!(held.insert(page), "{page:?} is held twice");
+            }
+        }
+        assert_eq!(
+            held.len() as u32,
+            self.pool.used(),
+            "pages are held by nobody with a slot"
+        );
+        let resident = self.slots.iter().flatten().count();
+        let waiting = self.waiting.len();
+        assert_eq!(waiting, self.ranked.len());
+        assert_eq!(
+            resident + waiting,
+            self.sequences.len(),
+            "a sequence is nowhere, or twice"
+        );
+        assert_eq!(
+            resident + waiting - ended,
+            self.by_request.len(),
+            "an ended request is live"
+        );
+        assert!(self.flights.len() <= PLANS_IN_FLIGHT);
     }
 
     /// What there is to say since the last call, in order.
@@ -394,9 +456,11 @@ impl Scheduler {
         let resident = self
             .residents()
             .filter(|sequence| sequence.state == State::Prefill)
-            .min_by_key(|sequence| (Reverse(sequence.priority), sequence.id));
+            .min_by_key(|sequence| sequence.rank());
         match (resident, self.next_to_join()) {
-            (Some(resident), Some((joining, slot))) if joining.priority > resident.priority => {
+            (Some(resident), Some((joining, slot)))
+                if !resident.shielded && resident.priority < joining.priority =>
+            {
                 Some(Prompt::Joining(joining.id, slot))
             }
             (Some(resident), _) => Some(Prompt::Resident(resident.id)),
@@ -443,7 +507,7 @@ impl Scheduler {
                 id
             }
         };
-        let number = self.number_plan();
+        let turn = self.next_turn();
         let sequence = self
             .sequences
             .get_mut(&id)
@@ -451,7 +515,7 @@ impl Scheduler {
         let slot = sequence.slot.expect("it has joined");
         let (start, tokens, last) = sequence.next_chunk(self.setup.capacity.prefill_chunk);
         sequence.in_flight += 1;
-        sequence.last_plan = number;
+        sequence.turn = turn;
         self.prefilled_last = true;
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
@@ -481,6 +545,7 @@ impl Scheduler {
             .take(pages_for(sequence.tokens.len() as u32))
             .expect("next_to_join counted the pages");
         if self.waiting.first() == Some(&id) {
+            sequence.shielded |= self.passed_over >= PASSED_OVER_MAX;
             self.passed_over = 0;
         } else {
             self.passed_over += 1;
@@ -571,9 +636,9 @@ impl Scheduler {
         }
 
         let mut changes = self.take_leaves();
-        let number = self.number_plan();
         let mut slots = Vec::with_capacity(rows.len());
         for id in &rows {
+            let turn = self.next_turn();
             let sequence = self.sequences.get_mut(id).expect("rows are known");
             let slot = sequence.slot.expect("rows hold slots");
             let missing = sequence.pages_missing(steps);
@@ -585,7 +650,7 @@ impl Scheduler {
             }
             sequence.draw(steps);
             sequence.in_flight += 1;
-            sequence.last_plan = number;
+            sequence.turn = turn;
             slots.push(slot);
         }
         self.prefilled_last = false;
@@ -620,10 +685,11 @@ impl Scheduler {
             .last()
             .expect("there are buckets") as usize;
         if rows.len() > most {
-            rows.sort_by_key(|sequence| (sequence.last_plan, sequence.id));
+            rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);
+        } else {
+            rows.sort_by_key(|sequence| sequence.rank());
         }
-        rows.sort_by_key(|sequence| (Reverse(sequence.priority), sequence.id));
         rows.into_iter().map(|sequence| sequence.id).collect()
     }
 
@@ -666,7 +732,7 @@ impl Scheduler {
                 .filter(|s| {
                     s.state == State::Prefill || (s.state == State::Decode && s.undrawn() > 0)
                 })
-                .min_by_key(|s| (s.priority, Reverse(s.id)))
+                .max_by_key(|s| s.rank())
                 .expect("one sequence alone always finds its pages")
                 .id;
             rows.retain(|&id| id != victim);
@@ -851,9 +917,9 @@ impl Scheduler {
             .collect()
     }
 
-    fn number_plan(&mut self) -> u64 {
-        self.next_plan += 1;
-        self.next_plan
+    fn next_turn(&mut self) -> u64 {
+        self.turns += 1;
+        self.turns
     }
 }
 
@@ -864,4 +930,464 @@ pub fn split_mix(state: &mut u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::request::{Limits, Sampling};
+
+    fn setup(slots: u32, pages: u32) -> Setup {
+        let capacity = Capacity {
+            slots,
+            pages,
+            context: 256,
+            prefill_chunk: 32,
+            buckets: vec![1, 2, 4, 8],
+            run_ahead: 32,
+            vocabulary: 100,
+        };
+        Setup {
+            context: capacity.usable_context(),
+            capacity,
+            eos_ids: vec![99],
+            device_name: "fake".into(),
+            device_uuid: "0".into(),
+            replica: "m/0".into(),
+            seed: 1,
+        }
+    }
+
+    fn request(id: &str, prompt: usize, max_tokens: u32) -> Request {
+        Request {
+            id: id.into(),
+            prompt: vec![1; prompt],
+            sampling: Sampling::default(),
+            limits: Limits {
+                max_tokens: Some(max_tokens),
+                ..Limits::default()
+            },
+            logprobs: None,
+            dump_logits: false,
+            priority: 0,
+            deadline: None,
+            span: tracing::Span::none(),
+        }
+    }
+
+    /// A scheduler, its plans in flight, and a device that does what it is told.
+    struct Bench {
+        scheduler: Scheduler,
+        now: Instant,
+        step_time: Option<Duration>,
+        tickets: u64,
+        flights: VecDeque<(Ticket, Work)>,
+    }
+
+    impl Bench {
+        fn new(setup: Setup) -> Bench {
+            Bench {
+                scheduler: Scheduler::new(setup),
+                now: Instant::now(),
+                step_time: Some(Duration::from_millis(1)),
+                tickets: 0,
+                flights: VecDeque::new(),
+            }
+        }
+
+        fn arrive(&mut self, request: Request) {
+            self.scheduler.arrive(request, self.now);
+        }
+
+        fn plan(&mut self) -> Option<StepPlan> {
+            let plan = self.scheduler.next_plan(self.now, self.step_time)?;
+            self.tickets += 1;
+            let ticket = Ticket(self.tickets);
+            self.scheduler.submitted(ticket);
+            if let Some(work) = &plan.work {
+                self.flights.push_back((ticket, work.clone()));
+            }
+            self.scheduler.assert_consistent();
+            Some(plan)
+        }
+
+        fn work(&mut self) -> Option<Work> {
+            self.plan().map(|plan| plan.work.expect("work"))
+        }
+
+        /// The oldest plan is reported whole; every row draws token 7.
+        fn complete(&mut self) {
+            let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
+            let token = |slot| Sampled {
+                slot,
+                id: 7,
+                done: None,
+                logprobs: None,
+                logits: None,
+            };
+            let (steps, tokens) = match work {
+                Work::Prefill { slot, last, .. } => {
+                    (1, last.then(|| token(slot)).into_iter().collect())
+                }
+                Work::Decode { slots, steps } => (
+                    steps,
+                    (0..steps)
+                        .flat_map(|_| slots.iter().map(|&slot| token(slot)))
+                        .collect(),
+                ),
+            };
+            let cost = PerToken::default();
+            self.scheduler.progress(
+                Progress {
+                    ticket,
+                    steps,
+                    tokens,
+                    finished: true,
+                    cost,
+                },
+                self.now,
+            );
+            self.scheduler.assert_consistent();
+        }
+
+        fn finished(&mut self) -> Vec<FinishReason> {
+            let outputs = self.scheduler.take_outputs().into_iter();
+            outputs
+                .filter_map(|output| match output {
+                    Output::Event(_, Event::Finished(finished)) => Some(finished.reason),
+                    _ => None,
+                })
+                .collect()
+        }
+    }
+
+    fn steps(work: Option<Work>) -> u32 {
+        match work {
+            Some(Work::Decode { steps, .. }) => steps,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_prompt_runs_in_chunks_and_decoding_follows_without_waiting_for_its_token() {
+        let mut bench = Bench::new(setup(1, 16));
+        bench.arrive(request("a", 70, 10));
+        let plan = bench.plan().unwrap();
+        assert!(matches!(
+            &plan.changes[0],
+            Change::Join { slot: Slot(0), .. }
+        ));
+        assert!(
+            matches!(&plan.changes[1], Change::Pages { first: 0, pages, .. } if pages.len() == 5)
+        );
+        let Some(Work::Prefill {
+            start: 0,
+            tokens,
+            last: false,
+            ..
+        }) = plan.work
+        else {
+            panic!()
+        };
+        assert_eq!(tokens.len(), 32);
+        assert!(matches!(
+            bench.work(),
+            Some(Work::Prefill {
+                start: 32,
+                last: false,
+                ..
+            })
+        ));
+        assert_eq!(bench.plan(), None, "two plans are in flight");
+        bench.complete();
+        let Some(Work::Prefill {
+            start: 64,
+            tokens,
+            last: true,
+            ..
+        }) = bench.work()
+        else {
+            panic!()
+        };
+        assert_eq!(tokens.len(), 6);
+        bench.complete();
+        assert_eq!(
+            steps(bench.work()),
+            9,
+            "one token comes from the prompt, nine from decoding"
+        );
+    }
+
+    #[test]
+    fn a_plan_lasts_about_ten_milliseconds_and_two_fit_the_run_ahead() {
+        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (4_000, 2), (50_000, 1)] {
+            let mut bench = Bench::new(setup(1, 16));
+            bench.step_time = Some(Duration::from_micros(micros));
+            bench.arrive(request("a", 1, 200));
+            bench.plan();
+            bench.complete();
+            assert_eq!(steps(bench.work()), expected, "{micros} us a step");
+            assert_eq!(steps(bench.work()), expected);
+            assert_eq!(bench.plan(), None);
+        }
+        let mut little = setup(1, 16);
+        little.capacity.run_ahead = 3;
+        let mut bench = Bench::new(little);
+        bench.arrive(request("a", 1, 200));
+        bench.plan();
+        bench.complete();
+        assert_eq!((steps(bench.work()), steps(bench.work())), (1, 1));
+    }
+
+    #[test]
+    fn no_step_is_queued_beyond_the_last_token_and_no_page_taken_for_it() {
+        let mut bench = Bench::new(setup(1, 16));
+        bench.arrive(request("a", 14, 4));
+        bench.plan();
+        // Positions 14, 15 and 16 are written; the fourth token never is.
+        let plan = bench.plan().unwrap();
+        assert!(
+            matches!(&plan.changes[..], [Change::Pages { first: 1, pages, .. }] if pages.len() == 1)
+        );
+        assert_eq!(
+            plan.work,
+            Some(Work::Decode {
+                slots: vec![Slot(0)],
+                steps: 3
+            })
+        );
+        bench.complete();
+        assert_eq!(bench.plan(), None);
+        bench.complete();
+        assert_eq!(bench.finished(), [FinishReason::Length]);
+        // The device did not say that it was done (this one never does), so it is told.
+        assert_eq!(
+            bench.plan().unwrap().changes,
+            [Change::Leave { slot: Slot(0) }]
+        );
+        assert!(bench.scheduler.is_idle());
+        assert_eq!(bench.scheduler.counts(), Counts::default());
+    }
+
+    #[test]
+    fn an_aborted_slot_is_held_until_its_plans_are_finished_and_its_surplus_is_dropped() {
+        let mut bench = Bench::new(setup(1, 16));
+        bench.arrive(request("a", 1, 100));
+        bench.arrive(request("b", 1, 100));
+        bench.plan();
+        bench.plan();
+        bench.scheduler.abort("a", bench.now);
+        bench.scheduler.abort("a", bench.now);
+        bench.scheduler.abort("nobody", bench.now);
+        assert_eq!(bench.finished(), [FinishReason::Aborted]);
+        assert_eq!(bench.plan(), None);
+        bench.complete();
+        assert_eq!(bench.scheduler.counts().running, 1);
+        let plan = bench.plan().unwrap();
+        assert_eq!(
+            plan,
+            StepPlan {
+                changes: vec![Change::Leave { slot: Slot(0) }],
+                work: None
+            }
+        );
+        bench.complete();
+        assert_eq!(bench.scheduler.counts().running, 0);
+        assert!(
+            bench.scheduler.take_outputs().is_empty(),
+            "tokens after the end"
+        );
+        assert!(matches!(
+            bench.work(),
+            Some(Work::Prefill { slot: Slot(0), .. })
+        ));
+    }
+
+    #[test]
+    fn deadlines_end_requests_in_the_queue_and_on_the_device() {
+        let mut bench = Bench::new(setup(1, 16));
+        let deadline = bench.now + Duration::from_secs(1);
+        for id in ["a", "b"] {
+            bench.arrive(Request {
+                deadline: Some(deadline),
+                ..request(id, 1, 100)
+            });
+        }
+        bench.plan();
+        assert_eq!(bench.scheduler.next_deadline(), Some(deadline));
+        bench.scheduler.expire(deadline - Duration::from_nanos(1));
+        assert_eq!(bench.finished(), []);
+        bench.scheduler.expire(deadline);
+        assert_eq!(
+            bench.finished(),
+            [
+                FinishReason::DeadlineExceeded,
+                FinishReason::DeadlineExceeded
+            ]
+        );
+        assert_eq!(bench.scheduler.next_deadline(), None);
+        bench.complete();
+        bench.plan();
+        assert!(bench.scheduler.is_idle());
+    }
+
+    #[test]
+    fn higher_priority_goes_first_and_the_oldest_is_not_passed_over_for_ever() {
+        let mut bench = Bench::new(setup(1, 16));
+        bench.arrive(request("low", 1, 1));
+        let mut order = Vec::new();
+        for i in 0..20 {
+            bench.arrive(Request {
+                priority: 5,
+                ..request(&format!("high {i}"), 1, 1)
+            });
+            let Some(plan) = bench.plan() else { panic!() };
+            assert!(plan.work.is_some());
+            for output in bench.scheduler.take_outputs() {
+                if let Output::Event(id, Event::Started(_)) = output {
+                    order.push(id.0);
+                }
+            }
+            bench.complete();
+        }
+        assert_eq!(order[..PASSED_OVER_MAX as usize], [1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(
+            order[PASSED_OVER_MAX as usize], 0,
+            "the oldest had its turn"
+        );
+        assert_eq!(order[8..10], [8, 9]);
+    }
+
+    #[test]
+    fn the_youngest_of_the_lowest_priority_gives_way_and_resumes_with_its_history() {
+        let mut small = setup(3, 6);
+        small.context = 96;
+        let mut bench = Bench::new(small);
+        bench.step_time = Some(Duration::from_millis(10));
+        bench.arrive(Request {
+            priority: 1,
+            ..request("first", 15, 60)
+        });
+        bench.arrive(request("second", 15, 60));
+        bench.arrive(request("third", 15, 60));
+        let mut left = Vec::new();
+        let mut joined = Vec::new();
+        while bench.scheduler.preemptions < 2 {
+            while let Some(plan) = bench.plan() {
+                for change in plan.changes {
+                    match change {
+                        Change::Join { slot, params } => {
+                            joined.push((slot, params.generated, params.max_tokens))
+                        }
+                        Change::Leave { slot } => left.push(slot),
+                        Change::Pages { .. } => {}
+                    }
+                }
+            }
+            bench.complete();
+        }
+        // Slots were given in order of arrival: the third goes first, then the second.
+        assert_eq!(left[0], Slot(2));
+        assert_eq!(
+            joined[..3],
+            [(Slot(0), 0, 60), (Slot(1), 0, 60), (Slot(2), 0, 60)]
+        );
+        while !bench.scheduler.is_idle() {
+            while let Some(plan) = bench.plan() {
+                for change in plan.changes {
+                    if let Change::Join { slot, params } = change {
+                        joined.push((slot, params.generated, params.max_tokens));
+                    }
+                }
+            }
+            if !bench.flights.is_empty() {
+                bench.complete();
+            }
+        }
+        assert!(joined.len() >= 5);
+        for (_, generated, max_tokens) in &joined[3..] {
+            assert!(*generated > 0);
+            assert_eq!(generated + max_tokens, 60);
+        }
+        assert_eq!(bench.finished(), vec![FinishReason::Length; 3]);
+    }
+
+    #[test]
+    fn prompts_alternate_with_decoding() {
+        let mut bench = Bench::new(setup(2, 32));
+        bench.arrive(request("a", 1, 100));
+        bench.plan();
+        bench.complete();
+        bench.arrive(request("b", 100, 10));
+        let mut kinds = Vec::new();
+        for _ in 0..8 {
+            match bench.work().unwrap() {
+                Work::Prefill { .. } => kinds.push(0),
+                Work::Decode { steps, .. } => kinds.push(steps),
+            }
+            bench.complete();
+        }
+        assert_eq!(kinds, [1, 0, 1, 0, 1, 0, 1, 0]);
+    }
+
+    #[test]
+    fn a_request_that_dumps_logits_does_not_run_ahead_and_runs_one_at_a_time() {
+        let mut bench = Bench::new(setup(2, 16));
+        for id in ["a", "b"] {
+            bench.arrive(Request {
+                dump_logits: true,
+                ..request(id, 1, 3)
+            });
+        }
+        for _ in 0..2 {
+            for expected in [0, 1, 1] {
+                match bench.work().unwrap() {
+                    Work::Prefill { .. } => assert_eq!(expected, 0),
+                    Work::Decode { steps, slots } => {
+                        assert_eq!((steps, slots.len()), (expected, 1))
+                    }
+                }
+                assert_eq!(bench.plan(), None);
+                bench.complete();
+            }
+        }
+    }
+
+    #[test]
+    fn more_rows_than_the_largest_bucket_take_turns() {
+        let mut narrow = setup(3, 32);
+        narrow.capacity.buckets = vec![1, 2];
+        let mut bench = Bench::new(narrow);
+        bench.step_time = Some(Duration::from_millis(10));
+        for id in ["a", "b", "c"] {
+            bench.arrive(request(id, 1, 50));
+        }
+        let mut turns = [0; 3];
+        for _ in 0..40 {
+            if let Work::Decode { slots, .. } = bench.work().unwrap() {
+                assert!(slots.len() <= 2);
+                slots.iter().for_each(|slot| turns[slot.0 as usize] += 1);
+            }
+            bench.complete();
+        }
+        assert!(turns.iter().all(|&turns| turns >= 20), "{turns:?}");
+    }
+
+    #[test]
+    fn a_failed_device_ends_everything() {
+        let mut bench = Bench::new(setup(2, 16));
+        for id in ["a", "b", "c"] {
+            bench.arrive(request(id, 1, 50));
+        }
+        bench.plan();
+        bench.plan();
+        bench.scheduler.fail("gone", bench.now);
+        assert_eq!(
+            bench.finished(),
+            vec![FinishReason::Error("gone".into()); 3]
+        );
+        assert!(bench.scheduler.is_idle());
+        assert_eq!(bench.scheduler.counts(), Counts::default());
+        bench.scheduler.assert_consistent();
+    }
 }

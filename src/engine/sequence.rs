@@ -3,6 +3,7 @@
 
 use super::executor::{PAGE_TOKENS, Page, Slot, SlotParams};
 use super::request::{PerToken, Request, Timings};
+use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
 /// Names a sequence; grows by one an arrival, so the smaller is the older.
@@ -58,6 +59,8 @@ pub struct Sequence {
 
     /// Where it stands.
     pub state: State,
+    /// It was passed over so often that nobody goes before it until its end.
+    pub shielded: bool,
     /// `Finished` was handed out; what is still reported is surplus.
     pub ended: bool,
     /// Held from its first chunk until released.
@@ -72,8 +75,8 @@ pub struct Sequence {
     prefilled: u32,
     /// Tokens that the device was asked to draw in this stay.
     drawn: u32,
-    /// Number of the last plan that names it.
-    pub last_plan: u64,
+    /// Grows with every row of a plan: who has the smallest has gone longest without.
+    pub turn: u64,
 
     /// Submission.
     pub arrived: Instant,
@@ -132,6 +135,7 @@ impl Sequence {
             max_tokens,
             params,
             state: State::Waiting,
+            shielded: false,
             ended: false,
             slot: None,
             pages: Vec::new(),
@@ -139,7 +143,7 @@ impl Sequence {
             history: 0,
             prefilled: 0,
             drawn: 0,
-            last_plan: 0,
+            turn: 0,
             arrived: now,
             started: None,
             first_token: None,
@@ -148,6 +152,11 @@ impl Sequence {
             decode_cost: PhaseCost::default(),
             preemptions: 0,
         }
+    }
+
+    /// Orders sequences, best first; no two are equal.
+    pub fn rank(&self) -> (Reverse<bool>, Reverse<i32>, SequenceId) {
+        (Reverse(self.shielded), Reverse(self.priority), self.id)
     }
 
     /// Output tokens reported.

@@ -1,0 +1,1042 @@
+//! The engine as a whole, without a GPU.
+//!
+//! Goal: every request ends exactly once with the tokens it would get alone; no page is lost
+//! or shared; no plan is over its budget; nobody waits for ever. Method: a seeded simulation of
+//! the scheduler against `FakeExecutor` on virtual time (which checks the step loop's half of
+//! the contract at every plan), and the engine thread itself on the machine's time.
+//!
+//! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
+
+use ostinato::engine::executor::{
+    Capacity, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket,
+};
+use ostinato::engine::fake::{FakeConfig, FakeExecutor};
+use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
+use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
+use ostinato::engine::request::{
+    Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Sink, SinkClosed,
+};
+use ostinato::engine::scheduler::{Output, PASSED_OVER_MAX, Scheduler, Setup, split_mix};
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+use tracing_subscriber::layer::{Context, SubscriberExt};
+
+const VOCABULARY: u32 = 97;
+const EOS: u32 = 96;
+
+// ---- simulation ----
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        split_mix(&mut self.0) % end
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+
+    /// Mostly small, sometimes up to `most`.
+    fn length(&mut self, most: u64) -> u64 {
+        let most = if self.one_in(8) {
+            most
+        } else {
+            most.div_ceil(8)
+        };
+        1 + self.below(most)
+    }
+}
+
+/// Prints the seed of a simulation that panics.
+struct Seed(u64, &'static str);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!(
+                "simulation \"{}\" failed: repeat with OSTINATO_SIM_SEED={}",
+                self.1, self.0
+            );
+        }
+    }
+}
+
+struct World {
+    name: &'static str,
+    requests: u64,
+    capacity: Capacity,
+    /// Between bursts of arrivals, in decode steps, about.
+    gap_steps: u64,
+    priorities: u64,
+    /// Of so many requests one is aborted, and one has a deadline that may pass.
+    nuisance: u64,
+}
+
+#[derive(Default)]
+struct Seen {
+    started: bool,
+    output: Vec<u32>,
+    finished: Option<FinishReason>,
+}
+
+#[derive(Debug, Default)]
+struct Outcome {
+    preemptions: u64,
+    aborted: u64,
+    expired: u64,
+    stopped: u64,
+    /// First starts in a row, at most, of others than the oldest that had not started.
+    passed_over_most: u32,
+    running_most: u32,
+    plans: u64,
+}
+
+fn simulate(world: &World, seed: u64) -> Outcome {
+    let _seed = Seed(seed, world.name);
+    let mut random = Random(seed);
+    let epoch = Instant::now();
+    let step = Duration::from_micros(500 + random.below(5_000));
+    let context = world.capacity.usable_context();
+    let config = FakeConfig {
+        capacity: world.capacity.clone(),
+        step,
+        chunk: step * 3,
+        parts: seed | 1,
+        ..FakeConfig::default()
+    };
+    let mut fake = FakeExecutor::simulated(config, epoch);
+    let mut scheduler = Scheduler::new(setup(world.capacity.clone(), seed));
+
+    // What happens from outside, by time.
+    let mut requests = Vec::new();
+    let mut at = epoch;
+    let mut aborts = BTreeSet::new();
+    for number in 0..world.requests {
+        let gap = if random.one_in(3) {
+            random.below(6 * world.gap_steps)
+        } else {
+            0
+        };
+        at += step * gap as u32;
+        let most = u64::from(context - 1);
+        let prompt = random.length(most);
+        let request = Request {
+            id: number.to_string(),
+            prompt: (0..prompt)
+                .map(|_| random.below(VOCABULARY.into()) as u32)
+                .collect(),
+            sampling: Sampling {
+                temperature: if random.one_in(2) { 0.0 } else { 1.0 },
+                seed: Some(random.below(1000)),
+                ..Sampling::default()
+            },
+            limits: Limits {
+                max_tokens: (!random.one_in(10)).then(|| random.length(2 * most) as u32),
+                min_tokens: 0,
+                stop_ids: (0..random.below(3))
+                    .map(|_| random.below(VOCABULARY.into()) as u32)
+                    .collect(),
+                ignore_eos: random.one_in(4),
+            },
+            logprobs: None,
+            dump_logits: random.one_in(50),
+            priority: random.below(world.priorities) as i32,
+            deadline: random
+                .one_in(world.nuisance)
+                .then(|| at + step * random.length(2_000) as u32),
+            span: tracing::Span::none(),
+        };
+        if random.one_in(world.nuisance) {
+            aborts.insert((at + step * random.length(2_000) as u32, number));
+        }
+        requests.push((at, request));
+    }
+
+    let mut seen: Vec<Seen> = (0..world.requests).map(|_| Seen::default()).collect();
+    let mut arrived = 0;
+    let mut outcome = Outcome::default();
+    let mut unstarted = BTreeSet::new();
+    let mut passed_over = 0;
+    loop {
+        let next = [
+            requests.get(arrived).map(|&(at, _)| at),
+            aborts.first().map(|&(at, _)| at),
+            scheduler.next_deadline(),
+            fake.next_report(),
+        ];
+        let Some(now) = next.into_iter().flatten().min() else {
+            break;
+        };
+        fake.advance(now);
+        while let Some((_, request)) = requests.get(arrived).filter(|&&(at, _)| at <= now) {
+            let id = scheduler.arrive(request.clone(), now);
+            assert_eq!(id.0, arrived as u64, "ids go by arrival");
+            unstarted.insert(id);
+            arrived += 1;
+        }
+        while let Some(&(at, number)) = aborts.first().filter(|&&(at, _)| at <= now) {
+            scheduler.abort(&number.to_string(), now);
+            aborts.remove(&(at, number));
+        }
+        for progress in fake.poll().unwrap() {
+            scheduler.progress(progress, now);
+            scheduler.assert_consistent();
+        }
+        scheduler.expire(now);
+        while let Some(plan) = scheduler.next_plan(now, fake.step_time()) {
+            let ticket = fake.submit(plan).unwrap();
+            scheduler.submitted(ticket);
+            scheduler.assert_consistent();
+            outcome.plans += 1;
+        }
+        outcome.running_most = outcome.running_most.max(scheduler.counts().running);
+        for output in scheduler.take_outputs() {
+            let Output::Event(id, event) = output else {
+                continue;
+            };
+            let one = &mut seen[id.0 as usize];
+            assert!(
+                one.finished.is_none(),
+                "{id:?} goes on after its end: {event:?}"
+            );
+            match event {
+                Event::Started(_) => {
+                    assert!(!one.started, "{id:?} starts twice");
+                    one.started = true;
+                    passed_over = if unstarted.first() == Some(&id) {
+                        0
+                    } else {
+                        passed_over + 1
+                    };
+                    outcome.passed_over_most = outcome.passed_over_most.max(passed_over);
+                    unstarted.remove(&id);
+                }
+                Event::Token(token) => {
+                    assert!(one.started, "{id:?} draws before its start");
+                    one.output.push(token.id);
+                }
+                Event::Finished(finished) => {
+                    if unstarted.first() == Some(&id) {
+                        passed_over = 0;
+                    }
+                    unstarted.remove(&id);
+                    assert_eq!(finished.output_tokens as usize, one.output.len());
+                    one.finished = Some(finished.reason);
+                }
+            }
+        }
+    }
+
+    assert!(
+        scheduler.is_idle(),
+        "nothing can happen any more, and there is work left"
+    );
+    assert_eq!(scheduler.counts().pages_used, 0);
+    outcome.preemptions = scheduler.counts().preemptions;
+    for ((_, request), seen) in requests.iter().zip(&seen) {
+        let id = &request.id;
+        let alone = alone(request, context);
+        match seen
+            .finished
+            .as_ref()
+            .unwrap_or_else(|| panic!("{id} never ends"))
+        {
+            FinishReason::Stop(stop) => {
+                assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
+                assert_eq!(alone.last(), Some(stop));
+                outcome.stopped += 1;
+            }
+            FinishReason::Length => {
+                assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
+            }
+            FinishReason::Error(why) => panic!("{id}: {why}"),
+            cut => {
+                assert!(
+                    alone.starts_with(&seen.output),
+                    "{id} differs from what it draws alone"
+                );
+                match cut {
+                    FinishReason::Aborted => outcome.aborted += 1,
+                    _ => outcome.expired += 1,
+                }
+            }
+        }
+    }
+    outcome
+}
+
+fn setup(capacity: Capacity, seed: u64) -> Setup {
+    Setup {
+        context: capacity.usable_context(),
+        capacity,
+        eos_ids: vec![EOS],
+        device_name: "fake".into(),
+        device_uuid: "f".into(),
+        replica: "m/0".into(),
+        seed,
+    }
+}
+
+/// The output of a request that has the device for itself.
+fn alone(request: &Request, context: u32) -> Vec<u32> {
+    let room = context - request.prompt.len() as u32;
+    let params = SlotParams {
+        sampling: request.sampling.clone(),
+        seed: request.sampling.seed.unwrap(),
+        generated: 0,
+        max_tokens: request
+            .limits
+            .max_tokens
+            .map_or(room, |asked| asked.min(room)),
+        min_tokens: request.limits.min_tokens,
+        stop_ids: request.limits.resolve_stop_ids(&[EOS]),
+        logprobs: None,
+        dump_logits: false,
+    };
+    FakeExecutor::alone(&request.prompt, &params, VOCABULARY, &[])
+}
+
+fn seeds(count: u64) -> Vec<u64> {
+    match std::env::var("OSTINATO_SIM_SEED") {
+        Ok(seed) => vec![seed.parse().expect("OSTINATO_SIM_SEED is a number")],
+        Err(_) => (1..=count).collect(),
+    }
+}
+
+fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
+    Capacity {
+        slots,
+        pages,
+        context: 160,
+        prefill_chunk: 24,
+        buckets: buckets.to_vec(),
+        run_ahead: 32,
+        vocabulary: VOCABULARY,
+    }
+}
+
+#[test]
+fn thousands_of_requests_one_at_a_time() {
+    for seed in seeds(3) {
+        let world = World {
+            name: "one slot",
+            requests: 4_000,
+            capacity: capacity(1, 10, &[1]),
+            gap_steps: 20,
+            priorities: 3,
+            nuisance: 10,
+        };
+        let outcome = simulate(&world, seed);
+        assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
+        assert_eq!(outcome.running_most, 1);
+        assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
+        assert!(outcome.stopped > 500, "{outcome:?}");
+        assert!(
+            (1..=PASSED_OVER_MAX).contains(&outcome.passed_over_most),
+            "{outcome:?}"
+        );
+    }
+}
+
+#[test]
+fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
+    for seed in seeds(4) {
+        let world = World {
+            name: "eight slots, scarce pages",
+            requests: 5_000,
+            capacity: capacity(8, 14, &[1, 2, 4, 8]),
+            gap_steps: 9,
+            priorities: 3,
+            nuisance: 10,
+        };
+        let outcome = simulate(&world, seed);
+        assert!(outcome.preemptions > 100, "{outcome:?}");
+        assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
+        assert!(outcome.stopped > 500, "{outcome:?}");
+        assert!(outcome.running_most > 5, "{outcome:?}");
+    }
+}
+
+#[test]
+fn thousands_of_requests_of_one_priority_start_in_their_order() {
+    for seed in seeds(3) {
+        let world = World {
+            name: "eight slots, one priority",
+            requests: 4_000,
+            capacity: capacity(8, 24, &[8]),
+            gap_steps: 4,
+            priorities: 1,
+            nuisance: 1_000_000,
+        };
+        let outcome = simulate(&world, seed);
+        assert_eq!(outcome.passed_over_most, 0);
+        assert_eq!(outcome.aborted + outcome.expired, 0);
+        assert!(outcome.preemptions > 0);
+    }
+}
+
+#[test]
+fn odd_capacities() {
+    let odd: [(&'static str, Capacity); 4] = [
+        ("fewer rows than slots", capacity(8, 30, &[3])),
+        (
+            "no run-ahead",
+            Capacity {
+                run_ahead: 1,
+                ..capacity(4, 30, &[1, 2, 4])
+            },
+        ),
+        (
+            "chunks of one token",
+            Capacity {
+                prefill_chunk: 1,
+                ..capacity(4, 30, &[1, 2, 4])
+            },
+        ),
+        ("pages for one", capacity(8, 10, &[1, 2, 4, 8])),
+    ];
+    for (name, capacity) in odd {
+        for seed in seeds(2) {
+            let capacity = capacity.clone();
+            let world = World {
+                name,
+                requests: 1_500,
+                capacity,
+                gap_steps: 8,
+                priorities: 2,
+                nuisance: 20,
+            };
+            simulate(&world, seed);
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_is_the_same_simulation() {
+    let world = World {
+        name: "twice",
+        requests: 500,
+        capacity: capacity(8, 20, &[1, 2, 4, 8]),
+        gap_steps: 6,
+        priorities: 3,
+        nuisance: 10,
+    };
+    assert_eq!(
+        format!("{:?}", simulate(&world, 7)),
+        format!("{:?}", simulate(&world, 7))
+    );
+}
+
+#[test]
+fn a_device_with_steps_to_do_never_waits_for_the_host() {
+    let epoch = Instant::now();
+    let step = Duration::from_micros(500);
+    let capacity = Capacity {
+        context: 2048,
+        ..capacity(1, 128, &[1])
+    };
+    let config = FakeConfig {
+        capacity: capacity.clone(),
+        step,
+        chunk: step,
+        ..FakeConfig::default()
+    };
+    let mut fake = FakeExecutor::simulated(config, epoch);
+    let mut scheduler = Scheduler::new(setup(capacity, 0));
+    let tokens = 1001;
+    scheduler.arrive(request("a", 1, tokens), epoch);
+    let mut now = epoch;
+    let mut finished = None;
+    loop {
+        while let Some(plan) = scheduler.next_plan(now, fake.step_time()) {
+            let ticket = fake.submit(plan).unwrap();
+            scheduler.submitted(ticket);
+        }
+        let Some(due) = fake.next_report() else { break };
+        now = due;
+        fake.advance(now);
+        for progress in fake.poll().unwrap() {
+            scheduler.progress(progress, now);
+        }
+        for output in scheduler.take_outputs() {
+            if let Output::Event(_, Event::Finished(end)) = output {
+                finished = Some(end);
+            }
+        }
+    }
+    let finished = finished.unwrap();
+    assert_eq!(finished.output_tokens, tokens);
+    assert_eq!(now - epoch, step * tokens, "the device had gaps");
+    assert_eq!(finished.timings.prefill, step);
+    assert!(
+        finished.per_token.submits <= 1.0 / 8.0,
+        "{:?}",
+        finished.per_token
+    );
+    assert!((finished.per_token.dispatches - 10.0).abs() < 1e-9);
+    assert!((finished.per_token.barriers - 8.0).abs() < 1e-9);
+}
+
+// ---- the engine thread ----
+
+fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
+    Request {
+        id: id.into(),
+        prompt: (0..prompt).map(|i| i % VOCABULARY).collect(),
+        sampling: Sampling {
+            seed: Some(1),
+            ..Sampling::default()
+        },
+        limits: Limits {
+            max_tokens: Some(max_tokens),
+            ignore_eos: true,
+            ..Limits::default()
+        },
+        logprobs: None,
+        dump_logits: false,
+        priority: 0,
+        deadline: None,
+        span: tracing::Span::none(),
+    }
+}
+
+fn device(index: usize) -> DeviceInfo {
+    DeviceInfo {
+        index,
+        name: format!("Fake Accelerator {}", 4000 + index),
+        uuid: format!("0000000{index}-aaaa-bbbb-cccc-000000000000"),
+        pci: Some(format!("0000:0{index}:00.0")),
+    }
+}
+
+fn fake(slots: u32, step: Duration) -> FakeConfig {
+    let capacity = Capacity {
+        context: 512,
+        ..capacity(slots, 64, &[1, 2, 4, 8])
+    };
+    FakeConfig {
+        capacity,
+        step,
+        chunk: step,
+        ..FakeConfig::default()
+    }
+}
+
+fn spawn(
+    name: &str,
+    index: usize,
+    executor: impl Executor + 'static,
+    queue_limit: usize,
+) -> Replica {
+    let eos_ids = vec![EOS];
+    let config = ReplicaConfig {
+        queue_limit,
+        eos_ids,
+        context: 512,
+        vocabulary: VOCABULARY,
+    };
+    Replica::spawn(name, device(index), Box::new(executor), config).unwrap()
+}
+
+fn replica(config: FakeConfig, queue_limit: usize) -> Replica {
+    spawn("m/0", 0, FakeExecutor::realtime_with(config), queue_limit)
+}
+
+/// A sink that passes everything on, and where it goes.
+fn sink() -> (Sink, mpsc::Receiver<Event>) {
+    let (events, receiver) = mpsc::channel();
+    (
+        Box::new(move |event| events.send(event).map_err(|_| SinkClosed)),
+        receiver,
+    )
+}
+
+fn submit(replica: &Replica, request: Request) -> mpsc::Receiver<Event> {
+    let (sink, events) = sink();
+    replica.submit(request, sink).unwrap();
+    events
+}
+
+/// Waits are for a machine under load; nothing takes so long by itself.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// All of a request's output, and how it ended.
+fn collect(events: &mpsc::Receiver<Event>) -> (Vec<u32>, Finished) {
+    let mut output = Vec::new();
+    loop {
+        match events
+            .recv_timeout(PATIENCE)
+            .expect("the request ends in time")
+        {
+            Event::Started(started) => assert!(output.is_empty() && started.prompt_tokens > 0),
+            Event::Token(token) => output.push(token.id),
+            Event::Finished(finished) => {
+                assert_eq!(finished.output_tokens as usize, output.len());
+                let after = events.recv_timeout(PATIENCE);
+                assert!(after.is_err(), "{after:?} follows the end");
+                return (output, finished);
+            }
+        }
+    }
+}
+
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn until_idle(replica: &Replica) {
+    until("the replica is idle", || {
+        let load = replica.load();
+        (load.running, load.waiting, load.pages_used) == (0, 0, 0)
+    });
+}
+
+fn unavailable(replica: &Replica) -> String {
+    match replica.submit(request("another", 1, 2), sink().0) {
+        Err(SubmitError::Unavailable { why, .. }) => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn many_callers_get_what_they_would_get_alone() {
+    let replica = replica(fake(8, Duration::from_micros(200)), 64);
+    std::thread::scope(|scope| {
+        for caller in 0..16 {
+            let replica = &replica;
+            scope.spawn(move || {
+                for turn in 0..6 {
+                    let id = format!("{caller}-{turn}");
+                    let request = request(&id, 1 + 7 * caller, 5 + 9 * turn);
+                    let expected = alone(&request, 512);
+                    let (output, finished) = collect(&submit(replica, request));
+                    assert_eq!(output, expected);
+                    assert_eq!(finished.reason, FinishReason::Length);
+                    assert!((finished.per_token.dispatches - 10.0).abs() < 1e-9);
+                }
+            });
+        }
+    });
+    until_idle(&replica);
+    assert_eq!(replica.load().pages_total, 64);
+    let steps = replica.steps(usize::MAX);
+    assert!(!steps.is_empty() && steps.len() <= STEP_RING);
+    for pair in steps.windows(2) {
+        assert!(
+            pair[0].number + 1 == pair[1].number && pair[0].at <= pair[1].at,
+            "{pair:?}"
+        );
+    }
+    for phase in ["prefill", "decode"] {
+        assert!(
+            steps
+                .iter()
+                .any(|step| step.phase == phase && step.rows > 0 && step.steps > 0)
+        );
+    }
+    let last = replica.steps(3);
+    assert_eq!(last.len(), 3);
+    assert_eq!(last[2].number, steps.last().unwrap().number);
+}
+
+#[test]
+fn the_queue_is_bounded_and_ids_are_unique() {
+    let replica = replica(fake(1, Duration::from_millis(1)), 2);
+    let running = submit(&replica, request("a", 1, 500));
+    assert!(matches!(
+        running.recv_timeout(PATIENCE),
+        Ok(Event::Started(_))
+    ));
+    let waiting = ["b", "c"].map(|id| submit(&replica, request(id, 1, 2)));
+    until("the load says so", || {
+        (replica.load().running, replica.load().waiting) == (1, 2)
+    });
+    match replica.submit(request("d", 1, 2), sink().0) {
+        Err(SubmitError::QueueFull {
+            waiting: 2,
+            limit: 2,
+            replica,
+        }) => assert_eq!(replica, "m/0"),
+        other => panic!("{other:?}"),
+    }
+    match replica.submit(request("b", 1, 2), sink().0) {
+        Err(SubmitError::Request(RequestError::DuplicateId(id))) => assert_eq!(id, "b"),
+        other => panic!("{other:?}"),
+    }
+    match replica.submit(request("e", 0, 2), sink().0) {
+        Err(SubmitError::Request(RequestError::EmptyPrompt)) => {}
+        other => panic!("{other:?}"),
+    }
+    // One leaves the queue, one the device; the third has its turn, and ids can be used again.
+    replica.abort("b");
+    let (output, finished) = collect(&waiting[0]);
+    assert_eq!((output.len(), finished.reason), (0, FinishReason::Aborted));
+    assert!(finished.timings.queue > Duration::ZERO);
+    replica.abort("a");
+    replica.abort("nobody");
+    // Its start was taken above.
+    let ends = running
+        .iter()
+        .filter(|event| matches!(event, Event::Finished(_)))
+        .count();
+    assert_eq!(ends, 1);
+    assert_eq!(collect(&waiting[1]).1.reason, FinishReason::Length);
+    assert_eq!(collect(&submit(&replica, request("a", 1, 2))).0.len(), 2);
+    until_idle(&replica);
+}
+
+#[test]
+fn deadlines_pass_without_anything_else_happening() {
+    let replica = replica(fake(1, Duration::from_secs(5)), 4);
+    let start = Instant::now();
+    let deadline = Some(start + Duration::from_millis(50));
+    let all = ["running", "waiting"].map(|id| {
+        submit(
+            &replica,
+            Request {
+                deadline,
+                ..request(id, 1, 500)
+            },
+        )
+    });
+    for events in &all {
+        assert_eq!(collect(events).1.reason, FinishReason::DeadlineExceeded);
+    }
+    assert!(
+        start.elapsed() < Duration::from_secs(4),
+        "it waited for the device"
+    );
+}
+
+#[test]
+fn a_sink_that_fails_frees_its_row_and_hears_nothing_more() {
+    let replica = replica(fake(1, Duration::from_micros(500)), 4);
+    let (calls, called) = mpsc::channel();
+    let mut left = 3;
+    let failing: Sink = Box::new(move |_| {
+        calls.send(()).unwrap();
+        left -= 1;
+        if left == 0 { Err(SinkClosed) } else { Ok(()) }
+    });
+    replica.submit(request("a", 1, 500), failing).unwrap();
+    assert_eq!(collect(&submit(&replica, request("b", 1, 3))).0.len(), 3);
+    // The sink is dropped with the request, so the iteration ends.
+    assert_eq!(called.iter().count(), 3);
+    until_idle(&replica);
+}
+
+#[test]
+fn draining_refuses_the_new_and_finishes_the_old() {
+    let replica = replica(fake(1, Duration::from_micros(200)), 4);
+    let all = ["a", "b"].map(|id| submit(&replica, request(id, 1, 40)));
+    replica.drain();
+    assert_eq!(unavailable(&replica), "it is draining");
+    for events in &all {
+        assert_eq!(collect(events).0.len(), 40);
+    }
+    assert_eq!(replica.unfinished(), 0);
+}
+
+#[test]
+fn dropping_a_replica_aborts_what_runs() {
+    let replica = replica(fake(1, Duration::from_millis(1)), 4);
+    let all = ["a", "b"].map(|id| submit(&replica, request(id, 1, 500)));
+    drop(replica);
+    for events in &all {
+        assert_eq!(collect(events).1.reason, FinishReason::Aborted);
+    }
+}
+
+#[test]
+fn a_lost_device_ends_every_request_and_takes_no_more() {
+    let replica = replica(
+        FakeConfig {
+            lost_after: Some(5),
+            ..fake(2, Duration::from_millis(5))
+        },
+        4,
+    );
+    let all = ["a", "b", "c", "d"].map(|id| submit(&replica, request(id, 1, 400)));
+    for events in &all {
+        match collect(events).1.reason {
+            FinishReason::Error(why) => assert_eq!(why, "device \"fake\" is lost: it was told to"),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(
+        unavailable(&replica),
+        "device \"fake\" is lost: it was told to"
+    );
+    until_idle(&replica);
+    assert!(
+        !replica.steps(10).is_empty(),
+        "the steps before are still told"
+    );
+}
+
+/// An executor with a bug.
+struct Broken(FakeExecutor);
+
+impl Executor for Broken {
+    fn capacity(&self) -> &Capacity {
+        self.0.capacity()
+    }
+    fn submit(&mut self, _: StepPlan) -> Result<Ticket, ExecuteError> {
+        panic!("a bug in an executor");
+    }
+    fn wake(&self) -> &crossbeam_channel::Receiver<()> {
+        self.0.wake()
+    }
+    fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError> {
+        self.0.poll()
+    }
+    fn step_time(&self) -> Option<Duration> {
+        None
+    }
+}
+
+#[test]
+fn a_panicking_engine_thread_ends_every_request_with_an_error() {
+    let replica = spawn(
+        "m/0",
+        0,
+        Broken(FakeExecutor::realtime(Duration::from_millis(1))),
+        4,
+    );
+    let (_, finished) = collect(&submit(&replica, request("a", 1, 4)));
+    let why = "its engine thread has panicked".to_string();
+    assert_eq!(finished.reason, FinishReason::Error(why.clone()));
+    assert_eq!(unavailable(&replica), why);
+    assert_eq!(replica.unfinished(), 0);
+    assert!(replica.steps(5).is_empty());
+    replica.abort("a");
+}
+
+#[test]
+fn a_dump_hands_out_every_steps_logits_and_logprobs_come_as_asked() {
+    let replica = replica(fake(1, Duration::from_micros(200)), 4);
+    let ask = Request {
+        dump_logits: true,
+        logprobs: Some(3),
+        ..request("a", 5, 6)
+    };
+    let events = submit(&replica, ask);
+    let mut tokens = 0;
+    for event in events {
+        if let Event::Token(token) = event {
+            assert_eq!(token.logits.unwrap()[token.id as usize], 1.0);
+            assert_eq!(token.logprobs.unwrap().top.len(), 3);
+            tokens += 1;
+        }
+    }
+    assert_eq!(tokens, 6);
+}
+
+// ---- routing ----
+
+fn served(name: &str, replicas: Vec<Replica>) -> ServedModel {
+    let info = ModelInfo {
+        architecture: "Fake".into(),
+        context: 512,
+        vocabulary: VOCABULARY,
+        eos_ids: vec![EOS],
+        weight_bytes: 0,
+        bytes_per_token: 0,
+        parameters: 0,
+    };
+    ServedModel {
+        name: name.into(),
+        info,
+        text: None,
+        replicas,
+    }
+}
+
+fn slow(name: &str, index: usize) -> Replica {
+    spawn(
+        name,
+        index,
+        FakeExecutor::realtime(Duration::from_millis(2)),
+        4,
+    )
+}
+
+#[test]
+fn requests_find_their_replica() {
+    let host = Host::new(vec![
+        served("one", vec![slow("one/0", 0), slow("one/1", 1)]),
+        served("two", vec![slow("two/0", 1)]),
+    ]);
+    let route = |model: &str, device: &str| {
+        host.route(model, device)
+            .map(|(_, replica)| replica.name.clone())
+    };
+    for (selector, expected) in [
+        ("one/1", "one/1"),
+        ("00000001-AAAA-bbbb-cccc-000000000000", "one/1"),
+        ("0000:01:00.0", "one/1"),
+        ("1", "one/1"),
+        ("accelerator 4001", "one/1"),
+        ("0", "one/0"),
+        ("", "one/0"),
+        ("fake", "one/0"),
+    ] {
+        assert_eq!(
+            route("one", selector).as_deref(),
+            Ok(expected),
+            "{selector}"
+        );
+    }
+    assert_eq!(route("two", "").as_deref(), Ok("two/0"));
+    // A number is an index, though a name contains it.
+    for selector in ["4000", "2", "two/0", "nonsense"] {
+        match route("one", selector) {
+            Err(RouteError::UnknownDevice {
+                asked, available, ..
+            }) => {
+                assert_eq!(asked, selector);
+                assert!(
+                    available.contains("one/0") && available.contains("one/1"),
+                    "{available}"
+                );
+            }
+            other => panic!("{selector}: {other:?}"),
+        }
+    }
+    for unknown in ["", "three"] {
+        let error = RouteError::UnknownModel {
+            asked: unknown.into(),
+            served: "one, two".into(),
+        };
+        assert_eq!(route(unknown, ""), Err(error));
+    }
+    // A busy replica is passed by, unless it is named; so is a draining one.
+    let replicas = &host.models[0].replicas;
+    let _events = submit(&replicas[0], request("a", 1, 500));
+    assert_eq!(route("one", "").as_deref(), Ok("one/1"));
+    assert_eq!(route("one", "0").as_deref(), Ok("one/0"));
+    replicas[1].drain();
+    assert_eq!(route("one", "").as_deref(), Ok("one/0"));
+    host.drain();
+    assert_eq!(host.unfinished(), 1);
+    for replica in host.models.iter().flat_map(|served| &served.replicas) {
+        assert!(replica.closed().is_some());
+    }
+}
+
+#[test]
+fn the_only_model_needs_no_name() {
+    let host = Host::new(vec![served("one", vec![slow("one/0", 0)])]);
+    assert_eq!(host.route("", "").unwrap().0.name, "one");
+    assert_eq!(host.route("one", "").unwrap().1.name, "one/0");
+}
+
+// ---- spans ----
+
+/// Keeps the spans of this program: name, parent, and what was recorded.
+#[derive(Clone, Default)]
+struct Spans(Arc<Mutex<HashMap<u64, SpanSeen>>>);
+
+#[derive(Clone, Debug, Default)]
+struct SpanSeen {
+    name: &'static str,
+    parent: Option<u64>,
+    fields: HashMap<String, f64>,
+    closed: bool,
+}
+
+struct Fields<'a>(&'a mut HashMap<String, f64>);
+
+impl tracing::field::Visit for Fields<'_> {
+    fn record_f64(&mut self, field: &tracing::field::Field, value: f64) {
+        self.0.insert(field.name().to_string(), value);
+    }
+    fn record_u64(&mut self, field: &tracing::field::Field, value: u64) {
+        self.0.insert(field.name().to_string(), value as f64);
+    }
+    fn record_debug(&mut self, _: &tracing::field::Field, _: &dyn std::fmt::Debug) {}
+}
+
+impl Spans {
+    fn change(&self, id: &tracing::span::Id, change: impl FnOnce(&mut SpanSeen)) {
+        change(self.0.lock().unwrap().entry(id.into_u64()).or_default());
+    }
+}
+
+// The registry uses an id again when its span is closed; the test keeps its parent open and
+// looks at no span of another.
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Spans {
+    fn on_new_span(
+        &self,
+        attributes: &tracing::span::Attributes<'_>,
+        id: &tracing::span::Id,
+        _: Context<'_, S>,
+    ) {
+        self.change(id, |seen| {
+            assert!(seen.name.is_empty() || seen.closed);
+            *seen = SpanSeen {
+                name: attributes.metadata().name(),
+                parent: attributes.parent().map(tracing::span::Id::into_u64),
+                ..SpanSeen::default()
+            };
+            attributes.record(&mut Fields(&mut seen.fields));
+        });
+    }
+    fn on_record(
+        &self,
+        id: &tracing::span::Id,
+        values: &tracing::span::Record<'_>,
+        _: Context<'_, S>,
+    ) {
+        self.change(id, |seen| values.record(&mut Fields(&mut seen.fields)));
+    }
+    fn on_close(&self, id: tracing::span::Id, _: Context<'_, S>) {
+        self.change(&id, |seen| seen.closed = true);
+    }
+}
+
+#[test]
+fn a_request_has_three_spans_with_what_they_cost() {
+    let spans = Spans::default();
+    let subscriber = tracing_subscriber::registry().with(spans.clone());
+    tracing::subscriber::set_global_default(subscriber).expect("no other test sets one");
+    let replica = replica(fake(1, Duration::from_micros(500)), 4);
+    let span = tracing::info_span!("request under test");
+    let parent = span.id().unwrap().into_u64();
+    let ask = Request {
+        span: span.clone(),
+        ..request("a", 50, 40)
+    };
+    let (_, finished) = collect(&submit(&replica, ask));
+    let seen: Vec<SpanSeen> = {
+        let all = spans.0.lock().unwrap();
+        all.values()
+            .filter(|seen| seen.parent == Some(parent))
+            .cloned()
+            .collect()
+    };
+    assert_eq!(seen.len(), 3, "one a phase, none a token: {seen:?}");
+    let named = |name| seen.iter().find(|seen| seen.name == name).unwrap();
+    assert!(seen.iter().all(|seen| seen.closed));
+    assert!(named("queue").fields.is_empty());
+    let prefill = &named("prefill").fields;
+    assert_eq!(prefill["ostinato.tokens"], 50.0);
+    assert_eq!(prefill["ostinato.steps"], 3.0);
+    assert_eq!(prefill["ostinato.submits"], 3.0);
+    let decode = &named("decode").fields;
+    assert_eq!(decode["ostinato.tokens"], 39.0);
+    assert_eq!(decode["ostinato.steps"], 39.0);
+    assert!((decode["ostinato.dispatches"] - 390.0).abs() < 1e-6);
+    assert!((decode["ostinato.submits"] - 39.0 * finished.per_token.submits).abs() < 1e-6);
+    assert_eq!(
+        decode["ostinato.flushes.readback"],
+        decode["ostinato.submits"]
+    );
+    assert_eq!(decode["ostinato.host_waits"], 0.0);
+}

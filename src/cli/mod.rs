@@ -2,9 +2,205 @@
 //! Deliberately absent: anything that the service needs too.
 
 mod devices;
+mod generate;
+mod progress;
+mod serve;
 mod synth;
 
+use crate::config::{self, ConfigError};
+use crate::device::DeviceError;
+use crate::engine::start::StartError;
+use crate::model::checkpoint::CheckpointError;
+use crate::model::config::Dtype;
+use crate::model::synth::SynthError;
+use crate::telemetry::TelemetryError;
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Language models on any Vulkan 1.3 GPU.
+#[derive(Debug, Parser)]
+#[command(name = "ostinato", version, about, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show every adapter with its identifiers, and why one is refused.
+    Devices {
+        /// One JSON array on standard output.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Serve models over gRPC.
+    Serve(serve::Serve),
+    /// Generate once, in this process or against a server.
+    Generate(Box<generate::Generate>),
+    /// Write a checkpoint of random weights in the layout of Hugging Face.
+    Synth(Synth),
+}
+
+#[derive(Debug, clap::Args)]
+#[group(id = "shape", required = true, multiple = false, args = ["arch", "config"])]
+struct Synth {
+    /// A shape by its name, such as qwen3-0.6b; an unknown one lists them.
+    #[arg(long, value_name = "NAME")]
+    arch: Option<String>,
+    /// A shape from a config.json.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// The folder to write.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// The same seed gives the same weights.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// bf16, f16 or f32; the shape's own where it is left out.
+    #[arg(long)]
+    dtype: Option<Dtype>,
+    /// The most that one file of weights holds, such as 5GB.
+    #[arg(long, value_name = "BYTES")]
+    shard_size: Option<config::Bytes>,
+}
+
+/// Arguments that cannot be used together or at all.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Usage(pub(crate) String);
+
 /// Runs the program; the exit status is 2 for what the user can mend, 1 for the rest.
-pub fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+pub fn main() -> ExitCode {
+    // Arguments that cannot be read end here, with status 2; `--help` with 0.
+    let Cli { command } = Cli::parse();
+    let result = match command {
+        Command::Devices { json } => devices::run(json),
+        Command::Serve(args) => serve::run(&args),
+        Command::Generate(args) => generate::run(&args),
+        Command::Synth(args) => {
+            let Synth { arch, config, out, seed, dtype, shard_size } = args;
+            let shard_bytes = shard_size.map(|bytes| bytes.0);
+            synth::run(arch.as_deref(), config.as_deref(), &out, seed, dtype, shard_bytes)
+                .map_err(anyhow::Error::from)
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            let mut above = error.to_string();
+            for cause in error.chain().skip(1) {
+                let cause = cause.to_string();
+                // Some errors quote their cause in their own words.
+                if !above.contains(&cause) {
+                    eprintln!("  caused by: {cause}");
+                }
+                above = cause;
+            }
+            ExitCode::from(if is_users(&error) { 2 } else { 1 })
+        }
+    }
+}
+
+/// Whether the user can mend it: arguments, files, configuration, a device that is not there.
+fn is_users(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        if let Some(error) = cause.downcast_ref::<StartError>() {
+            return error.is_users();
+        }
+        if let Some(error) = cause.downcast_ref::<DeviceError>() {
+            return error.is_users();
+        }
+        if let Some(error) = cause.downcast_ref::<SynthError>() {
+            return error.is_callers();
+        }
+        if let Some(error) = cause.downcast_ref::<generate::Refused>() {
+            return error.is_users();
+        }
+        if let Some(error) = cause.downcast_ref::<TelemetryError>() {
+            return !matches!(error, TelemetryError::Twice(_));
+        }
+        cause.is::<Usage>() || cause.is::<ConfigError>() || cause.is::<CheckpointError>()
+    })
+}
+
+/// Whoever read our output has seen enough: not an error of ours.
+fn closed_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<std::io::Error>();
+    io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// Where compiled pipelines are kept when nothing is configured: the user's cache folder.
+/// `None` where the system has no such notion.
+fn cache_directory() -> Option<PathBuf> {
+    let absolute = |name: &str| {
+        std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute())
+    };
+    let base = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+    base.map(|base| base.join("ostinato"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_of_the_arguments_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn the_documented_arguments_are_read() {
+        for line in [
+            "devices --json",
+            "serve --config f.toml --model a=/b@0 --model c=/d --listen 127.0.0.1:1 --insecure",
+            "generate --model dir --device cpu --prompt text --max-tokens 5 --temperature 0.7 \
+             --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 --json",
+            "generate --server 127.0.0.1:50051 --chat hello",
+            "generate --tokens 1,2,3 --dump-logits file",
+            "synth --arch qwen3-0.6b --out dir --shard-size 5GB --dtype f16",
+            "synth --config config.json --out dir",
+        ] {
+            let words = std::iter::once("ostinato").chain(line.split_whitespace());
+            Cli::try_parse_from(words).unwrap_or_else(|error| panic!("{line}: {error}"));
+        }
+    }
+
+    #[test]
+    fn arguments_that_contradict_each_other_are_refused() {
+        for line in [
+            "generate",
+            "generate --prompt a --chat b",
+            "generate --tokens 1,x",
+            "generate --tokens 1 --server a:1 --dump-logits f",
+            "generate --prompt a --server a:1 --memory-limit 1GiB",
+            "generate --prompt a --temperature warm",
+            "serve --model nothing",
+            "synth --out dir",
+            "synth --arch a --config b --out dir",
+        ] {
+            let words = std::iter::once("ostinato").chain(line.split_whitespace());
+            let error = Cli::try_parse_from(words).expect_err(line);
+            assert_eq!(error.exit_code(), 2, "{line}");
+        }
+    }
+
+    #[test]
+    fn what_the_user_can_mend_is_told_apart() {
+        let usage = anyhow::Error::from(Usage("no".to_owned()));
+        assert!(is_users(&usage.context("while starting")));
+        assert!(!is_users(&anyhow::anyhow!("a bug")));
+        for (code, users) in [
+            (tonic::Code::InvalidArgument, true),
+            (tonic::Code::NotFound, true),
+            (tonic::Code::Unavailable, false),
+            (tonic::Code::Internal, false),
+        ] {
+            let refused = generate::Refused::from(tonic::Status::new(code, "words"));
+            assert_eq!(is_users(&refused.into()), users, "{code:?}");
+        }
+    }
 }

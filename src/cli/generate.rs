@@ -1,0 +1,525 @@
+//! `ostinato generate`: one generation, in this process or against a server. Both are the
+//! same stream of messages, printed by the same code.
+
+use super::{Usage, cache_directory, progress};
+use crate::config::{Bytes, Config, DEMO_PATH, Model};
+use crate::engine::start::start;
+use crate::service::generation::{Generation, Surroundings};
+use crate::service::prepare::prepare;
+use crate::service::proto;
+use crate::service::proto::generate_request::Prompt;
+use crate::service::proto::generate_response::Event;
+use crate::service::proto::ostinato_client::OstinatoClient;
+use crate::service::refusal::{Refusal, code_name, status};
+use anyhow::Context;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use tokio_stream::{Stream, StreamExt};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Endpoint;
+use tonic::{Code, Status};
+
+/// Events kept while a terminal is slow: all of a long output.
+const BUFFER: usize = 1 << 16;
+
+#[derive(Debug, clap::Args)]
+#[group(id = "input", required = true, multiple = false, args = ["prompt", "chat", "tokens"])]
+pub(crate) struct Generate {
+    /// A checkpoint's folder; with --server the served model's name. Left out: the embedded
+    /// demo model, or the server's only one.
+    #[arg(long, value_name = "DIR")]
+    model: Option<String>,
+    /// UUID, PCI address, index, name, or `cpu`. Left out: the only GPU, or the server's choice.
+    #[arg(long, value_name = "SEL")]
+    device: Option<String>,
+    /// Asks a server instead of loading the model.
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits"])]
+    server: Option<String>,
+    /// Plain text to go on from.
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// A user's message, rendered by the model's chat template.
+    #[arg(long, value_name = "TEXT")]
+    chat: Option<String>,
+    /// Token ids to go on from.
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
+    tokens: Vec<u32>,
+    /// At most this many tokens; left out: as many as the context holds.
+    #[arg(long, value_name = "N")]
+    max_tokens: Option<u32>,
+    /// No stop id counts before this many.
+    #[arg(long, value_name = "N")]
+    min_tokens: Option<u32>,
+    /// 0 takes the most probable token.
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+    /// Keeps the k most probable.
+    #[arg(long, value_name = "K")]
+    top_k: Option<u32>,
+    /// Keeps the smallest set whose probability reaches p.
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Drops what is less probable than this times the most probable.
+    #[arg(long, value_name = "P")]
+    min_p: Option<f32>,
+    /// Over prompt and output; 1 changes nothing.
+    #[arg(long, value_name = "X")]
+    repetition_penalty: Option<f32>,
+    /// Over the output; 0 changes nothing.
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f32>,
+    /// Over the output, for each occurrence; 0 changes nothing.
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f32>,
+    /// Added to a token's logit.
+    #[arg(long, value_name = "ID=X", value_parser = bias)]
+    logit_bias: Vec<(u32, f32)>,
+    /// The same seed gives the same text.
+    #[arg(long, value_name = "S")]
+    seed: Option<u64>,
+    /// Ends at this text.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Ends at this token.
+    #[arg(long, value_name = "ID")]
+    stop_id: Vec<u32>,
+    /// Goes on after the model's end-of-sequence tokens.
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Log probabilities of each token and of this many others (with --json).
+    #[arg(long, value_name = "N", requires = "json")]
+    logprobs: Option<u32>,
+    /// One JSON object an event.
+    #[arg(long)]
+    json: bool,
+    /// Longest prompt and output together, tokens.
+    #[arg(long, value_name = "N")]
+    context: Option<u32>,
+    /// The most device memory that may be taken, such as 8GiB.
+    #[arg(long, value_name = "BYTES")]
+    memory_limit: Option<Bytes>,
+    /// Writes each step's logits to a safetensors file: `logits`, f32, [steps, vocabulary].
+    #[arg(long, value_name = "FILE")]
+    dump_logits: Option<PathBuf>,
+}
+
+fn bias(text: &str) -> Result<(u32, f32), String> {
+    let pair = text.split_once('=').and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
+    pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
+}
+
+/// A status as a person reads it.
+#[derive(Debug, thiserror::Error)]
+#[error("{message} ({})", code_name(*.code))]
+pub(crate) struct Refused {
+    code: Code,
+    message: String,
+}
+
+impl From<Status> for Refused {
+    fn from(status: Status) -> Refused {
+        Refused { code: status.code(), message: status.message().to_owned() }
+    }
+}
+
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Refused {
+        status(&refusal).into()
+    }
+}
+
+impl Refused {
+    /// Whether another request would be served.
+    pub(crate) fn is_users(&self) -> bool {
+        matches!(
+            self.code,
+            Code::InvalidArgument
+                | Code::NotFound
+                | Code::AlreadyExists
+                | Code::FailedPrecondition
+                | Code::Unimplemented
+        )
+    }
+}
+
+pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start a runtime")?;
+    let mut printer = Printer::new(args.json);
+    match &args.server {
+        Some(address) => runtime.block_on(against_server(args, address, &mut printer))?,
+        None => in_process(args, &runtime, &mut printer)?,
+    }
+    printer.table();
+    Ok(())
+}
+
+/// The request, which is the same on both ways.
+fn request(args: &Generate) -> proto::GenerateRequest {
+    let prompt = if let Some(text) = &args.prompt {
+        Prompt::Text(text.clone())
+    } else if let Some(text) = &args.chat {
+        let message = proto::ChatMessage { role: "user".to_owned(), content: text.clone() };
+        Prompt::Chat(proto::Chat { messages: vec![message] })
+    } else {
+        Prompt::Tokens(proto::TokenIds { ids: args.tokens.clone() })
+    };
+    proto::GenerateRequest {
+        request_id: String::new(),
+        model: args.model.clone().unwrap_or_default(),
+        prompt: Some(prompt),
+        sampling: Some(proto::Sampling {
+            temperature: Some(args.temperature),
+            top_k: args.top_k,
+            top_p: args.top_p,
+            min_p: args.min_p,
+            repetition_penalty: args.repetition_penalty,
+            presence_penalty: args.presence_penalty,
+            frequency_penalty: args.frequency_penalty,
+            seed: args.seed,
+            logit_bias: args.logit_bias.iter().copied().collect(),
+            n: None,
+        }),
+        stopping: Some(proto::Stopping {
+            max_tokens: args.max_tokens,
+            min_tokens: args.min_tokens,
+            strings: args.stop.clone(),
+            ids: args.stop_id.clone(),
+            ignore_eos: args.ignore_eos,
+        }),
+        output: Some(proto::Output { text: None, token_ids: None, logprobs: args.logprobs }),
+        constraint: None,
+        device: args.device.clone().unwrap_or_default(),
+        priority: 0,
+        cache_salt: String::new(),
+    }
+}
+
+type Messages = Result<proto::GenerateResponse, Status>;
+
+async fn against_server(
+    args: &Generate,
+    address: &str,
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
+    let uri = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+    let endpoint = Endpoint::from_shared(uri)
+        .map_err(|error| Usage(format!("\"{address}\" is not a server's address: {error}")))?;
+    let channel = endpoint
+        .connect()
+        .await
+        .with_context(|| format!("cannot reach a server at {address}"))?;
+    let mut client = OstinatoClient::new(channel);
+    let request = request(args);
+    if !args.json {
+        let models = client.list_models(proto::ListModelsRequest {}).await;
+        let models = models.map_err(Refused::from)?.into_inner().models;
+        // Of another name the server will say so itself.
+        printer.ids_only = models
+            .iter()
+            .find(|model| request.model.is_empty() || model.name == request.model)
+            .is_some_and(|model| !model.has_tokenizer);
+    }
+    let answer = client.generate(request).await.map_err(Refused::from)?;
+    print(answer.into_inner(), printer).await
+}
+
+fn in_process(
+    args: &Generate,
+    runtime: &tokio::runtime::Runtime,
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
+    let path = args.model.as_deref().unwrap_or(DEMO_PATH);
+    let name = Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy());
+    let mut model = Model::new(&name, path, args.device.as_deref());
+    model.slots = Some(1);
+    model.context = args.context;
+    model.memory_limit = args.memory_limit;
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.cache_directory = cache_directory();
+    let host = {
+        let show = progress::Show::new(args.json);
+        Arc::new(start(&config, &show)?)
+    };
+    printer.ids_only = host.models.iter().any(|model| model.text.is_none());
+    // The only model and its only replica, whatever their names.
+    let request =
+        proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args) };
+    let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;
+    let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
+    prepared.request.dump_logits = args.dump_logits.is_some();
+    let sink = Arc::clone(&rows);
+    let surroundings = Surroundings {
+        buffer: BUFFER,
+        rpc: tracing::Span::none(),
+        stop: CancellationToken::new(),
+        logits: Some(Box::new(move |row| {
+            sink.lock().unwrap_or_else(PoisonError::into_inner).push(row);
+        })),
+    };
+    let generation = Generation::start(prepared, surroundings).map_err(Refused::from)?;
+    runtime.block_on(print(generation, printer))?;
+    if let Some(file) = &args.dump_logits {
+        let rows = rows.lock().unwrap_or_else(PoisonError::into_inner);
+        write_logits(file, &rows)?;
+    }
+    Ok(())
+}
+
+fn write_logits(file: &Path, rows: &[Vec<f32>]) -> anyhow::Result<()> {
+    let vocabulary = rows.first().map_or(0, Vec::len);
+    let bytes: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
+    let shape = vec![rows.len(), vocabulary];
+    let logits = TensorView::new(Dtype::F32, shape, &bytes).context("steps differ in size")?;
+    safetensors::serialize_to_file([("logits", logits)], None, file).map_err(|error| {
+        anyhow::Error::from(Usage(format!("cannot write {}: {error}", file.display())))
+    })
+}
+
+async fn print(
+    mut stream: impl Stream<Item = Messages> + Unpin,
+    printer: &mut Printer,
+) -> anyhow::Result<()> {
+    while let Some(message) = stream.next().await {
+        match message {
+            Ok(message) => printer.event(&message.event.unwrap_or(Event::Delta(<_>::default())))?,
+            Err(status) => {
+                printer.end_line()?;
+                return Err(Refused::from(status).into());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Prints events as they come, and keeps what the table needs.
+struct Printer {
+    json: bool,
+    /// Text mode: the model has no tokenizer.
+    ids_only: bool,
+    started: Option<proto::Started>,
+    finished: Option<proto::Finished>,
+    /// Text mode: something is on the line.
+    open_line: bool,
+}
+
+impl Printer {
+    fn new(json: bool) -> Printer {
+        Printer { json, ids_only: false, started: None, finished: None, open_line: false }
+    }
+
+    fn event(&mut self, event: &Event) -> std::io::Result<()> {
+        let mut out = std::io::stdout().lock();
+        if self.json {
+            writeln!(out, "{}", object(event))?;
+        } else if let Event::Delta(delta) = event {
+            // Without a tokenizer the ids are all there is to show.
+            if self.ids_only {
+                for id in &delta.token_ids {
+                    write!(out, "{}{id}", if self.open_line { " " } else { "" })?;
+                    self.open_line = true;
+                }
+            }
+            write!(out, "{}", delta.text)?;
+            self.open_line |= !delta.text.is_empty();
+        }
+        // Each as it arrives, also into a pipe.
+        out.flush()?;
+        drop(out);
+        match event {
+            Event::Started(started) => self.started = Some(started.clone()),
+            Event::Delta(_) => {}
+            Event::Finished(finished) => {
+                self.end_line()?;
+                self.finished = Some(finished.clone());
+            }
+        }
+        Ok(())
+    }
+
+    fn end_line(&mut self) -> std::io::Result<()> {
+        if std::mem::take(&mut self.open_line) {
+            writeln!(std::io::stdout().lock())?;
+        }
+        Ok(())
+    }
+
+    /// What it ran on and what a token cost, on stderr.
+    fn table(&self) {
+        let (Some(started), Some(finished)) = (&self.started, &self.finished) else { return };
+        if self.json {
+            return;
+        }
+        let device = started.device.as_ref().map_or("", |device| device.name.as_str());
+        let usage = finished.usage.unwrap_or_default();
+        let timings = finished.timings.unwrap_or_default();
+        let cost = finished.per_token.unwrap_or_default();
+        // The first token is the prompt's.
+        let decoded = usage.output_tokens.saturating_sub(1);
+        let speed = rate(decoded, timings.decode_seconds);
+        let read = usage.prompt_tokens - usage.cached_tokens.min(usage.prompt_tokens);
+        eprintln!();
+        eprintln!("  device                {device}");
+        eprintln!(
+            "  prompt                {} tokens, {} tokens/s",
+            usage.prompt_tokens,
+            rate(read, timings.prefill_seconds)
+        );
+        eprintln!("  output                {} tokens, {speed} tokens/s", usage.output_tokens);
+        eprintln!("  submits/token         {:.3}", cost.submits);
+        eprintln!("  barriers/token        {:.1}", cost.barriers);
+        eprintln!("  dispatches/token      {:.1}", cost.dispatches);
+        eprintln!("  host waits/token      {:.3}", cost.host_waits);
+    }
+}
+
+fn rate(tokens: u32, seconds: f64) -> String {
+    if tokens == 0 || seconds <= 0.0 {
+        return "-".to_owned();
+    }
+    format!("{:.1}", f64::from(tokens) / seconds)
+}
+
+/// The contract that scripts rely on: one object an event.
+fn object(event: &Event) -> Value {
+    match event {
+        Event::Started(started) => {
+            let device = started.device.clone().unwrap_or_default();
+            json!({
+                "event": "started",
+                "device": { "name": device.name, "uuid": device.uuid },
+                "prompt_tokens": started.prompt_tokens,
+                "cached_tokens": started.cached_tokens,
+            })
+        }
+        Event::Delta(delta) => {
+            let mut object = json!({
+                "event": "delta",
+                "index": delta.index,
+                "token_ids": delta.token_ids,
+                "text": delta.text,
+            });
+            if !delta.logprobs.is_empty() {
+                object["logprobs"] = delta.logprobs.iter().map(logprobs).collect();
+            }
+            object
+        }
+        Event::Finished(finished) => {
+            let usage = finished.usage.unwrap_or_default();
+            let timings = finished.timings.unwrap_or_default();
+            let cost = finished.per_token.unwrap_or_default();
+            let flushes = cost.flushes.unwrap_or_default();
+            json!({
+                "event": "finished",
+                "index": finished.index,
+                "reason": reason(finished.reason()),
+                "usage": {
+                    "prompt_tokens": usage.prompt_tokens,
+                    "output_tokens": usage.output_tokens,
+                },
+                "timings_ms": {
+                    "queue": timings.queue_seconds * 1e3,
+                    "prefill": timings.prefill_seconds * 1e3,
+                    "decode": timings.decode_seconds * 1e3,
+                },
+                "per_token": {
+                    "submits": cost.submits,
+                    "dispatches": cost.dispatches,
+                    "barriers": cost.barriers,
+                    "descriptor_updates": cost.descriptor_updates,
+                    "transfer_submits": cost.transfer_submits,
+                    "host_waits": cost.host_waits,
+                    "enqueue_us": cost.enqueue_us,
+                    "gpu_us": cost.gpu_us,
+                    "flushes": {
+                        "phase_boundary": flushes.phase_boundary,
+                        "readback": flushes.readback,
+                        "cross_queue": flushes.cross_queue,
+                    },
+                },
+            })
+        }
+    }
+}
+
+fn logprobs(logprobs: &proto::TokenLogprobs) -> Value {
+    let top: Vec<Value> = logprobs
+        .top
+        .iter()
+        .map(|other| json!({ "token_id": other.token_id, "logprob": other.logprob }))
+        .collect();
+    json!({ "token_id": logprobs.token_id, "logprob": logprobs.logprob, "top": top })
+}
+
+fn reason(reason: proto::FinishReason) -> &'static str {
+    match reason {
+        proto::FinishReason::Unspecified => "unspecified",
+        proto::FinishReason::Stop => "stop",
+        proto::FinishReason::Length => "length",
+        proto::FinishReason::Aborted => "aborted",
+        proto::FinishReason::DeadlineExceeded => "deadline_exceeded",
+        proto::FinishReason::Error => "error",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_json_of_each_event_is_the_contract() {
+        let started = proto::Started {
+            device: Some(proto::Device {
+                name: "d".into(),
+                uuid: "u".into(),
+                index: 3,
+                ..Default::default()
+            }),
+            prompt_tokens: 5,
+            cached_tokens: 2,
+            ..Default::default()
+        };
+        assert_eq!(
+            object(&Event::Started(started)).to_string(),
+            r#"{"event":"started","device":{"name":"d","uuid":"u"},"prompt_tokens":5,"cached_tokens":2}"#
+        );
+        let mut delta = proto::Delta { token_ids: vec![1, 2], text: "é\n".into(), ..Default::default() };
+        assert_eq!(
+            object(&Event::Delta(delta.clone())).to_string(),
+            r#"{"event":"delta","index":0,"token_ids":[1,2],"text":"é\n"}"#
+        );
+        let top = vec![proto::token_logprobs::Alternative { token_id: 9, logprob: -0.5 }];
+        delta.logprobs = vec![proto::TokenLogprobs { token_id: 1, logprob: -1.5, top }];
+        let text = object(&Event::Delta(delta)).to_string();
+        let tail = r#","logprobs":[{"token_id":1,"logprob":-1.5,"top":[{"token_id":9,"logprob":-0.5}]}]}"#;
+        assert!(text.ends_with(tail), "{text}");
+        let finished = proto::Finished {
+            reason: proto::FinishReason::Stop.into(),
+            usage: Some(proto::Usage { prompt_tokens: 5, cached_tokens: 2, output_tokens: 7 }),
+            timings: Some(proto::Timings {
+                queue_seconds: 0.001,
+                prefill_seconds: 0.5,
+                decode_seconds: 2.0,
+                gpu_seconds: 1.0,
+            }),
+            ..Default::default()
+        };
+        assert_eq!(
+            object(&Event::Finished(finished)).to_string(),
+            concat!(
+                r#"{"event":"finished","index":0,"reason":"stop","#,
+                r#""usage":{"prompt_tokens":5,"output_tokens":7},"#,
+                r#""timings_ms":{"queue":1.0,"prefill":500.0,"decode":2000.0},"#,
+                r#""per_token":{"submits":0.0,"dispatches":0.0,"barriers":0.0,"#,
+                r#""descriptor_updates":0.0,"transfer_submits":0.0,"host_waits":0.0,"#,
+                r#""enqueue_us":0.0,"gpu_us":0.0,"#,
+                r#""flushes":{"phase_boundary":0.0,"readback":0.0,"cross_queue":0.0}}}"#
+            )
+        );
+    }
+}

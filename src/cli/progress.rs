@@ -1,0 +1,99 @@
+//! How far a start is: a bar on a terminal, plain lines elsewhere, always on stderr.
+
+use crate::engine::start::{Progress, Unit};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::IsTerminal;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Between two plain lines of one kind of work.
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Shows progress on stderr.
+pub(crate) struct Show {
+    terminal: bool,
+    /// What goes on now.
+    current: Mutex<Option<Current>>,
+}
+
+struct Current {
+    what: String,
+    begun: Instant,
+    line: Instant,
+    bar: Option<ProgressBar>,
+}
+
+impl Show {
+    /// `plain`: no bar even on a terminal.
+    pub(crate) fn new(plain: bool) -> Show {
+        Show { terminal: !plain && std::io::stderr().is_terminal(), current: Mutex::new(None) }
+    }
+}
+
+impl Drop for Show {
+    fn drop(&mut self) {
+        let current = self.current.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(bar) = current.take().and_then(|current| current.bar) {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Progress for Show {
+    fn line(&self, text: &str) {
+        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        match current.as_ref().and_then(|current| current.bar.as_ref()) {
+            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            None => eprintln!("{text}"),
+        }
+    }
+
+    fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        if current.as_ref().is_none_or(|current| current.what != what) {
+            if let Some(bar) = current.take().and_then(|current| current.bar) {
+                bar.finish_and_clear();
+            }
+            let bar = self.terminal.then(|| bar(what, total, unit));
+            *current = Some(Current { what: what.to_owned(), begun: now, line: now, bar });
+        }
+        let Some(current) = current.as_mut() else { return };
+        if let Some(bar) = &current.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+            if done >= total {
+                bar.finish_and_clear();
+            }
+        } else if now.duration_since(current.line) >= LINE_INTERVAL && done < total {
+            current.line = now;
+            let rate = done as f64 / current.begun.elapsed().as_secs_f64();
+            let left = (total - done) as f64 / rate.max(f64::MIN_POSITIVE);
+            let (done, total) = match unit {
+                Unit::Bytes => (gigabytes(done), gigabytes(total)),
+                Unit::Count => (done.to_string(), total.to_string()),
+            };
+            // Before the first is done there is nothing to estimate from.
+            let left = if left < 1e6 { format!(", {left:.0} s left") } else { String::new() };
+            eprintln!("{what}: {done} of {total}{left}");
+        }
+    }
+}
+
+fn bar(what: &str, total: u64, unit: Unit) -> ProgressBar {
+    let template = match unit {
+        Unit::Bytes => {
+            "{msg} {bar:32} {decimal_bytes} of {decimal_total_bytes}, {decimal_bytes_per_sec}, {eta} left"
+        }
+        Unit::Count => "{msg} {bar:32} {pos} of {len}, {eta} left",
+    };
+    // The templates are constants; were one wrong, the default bar would do.
+    let style = ProgressStyle::with_template(template);
+    let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(total).with_style(style).with_message(what.to_owned())
+}
+
+/// In units of a thousand, as bandwidths are.
+fn gigabytes(bytes: u64) -> String {
+    format!("{:.2} GB", bytes as f64 / 1e9)
+}

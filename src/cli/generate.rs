@@ -26,7 +26,6 @@ use tonic::{Code, Status};
 const BUFFER: usize = 1 << 16;
 
 #[derive(Debug, clap::Args)]
-#[group(id = "input", required = true, multiple = false, args = ["prompt", "chat", "tokens"])]
 pub(crate) struct Generate {
     /// A checkpoint's folder; with --server the served model's name. Left out: the embedded
     /// demo model, or the server's only one.
@@ -38,15 +37,8 @@ pub(crate) struct Generate {
     /// Asks a server instead of loading the model.
     #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits"])]
     server: Option<String>,
-    /// Plain text to go on from.
-    #[arg(long, value_name = "TEXT")]
-    prompt: Option<String>,
-    /// A user's message, rendered by the model's chat template.
-    #[arg(long, value_name = "TEXT")]
-    chat: Option<String>,
-    /// Token ids to go on from.
-    #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
-    tokens: Vec<u32>,
+    #[command(flatten)]
+    input: Input,
     /// At most this many tokens; left out: as many as the context holds.
     #[arg(long, value_name = "N")]
     max_tokens: Option<u32>,
@@ -106,6 +98,20 @@ pub(crate) struct Generate {
     dump_logits: Option<PathBuf>,
 }
 
+#[derive(Debug, clap::Args)]
+#[group(required = true, multiple = false)]
+struct Input {
+    /// Plain text to go on from.
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// A user's message, rendered by the model's chat template.
+    #[arg(long, value_name = "TEXT")]
+    chat: Option<String>,
+    /// Token ids to go on from.
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
+    tokens: Vec<u32>,
+}
+
 fn bias(text: &str) -> Result<(u32, f32), String> {
     let pair = text.split_once('=').and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
     pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
@@ -161,13 +167,13 @@ pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
 
 /// The request, which is the same on both ways.
 fn request(args: &Generate) -> proto::GenerateRequest {
-    let prompt = if let Some(text) = &args.prompt {
+    let prompt = if let Some(text) = &args.input.prompt {
         Prompt::Text(text.clone())
-    } else if let Some(text) = &args.chat {
+    } else if let Some(text) = &args.input.chat {
         let message = proto::ChatMessage { role: "user".to_owned(), content: text.clone() };
         Prompt::Chat(proto::Chat { messages: vec![message] })
     } else {
-        Prompt::Tokens(proto::TokenIds { ids: args.tokens.clone() })
+        Prompt::Tokens(proto::TokenIds { ids: args.input.tokens.clone() })
     };
     proto::GenerateRequest {
         request_id: String::new(),

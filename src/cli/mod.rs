@@ -43,14 +43,9 @@ enum Command {
 }
 
 #[derive(Debug, clap::Args)]
-#[group(id = "shape", required = true, multiple = false, args = ["arch", "config"])]
 struct Synth {
-    /// A shape by its name, such as qwen3-0.6b; an unknown one lists them.
-    #[arg(long, value_name = "NAME")]
-    arch: Option<String>,
-    /// A shape from a config.json.
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    shape: Shape,
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -63,6 +58,17 @@ struct Synth {
     /// The most that one file of weights holds, such as 5GB.
     #[arg(long, value_name = "BYTES")]
     shard_size: Option<config::Bytes>,
+}
+
+#[derive(Debug, clap::Args)]
+#[group(required = true, multiple = false)]
+struct Shape {
+    /// A shape by its name, such as qwen3-0.6b; an unknown one lists them.
+    #[arg(long, value_name = "NAME")]
+    arch: Option<String>,
+    /// A shape from a config.json.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
 }
 
 /// Arguments that cannot be used together or at all.
@@ -79,7 +85,7 @@ pub fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Synth(args) => {
-            let Synth { arch, config, out, seed, dtype, shard_size } = args;
+            let Synth { shape: Shape { arch, config }, out, seed, dtype, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
             synth::run(arch.as_deref(), config.as_deref(), &out, seed, dtype, shard_bytes)
                 .map_err(anyhow::Error::from)

@@ -1,0 +1,196 @@
+//! The program as scripts see it: its JSON, its exit statuses, and that a generation in
+//! process and one against a server say the same. On a CPU driver, with the embedded model.
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn ostinato(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
+    command.args(arguments).stdin(Stdio::null());
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    ostinato(arguments).output().unwrap()
+}
+
+#[track_caller]
+fn events(output: &Output) -> Vec<Value> {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let text = String::from_utf8(output.stdout.clone()).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// What does not depend on time: the device, the tokens, the text, the reason, the usage.
+fn essence(events: &[Value]) -> (Value, Vec<Value>, String, Value, Value) {
+    let (first, rest) = events.split_first().unwrap();
+    let (last, deltas) = rest.split_last().unwrap();
+    assert_eq!(first["event"], "started");
+    assert_eq!(last["event"], "finished");
+    let mut ids = Vec::new();
+    let mut text = String::new();
+    for delta in deltas {
+        assert_eq!(delta["event"], "delta");
+        ids.extend(delta["token_ids"].as_array().unwrap().iter().cloned());
+        text.push_str(delta["text"].as_str().unwrap());
+    }
+    assert_eq!(last["usage"]["output_tokens"], ids.len());
+    (first["device"].clone(), ids, text, last["reason"].clone(), last["usage"].clone())
+}
+
+/// A server that ends with its test.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    fn start(arguments: &[&str]) -> Server {
+        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0"]);
+        let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
+        let mut child = child.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.strip_prefix("listening on ").unwrap_or_else(|| panic!("{line:?}"));
+        Server { address: address.trim().to_owned(), child }
+    }
+
+    /// SIGTERM, and the status that it ends with.
+    fn stop(mut self) -> Option<i32> {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+        let until = Instant::now() + Duration::from_secs(20);
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(Instant::now() < until, "it does not stop");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn in_process_and_against_a_server_are_the_same() {
+    let server = Server::start(&["--model", "demo=embedded:demo@cpu"]);
+    for arguments in [
+        &["--chat", "Tell me a story about a fox.", "--max-tokens", "24"][..],
+        &["--prompt", "Once", "--max-tokens", "9", "--stop", "zzz", "--logprobs", "2"],
+        &["--tokens", "5,6,7", "--max-tokens", "8", "--temperature", "0.9", "--seed", "7", "--ignore-eos"],
+    ] {
+        let with = |more: &[&str]| {
+            let all: Vec<&str> = ["generate", "--json"].iter().chain(arguments).chain(more).copied().collect();
+            run(&all)
+        };
+        let alone = events(&with(&["--device", "cpu"]));
+        let served = events(&with(&["--server", &server.address]));
+        assert_eq!(essence(&alone), essence(&served), "{arguments:?}");
+        for (one, other) in [(&alone[0], &served[0]), (&alone[1], &served[1])] {
+            let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
+            assert_eq!(keys(one), keys(other));
+        }
+        let last = alone.last().unwrap();
+        for key in ["submits", "dispatches", "barriers", "host_waits", "enqueue_us"] {
+            assert!(last["per_token"][key].as_f64().unwrap() > 0.0, "{key} in {last}");
+        }
+        assert_eq!(last["per_token"]["descriptor_updates"], 0.0);
+        assert_eq!(last["per_token"]["transfer_submits"], 0.0);
+        assert!(last["per_token"]["submits"].as_f64().unwrap() <= 1.0);
+    }
+
+    // Text goes to standard output and the table to the other.
+    let output = run(&["generate", "--server", &server.address, "--chat", "Say hi.", "--max-tokens", "5"]);
+    assert!(output.status.success());
+    assert!(!output.stdout.is_empty() && output.stdout.ends_with(b"\n"));
+    let table = String::from_utf8(output.stderr).unwrap();
+    for row in ["device", "tokens/s", "submits", "barriers", "dispatches", "host waits"] {
+        assert!(table.contains(row), "{row} in {table}");
+    }
+
+    // What a server refuses has the same status as what is refused here.
+    for (arguments, words) in [
+        (&["--tokens", "1000000"][..], "token 1000000"),
+        (&["--prompt", "x", "--top-p", "2"], "top_p"),
+        (&["--prompt", ""], "empty"),
+    ] {
+        let alone: Vec<&str> = ["generate", "--device", "cpu"].iter().chain(arguments).copied().collect();
+        let served: Vec<&str> =
+            ["generate", "--server", &server.address].iter().chain(arguments).copied().collect();
+        for output in [run(&alone), run(&served)] {
+            assert_eq!(output.status.code(), Some(2));
+            let errors = String::from_utf8(output.stderr).unwrap();
+            assert!(errors.contains(words) && errors.contains("INVALID_ARGUMENT"), "{errors}");
+            assert!(output.stdout.is_empty());
+        }
+    }
+    let output = run(&["generate", "--server", &server.address, "--model", "other", "--prompt", "x"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert_eq!(server.stop(), Some(0), "SIGTERM ends it cleanly");
+}
+
+#[test]
+fn logits_are_written_one_row_a_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("logits.safetensors");
+    let path = file.to_str().unwrap();
+    let output = run(&[
+        "generate", "--device", "cpu", "--prompt", "Once", "--max-tokens", "4", "--ignore-eos",
+        "--json", "--dump-logits", path,
+    ]);
+    let (_, ids, ..) = essence(&events(&output));
+    let bytes = std::fs::read(&file).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let logits = tensors.tensor("logits").unwrap();
+    let [steps, vocabulary] = logits.shape() else { panic!("{:?}", logits.shape()) };
+    assert_eq!(*steps, ids.len());
+    // Greedy: the token of a step is its row's largest.
+    let values: Vec<f32> =
+        logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+    for (row, id) in values.chunks_exact(*vocabulary).zip(&ids) {
+        let most = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+        assert_eq!(most as u64, id.as_u64().unwrap());
+    }
+}
+
+#[test]
+fn what_the_user_can_mend_ends_with_2_and_says_what() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("bad.toml");
+    std::fs::write(&config, "[server]\nlisten = \"0.0.0.0:1\"\ncolour = 3\n").unwrap();
+    let config = config.to_str().unwrap();
+    let empty = folder.path().to_str().unwrap();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    for (arguments, words) in [
+        (&["generate"][..], "--prompt"),
+        (&["generate", "--prompt", "x", "--tokens", "1"], "cannot be used with"),
+        (&["generate", "--prompt", "x", "--server", "not an address"], "not a server's address"),
+        (&["generate", "--device", "no such thing", "--prompt", "x"], "no such thing"),
+        (&["generate", "--device", "cpu", "--model", empty, "--prompt", "x"], "config.json"),
+        (&["generate", "--device", "cpu", "--prompt", "x", "--memory-limit", "1KiB"], "does not fit"),
+        (&["serve", "--config", config], "2 problems"),
+        (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
+        (&["serve", "--listen", "0.0.0.0:1"], "insecure"),
+        (&["serve", "--listen", &taken], "cannot listen"),
+        (&["synth", "--arch", "unknown", "--out", empty], "qwen3-0.6b"),
+    ] {
+        let output = run(arguments);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {errors}");
+        assert!(errors.contains(words), "{arguments:?}: {errors}");
+        assert!(output.stdout.is_empty());
+    }
+    // Nobody there: not a matter of arguments.
+    let output = run(&["generate", "--prompt", "x", "--server", "127.0.0.1:1"]);
+    assert_eq!(output.status.code(), Some(1));
+}

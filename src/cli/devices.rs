@@ -93,3 +93,37 @@ fn describe(adapter: &Adapter) -> String {
     line("usable", adapter.refused.as_ref().map_or_else(|| usable.to_owned(), |why| format!("no: {why}")));
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{AdapterKind, HeapInfo};
+
+    #[test]
+    fn a_row_has_every_key_that_scripts_rely_on() {
+        let mut adapter = Adapter::made_up(2, "NVIDIA H200", AdapterKind::Discrete);
+        adapter.pci = Some("0000:65:00.0".to_owned());
+        adapter.memory_heaps = vec![HeapInfo { bytes: 7, device_local: true, host_visible: false }];
+        let value = row(&adapter);
+        assert_eq!(value["index"], 2);
+        assert_eq!(value["name"], "NVIDIA H200");
+        assert_eq!(value["uuid"], "00000002-aaaa-bbbb-cccc-0123456789ab");
+        assert_eq!(value["pci"], "0000:65:00.0");
+        assert_eq!(value["type"], "discrete");
+        assert_eq!(value["driver"], "test 1.0");
+        assert_eq!((&value["usable"], &value["reason"]), (&json!(true), &Value::Null));
+        assert_eq!(value["heaps"][0]["bytes"], 7);
+        for key in ["queue_families", "features", "matrix_shapes"] {
+            assert!(value[key].is_array(), "{key}");
+        }
+    }
+
+    #[test]
+    fn a_refused_adapter_says_why_in_both_forms() {
+        let mut adapter = Adapter::made_up(0, "Old", AdapterKind::Integrated);
+        adapter.refused = Some("it has no timelineSemaphore".to_owned());
+        let value = row(&adapter);
+        assert_eq!((&value["usable"], &value["reason"]), (&json!(false), &json!("it has no timelineSemaphore")));
+        assert!(describe(&adapter).contains("no: it has no timelineSemaphore"));
+    }
+}

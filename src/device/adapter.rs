@@ -117,6 +117,27 @@ impl Adapter {
     pub fn usable(&self) -> bool {
         self.refused.is_none()
     }
+
+    /// An adapter that no driver has, for tests of what is decided by its description.
+    #[cfg(test)]
+    pub(crate) fn made_up(index: usize, name: &str, kind: AdapterKind) -> Adapter {
+        Adapter {
+            index,
+            name: name.to_owned(),
+            uuid: format!("0000000{index}-aaaa-bbbb-cccc-0123456789ab"),
+            pci: None,
+            kind,
+            driver: "test 1.0".to_owned(),
+            api: (1, 3, 0),
+            queue_families: Vec::new(),
+            memory_heaps: Vec::new(),
+            capabilities: Capabilities::default(),
+            refused: None,
+            ids: (0, 0, 0),
+            cache_uuid: [0; 16],
+            physical: vk::PhysicalDevice::null(),
+        }
+    }
 }
 
 impl fmt::Display for Adapter {

@@ -233,8 +233,9 @@ unsafe extern "system" fn collect(
         let data = &*data;
         let messages = &*user.cast::<Messages>();
         let id = text(data.p_message_id_name);
-        // Remarks on a setting's name in this version of the layer, not on our use of Vulkan.
-        if id != "VALIDATION-SETTINGS" {
+        // Not remarks on our use of Vulkan: a setting's name in this version of the layer, and
+        // how the loader fills its tables.
+        if id != "VALIDATION-SETTINGS" && id != "WARNING-vkGetDeviceProcAddr-device" {
             messages.push(format!("{id}: {}", text(data.p_message)));
         }
     }

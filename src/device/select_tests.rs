@@ -2,24 +2,12 @@
 
 use super::*;
 use crate::device::adapter::AdapterKind;
-use crate::device::capabilities::Capabilities;
 
 fn adapter(index: usize, name: &str, kind: AdapterKind, pci: Option<&str>, refused: Option<&str>) -> Adapter {
     Adapter {
-        index,
-        name: name.to_owned(),
-        uuid: format!("0000000{index}-aaaa-bbbb-cccc-0123456789ab"),
         pci: pci.map(str::to_owned),
-        kind,
-        driver: "test 1.0".to_owned(),
-        api: (1, 3, 0),
-        queue_families: Vec::new(),
-        memory_heaps: Vec::new(),
-        capabilities: Capabilities::default(),
         refused: refused.map(str::to_owned),
-        ids: (0, 0, 0),
-        cache_uuid: [0; 16],
-        physical: ash::vk::PhysicalDevice::null(),
+        ..Adapter::made_up(index, name, kind)
     }
 }
 

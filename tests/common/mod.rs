@@ -1,33 +1,48 @@
-//! What tests on the CPU drivers share: the drivers, the newest validation layer there is, and
+//! What tests on real drivers share: the drivers, the newest validation layer there is, and
 //! the promise that it had nothing to say. Deliberately absent: what is tested.
+//!
+//! The drivers are the two on the CPU, lavapipe and SwiftShader. With `OSTINATO_TEST_GPU` set
+//! to a device selector the same tests run on that GPU instead; what they say only of the two
+//! drivers is then left out.
 //!
 //! The drivers and the layer are chosen through the environment, which the Vulkan loader reads
 //! when an instance is made. It is set once in a process, before the first instance, and every
 //! instance of a test is made by [`Vulkan::new`]; so tests may run on several threads.
 #![allow(dead_code)]
 
-use ostinato::device::{Adapter, Device, DeviceError, Instance, InstanceOptions};
+use ostinato::device::{Adapter, Device, DeviceError, Instance, InstanceOptions, Selector, select};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// A driver on the CPU.
+/// What a test runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
-    /// Mesa's: subgroups of 8, every optional integer and float type.
+    /// Mesa's on the CPU: subgroups of 8, every optional integer and float type.
     Lavapipe,
-    /// Chromium's: subgroups of 4, the bare baseline.
+    /// Chromium's on the CPU: subgroups of 4, the bare baseline.
     SwiftShader,
+    /// The one that `OSTINATO_TEST_GPU` selects.
+    Gpu,
 }
 
 impl Driver {
+    /// The two on the CPU, for what is tested only there.
     pub const BOTH: [Driver; 2] = [Driver::Lavapipe, Driver::SwiftShader];
 
-    fn names(self, adapter: &Adapter) -> bool {
-        adapter.name.contains(match self {
-            Driver::Lavapipe => "llvmpipe",
-            Driver::SwiftShader => "SwiftShader",
-        })
+    /// The two on the CPU, or the selected GPU.
+    pub fn all() -> &'static [Driver] {
+        if gpu().is_some() { &[Driver::Gpu] } else { &Driver::BOTH }
     }
+
+    /// The first of them, for what one driver is enough for.
+    pub fn first() -> Driver {
+        Driver::all()[0]
+    }
+}
+
+/// The GPU to test on instead of the CPU drivers.
+fn gpu() -> Option<String> {
+    std::env::var("OSTINATO_TEST_GPU").ok().filter(|text| !text.is_empty())
 }
 
 /// The validation layer in use.
@@ -39,7 +54,7 @@ pub struct Layer {
     pub submit_time: bool,
 }
 
-/// An instance over both CPU drivers with validation on. When it is dropped, the test fails if
+/// An instance over the drivers with validation on. When it is dropped, the test fails if
 /// the layer had anything to say.
 pub struct Vulkan {
     pub instance: Instance,
@@ -56,7 +71,15 @@ impl Vulkan {
 
     pub fn adapter(&self, driver: Driver) -> Adapter {
         let adapters = self.instance.adapters();
-        let found = adapters.iter().find(|a| driver.names(a)).cloned();
+        let named = |part: &str| adapters.iter().find(|a| a.name.contains(part)).cloned();
+        let found = match driver {
+            Driver::Lavapipe => named("llvmpipe"),
+            Driver::SwiftShader => named("SwiftShader"),
+            Driver::Gpu => {
+                let selector: Selector = gpu().unwrap_or_default().parse().expect("OSTINATO_TEST_GPU");
+                Some(select(&adapters, Some(&selector)).unwrap_or_else(|e| panic!("{e}")).clone())
+            }
+        };
         found.unwrap_or_else(|| panic!("{driver:?} is not among {adapters:?}"))
     }
 
@@ -102,14 +125,18 @@ pub fn chain(error: &DeviceError) -> String {
 pub fn layer() -> &'static Layer {
     static LAYER: OnceLock<Layer> = OnceLock::new();
     LAYER.get_or_init(|| {
-        let drivers = [lavapipe(), swiftshader()];
-        let drivers = std::env::join_paths(drivers).expect("driver paths have no colon");
+        let drivers = match gpu() {
+            Some(_) => None,
+            None => Some(std::env::join_paths([lavapipe(), swiftshader()]).expect("driver paths have no colon")),
+        };
         let (layer, manifests) = find_layer();
         // SAFETY: Rust's own readers of the environment take its lock, and the one C library
         // here that reads it is the Vulkan loader, called only after this by `Vulkan::new`.
         unsafe {
-            std::env::set_var("VK_ICD_FILENAMES", &drivers);
-            std::env::set_var("VK_DRIVER_FILES", &drivers);
+            if let Some(drivers) = &drivers {
+                std::env::set_var("VK_ICD_FILENAMES", drivers);
+                std::env::set_var("VK_DRIVER_FILES", drivers);
+            }
             match manifests {
                 Some(folder) => std::env::set_var("VK_LAYER_PATH", folder),
                 None => std::env::remove_var("VK_LAYER_PATH"),

@@ -28,8 +28,14 @@
 //
 // One workgroup is one row; a thread owns every THREADS-th group of four tokens in all passes, so
 // nothing but shared memory passes between threads. Traffic: greedy from partials 8 P bytes;
-// greedy 4 V; sampled 4 V for each pass: 1 (max), up to 4 (top_k), up to 4 (top_p), 1 (draw), from
-// L2 after the first; penalties, bias and masks add 12 V, logprobs 4 V and 4 V each alternative.
+// greedy 4 V; sampled 8 V; penalties, bias and masks add 12 V, logprobs 4 V; from L2 after the
+// first pass.
+//
+// top_k, top_p and the alternatives work on a list in shared memory of the best few hundred
+// tokens, gathered above a guessed key (the mean of the threads' maxima); each element's rank and
+// the mass above it come from comparing it with all. Where the list turns out too long or too
+// short the guess was bad, and the same answer comes from radix descents over the row (4 V for
+// each 8 bits) and repeated scans.
 
 layout(local_size_x_id = 0) in;
 const uint THREADS = gl_WorkGroupSize.x;
@@ -58,6 +64,8 @@ const uint BINS = 256u;
 // Copies of the histogram, so that lanes which hit the same bin collide less.
 const uint COPIES = 8u;
 const uint GROUPS = 16u;
+// Tokens of the list; its arrays lie in the histograms', which are used only where it is not.
+const uint LIST = 1024u;
 // Subgroups have at least 4 invocations, workgroups at most 1,024.
 const uint MAX_SUBGROUPS = 256u;
 
@@ -67,6 +75,8 @@ shared uvec2 bin_sums[BINS];
 shared uvec2 group_sums[GROUPS];
 shared uint reduce_a[MAX_SUBGROUPS];
 shared uint reduce_b[MAX_SUBGROUPS];
+shared uvec2 list_above[LIST];
+shared uint list_length;
 shared uvec2 found;
 shared uvec2 above;
 shared uvec2 target;
@@ -81,6 +91,7 @@ uint row;
 uint quads;      // groups of four tokens, the last may be partly outside the vocabulary
 uint first_quad; // of the row
 bool adjusted;   // keys were written: read them in place of the logits
+uint own_best;   // the greatest key of this thread's tokens
 
 // 64-bit sums as (low, high).
 uvec2 add64(uvec2 a, uvec2 b) {
@@ -92,13 +103,14 @@ bool at_least(uvec2 a, uvec2 b) {
     return a.y != b.y ? a.y > b.y : a.x >= b.x;
 }
 
-// ceil(a * fraction / 2^32)
+// ceil(a * fraction / 2^32), at least 1
 uvec2 share(uvec2 a, uint fraction) {
     uint high0, low0, high1, low1;
     umulExtended(a.x, fraction, high0, low0);
     umulExtended(a.y, fraction, high1, low1);
     uvec2 whole = add64(uvec2(low1, high1), uvec2(high0, 0u));
-    return low0 == 0u ? whole : add64(whole, uvec2(1u, 0u));
+    if (low0 != 0u) whole = add64(whole, uvec2(1u, 0u));
+    return whole == uvec2(0u) ? uvec2(1u, 0u) : whole;
 }
 
 // The keys of four tokens; 0, less than any key, outside the vocabulary.
@@ -108,6 +120,14 @@ uvec4 load_keys(uint quad) {
     uvec4 k = uvec4(key_of(l.x), key_of(l.y), key_of(l.z), key_of(l.w));
     uint left = args.vocabulary - 4u * quad;
     return uvec4(k.x, left > 1u ? k.y : 0u, left > 2u ? k.z : 0u, left > 3u ? k.w : 0u);
+}
+
+// The same for four groups that this thread owns, so that four loads are in flight.
+void load_block(uint base, out uvec4 block[4]) {
+    [[unroll]] for (uint j = 0u; j < 4u; j++) {
+        uint quad = base + j * THREADS + thread;
+        block[j] = quad < quads ? load_keys(quad) : uvec4(0u);
+    }
 }
 
 // The greatest key of the workgroup and the lowest token that has it, to every thread.
@@ -156,6 +176,24 @@ float reduce_sum(float value) {
     }
     barrier();
     return uintBitsToFloat(found.x);
+}
+
+// The sum of 64-bit values over the workgroup, to every thread.
+uvec2 reduce_sum64(uvec2 value) {
+    // In limbs of 24 bits, of which 64 lanes fill 30.
+    uint a = subgroupAdd(value.x & 0xffffffu);
+    uint b = subgroupAdd((value.x >> 24) | ((value.y & 0xffffu) << 8));
+    uint c = subgroupAdd(value.y >> 16);
+    barrier();
+    if (thread == 0u) found = uvec2(0u);
+    barrier();
+    if (subgroupElect()) {
+        uvec2 sum = add64(uvec2(a, c << 16), uvec2(b << 24, b >> 8));
+        uint before = atomicAdd(found.x, sum.x);
+        atomicAdd(found.y, sum.y + uint(before + sum.x < before));
+    }
+    barrier();
+    return found;
 }
 
 float distance(uint key, float most, float temperature_inverse) {
@@ -324,19 +362,124 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
 // The best key and its lowest token that come after `last` in the order (key down, token up).
 uvec2 best_after(uvec2 last) {
     uvec2 best = uvec2(0u, TOKEN_NONE);
+    for (uint base = 0u; base < quads; base += 4u * THREADS) {
+        uvec4 block[4];
+        load_block(base, block);
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            uvec4 keys = block[j];
+            // Tokens come in ascending order: only a greater key wins.
+            if (max(max(keys.x, keys.y), max(keys.z, keys.w)) > best.x) {
+                for (uint c = 0u; c < 4u; c++) {
+                    uint token = 4u * (base + j * THREADS + thread) + c;
+                    bool after = keys[c] < last.x || (keys[c] == last.x && token > last.y);
+                    if (after && keys[c] > best.x) best = uvec2(keys[c], token);
+                }
+            }
+        }
+    }
+    own_best = best.x;
+    return reduce_best(best);
+}
+
+// A key above which there are probably some hundred tokens; `least` for a short row.
+uint guess_bound(uint least) {
+    if (args.vocabulary <= LIST) return least;
+    bool any = own_best > KEY_MINUS_INFINITY;
+    float sum = reduce_sum(any ? value_of(own_best) : 0.0);
+    float count = reduce_sum(any ? 1.0 : 0.0);
+    return max(least, key_of(sum / count));
+}
+
+void list(uint key, uint token) {
+    uint at = atomicAdd(list_length, 1u);
+    if (at < LIST) {
+        histogram_low[at] = key;
+        histogram_high[at] = token;
+    }
+}
+
+// Lists the tokens with keys >= bound.
+void gather(uint bound) {
+    barrier();
+    if (thread == 0u) list_length = 0u;
+    barrier();
+    for (uint base = 0u; base < quads; base += 4u * THREADS) {
+        uvec4 block[4];
+        load_block(base, block);
+        uvec4 most = max(max(block[0], block[1]), max(block[2], block[3]));
+        if (max(max(most.x, most.y), max(most.z, most.w)) >= bound) {
+            [[unroll]] for (uint j = 0u; j < 4u; j++) {
+                uvec4 keys = block[j];
+                for (uint c = 0u; c < 4u; c++) {
+                    if (keys[c] >= bound) list(keys[c], 4u * (base + j * THREADS + thread) + c);
+                }
+            }
+        }
+    }
+    barrier();
+}
+
+// The mass of all tokens with keys >= least.
+uvec2 total_mass(uint least, float most, float temperature_inverse) {
+    uvec2 sum = uvec2(0u);
     for (uint base = 0u; base < quads; base += THREADS) {
         uint quad = base + thread;
         if (quad < quads) {
             uvec4 keys = load_keys(quad);
             [[unroll]] for (uint c = 0u; c < 4u; c++) {
-                uint token = 4u * quad + c;
-                bool after = keys[c] < last.x || (keys[c] == last.x && token > last.y);
-                // Tokens come in ascending order: only a greater key wins.
-                if (after && keys[c] > best.x) best = uvec2(keys[c], token);
+                if (keys[c] >= least) sum = add64(sum, uvec2(mass_of(distance(keys[c], most, temperature_inverse)), 0u));
             }
         }
     }
-    return reduce_best(best);
+    return reduce_sum64(sum);
+}
+
+
+// Draws among the listed tokens: (1, token), or (0, 0) where the list does not hold all that
+// top_p keeps. `complete`: nothing outside the list is >= least. `top_k` above the list's length
+// keeps all, and where it does not, the list holds all that it keeps.
+uvec2 draw_listed(bool complete, uint top_k, bool by_mass, uint fraction, uint least, uvec2 best, float temperature_inverse, uvec2 draw_key) {
+    float most = value_of(best.x);
+    uint n = list_length;
+    for (uint i = thread; i < n; i += THREADS) {
+        histogram_low[LIST + i] = mass_of(distance(histogram_low[i], most, temperature_inverse));
+    }
+    barrier();
+    uvec2 kept_mass = uvec2(0u);
+    for (uint i = thread; i < n; i += THREADS) {
+        uint key = histogram_low[i];
+        uint rank = 0u;
+        uvec2 above_it = uvec2(0u);
+        for (uint j = 0u; j < n; j++) {
+            if (histogram_low[j] > key) {
+                rank++;
+                above_it = add64(above_it, uvec2(histogram_low[LIST + j], 0u));
+            }
+        }
+        bool keep = rank < top_k;
+        if (keep) kept_mass = add64(kept_mass, uvec2(histogram_low[LIST + i], 0u));
+        list_above[i] = keep ? above_it : uvec2(0xffffffffu);
+    }
+    uvec2 wanted = uvec2(0xffffffffu);
+    if (by_mass) {
+        uvec2 listed = reduce_sum64(kept_mass);
+        uvec2 total = complete || top_k <= LIST ? listed : total_mass(least, most, temperature_inverse);
+        wanted = share(total, fraction);
+        // What top_p keeps ends in the list only if the list weighs that much.
+        if (!at_least(listed, wanted)) return uvec2(0u);
+    }
+    uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
+    for (uint i = thread; i < n; i += THREADS) {
+        // Kept: what is better than it weighs less than wanted.
+        if (!at_least(list_above[i], wanted)) {
+            uint token = histogram_high[i];
+            precise float score = distance(histogram_low[i], most, temperature_inverse);
+            score = score + gumbel(token_bits(token, draw_key));
+            uint key = key_of(score);
+            if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
+        }
+    }
+    return uvec2(1u, reduce_best(winner).y);
 }
 
 uint draw(uint at, uvec2 best) {
@@ -351,10 +494,19 @@ uint draw(uint at, uvec2 best) {
 
     uint least = KEY_MINUS_INFINITY + 1u;
     if (min_p > 0.0) least = key_at_distance(min_p_log, best.x, most, temperature_inverse);
-    if (top_k > 0u && top_k < args.vocabulary) least = select_key(least, false, top_k, most, temperature_inverse);
-    if (top_p < 1.0) {
-        uint fraction = uint(max(top_p, 0.0) * 4294967296.0);
-        least = select_key(least, true, fraction, most, temperature_inverse);
+    bool by_count = top_k > 0u && top_k < args.vocabulary;
+    bool by_mass = top_p < 1.0;
+    uint fraction = uint(clamp(top_p, 0.0, 0.99999994) * 4294967296.0);
+    if (by_count || by_mass) {
+        uint bound = guess_bound(least);
+        gather(bound);
+        uint n = list_length;
+        if (n <= LIST && (bound == least || !by_count || n >= top_k)) {
+            uvec2 drawn = draw_listed(bound == least, by_count ? top_k : LIST + 1u, by_mass, fraction, least, best, temperature_inverse, draw_key);
+            if (drawn.x != 0u) return drawn.y;
+        }
+        if (by_count) least = select_key(least, false, top_k, most, temperature_inverse);
+        if (by_mass) least = select_key(least, true, fraction, most, temperature_inverse);
     }
 
     // The most probable token always stands; whoever cannot beat it is passed by without a hash.
@@ -437,29 +589,52 @@ void main() {
     uint top_count = 0u;
     if (logprobs) {
         float most = value_of(best.x);
+        bool none = best.x <= KEY_MINUS_INFINITY;
+        uint wanted = none ? 0u : min(args.state.v[at + SLOT_TOP_N], TOP_ENTRIES);
         float sum = 0.0;
-        for (uint base = 0u; base < quads; base += THREADS) {
-            uint quad = base + thread;
-            if (quad < quads) {
-                uvec4 keys = load_keys(quad);
+        for (uint base = 0u; base < quads; base += 4u * THREADS) {
+            uvec4 block[4];
+            load_block(base, block);
+            [[unroll]] for (uint j = 0u; j < 4u; j++) {
                 [[unroll]] for (uint c = 0u; c < 4u; c++) {
-                    if (keys[c] > KEY_MINUS_INFINITY) sum += exp_negative(value_of(keys[c]) - most);
-                    if (4u * quad + c == token) chosen_key = keys[c];
+                    if (block[j][c] > KEY_MINUS_INFINITY) sum += exp(value_of(block[j][c]) - most);
                 }
             }
         }
+        if (token / 4u % THREADS == thread) chosen_key = load_keys(token / 4u)[token % 4u];
         float norm = log_positive(reduce_sum(sum));
-        bool none = best.x <= KEY_MINUS_INFINITY;
         logprob = none ? uintBitsToFloat(0xff800000u) : value_of(chosen_key) - most - norm;
-        uint wanted = none ? 0u : min(args.state.v[at + SLOT_TOP_N], TOP_ENTRIES);
-        uvec2 last = best;
-        while (top_count < wanted && last.x > KEY_MINUS_INFINITY) {
-            if (thread == 0u) {
-                top_ids[top_count] = last.y;
-                top_values[top_count] = value_of(last.x) - most - norm;
+        if (wanted > 0u) {
+            uint least = KEY_MINUS_INFINITY + 1u;
+            uint bound = guess_bound(least);
+            gather(bound);
+            uint n = list_length;
+            if (n <= LIST && (bound == least || n >= wanted)) {
+                top_count = min(n, wanted);
+                for (uint i = thread; i < n; i += THREADS) {
+                    uint key = histogram_low[i];
+                    uint id = histogram_high[i];
+                    uint rank = 0u;
+                    for (uint j = 0u; j < n; j++) {
+                        rank += uint(histogram_low[j] > key || (histogram_low[j] == key && histogram_high[j] < id));
+                    }
+                    if (rank < wanted) {
+                        top_ids[rank] = id;
+                        top_values[rank] = value_of(key) - most - norm;
+                    }
+                }
+                barrier();
+            } else {
+                uvec2 last = best;
+                while (top_count < wanted && last.x > KEY_MINUS_INFINITY) {
+                    if (thread == 0u) {
+                        top_ids[top_count] = last.y;
+                        top_values[top_count] = value_of(last.x) - most - norm;
+                    }
+                    top_count++;
+                    if (top_count < wanted) last = best_after(last);
+                }
             }
-            top_count++;
-            if (top_count < wanted) last = best_after(last);
         }
     }
 

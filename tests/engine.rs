@@ -286,6 +286,7 @@ fn alone(request: &Request, context: u32) -> Vec<u32> {
         sampling: request.sampling.clone(),
         seed: request.sampling.seed.unwrap(),
         generated: 0,
+        prompt_tokens: request.prompt.len() as u32,
         max_tokens: request
             .limits
             .max_tokens

@@ -333,6 +333,12 @@ impl FakeExecutor {
         if !last {
             return Vec::new();
         }
+        let s = self.slot(slot);
+        let history = s.params.prompt_tokens + s.params.generated;
+        assert_eq!(
+            s.written, history,
+            "{slot:?} decodes from another history than it joined with"
+        );
         self.expect_sample(slot);
         vec![self.sample(slot)]
     }

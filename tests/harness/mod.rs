@@ -1,0 +1,291 @@
+//! Runs a recording on a device and by the plain-Rust interpreter from the same memory, and
+//! compares what both leave behind, buffer by buffer and word by word.
+//! Deliberately absent: which recordings.
+#![allow(dead_code)]
+
+use crate::common::{Driver, Vulkan};
+use half::{bf16, f16};
+use ostinato::actors::compute::{Compute, Submission};
+use ostinato::actors::watcher::Outbox;
+use ostinato::device::Device;
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::interpreter;
+use ostinato::kernels::recording::{Range, Recording};
+use ostinato::kernels::region::{Pipelines, Region};
+use ostinato::memory::pack::Format;
+use ostinato::memory::{Arena, Place, Table};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A quiet NaN with a payload: what no kernel writes and no sum survives.
+pub const POISON: u32 = 0x7fc0_dead;
+
+/// A device with what runs recordings on it.
+pub struct Bench {
+    pub driver: Driver,
+    pub device: Arc<Device>,
+    pub arena: Arena,
+    compute: Compute,
+}
+
+impl Bench {
+    pub fn new(vulkan: &Vulkan, driver: Driver) -> Bench {
+        let device = vulkan.device(driver);
+        let arena = Arena::new(&device).expect("an arena");
+        let compute = Compute::spawn(Arc::clone(&device)).expect("a compute actor");
+        Bench { driver, device, arena, compute }
+    }
+
+    /// Memory for every buffer of the recordings, all of it visible to the host.
+    pub fn bind(&self, recordings: &[&Recording]) -> Bound<'_> {
+        let mut table = Table::new();
+        for (name, bytes) in ostinato::kernels::region::buffer_sizes(recordings) {
+            table.add(self.arena.buffer(&name, bytes, Place::Readback).expect("memory")).expect("names are unique");
+        }
+        let pipelines = Pipelines::build(&self.device, None, recordings, &|_, _| {}).expect("pipelines");
+        Bound { bench: self, table, pipelines }
+    }
+
+    /// What a recording makes of that memory in one run.
+    pub fn run(&self, recording: &Recording, before: &HostMemory) -> HostMemory {
+        let bound = self.bind(&[recording]);
+        bound.write(recording, before);
+        bound.run(&[recording]);
+        bound.read(recording)
+    }
+}
+
+/// Recordings' memory and pipelines on a device.
+pub struct Bound<'a> {
+    bench: &'a Bench,
+    pub table: Table,
+    pipelines: Pipelines,
+}
+
+impl Bound<'_> {
+    /// Copies the words of a recording's buffers to the device.
+    pub fn write(&self, recording: &Recording, memory: &HostMemory) {
+        for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
+            let buffer = self.table.get(&decl.name).expect("bound");
+            buffer.write(0, &bytemuck::cast_slice(words)[..decl.bytes as usize]);
+        }
+    }
+
+    /// Copies the words of a recording's buffers from the device.
+    pub fn read(&self, recording: &Recording) -> HostMemory {
+        let mut memory = HostMemory::new(recording);
+        for (decl, words) in recording.buffers.iter().zip(&mut memory.buffers) {
+            let buffer = self.table.get(&decl.name).expect("bound");
+            buffer.read(0, &mut bytemuck::cast_slice_mut(words)[..decl.bytes as usize]);
+        }
+        memory
+    }
+
+    pub fn region(&self, recording: &Recording) -> Arc<Region> {
+        let region = Region::build(&self.bench.device, recording, &self.table, &self.pipelines);
+        Arc::new(region.unwrap_or_else(|e| panic!("{}: {e}", recording.name)))
+    }
+
+    /// Runs the recordings one after the other in one submission and waits for the last.
+    pub fn run(&self, recordings: &[&Recording]) {
+        let entries = recordings.iter().map(|recording| vec![self.region(recording)]).collect();
+        let (reports, done) = crossbeam_channel::bounded(1);
+        let (wake, _woken) = crossbeam_channel::bounded(1);
+        let outbox = Outbox { reports, wake };
+        self.bench.compute.submit(Submission { id: 0, entries, waits: Vec::new(), report_after: Vec::new(), outbox });
+        let report = done.recv_timeout(Duration::from_secs(240)).expect("the device finishes");
+        report.result.expect("the device is alive");
+    }
+}
+
+/// How near a buffer's words must be to the reference's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Expect {
+    /// Bit for bit.
+    Exact,
+    /// f32: the difference is at most `limit · (1 + |reference|)`.
+    Floats(f32),
+    /// Pairs of f16, likewise.
+    Halves(f32),
+    /// Scratch that another split of the work leaves different.
+    Any,
+}
+
+/// The largest difference that was found, as a fraction of what is allowed, with its place.
+pub type Worst = Option<(f32, String)>;
+
+/// Fails where a buffer differs by more than it may. A word that the reference leaves as it
+/// was must be left by the device too, bit for bit, whatever is expected of the others.
+pub fn compare(recording: &Recording, what: &str, before: &HostMemory, device: &HostMemory, reference: &HostMemory, expect: &dyn Fn(&str) -> Expect) -> Worst {
+    let mut worst: Worst = None;
+    for (index, decl) in recording.buffers.iter().enumerate() {
+        let name = &decl.name;
+        let expect = expect(name);
+        if expect == Expect::Any {
+            continue;
+        }
+        let (old, found, wanted) = (&before.buffers[index], &device.buffers[index], &reference.buffers[index]);
+        for i in 0..wanted.len() {
+            if found[i] == wanted[i] {
+                continue;
+            }
+            let place = || format!("{what}: word {i} of \"{name}\"");
+            assert_ne!(wanted[i], old[i], "{} was not to be written: {:#010x} became {:#010x}", place(), old[i], found[i]);
+            let mut near = |found: f32, wanted: f32, limit: f32| {
+                let part = (found - wanted).abs() / (limit * (1.0 + wanted.abs()));
+                assert!(part <= 1.0, "{}: {found:e} instead of {wanted:e}, {part:.2} times the difference allowed", place());
+                if worst.as_ref().is_none_or(|(worst, _)| part > *worst) {
+                    worst = Some((part, place()));
+                }
+            };
+            match expect {
+                Expect::Floats(limit) => near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit),
+                Expect::Halves(limit) => {
+                    for shift in [0, 16] {
+                        let half = |word: u32| f16::from_bits((word >> shift) as u16).to_f32();
+                        if half(found[i]).to_bits() != half(wanted[i]).to_bits() {
+                            near(half(found[i]), half(wanted[i]), limit);
+                        }
+                    }
+                }
+                _ => panic!("{}: {:#010x} instead of {:#010x}", place(), found[i], wanted[i]),
+            }
+        }
+    }
+    worst
+}
+
+/// Many calls in one recording, each with buffers of its own, and what they start from.
+pub struct Cases {
+    pub recording: Recording,
+    fills: Vec<(Range, Vec<u32>)>,
+    expects: HashMap<String, Expect>,
+    prefix: String,
+}
+
+impl Cases {
+    pub fn new(name: &str) -> Cases {
+        Cases { recording: Recording::new(name), fills: Vec::new(), expects: HashMap::new(), prefix: String::new() }
+    }
+
+    /// Buffers from here on belong to this case.
+    pub fn case(&mut self, name: String) {
+        self.prefix = name;
+    }
+
+    /// A buffer that starts as these words.
+    pub fn words(&mut self, name: &str, words: &[u32]) -> Range {
+        let name = format!("{}.{name}", self.prefix);
+        assert!(self.recording.buffers.iter().all(|b| b.name != name), "\"{name}\" exists");
+        let range = self.recording.buffer(&name, words.len() as u64 * 4);
+        self.fills.push((range, words.to_vec()));
+        range
+    }
+
+    pub fn floats(&mut self, name: &str, values: &[f32]) -> Range {
+        let words: Vec<u32> = values.iter().map(|v| v.to_bits()).collect();
+        self.words(name, &words)
+    }
+
+    /// Values in a format, an even number of them.
+    pub fn weights(&mut self, name: &str, format: Format, values: &[f32]) -> Range {
+        self.words(name, &pack(format, values))
+    }
+
+    /// A buffer of that many words, poisoned.
+    pub fn output(&mut self, name: &str, words: usize, expect: Expect) -> Range {
+        let range = self.words(name, &vec![POISON; words]);
+        self.expect(range, expect);
+        range
+    }
+
+    /// How near a buffer must be to the reference's; without this, bit for bit.
+    pub fn expect(&mut self, range: Range, expect: Expect) {
+        let name = self.recording.decl(range.buffer).name.clone();
+        self.expects.insert(name, expect);
+    }
+
+    /// Memory before the first call.
+    pub fn before(&self) -> HostMemory {
+        let mut memory = HostMemory::new(&self.recording);
+        for (range, words) in &self.fills {
+            memory.buffers[range.buffer.0 as usize].copy_from_slice(words);
+        }
+        memory
+    }
+
+    /// Memory after the last call, by the interpreter.
+    pub fn reference(&self) -> HostMemory {
+        let mut memory = self.before();
+        interpreter::run(&self.recording, &mut memory);
+        memory
+    }
+
+    /// Runs all of it on a device and compares.
+    pub fn check(&self, bench: &Bench, reference: &HostMemory) {
+        let before = self.before();
+        let device = bench.run(&self.recording, &before);
+        let what = format!("{} on {:?}", self.recording.name, bench.driver);
+        let expect = |name: &str| self.expects.get(name).copied().unwrap_or(Expect::Exact);
+        let worst = compare(&self.recording, &what, &before, &device, reference, &expect);
+        println!("{what}: {} calls, largest difference {worst:?} of what is allowed", self.recording.ops.len());
+    }
+}
+
+/// Values in a format as words.
+pub fn pack(format: Format, values: &[f32]) -> Vec<u32> {
+    let pairs = |bits: &dyn Fn(f32) -> u16| {
+        assert_eq!(values.len() % 2, 0, "pairs of 16-bit values");
+        values.chunks_exact(2).map(|p| u32::from(bits(p[0])) | u32::from(bits(p[1])) << 16).collect()
+    };
+    match format {
+        Format::F32 => values.iter().map(|v| v.to_bits()).collect(),
+        Format::F16 => pairs(&|v| f16::from_f32(v).to_bits()),
+        Format::Bf16 => pairs(&|v| bf16::from_f32(v).to_bits()),
+    }
+}
+
+/// A value as a format holds it.
+pub fn round(format: Format, value: f32) -> f32 {
+    match format {
+        Format::F32 => value,
+        Format::F16 => f16::from_f32(value).to_f32(),
+        Format::Bf16 => bf16::from_f32(value).to_f32(),
+    }
+}
+
+/// Seeded numbers (SplitMix64).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, bound: u32) -> u32 {
+        (self.next() % u64::from(bound)) as u32
+    }
+
+    /// From -1 to 1.
+    pub fn float(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub fn floats(&mut self, count: usize) -> Vec<f32> {
+        (0..count).map(|_| self.float()).collect()
+    }
+
+    /// 0..count in a random order.
+    pub fn permutation(&mut self, count: u32) -> Vec<u32> {
+        let mut items: Vec<u32> = (0..count).collect();
+        for i in (1..items.len()).rev() {
+            items.swap(i, self.below(i as u32 + 1) as usize);
+        }
+        items
+    }
+}

@@ -1,0 +1,759 @@
+//! Goal: every kernel of the forward pass means what its `reference()` says, on both CPU
+//! drivers and on awkward shapes, and the reference means what the formula says.
+//! Method: many calls, each with seeded inputs and outputs poisoned with NaN, in one recording;
+//! the device and the interpreter run it from the same memory. A word that the reference does
+//! not write must not change, and NaN stands wherever a kernel must not read. Beside that, each
+//! reference is compared with a formula in f64 over the values before they were packed.
+//!
+//! Tolerances: sums of up to 1,024 products in another order differ by a few units in the last
+//! place (2^-24 ≈ 6e-8) of their largest terms, which are about 1; `exp` and `inversesqrt` of
+//! the drivers add a few more. 2e-5 leaves room for that; a missing or doubled term of these
+//! inputs is above 1e-3. Where nothing is summed, bits must be equal.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::{Bench, Cases, Expect, POISON, Random, round};
+use ostinato::kernels::attention::{self, Heads};
+use ostinato::kernels::embed::{RowsFrom, embed_rows};
+use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
+use ostinato::kernels::state;
+use ostinato::memory::pack::Format;
+
+const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
+/// See the head of the file.
+const SUMS: f32 = 2e-5;
+
+/// On both drivers, with validation.
+fn check(cases: &Cases, reference: &HostMemory) {
+    let vulkan = Vulkan::new();
+    for driver in Driver::BOTH {
+        cases.check(&Bench::new(&vulkan, driver), reference);
+    }
+}
+
+fn padded(n: u32) -> u32 {
+    n.next_multiple_of(8)
+}
+
+/// `rows` rows of `width` values in rows of `stride`; what is between is `padding`.
+fn strided(values: &[f32], width: u32, stride: u32, padding: f32) -> Vec<f32> {
+    let mut out = Vec::new();
+    for row in values.chunks_exact(width as usize) {
+        out.extend_from_slice(row);
+        out.resize(out.len() + (stride - width) as usize, padding);
+    }
+    out
+}
+
+fn floats(memory: &HostMemory, range: Range) -> Vec<f32> {
+    memory.floats(range)
+}
+
+/// The reference must agree with a formula in f64 far more closely than the device must.
+fn near(found: f32, wanted: f64, what: &str) {
+    let difference = (f64::from(found) - wanted).abs();
+    assert!(difference <= 2e-6 * (1.0 + wanted.abs()), "the reference says {found:e}, the formula {wanted:e}: {what}");
+}
+
+// ---------------------------------------------------------------- embed_rows, take_last
+
+#[test]
+fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
+    let mut cases = Cases::new("embed_rows");
+    let mut random = Random(1);
+    let vocabulary = 37u32;
+    let mut outputs = Vec::new();
+    for (index, (format, hidden)) in FORMATS.into_iter().flat_map(|f| [8, 40, 72, 145, 1024].map(|h| (f, h))).enumerate() {
+        for (from, split) in [(RowsFrom::Batch, false), (RowsFrom::Chunk, false), (RowsFrom::Batch, true), (RowsFrom::Chunk, true)] {
+            cases.case(format!("{format:?}.{hidden}.{from:?}.{split}"));
+            let stride = padded(hidden);
+            let table = random.floats((vocabulary * hidden) as usize);
+            let packed = strided(&table, hidden, stride, 0.0);
+            // Slots 0.. run, except one that is idle and one that is done.
+            let slots = 12u32;
+            let tokens: Vec<u32> = (0..slots).map(|_| random.below(vocabulary)).collect();
+            let positions: Vec<u32> = (0..slots).map(|_| random.below(300)).collect();
+            let mut words = vec![POISON; (slots * state::SLOT_WORDS) as usize];
+            for slot in 0..slots as usize {
+                let at = slot * state::SLOT_WORDS as usize;
+                words[at + state::SLOT_ACTIVE as usize] = [state::ACTIVE_RUNNING, state::ACTIVE_IDLE, state::ACTIVE_DONE][if slot < 10 { 0 } else { slot - 9 }];
+                words[at + state::SLOT_TOKEN as usize] = tokens[slot];
+                words[at + state::SLOT_POSITION as usize] = positions[slot];
+            }
+            // The last row of the vocabulary is in every case.
+            words[(3 * state::SLOT_WORDS + state::SLOT_TOKEN) as usize] = vocabulary - 1;
+            let mut batch = random.permutation(slots);
+            batch[5] = u32::MAX;
+            batch.extend([3, u32::MAX, 3]);
+            let (start, count, rows) = (index as u32 * 7, 9u32, batch.len() as u32);
+            // What lies behind a chunk's tokens is from an earlier chunk.
+            let mut chunk = vec![7, start, count, 0];
+            chunk.extend((0..rows).map(|i| if i < count { (i * 5 + 36) % vocabulary } else { u32::MAX - i }));
+
+            let table_parts: Vec<(u32, u32)> = if split { vec![(0, 16), (16, 20), (36, 1)] } else { vec![(0, vocabulary)] };
+            let slots_range = cases.words("slots", &words);
+            let batch_range = cases.words("batch", &batch);
+            let chunk_range = cases.words("chunk", &chunk);
+            let x = cases.output("x", (rows * stride) as usize, Expect::Exact);
+            let rows_range = cases.output("rows", rows as usize * 4, Expect::Exact);
+            for (first, count) in table_parts {
+                let part = &packed[(first * stride) as usize..((first + count) * stride) as usize];
+                let embedding = cases.weights(&format!("embedding.{first}"), format, part);
+                let args = EmbedRowsArgs {
+                    embedding,
+                    slots: if from == RowsFrom::Batch { slots_range } else { slots_range.none() },
+                    batch: if from == RowsFrom::Batch { batch_range } else { batch_range.none() },
+                    chunk: if from == RowsFrom::Batch { chunk_range.none() } else { chunk_range },
+                    x,
+                    rows: rows_range,
+                    chunks: stride / 8,
+                    x_stride: stride,
+                    part_first: first,
+                    part_rows: count,
+                };
+                cases.recording.call(embed_rows("embed".to_owned(), format, from, rows, hidden, args));
+            }
+            // {token, position, slot, valid} by row.
+            let wanted: Vec<[u32; 4]> = (0..rows as usize)
+                .map(|row| match from {
+                    RowsFrom::Chunk if (row as u32) < count => [chunk[4 + row], start + row as u32, 7, 1],
+                    RowsFrom::Chunk => [0, start + row as u32, 7, 0],
+                    RowsFrom::Batch if batch[row] == u32::MAX => [0, 0, u32::MAX, 0],
+                    RowsFrom::Batch => {
+                        let slot = batch[row];
+                        let token = words[(slot * state::SLOT_WORDS + state::SLOT_TOKEN) as usize];
+                        if slot < 10 { [token, positions[slot as usize], slot, 1] } else { [0, positions[slot as usize], slot, 0] }
+                    }
+                })
+                .collect();
+            outputs.push((x, rows_range, wanted, table, hidden, stride, format));
+        }
+    }
+    let reference = cases.reference();
+    for (x, rows, wanted, table, hidden, stride, format) in outputs {
+        let found = floats(&reference, x);
+        for (row, info) in wanted.into_iter().enumerate() {
+            let name = &cases.recording.decl(x.buffer).name;
+            let row_info: [u32; 4] = std::array::from_fn(|i| reference.u32(rows, row as u32 * 4 + i as u32));
+            assert_eq!(row_info, info, "row {row} of {name}");
+            for i in 0..stride as usize {
+                let value = if i < hidden as usize { round(format, table[(info[0] * hidden) as usize + i]) } else { 0.0 };
+                assert_eq!(found[row * stride as usize + i], value, "row {row}, value {i} of {name}");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn take_last_copies_the_last_row_in_use() {
+    let mut cases = Cases::new("take_last");
+    let mut random = Random(2);
+    let mut outputs = Vec::new();
+    for (rows, count, stride) in [(1, 1, 8), (16, 1, 40), (16, 15, 152), (16, 16, 64), (64, 33, 1024)] {
+        cases.case(format!("{rows}.{count}.{stride}"));
+        let x = random.floats((rows * stride) as usize);
+        let infos: Vec<u32> = (0..rows as u32 * 4).map(|_| random.below(1 << 30)).collect();
+        let wanted = x[(count - 1) * stride..count * stride].to_vec();
+        let wanted_info = infos[(count - 1) * 4..count * 4].to_vec();
+        let args = TakeLastArgs {
+            x: cases.floats("x", &x),
+            rows: cases.words("rows", &infos),
+            count: cases.words("chunk", &[POISON, POISON, count as u32, POISON]),
+            head_x: cases.output("head_x", stride, Expect::Exact),
+            head_rows: cases.output("head_rows", 4, Expect::Exact),
+            x_stride: stride as u32,
+        };
+        cases.recording.call(take_last("take_last".to_owned(), args));
+        outputs.push((args, wanted, wanted_info));
+    }
+    let reference = cases.reference();
+    for (args, x, info) in outputs {
+        assert_eq!(floats(&reference, args.head_x), x);
+        assert_eq!((0..4).map(|i| reference.u32(args.head_rows, i)).collect::<Vec<_>>(), info);
+    }
+    check(&cases, &reference);
+}
+
+// ---------------------------------------------------------------- gemv, matmul
+
+/// A product over logical values, as it goes into a call.
+struct Logical {
+    format: Format,
+    n: u32,
+    k: u32,
+    /// Rows of x in memory, and those that are used.
+    rows: u32,
+    used: u32,
+    norm: bool,
+    bias: bool,
+    epilogue: Epilogue,
+    w: Vec<f32>,
+    x: Vec<f32>,
+    old: Vec<f32>,
+    norm_weight: Vec<f32>,
+    bias_values: Vec<f32>,
+}
+
+const EPSILON: f32 = 1e-3;
+
+impl Logical {
+    fn new(random: &mut Random, format: Format, (n, k): (u32, u32), (rows, used): (u32, u32), norm: bool, bias: bool, epilogue: Epilogue) -> Logical {
+        // Outputs of about 1, so that silu bends and a missing term shows.
+        let size = 3.0 / (k as f32).sqrt();
+        let w = (0..n * k).map(|_| round(format, random.float() * size)).collect();
+        Logical {
+            format,
+            n,
+            k,
+            rows,
+            used,
+            norm,
+            bias,
+            epilogue,
+            w,
+            x: random.floats((used * k) as usize),
+            old: random.floats((rows * n) as usize),
+            norm_weight: random.floats(k as usize),
+            bias_values: random.floats(n as usize),
+        }
+    }
+
+    fn outputs(&self) -> u32 {
+        if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n }
+    }
+
+    /// Its buffers, poisoned wherever nothing may be read, and what to do with them.
+    fn product(&self, cases: &mut Cases) -> Product {
+        let k_stride = padded(self.k);
+        // More than the outputs need, so that a row's end is seen.
+        let y_stride = padded(self.outputs()) + 8;
+        let weight = cases.weights("weight", self.format, &strided(&self.w, self.k, k_stride, 0.0));
+        // A norm sums the padding too, so it is zero there; a product meets zeros of W.
+        let mut x = strided(&self.x, self.k, k_stride, if self.norm { 0.0 } else { 1.0e3 });
+        x.resize((self.rows * k_stride) as usize, f32::from_bits(POISON));
+        let x = cases.floats("x", &x);
+        let norm = self.norm.then(|| {
+            let padding = vec![1.0e3; (k_stride - self.k) as usize];
+            (cases.floats("norm", &[self.norm_weight.clone(), padding].concat()), EPSILON)
+        });
+        let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
+        let y = if self.epilogue == Epilogue::Residual {
+            let y = cases.floats("y", &strided(&self.old, self.n, y_stride, f32::from_bits(POISON)));
+            cases.expect(y, Expect::Floats(SUMS));
+            y
+        } else {
+            cases.output("y", (self.rows * y_stride) as usize, Expect::Floats(SUMS))
+        };
+        Product {
+            label: "product".to_owned(),
+            weight: Matrix { range: weight, format: self.format, rows: self.n, cols: self.k },
+            x: Activations { range: x, stride: k_stride },
+            norm,
+            bias,
+            epilogue: self.epilogue,
+            y: Activations { range: y, stride: y_stride },
+        }
+    }
+
+    /// Compares what the reference left in y with the formula.
+    fn check_reference(&self, memory: &HostMemory, y: Activations, what: &str) {
+        let (n, k) = (self.n as usize, self.k as usize);
+        for row in 0..self.used as usize {
+            let x: Vec<f64> = self.x[row * k..(row + 1) * k].iter().map(|v| f64::from(*v)).collect();
+            let x: Vec<f64> = match self.norm {
+                true => {
+                    let rms = (x.iter().map(|v| v * v).sum::<f64>() / k as f64 + f64::from(EPSILON)).sqrt();
+                    x.iter().zip(&self.norm_weight).map(|(v, w)| v / rms * f64::from(*w)).collect()
+                }
+                false => x,
+            };
+            let v = |r: usize| {
+                let dot: f64 = self.w[r * k..(r + 1) * k].iter().zip(&x).map(|(w, x)| f64::from(*w) * x).sum();
+                if self.bias { dot + f64::from(self.bias_values[r]) } else { dot }
+            };
+            for i in 0..self.outputs() as usize {
+                let wanted = match self.epilogue {
+                    Epilogue::Store => v(i),
+                    Epilogue::Residual => f64::from(self.old[row * n + i]) + v(i),
+                    Epilogue::SwiGlu => {
+                        let gate = v(2 * i);
+                        gate / (1.0 + (-gate).exp()) * v(2 * i + 1)
+                    }
+                };
+                near(memory.f32(y.range, row as u32 * y.stride + i as u32), wanted, &format!("{what}, row {row}, output {i}"));
+            }
+        }
+    }
+}
+
+fn variants() -> Vec<(Format, bool, bool, Epilogue)> {
+    let epilogues = [Epilogue::Store, Epilogue::Residual, Epilogue::SwiGlu];
+    let options = epilogues.into_iter().flat_map(|e| [(false, false), (true, false), (false, true), (true, true)].map(|(n, b)| (n, b, e)));
+    options.flat_map(|(norm, bias, epilogue)| FORMATS.map(|format| (format, norm, bias, epilogue))).collect()
+}
+
+#[test]
+fn gemv_multiplies_a_few_rows() {
+    let mut cases = Cases::new("gemv");
+    let mut random = Random(3);
+    let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (34, 200), (18, 1024), (508, 72), (2, 1024)];
+    let odd = [(1, 8), (145, 145), (257, 40), (33, 200)];
+    let mut made = Vec::new();
+    for (index, (format, norm, bias, epilogue)) in variants().into_iter().enumerate() {
+        for turn in 0..3 {
+            let at = index * 3 + turn;
+            let shape = if epilogue != Epilogue::SwiGlu && turn == 2 { odd[at % odd.len()] } else { shapes[at % shapes.len()] };
+            let rows = at as u32 % 17 + 1;
+            let threads = [32, 64, 128][(index / 3 + index % 3) % 3];
+            cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{rows}.threads={threads}"));
+            let logical = Logical::new(&mut random, format, shape, (rows, rows), norm, bias, epilogue);
+            let product = logical.product(&mut cases);
+            cases.recording.call(product.gemv(rows, threads));
+            made.push((logical, product.y));
+        }
+    }
+    let reference = cases.reference();
+    for (logical, y) in made {
+        logical.check_reference(&reference, y, &cases.recording.decl(y.range.buffer).name);
+    }
+    check(&cases, &reference);
+}
+
+/// One dimension of a dispatch ends at 65,535 workgroups; a vocabulary of 256 k rows does not.
+#[test]
+fn gemv_folds_more_rows_than_one_dimension_of_a_dispatch_holds() {
+    let mut cases = Cases::new("gemv.folded");
+    cases.case("tall".to_owned());
+    let mut random = Random(4);
+    let logical = Logical::new(&mut random, Format::Bf16, (131_073, 8), (2, 2), false, true, Epilogue::Store);
+    let product = logical.product(&mut cases);
+    let call = product.gemv(2, 32);
+    assert!(call.groups[2] > 1, "folded: {:?}", call.groups);
+    cases.recording.call(call);
+    let reference = cases.reference();
+    logical.check_reference(&reference, product.y, "folded");
+    check(&cases, &reference);
+}
+
+#[test]
+fn matmul_multiplies_the_rows_of_a_chunk() {
+    let mut cases = Cases::new("matmul");
+    let mut random = Random(5);
+    let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (2, 1024), (62, 40)];
+    let odd = [(1, 8), (145, 145), (65, 40), (63, 200)];
+    let counts = [(16, 16), (64, 1), (16, 7), (64, 63), (128, 64), (128, 65), (64, 17)];
+    let mut made = Vec::new();
+    for (index, (format, norm, bias, epilogue)) in variants().into_iter().enumerate() {
+        for turn in 0..2 {
+            let at = index * 2 + turn;
+            let shape = if epilogue != Epilogue::SwiGlu && turn == 1 { odd[at / 2 % odd.len()] } else { shapes[at % shapes.len()] };
+            let (rows, used) = counts[(at * 3 + turn) % counts.len()];
+            cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{used}of{rows}"));
+            let logical = Logical::new(&mut random, format, shape, (rows, used), norm, bias, epilogue);
+            let product = logical.product(&mut cases);
+            let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+            cases.recording.call(product.matmul(rows, count));
+            made.push((logical, product.y));
+        }
+    }
+    let reference = cases.reference();
+    for (logical, y) in made {
+        logical.check_reference(&reference, y, &cases.recording.decl(y.range.buffer).name);
+    }
+    check(&cases, &reference);
+}
+
+/// Every bit of a weight counts: a product with a unit vector reads a column of W.
+#[test]
+fn unit_vectors_read_weights_back_exactly() {
+    let mut cases = Cases::new("unit");
+    let (n, k) = (64u32, 16u32);
+    let mut outputs = Vec::new();
+    for format in FORMATS {
+        cases.case(format!("{format:?}"));
+        // Normal numbers of every exponent that the format and the sum hold.
+        let (low, high) = if format == Format::F16 { (-14, 15) } else { (-100, 100) };
+        let mut random = Random(6);
+        let w: Vec<f32> = (0..n * k)
+            .map(|i| {
+                let exponent = low + (i as i32) % (high - low + 1);
+                let sign = if random.below(2) == 0 { 1.0 } else { -1.0 };
+                round(format, sign * (1.0 + random.float().abs() * 0.999) * 2f32.powi(exponent)).clamp(-65504.0 * 2f32.powi(high), 65504.0 * 2f32.powi(high))
+            })
+            .collect();
+        let weight = cases.weights("weight", format, &w);
+        let unit: Vec<f32> = (0..k * k).map(|i| if i % k == i / k { 1.0 } else { 0.0 }).collect();
+        let x = cases.floats("x", &unit);
+        let chunk = cases.words("chunk", &[0, 0, k, 0]);
+        for many in [false, true] {
+            let y = cases.output(if many { "y.matmul" } else { "y.gemv" }, (n * k) as usize, Expect::Exact);
+            let product = Product {
+                label: "unit".to_owned(),
+                weight: Matrix { range: weight, format, rows: n, cols: k },
+                x: Activations { range: x, stride: k },
+                norm: None,
+                bias: None,
+                epilogue: Epilogue::Store,
+                y: Activations { range: y, stride: n },
+            };
+            cases.recording.call(if many { product.matmul(k, chunk) } else { product.gemv(k, 32) });
+            outputs.push((y, w.clone()));
+        }
+    }
+    let reference = cases.reference();
+    for (y, w) in outputs {
+        let found = floats(&reference, y);
+        for row in 0..n as usize {
+            for col in 0..k as usize {
+                assert_eq!(found[col * n as usize + row], w[row * k as usize + col]);
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+// ---------------------------------------------------------------- append, attention
+
+/// Keys, values and queries of sequences before anything is packed.
+struct Context {
+    heads: Heads,
+    /// By row: position, or none where the row is not valid.
+    rows: Vec<Option<u32>>,
+    max_pages: u32,
+    /// By slot.
+    pages: Vec<Vec<u32>>,
+    /// By slot, token, KV head: as cached.
+    keys: Vec<Vec<Vec<f32>>>,
+    values: Vec<Vec<Vec<f32>>>,
+    /// By row: q heads, k heads, v heads.
+    qkv: Vec<Vec<f32>>,
+    q_norm: Vec<f32>,
+    k_norm: Vec<f32>,
+    rope: Vec<f32>,
+    stride: u32,
+}
+
+const LONGEST: u32 = 301;
+
+impl Context {
+    /// One slot a row; rows of slots are in another order than the slots.
+    fn new(random: &mut Random, heads: Heads, rows: &[Option<u32>]) -> Context {
+        let Heads { q, kv, dim, rot, kv_format, .. } = heads;
+        let max_pages = LONGEST.div_ceil(16);
+        let total: u32 = rows.iter().map(|p| p.map_or(0, |p| p / 16 + 1)).sum();
+        let mut free = random.permutation(total + 3).into_iter();
+        let pages = rows.iter().map(|p| free.by_ref().take(p.map_or(0, |p| p as usize / 16 + 1)).collect()).collect();
+        let cached = |random: &mut Random, p: &Option<u32>| {
+            let tokens = p.map_or(0, |p| p + 1);
+            (0..tokens * kv).map(|_| (0..dim).map(|_| round(kv_format, random.float() * 2.0)).collect()).collect()
+        };
+        let width = (q + 2 * kv) * dim;
+        Context {
+            heads,
+            rows: rows.to_vec(),
+            max_pages,
+            pages,
+            keys: rows.iter().map(|p| cached(random, p)).collect(),
+            values: rows.iter().map(|p| cached(random, p)).collect(),
+            // Queries that make some tokens matter much more than others.
+            qkv: rows.iter().map(|_| (0..width).map(|i| random.float() * if i < q * dim { 3.0 } else { 1.5 }).collect()).collect(),
+            q_norm: (0..dim).map(|_| 1.0 + random.float()).collect(),
+            k_norm: (0..dim).map(|_| 1.0 + random.float()).collect(),
+            rope: (0..LONGEST)
+                .flat_map(|p| (0..rot / 2).flat_map(move |j| [(p as f32 * 0.7 / (1 + j) as f32).cos(), (p as f32 * 0.7 / (1 + j) as f32).sin()]))
+                .collect(),
+            stride: width + 8,
+        }
+    }
+
+    /// The slot of a row: not the row's own number.
+    fn slot(&self, row: usize) -> usize {
+        (row + 1) % self.rows.len()
+    }
+
+    fn row_words(&self) -> Vec<u32> {
+        let words = |(row, position): (usize, &Option<u32>)| match position {
+            Some(position) => [5, *position, self.slot(row) as u32, 1],
+            // What an invalid row says besides must not matter.
+            None => [0, 0, u32::MAX, 0],
+        };
+        self.rows.iter().enumerate().flat_map(words).collect()
+    }
+
+    fn page_words(&self) -> Vec<u32> {
+        let mut words = vec![POISON; self.rows.len() * self.max_pages as usize];
+        for (row, pages) in self.pages.iter().enumerate() {
+            let at = self.slot(row) * self.max_pages as usize;
+            words[at..at + pages.len()].copy_from_slice(pages);
+        }
+        words
+    }
+
+    /// Of a K value, as the shader's head describes it: `[pages][kv_heads][D/8][16 tokens][8]`.
+    fn k_at(&self, row: usize, token: u32, head: u32, i: u32) -> usize {
+        let (kv, d) = (self.heads.kv, self.heads.dim);
+        let page = self.pages[row][token as usize / 16];
+        let index = (((page * kv + head) * (d / 8) + i / 8) * 16 + token % 16) * 8 + i % 8;
+        index as usize
+    }
+
+    /// Of a V value: `[pages][kv_heads][16][D]`.
+    fn v_at(&self, row: usize, token: u32, head: u32, i: u32) -> usize {
+        let (kv, d) = (self.heads.kv, self.heads.dim);
+        let page = self.pages[row][token as usize / 16];
+        (((page * kv + head) * 16 + token % 16) * d + i) as usize
+    }
+
+    /// The K and V pages with the first `tokens(position)` tokens of each row, the rest poison.
+    fn cache(&self, tokens: impl Fn(u32) -> u32) -> (Vec<f32>, Vec<f32>) {
+        let pages: u32 = self.pages.iter().map(|p| p.len() as u32).sum::<u32>() + 3;
+        let floats = (pages * self.heads.kv * 16 * self.heads.dim) as usize;
+        let (mut k, mut v) = (vec![f32::NAN; floats], vec![f32::NAN; floats]);
+        for (row, position) in self.rows.iter().enumerate() {
+            for token in 0..position.map_or(0, &tokens) {
+                for head in 0..self.heads.kv {
+                    for i in 0..self.heads.dim {
+                        let at = (token * self.heads.kv + head) as usize;
+                        k[self.k_at(row, token, head, i)] = self.keys[row][at][i as usize];
+                        v[self.v_at(row, token, head, i)] = self.values[row][at][i as usize];
+                    }
+                }
+            }
+        }
+        (k, v)
+    }
+
+    fn qkv_words(&self) -> Vec<f32> {
+        strided(&self.qkv.concat(), self.stride - 8, self.stride, f32::from_bits(POISON))
+    }
+
+    fn head(&self, row: usize, head: u32) -> Vec<f64> {
+        let at = (head * self.heads.dim) as usize;
+        self.qkv[row][at..at + self.heads.dim as usize].iter().map(|v| f64::from(*v)).collect()
+    }
+
+    /// A head normalised and rotated.
+    fn prepared(&self, row: usize, head: u32, norm: &[f32]) -> Vec<f64> {
+        let mut values = self.head(row, head);
+        if self.heads.qk_norm {
+            let rms = (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64 + f64::from(EPSILON)).sqrt();
+            for (value, weight) in values.iter_mut().zip(norm) {
+                *value = *value / rms * f64::from(*weight);
+            }
+        }
+        let half = self.heads.rot as usize / 2;
+        let table = &self.rope[self.rows[row].expect("a valid row") as usize * half * 2..];
+        let old = values.clone();
+        for j in 0..half {
+            let (c, s) = (f64::from(table[2 * j]), f64::from(table[2 * j + 1]));
+            values[j] = old[j] * c - old[j + half] * s;
+            values[j + half] = old[j + half] * c + old[j] * s;
+        }
+        values
+    }
+
+    /// softmax(q · Kᵀ / sqrt(D)) · V; `new` stands for the row's own token.
+    fn attend(&self, row: usize, kv_head: u32, query: &[f64], new: Option<(&[f64], &[f64])>) -> Vec<f64> {
+        let position = self.rows[row].expect("a valid row");
+        let cached = |of: &[Vec<f32>], token: u32| -> Vec<f64> { of[(token * self.heads.kv + kv_head) as usize].iter().map(|v| f64::from(*v)).collect() };
+        let token = |token: u32| match new {
+            Some((k, v)) if token == position => (k.to_vec(), v.to_vec()),
+            _ => (cached(&self.keys[row], token), cached(&self.values[row], token)),
+        };
+        let kv: Vec<_> = (0..=position).map(token).collect();
+        let scores: Vec<f64> = kv.iter().map(|(k, _)| k.iter().zip(query).map(|(k, q)| k * q).sum::<f64>() / f64::from(self.heads.dim).sqrt()).collect();
+        let top = scores.iter().copied().fold(f64::MIN, f64::max);
+        let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+        (0..query.len()).map(|i| scores.iter().zip(&kv).map(|(s, (_, v))| (s - top).exp() / total * v[i]).sum()).collect()
+    }
+}
+
+/// Head counts and sizes, all that a model can ask for: GQA of 1, 3, 7 and 8.
+fn all_heads() -> Vec<Heads> {
+    let make = |(q, kv, dim, rot, qk_norm, kv_format)| Heads { q, kv, dim, rot, qk_norm, kv_format };
+    [
+        (1, 1, 8, 8, false, Format::F32),
+        (7, 1, 8, 4, true, Format::F16),
+        (6, 2, 64, 64, true, Format::F32),
+        (7, 1, 64, 32, false, Format::F16),
+        (8, 1, 80, 80, false, Format::F16),
+        (3, 3, 80, 32, true, Format::F32),
+        (8, 1, 128, 128, true, Format::F32),
+        (6, 2, 128, 64, true, Format::F16),
+        (2, 2, 128, 128, false, Format::F16),
+    ]
+    .map(make)
+    .to_vec()
+}
+
+const POSITIONS: [u32; 10] = [0, 1, 15, 16, 17, 31, 32, 127, 128, 300];
+
+/// All positions, and a row that is not valid in between.
+fn all_rows() -> Vec<Option<u32>> {
+    let mut rows: Vec<Option<u32>> = POSITIONS.into_iter().map(Some).collect();
+    rows.insert(4, None);
+    rows
+}
+
+/// Keys and values of one token that were computed here, and so were rounded: f16 may be
+/// rounded to either neighbour (2^-10 of its value), f32 is a sum's distance.
+fn stored(format: Format) -> Expect {
+    if format == Format::F16 { Expect::Halves(1.1e-3) } else { Expect::Floats(SUMS) }
+}
+
+#[test]
+fn append_normalises_rotates_and_fills_pages() {
+    let mut cases = Cases::new("append");
+    let mut random = Random(7);
+    let mut made = Vec::new();
+    for heads in all_heads() {
+        let context = Context::new(&mut random, heads, &all_rows());
+        cases.case(format!("{heads:?}"));
+        let (k, v) = context.cache(|position| position);
+        let args = AppendArgs {
+            qkv: cases.floats("qkv", &context.qkv_words()),
+            rows: cases.words("rows", &context.row_words()),
+            q_norm: cases.floats("q_norm", &context.q_norm),
+            k_norm: cases.floats("k_norm", &context.k_norm),
+            rope: cases.floats("rope", &context.rope),
+            pages: cases.words("pages", &context.page_words()),
+            k: cases.weights("k", heads.kv_format, &k),
+            v: cases.weights("v", heads.kv_format, &v),
+            stride: context.stride,
+            max_pages: context.max_pages,
+            epsilon: EPSILON,
+        };
+        cases.expect(args.qkv, Expect::Floats(SUMS));
+        cases.expect(args.k, stored(heads.kv_format));
+        // Values are only rounded.
+        cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
+        cases.recording.call(attention::append("append".to_owned(), heads, context.rows.len() as u32, args));
+        made.push((context, args));
+    }
+    let reference = cases.reference();
+    for (context, args) in made {
+        let Heads { q, kv, dim, kv_format, .. } = context.heads;
+        let what = &cases.recording.decl(args.qkv.buffer).name;
+        for (row, position) in context.rows.iter().enumerate() {
+            let Some(position) = *position else { continue };
+            for h in 0..q {
+                let wanted = context.prepared(row, h, &context.q_norm);
+                for i in 0..dim {
+                    near(reference.f32(args.qkv, row as u32 * context.stride + h * dim + i), wanted[i as usize], what);
+                }
+            }
+            for h in 0..kv {
+                let (key, value) = (context.prepared(row, q + h, &context.k_norm), context.head(row, q + kv + h));
+                for i in 0..dim {
+                    let k = reference.weight(kv_format, args.k, context.k_at(row, position, h, i) as u32);
+                    let v = reference.weight(kv_format, args.v, context.v_at(row, position, h, i) as u32);
+                    for (found, wanted) in [(k, key[i as usize]), (v, value[i as usize])] {
+                        match kv_format {
+                            // Half a unit in the last place of f16 is 2^-11 of the value.
+                            Format::F16 => assert!((f64::from(found) - wanted).abs() <= 5e-4 * (wanted.abs() + 0.01), "{what}: {found} instead of {wanted}"),
+                            _ => near(found, wanted, what),
+                        }
+                    }
+                }
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+/// Method, beside the file's: each case runs twice in a row over one set of counters, which
+/// must be zero again, and with several numbers of splits, so that one workgroup is all there
+/// is, the last of several to arrive combines, or splits are left without work.
+fn attention_cases(fused: bool) {
+    let mut cases = Cases::new(if fused { "attention.fused" } else { "attention" });
+    let mut random = Random(if fused { 8 } else { 9 });
+    let mut made = Vec::new();
+    for (index, heads) in all_heads().into_iter().enumerate() {
+        let rows = all_rows();
+        let count = rows.len() as u32;
+        let context = Context::new(&mut random, heads, &rows);
+        let least = (heads.dim / 2).next_power_of_two().max(32);
+        let threads = if index % 2 == 0 { least } else { least.max(64) };
+        let mut last = None;
+        for splits in [1, 3, 16] {
+            cases.case(format!("{heads:?}.splits={splits}.threads={threads}"));
+            let (k, v) = context.cache(|position| if fused { position } else { position + 1 });
+            let norms = |cases: &mut Cases, name, values| cases.floats(name, values);
+            let (q_norm, k_norm) = (norms(&mut cases, "q_norm", &context.q_norm), norms(&mut cases, "k_norm", &context.k_norm));
+            let rope = cases.floats("rope", &context.rope);
+            // Queries that were not rounded differ by sums only; a new key that was rounded the
+            // other way shifts its score by up to 2^-11 of its terms.
+            let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
+            let outputs = ["o", "o.again"].map(|name| cases.output(name, (count * (heads.q * heads.dim + 8)) as usize, Expect::Floats(limit)));
+            let mut args = AttentionArgs {
+                qkv: cases.floats("qkv", &context.qkv_words()),
+                rows: cases.words("rows", &context.row_words()),
+                q_norm: if fused { q_norm } else { q_norm.none() },
+                k_norm: if fused { k_norm } else { k_norm.none() },
+                rope: if fused { rope } else { rope.none() },
+                pages: cases.words("pages", &context.page_words()),
+                k: cases.weights("k", heads.kv_format, &k),
+                v: cases.weights("v", heads.kv_format, &v),
+                partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
+                counters: cases.words("counters", &vec![0; (heads.kv * count) as usize]),
+                o: outputs[0],
+                stride: context.stride,
+                output_stride: heads.q * heads.dim + 8,
+                max_pages: context.max_pages,
+                epsilon: EPSILON,
+            };
+            cases.expect(args.k, stored(heads.kv_format));
+            cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
+            for o in outputs {
+                args.o = o;
+                cases.recording.call(attention::attention("attention".to_owned(), heads, count, splits, threads, fused, args));
+            }
+            last = Some((args, outputs));
+        }
+        // The formula is checked for one number of splits: the reference knows none.
+        let (args, outputs) = last.expect("there are splits");
+        made.push((context, args, outputs));
+    }
+    let reference = cases.reference();
+    for (context, args, outputs) in made {
+        let Heads { q, kv, dim, kv_format, .. } = context.heads;
+        let what = &cases.recording.decl(args.o.buffer).name;
+        for row in 0..context.rows.len() {
+            if context.rows[row].is_none() {
+                continue;
+            }
+            for h in 0..q {
+                let kv_head = h / (q / kv);
+                let round_all = |values: Vec<f64>| -> Vec<f64> { values.into_iter().map(|v| f64::from(round(kv_format, v as f32))).collect() };
+                let new = fused.then(|| (round_all(context.prepared(row, q + kv_head, &context.k_norm)), round_all(context.head(row, q + kv + kv_head))));
+                let query = if fused { context.prepared(row, h, &context.q_norm) } else { context.head(row, h) };
+                let wanted = context.attend(row, kv_head, &query, new.as_ref().map(|(k, v)| (&k[..], &v[..])));
+                for i in 0..dim {
+                    for o in outputs {
+                        let found = reference.f32(o, row as u32 * args.output_stride + h * dim + i);
+                        let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
+                        let difference = (f64::from(found) - wanted[i as usize]).abs();
+                        assert!(difference <= limit, "{what}, row {row}, head {h}: {found} instead of {}", wanted[i as usize]);
+                    }
+                }
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn attention_of_a_decode_step_normalises_rotates_appends_and_attends() {
+    attention_cases(true);
+}
+
+#[test]
+fn attention_of_a_chunk_attends() {
+    attention_cases(false);
+}

@@ -9,7 +9,9 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// The Vulkan loader library is not installed.
-    #[error("cannot load the Vulkan loader (libvulkan.so.1): install it, for example the package libvulkan1")]
+    #[error(
+        "cannot load the Vulkan loader (libvulkan.so.1): install it, for example the package libvulkan1"
+    )]
     Loader(#[source] ash::LoadingError),
     /// The loader is older than Vulkan 1.3.
     #[error("Vulkan 1.3 is needed, the loader has {major}.{minor}")]
@@ -20,7 +22,9 @@ pub enum DeviceError {
         minor: u32,
     },
     /// No Vulkan driver is installed.
-    #[error("no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU")]
+    #[error(
+        "no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU"
+    )]
     NoDriver,
     /// Validation was asked for and is not installed.
     #[error("validation was asked for, but the layer {layer} is not installed")]
@@ -47,7 +51,9 @@ pub enum DeviceError {
         adapters: String,
     },
     /// Several adapters match the selector.
-    #[error("{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}")]
+    #[error(
+        "{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}"
+    )]
     Ambiguous {
         /// The selector as the user would write it.
         selector: String,
@@ -57,7 +63,9 @@ pub enum DeviceError {
         adapters: String,
     },
     /// Nothing was selected and there is not exactly one usable GPU.
-    #[error("a device must be chosen: there are {count} usable GPUs (CPU drivers are used only when selected); the adapters are:{adapters}")]
+    #[error(
+        "a device must be chosen: there are {count} usable GPUs (CPU drivers are used only when selected); the adapters are:{adapters}"
+    )]
     MustChoose {
         /// How many usable adapters are not CPU drivers.
         count: usize,

@@ -3,7 +3,7 @@
 // For each row: q = rope(norm(q)), in place; K page ← rope(norm(k)); V page ← v.
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
-// k     [pages][kv_heads][D/8][16 tokens][8];  v [pages][kv_heads][16][D]; f16, or f32 with KV 1
+// k, v  cache pages: `kv.glsl`
 // One workgroup does one head of one row. Traffic: a head in, a head out.
 #include "common.glsl"
 #include "kv.glsl"
@@ -15,8 +15,6 @@ layout(constant_id = 3) const uint Q_HEADS = 16;
 layout(constant_id = 4) const uint KV_HEADS = 8;
 layout(constant_id = 5) const uint QK_NORM = 0;
 
-#include "heads.glsl"
-
 layout(push_constant) uniform Args {
     FloatsInOut qkv;
     Words4In rows;
@@ -24,8 +22,8 @@ layout(push_constant) uniform Args {
     FloatsIn k_norm;
     FloatsIn rope;
     WordsIn pages;
-    KeysInOut k;
-    ValuesInOut v;
+    CacheInOut k;
+    CacheInOut v;
     uint stride;
     uint max_pages;
     float epsilon;
@@ -34,8 +32,6 @@ layout(push_constant) uniform Args {
 shared float head[D];
 shared float rotated[D];
 shared float partial[256];
-
-#define AT(i) head[i]
 
 void main() {
     uint row = gl_WorkGroupID.y;
@@ -65,7 +61,12 @@ void main() {
     barrier();
     for (uint i = t; i < D; i += gl_WorkGroupSize.x) {
         float value = head[i];
-        if (!is_v) ROTATE(AT, i, info.y, value)
+        if (!is_v && i < ROT) {
+            bool low = i < ROT / 2u;
+            uint j = low ? i : i - ROT / 2u;
+            uint at = (info.y * (ROT / 2u) + j) * 2u;
+            value = value * rope.v[at] + (low ? -head[j + ROT / 2u] : head[j]) * rope.v[at + 1u];
+        }
         if (h < Q_HEADS) qkv.v[base + i] = value;
         else rotated[i] = value;
     }
@@ -74,16 +75,12 @@ void main() {
     uint kvh = h - Q_HEADS - (is_v ? KV_HEADS : 0u);
     uint page = pages.v[info.z * max_pages + info.y / 16u];
     uint in_page = info.y % 16u;
-    uint head_base = (page * KV_HEADS + kvh) * 16u;
-    if (is_v) {
-        for (uint i = t; i < D / 2u; i += gl_WorkGroupSize.x)
-            STORE_V(v, (head_base + in_page) * (D / 2u) + i, vec2(rotated[2u * i], rotated[2u * i + 1u]))
-    } else {
-        for (uint i = t; i < D / 8u; i += gl_WorkGroupSize.x) {
-            uint d = i * 8u;
-            STORE_K(k, (page * KV_HEADS + kvh) * 2u * D + i * 16u + in_page,
-                    vec4(rotated[d], rotated[d + 1u], rotated[d + 2u], rotated[d + 3u]),
-                    vec4(rotated[d + 4u], rotated[d + 5u], rotated[d + 6u], rotated[d + 7u]))
-        }
+    uint own = page * KV_HEADS + kvh;
+    for (uint i = t; i < D / 8u; i += gl_WorkGroupSize.x) {
+        uint d = i * 8u;
+        Eight eight = pack_eight(vec4(rotated[d], rotated[d + 1u], rotated[d + 2u], rotated[d + 3u]),
+                                 vec4(rotated[d + 4u], rotated[d + 5u], rotated[d + 6u], rotated[d + 7u]));
+        if (is_v) { STORE_EIGHT(v, (own * 16u + in_page) * (D / 8u) + i, eight); }
+        else { STORE_EIGHT(k, own * 2u * D + i * 16u + in_page, eight); }
     }
 }

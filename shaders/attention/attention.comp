@@ -3,15 +3,16 @@
 // o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position.
 //
 // qkv    [rows][stride] f32: q heads (, k heads, v heads)
-// k      [pages][kv_heads][D/8][16 tokens][8];  v [pages][kv_heads][16][D]; f16, or f32 with KV 1
+// k, v   cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32
 // FUSED  1 (decode): q and k come raw; this kernel normalises and rotates them and appends k and v
 //        0 (prompt): `append` has done so
 //
 // One workgroup serves all G query heads of one KV head of one row, so that K and V are read once, and
-// every SPLITS-th block of `threads` tokens. Scores: one token a thread. Values: a pair of dims a thread.
-// Several active splits leave {m, l, o} in `partials`; the last to arrive (an atomic count) combines
-// them. Traffic: 4·D bytes a token and KV head (f16).
+// every SPLITS-th block of WORKERS tokens. Scores: one token a thread. Values: eight dims a thread.
+// A block's keys are loaded before they are needed: the first while q is prepared, the next while
+// values are summed. Several active splits leave {m, l, o} in `partials`; the last to arrive (an atomic
+// count) combines them. Traffic: 4·D bytes a token and KV head (f16).
 #include "common.glsl"
 #include "kv.glsl"
 
@@ -24,8 +25,6 @@ layout(constant_id = 5) const uint QK_NORM = 0;
 layout(constant_id = 6) const uint FUSED = 1;
 layout(constant_id = 7) const uint WORKERS = 128; // the same as the workgroup's size
 
-#include "heads.glsl"
-
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
 
@@ -36,9 +35,9 @@ layout(push_constant) uniform Args {
     FloatsIn k_norm;
     FloatsIn rope;
     WordsIn pages;
-    KeysInOut k;
-    ValuesInOut v;
-    Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]
+    CacheInOut k;
+    CacheInOut v;
+    Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]: m and l of each head, then o
     Counters counters;   // [rows][kv_heads], zero between uses
     FloatsOut o;
     uint stride;
@@ -47,86 +46,99 @@ layout(push_constant) uniform Args {
     float epsilon;
 };
 
-const uint PAIRS = D / 2u;
-const uint LANES = WORKERS / PAIRS;     // groups of threads that share the tokens of a block
+const uint EIGHTS = D / 8u;
+const uint LANES = WORKERS / EIGHTS;    // tokens at a time in the value phase
+const float LOWEST = -3.0e38;
 
-shared float q_s[G * D];
-shared float k_s[D];
-shared float v_s[D];
+shared vec4 q_s[G * D / 4u];
+shared vec4 k_s[D / 4u];
+shared vec4 v_s[D / 4u];
 shared float p_s[G * WORKERS];
-shared float reduce_s[LANES * G * D];
+shared vec4 reduce_s[LANES * G * D / 4u];
 shared float m_s[G];
 shared float l_s[G];
 shared float correction_s[G];
-shared float head_scale[G + 1u];
+shared float scale_s[G + 1u];
 shared uint page_s[(WORKERS + 15u) / 16u];
 shared uint last_s;
 
-#define Q_AT(i) q_s[head_base + (i)]
-#define K_AT(i) k_s[i]
-
-// q_s ← rope(norm(q)) / sqrt(D); with FUSED also k_s and v_s, rounded as the cache holds them.
-void prepare(uint row, uint kvh, uint position) {
+// Raw heads to shared memory: G of q, and with FUSED the new k and v.
+void load_heads(uint row, uint kvh) {
     uint t = gl_LocalInvocationID.x;
     uint q_base = row * stride + kvh * G * D;
-    for (uint i = t; i < G * D; i += WORKERS) q_s[i] = qkv.v[q_base + i];
+    for (uint i = t; i < G * D; i += WORKERS) q_s[i / 4u][i % 4u] = qkv.v[q_base + i];
     if (FUSED == 1u) {
         uint k_base = row * stride + (KV_HEADS * G + kvh) * D;
         for (uint i = t; i < D; i += WORKERS) {
-            k_s[i] = qkv.v[k_base + i];
-            v_s[i] = qkv.v[k_base + KV_HEADS * D + i];
-        }
-    }
-    barrier();
-    if (FUSED == 1u && QK_NORM == 1u) {
-        for (uint g = gl_SubgroupID; g < G + 1u; g += gl_NumSubgroups) {
-            float square = 0.0;
-            for (uint i = gl_SubgroupInvocationID; i < D; i += gl_SubgroupSize) {
-                float value = g < G ? q_s[g * D + i] : k_s[i];
-                square += value * value;
-            }
-            square = subgroupAdd(square);
-            if (subgroupElect()) head_scale[g] = inversesqrt(square / float(D) + epsilon);
-        }
-        barrier();
-        for (uint i = t; i < G * D; i += WORKERS) q_s[i] *= head_scale[i / D] * q_norm.v[i % D];
-        for (uint i = t; i < D; i += WORKERS) k_s[i] *= head_scale[G] * k_norm.v[i];
-        barrier();
-    }
-    float inverse = inversesqrt(float(D));
-    if (FUSED == 1u) {
-        // A pair (i, i + ROT/2) is rotated by the thread that owns i, so that no thread reads what
-        // another has already overwritten.
-        uint half_dim = ROT / 2u;
-        for (uint i = t; i < (G + 1u) * half_dim; i += WORKERS) {
-            uint g = i / half_dim, j = i % half_dim;
-            uint ro = (position * half_dim + j) * 2u;
-            float c = rope.v[ro], s = rope.v[ro + 1u];
-            if (g < G) {
-                float a = q_s[g * D + j], b = q_s[g * D + j + half_dim];
-                q_s[g * D + j] = a * c - b * s;
-                q_s[g * D + j + half_dim] = b * c + a * s;
-            } else {
-                float a = k_s[j], b = k_s[j + half_dim];
-                k_s[j] = a * c - b * s;
-                k_s[j + half_dim] = b * c + a * s;
-            }
-        }
-        barrier();
-    }
-    for (uint i = t; i < G * D; i += WORKERS) q_s[i] *= inverse;
-    if (FUSED == 1u) {
-        for (uint i = t; i < PAIRS; i += WORKERS) {
-            vec2 kr = ROUND_KV(vec2(k_s[2u * i], k_s[2u * i + 1u]));
-            vec2 vr = ROUND_KV(vec2(v_s[2u * i], v_s[2u * i + 1u]));
-            k_s[2u * i] = kr.x;
-            k_s[2u * i + 1u] = kr.y;
-            v_s[2u * i] = vr.x;
-            v_s[2u * i + 1u] = vr.y;
+            k_s[i / 4u][i % 4u] = qkv.v[k_base + i];
+            v_s[i / 4u][i % 4u] = qkv.v[k_base + KV_HEADS * D + i];
         }
     }
     barrier();
 }
+
+float head_value(uint g, uint i) { return g < G ? q_s[(g * D + i) / 4u][i % 4u] : k_s[i / 4u][i % 4u]; }
+
+void set_head_value(uint g, uint i, float value) {
+    if (g < G) q_s[(g * D + i) / 4u][i % 4u] = value;
+    else k_s[i / 4u][i % 4u] = value;
+}
+
+// q_s ← rope(norm(q)) / sqrt(D), k_s ← rope(norm(k)). A thread owns both values of a rotated pair, so
+// that none reads what another has overwritten.
+void prepare_heads(uint position) {
+    uint t = gl_LocalInvocationID.x;
+    float inverse = inversesqrt(float(D));
+    if (FUSED == 0u) {
+        for (uint i = t; i < G * D; i += WORKERS) q_s[i / 4u][i % 4u] *= inverse;
+        barrier();
+        return;
+    }
+    if (QK_NORM == 1u) {
+        for (uint g = gl_SubgroupID; g < G + 1u; g += gl_NumSubgroups) {
+            float square = 0.0;
+            for (uint i = gl_SubgroupInvocationID; i < D; i += gl_SubgroupSize) {
+                float value = head_value(g, i);
+                square += value * value;
+            }
+            square = subgroupAdd(square);
+            if (subgroupElect()) scale_s[g] = inversesqrt(square / float(D) + epsilon);
+        }
+        barrier();
+    }
+    const uint HALF = ROT / 2u;
+    for (uint i = t; i < (G + 1u) * (D / 2u); i += WORKERS) {
+        uint g = i / (D / 2u), j = i % (D / 2u);
+        bool rotated = j < HALF;
+        uint first = rotated ? j : ROT + (j - HALF) * 2u;
+        uint second = rotated ? j + HALF : first + 1u;
+        float a = head_value(g, first), b = head_value(g, second);
+        if (QK_NORM == 1u) {
+            float scale = scale_s[g];
+            a *= scale * (g < G ? q_norm.v[first] : k_norm.v[first]);
+            b *= scale * (g < G ? q_norm.v[second] : k_norm.v[second]);
+        }
+        if (rotated) {
+            uint ro = (position * HALF + j) * 2u;
+            float c = rope.v[ro], s = rope.v[ro + 1u];
+            float turned = a * c - b * s;
+            b = b * c + a * s;
+            a = turned;
+        }
+        if (g < G) {
+            a *= inverse;
+            b *= inverse;
+        }
+        set_head_value(g, first, a);
+        set_head_value(g, second, b);
+    }
+    barrier();
+}
+
+// The new key or value as the cache will hold it.
+void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high), a, b); }
+
+uint token_page(uint table, uint token) { return pages.v[table + token / 16u]; }
 
 void main() {
     uint row = gl_WorkGroupID.z;
@@ -135,17 +147,27 @@ void main() {
     uvec4 info = rows.v[row];
     uint position = info.y;
     uint blocks = position / WORKERS + 1u;
-    uint parts_live = min(blocks, gl_NumWorkGroups.x);
-    if (info.w == 0u || split >= parts_live) return;
+    uint live = min(blocks, gl_NumWorkGroups.x);
+    if (info.w == 0u || split >= live) return;
     uint t = gl_LocalInvocationID.x;
     uint table = info.z * max_pages;
-    prepare(row, kvh, position);
 
-    uint lane = t / PAIRS, pair = t % PAIRS;
-    vec2 acc[G];
-    [[unroll]] for (uint g = 0u; g < G; g++) acc[g] = vec2(0.0);
+    // Keys of the thread's token in the first block; tokens past the end read the last one's.
+    Eight key[EIGHTS];
+    uint page = token_page(table, min(split * WORKERS + t, position));
+    {
+        uint token = min(split * WORKERS + t, position);
+        uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
+        [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
+    }
+    load_heads(row, kvh);
+    prepare_heads(position);
+
+    uint lane = t / EIGHTS, column = t % EIGHTS;
+    vec4 acc_a[G], acc_b[G];
+    [[unroll]] for (uint g = 0u; g < G; g++) acc_a[g] = acc_b[g] = vec4(0.0);
     for (uint g = t; g < G; g += WORKERS) {
-        m_s[g] = -3.0e38;
+        m_s[g] = LOWEST;
         l_s[g] = 0.0;
     }
 
@@ -153,33 +175,28 @@ void main() {
         uint first = block * WORKERS;
         uint count = min(WORKERS, position + 1u - first);
         bool has_new = FUSED == 1u && first + count == position + 1u;
-        for (uint i = t; i < (count + 15u) / 16u; i += WORKERS) page_s[i] = pages.v[table + first / 16u + i];
-        barrier();
+        if (t % 16u == 0u) page_s[t / 16u] = page;
 
         // Scores: thread t has token first + t.
         float score[G];
-        [[unroll]] for (uint g = 0u; g < G; g++) score[g] = -3.0e38;
-        if (t < count) {
-            [[unroll]] for (uint g = 0u; g < G; g++) score[g] = 0.0;
-            if (has_new && t == count - 1u) {
-                for (uint i = 0u; i < D; i++) {
-                    float value = k_s[i];
-                    [[unroll]] for (uint g = 0u; g < G; g++) score[g] += q_s[g * D + i] * value;
-                }
-            } else {
-                uint base = (page_s[t / 16u] * KV_HEADS + kvh) * 2u * D + (t % 16u);
-                for (uint j = 0u; j < D / 8u; j++) {
-                    vec4 ka, kb;
-                    LOAD_K(k, base + j * 16u, ka, kb)
-                    [[unroll]] for (uint g = 0u; g < G; g++) {
-                        uint qo = g * D + j * 8u;
-                        score[g] += q_s[qo] * ka.x + q_s[qo + 1u] * ka.y + q_s[qo + 2u] * ka.z + q_s[qo + 3u] * ka.w
-                                  + q_s[qo + 4u] * kb.x + q_s[qo + 5u] * kb.y + q_s[qo + 6u] * kb.z + q_s[qo + 7u] * kb.w;
-                    }
-                }
-            }
+        [[unroll]] for (uint g = 0u; g < G; g++) score[g] = 0.0;
+        bool is_new = has_new && t == count - 1u;
+        [[unroll]] for (uint j = 0u; j < EIGHTS; j++) {
+            vec4 a, b;
+            if (is_new) rounded(k_s[j * 2u], k_s[j * 2u + 1u], a, b);
+            else unpack_eight(key[j], a, b);
+            [[unroll]] for (uint g = 0u; g < G; g++)
+                score[g] += dot(q_s[g * (D / 4u) + j * 2u], a) + dot(q_s[g * (D / 4u) + j * 2u + 1u], b);
         }
-        [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = score[g];
+        [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = t < count ? score[g] : LOWEST;
+        // The next block's keys are on their way while values are summed.
+        uint next = block + gl_NumWorkGroups.x;
+        if (next < blocks) {
+            uint token = min(next * WORKERS + t, position);
+            page = token_page(table, token);
+            uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
+            [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
+        }
         barrier();
 
         // Softmax of the block: a subgroup takes a head.
@@ -203,32 +220,39 @@ void main() {
         }
         barrier();
 
-        // Values: thread (lane, pair) sums tokens lane, lane + LANES, … for two dims.
-        [[unroll]] for (uint g = 0u; g < G; g++) acc[g] *= correction_s[g];
+        // Values: thread (lane, column) sums tokens lane, lane + LANES, … for eight dims.
+        [[unroll]] for (uint g = 0u; g < G; g++) {
+            acc_a[g] *= correction_s[g];
+            acc_b[g] *= correction_s[g];
+        }
         uint cached = has_new ? count - 1u : count;
         if (lane < LANES) {
             for (uint i = lane; i < cached; i += LANES) {
-                vec2 value;
-                LOAD_V(v, ((page_s[i / 16u] * KV_HEADS + kvh) * 16u + i % 16u) * PAIRS + pair, value)
-                [[unroll]] for (uint g = 0u; g < G; g++) acc[g] += p_s[g * WORKERS + i] * value;
+                vec4 a, b;
+                unpack_eight(LOAD_EIGHT(v, ((page_s[i / 16u] * KV_HEADS + kvh) * 16u + i % 16u) * EIGHTS + column), a, b);
+                [[unroll]] for (uint g = 0u; g < G; g++) {
+                    float p = p_s[g * WORKERS + i];
+                    acc_a[g] += p * a;
+                    acc_b[g] += p * b;
+                }
             }
             if (has_new && lane == 0u) {
-                vec2 value = vec2(v_s[2u * pair], v_s[2u * pair + 1u]);
-                [[unroll]] for (uint g = 0u; g < G; g++) acc[g] += p_s[g * WORKERS + count - 1u] * value;
+                vec4 a, b;
+                rounded(v_s[column * 2u], v_s[column * 2u + 1u], a, b);
+                [[unroll]] for (uint g = 0u; g < G; g++) {
+                    float p = p_s[g * WORKERS + count - 1u];
+                    acc_a[g] += p * a;
+                    acc_b[g] += p * b;
+                }
             }
         }
         if (has_new) {
-            // Append after every read of the block: no other workgroup reads this token in this dispatch.
-            uint page = page_s[(count - 1u) / 16u], in_page = position % 16u;
-            uint head_base = (page * KV_HEADS + kvh) * 16u;
-            for (uint i = t; i < D / 8u; i += WORKERS) {
-                uint d = i * 8u;
-                STORE_K(k, (page * KV_HEADS + kvh) * 2u * D + i * 16u + in_page,
-                        vec4(k_s[d], k_s[d + 1u], k_s[d + 2u], k_s[d + 3u]),
-                        vec4(k_s[d + 4u], k_s[d + 5u], k_s[d + 6u], k_s[d + 7u]))
+            // No other workgroup reads this token in this dispatch, and no thread of this one does.
+            uint own = page_s[(count - 1u) / 16u] * KV_HEADS + kvh, in_page = position % 16u;
+            for (uint i = t; i < EIGHTS; i += WORKERS) {
+                STORE_EIGHT(k, own * 2u * D + i * 16u + in_page, pack_eight(k_s[i * 2u], k_s[i * 2u + 1u]));
+                STORE_EIGHT(v, (own * 16u + in_page) * EIGHTS + i, pack_eight(v_s[i * 2u], v_s[i * 2u + 1u]));
             }
-            for (uint i = t; i < PAIRS; i += WORKERS)
-                STORE_V(v, (head_base + in_page) * PAIRS + i, vec2(v_s[2u * i], v_s[2u * i + 1u]))
         }
         barrier();
     }
@@ -236,21 +260,22 @@ void main() {
     // Sum over the lanes.
     if (lane < LANES) {
         [[unroll]] for (uint g = 0u; g < G; g++) {
-            reduce_s[(lane * G + g) * D + 2u * pair] = acc[g].x;
-            reduce_s[(lane * G + g) * D + 2u * pair + 1u] = acc[g].y;
+            reduce_s[(lane * G + g) * (D / 4u) + column * 2u] = acc_a[g];
+            reduce_s[(lane * G + g) * (D / 4u) + column * 2u + 1u] = acc_b[g];
         }
     }
     barrier();
     uint out_base = row * output_stride + kvh * G * D;
-    uint slot = (row * KV_HEADS + kvh);
-    uint part = (slot * gl_NumWorkGroups.x + split) * G * (D + 2u);
+    uint slot = row * KV_HEADS + kvh;
+    uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
+    uint part = parts + split * G * (D + 2u);
     for (uint i = t; i < G * D; i += WORKERS) {
         float sum = 0.0;
-        for (uint n = 0u; n < LANES; n++) sum += reduce_s[n * G * D + i];
-        if (parts_live == 1u) o.v[out_base + i] = sum / l_s[i / D];
+        for (uint n = 0u; n < LANES; n++) sum += reduce_s[(n * G * D + i) / 4u][i % 4u];
+        if (live == 1u) o.v[out_base + i] = sum / l_s[i / D];
         else partials.v[part + 2u * G + i] = sum;
     }
-    if (parts_live == 1u) return;
+    if (live == 1u) return;
     for (uint g = t; g < G; g += WORKERS) {
         partials.v[part + 2u * g] = m_s[g];
         partials.v[part + 2u * g + 1u] = l_s[g];
@@ -260,21 +285,30 @@ void main() {
     barrier();
     if (t == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
     barrier();
-    if (last_s != parts_live) return;
+    if (last_s != live) return;
     memoryBarrierBuffer();
     if (t == 0u) counters.v[slot] = 0u;
-    uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
+    // The weight of each split, over the common maximum and the common sum: a subgroup takes a head.
+    for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
+        float top = LOWEST;
+        for (uint s = gl_SubgroupInvocationID; s < live; s += gl_SubgroupSize)
+            top = max(top, partials.v[parts + s * G * (D + 2u) + 2u * g]);
+        top = subgroupMax(top);
+        float sum = 0.0;
+        for (uint s = gl_SubgroupInvocationID; s < live; s += gl_SubgroupSize) {
+            uint p = parts + s * G * (D + 2u) + 2u * g;
+            float w = exp(partials.v[p] - top);
+            p_s[g * WORKERS + s] = w;
+            sum += w * partials.v[p + 1u];
+        }
+        sum = subgroupAdd(sum);
+        if (subgroupElect()) l_s[g] = sum;
+    }
+    barrier();
     for (uint i = t; i < G * D; i += WORKERS) {
         uint g = i / D;
-        float m = -3.0e38;
-        for (uint s = 0u; s < parts_live; s++) m = max(m, partials.v[parts + s * G * (D + 2u) + 2u * g]);
-        float l = 0.0, sum = 0.0;
-        for (uint s = 0u; s < parts_live; s++) {
-            uint p = parts + s * G * (D + 2u);
-            float w = exp(partials.v[p + 2u * g] - m);
-            l += w * partials.v[p + 2u * g + 1u];
-            sum += w * partials.v[p + 2u * G + i];
-        }
-        o.v[out_base + i] = sum / l;
+        float sum = 0.0;
+        for (uint s = 0u; s < live; s++) sum += p_s[g * WORKERS + s] * partials.v[parts + s * G * (D + 2u) + 2u * G + i];
+        o.v[out_base + i] = sum / l_s[g];
     }
 }

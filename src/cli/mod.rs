@@ -1,6 +1,7 @@
 //! The command line: `devices`, `serve`, `generate`, `bench`, `synth`.
 //! Deliberately absent: anything that the service needs too.
 
+mod bench;
 mod devices;
 mod generate;
 mod progress;
@@ -38,6 +39,8 @@ enum Command {
     Serve(serve::Serve),
     /// Generate once, in this process or against a server.
     Generate(Box<generate::Generate>),
+    /// Measure prompt and decode speed beside the device's read ceiling.
+    Bench(bench::Bench),
     /// Write a checkpoint of random weights in the layout of Hugging Face.
     Synth(Synth),
 }
@@ -84,6 +87,7 @@ pub fn main() -> ExitCode {
         Command::Devices { json } => devices::run(json),
         Command::Serve(args) => serve::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
             let Synth { shape: Shape { arch, config }, out, seed, dtype, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);

@@ -12,3 +12,4 @@ pub mod host;
 pub mod fake;
 pub mod gpu;
 pub mod start;
+pub mod ceiling;

@@ -350,9 +350,9 @@ impl Build<'_> {
         if c.head_dim % 8 != 0 {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
         }
-        if c.head_dim / 2 > self.adapter.capabilities.max_invocations {
+        if c.head_dim / 8 > self.adapter.capabilities.max_invocations {
             return Err(self.unsupported(format!(
-                "head_dim is {}, the device's workgroups have {} invocations and need half of it",
+                "head_dim is {}, the device's workgroups have {} invocations and need an eighth of it",
                 c.head_dim, self.adapter.capabilities.max_invocations
             )));
         }

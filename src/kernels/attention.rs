@@ -48,7 +48,7 @@ impl Heads {
     /// Shared memory that `attention` takes with that many threads, bytes.
     pub fn shared_bytes(self, threads: u32) -> u32 {
         let (g, d) = (self.group(), self.dim);
-        let lanes = threads / (d / 2);
+        let lanes = threads / (d / 8);
         4 * (g * d + 2 * d + g * threads + lanes * g * d + 4 * g + 1 + threads.div_ceil(16) + 1)
     }
 

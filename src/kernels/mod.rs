@@ -10,6 +10,7 @@ pub mod region;
 pub mod embed;
 pub mod gemm;
 pub mod attention;
+pub mod bench;
 pub mod layout;
 pub mod state;
 pub mod determinate;
@@ -43,6 +44,7 @@ pub fn reference(kernel: &str) -> Reference {
         "take_last" => gemm::reference_take_last,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
+        "read_ceiling" => bench::reference_read_ceiling,
         "sample" => sampling::reference_sample,
         "advance" => sampling::reference_advance,
         "patch" => sampling::reference_patch,

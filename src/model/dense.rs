@@ -207,7 +207,8 @@ impl Dense<'_> {
     /// Threads of an attention workgroup: the most that the tuning and shared memory allow.
     fn attention_threads(&self) -> u32 {
         let heads = self.heads();
-        let least = (heads.dim / 2).next_power_of_two();
+        // The last of several splits to arrive weighs all of them with a thread each.
+        let least = (heads.dim / 8).next_power_of_two().max(self.tuning.splits).max(16);
         let mut threads = self.tuning.attention_threads.max(least);
         while threads > least && heads.shared_bytes(threads) > self.tuning.shared_bytes {
             threads /= 2;

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Installs what is missing and nothing else; asks for root only then.
+#   setup.sh run    the Vulkan loader, and a CPU driver where no GPU driver is there
+#   setup.sh test   both CPU drivers, the validation layer, and cargo-deny
+set -euo pipefail
+what=${1:-run}
+
+has_library() { ldconfig -p 2>/dev/null | grep -q "$1" || /sbin/ldconfig -p 2>/dev/null | grep -q "$1"; }
+
+# Manifests of Vulkan drivers, wherever the loader looks for them.
+drivers() {
+    local folders=(/usr/share/vulkan/icd.d /etc/vulkan/icd.d /usr/local/share/vulkan/icd.d /usr/local/etc/vulkan/icd.d)
+    [ -n "${VK_DRIVER_FILES:-}${VK_ICD_FILENAMES:-}" ] && echo "${VK_DRIVER_FILES:-$VK_ICD_FILENAMES}"
+    for folder in "${folders[@]}"; do
+        ls "$folder"/*.json 2>/dev/null || true
+    done
+}
+
+missing=()
+need() {
+    missing+=("$1")
+}
+
+command -v c++ >/dev/null || need g++
+has_library libvulkan.so.1 || need libvulkan1
+case $what in
+run)
+    [ -n "$(drivers)" ] || need mesa-vulkan-drivers
+    ;;
+test)
+    [ -e /usr/share/vulkan/icd.d/lvp_icd.x86_64.json ] || [ -e /usr/share/vulkan/icd.d/lvp_icd.json ] || need mesa-vulkan-drivers
+    [ -e /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json ] || need vulkan-validationlayers
+    # SwiftShader, the second CPU driver, comes with Chromium, and so does a newer validation layer.
+    [ -e /usr/lib/chromium/vk_swiftshader_icd.json ] || need chromium
+    ;;
+*)
+    echo "setup.sh: '$what' is neither run nor test" >&2
+    exit 2
+    ;;
+esac
+
+if [ ${#missing[@]} -gt 0 ]; then
+    echo "installing ${missing[*]}"
+    root=()
+    [ "$(id -u)" -eq 0 ] || root=(sudo)
+    "${root[@]}" apt-get update -qq
+    "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+if [ "$what" = test ] && ! cargo deny --version >/dev/null 2>&1; then
+    echo "installing cargo-deny"
+    cargo install --locked --quiet cargo-deny
+fi

@@ -1,0 +1,296 @@
+//! `ostinato bench`: prompt and decode speed as llama-bench reports them, beside the device's
+//! read ceiling measured in the same run. Deliberately absent: a server in between.
+
+use crate::config::{Config, DEMO_PATH, Model};
+use crate::device::{Instance, InstanceOptions, Selector, select};
+use crate::engine::ceiling::read_ceiling;
+use crate::engine::host::{Host, Replica};
+use crate::engine::request::{Event, Finished, FinishReason, Limits, PerToken, Request, Sampling, SinkClosed};
+use crate::engine::start::{Progress, start_on};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::demo;
+use anyhow::{anyhow, bail};
+use crossbeam_channel::{Receiver, unbounded};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+/// What to measure.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Bench {
+    /// A checkpoint's folder; without it the embedded demo model.
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// UUID, PCI address, name, index, or `cpu`.
+    #[arg(long)]
+    device: Option<String>,
+    /// Prompt tokens; 0 leaves the prompt test out.
+    #[arg(long, default_value_t = 512)]
+    prompt: u32,
+    /// Tokens to decode; 0 leaves the decode test out.
+    #[arg(long, default_value_t = 128)]
+    decode: u32,
+    /// Tokens of context before the test begins.
+    #[arg(long, default_value_t = 0)]
+    depth: u32,
+    /// Numbers of concurrent streams, separated by commas.
+    #[arg(long, value_delimiter = ',', default_value = "1")]
+    streams: Vec<u32>,
+    /// Runs of each test; the median is shown.
+    #[arg(long, default_value_t = 5)]
+    repeat: u32,
+    /// How keys and values are kept: f16 or f32.
+    #[arg(long)]
+    kv_format: Option<String>,
+    /// One JSON object a row on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// One measured row.
+struct Row {
+    test: &'static str,
+    tokens: u32,
+    depth: u32,
+    streams: u32,
+    tokens_per_second: f64,
+    bytes_per_token: f64,
+    per_token: PerToken,
+}
+
+pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress) -> anyhow::Result<()> {
+    if args.streams.is_empty() || args.streams.contains(&0) || args.repeat == 0 {
+        bail!(super::Usage("streams and repeat must be at least 1".to_owned()));
+    }
+    let instance = Instance::new(&InstanceOptions { validation: false })?;
+    let adapters = instance.adapters();
+    let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
+    let adapter = select(&adapters, selector.as_ref())?.clone();
+    let ceiling = read_ceiling(&instance, &adapter)?;
+
+    let path = match &args.model {
+        Some(path) => path.clone(),
+        None => demo::unpack(cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?,
+    };
+    let checkpoint = Checkpoint::open(&path)?;
+    let most = args.streams.iter().copied().max().unwrap_or(1);
+    let mut model = Model::new("bench", args.model.clone().unwrap_or_else(|| DEMO_PATH.into()), Some(&adapter.uuid));
+    model.slots = Some(most);
+    let longest = args.depth + args.prompt.max(args.decode + 1) + 16;
+    if longest > checkpoint.config.context {
+        bail!(super::Usage(format!(
+            "depth {} with prompt {} or decode {} needs a context of {longest}, the model has {}",
+            args.depth, args.prompt, args.decode, checkpoint.config.context
+        )));
+    }
+    model.context = Some(longest);
+    model.kv_format = match args.kv_format.as_deref() {
+        None => None,
+        Some("f16") => Some(crate::config::KvFormat::F16),
+        Some("f32") => Some(crate::config::KvFormat::F32),
+        Some(other) => bail!(super::Usage(format!("kv format \"{other}\" is neither f16 nor f32"))),
+    };
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.cache_directory = cache;
+    config.server.queue_limit = config.server.queue_limit.max(most);
+    let host = start_on(&instance, &config, progress)?;
+
+    let kv_value_bytes = if args.kv_format.as_deref() == Some("f32") { 4 } else { 2 };
+    let kv_token_bytes = checkpoint.config.kv_elements_per_token() * kv_value_bytes;
+    let mut rows = Vec::new();
+    for &streams in &args.streams {
+        if args.prompt > 0 {
+            let mut row = median(args, &host, Test::Prefill, streams)?;
+            row.bytes_per_token = checkpoint.bytes_per_token() as f64 / f64::from(args.prompt);
+            rows.push(row);
+        }
+        if args.decode > 0 {
+            let mut row = median(args, &host, Test::Decode, streams)?;
+            let context = f64::from(args.depth) + f64::from(args.decode) / 2.0;
+            row.bytes_per_token = checkpoint.bytes_per_token() as f64 / f64::from(streams) + kv_token_bytes as f64 * context;
+            rows.push(row);
+        }
+    }
+    if args.json {
+        for row in &rows {
+            println!("{}", json_row(row, ceiling));
+        }
+    } else {
+        print_table(&rows, ceiling, &adapter.name, &path, &host);
+    }
+    Ok(())
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Test {
+    Prefill,
+    Decode,
+}
+
+/// The run of median speed.
+fn median(args: &Bench, host: &Host, test: Test, streams: u32) -> anyhow::Result<Row> {
+    let (model, replica) = host.route("", "")?;
+    // One run to warm up.
+    let mut runs = Vec::new();
+    for index in 0..=args.repeat {
+        let row = once(args, replica, model.info.vocabulary, test, streams, index)?;
+        if index > 0 {
+            runs.push(row);
+        }
+    }
+    runs.sort_by(|a, b| a.tokens_per_second.total_cmp(&b.tokens_per_second));
+    Ok(runs.swap_remove(runs.len() / 2))
+}
+
+fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u32, seed: u32) -> anyhow::Result<Row> {
+    let (prompt, output) = match test {
+        Test::Prefill => (args.depth + args.prompt, 1),
+        Test::Decode => (args.depth.max(1), args.decode + 1),
+    };
+    let begin = Instant::now();
+    let events: Vec<Receiver<Event>> = (0..streams)
+        .map(|stream| {
+            let (sender, events) = unbounded();
+            let request = Request {
+                id: format!("bench-{seed}-{stream}"),
+                prompt: tokens(prompt, vocabulary, seed * 1000 + stream),
+                sampling: Sampling::default(),
+                limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
+                logprobs: None,
+                dump_logits: false,
+                priority: 0,
+                deadline: None,
+                span: tracing::Span::none(),
+            };
+            let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
+            replica.submit(request, sink).map(|()| events)
+        })
+        .collect::<Result<_, _>>()?;
+    let finished: Vec<Finished> = events.iter().map(wait).collect::<anyhow::Result<_>>()?;
+    let elapsed = begin.elapsed();
+    let first = &finished[0];
+    let seconds = match (test, streams) {
+        (Test::Prefill, 1) => first.timings.prefill.as_secs_f64(),
+        (Test::Decode, 1) => first.timings.decode.as_secs_f64(),
+        _ => elapsed.as_secs_f64(),
+    };
+    let tokens = match test {
+        Test::Prefill => args.prompt,
+        Test::Decode => args.decode,
+    };
+    Ok(Row {
+        test: if test == Test::Prefill { "prefill" } else { "decode" },
+        tokens,
+        depth: args.depth,
+        streams,
+        tokens_per_second: f64::from(tokens) * f64::from(streams) / seconds.max(1e-9),
+        bytes_per_token: 0.0,
+        per_token: first.per_token,
+    })
+}
+
+fn wait(events: &Receiver<Event>) -> anyhow::Result<Finished> {
+    loop {
+        match events.recv_timeout(Duration::from_secs(600))? {
+            Event::Finished(finished) => {
+                if let FinishReason::Error(message) = &finished.reason {
+                    bail!("the run failed: {message}");
+                }
+                return Ok(finished);
+            }
+            Event::Started(_) | Event::Token(_) => {}
+        }
+    }
+}
+
+/// Token ids spread over the vocabulary, the same for the same seed.
+fn tokens(count: u32, vocabulary: u32, seed: u32) -> Vec<u32> {
+    let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ((state >> 33) % u64::from(vocabulary)) as u32
+        })
+        .collect()
+}
+
+fn per_token_json(p: &PerToken) -> Value {
+    json!({
+        "submits": p.submits,
+        "dispatches": p.dispatches,
+        "barriers": p.barriers,
+        "descriptor_updates": p.descriptor_updates,
+        "transfer_submits": p.transfer_submits,
+        "host_waits": p.host_waits,
+        "enqueue_us": p.enqueue_us,
+        "gpu_us": p.gpu_us,
+        "flushes": {
+            "phase_boundary": p.flushes.phase_boundary,
+            "readback": p.flushes.readback,
+            "cross_queue": p.flushes.cross_queue,
+        },
+    })
+}
+
+fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
+    json!({
+        "test": row.test,
+        "tokens": row.tokens,
+        "depth": row.depth,
+        "streams": row.streams,
+        "tokens_per_second": row.tokens_per_second,
+        "bytes_per_token": row.bytes_per_token,
+        "ceiling_gb_per_second": ceiling.map(|c| c / 1e9),
+        "ceiling_fraction": ceiling.map(|c| row.tokens_per_second * row.bytes_per_token / c),
+        "per_token": per_token_json(&row.per_token),
+    })
+}
+
+fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, host: &Host) {
+    let info = &host.models[0].info;
+    println!(
+        "{} from {}, {:.2} billion parameters, {:.2} GB a token at batch 1",
+        info.architecture,
+        path.display(),
+        info.parameters as f64 / 1e9,
+        info.bytes_per_token as f64 / 1e9
+    );
+    match ceiling {
+        Some(ceiling) => println!("{device}: reads {:.0} GB/s at most (measured now)", ceiling / 1e9),
+        None => println!("{device}: its queue has no timestamps, so its read ceiling is unknown"),
+    }
+    println!();
+    println!(
+        "{:<8} {:>7} {:>7} {:>8} {:>11} {:>10} {:>8} {:>8} {:>10} {:>9} {:>11} {:>10} {:>9}",
+        "test", "tokens", "depth", "streams", "tokens/s", "ms/token", "ceiling", "submits", "dispatches", "barriers", "host waits", "enqueue us", "gpu us"
+    );
+    for row in rows {
+        let fraction = match (ceiling, row.test) {
+            (Some(ceiling), "decode") => format!("{:.0} %", 100.0 * row.tokens_per_second * row.bytes_per_token / ceiling),
+            _ => "-".to_owned(),
+        };
+        let p = &row.per_token;
+        println!(
+            "{:<8} {:>7} {:>7} {:>8} {:>11.1} {:>10.3} {:>8} {:>8.3} {:>10.1} {:>9.1} {:>11.3} {:>10.2} {:>9.1}",
+            row.test,
+            row.tokens,
+            row.depth,
+            row.streams,
+            row.tokens_per_second,
+            1e3 / row.tokens_per_second,
+            fraction,
+            p.submits,
+            p.dispatches,
+            p.barriers,
+            p.host_waits,
+            p.enqueue_us,
+            p.gpu_us
+        );
+    }
+    println!(
+        "\nper token: {:.0} descriptor updates, {:.0} transfer submits",
+        rows.iter().map(|row| row.per_token.descriptor_updates).fold(0.0, f64::max),
+        rows.iter().map(|row| row.per_token.transfer_submits).fold(0.0, f64::max)
+    );
+}

@@ -1,0 +1,59 @@
+//! Measures how fast a device reads its memory: the ceiling that `bench` sets its figures against.
+//! Deliberately absent: models.
+
+use super::start::StartError;
+use crate::actors::compute::{Compute, Submission};
+use crate::actors::watcher::Outbox;
+use crate::device::{Adapter, Device, Instance};
+use crate::kernels::bench;
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::region::{Pipelines, Region};
+use crate::memory::{Arena, Place, Table};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Bytes a second that the device reads, median of several sweeps over a buffer far larger than
+/// its caches; `None` where its queue has no timestamps.
+pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64>, StartError> {
+    const SWEEPS: usize = 12;
+    let device = Device::open(instance, adapter)?;
+    let arena = Arena::new(&device)?;
+    let threads = if adapter.is_cpu() { 64 } else { 256 };
+    let wanted: u64 = if adapter.is_cpu() { 256 << 20 } else { 3 << 30 };
+    let bytes = wanted.min(adapter.capabilities.max_allocation_bytes / 2).min(device.budget().free_bytes() / 2);
+    let recording = bench::read_ceiling(bytes, threads);
+    let data_bytes = recording.buffers[0].bytes;
+    let mut table = Table::new();
+    let mut init = Recording::new("init");
+    for decl in &recording.buffers {
+        table.add(arena.buffer(&decl.name, decl.bytes, Place::DeviceLocal)?)?;
+        let to = init.buffer(&decl.name, decl.bytes);
+        init.ops.push(Op::Fill { to, word: 1 });
+    }
+    let pipelines = Pipelines::build(&device, None, &[&recording, &init], &|_, _| {})?;
+    let init = Arc::new(Region::build(&device, &init, &table, &pipelines)?);
+    let sweep = Arc::new(Region::build(&device, &recording, &table, &pipelines)?);
+    let compute = Compute::spawn(Arc::clone(&device))?;
+    let (reports, done) = crossbeam_channel::bounded(SWEEPS + 1);
+    let (wake, _woken) = crossbeam_channel::bounded(1);
+    for id in 0..=SWEEPS as u64 {
+        compute.submit(Submission {
+            id,
+            entries: vec![vec![Arc::clone(if id == 0 { &init } else { &sweep })]],
+            waits: Vec::new(),
+            report_after: Vec::new(),
+            outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+        });
+    }
+    let mut times = Vec::new();
+    for id in 0..=SWEEPS {
+        let Ok(report) = done.recv_timeout(Duration::from_secs(120)) else { break };
+        report.result?;
+        // The first sweeps warm the clocks.
+        if id > 2 {
+            times.extend(report.device_time.map(|time| time.as_secs_f64()));
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times.get(times.len() / 2).map(|time| data_bytes as f64 / time))
+}

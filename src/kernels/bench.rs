@@ -1,0 +1,33 @@
+//! `read_ceiling`: the yardstick of `ostinato bench`. No model uses it.
+
+use super::fold;
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range, Recording};
+use super::shaders::{ReadCeilingArgs, ReadCeilingConstants};
+
+/// Loads in flight of a thread, 16 bytes each.
+const LOADS: u64 = 16;
+
+/// Bytes that one workgroup reads.
+pub fn tile_bytes(threads: u32) -> u64 {
+    LOADS * 16 * u64::from(threads)
+}
+
+/// A recording that reads `data` once; its length is a multiple of [`tile_bytes`].
+pub fn read_ceiling(bytes: u64, threads: u32) -> Recording {
+    let mut recording = Recording::new("read_ceiling");
+    let tiles = bytes / tile_bytes(threads);
+    let data: Range = recording.buffer("read_ceiling.data", tiles * tile_bytes(threads));
+    let total = recording.buffer("read_ceiling.total", 4);
+    recording.call(Call {
+        kernel: "read_ceiling",
+        label: "read_ceiling".to_owned(),
+        constants: ReadCeilingConstants { threads }.into_values(),
+        args: ReadCeilingArgs { data, total }.into_args(),
+        groups: fold(u32::try_from(tiles).unwrap_or(u32::MAX), 1),
+    });
+    recording
+}
+
+/// Writes nothing: the sum is never what the shader looks for.
+pub(super) fn reference_read_ceiling(_: &Call, _: &mut HostMemory) {}

@@ -14,7 +14,7 @@ prompt greedily (once per variant), and transformers judges the result with the 
 What `ostinato` must offer:
   synth --arch NAME --out DIR
   generate --model DIR --tokens 1,2,3 --max-tokens N --temperature 0 --json --dump-logits FILE [--device SEL] [EXTRA]
-     the last line of stdout that is a JSON object holds `tokens` (or `token_ids`): the generated ids;
+     stdout has one JSON event a line; the generated ids are the `token_ids` of the `delta` events;
      FILE is safetensors with `logits` f32 [steps, vocab], the distribution that each generated token was taken from.
 
 Exit status: 0 all within the limit, 1 something was not, 2 a command or the set-up failed.
@@ -76,16 +76,19 @@ def command(line, timeout):
 
 
 def tokens_of(stdout):
-    for line in [stdout.strip()] + stdout.strip().splitlines()[::-1]:
+    """The ids of every `delta` event, one JSON object a line."""
+    tokens, finished = [], False
+    for line in stdout.splitlines():
         try:
-            value = json.loads(line)
+            event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(value, dict):
-            for key in ("tokens", "token_ids"):
-                if isinstance(value.get(key), list):
-                    return [int(t) for t in value[key]]
-    raise Failed(f"no JSON object with `tokens` on stdout:\n{stdout[-1000:]}")
+        if isinstance(event, dict) and event.get("event") == "delta":
+            tokens += event["token_ids"]
+        finished = finished or (isinstance(event, dict) and event.get("event") == "finished")
+    if not finished:
+        raise Failed(f"no `finished` event on stdout:\n{stdout[-1000:]}")
+    return tokens
 
 
 class Background(threading.Thread):

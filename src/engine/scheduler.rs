@@ -1313,6 +1313,47 @@ mod tests {
     }
 
     #[test]
+    fn whoever_was_passed_over_keeps_its_pages_to_the_end() {
+        let mut small = setup(2, 6);
+        small.context = 96;
+        let mut bench = Bench::new(small);
+        bench.step_time = Some(Duration::from_millis(10));
+        bench.arrive(request("low", 15, 60));
+        bench.scheduler.passed_over = PASSED_OVER_MAX;
+        bench.plan();
+        let high = Request {
+            priority: 5,
+            ..request("high", 15, 60)
+        };
+        bench.arrive(high);
+        let mut left = Vec::new();
+        while bench.scheduler.preemptions == 0 {
+            while let Some(plan) = bench.plan() {
+                left.extend(plan.changes.into_iter().filter_map(|change| match change {
+                    Change::Leave { slot } => Some(slot),
+                    _ => None,
+                }));
+            }
+            bench.complete();
+        }
+        while left.is_empty() {
+            let plan = bench.plan();
+            left.extend(
+                plan.into_iter()
+                    .flat_map(|plan| plan.changes)
+                    .filter_map(|change| match change {
+                        Change::Leave { slot } => Some(slot),
+                        _ => None,
+                    }),
+            );
+            if left.is_empty() {
+                bench.complete();
+            }
+        }
+        assert_eq!(left, [Slot(1)], "the one of higher priority gave way");
+    }
+
+    #[test]
     fn prompts_alternate_with_decoding() {
         let mut bench = Bench::new(setup(2, 32));
         bench.arrive(request("a", 1, 100));

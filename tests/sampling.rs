@@ -1,4 +1,4 @@
-//! The sampling kernels against their references, word for word, on both CPU drivers under
+//! The sampling kernels against their references, word for word, on both CPU drivers (or a chosen GPU) under
 //! validation. Cases are seeded, and each failure names its seed, row and parameters.
 
 mod common;
@@ -30,7 +30,7 @@ struct Gpu {
 }
 
 fn all() -> impl Iterator<Item = Gpu> {
-    Driver::BOTH.into_iter().map(|driver| {
+    Driver::all().iter().map(|&driver| {
         let vulkan = Vulkan::new();
         let adapter = vulkan.adapter(driver);
         let device = vulkan.device(driver);

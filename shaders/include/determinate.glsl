@@ -99,9 +99,6 @@ uint token_bits(uint token, uvec2 draw_key) {
     return scramble(scramble(token ^ draw_key.x) + draw_key.y);
 }
 
-// The most that `gumbel` returns is below this.
-const float GUMBEL_BOUND = 22.25;
-
 // A standard Gumbel variate of 32 random bits: -ln E, E = -ln(1 - v), v in (0, 1).
 float gumbel(uint bits) {
     bits |= 1u;
@@ -122,4 +119,9 @@ float gumbel(uint bits) {
         e = -log_positive(u);
     }
     return -log_positive(e);
+}
+
+// Above `gumbel(bits)`: E > v >= 2^(top bit - 32), so it is below (32 - top bit) ln 2.
+float gumbel_bound(uint bits) {
+    return float(32 - findMSB(bits | 1u)) * 0.6931472 + 0.001;
 }

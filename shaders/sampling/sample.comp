@@ -113,21 +113,35 @@ uvec2 share(uvec2 a, uint fraction) {
     return whole == uvec2(0u) ? uvec2(1u, 0u) : whole;
 }
 
-// The keys of four tokens; 0, less than any key, outside the vocabulary.
-uvec4 load_keys(uint quad) {
-    if (adjusted) return args.keys.v[first_quad + quad];
-    vec4 l = args.logits.v[first_quad + quad];
+// The keys of a group of logits; 0, less than any key, outside the vocabulary.
+uvec4 keys_of(vec4 l, uint quad) {
     uvec4 k = uvec4(key_of(l.x), key_of(l.y), key_of(l.z), key_of(l.w));
-    uint left = args.vocabulary - 4u * quad;
-    return uvec4(k.x, left > 1u ? k.y : 0u, left > 2u ? k.z : 0u, left > 3u ? k.w : 0u);
+    if (quad + 1u < quads) return k;
+    uint left = quad < quads ? args.vocabulary - 4u * quad : 0u;
+    return uvec4(left > 0u ? k.x : 0u, left > 1u ? k.y : 0u, left > 2u ? k.z : 0u, left > 3u ? k.w : 0u);
 }
 
-// The same for four groups that this thread owns, so that four loads are in flight.
+// The keys of four tokens.
+uvec4 load_keys(uint quad) {
+    if (adjusted) return args.keys.v[first_quad + quad];
+    return keys_of(args.logits.v[first_quad + quad], quad);
+}
+
+// The same for four groups that this thread owns. The loads stand before everything else and
+// under no condition of their own, so that all are in flight.
 void load_block(uint base, out uvec4 block[4]) {
-    [[unroll]] for (uint j = 0u; j < 4u; j++) {
-        uint quad = base + j * THREADS + thread;
-        block[j] = quad < quads ? load_keys(quad) : uvec4(0u);
+    uint last = quads - 1u;
+    if (adjusted) {
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            // Another thread's keys may be half written: nothing is read past the end.
+            uint quad = base + j * THREADS + thread;
+            block[j] = quad <= last ? args.keys.v[first_quad + quad] : uvec4(0u);
+        }
+        return;
     }
+    vec4 l[4];
+    [[unroll]] for (uint j = 0u; j < 4u; j++) l[j] = args.logits.v[first_quad + min(base + j * THREADS + thread, last)];
+    [[unroll]] for (uint j = 0u; j < 4u; j++) block[j] = keys_of(l[j], base + j * THREADS + thread);
 }
 
 // The greatest key of the workgroup and the lowest token that has it, to every thread.
@@ -509,7 +523,7 @@ uint draw(uint at, uvec2 best) {
         if (by_mass) least = select_key(least, true, fraction, most, temperature_inverse);
     }
 
-    // The most probable token always stands; whoever cannot beat it is passed by without a hash.
+    // The most probable token always stands; whoever cannot beat it is passed by without a logarithm.
     uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
     for (uint base = 0u; base < quads; base += THREADS) {
         uint quad = base + thread;
@@ -519,8 +533,9 @@ uint draw(uint at, uvec2 best) {
                 if (keys[c] >= least) {
                     uint token = 4u * quad + c;
                     precise float d = distance(keys[c], most, temperature_inverse);
-                    if (d + GUMBEL_BOUND >= value_of(winner.x)) {
-                        precise float score = d + gumbel(token_bits(token, draw_key));
+                    uint bits = token_bits(token, draw_key);
+                    if (d + gumbel_bound(bits) >= value_of(winner.x)) {
+                        precise float score = d + gumbel(bits);
                         uint key = key_of(score);
                         if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
                     }

@@ -4,9 +4,6 @@
 /// The key of -inf (and NaN); every finite logit has a greater one.
 pub const KEY_MINUS_INFINITY: u32 = 0x007f_ffff;
 
-/// The most that [`gumbel`] returns is below this.
-pub const GUMBEL_BOUND: f32 = 22.25;
-
 /// An order-preserving integer of a logit. NaN counts as -inf, +inf as the largest float, -0 as 0.
 pub fn key_of(value: f32) -> u32 {
     if value.is_nan() {
@@ -147,6 +144,11 @@ pub fn gumbel(bits: u32) -> f32 {
     -log_positive(e)
 }
 
+/// Above [`gumbel`] of the same bits: who cannot win even so needs no logarithm.
+pub fn gumbel_bound(bits: u32) -> f32 {
+    ((bits | 1).leading_zeros() + 1) as f32 * std::f32::consts::LN_2 + 0.001
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -203,11 +205,12 @@ mod tests {
 
     #[test]
     fn gumbel_is_below_its_bound_and_follows_its_law() {
-        assert!(gumbel(0) < GUMBEL_BOUND && gumbel(0) > 22.0);
+        assert!(gumbel(0) < gumbel_bound(0) && gumbel(0) > 22.0);
         assert!(gumbel(u32::MAX) > -3.0 && gumbel(u32::MAX) < -2.0);
         // The law's distribution function exp(-exp(-g)) of g(v) is 1 - v.
         for i in 0..4096u32 {
             let bits = i.wrapping_mul(0x9e37_79b9) >> (i % 29);
+            assert!(gumbel(bits) < gumbel_bound(bits), "{bits:#x}");
             let v = f64::from(bits | 1) / 4_294_967_296.0;
             let back = -(-(-f64::from(gumbel(bits))).exp()).exp_m1();
             assert!(

@@ -32,7 +32,7 @@ pub fn value_of(key: u32) -> f32 {
 }
 
 // The decimals are those of the shader; both sides round them to f32.
-#[allow(clippy::excessive_precision)]
+#[allow(clippy::excessive_precision, clippy::approx_constant)]
 /// e^x for x <= 0; 0 below -86. Within 2 ulp; exactly 1 at 0.
 pub fn exp_negative(x: f32) -> f32 {
     if x.is_nan() || x < -86.0 {

@@ -1,12 +1,17 @@
 //! The program as scripts see it: its JSON, its exit statuses, and that a generation in
 //! process and one against a server say the same. On a CPU driver, with the embedded model.
 
+mod common;
+
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 fn ostinato(arguments: &[&str]) -> Command {
+    // The drivers are chosen through the environment, which the program inherits.
+    common::layer();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
     command.args(arguments).stdin(Stdio::null());
     command
@@ -14,6 +19,23 @@ fn ostinato(arguments: &[&str]) -> Command {
 
 fn run(arguments: &[&str]) -> Output {
     ostinato(arguments).output().unwrap()
+}
+
+/// The UUID of lavapipe, as `devices` tells it.
+fn cpu() -> &'static str {
+    static UUID: OnceLock<String> = OnceLock::new();
+    UUID.get_or_init(|| {
+        let output = run(&["devices", "--json"]);
+        let devices: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let devices = devices.as_array().unwrap();
+        for device in devices {
+            for key in ["index", "name", "uuid", "pci", "type", "driver", "usable", "reason"] {
+                assert!(device.get(key).is_some(), "{key} in {device}");
+            }
+        }
+        let lavapipe = |d: &&Value| d["name"].as_str().unwrap().contains("llvmpipe");
+        devices.iter().find(lavapipe).unwrap()["uuid"].as_str().unwrap().to_owned()
+    })
 }
 
 #[track_caller]
@@ -82,7 +104,7 @@ impl Drop for Server {
 
 #[test]
 fn in_process_and_against_a_server_are_the_same() {
-    let server = Server::start(&["--model", "demo=embedded:demo@cpu"]);
+    let server = Server::start(&["--model", &format!("demo=embedded:demo@{}", cpu())]);
     for arguments in [
         &["--chat", "Tell me a story about a fox.", "--max-tokens", "24"][..],
         &["--prompt", "Once", "--max-tokens", "9", "--stop", "zzz", "--logprobs", "2"],
@@ -92,7 +114,7 @@ fn in_process_and_against_a_server_are_the_same() {
             let all: Vec<&str> = ["generate", "--json"].iter().chain(arguments).chain(more).copied().collect();
             run(&all)
         };
-        let alone = events(&with(&["--device", "cpu"]));
+        let alone = events(&with(&["--device", cpu()]));
         let served = events(&with(&["--server", &server.address]));
         assert_eq!(essence(&alone), essence(&served), "{arguments:?}");
         for (one, other) in [(&alone[0], &served[0]), (&alone[1], &served[1])] {
@@ -123,7 +145,7 @@ fn in_process_and_against_a_server_are_the_same() {
         (&["--prompt", "x", "--top-p", "2"], "top_p"),
         (&["--prompt", ""], "empty"),
     ] {
-        let alone: Vec<&str> = ["generate", "--device", "cpu"].iter().chain(arguments).copied().collect();
+        let alone: Vec<&str> = ["generate", "--device", cpu()].iter().chain(arguments).copied().collect();
         let served: Vec<&str> =
             ["generate", "--server", &server.address].iter().chain(arguments).copied().collect();
         for output in [run(&alone), run(&served)] {
@@ -144,7 +166,7 @@ fn logits_are_written_one_row_a_step() {
     let file = folder.path().join("logits.safetensors");
     let path = file.to_str().unwrap();
     let output = run(&[
-        "generate", "--device", "cpu", "--prompt", "Once", "--max-tokens", "4", "--ignore-eos",
+        "generate", "--device", cpu(), "--prompt", "Once", "--max-tokens", "4", "--ignore-eos",
         "--json", "--dump-logits", path,
     ]);
     let (_, ids, ..) = essence(&events(&output));
@@ -176,8 +198,8 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["generate", "--prompt", "x", "--tokens", "1"], "cannot be used with"),
         (&["generate", "--prompt", "x", "--server", "not an address"], "not a server's address"),
         (&["generate", "--device", "no such thing", "--prompt", "x"], "no such thing"),
-        (&["generate", "--device", "cpu", "--model", empty, "--prompt", "x"], "config.json"),
-        (&["generate", "--device", "cpu", "--prompt", "x", "--memory-limit", "1KiB"], "does not fit"),
+        (&["generate", "--device", cpu(), "--model", empty, "--prompt", "x"], "config.json"),
+        (&["generate", "--device", cpu(), "--prompt", "x", "--memory-limit", "1KiB"], "does not fit"),
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),

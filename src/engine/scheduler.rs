@@ -16,6 +16,7 @@ use super::executor::{
     Capacity, Change, Done, PAGE_TOKENS, Progress, Sampled, Slot, StepPlan, Ticket, Work,
 };
 use super::pages::PagePool;
+use crate::telemetry::names;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
 use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
 use std::cmp::Reverse;
@@ -407,9 +408,9 @@ impl Scheduler {
         let slots = flight.slots.clone();
         let completed = Completed {
             phase: if flight.prefill {
-                super::spans::PREFILL
+                names::SPAN_PREFILL
             } else {
-                super::spans::DECODE
+                names::SPAN_DECODE
             },
             rows: flight.rows,
             steps: progress.steps,
@@ -419,7 +420,7 @@ impl Scheduler {
             self.flights.remove(index);
         }
 
-        if completed.phase == super::spans::PREFILL {
+        if completed.phase == names::SPAN_PREFILL {
             self.charge_prefill(slots[0], &completed);
         } else {
             self.charge_decode(&progress.tokens, &completed);

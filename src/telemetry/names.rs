@@ -12,6 +12,13 @@ pub const SPAN_RPC: &str = "rpc";
 /// Span: one generation. Shown as `OPERATION MODEL`.
 pub const SPAN_INFERENCE: &str = "inference";
 
+/// Span: submission to start.
+pub const SPAN_QUEUE: &str = "queue";
+/// Span: start to first token.
+pub const SPAN_PREFILL: &str = "prefill";
+/// Span: first token to last.
+pub const SPAN_DECODE: &str = "decode";
+
 /// The RPC system.
 pub const RPC_SYSTEM: &str = "rpc.system";
 /// Package and service of an RPC.
@@ -74,6 +81,31 @@ pub const PER_TOKEN_HOST_WAITS: &str = "ostinato.per_token.host_waits";
 pub const PER_TOKEN_ENQUEUE_US: &str = "ostinato.per_token.enqueue_us";
 /// The same: device time, microseconds.
 pub const PER_TOKEN_GPU_US: &str = "ostinato.per_token.gpu_us";
+
+/// Steps (chunks of the prompt, or tokens after the first).
+pub const STEPS: &str = "ostinato.steps";
+/// Tokens taken in (prefill) or handed out (decode).
+pub const TOKENS: &str = "ostinato.tokens";
+/// Queue submissions, in all.
+pub const SUBMITS: &str = "ostinato.submits";
+/// Dispatches, in all.
+pub const DISPATCHES: &str = "ostinato.dispatches";
+/// Pipeline barriers, in all.
+pub const BARRIERS: &str = "ostinato.barriers";
+/// Blocking waits of the host, in all.
+pub const HOST_WAITS: &str = "ostinato.host_waits";
+/// Host time spent on enqueueing, microseconds in all.
+pub const ENQUEUE_US: &str = "ostinato.enqueue_us";
+/// Device time, microseconds in all.
+pub const GPU_US: &str = "ostinato.gpu_us";
+/// Flushes at a phase boundary, in all.
+pub const FLUSHES_PHASE_BOUNDARY: &str = "ostinato.flushes.phase_boundary";
+/// Flushes for a readback, in all.
+pub const FLUSHES_READBACK: &str = "ostinato.flushes.readback";
+/// Flushes for a point of another queue, in all.
+pub const FLUSHES_CROSS_QUEUE: &str = "ostinato.flushes.cross_queue";
+/// How often the sequence lost its pages and was recomputed.
+pub const PREEMPTIONS: &str = "ostinato.preemptions";
 
 #[cfg(test)]
 mod tests {

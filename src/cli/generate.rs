@@ -113,7 +113,9 @@ struct Input {
 }
 
 fn bias(text: &str) -> Result<(u32, f32), String> {
-    let pair = text.split_once('=').and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
+    let pair = text
+        .split_once('=')
+        .and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
     pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
 }
 
@@ -127,7 +129,10 @@ pub(crate) struct Refused {
 
 impl From<Status> for Refused {
     fn from(status: Status) -> Refused {
-        Refused { code: status.code(), message: status.message().to_owned() }
+        Refused {
+            code: status.code(),
+            message: status.message().to_owned(),
+        }
     }
 }
 
@@ -170,10 +175,17 @@ fn request(args: &Generate) -> proto::GenerateRequest {
     let prompt = if let Some(text) = &args.input.prompt {
         Prompt::Text(text.clone())
     } else if let Some(text) = &args.input.chat {
-        let message = proto::ChatMessage { role: "user".to_owned(), content: text.clone() };
-        Prompt::Chat(proto::Chat { messages: vec![message] })
+        let message = proto::ChatMessage {
+            role: "user".to_owned(),
+            content: text.clone(),
+        };
+        Prompt::Chat(proto::Chat {
+            messages: vec![message],
+        })
     } else {
-        Prompt::Tokens(proto::TokenIds { ids: args.input.tokens.clone() })
+        Prompt::Tokens(proto::TokenIds {
+            ids: args.input.tokens.clone(),
+        })
     };
     proto::GenerateRequest {
         request_id: String::new(),
@@ -198,7 +210,11 @@ fn request(args: &Generate) -> proto::GenerateRequest {
             ids: args.stop_id.clone(),
             ignore_eos: args.ignore_eos,
         }),
-        output: Some(proto::Output { text: None, token_ids: None, logprobs: args.logprobs }),
+        output: Some(proto::Output {
+            text: None,
+            token_ids: None,
+            logprobs: args.logprobs,
+        }),
         constraint: None,
         device: args.device.clone().unwrap_or_default(),
         priority: 0,
@@ -213,7 +229,11 @@ async fn against_server(
     address: &str,
     printer: &mut Printer,
 ) -> anyhow::Result<()> {
-    let uri = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
+    let uri = if address.contains("://") {
+        address.to_owned()
+    } else {
+        format!("http://{address}")
+    };
     let endpoint = Endpoint::from_shared(uri)
         .map_err(|error| Usage(format!("\"{address}\" is not a server's address: {error}")))?;
     let channel = endpoint
@@ -241,12 +261,17 @@ fn in_process(
     printer: &mut Printer,
 ) -> anyhow::Result<()> {
     let path = args.model.as_deref().unwrap_or(DEMO_PATH);
-    let name = Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy());
+    let name = Path::new(path)
+        .file_name()
+        .map_or(path.into(), |name| name.to_string_lossy());
     let mut model = Model::new(&name, path, args.device.as_deref());
     model.slots = Some(1);
     model.context = args.context;
     model.memory_limit = args.memory_limit;
-    let mut config = Config { models: vec![model], ..Config::default() };
+    let mut config = Config {
+        models: vec![model],
+        ..Config::default()
+    };
     config.runtime.cache_directory = cache_directory();
     let host = {
         let show = progress::Show::new(args.json);
@@ -254,8 +279,11 @@ fn in_process(
     };
     printer.ids_only = host.models.iter().any(|model| model.text.is_none());
     // The only model and its only replica, whatever their names.
-    let request =
-        proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args) };
+    let request = proto::GenerateRequest {
+        model: String::new(),
+        device: String::new(),
+        ..request(args)
+    };
     let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;
     let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
     prepared.request.dump_logits = args.dump_logits.is_some();
@@ -265,7 +293,9 @@ fn in_process(
         rpc: tracing::Span::none(),
         stop: CancellationToken::new(),
         logits: Some(Box::new(move |row| {
-            sink.lock().unwrap_or_else(PoisonError::into_inner).push(row);
+            sink.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(row);
         })),
     };
     let generation = Generation::start(prepared, surroundings).map_err(Refused::from)?;
@@ -279,7 +309,11 @@ fn in_process(
 
 fn write_logits(file: &Path, rows: &[Vec<f32>]) -> anyhow::Result<()> {
     let vocabulary = rows.first().map_or(0, Vec::len);
-    let bytes: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
+    let bytes: Vec<u8> = rows
+        .iter()
+        .flatten()
+        .flat_map(|value| value.to_le_bytes())
+        .collect();
     let shape = vec![rows.len(), vocabulary];
     let logits = TensorView::new(Dtype::F32, shape, &bytes).context("steps differ in size")?;
     safetensors::serialize_to_file([("logits", logits)], None, file).map_err(|error| {
@@ -316,7 +350,13 @@ struct Printer {
 
 impl Printer {
     fn new(json: bool) -> Printer {
-        Printer { json, ids_only: false, started: None, finished: None, open_line: false }
+        Printer {
+            json,
+            ids_only: false,
+            started: None,
+            finished: None,
+            open_line: false,
+        }
     }
 
     fn event(&mut self, event: &Event) -> std::io::Result<()> {
@@ -357,11 +397,16 @@ impl Printer {
 
     /// What it ran on and what a token cost, on stderr.
     fn table(&self) {
-        let (Some(started), Some(finished)) = (&self.started, &self.finished) else { return };
+        let (Some(started), Some(finished)) = (&self.started, &self.finished) else {
+            return;
+        };
         if self.json {
             return;
         }
-        let device = started.device.as_ref().map_or("", |device| device.name.as_str());
+        let device = started
+            .device
+            .as_ref()
+            .map_or("", |device| device.name.as_str());
         let usage = finished.usage.unwrap_or_default();
         let timings = finished.timings.unwrap_or_default();
         let cost = finished.per_token.unwrap_or_default();
@@ -376,7 +421,10 @@ impl Printer {
             usage.prompt_tokens,
             rate(read, timings.prefill_seconds)
         );
-        eprintln!("  output                {} tokens, {speed} tokens/s", usage.output_tokens);
+        eprintln!(
+            "  output                {} tokens, {speed} tokens/s",
+            usage.output_tokens
+        );
         eprintln!("  submits/token         {:.3}", cost.submits);
         eprintln!("  barriers/token        {:.1}", cost.barriers);
         eprintln!("  dispatches/token      {:.1}", cost.dispatches);
@@ -494,19 +542,35 @@ mod tests {
             object(&Event::Started(started)).to_string(),
             r#"{"event":"started","device":{"name":"d","uuid":"u"},"prompt_tokens":5,"cached_tokens":2}"#
         );
-        let mut delta = proto::Delta { token_ids: vec![1, 2], text: "é\n".into(), ..Default::default() };
+        let mut delta = proto::Delta {
+            token_ids: vec![1, 2],
+            text: "é\n".into(),
+            ..Default::default()
+        };
         assert_eq!(
             object(&Event::Delta(delta.clone())).to_string(),
             r#"{"event":"delta","index":0,"token_ids":[1,2],"text":"é\n"}"#
         );
-        let top = vec![proto::token_logprobs::Alternative { token_id: 9, logprob: -0.5 }];
-        delta.logprobs = vec![proto::TokenLogprobs { token_id: 1, logprob: -1.5, top }];
+        let top = vec![proto::token_logprobs::Alternative {
+            token_id: 9,
+            logprob: -0.5,
+        }];
+        delta.logprobs = vec![proto::TokenLogprobs {
+            token_id: 1,
+            logprob: -1.5,
+            top,
+        }];
         let text = object(&Event::Delta(delta)).to_string();
-        let tail = r#","logprobs":[{"token_id":1,"logprob":-1.5,"top":[{"token_id":9,"logprob":-0.5}]}]}"#;
+        let tail =
+            r#","logprobs":[{"token_id":1,"logprob":-1.5,"top":[{"token_id":9,"logprob":-0.5}]}]}"#;
         assert!(text.ends_with(tail), "{text}");
         let finished = proto::Finished {
             reason: proto::FinishReason::Stop.into(),
-            usage: Some(proto::Usage { prompt_tokens: 5, cached_tokens: 2, output_tokens: 7 }),
+            usage: Some(proto::Usage {
+                prompt_tokens: 5,
+                cached_tokens: 2,
+                output_tokens: 7,
+            }),
             timings: Some(proto::Timings {
                 queue_seconds: 0.001,
                 prefill_seconds: 0.5,

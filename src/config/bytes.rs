@@ -38,7 +38,9 @@ impl FromStr for Bytes {
         if let Ok(whole) = number.parse::<u64>() {
             return whole.checked_mul(unit).map(Bytes).ok_or_else(wrong);
         }
-        let plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        let plain = number
+            .bytes()
+            .all(|byte| byte.is_ascii_digit() || byte == b'.');
         let number: f64 = number.parse().ok().filter(|_| plain).ok_or_else(wrong)?;
         let bytes = number * unit as f64;
         if bytes.is_finite() && bytes < u64::MAX as f64 {
@@ -51,11 +53,9 @@ impl FromStr for Bytes {
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, unit) = match self.0 {
-            0..1024 => return write!(f, "{} B", self.0),
-            0..0x10_0000 => ("KiB", 1u64 << 10),
-            0..0x4000_0000 => ("MiB", 1 << 20),
-            _ => ("GiB", 1 << 30),
+        let units = [("GiB", 1u64 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+        let Some((name, unit)) = units.into_iter().find(|(_, unit)| self.0 >= *unit) else {
+            return write!(f, "{} B", self.0);
         };
         write!(f, "{:.1} {name}", self.0 as f64 / unit as f64)
     }
@@ -77,12 +77,16 @@ impl<'de> Deserialize<'de> for Bytes {
 
             fn visit_i64<E: Error>(self, value: i64) -> Result<Bytes, E> {
                 let unexpected = serde::de::Unexpected::Signed(value);
-                u64::try_from(value).map(Bytes).map_err(|_| E::invalid_value(unexpected, &self))
+                u64::try_from(value)
+                    .map(Bytes)
+                    .map_err(|_| E::invalid_value(unexpected, &self))
             }
 
             fn visit_str<E: Error>(self, value: &str) -> Result<Bytes, E> {
                 let unexpected = serde::de::Unexpected::Str(value);
-                value.parse().map_err(|_| E::invalid_value(unexpected, &self))
+                value
+                    .parse()
+                    .map_err(|_| E::invalid_value(unexpected, &self))
             }
         }
         deserializer.deserialize_any(Read)
@@ -111,7 +115,17 @@ mod tests {
 
     #[test]
     fn anything_else_is_refused() {
-        for text in ["", "GiB", "-1", "1e3", "inf", "NaN", "8 gigs", "8TiB", "99999999999GiB"] {
+        for text in [
+            "",
+            "GiB",
+            "-1",
+            "1e3",
+            "inf",
+            "NaN",
+            "8 gigs",
+            "8TiB",
+            "99999999999GiB",
+        ] {
             assert!(text.parse::<Bytes>().is_err(), "{text}");
         }
     }

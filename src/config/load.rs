@@ -48,7 +48,12 @@ impl Problem {
     }
 
     pub(super) fn missing(key: impl Into<String>) -> Problem {
-        Problem { key: key.into(), rule: "must be given".to_owned(), value: None, source: None }
+        Problem {
+            key: key.into(),
+            rule: "must be given".to_owned(),
+            value: None,
+            source: None,
+        }
     }
 }
 
@@ -105,7 +110,10 @@ fn list(problems: &[Problem]) -> String {
 pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     let mut figment = Figment::new();
     if let Some(path) = &sources.file {
-        let read = |source| ConfigError::Read { path: path.clone(), source };
+        let read = |source| ConfigError::Read {
+            path: path.clone(),
+            source,
+        };
         let text = std::fs::read_to_string(path).map_err(read)?;
         let file = Toml::string(&text);
         // Asked for its data here so that a syntax error is told apart from a wrong value.
@@ -134,7 +142,11 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     }
     add_models(&mut config.models, &sources.models);
     problems.extend(config.problems());
-    if problems.is_empty() { Ok(config) } else { Err(ConfigError::Problems(problems)) }
+    if problems.is_empty() {
+        Ok(config)
+    } else {
+        Err(ConfigError::Problems(problems))
+    }
 }
 
 /// A model's folder in a file is relative to that file.
@@ -148,7 +160,9 @@ fn resolve(folder: &Path, model: &mut Model) {
 /// A first argument of a name replaces the file's model, further ones add replicas.
 fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
     for (index, argument) in arguments.iter().enumerate() {
-        let repeated = arguments[..index].iter().any(|earlier| earlier.name == argument.name);
+        let repeated = arguments[..index]
+            .iter()
+            .any(|earlier| earlier.name == argument.name);
         match models.iter_mut().find(|model| model.name == argument.name) {
             Some(model) if repeated && model.path == argument.path => {
                 model.replicas.extend(argument.replicas.iter().cloned());
@@ -169,9 +183,10 @@ fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
 fn typed(figment: &Figment) -> (Config, Vec<Problem>) {
     let mut problems = Vec::new();
     let mut value = match figment.data() {
-        Ok(mut profiles) => {
-            Value::Dict(Tag::Default, profiles.remove(&Profile::Default).unwrap_or_default())
-        }
+        Ok(mut profiles) => Value::Dict(
+            Tag::Default,
+            profiles.remove(&Profile::Default).unwrap_or_default(),
+        ),
         Err(error) => {
             problems.push(problem(figment, &error, None));
             Value::Dict(Tag::Default, Dict::new())
@@ -194,14 +209,16 @@ fn typed(figment: &Figment) -> (Config, Vec<Problem>) {
 
 /// Sections must be tables: serde would also take a list, by position.
 fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
-    fn list<'v>(value: Option<&'v mut Value>) -> impl Iterator<Item = (usize, &'v mut Value)> {
+    fn list(value: Option<&mut Value>) -> impl Iterator<Item = (usize, &mut Value)> {
         let list = match value {
             Some(Value::Array(_, list)) => Some(list.iter_mut().enumerate()),
             _ => None,
         };
         list.into_iter().flatten()
     }
-    let Value::Dict(_, sections) = value else { return Vec::new() };
+    let Value::Dict(_, sections) = value else {
+        return Vec::new();
+    };
     let mut problems = Vec::new();
     let mut check = |key: String, value: &mut Value| {
         if !matches!(value, Value::Dict(..)) {
@@ -218,7 +235,9 @@ fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
     }
     for (index, model) in list(sections.get_mut("models")) {
         check(format!("models[{index}]"), model);
-        let Value::Dict(_, model) = model else { continue };
+        let Value::Dict(_, model) = model else {
+            continue;
+        };
         for (replica, value) in list(model.get_mut("replicas")) {
             check(format!("models[{index}].replicas[{replica}]"), value);
         }
@@ -247,7 +266,10 @@ fn problem(figment: &Figment, error: &figment::Error, found: Option<&Value>) -> 
         Kind::UnknownField(_, known) => {
             let mut known: Vec<&str> = known.to_vec();
             known.sort_unstable();
-            (format!("is not a key; known here are {}", known.join(", ")), None)
+            (
+                format!("is not a key; known here are {}", known.join(", ")),
+                None,
+            )
         }
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) => {
             (format!("must be {expected}"), found.map(show))
@@ -255,7 +277,12 @@ fn problem(figment: &Figment, error: &figment::Error, found: Option<&Value>) -> 
         other => (format!("cannot be used: {other}"), found.map(show)),
     };
     let source = found.and_then(|value| source(figment, value));
-    Problem { key, rule, value, source }
+    Problem {
+        key,
+        rule,
+        value,
+        source,
+    }
 }
 
 /// A value as its owner wrote it, near enough; tables and lists only by kind.

@@ -18,7 +18,11 @@ pub struct Telemetry {
 
 impl Default for Telemetry {
     fn default() -> Telemetry {
-        Telemetry { otlp_endpoint: None, sample_ratio: 1.0, log: "info".to_owned() }
+        Telemetry {
+            otlp_endpoint: None,
+            sample_ratio: 1.0,
+            log: "info".to_owned(),
+        }
     }
 }
 

@@ -58,7 +58,9 @@ pub enum Refusal {
         output_tokens: u32,
     },
     /// The client reads slower than its tokens come.
-    #[error("the stream was read too slowly: {buffered} events were waiting, at most as many are kept")]
+    #[error(
+        "the stream was read too slowly: {buffered} events were waiting, at most as many are kept"
+    )]
     Slow {
         /// The bound.
         buffered: usize,

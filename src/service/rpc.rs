@@ -37,7 +37,12 @@ impl Rpc {
         stop: CancellationToken,
         streams: TaskTracker,
     ) -> Rpc {
-        Rpc { host, stream_buffer, stop, streams }
+        Rpc {
+            host,
+            stream_buffer,
+            stop,
+            streams,
+        }
     }
 }
 
@@ -86,7 +91,9 @@ async fn aside<T: Send + 'static>(
 
 /// The deadline of a call, from gRPC's own header: up to eight digits and a unit.
 fn deadline(metadata: &MetadataMap, now: Instant) -> Result<Option<Instant>, Refusal> {
-    let Some(header) = metadata.get("grpc-timeout") else { return Ok(None) };
+    let Some(header) = metadata.get("grpc-timeout") else {
+        return Ok(None);
+    };
     let text = header.to_str().unwrap_or_default();
     let timeout = parse_timeout(text).ok_or_else(|| Refusal::Value {
         field: "grpc-timeout",
@@ -142,7 +149,10 @@ impl Ostinato for Rpc {
         match started.await {
             Ok(generation) => {
                 let open = self.streams.token();
-                Ok(Response::new(Tracked { generation, _open: open }))
+                Ok(Response::new(Tracked {
+                    generation,
+                    _open: open,
+                }))
             }
             Err(refusal) => Err(refused(&span, &refusal)),
         }
@@ -156,7 +166,13 @@ impl Ostinato for Rpc {
         let id = request.into_inner().request_id;
         if id.is_empty() {
             let rule = "the id of the request to end";
-            return answer(&span, Err(Refusal::Missing { field: "request_id", rule }));
+            return answer(
+                &span,
+                Err(Refusal::Missing {
+                    field: "request_id",
+                    rule,
+                }),
+            );
         }
         for replica in self.host.models.iter().flat_map(|model| &model.replicas) {
             replica.abort(&id);
@@ -195,7 +211,10 @@ impl Ostinato for Rpc {
             Place::find(&self.host, &model, "")
                 .map(|place| place.model().replicas.iter().map(convert::load).collect())
         };
-        answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
+        answer(
+            &span,
+            replicas.map(|replicas| proto::GetLoadResponse { replicas }),
+        )
     }
 
     async fn profile(
@@ -207,7 +226,11 @@ impl Ostinato for Rpc {
         let host = Arc::clone(&self.host);
         let profile = aside(move || {
             let place = Place::find(&host, &message.model, &message.device)?;
-            let last = if message.last == 0 { usize::MAX } else { message.last as usize };
+            let last = if message.last == 0 {
+                usize::MAX
+            } else {
+                message.last as usize
+            };
             let replica = place.replica();
             Ok(proto::ProfileResponse {
                 replica: replica.name.clone(),
@@ -229,7 +252,10 @@ impl Ostinato for Rpc {
             let place = Place::find(&host, &message.model, "")?;
             let field = match message.input {
                 None => {
-                    return Err(Refusal::Missing { field: "input", rule: "one of text and chat" });
+                    return Err(Refusal::Missing {
+                        field: "input",
+                        rule: "one of text and chat",
+                    });
                 }
                 Some(Input::Text(_)) => "text",
                 Some(Input::Chat(_)) => "chat",

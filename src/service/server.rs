@@ -68,7 +68,12 @@ pub async fn serve(
     let stop = CancellationToken::new();
     let closing = CancellationToken::new();
     let streams = TaskTracker::new();
-    let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, stop.clone(), streams.clone());
+    let rpc = Rpc::new(
+        Arc::clone(&host),
+        options.stream_buffer,
+        stop.clone(),
+        streams.clone(),
+    );
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
     let reflection = || {

@@ -81,10 +81,15 @@ impl Exporter {
             .build();
         let provider = SdkTracerProvider::builder()
             .with_span_processor(batches)
-            .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample_ratio))))
+            .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(
+                sample_ratio,
+            ))))
             .with_resource(resource)
             .build();
-        Ok(Exporter { provider, runtime: Some(runtime) })
+        Ok(Exporter {
+            provider,
+            runtime: Some(runtime),
+        })
     }
 
     /// The layer that turns our spans (and nobody else's) into exported ones. Log events

@@ -132,12 +132,21 @@ pub async fn serve_models(models: Vec<ServedModel>, options: Options) -> Served 
     let stop = CancellationToken::new();
     let shutdown = stop.clone().cancelled_owned();
     let server = tokio::spawn(serve(Arc::clone(&host), listener, options, shutdown));
-    Served { host, address, stop, server }
+    Served {
+        host,
+        address,
+        stop,
+        server,
+    }
 }
 
 impl Served {
     pub async fn channel(&self) -> Channel {
-        Endpoint::new(self.address.clone()).unwrap().connect().await.unwrap()
+        Endpoint::new(self.address.clone())
+            .unwrap()
+            .connect()
+            .await
+            .unwrap()
     }
 
     pub async fn client(&self) -> OstinatoClient<Channel> {
@@ -154,7 +163,11 @@ impl Served {
             if load.running == 0 && load.waiting == 0 && replica.unfinished() == 0 {
                 return;
             }
-            assert!(Instant::now() < until, "{} is still busy: {load:?}", replica.name);
+            assert!(
+                Instant::now() < until,
+                "{} is still busy: {load:?}",
+                replica.name
+            );
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
@@ -180,7 +193,10 @@ pub fn text_request(model: &str, prompt: &str, max_tokens: u32) -> proto::Genera
     proto::GenerateRequest {
         model: model.to_owned(),
         prompt: Some(proto::generate_request::Prompt::Text(prompt.to_owned())),
-        stopping: Some(proto::Stopping { max_tokens: Some(max_tokens), ..Default::default() }),
+        stopping: Some(proto::Stopping {
+            max_tokens: Some(max_tokens),
+            ..Default::default()
+        }),
         ..Default::default()
     }
 }
@@ -205,11 +221,17 @@ pub struct Outcome {
 
 impl Outcome {
     pub fn text(&self) -> String {
-        self.deltas.iter().map(|delta| delta.text.as_str()).collect()
+        self.deltas
+            .iter()
+            .map(|delta| delta.text.as_str())
+            .collect()
     }
 
     pub fn ids(&self) -> Vec<u32> {
-        self.deltas.iter().flat_map(|delta| delta.token_ids.clone()).collect()
+        self.deltas
+            .iter()
+            .flat_map(|delta| delta.token_ids.clone())
+            .collect()
     }
 
     pub fn reason(&self) -> proto::FinishReason {
@@ -228,7 +250,10 @@ pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outc
                 return outcome;
             }
             Ok(Some(message)) => {
-                assert!(outcome.finished.is_none(), "an event after the last: {message:?}");
+                assert!(
+                    outcome.finished.is_none(),
+                    "an event after the last: {message:?}"
+                );
                 match message.event.expect("an event") {
                     Event::Started(started) => {
                         assert!(outcome.started.is_none() && outcome.deltas.is_empty());
@@ -252,6 +277,9 @@ pub async fn generate(
 ) -> Outcome {
     match client.generate(request).await {
         Ok(response) => read(response.into_inner()).await,
-        Err(status) => Outcome { error: Some(status), ..Outcome::default() },
+        Err(status) => Outcome {
+            error: Some(status),
+            ..Outcome::default()
+        },
     }
 }

@@ -13,11 +13,7 @@ pub fn compile() {
         .include_imports(true)
         .open_file("ostinato/v1/ostinato.proto")
         .unwrap_or_else(|error| panic!("proto/: {error:?}"));
-    std::fs::write(
-        out.join("descriptors.bin"),
-        compiler.encode_file_descriptor_set(),
-    )
-    .expect("OUT_DIR is writable");
+    std::fs::write(out.join("descriptors.bin"), compiler.encode_file_descriptor_set()).expect("OUT_DIR is writable");
     tonic_prost_build::configure()
         .compile_fds(compiler.file_descriptor_set())
         .expect("proto/: cannot write the generated Rust");

@@ -29,17 +29,12 @@ fn cpu() -> &'static str {
         let devices: Value = serde_json::from_slice(&output.stdout).unwrap();
         let devices = devices.as_array().unwrap();
         for device in devices {
-            for key in [
-                "index", "name", "uuid", "pci", "type", "driver", "usable", "reason",
-            ] {
+            for key in ["index", "name", "uuid", "pci", "type", "driver", "usable", "reason"] {
                 assert!(device.get(key).is_some(), "{key} in {device}");
             }
         }
         let lavapipe = |d: &&Value| d["name"].as_str().unwrap().contains("llvmpipe");
-        devices.iter().find(lavapipe).unwrap()["uuid"]
-            .as_str()
-            .unwrap()
-            .to_owned()
+        devices.iter().find(lavapipe).unwrap()["uuid"].as_str().unwrap().to_owned()
     })
 }
 
@@ -48,9 +43,7 @@ fn events(output: &Output) -> Vec<Value> {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     let text = String::from_utf8(output.stdout.clone()).unwrap();
-    text.lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// What does not depend on time: the device, the tokens, the text, the reason, the usage.
@@ -67,13 +60,7 @@ fn essence(events: &[Value]) -> (Value, Vec<Value>, String, Value, Value) {
         text.push_str(delta["text"].as_str().unwrap());
     }
     assert_eq!(last["usage"]["output_tokens"], ids.len());
-    (
-        first["device"].clone(),
-        ids,
-        text,
-        last["reason"].clone(),
-        last["usage"].clone(),
-    )
+    (first["device"].clone(), ids, text, last["reason"].clone(), last["usage"].clone())
 }
 
 /// A server that ends with its test.
@@ -85,34 +72,18 @@ struct Server {
 impl Server {
     fn start(arguments: &[&str]) -> Server {
         let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0"]);
-        let child = command
-            .args(arguments)
-            .stdout(Stdio::piped())
-            .stderr(Stdio::inherit());
+        let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = child.spawn().unwrap();
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap())
-            .read_line(&mut line)
-            .unwrap();
-        let address = line
-            .strip_prefix("listening on ")
-            .unwrap_or_else(|| panic!("{line:?}"));
-        Server {
-            address: address.trim().to_owned(),
-            child,
-        }
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.strip_prefix("listening on ").unwrap_or_else(|| panic!("{line:?}"));
+        Server { address: address.trim().to_owned(), child }
     }
 
     /// SIGTERM, and the status that it ends with.
     fn stop(mut self) -> Option<i32> {
         let id = self.child.id().to_string();
-        assert!(
-            Command::new("kill")
-                .args(["-TERM", &id])
-                .status()
-                .unwrap()
-                .success()
-        );
+        assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
         let until = Instant::now() + Duration::from_secs(20);
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -135,69 +106,24 @@ impl Drop for Server {
 fn in_process_and_against_a_server_are_the_same() {
     let server = Server::start(&["--model", &format!("demo=embedded:demo@{}", cpu())]);
     for arguments in [
-        &[
-            "--chat",
-            "Tell me a story about a fox.",
-            "--max-tokens",
-            "24",
-        ][..],
-        &[
-            "--prompt",
-            "Once",
-            "--max-tokens",
-            "9",
-            "--stop",
-            "zzz",
-            "--logprobs",
-            "2",
-        ],
-        &[
-            "--tokens",
-            "5,6,7",
-            "--max-tokens",
-            "8",
-            "--temperature",
-            "0.9",
-            "--seed",
-            "7",
-            "--ignore-eos",
-        ],
+        &["--chat", "Tell me a story about a fox.", "--max-tokens", "24"][..],
+        &["--prompt", "Once", "--max-tokens", "9", "--stop", "zzz", "--logprobs", "2"],
+        &["--tokens", "5,6,7", "--max-tokens", "8", "--temperature", "0.9", "--seed", "7", "--ignore-eos"],
     ] {
         let with = |more: &[&str]| {
-            let all: Vec<&str> = ["generate", "--json"]
-                .iter()
-                .chain(arguments)
-                .chain(more)
-                .copied()
-                .collect();
+            let all: Vec<&str> = ["generate", "--json"].iter().chain(arguments).chain(more).copied().collect();
             run(&all)
         };
         let alone = events(&with(&["--device", cpu()]));
         let served = events(&with(&["--server", &server.address]));
         assert_eq!(essence(&alone), essence(&served), "{arguments:?}");
         for (one, other) in [(&alone[0], &served[0]), (&alone[1], &served[1])] {
-            let keys = |value: &Value| {
-                value
-                    .as_object()
-                    .unwrap()
-                    .keys()
-                    .cloned()
-                    .collect::<Vec<_>>()
-            };
+            let keys = |value: &Value| value.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
             assert_eq!(keys(one), keys(other));
         }
         let last = alone.last().unwrap();
-        for key in [
-            "submits",
-            "dispatches",
-            "barriers",
-            "host_waits",
-            "enqueue_us",
-        ] {
-            assert!(
-                last["per_token"][key].as_f64().unwrap() > 0.0,
-                "{key} in {last}"
-            );
+        for key in ["submits", "dispatches", "barriers", "host_waits", "enqueue_us"] {
+            assert!(last["per_token"][key].as_f64().unwrap() > 0.0, "{key} in {last}");
         }
         assert_eq!(last["per_token"]["descriptor_updates"], 0.0);
         assert_eq!(last["per_token"]["transfer_submits"], 0.0);
@@ -205,26 +131,11 @@ fn in_process_and_against_a_server_are_the_same() {
     }
 
     // Text goes to standard output and the table to the other.
-    let output = run(&[
-        "generate",
-        "--server",
-        &server.address,
-        "--chat",
-        "Say hi.",
-        "--max-tokens",
-        "5",
-    ]);
+    let output = run(&["generate", "--server", &server.address, "--chat", "Say hi.", "--max-tokens", "5"]);
     assert!(output.status.success());
     assert!(!output.stdout.is_empty() && output.stdout.ends_with(b"\n"));
     let table = String::from_utf8(output.stderr).unwrap();
-    for row in [
-        "device",
-        "tokens/s",
-        "submits",
-        "barriers",
-        "dispatches",
-        "host waits",
-    ] {
+    for row in ["device", "tokens/s", "submits", "barriers", "dispatches", "host waits"] {
         assert!(table.contains(row), "{row} in {table}");
     }
 
@@ -234,35 +145,16 @@ fn in_process_and_against_a_server_are_the_same() {
         (&["--prompt", "x", "--top-p", "2"], "top_p"),
         (&["--prompt", ""], "empty"),
     ] {
-        let alone: Vec<&str> = ["generate", "--device", cpu()]
-            .iter()
-            .chain(arguments)
-            .copied()
-            .collect();
-        let served: Vec<&str> = ["generate", "--server", &server.address]
-            .iter()
-            .chain(arguments)
-            .copied()
-            .collect();
+        let alone: Vec<&str> = ["generate", "--device", cpu()].iter().chain(arguments).copied().collect();
+        let served: Vec<&str> = ["generate", "--server", &server.address].iter().chain(arguments).copied().collect();
         for output in [run(&alone), run(&served)] {
             assert_eq!(output.status.code(), Some(2));
             let errors = String::from_utf8(output.stderr).unwrap();
-            assert!(
-                errors.contains(words) && errors.contains("INVALID_ARGUMENT"),
-                "{errors}"
-            );
+            assert!(errors.contains(words) && errors.contains("INVALID_ARGUMENT"), "{errors}");
             assert!(output.stdout.is_empty());
         }
     }
-    let output = run(&[
-        "generate",
-        "--server",
-        &server.address,
-        "--model",
-        "other",
-        "--prompt",
-        "x",
-    ]);
+    let output = run(&["generate", "--server", &server.address, "--model", "other", "--prompt", "x"]);
     assert_eq!(output.status.code(), Some(2));
     assert_eq!(server.stop(), Some(0), "SIGTERM ends it cleanly");
 }
@@ -289,20 +181,12 @@ fn logits_are_written_one_row_a_step() {
     let bytes = std::fs::read(&file).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let logits = tensors.tensor("logits").unwrap();
-    let [steps, vocabulary] = logits.shape() else {
-        panic!("{:?}", logits.shape())
-    };
+    let [steps, vocabulary] = logits.shape() else { panic!("{:?}", logits.shape()) };
     assert_eq!(*steps, ids.len());
     // Greedy: the token of a step is its row's largest.
-    let values: Vec<f32> = logits
-        .data()
-        .chunks_exact(4)
-        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-        .collect();
+    let values: Vec<f32> = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     for (row, id) in values.chunks_exact(*vocabulary).zip(&ids) {
-        let most = (0..row.len())
-            .max_by(|a, b| row[*a].total_cmp(&row[*b]))
-            .unwrap();
+        let most = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
         assert_eq!(most as u64, id.as_u64().unwrap());
     }
 }
@@ -318,50 +202,16 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
     let taken = taken.local_addr().unwrap().to_string();
     for (arguments, words) in [
         (&["generate"][..], "--prompt"),
-        (
-            &["generate", "--prompt", "x", "--tokens", "1"],
-            "cannot be used with",
-        ),
-        (
-            &["generate", "--prompt", "x", "--server", "not an address"],
-            "not a server's address",
-        ),
-        (
-            &["generate", "--device", "no such thing", "--prompt", "x"],
-            "no such thing",
-        ),
-        (
-            &[
-                "generate",
-                "--device",
-                cpu(),
-                "--model",
-                empty,
-                "--prompt",
-                "x",
-            ],
-            "config.json",
-        ),
-        (
-            &[
-                "generate",
-                "--device",
-                cpu(),
-                "--prompt",
-                "x",
-                "--memory-limit",
-                "1KiB",
-            ],
-            "does not fit",
-        ),
+        (&["generate", "--prompt", "x", "--tokens", "1"], "cannot be used with"),
+        (&["generate", "--prompt", "x", "--server", "not an address"], "not a server's address"),
+        (&["generate", "--device", "no such thing", "--prompt", "x"], "no such thing"),
+        (&["generate", "--device", cpu(), "--model", empty, "--prompt", "x"], "config.json"),
+        (&["generate", "--device", cpu(), "--prompt", "x", "--memory-limit", "1KiB"], "does not fit"),
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),
         (&["serve", "--listen", &taken], "cannot listen"),
-        (
-            &["synth", "--arch", "unknown", "--out", empty],
-            "qwen3-0.6b",
-        ),
+        (&["synth", "--arch", "unknown", "--out", empty], "qwen3-0.6b"),
     ] {
         let output = run(arguments);
         let errors = String::from_utf8(output.stderr).unwrap();

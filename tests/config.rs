@@ -1,19 +1,14 @@
 //! The boundary between what an operator writes and `Config`: the example, every problem at
 //! once with key, rule and value, and which source wins.
 
-use ostinato::config::{
-    Bytes, Config, ConfigError, Model, Problem, Replica, Sources, from_sources,
-};
+use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Sources, from_sources};
 use std::path::{Path, PathBuf};
 
 fn write(text: &str) -> (tempfile::TempDir, Sources) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("ostinato.toml");
     std::fs::write(&file, text).unwrap();
-    let sources = Sources {
-        file: Some(file),
-        ..Sources::default()
-    };
+    let sources = Sources { file: Some(file), ..Sources::default() };
     (folder, sources)
 }
 
@@ -40,10 +35,7 @@ fn nothing_said_is_the_default_and_listens_on_loopback() {
 #[test]
 fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/ostinato.toml");
-    let sources = Sources {
-        file: Some(path.clone()),
-        ..Sources::default()
-    };
+    let sources = Sources { file: Some(path.clone()), ..Sources::default() };
     let config = from_sources(&sources).unwrap();
     assert_eq!(config.models.len(), 1);
     assert_eq!(config.models[0].path, PathBuf::from("embedded:demo"));
@@ -58,9 +50,9 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
                     || rest.starts_with("  {")
                     || rest.starts_with(']')
                     || rest.starts_with("# ")
-                    || rest.split_once(" = ").is_some_and(|(key, _)| {
-                        key.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')
-                    }) =>
+                    || rest
+                        .split_once(" = ")
+                        .is_some_and(|(key, _)| key.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')) =>
             {
                 format!("{rest}\n")
             }
@@ -74,16 +66,10 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
     // The defaults that the comments show are the defaults.
-    let shown = ostinato::config::Server {
-        listen: config.server.listen,
-        ..Default::default()
-    };
+    let shown = ostinato::config::Server { listen: config.server.listen, ..Default::default() };
     assert_eq!(config.server, shown);
     assert_eq!(config.telemetry.sample_ratio, 1.0);
-    assert_eq!(
-        config.telemetry.log,
-        ostinato::config::Telemetry::default().log
-    );
+    assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
 }
 
 #[test]
@@ -121,38 +107,21 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
             .find(|problem| problem.key == key)
             .unwrap_or_else(|| panic!("no problem of {key} in {problems:#?}"))
     };
-    assert!(
-        find("colour")
-            .rule
-            .contains("known here are models, runtime, server, telemetry")
-    );
-    assert_eq!(
-        find("server.listen").value.as_deref(),
-        Some("0.0.0.0:50051")
-    );
+    assert!(find("colour").rule.contains("known here are models, runtime, server, telemetry"));
+    assert_eq!(find("server.listen").value.as_deref(), Some("0.0.0.0:50051"));
     assert!(find("server.listen").rule.contains("insecure"));
     assert_eq!(find("server.queue_limit").value.as_deref(), Some("-1"));
-    assert_eq!(
-        find("server.drain_seconds").value.as_deref(),
-        Some("\"soon\"")
-    );
+    assert_eq!(find("server.drain_seconds").value.as_deref(), Some("\"soon\""));
     assert!(find("server.port").rule.contains("listen"));
     assert_eq!(find("telemetry.sample_ratio").value.as_deref(), Some("1.5"));
     assert!(find("telemetry.otlp_endpoint").rule.contains("http://"));
-    assert!(
-        find("models[0].replicas[1].device")
-            .rule
-            .contains("name a device")
-    );
+    assert!(find("models[0].replicas[1].device").rule.contains("name a device"));
     assert!(find("models[0].replicas[2].devise").rule.contains("device"));
     assert!(find("models[0].kv_memory").rule.contains("kv_pages"));
     assert!(find("models[1].name").rule.contains("models[0].name"));
     assert!(find("models[1].path").rule.contains("given"));
     assert!(find("models[1].replicas").rule.contains("given"));
-    assert_eq!(
-        find("models[1].memory_limit").value.as_deref(),
-        Some("\"lots\"")
-    );
+    assert_eq!(find("models[1].memory_limit").value.as_deref(), Some("\"lots\""));
     assert_eq!(find("models[1].context").value.as_deref(), Some("0"));
     assert_eq!(problems.len(), 15, "{problems:#?}");
     // Where a value came from is said.
@@ -160,10 +129,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert!(source.ends_with("ostinato.toml"), "{source}");
     // And the whole is one readable error.
     let text = ConfigError::Problems(problems.clone()).to_string();
-    assert!(
-        text.starts_with("the configuration has 15 problems:\n  "),
-        "{text}"
-    );
+    assert!(text.starts_with("the configuration has 15 problems:\n  "), "{text}");
 }
 
 #[test]
@@ -171,10 +137,7 @@ fn a_table_where_a_list_belongs_and_a_value_where_a_table_belongs_are_reported()
     let found = problems("models = 3\nserver = []\n");
     let keys: Vec<&str> = found.iter().map(|problem| problem.key.as_str()).collect();
     assert_eq!(keys.len(), 2, "{found:?}");
-    assert!(
-        keys.contains(&"models") && keys.contains(&"server"),
-        "{found:?}"
-    );
+    assert!(keys.contains(&"models") && keys.contains(&"server"), "{found:?}");
     let found = problems("models = [3]\n");
     assert_eq!(found[0].key, "models[0]", "{found:?}");
     let found = problems("models = [{ name = \"a\", path = \"b\", replicas = [\"0\"] }]\n");
@@ -185,10 +148,7 @@ fn a_table_where_a_list_belongs_and_a_value_where_a_table_belongs_are_reported()
 #[test]
 fn a_file_that_is_missing_or_not_toml_is_named() {
     let file = PathBuf::from("/nowhere/ostinato.toml");
-    let sources = Sources {
-        file: Some(file),
-        ..Sources::default()
-    };
+    let sources = Sources { file: Some(file), ..Sources::default() };
     let error = from_sources(&sources).unwrap_err();
     assert!(matches!(error, ConfigError::Read { .. }));
     assert!(error.to_string().contains("/nowhere/ostinato.toml"));
@@ -209,10 +169,7 @@ fn other_machines_are_let_in_only_when_it_is_said() {
     assert!(from_sources(&sources).is_ok());
     sources.listen = Some("localhost".to_owned());
     let error = from_sources(&sources).unwrap_err().to_string();
-    assert!(
-        error.contains("server.listen") && error.contains("\"localhost\""),
-        "{error}"
-    );
+    assert!(error.contains("server.listen") && error.contains("\"localhost\""), "{error}");
 }
 
 #[test]
@@ -235,34 +192,17 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
     assert_eq!(config.models[1].path, PathBuf::from("embedded:demo"));
     assert_eq!(config.models[1].replicas, [Replica::default()]);
 
-    sources.models = ["a=/b@1", "a=/b@2", "c=d@cpu"]
-        .map(|text| text.parse().unwrap())
-        .into();
+    sources.models = ["a=/b@1", "a=/b@2", "c=d@cpu"].map(|text| text.parse().unwrap()).into();
     let config = from_sources(&sources).unwrap();
     assert_eq!(config.models[0].path, PathBuf::from("/b"));
-    assert_eq!(
-        config.models[0].context,
-        Some(4096),
-        "what is not an argument stays"
-    );
-    let devices: Vec<_> = config.models[0]
-        .replicas
-        .iter()
-        .map(|replica| replica.device.as_deref())
-        .collect();
-    assert_eq!(
-        devices,
-        [Some("1"), Some("2")],
-        "the same name twice is two replicas"
-    );
+    assert_eq!(config.models[0].context, Some(4096), "what is not an argument stays");
+    let devices: Vec<_> = config.models[0].replicas.iter().map(|replica| replica.device.as_deref()).collect();
+    assert_eq!(devices, [Some("1"), Some("2")], "the same name twice is two replicas");
     assert_eq!(config.models[2], Model::new("c", "d", Some("cpu")));
 
     sources.models = ["c=/d", "c=/e"].map(|text| text.parse().unwrap()).into();
     let error = from_sources(&sources).unwrap_err().to_string();
-    assert!(
-        error.contains("models[3].name must differ from models[2].name"),
-        "{error}"
-    );
+    assert!(error.contains("models[3].name must differ from models[2].name"), "{error}");
 }
 
 /// Method: a child process, as the environment of this one is shared by all tests.
@@ -274,10 +214,7 @@ fn the_environment_goes_over_the_file() {
         sources.environment = true;
         match from_sources(&sources) {
             Ok(config) => {
-                println!(
-                    "listen {} queue {}",
-                    config.server.listen, config.server.queue_limit
-                );
+                println!("listen {} queue {}", config.server.listen, config.server.queue_limit);
             }
             Err(error) => println!("error {error}"),
         }
@@ -285,30 +222,17 @@ fn the_environment_goes_over_the_file() {
     }
     let run = |variables: &[(&str, &str)]| {
         let output = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "the_environment_goes_over_the_file",
-                "--nocapture",
-            ])
+            .args(["--exact", "the_environment_goes_over_the_file", "--nocapture"])
             .env(CHILD, "1")
             .envs(variables.iter().copied())
             .output()
             .unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
-    let text = run(&[
-        ("OSTINATO_SERVER__LISTEN", "127.0.0.1:2"),
-        ("OSTINATO_OTHER", "x"),
-    ]);
+    let text = run(&[("OSTINATO_SERVER__LISTEN", "127.0.0.1:2"), ("OSTINATO_OTHER", "x")]);
     assert!(text.contains("listen 127.0.0.1:2 queue 7"), "{text}");
-    let text = run(&[
-        ("OSTINATO_SERVER__QUEUE_LIMIT", "many"),
-        ("OSTINATO_SERVER__X", "1"),
-    ]);
-    assert!(
-        text.contains("server.queue_limit") && text.contains("\"many\""),
-        "{text}"
-    );
+    let text = run(&[("OSTINATO_SERVER__QUEUE_LIMIT", "many"), ("OSTINATO_SERVER__X", "1")]);
+    assert!(text.contains("server.queue_limit") && text.contains("\"many\""), "{text}");
     assert!(text.contains("server.x is not a key"), "{text}");
     assert!(text.contains("OSTINATO_"), "the source is said: {text}");
 }

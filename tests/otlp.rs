@@ -3,12 +3,8 @@
 
 mod serving;
 
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
-    TraceService, TraceServiceServer,
-};
-use opentelemetry_proto::tonic::collector::trace::v1::{
-    ExportTraceServiceRequest, ExportTraceServiceResponse,
-};
+use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
+use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
 use opentelemetry_proto::tonic::trace::v1::Span;
@@ -36,10 +32,7 @@ impl TraceService for Collector {
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
         for resource in request.into_inner().resource_spans {
             let attributes = resource.resource.unwrap().attributes;
-            self.services
-                .lock()
-                .unwrap()
-                .push(text(&attributes, "service.name"));
+            self.services.lock().unwrap().push(text(&attributes, "service.name"));
             for scope in resource.scope_spans {
                 self.spans.lock().unwrap().extend(scope.spans);
             }
@@ -78,9 +71,7 @@ fn double(attributes: &[KeyValue], key: &str) -> f64 {
 }
 
 fn words(attributes: &[KeyValue], key: &str) -> Vec<String> {
-    let Some(Value::ArrayValue(array)) = find(attributes, key) else {
-        panic!("no list {key}")
-    };
+    let Some(Value::ArrayValue(array)) = find(attributes, key) else { panic!("no list {key}") };
     let word = |value: &AnyValue| match &value.value {
         Some(Value::StringValue(word)) => word.clone(),
         other => panic!("{other:?}"),
@@ -120,30 +111,18 @@ async fn one_trace_from_the_client_to_the_steps() {
     })
     .unwrap();
     assert!(
-        telemetry::init(&Settings {
-            otlp_endpoint: None,
-            sample_ratio: 1.0,
-            log: "off".to_owned(),
-            json: false,
-        })
-        .is_err()
+        telemetry::init(&Settings { otlp_endpoint: None, sample_ratio: 1.0, log: "off".to_owned(), json: false })
+            .is_err()
     );
 
     let step = Duration::from_millis(2);
-    let models = vec![model(
-        "alpha",
-        Some(tokenizer(true)),
-        vec![(0, fake(step, b"abcdefgh"))],
-        8,
-    )];
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"abcdefgh"))], 8)];
     let served = serve_models(models, Options::default()).await;
     let mut client = served.client().await;
     let trace = |trace: &str, request| {
         let mut request = Request::new(request);
         let parent = format!("00-{trace}-00f067aa0ba902b7-01");
-        request
-            .metadata_mut()
-            .insert("traceparent", parent.parse().unwrap());
+        request.metadata_mut().insert("traceparent", parent.parse().unwrap());
         request
     };
 
@@ -166,12 +145,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     // A refused one, one whose client goes away, a chat, and one that nobody asked to trace.
     const REFUSED: &str = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
     let request = text_request("gamma", SECRET, 40);
-    assert!(
-        generate(&mut client, trace(REFUSED, request))
-            .await
-            .error
-            .is_some()
-    );
+    assert!(generate(&mut client, trace(REFUSED, request)).await.error.is_some());
     const DROPPED: &str = "bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb";
     let request = trace(DROPPED, text_request("alpha", SECRET, 4000));
     let mut stream = client.generate(request).await.unwrap().into_inner();
@@ -179,13 +153,8 @@ async fn one_trace_from_the_client_to_the_steps() {
     drop(stream);
     const CHAT: &str = "cccccccccccccccccccccccccccccccc";
     let mut request = text_request("alpha", "", 2);
-    let message = proto::ChatMessage {
-        role: "user".into(),
-        content: SECRET.into(),
-    };
-    let chat = proto::Chat {
-        messages: vec![message],
-    };
+    let message = proto::ChatMessage { role: "user".into(), content: SECRET.into() };
+    let chat = proto::Chat { messages: vec![message] };
     request.prompt = Some(proto::generate_request::Prompt::Chat(chat));
     generate(&mut client, trace(CHAT, request)).await;
     generate(&mut client, text_request("alpha", SECRET, 2)).await;
@@ -194,11 +163,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     let until = Instant::now() + Duration::from_secs(10);
     let of = |trace: &str| -> Vec<Span> {
         let spans = collector.spans.lock().unwrap();
-        spans
-            .iter()
-            .filter(|span| hex(&span.trace_id) == trace)
-            .cloned()
-            .collect()
+        spans.iter().filter(|span| hex(&span.trace_id) == trace).cloned().collect()
     };
     // Blocks until the batch was sent: not on a thread that moves the receiver.
     let (first, refused, dropped, chat) = loop {
@@ -210,14 +175,7 @@ async fn one_trace_from_the_client_to_the_steps() {
         assert!(Instant::now() < until, "{all:#?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
-    assert!(
-        collector
-            .services
-            .lock()
-            .unwrap()
-            .iter()
-            .all(|service| service == "ostinato")
-    );
+    assert!(collector.services.lock().unwrap().iter().all(|service| service == "ostinato"));
 
     // RPC → inference → queue, prefill, decode.
     assert_eq!(first.len(), 5, "{first:#?}");
@@ -240,10 +198,7 @@ async fn one_trace_from_the_client_to_the_steps() {
         ("gen_ai.response.id", "first"),
         ("ostinato.replica", "alpha/0"),
         ("ostinato.device.name", "Fake Apple"),
-        (
-            "ostinato.device.uuid",
-            "00000000-0000-4000-8000-000000000000",
-        ),
+        ("ostinato.device.uuid", "00000000-0000-4000-8000-000000000000"),
     ] {
         assert_eq!(text(attributes, key), value);
     }
@@ -258,41 +213,25 @@ async fn one_trace_from_the_client_to_the_steps() {
     }
     assert_eq!(double(attributes, "gen_ai.request.temperature"), 0.5);
     assert_eq!(double(attributes, "gen_ai.request.top_p"), 0.75);
-    assert_eq!(
-        words(attributes, "gen_ai.response.finish_reasons"),
-        ["length"]
-    );
+    assert_eq!(words(attributes, "gen_ai.response.finish_reasons"), ["length"]);
     assert!(double(attributes, "ostinato.per_token.submits") > 0.0);
-    assert_eq!(
-        double(attributes, "ostinato.per_token.descriptor_updates"),
-        0.0
-    );
+    assert_eq!(double(attributes, "ostinato.per_token.descriptor_updates"), 0.0);
     let mut at = inference.start_time_unix_nano;
     for name in ["queue", "prefill", "decode"] {
         let phase = one(&first, name);
         assert_eq!(phase.parent_span_id, inference.span_id, "{name}");
-        assert!(
-            phase.start_time_unix_nano >= at,
-            "{name} begins before what it follows ends"
-        );
+        assert!(phase.start_time_unix_nano >= at, "{name} begins before what it follows ends");
         assert!(phase.end_time_unix_nano >= phase.start_time_unix_nano);
         at = phase.start_time_unix_nano;
     }
     // The step counters are on the phases.
     let decode = one(&first, "decode");
-    assert!(
-        find(&decode.attributes, "ostinato.submits").is_some(),
-        "{:#?}",
-        decode.attributes
-    );
+    assert!(find(&decode.attributes, "ostinato.submits").is_some(), "{:#?}", decode.attributes);
     // The inference span is as long as the stream, not as the call's headers.
     let lasted = inference.end_time_unix_nano - inference.start_time_unix_nano;
     assert!(inference.end_time_unix_nano + 50_000_000 >= decode.end_time_unix_nano);
     assert!(lasted >= (step * 39).as_nanos() as u64, "{lasted} ns");
-    assert!(
-        lasted <= took.as_nanos() as u64 + 50_000_000,
-        "{lasted} ns, client {took:?}"
-    );
+    assert!(lasted <= took.as_nanos() as u64 + 50_000_000, "{lasted} ns, client {took:?}");
 
     let rpc = one(&refused, "ostinato.v1.Ostinato/Generate");
     assert_eq!(refused.len(), 1, "{refused:#?}");
@@ -302,18 +241,9 @@ async fn one_trace_from_the_client_to_the_steps() {
 
     let inference = one(&dropped, "text_completion alpha");
     assert_eq!(text(&inference.attributes, "error.type"), "CANCELLED");
-    assert_eq!(
-        words(&inference.attributes, "gen_ai.response.finish_reasons"),
-        ["aborted"]
-    );
+    assert_eq!(words(&inference.attributes, "gen_ai.response.finish_reasons"), ["aborted"]);
 
-    assert_eq!(
-        text(
-            &one(&chat, "chat alpha").attributes,
-            "gen_ai.operation.name"
-        ),
-        "chat"
-    );
+    assert_eq!(text(&one(&chat, "chat alpha").attributes, "gen_ai.operation.name"), "chat");
 
     // Four asked to be traced; the fifth began here, where the ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
@@ -323,10 +253,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert_eq!(traces, [FIRST, REFUSED, DROPPED, CHAT].map(str::to_owned));
     let everything = format!("{spans:?}");
     assert!(!everything.contains("nobody"), "a prompt is in the trace");
-    assert!(
-        !everything.contains("abcdefgh"),
-        "an output is in the trace"
-    );
+    assert!(!everything.contains("abcdefgh"), "an output is in the trace");
 }
 
 /// Method: a child process, as a process has one subscriber: a collector that refuses
@@ -359,24 +286,13 @@ fn a_collector_that_is_down_costs_nothing() {
         return;
     }
     let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "a_collector_that_is_down_costs_nothing",
-            "--nocapture",
-        ])
+        .args(["--exact", "a_collector_that_is_down_costs_nothing", "--nocapture"])
         .env(CHILD, "1")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success(),
-        "{text}\n{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    let ended = text
-        .split("ended in ")
-        .nth(1)
-        .and_then(|rest| rest.split(' ').next());
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
     let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
     assert!(ended < 4000, "{ended} ms");
 }

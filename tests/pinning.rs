@@ -20,11 +20,7 @@ fn start(vulkan: &Vulkan, text: &str) -> Host {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("ostinato.toml");
     std::fs::write(&file, text).unwrap();
-    let mut config = from_sources(&Sources {
-        file: Some(file),
-        ..Sources::default()
-    })
-    .unwrap();
+    let mut config = from_sources(&Sources { file: Some(file), ..Sources::default() }).unwrap();
     config.runtime.cache_directory = Some(folder.path().to_owned());
     start_on(&vulkan.instance, &config, &Quiet).unwrap()
 }
@@ -52,10 +48,7 @@ fn models_and_replicas_run_on_the_devices_that_they_name() {
         ),
     ));
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    runtime.block_on(ask(
-        Arc::clone(&host),
-        [devices[0].uuid.clone(), devices[1].uuid.clone()],
-    ));
+    runtime.block_on(ask(Arc::clone(&host), [devices[0].uuid.clone(), devices[1].uuid.clone()]));
     drop(runtime);
     drop(host);
     vulkan.assert_clean();
@@ -67,32 +60,15 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
     let stop = CancellationToken::new();
     let shutdown = stop.clone().cancelled_owned();
     let server = tokio::spawn(serve(host, listener, Options::default(), shutdown));
-    let channel = tonic::transport::Endpoint::new(address)
-        .unwrap()
-        .connect()
-        .await
-        .unwrap();
+    let channel = tonic::transport::Endpoint::new(address).unwrap().connect().await.unwrap();
     let mut client = proto::ostinato_client::OstinatoClient::new(channel);
 
-    let listed = client
-        .list_devices(proto::ListDevicesRequest {})
-        .await
-        .unwrap()
-        .into_inner();
-    let mut on: Vec<(String, Vec<String>)> = listed
-        .devices
-        .into_iter()
-        .map(|device| (device.device.unwrap().uuid, device.replicas))
-        .collect();
+    let listed = client.list_devices(proto::ListDevicesRequest {}).await.unwrap().into_inner();
+    let mut on: Vec<(String, Vec<String>)> =
+        listed.devices.into_iter().map(|device| (device.device.unwrap().uuid, device.replicas)).collect();
     on.sort_by_key(|(uuid, _)| *uuid != uuids[0]);
     let replicas = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-    assert_eq!(
-        on,
-        [
-            (uuids[0].clone(), replicas(&["demo/0"])),
-            (uuids[1].clone(), replicas(&["demo/1", "ids/0"])),
-        ]
-    );
+    assert_eq!(on, [(uuids[0].clone(), replicas(&["demo/0"])), (uuids[1].clone(), replicas(&["demo/1", "ids/0"])),]);
 
     // Each device by its UUID; both say the same.
     let ran_on = |outcome: &Outcome| outcome.started.clone().unwrap().device.unwrap().uuid;
@@ -107,10 +83,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
     assert!(!texts[0].is_empty());
     assert_eq!(texts[0], texts[1]);
     let outcome = generate(&mut client, token_request("ids", &[1, 2, 3], 8)).await;
-    assert_eq!(
-        (ran_on(&outcome), outcome.ids().len()),
-        (uuids[1].clone(), 8)
-    );
+    assert_eq!((ran_on(&outcome), outcome.ids().len()), (uuids[1].clone(), 8));
 
     // Both devices and both models at once: all have begun before the first one ends.
     let mut streams = Vec::new();
@@ -120,13 +93,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
         request.device = device.clone();
         streams.push(client.generate(request).await.unwrap().into_inner());
     }
-    streams.push(
-        client
-            .generate(token_request("ids", &[1, 2, 3], 40))
-            .await
-            .unwrap()
-            .into_inner(),
-    );
+    streams.push(client.generate(token_request("ids", &[1, 2, 3], 40)).await.unwrap().into_inner());
     for stream in &mut streams {
         let first = stream.message().await.unwrap().unwrap().event;
         assert!(matches!(first, Some(Event::Started(_))), "{first:?}");

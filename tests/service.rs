@@ -24,12 +24,7 @@ async fn two_models() -> Served {
 
 /// One model with a script and a step time.
 async fn one_model(step: Duration, script: &[u8]) -> Served {
-    let models = vec![model(
-        "alpha",
-        Some(tokenizer(true)),
-        vec![(0, fake(step, script))],
-        8,
-    )];
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, script))], 8)];
     serve_models(models, Options::default()).await
 }
 
@@ -58,10 +53,7 @@ async fn a_prompt_goes_in_and_text_streams_out() {
     let usage = finished.usage.unwrap();
     assert_eq!((usage.prompt_tokens, usage.output_tokens), (5, 12));
     let timings = finished.timings.unwrap();
-    assert!(
-        timings.prefill_seconds > 0.0 && timings.decode_seconds > 0.0,
-        "{timings:?}"
-    );
+    assert!(timings.prefill_seconds > 0.0 && timings.decode_seconds > 0.0, "{timings:?}");
     let cost = finished.per_token.unwrap();
     assert!(cost.submits > 0.0 && cost.dispatches > 0.0, "{cost:?}");
     assert_eq!(cost.descriptor_updates, 0.0);
@@ -72,13 +64,8 @@ async fn a_prompt_goes_in_and_text_streams_out() {
 async fn a_chat_is_rendered_by_the_models_template() {
     let served = two_models().await;
     let mut client = served.client().await;
-    let message = |role: &str, content: &str| proto::ChatMessage {
-        role: role.to_owned(),
-        content: content.to_owned(),
-    };
-    let chat = proto::Chat {
-        messages: vec![message("system", "be"), message("user", "hi")],
-    };
+    let message = |role: &str, content: &str| proto::ChatMessage { role: role.to_owned(), content: content.to_owned() };
+    let chat = proto::Chat { messages: vec![message("system", "be"), message("user", "hi")] };
     let rendered = "[system]be[user]hi[assistant]";
 
     let request = proto::TokenizeRequest {
@@ -87,18 +74,12 @@ async fn a_chat_is_rendered_by_the_models_template() {
     };
     let tokens = client.tokenize(request).await.unwrap().into_inner();
     assert_eq!(tokens.text, rendered);
-    assert_eq!(
-        tokens.token_ids,
-        rendered.bytes().map(u32::from).collect::<Vec<_>>()
-    );
+    assert_eq!(tokens.token_ids, rendered.bytes().map(u32::from).collect::<Vec<_>>());
 
     let mut request = text_request("alpha", "", 1);
     request.prompt = Some(proto::generate_request::Prompt::Chat(chat));
     let outcome = generate(&mut client, request).await;
-    assert_eq!(
-        outcome.started.unwrap().prompt_tokens as usize,
-        rendered.len()
-    );
+    assert_eq!(outcome.started.unwrap().prompt_tokens as usize, rendered.len());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -111,17 +92,10 @@ async fn no_delta_splits_a_character() {
     let outcome = generate(&mut client, text_request("alpha", "x", length)).await;
     // Protobuf's strings are UTF-8 by themselves: what could go wrong is U+FFFD.
     assert_eq!(outcome.text(), repeated);
-    assert_eq!(
-        outcome.ids(),
-        repeated.bytes().map(u32::from).collect::<Vec<_>>()
-    );
+    assert_eq!(outcome.ids(), repeated.bytes().map(u32::from).collect::<Vec<_>>());
     for delta in &outcome.deltas {
         let bytes: Vec<u8> = delta.token_ids.iter().map(|id| *id as u8).collect();
-        assert_eq!(
-            bytes,
-            delta.text.as_bytes(),
-            "ids and text of a delta go together"
-        );
+        assert_eq!(bytes, delta.text.as_bytes(), "ids and text of a delta go together");
     }
 }
 
@@ -136,15 +110,8 @@ async fn a_stop_string_over_several_tokens_ends_it_and_frees_the_row() {
     assert_eq!(outcome.text(), "one two ");
     assert_eq!(outcome.reason(), Reason::Stop);
     let finished = outcome.finished.as_ref().unwrap();
-    assert_eq!(
-        finished.stop_match,
-        Some(StopMatch::StopString("STOP".to_owned()))
-    );
-    assert_eq!(
-        finished.usage.as_ref().unwrap().output_tokens,
-        12,
-        "up to the match"
-    );
+    assert_eq!(finished.stop_match, Some(StopMatch::StopString("STOP".to_owned())));
+    assert_eq!(finished.usage.as_ref().unwrap().output_tokens, 12, "up to the match");
     assert_eq!(outcome.ids().len(), 12);
     served.idle("alpha/0", Duration::from_secs(1)).await;
 }
@@ -158,10 +125,7 @@ async fn stop_ids_and_the_end_of_sequence_are_told_apart_from_length() {
     let outcome = generate(&mut client, request).await;
     assert_eq!(outcome.reason(), Reason::Stop);
     let finished = outcome.finished.unwrap();
-    assert_eq!(
-        finished.stop_match,
-        Some(StopMatch::StopId(u32::from(b'd')))
-    );
+    assert_eq!(finished.stop_match, Some(StopMatch::StopId(u32::from(b'd'))));
 
     let mut script = fake(FAST, b"xyz");
     script.script.push(END);
@@ -170,15 +134,8 @@ async fn stop_ids_and_the_end_of_sequence_are_told_apart_from_length() {
     let mut client = served.client().await;
     let outcome = generate(&mut client, text_request("gamma", "x", 50)).await;
     assert_eq!(outcome.text(), "xyz", "the end token has no text");
-    assert_eq!(
-        outcome.ids().last(),
-        Some(&END),
-        "and is part of the tokens"
-    );
-    assert_eq!(
-        outcome.finished.unwrap().stop_match,
-        Some(StopMatch::StopId(END))
-    );
+    assert_eq!(outcome.ids().last(), Some(&END), "and is part of the tokens");
+    assert_eq!(outcome.finished.unwrap().stop_match, Some(StopMatch::StopId(END)));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -186,25 +143,13 @@ async fn logprobs_stay_with_their_tokens_while_text_is_held_back() {
     let served = one_model(FAST, "€€".as_bytes()).await;
     let mut client = served.client().await;
     let mut request = text_request("alpha", "x", 12);
-    request.output = Some(proto::Output {
-        logprobs: Some(2),
-        ..Default::default()
-    });
+    request.output = Some(proto::Output { logprobs: Some(2), ..Default::default() });
     let outcome = generate(&mut client, request).await;
     assert_eq!(outcome.ids().len(), 12);
     for delta in &outcome.deltas {
-        let of: Vec<u32> = delta
-            .logprobs
-            .iter()
-            .map(|logprobs| logprobs.token_id)
-            .collect();
+        let of: Vec<u32> = delta.logprobs.iter().map(|logprobs| logprobs.token_id).collect();
         assert_eq!(of, delta.token_ids);
-        assert!(
-            delta
-                .logprobs
-                .iter()
-                .all(|logprobs| logprobs.top.len() == 2)
-        );
+        assert!(delta.logprobs.iter().all(|logprobs| logprobs.top.len() == 2));
     }
 }
 
@@ -213,26 +158,14 @@ async fn only_what_is_asked_for_comes_back() {
     let served = one_model(FAST, b"abc").await;
     let mut client = served.client().await;
     let mut request = text_request("alpha", "x", 6);
-    request.output = Some(proto::Output {
-        text: Some(false),
-        ..Default::default()
-    });
+    request.output = Some(proto::Output { text: Some(false), ..Default::default() });
     let outcome = generate(&mut client, request.clone()).await;
     assert_eq!((outcome.text().as_str(), outcome.ids().len()), ("", 6));
-    request.output = Some(proto::Output {
-        token_ids: Some(false),
-        ..Default::default()
-    });
+    request.output = Some(proto::Output { token_ids: Some(false), ..Default::default() });
     let outcome = generate(&mut client, request.clone()).await;
-    assert_eq!(
-        (outcome.text().as_str(), outcome.ids().len()),
-        ("abcabc", 0)
-    );
+    assert_eq!((outcome.text().as_str(), outcome.ids().len()), ("abcabc", 0));
     // Stop strings are looked for in text that is not sent.
-    request.output = Some(proto::Output {
-        text: Some(false),
-        ..Default::default()
-    });
+    request.output = Some(proto::Output { text: Some(false), ..Default::default() });
     request.stopping.as_mut().unwrap().strings = vec!["ca".to_owned()];
     let outcome = generate(&mut client, request).await;
     assert_eq!((outcome.text().as_str(), outcome.ids().len()), ("", 4));
@@ -254,11 +187,7 @@ async fn requests_go_to_the_model_and_the_device_that_they_name() {
         let mut request = text_request("alpha", "x", 3);
         request.device = device.to_owned();
         let outcome = generate(&mut client, request).await;
-        assert_eq!(
-            outcome.started.as_ref().unwrap().replica,
-            replica,
-            "{device}"
-        );
+        assert_eq!(outcome.started.as_ref().unwrap().replica, replica, "{device}");
         assert_eq!(outcome.text(), text, "{device}");
     }
     let outcome = generate(&mut client, token_request("beta", &[7], 4)).await;
@@ -266,10 +195,7 @@ async fn requests_go_to_the_model_and_the_device_that_they_name() {
     assert_eq!(outcome.started.unwrap().device.unwrap().name, "Fake Cherry");
 
     // Left to the server, two requests at once take both replicas.
-    let slow = vec![
-        (0, fake(Duration::from_millis(5), b"a")),
-        (1, fake(Duration::from_millis(5), b"b")),
-    ];
+    let slow = vec![(0, fake(Duration::from_millis(5), b"a")), (1, fake(Duration::from_millis(5), b"b"))];
     let models = vec![model("alpha", Some(tokenizer(true)), slow, 8)];
     let served = serve_models(models, Options::default()).await;
     let mut client = served.client().await;
@@ -292,9 +218,7 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         request.stopping.get_or_insert_default()
     }
     fn tokens(request: &mut proto::GenerateRequest, ids: Vec<u32>) {
-        request.prompt = Some(proto::generate_request::Prompt::Tokens(proto::TokenIds {
-            ids,
-        }));
+        request.prompt = Some(proto::generate_request::Prompt::Tokens(proto::TokenIds { ids }));
     }
     let cases: Vec<(Change, Code, &str)> = vec![
         (|r| r.model = "gamma".into(), Code::NotFound, "gamma"),
@@ -303,99 +227,26 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         (|r| r.device = "cherry".into(), Code::NotFound, "cherry"),
         (|r| r.prompt = None, Code::InvalidArgument, "prompt"),
         (|r| tokens(r, vec![]), Code::InvalidArgument, "empty"),
-        (
-            |r| tokens(r, vec![1, 300]),
-            Code::InvalidArgument,
-            "token 300 at position 1",
-        ),
+        (|r| tokens(r, vec![1, 300]), Code::InvalidArgument, "token 300 at position 1"),
         (|r| tokens(r, vec![1; 5000]), Code::InvalidArgument, "4096"),
+        (|r| stopping(r).max_tokens = Some(0), Code::InvalidArgument, "max_tokens is 0"),
+        (|r| stopping(r).min_tokens = Some(9), Code::InvalidArgument, "min_tokens is 9"),
+        (|r| stopping(r).ids = vec![300], Code::InvalidArgument, "300"),
+        (|r| stopping(r).ids = (0..16).collect(), Code::InvalidArgument, "at most 16"),
+        (|r| stopping(r).strings = vec![String::new()], Code::InvalidArgument, "empty"),
+        (|r| stopping(r).strings = vec!["x".into(); 65], Code::InvalidArgument, "65"),
+        (|r| sampling(r).temperature = Some(f32::NAN), Code::InvalidArgument, "NaN"),
+        (|r| sampling(r).temperature = Some(-1.0), Code::InvalidArgument, "temperature is -1"),
+        (|r| sampling(r).top_p = Some(0.0), Code::InvalidArgument, "top_p is 0"),
+        (|r| sampling(r).min_p = Some(f32::INFINITY), Code::InvalidArgument, "min_p is inf"),
+        (|r| sampling(r).repetition_penalty = Some(0.0), Code::InvalidArgument, "repetition"),
+        (|r| sampling(r).presence_penalty = Some(3.0), Code::InvalidArgument, "presence"),
+        (|r| sampling(r).logit_bias = [(300, 1.0)].into(), Code::InvalidArgument, "logit_bias"),
+        (|r| sampling(r).n = Some(0), Code::InvalidArgument, "sampling.n is 0"),
+        (|r| sampling(r).n = Some(2), Code::Unimplemented, "sampling.n"),
+        (|r| r.cache_salt = "s".into(), Code::Unimplemented, "cache_salt"),
         (
-            |r| stopping(r).max_tokens = Some(0),
-            Code::InvalidArgument,
-            "max_tokens is 0",
-        ),
-        (
-            |r| stopping(r).min_tokens = Some(9),
-            Code::InvalidArgument,
-            "min_tokens is 9",
-        ),
-        (
-            |r| stopping(r).ids = vec![300],
-            Code::InvalidArgument,
-            "300",
-        ),
-        (
-            |r| stopping(r).ids = (0..16).collect(),
-            Code::InvalidArgument,
-            "at most 16",
-        ),
-        (
-            |r| stopping(r).strings = vec![String::new()],
-            Code::InvalidArgument,
-            "empty",
-        ),
-        (
-            |r| stopping(r).strings = vec!["x".into(); 65],
-            Code::InvalidArgument,
-            "65",
-        ),
-        (
-            |r| sampling(r).temperature = Some(f32::NAN),
-            Code::InvalidArgument,
-            "NaN",
-        ),
-        (
-            |r| sampling(r).temperature = Some(-1.0),
-            Code::InvalidArgument,
-            "temperature is -1",
-        ),
-        (
-            |r| sampling(r).top_p = Some(0.0),
-            Code::InvalidArgument,
-            "top_p is 0",
-        ),
-        (
-            |r| sampling(r).min_p = Some(f32::INFINITY),
-            Code::InvalidArgument,
-            "min_p is inf",
-        ),
-        (
-            |r| sampling(r).repetition_penalty = Some(0.0),
-            Code::InvalidArgument,
-            "repetition",
-        ),
-        (
-            |r| sampling(r).presence_penalty = Some(3.0),
-            Code::InvalidArgument,
-            "presence",
-        ),
-        (
-            |r| sampling(r).logit_bias = [(300, 1.0)].into(),
-            Code::InvalidArgument,
-            "logit_bias",
-        ),
-        (
-            |r| sampling(r).n = Some(0),
-            Code::InvalidArgument,
-            "sampling.n is 0",
-        ),
-        (
-            |r| sampling(r).n = Some(2),
-            Code::Unimplemented,
-            "sampling.n",
-        ),
-        (
-            |r| r.cache_salt = "s".into(),
-            Code::Unimplemented,
-            "cache_salt",
-        ),
-        (
-            |r| {
-                r.output = Some(proto::Output {
-                    logprobs: Some(21),
-                    ..Default::default()
-                })
-            },
+            |r| r.output = Some(proto::Output { logprobs: Some(21), ..Default::default() }),
             Code::InvalidArgument,
             "logprobs is 21",
         ),
@@ -407,11 +258,7 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
             Code::Unimplemented,
             "constraint.regex",
         ),
-        (
-            |r| r.constraint = Some(proto::Constraint { kind: None }),
-            Code::Unimplemented,
-            "constraint",
-        ),
+        (|r| r.constraint = Some(proto::Constraint { kind: None }), Code::Unimplemented, "constraint"),
         (
             |r| r.prompt = Some(proto::generate_request::Prompt::Chat(proto::Chat::default())),
             Code::InvalidArgument,
@@ -433,10 +280,7 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
     let mut request = token_request("alpha", &[1; 4000], 1_000_000);
     request.device = "0".to_owned();
     let outcome = generate(&mut client, request).await;
-    assert_eq!(
-        (outcome.ids().len(), outcome.reason()),
-        (96, Reason::Length)
-    );
+    assert_eq!((outcome.ids().len(), outcome.reason()), (96, Reason::Length));
     let mut request = text_request("alpha", "x", 50);
     stopping(&mut request).strings = vec!["b".to_owned(); 64];
     request.device = "0".to_owned();
@@ -452,17 +296,9 @@ async fn a_model_without_a_tokenizer_serves_ids_and_says_so_otherwise() {
     assert_eq!(outcome.ids(), [1, 2, 3, 1, 2]);
     assert_eq!(outcome.text(), "");
 
-    let chat = proto::Chat {
-        messages: vec![proto::ChatMessage {
-            role: "user".into(),
-            content: "x".into(),
-        }],
-    };
+    let chat = proto::Chat { messages: vec![proto::ChatMessage { role: "user".into(), content: "x".into() }] };
     let mut with_text = token_request("beta", &[1], 5);
-    with_text.output = Some(proto::Output {
-        text: Some(true),
-        ..Default::default()
-    });
+    with_text.output = Some(proto::Output { text: Some(true), ..Default::default() });
     let mut with_stop = token_request("beta", &[1], 5);
     with_stop.stopping.as_mut().unwrap().strings = vec!["x".to_owned()];
     let mut with_chat = token_request("beta", &[1], 5);
@@ -478,37 +314,17 @@ async fn a_model_without_a_tokenizer_serves_ids_and_says_so_otherwise() {
         assert!(status.message().contains(field) && status.message().contains("beta"));
     }
     let input = Some(proto::tokenize_request::Input::Text("x".to_owned()));
-    let request = proto::TokenizeRequest {
-        model: "beta".to_owned(),
-        input,
-    };
-    assert_eq!(
-        client.tokenize(request).await.unwrap_err().code(),
-        Code::FailedPrecondition
-    );
-    let request = proto::DetokenizeRequest {
-        model: "beta".to_owned(),
-        ..Default::default()
-    };
-    assert_eq!(
-        client.detokenize(request).await.unwrap_err().code(),
-        Code::FailedPrecondition
-    );
+    let request = proto::TokenizeRequest { model: "beta".to_owned(), input };
+    assert_eq!(client.tokenize(request).await.unwrap_err().code(), Code::FailedPrecondition);
+    let request = proto::DetokenizeRequest { model: "beta".to_owned(), ..Default::default() };
+    assert_eq!(client.detokenize(request).await.unwrap_err().code(), Code::FailedPrecondition);
 
     // A tokenizer without a chat template is another thing missing.
-    let models = vec![model(
-        "plain",
-        Some(tokenizer(false)),
-        vec![(0, fake(FAST, b"a"))],
-        8,
-    )];
+    let models = vec![model("plain", Some(tokenizer(false)), vec![(0, fake(FAST, b"a"))], 8)];
     let served = serve_models(models, Options::default()).await;
     let mut request = text_request("plain", "", 5);
     request.prompt = Some(proto::generate_request::Prompt::Chat(chat));
-    let status = generate(&mut served.client().await, request)
-        .await
-        .error
-        .unwrap();
+    let status = generate(&mut served.client().await, request).await.error.unwrap();
     assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
     assert!(status.message().contains("chat template"), "{status:?}");
 }
@@ -521,13 +337,7 @@ async fn a_client_that_goes_away_frees_its_row_and_its_place_in_the_queue() {
     // Two run (the fake has two slots), the third waits.
     let mut streams = Vec::new();
     for _ in 0..3 {
-        streams.push(
-            client
-                .generate(text_request("alpha", "x", 4000))
-                .await
-                .unwrap()
-                .into_inner(),
-        );
+        streams.push(client.generate(text_request("alpha", "x", 4000)).await.unwrap().into_inner());
     }
     served.busy("alpha/0", 2, 1).await;
     assert!(streams[0].message().await.unwrap().is_some());
@@ -556,14 +366,9 @@ async fn abort_ends_a_stream_by_its_id_from_another_connection() {
     assert_eq!(status.code(), Code::AlreadyExists, "{status:?}");
 
     let mut other = served.client().await;
-    let request = |id: &str| proto::AbortRequest {
-        request_id: id.to_owned(),
-    };
+    let request = |id: &str| proto::AbortRequest { request_id: id.to_owned() };
     other.abort(request("unknown")).await.unwrap();
-    assert_eq!(
-        other.abort(request("")).await.unwrap_err().code(),
-        Code::InvalidArgument
-    );
+    assert_eq!(other.abort(request("")).await.unwrap_err().code(), Code::InvalidArgument);
     other.abort(request("long")).await.unwrap();
     let mut last = None;
     while let Some(message) = stream.message().await.unwrap() {
@@ -584,10 +389,7 @@ async fn a_slow_reader_is_cancelled_and_told() {
     config.capacity.pages = 1 << 16;
     config.capacity.run_ahead = 32;
     let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, config)], 8)];
-    let options = Options {
-        stream_buffer: 64,
-        ..Options::default()
-    };
+    let options = Options { stream_buffer: 64, ..Options::default() };
     let served = serve_models(models, options).await;
     let channel = tonic::transport::Endpoint::new(served.address.clone())
         .unwrap()
@@ -598,62 +400,32 @@ async fn a_slow_reader_is_cancelled_and_told() {
     let mut client = proto::ostinato_client::OstinatoClient::new(channel);
     let mut request = text_request("alpha", "x", 1_000_000);
     // Probabilities make the messages large, so that the transport's buffers fill soon.
-    request.output = Some(proto::Output {
-        logprobs: Some(20),
-        ..Default::default()
-    });
+    request.output = Some(proto::Output { logprobs: Some(20), ..Default::default() });
     let stream = client.generate(request).await.unwrap().into_inner();
     served.busy("alpha/0", 1, 0).await;
     served.idle("alpha/0", Duration::from_secs(20)).await;
 
     let outcome = read(stream).await;
-    let status = outcome
-        .error
-        .as_ref()
-        .expect("an error after what was buffered");
+    let status = outcome.error.as_ref().expect("an error after what was buffered");
     assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
     assert!(status.message().contains("64 events"), "{status:?}");
     assert!(outcome.finished.is_none());
-    assert!(
-        outcome.ids().len() < 100_000,
-        "{} tokens were buffered",
-        outcome.ids().len()
-    );
+    assert!(outcome.ids().len() < 100_000, "{} tokens were buffered", outcome.ids().len());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_queue_is_resource_exhausted_and_others_go_on() {
     let step = Duration::from_millis(5);
-    let models = vec![model(
-        "alpha",
-        Some(tokenizer(true)),
-        vec![(0, fake(step, b"a"))],
-        1,
-    )];
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"a"))], 1)];
     let served = serve_models(models, Options::default()).await;
     let mut client = served.client().await;
     let mut streams = Vec::new();
     for running in 1..=2 {
-        streams.push(
-            client
-                .generate(text_request("", "x", 100))
-                .await
-                .unwrap()
-                .into_inner(),
-        );
+        streams.push(client.generate(text_request("", "x", 100)).await.unwrap().into_inner());
         served.busy("alpha/0", running, 0).await;
     }
-    streams.push(
-        client
-            .generate(text_request("", "x", 100))
-            .await
-            .unwrap()
-            .into_inner(),
-    );
-    let status = generate(&mut client, text_request("", "x", 100))
-        .await
-        .error
-        .unwrap();
+    streams.push(client.generate(text_request("", "x", 100)).await.unwrap().into_inner());
+    let status = generate(&mut client, text_request("", "x", 100)).await.error.unwrap();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
     assert!(status.message().contains("alpha/0") && status.message().contains("at most 1"));
     for stream in streams {
@@ -676,40 +448,25 @@ async fn a_deadline_ends_a_stream_that_runs_and_one_that_waits() {
     let took = begun.elapsed();
     let status = outcome.error.as_ref().expect("a status");
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status:?}");
-    assert_eq!(
-        outcome.reason(),
-        Reason::DeadlineExceeded,
-        "the usage is told all the same"
-    );
+    assert_eq!(outcome.reason(), Reason::DeadlineExceeded, "the usage is told all the same");
     assert!(outcome.ids().len() > 2);
-    assert!(
-        took >= Duration::from_millis(140) && took < Duration::from_secs(3),
-        "{took:?}"
-    );
+    assert!(took >= Duration::from_millis(140) && took < Duration::from_secs(3), "{took:?}");
     served.idle("alpha/0", Duration::from_secs(1)).await;
 
     // Enough time is enough.
-    assert_eq!(
-        generate(&mut client, timed(3)).await.reason(),
-        Reason::Length
-    );
+    assert_eq!(generate(&mut client, timed(3)).await.reason(), Reason::Length);
 
     // Behind two that hold the rows.
     let first = client.generate(text_request("", "x", 4000)).await.unwrap();
     let second = client.generate(text_request("", "x", 4000)).await.unwrap();
     served.busy("alpha/0", 2, 0).await;
     let outcome = generate(&mut client, timed(10)).await;
-    assert_eq!(
-        outcome.error.expect("a status").code(),
-        Code::DeadlineExceeded
-    );
+    assert_eq!(outcome.error.expect("a status").code(), Code::DeadlineExceeded);
     assert!(outcome.started.is_none());
     drop((first, second));
 
     let mut request = Request::new(text_request("", "x", 3));
-    request
-        .metadata_mut()
-        .insert("grpc-timeout", "soon".parse().unwrap());
+    request.metadata_mut().insert("grpc-timeout", "soon".parse().unwrap());
     let status = generate(&mut client, request).await.error.unwrap();
     assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
 }
@@ -726,10 +483,7 @@ async fn a_lost_device_ends_its_streams_with_the_cause() {
     assert_eq!(status.code(), Code::Internal, "{status:?}");
     assert!(status.message().contains("lost"), "{status:?}");
     assert_eq!(outcome.reason(), Reason::Error);
-    let status = generate(&mut client, text_request("", "x", 1))
-        .await
-        .error
-        .unwrap();
+    let status = generate(&mut client, text_request("", "x", 1)).await.error.unwrap();
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
 }
 
@@ -737,95 +491,44 @@ async fn a_lost_device_ends_its_streams_with_the_cause() {
 async fn lists_loads_and_the_step_ring_name_what_runs_where() {
     let served = two_models().await;
     let mut client = served.client().await;
-    let models = client
-        .list_models(proto::ListModelsRequest {})
-        .await
-        .unwrap()
-        .into_inner()
-        .models;
+    let models = client.list_models(proto::ListModelsRequest {}).await.unwrap().into_inner().models;
     let names: Vec<_> = models.iter().map(|model| model.name.as_str()).collect();
     assert_eq!(names, ["alpha", "beta"]);
     assert!(models[0].has_tokenizer && models[0].has_chat_template && !models[1].has_tokenizer);
     assert_eq!(models[0].eos_ids, [END]);
     assert_eq!(models[0].replicas[1].name, "alpha/1");
-    assert_eq!(
-        models[0].replicas[1].device.as_ref().unwrap().name,
-        "Fake Banana"
-    );
+    assert_eq!(models[0].replicas[1].device.as_ref().unwrap().name, "Fake Banana");
 
-    let devices = client
-        .list_devices(proto::ListDevicesRequest {})
-        .await
-        .unwrap()
-        .into_inner();
-    let on: Vec<_> = devices
-        .devices
-        .iter()
-        .map(|device| device.replicas.clone())
-        .collect();
+    let devices = client.list_devices(proto::ListDevicesRequest {}).await.unwrap().into_inner();
+    let on: Vec<_> = devices.devices.iter().map(|device| device.replicas.clone()).collect();
     assert_eq!(on, [["alpha/0"], ["alpha/1"], ["beta/0"]]);
 
     let mut request = text_request("alpha", "x", 20);
     request.device = "alpha/1".to_owned();
     generate(&mut client, request).await;
-    let profile = |device: &str, last| proto::ProfileRequest {
-        model: "alpha".to_owned(),
-        device: device.to_owned(),
-        last,
-    };
-    let ring = client
-        .profile(profile("alpha/1", 0))
-        .await
-        .unwrap()
-        .into_inner();
+    let profile =
+        |device: &str, last| proto::ProfileRequest { model: "alpha".to_owned(), device: device.to_owned(), last };
+    let ring = client.profile(profile("alpha/1", 0)).await.unwrap().into_inner();
     assert_eq!(ring.replica, "alpha/1");
     assert_eq!(ring.steps[0].phase, "prefill");
     assert!(ring.steps.iter().any(|step| step.phase == "decode"));
-    let decoded: u32 = ring
-        .steps
-        .iter()
-        .filter(|step| step.phase == "decode")
-        .map(|step| step.steps)
-        .sum();
+    let decoded: u32 = ring.steps.iter().filter(|step| step.phase == "decode").map(|step| step.steps).sum();
     assert!(decoded >= 19, "{decoded} steps for 20 tokens");
-    assert!(
-        ring.steps
-            .windows(2)
-            .all(|pair| pair[0].number < pair[1].number)
-    );
+    assert!(ring.steps.windows(2).all(|pair| pair[0].number < pair[1].number));
     assert!(ring.steps[0].cost.as_ref().unwrap().submits > 0.0);
-    let last = client
-        .profile(profile("alpha/1", 2))
-        .await
-        .unwrap()
-        .into_inner();
+    let last = client.profile(profile("alpha/1", 2)).await.unwrap().into_inner();
     assert_eq!(last.steps, ring.steps[ring.steps.len() - 2..]);
     let status = client.profile(profile("cherry", 2)).await.unwrap_err();
     assert_eq!(status.code(), Code::NotFound);
 
-    let load = |model: &str| proto::GetLoadRequest {
-        model: model.to_owned(),
-    };
-    let all = client
-        .get_load(load(""))
-        .await
-        .unwrap()
-        .into_inner()
-        .replicas;
+    let load = |model: &str| proto::GetLoadRequest { model: model.to_owned() };
+    let all = client.get_load(load("")).await.unwrap().into_inner().replicas;
     let names: Vec<_> = all.iter().map(|replica| replica.replica.as_str()).collect();
     assert_eq!(names, ["alpha/0", "alpha/1", "beta/0"]);
     assert!(all.iter().all(|replica| replica.pages_total == 512));
-    let one = client
-        .get_load(load("beta"))
-        .await
-        .unwrap()
-        .into_inner()
-        .replicas;
+    let one = client.get_load(load("beta")).await.unwrap().into_inner().replicas;
     assert_eq!(one.len(), 1);
-    assert_eq!(
-        client.get_load(load("x")).await.unwrap_err().code(),
-        Code::NotFound
-    );
+    assert_eq!(client.get_load(load("x")).await.unwrap_err().code(), Code::NotFound);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -834,45 +537,26 @@ async fn tokens_and_text_go_both_ways() {
     let mut client = served.client().await;
     let text = "né<|end|>x";
     let input = Some(proto::tokenize_request::Input::Text(text.to_owned()));
-    let request = proto::TokenizeRequest {
-        model: "alpha".to_owned(),
-        input,
-    };
+    let request = proto::TokenizeRequest { model: "alpha".to_owned(), input };
     let tokens = client.tokenize(request).await.unwrap().into_inner();
     assert_eq!(tokens.token_ids, [110, 0xc3, 0xa9, END, 120]);
     assert_eq!(tokens.text, text);
     for (skip_special, expected) in [(false, text), (true, "néx")] {
-        let request = proto::DetokenizeRequest {
-            model: "alpha".to_owned(),
-            token_ids: tokens.token_ids.clone(),
-            skip_special,
-        };
-        assert_eq!(
-            client.detokenize(request).await.unwrap().into_inner().text,
-            expected
-        );
+        let request =
+            proto::DetokenizeRequest { model: "alpha".to_owned(), token_ids: tokens.token_ids.clone(), skip_special };
+        assert_eq!(client.detokenize(request).await.unwrap().into_inner().text, expected);
     }
-    let request = proto::TokenizeRequest {
-        model: "alpha".to_owned(),
-        input: None,
-    };
-    assert_eq!(
-        client.tokenize(request).await.unwrap_err().code(),
-        Code::InvalidArgument
-    );
+    let request = proto::TokenizeRequest { model: "alpha".to_owned(), input: None };
+    assert_eq!(client.tokenize(request).await.unwrap_err().code(), Code::InvalidArgument);
 }
 
 async fn health(
     client: &mut tonic_health::pb::health_client::HealthClient<tonic::transport::Channel>,
     service: &str,
 ) -> Result<i32, Code> {
-    let request = tonic_health::pb::HealthCheckRequest {
-        service: service.to_owned(),
-    };
+    let request = tonic_health::pb::HealthCheckRequest { service: service.to_owned() };
     let answer = client.check(request).await;
-    answer
-        .map(|answer| answer.into_inner().status)
-        .map_err(|status| status.code())
+    answer.map(|answer| answer.into_inner().status).map_err(|status| status.code())
 }
 
 const SERVING: i32 = tonic_health::pb::health_check_response::ServingStatus::Serving as i32;
@@ -884,43 +568,26 @@ async fn a_stopping_server_says_so_refuses_and_lets_streams_end() {
     let channel = served.channel().await;
     let mut probe = tonic_health::pb::health_client::HealthClient::new(channel);
     assert_eq!(health(&mut probe, "").await, Ok(SERVING));
-    assert_eq!(
-        health(&mut probe, "ostinato.v1.Ostinato").await,
-        Ok(SERVING)
-    );
+    assert_eq!(health(&mut probe, "ostinato.v1.Ostinato").await, Ok(SERVING));
     assert_eq!(health(&mut probe, "other").await, Err(Code::NotFound));
     // A watcher must not keep the server from ending.
-    let request = tonic_health::pb::HealthCheckRequest {
-        service: String::new(),
-    };
+    let request = tonic_health::pb::HealthCheckRequest { service: String::new() };
     let mut watch = probe.watch(request).await.unwrap().into_inner();
     assert_eq!(watch.message().await.unwrap().unwrap().status, SERVING);
 
     let mut client = served.client().await;
-    let mut stream = client
-        .generate(text_request("", "x", 100))
-        .await
-        .unwrap()
-        .into_inner();
+    let mut stream = client.generate(text_request("", "x", 100)).await.unwrap().into_inner();
     assert!(stream.message().await.unwrap().is_some());
     let stopped = Instant::now();
     served.stop.cancel();
     assert_eq!(watch.message().await.unwrap().unwrap().status, NOT_SERVING);
     assert_eq!(health(&mut probe, "").await, Ok(NOT_SERVING));
-    assert_eq!(
-        health(&mut probe, "ostinato.v1.Ostinato").await,
-        Ok(NOT_SERVING)
-    );
+    assert_eq!(health(&mut probe, "ostinato.v1.Ostinato").await, Ok(NOT_SERVING));
     // Neither an old connection nor a new one is served.
-    let status = generate(&mut client, text_request("", "x", 1))
-        .await
-        .error
-        .unwrap();
+    let status = generate(&mut client, text_request("", "x", 1)).await.error.unwrap();
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
     assert!(status.message().contains("draining"), "{status:?}");
-    let status = generate(&mut served.client().await, text_request("", "x", 1))
-        .await
-        .error;
+    let status = generate(&mut served.client().await, text_request("", "x", 1)).await.error;
     assert_eq!(status.unwrap().code(), Code::Unavailable);
 
     let mut tokens = 0;
@@ -932,11 +599,7 @@ async fn a_stopping_server_says_so_refuses_and_lets_streams_end() {
             proto::generate_response::Event::Started(_) => {}
         }
     }
-    assert_eq!(
-        (tokens, reason),
-        (100, Some(Reason::Length)),
-        "it ran to its end"
-    );
+    assert_eq!((tokens, reason), (100, Some(Reason::Length)), "it ran to its end");
     let ended = tokio::time::timeout(Duration::from_secs(5), served.server).await;
     assert_eq!(ended.expect("the server ends").unwrap().unwrap().cut, 0);
     assert!(stopped.elapsed() < Duration::from_secs(10));
@@ -945,32 +608,17 @@ async fn a_stopping_server_says_so_refuses_and_lets_streams_end() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_grace_period_is_bounded() {
     let step = Duration::from_millis(20);
-    let models = vec![model(
-        "alpha",
-        Some(tokenizer(true)),
-        vec![(0, fake(step, b"a"))],
-        8,
-    )];
-    let options = Options {
-        drain: Duration::from_millis(200),
-        ..Options::default()
-    };
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"a"))], 8)];
+    let options = Options { drain: Duration::from_millis(200), ..Options::default() };
     let served = serve_models(models, options).await;
     let mut client = served.client().await;
-    let stream = client
-        .generate(text_request("", "x", 4000))
-        .await
-        .unwrap()
-        .into_inner();
+    let stream = client.generate(text_request("", "x", 4000)).await.unwrap().into_inner();
     served.busy("alpha/0", 1, 0).await;
     let stopped = Instant::now();
     served.stop.cancel();
     let outcome = read(stream).await;
     let took = stopped.elapsed();
-    assert!(
-        took >= Duration::from_millis(190) && took < Duration::from_secs(3),
-        "{took:?}"
-    );
+    assert!(took >= Duration::from_millis(190) && took < Duration::from_secs(3), "{took:?}");
     assert_eq!(outcome.error.expect("a status").code(), Code::Unavailable);
     let ended = tokio::time::timeout(Duration::from_secs(5), served.server).await;
     assert_eq!(ended.expect("the server ends").unwrap().unwrap().cut, 1);
@@ -987,40 +635,19 @@ async fn reflection_lists_the_services_and_describes_ours() {
         MessageRequest::ListServices(String::new()),
         MessageRequest::FileContainingSymbol("ostinato.v1.Ostinato.Generate".to_owned()),
     ];
-    let ask = ask.map(
-        |message_request| tonic_reflection::pb::v1::ServerReflectionRequest {
-            host: String::new(),
-            message_request: Some(message_request),
-        },
-    );
-    let answers = client
-        .server_reflection_info(tokio_stream::iter(ask))
-        .await
-        .unwrap();
+    let ask = ask.map(|message_request| tonic_reflection::pb::v1::ServerReflectionRequest {
+        host: String::new(),
+        message_request: Some(message_request),
+    });
+    let answers = client.server_reflection_info(tokio_stream::iter(ask)).await.unwrap();
     let mut answers = answers.into_inner();
-    let mut next = async || {
-        answers
-            .message()
-            .await
-            .unwrap()
-            .unwrap()
-            .message_response
-            .unwrap()
-    };
-    let MessageResponse::ListServicesResponse(list) = next().await else {
-        panic!("a list")
-    };
-    let names: Vec<_> = list
-        .service
-        .iter()
-        .map(|service| service.name.as_str())
-        .collect();
+    let mut next = async || answers.message().await.unwrap().unwrap().message_response.unwrap();
+    let MessageResponse::ListServicesResponse(list) = next().await else { panic!("a list") };
+    let names: Vec<_> = list.service.iter().map(|service| service.name.as_str()).collect();
     for name in ["ostinato.v1.Ostinato", "grpc.health.v1.Health"] {
         assert!(names.contains(&name), "{names:?}");
     }
-    let MessageResponse::FileDescriptorResponse(file) = next().await else {
-        panic!("a file")
-    };
+    let MessageResponse::FileDescriptorResponse(file) = next().await else { panic!("a file") };
     let bytes = file.file_descriptor_proto.concat();
     let has = |words: &[u8]| bytes.windows(words.len()).any(|window| window == words);
     assert!(has(b"ostinato.v1") && has(b"GenerateRequest"));

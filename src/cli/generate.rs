@@ -113,9 +113,7 @@ struct Input {
 }
 
 fn bias(text: &str) -> Result<(u32, f32), String> {
-    let pair = text
-        .split_once('=')
-        .and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
+    let pair = text.split_once('=').and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
     pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
 }
 
@@ -129,10 +127,7 @@ pub(crate) struct Refused {
 
 impl From<Status> for Refused {
     fn from(status: Status) -> Refused {
-        Refused {
-            code: status.code(),
-            message: status.message().to_owned(),
-        }
+        Refused { code: status.code(), message: status.message().to_owned() }
     }
 }
 
@@ -157,10 +152,8 @@ impl Refused {
 }
 
 pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .context("cannot start a runtime")?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start a runtime")?;
     let mut printer = Printer::new(args.json);
     match &args.server {
         Some(address) => runtime.block_on(against_server(args, address, &mut printer))?,
@@ -175,17 +168,10 @@ fn request(args: &Generate) -> proto::GenerateRequest {
     let prompt = if let Some(text) = &args.input.prompt {
         Prompt::Text(text.clone())
     } else if let Some(text) = &args.input.chat {
-        let message = proto::ChatMessage {
-            role: "user".to_owned(),
-            content: text.clone(),
-        };
-        Prompt::Chat(proto::Chat {
-            messages: vec![message],
-        })
+        let message = proto::ChatMessage { role: "user".to_owned(), content: text.clone() };
+        Prompt::Chat(proto::Chat { messages: vec![message] })
     } else {
-        Prompt::Tokens(proto::TokenIds {
-            ids: args.input.tokens.clone(),
-        })
+        Prompt::Tokens(proto::TokenIds { ids: args.input.tokens.clone() })
     };
     proto::GenerateRequest {
         request_id: String::new(),
@@ -210,11 +196,7 @@ fn request(args: &Generate) -> proto::GenerateRequest {
             ids: args.stop_id.clone(),
             ignore_eos: args.ignore_eos,
         }),
-        output: Some(proto::Output {
-            text: None,
-            token_ids: None,
-            logprobs: args.logprobs,
-        }),
+        output: Some(proto::Output { text: None, token_ids: None, logprobs: args.logprobs }),
         constraint: None,
         device: args.device.clone().unwrap_or_default(),
         priority: 0,
@@ -224,22 +206,11 @@ fn request(args: &Generate) -> proto::GenerateRequest {
 
 type Messages = Result<proto::GenerateResponse, Status>;
 
-async fn against_server(
-    args: &Generate,
-    address: &str,
-    printer: &mut Printer,
-) -> anyhow::Result<()> {
-    let uri = if address.contains("://") {
-        address.to_owned()
-    } else {
-        format!("http://{address}")
-    };
+async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -> anyhow::Result<()> {
+    let uri = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
     let endpoint = Endpoint::from_shared(uri)
         .map_err(|error| Usage(format!("\"{address}\" is not a server's address: {error}")))?;
-    let channel = endpoint
-        .connect()
-        .await
-        .with_context(|| format!("cannot reach a server at {address}"))?;
+    let channel = endpoint.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
     let mut client = OstinatoClient::new(channel);
     let request = request(args);
     if !args.json {
@@ -255,23 +226,14 @@ async fn against_server(
     print(answer.into_inner(), printer).await
 }
 
-fn in_process(
-    args: &Generate,
-    runtime: &tokio::runtime::Runtime,
-    printer: &mut Printer,
-) -> anyhow::Result<()> {
+fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut Printer) -> anyhow::Result<()> {
     let path = args.model.as_deref().unwrap_or(DEMO_PATH);
-    let name = Path::new(path)
-        .file_name()
-        .map_or(path.into(), |name| name.to_string_lossy());
+    let name = Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy());
     let mut model = Model::new(&name, path, args.device.as_deref());
     model.slots = Some(1);
     model.context = args.context;
     model.memory_limit = args.memory_limit;
-    let mut config = Config {
-        models: vec![model],
-        ..Config::default()
-    };
+    let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache_directory();
     let host = {
         let show = progress::Show::new(args.json);
@@ -279,11 +241,7 @@ fn in_process(
     };
     printer.ids_only = host.models.iter().any(|model| model.text.is_none());
     // The only model and its only replica, whatever their names.
-    let request = proto::GenerateRequest {
-        model: String::new(),
-        device: String::new(),
-        ..request(args)
-    };
+    let request = proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args) };
     let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;
     let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
     prepared.request.dump_logits = args.dump_logits.is_some();
@@ -293,9 +251,7 @@ fn in_process(
         rpc: tracing::Span::none(),
         stop: CancellationToken::new(),
         logits: Some(Box::new(move |row| {
-            sink.lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(row);
+            sink.lock().unwrap_or_else(PoisonError::into_inner).push(row);
         })),
     };
     let generation = Generation::start(prepared, surroundings).map_err(Refused::from)?;
@@ -309,22 +265,14 @@ fn in_process(
 
 fn write_logits(file: &Path, rows: &[Vec<f32>]) -> anyhow::Result<()> {
     let vocabulary = rows.first().map_or(0, Vec::len);
-    let bytes: Vec<u8> = rows
-        .iter()
-        .flatten()
-        .flat_map(|value| value.to_le_bytes())
-        .collect();
+    let bytes: Vec<u8> = rows.iter().flatten().flat_map(|value| value.to_le_bytes()).collect();
     let shape = vec![rows.len(), vocabulary];
     let logits = TensorView::new(Dtype::F32, shape, &bytes).context("steps differ in size")?;
-    safetensors::serialize_to_file([("logits", logits)], None, file).map_err(|error| {
-        anyhow::Error::from(Usage(format!("cannot write {}: {error}", file.display())))
-    })
+    safetensors::serialize_to_file([("logits", logits)], None, file)
+        .map_err(|error| anyhow::Error::from(Usage(format!("cannot write {}: {error}", file.display()))))
 }
 
-async fn print(
-    mut stream: impl Stream<Item = Messages> + Unpin,
-    printer: &mut Printer,
-) -> anyhow::Result<()> {
+async fn print(mut stream: impl Stream<Item = Messages> + Unpin, printer: &mut Printer) -> anyhow::Result<()> {
     while let Some(message) = stream.next().await {
         match message {
             Ok(message) => printer.event(&message.event.unwrap_or(Event::Delta(<_>::default())))?,
@@ -350,13 +298,7 @@ struct Printer {
 
 impl Printer {
     fn new(json: bool) -> Printer {
-        Printer {
-            json,
-            ids_only: false,
-            started: None,
-            finished: None,
-            open_line: false,
-        }
+        Printer { json, ids_only: false, started: None, finished: None, open_line: false }
     }
 
     fn event(&mut self, event: &Event) -> std::io::Result<()> {
@@ -403,10 +345,7 @@ impl Printer {
         if self.json {
             return;
         }
-        let device = started
-            .device
-            .as_ref()
-            .map_or("", |device| device.name.as_str());
+        let device = started.device.as_ref().map_or("", |device| device.name.as_str());
         let usage = finished.usage.unwrap_or_default();
         let timings = finished.timings.unwrap_or_default();
         let cost = finished.per_token.unwrap_or_default();
@@ -421,10 +360,7 @@ impl Printer {
             usage.prompt_tokens,
             rate(read, timings.prefill_seconds)
         );
-        eprintln!(
-            "  output                {} tokens, {speed} tokens/s",
-            usage.output_tokens
-        );
+        eprintln!("  output                {} tokens, {speed} tokens/s", usage.output_tokens);
         eprintln!("  submits/token         {:.3}", cost.submits);
         eprintln!("  barriers/token        {:.1}", cost.barriers);
         eprintln!("  dispatches/token      {:.1}", cost.dispatches);
@@ -502,11 +438,8 @@ fn object(event: &Event) -> Value {
 }
 
 fn logprobs(logprobs: &proto::TokenLogprobs) -> Value {
-    let top: Vec<Value> = logprobs
-        .top
-        .iter()
-        .map(|other| json!({ "token_id": other.token_id, "logprob": other.logprob }))
-        .collect();
+    let top: Vec<Value> =
+        logprobs.top.iter().map(|other| json!({ "token_id": other.token_id, "logprob": other.logprob })).collect();
     json!({ "token_id": logprobs.token_id, "logprob": logprobs.logprob, "top": top })
 }
 
@@ -528,12 +461,7 @@ mod tests {
     #[test]
     fn the_json_of_each_event_is_the_contract() {
         let started = proto::Started {
-            device: Some(proto::Device {
-                name: "d".into(),
-                uuid: "u".into(),
-                index: 3,
-                ..Default::default()
-            }),
+            device: Some(proto::Device { name: "d".into(), uuid: "u".into(), index: 3, ..Default::default() }),
             prompt_tokens: 5,
             cached_tokens: 2,
             ..Default::default()
@@ -542,35 +470,19 @@ mod tests {
             object(&Event::Started(started)).to_string(),
             r#"{"event":"started","device":{"name":"d","uuid":"u"},"prompt_tokens":5,"cached_tokens":2}"#
         );
-        let mut delta = proto::Delta {
-            token_ids: vec![1, 2],
-            text: "é\n".into(),
-            ..Default::default()
-        };
+        let mut delta = proto::Delta { token_ids: vec![1, 2], text: "é\n".into(), ..Default::default() };
         assert_eq!(
             object(&Event::Delta(delta.clone())).to_string(),
             r#"{"event":"delta","index":0,"token_ids":[1,2],"text":"é\n"}"#
         );
-        let top = vec![proto::token_logprobs::Alternative {
-            token_id: 9,
-            logprob: -0.5,
-        }];
-        delta.logprobs = vec![proto::TokenLogprobs {
-            token_id: 1,
-            logprob: -1.5,
-            top,
-        }];
+        let top = vec![proto::token_logprobs::Alternative { token_id: 9, logprob: -0.5 }];
+        delta.logprobs = vec![proto::TokenLogprobs { token_id: 1, logprob: -1.5, top }];
         let text = object(&Event::Delta(delta)).to_string();
-        let tail =
-            r#","logprobs":[{"token_id":1,"logprob":-1.5,"top":[{"token_id":9,"logprob":-0.5}]}]}"#;
+        let tail = r#","logprobs":[{"token_id":1,"logprob":-1.5,"top":[{"token_id":9,"logprob":-0.5}]}]}"#;
         assert!(text.ends_with(tail), "{text}");
         let finished = proto::Finished {
             reason: proto::FinishReason::Stop.into(),
-            usage: Some(proto::Usage {
-                prompt_tokens: 5,
-                cached_tokens: 2,
-                output_tokens: 7,
-            }),
+            usage: Some(proto::Usage { prompt_tokens: 5, cached_tokens: 2, output_tokens: 7 }),
             timings: Some(proto::Timings {
                 queue_seconds: 0.001,
                 prefill_seconds: 0.5,

@@ -89,23 +89,9 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
-            let Synth {
-                shape: Shape { arch, config },
-                out,
-                seed,
-                dtype,
-                shard_size,
-            } = args;
+            let Synth { shape: Shape { arch, config }, out, seed, dtype, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
-            synth::run(
-                arch.as_deref(),
-                config.as_deref(),
-                &out,
-                seed,
-                dtype,
-                shard_bytes,
-            )
-            .map_err(anyhow::Error::from)
+            synth::run(arch.as_deref(), config.as_deref(), &out, seed, dtype, shard_bytes).map_err(anyhow::Error::from)
         }
     };
     match result {
@@ -158,11 +144,7 @@ fn closed_pipe(error: &anyhow::Error) -> bool {
 /// Where compiled pipelines are kept when nothing is configured: the user's cache folder.
 /// `None` where the system has no such notion.
 fn cache_directory() -> Option<PathBuf> {
-    let absolute = |name: &str| {
-        std::env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
     base.map(|base| base.join("ostinato"))
 }

@@ -26,19 +26,13 @@ struct Current {
 impl Show {
     /// `plain`: no bar even on a terminal.
     pub(crate) fn new(plain: bool) -> Show {
-        Show {
-            terminal: !plain && std::io::stderr().is_terminal(),
-            current: Mutex::new(None),
-        }
+        Show { terminal: !plain && std::io::stderr().is_terminal(), current: Mutex::new(None) }
     }
 }
 
 impl Drop for Show {
     fn drop(&mut self) {
-        let current = self
-            .current
-            .get_mut()
-            .unwrap_or_else(PoisonError::into_inner);
+        let current = self.current.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(bar) = current.take().and_then(|current| current.bar) {
             bar.finish_and_clear();
         }
@@ -62,12 +56,7 @@ impl Progress for Show {
                 bar.finish_and_clear();
             }
             let bar = self.terminal.then(|| bar(what, total, unit));
-            *current = Some(Current {
-                what: what.to_owned(),
-                begun: now,
-                line: now,
-                bar,
-            });
+            *current = Some(Current { what: what.to_owned(), begun: now, line: now, bar });
         }
         let Some(current) = current.as_mut() else {
             return;
@@ -87,11 +76,7 @@ impl Progress for Show {
                 Unit::Count => (done.to_string(), total.to_string()),
             };
             // Before the first is done there is nothing to estimate from.
-            let left = if left < 1e6 {
-                format!(", {left:.0} s left")
-            } else {
-                String::new()
-            };
+            let left = if left < 1e6 { format!(", {left:.0} s left") } else { String::new() };
             eprintln!("{what}: {done} of {total}{left}");
         }
     }
@@ -99,17 +84,13 @@ impl Progress for Show {
 
 fn bar(what: &str, total: u64, unit: Unit) -> ProgressBar {
     let template = match unit {
-        Unit::Bytes => {
-            "{msg} {bar:32} {decimal_bytes} of {decimal_total_bytes}, {decimal_bytes_per_sec}, {eta} left"
-        }
+        Unit::Bytes => "{msg} {bar:32} {decimal_bytes} of {decimal_total_bytes}, {decimal_bytes_per_sec}, {eta} left",
         Unit::Count => "{msg} {bar:32} {pos} of {len}, {eta} left",
     };
     // The templates are constants; were one wrong, the default bar would do.
     let style = ProgressStyle::with_template(template);
     let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(total)
-        .with_style(style)
-        .with_message(what.to_owned())
+    ProgressBar::new(total).with_style(style).with_message(what.to_owned())
 }
 
 /// In units of a thousand, as bandwidths are.

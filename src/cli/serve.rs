@@ -77,12 +77,8 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
 }
 
 async fn listen(socket: TcpSocket, host: Arc<Host>, config: &Config) -> anyhow::Result<()> {
-    let listener = socket
-        .listen(BACKLOG)
-        .map_err(|error| in_use(config.server.listen, error))?;
-    let address = listener
-        .local_addr()
-        .context("the endpoint has no address")?;
+    let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, error))?;
+    let address = listener.local_addr().context("the endpoint has no address")?;
     // On standard output: scripts read the port from it.
     println!("listening on {address}");
     let options = Options {
@@ -99,19 +95,11 @@ async fn listen(socket: TcpSocket, host: Arc<Host>, config: &Config) -> anyhow::
 }
 
 fn bind(address: SocketAddr) -> anyhow::Result<TcpSocket> {
-    let socket = if address.is_ipv4() {
-        TcpSocket::new_v4()
-    } else {
-        TcpSocket::new_v6()
-    };
+    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
     let socket = socket.context("cannot open a socket")?;
     // A restart must not wait for the old connections' last packets.
-    socket
-        .set_reuseaddr(true)
-        .context("cannot set up a socket")?;
-    socket
-        .bind(address)
-        .map_err(|error| in_use(address, error))?;
+    socket.set_reuseaddr(true).context("cannot set up a socket")?;
+    socket.bind(address).map_err(|error| in_use(address, error))?;
     Ok(socket)
 }
 

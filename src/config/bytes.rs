@@ -30,24 +30,16 @@ impl FromStr for Bytes {
     fn from_str(text: &str) -> Result<Bytes, ParseBytesError> {
         let wrong = || ParseBytesError(text.to_owned());
         let trimmed = text.trim();
-        let (number, unit) = UNITS
-            .iter()
-            .find_map(|(name, unit)| Some((trimmed.strip_suffix(name)?, *unit)))
-            .unwrap_or((trimmed, 1));
+        let (number, unit) =
+            UNITS.iter().find_map(|(name, unit)| Some((trimmed.strip_suffix(name)?, *unit))).unwrap_or((trimmed, 1));
         let number = number.trim();
         if let Ok(whole) = number.parse::<u64>() {
             return whole.checked_mul(unit).map(Bytes).ok_or_else(wrong);
         }
-        let plain = number
-            .bytes()
-            .all(|byte| byte.is_ascii_digit() || byte == b'.');
+        let plain = number.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
         let number: f64 = number.parse().ok().filter(|_| plain).ok_or_else(wrong)?;
         let bytes = number * unit as f64;
-        if bytes.is_finite() && bytes < u64::MAX as f64 {
-            Ok(Bytes(bytes as u64))
-        } else {
-            Err(wrong())
-        }
+        if bytes.is_finite() && bytes < u64::MAX as f64 { Ok(Bytes(bytes as u64)) } else { Err(wrong()) }
     }
 }
 
@@ -77,16 +69,12 @@ impl<'de> Deserialize<'de> for Bytes {
 
             fn visit_i64<E: Error>(self, value: i64) -> Result<Bytes, E> {
                 let unexpected = serde::de::Unexpected::Signed(value);
-                u64::try_from(value)
-                    .map(Bytes)
-                    .map_err(|_| E::invalid_value(unexpected, &self))
+                u64::try_from(value).map(Bytes).map_err(|_| E::invalid_value(unexpected, &self))
             }
 
             fn visit_str<E: Error>(self, value: &str) -> Result<Bytes, E> {
                 let unexpected = serde::de::Unexpected::Str(value);
-                value
-                    .parse()
-                    .map_err(|_| E::invalid_value(unexpected, &self))
+                value.parse().map_err(|_| E::invalid_value(unexpected, &self))
             }
         }
         deserializer.deserialize_any(Read)
@@ -115,17 +103,7 @@ mod tests {
 
     #[test]
     fn anything_else_is_refused() {
-        for text in [
-            "",
-            "GiB",
-            "-1",
-            "1e3",
-            "inf",
-            "NaN",
-            "8 gigs",
-            "8TiB",
-            "99999999999GiB",
-        ] {
+        for text in ["", "GiB", "-1", "1e3", "inf", "NaN", "8 gigs", "8TiB", "99999999999GiB"] {
             assert!(text.parse::<Bytes>().is_err(), "{text}");
         }
     }

@@ -39,21 +39,11 @@ pub struct Problem {
 
 impl Problem {
     pub(super) fn new(key: impl Into<String>, rule: &str, value: impl fmt::Display) -> Problem {
-        Problem {
-            key: key.into(),
-            rule: rule.to_owned(),
-            value: Some(value.to_string()),
-            source: None,
-        }
+        Problem { key: key.into(), rule: rule.to_owned(), value: Some(value.to_string()), source: None }
     }
 
     pub(super) fn missing(key: impl Into<String>) -> Problem {
-        Problem {
-            key: key.into(),
-            rule: "must be given".to_owned(),
-            value: None,
-            source: None,
-        }
+        Problem { key: key.into(), rule: "must be given".to_owned(), value: None, source: None }
     }
 }
 
@@ -110,17 +100,11 @@ fn list(problems: &[Problem]) -> String {
 pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     let mut figment = Figment::new();
     if let Some(path) = &sources.file {
-        let read = |source| ConfigError::Read {
-            path: path.clone(),
-            source,
-        };
+        let read = |source| ConfigError::Read { path: path.clone(), source };
         let text = std::fs::read_to_string(path).map_err(read)?;
         let file = Toml::string(&text);
         // Asked for its data here so that a syntax error is told apart from a wrong value.
-        file.data().map_err(|error| ConfigError::Syntax {
-            path: path.clone(),
-            source: error.to_string().into(),
-        })?;
+        file.data().map_err(|error| ConfigError::Syntax { path: path.clone(), source: error.to_string().into() })?;
         figment = figment.merge(Toml::file_exact(path));
     }
     if sources.environment {
@@ -142,11 +126,7 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     }
     add_models(&mut config.models, &sources.models);
     problems.extend(config.problems());
-    if problems.is_empty() {
-        Ok(config)
-    } else {
-        Err(ConfigError::Problems(problems))
-    }
+    if problems.is_empty() { Ok(config) } else { Err(ConfigError::Problems(problems)) }
 }
 
 /// A model's folder in a file is relative to that file.
@@ -160,9 +140,7 @@ fn resolve(folder: &Path, model: &mut Model) {
 /// A first argument of a name replaces the file's model, further ones add replicas.
 fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
     for (index, argument) in arguments.iter().enumerate() {
-        let repeated = arguments[..index]
-            .iter()
-            .any(|earlier| earlier.name == argument.name);
+        let repeated = arguments[..index].iter().any(|earlier| earlier.name == argument.name);
         match models.iter_mut().find(|model| model.name == argument.name) {
             Some(model) if repeated && model.path == argument.path => {
                 model.replicas.extend(argument.replicas.iter().cloned());
@@ -183,10 +161,7 @@ fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
 fn typed(figment: &Figment) -> (Config, Vec<Problem>) {
     let mut problems = Vec::new();
     let mut value = match figment.data() {
-        Ok(mut profiles) => Value::Dict(
-            Tag::Default,
-            profiles.remove(&Profile::Default).unwrap_or_default(),
-        ),
+        Ok(mut profiles) => Value::Dict(Tag::Default, profiles.remove(&Profile::Default).unwrap_or_default()),
         Err(error) => {
             problems.push(problem(figment, &error, None));
             Value::Dict(Tag::Default, Dict::new())
@@ -266,10 +241,7 @@ fn problem(figment: &Figment, error: &figment::Error, found: Option<&Value>) -> 
         Kind::UnknownField(_, known) => {
             let mut known: Vec<&str> = known.to_vec();
             known.sort_unstable();
-            (
-                format!("is not a key; known here are {}", known.join(", ")),
-                None,
-            )
+            (format!("is not a key; known here are {}", known.join(", ")), None)
         }
         Kind::InvalidType(_, expected) | Kind::InvalidValue(_, expected) => {
             (format!("must be {expected}"), found.map(show))
@@ -277,12 +249,7 @@ fn problem(figment: &Figment, error: &figment::Error, found: Option<&Value>) -> 
         other => (format!("cannot be used: {other}"), found.map(show)),
     };
     let source = found.and_then(|value| source(figment, value));
-    Problem {
-        key,
-        rule,
-        value,
-        source,
-    }
+    Problem { key, rule, value, source }
 }
 
 /// A value as its owner wrote it, near enough; tables and lists only by kind.

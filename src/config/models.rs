@@ -76,10 +76,7 @@ impl Model {
         Model {
             name: name.to_owned(),
             path: path.into(),
-            replicas: vec![Replica {
-                device: device.map(str::to_owned),
-                memory_limit: None,
-            }],
+            replicas: vec![Replica { device: device.map(str::to_owned), memory_limit: None }],
             context: None,
             slots: None,
             kv_pages: None,
@@ -97,13 +94,8 @@ impl FromStr for Model {
     /// `NAME=DIR` or `NAME=DIR@DEVICE`: the name ends at the first `=`, the device begins
     /// after the last `@`.
     fn from_str(text: &str) -> Result<Model, ParseModelError> {
-        let wrong = |why| ParseModelError {
-            given: text.to_owned(),
-            why,
-        };
-        let (name, rest) = text
-            .split_once('=')
-            .ok_or_else(|| wrong("there is no \"=\""))?;
+        let wrong = |why| ParseModelError { given: text.to_owned(), why };
+        let (name, rest) = text.split_once('=').ok_or_else(|| wrong("there is no \"=\""))?;
         let (path, device) = match rest.rsplit_once('@') {
             Some((_, "")) => return Err(wrong("the device is empty")),
             Some((path, device)) => (path, Some(device)),
@@ -129,21 +121,14 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
     for (index, model) in models.iter().enumerate() {
         if model.name.is_empty() {
             problems.push(Problem::missing(key(index, "name")));
-        } else if model.name.len() > MAX_NAME
-            || model
-                .name
-                .chars()
-                .any(|c| c.is_control() || c.is_whitespace())
-        {
+        } else if model.name.len() > MAX_NAME || model.name.chars().any(|c| c.is_control() || c.is_whitespace()) {
             problems.push(Problem::new(
                 key(index, "name"),
                 "must be at most 128 bytes without spaces",
                 format!("{:?}", model.name),
             ));
         }
-        let earlier = models[..index]
-            .iter()
-            .position(|other| other.name == model.name);
+        let earlier = models[..index].iter().position(|other| other.name == model.name);
         if let Some(earlier) = earlier.filter(|_| !model.name.is_empty()) {
             problems.push(Problem::new(
                 key(index, "name"),
@@ -158,11 +143,7 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
             problems.push(Problem::missing(key(index, "replicas")));
         }
         for (replica, value) in model.replicas.iter().enumerate() {
-            if value
-                .device
-                .as_ref()
-                .is_some_and(|device| device.trim().is_empty())
-            {
+            if value.device.as_ref().is_some_and(|device| device.trim().is_empty()) {
                 problems.push(Problem::new(
                     key(index, &format!("replicas[{replica}].device")),
                     "must name a device, or be left out for the machine's only GPU",
@@ -187,20 +168,13 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
                 problems.push(Problem::new(key(index, name), "must be at least 1", 0));
             }
         }
-        for (name, value) in [
-            ("kv_memory", model.kv_memory),
-            ("memory_limit", model.memory_limit),
-        ] {
+        for (name, value) in [("kv_memory", model.kv_memory), ("memory_limit", model.memory_limit)] {
             if value == Some(Bytes(0)) {
                 problems.push(Problem::new(key(index, name), "must be above 0", 0));
             }
         }
         if let (Some(_), Some(bytes)) = (model.kv_pages, model.kv_memory) {
-            problems.push(Problem::new(
-                key(index, "kv_memory"),
-                "must not be given together with kv_pages",
-                bytes,
-            ));
+            problems.push(Problem::new(key(index, "kv_memory"), "must not be given together with kv_pages", bytes));
         }
     }
     problems
@@ -213,10 +187,7 @@ mod tests {
     #[test]
     fn a_model_argument_is_split_at_the_first_equals_and_the_last_at() {
         let model: Model = "qwen=/models/a@b=c@NVIDIA H200".parse().unwrap();
-        assert_eq!(
-            model,
-            Model::new("qwen", "/models/a@b=c", Some("NVIDIA H200"))
-        );
+        assert_eq!(model, Model::new("qwen", "/models/a@b=c", Some("NVIDIA H200")));
         let model: Model = "qwen=/models/a".parse().unwrap();
         assert_eq!(model, Model::new("qwen", "/models/a", None));
     }

@@ -47,18 +47,10 @@ impl Server {
             ));
         }
         if !(1..=65_536).contains(&self.queue_limit) {
-            problems.push(Problem::new(
-                "server.queue_limit",
-                "must be between 1 and 65536",
-                self.queue_limit,
-            ));
+            problems.push(Problem::new("server.queue_limit", "must be between 1 and 65536", self.queue_limit));
         }
         if !(0.0..=3600.0).contains(&self.drain_seconds) {
-            problems.push(Problem::new(
-                "server.drain_seconds",
-                "must be between 0 and 3600",
-                self.drain_seconds,
-            ));
+            problems.push(Problem::new("server.drain_seconds", "must be between 0 and 3600", self.drain_seconds));
         }
         if !(1 << 10..=1 << 30).contains(&self.max_message_bytes.0) {
             problems.push(Problem::new(
@@ -68,11 +60,7 @@ impl Server {
             ));
         }
         if !(1..=1_048_576).contains(&self.stream_buffer) {
-            problems.push(Problem::new(
-                "server.stream_buffer",
-                "must be between 1 and 1048576",
-                self.stream_buffer,
-            ));
+            problems.push(Problem::new("server.stream_buffer", "must be between 1 and 1048576", self.stream_buffer));
         }
         problems
     }

@@ -18,11 +18,7 @@ pub struct Telemetry {
 
 impl Default for Telemetry {
     fn default() -> Telemetry {
-        Telemetry {
-            otlp_endpoint: None,
-            sample_ratio: 1.0,
-            log: "info".to_owned(),
-        }
+        Telemetry { otlp_endpoint: None, sample_ratio: 1.0, log: "info".to_owned() }
     }
 }
 
@@ -40,11 +36,7 @@ impl Telemetry {
             }
         }
         if !(0.0..=1.0).contains(&self.sample_ratio) {
-            problems.push(Problem::new(
-                "telemetry.sample_ratio",
-                "must be between 0 and 1",
-                self.sample_ratio,
-            ));
+            problems.push(Problem::new("telemetry.sample_ratio", "must be between 0 and 1", self.sample_ratio));
         }
         problems
     }

@@ -100,10 +100,7 @@ pub fn model(model: &ServedModel) -> proto::Model {
         replicas: model
             .replicas
             .iter()
-            .map(|replica| proto::ModelReplica {
-                name: replica.name.clone(),
-                device: Some(device(&replica.device)),
-            })
+            .map(|replica| proto::ModelReplica { name: replica.name.clone(), device: Some(device(&replica.device)) })
             .collect(),
     }
 }
@@ -114,10 +111,7 @@ pub fn devices(host: &Host) -> Vec<proto::ServingDevice> {
     for replica in host.models.iter().flat_map(|model| &model.replicas) {
         devices
             .entry(replica.device.index)
-            .or_insert_with(|| proto::ServingDevice {
-                device: Some(device(&replica.device)),
-                replicas: Vec::new(),
-            })
+            .or_insert_with(|| proto::ServingDevice { device: Some(device(&replica.device)), replicas: Vec::new() })
             .replicas
             .push(replica.name.clone());
     }

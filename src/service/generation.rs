@@ -41,9 +41,7 @@ pub type LogitsSink = Box<dyn FnMut(Vec<f32>) + Send>;
 
 impl std::fmt::Debug for Surroundings {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Surroundings")
-            .field("buffer", &self.buffer)
-            .finish_non_exhaustive()
+        f.debug_struct("Surroundings").field("buffer", &self.buffer).finish_non_exhaustive()
     }
 }
 
@@ -95,20 +93,11 @@ impl std::fmt::Debug for Generation {
 impl Generation {
     /// Submits the request.
     pub fn start(prepared: Prepared, surroundings: Surroundings) -> Result<Generation, Refusal> {
-        let Prepared {
-            place,
-            mut request,
-            operation,
-            stop_strings,
-            text,
-            token_ids,
-        } = prepared;
+        let Prepared { place, mut request, operation, stop_strings, text, token_ids } = prepared;
         let inference = inference_span(&surroundings.rpc, operation, &place, &request);
         request.span = inference.clone();
         let assembler = match &place.model().text {
-            Some(tokenizer) if text || !stop_strings.is_empty() => {
-                Some(tokenizer.assembler(stop_strings))
-            }
+            Some(tokenizer) if text || !stop_strings.is_empty() => Some(tokenizer.assembler(stop_strings)),
             _ => None,
         };
         let (sender, events) = mpsc::channel(surroundings.buffer);
@@ -158,16 +147,8 @@ impl Generation {
             Event::Started(started) => {
                 let replica = self.place.replica();
                 spans::set(&self.inference, names::REPLICA, started.replica.clone());
-                spans::set(
-                    &self.inference,
-                    names::DEVICE_NAME,
-                    started.device_name.clone(),
-                );
-                spans::set(
-                    &self.inference,
-                    names::DEVICE_UUID,
-                    started.device_uuid.clone(),
-                );
+                spans::set(&self.inference, names::DEVICE_NAME, started.device_name.clone());
+                spans::set(&self.inference, names::DEVICE_UUID, started.device_uuid.clone());
                 let model = &self.place.model().name;
                 let message = convert::started(&started, &self.id, model, replica);
                 self.send(Message::Started(message));
@@ -187,15 +168,10 @@ impl Generation {
             sink(logits);
         }
         self.delta.index = token.index;
-        let logprobs = token
-            .logprobs
-            .map(|logprobs| convert::logprobs(token.id, &logprobs));
+        let logprobs = token.logprobs.map(|logprobs| convert::logprobs(token.id, &logprobs));
         self.held_logprobs.extend(logprobs);
         match &mut self.assembler {
-            None => self.append(Output {
-                tokens: vec![token.id],
-                ..Output::default()
-            }),
+            None => self.append(Output { tokens: vec![token.id], ..Output::default() }),
             Some(assembler) => {
                 let output = assembler.push(token.id);
                 let stopped = output.stopped.clone();
@@ -248,18 +224,12 @@ impl Generation {
         use proto::finished::StopMatch;
         let mut refusal = None;
         let (reason, word, stop_match) = match (&self.stopped, &finished.reason) {
-            (Some(string), _) => (
-                Reason::Stop,
-                "stop",
-                Some(StopMatch::StopString(string.clone())),
-            ),
+            (Some(string), _) => (Reason::Stop, "stop", Some(StopMatch::StopString(string.clone()))),
             (None, FinishReason::Stop(id)) => (Reason::Stop, "stop", Some(StopMatch::StopId(*id))),
             (None, FinishReason::Length) => (Reason::Length, "length", None),
             (None, FinishReason::Aborted) => (Reason::Aborted, "aborted", None),
             (None, FinishReason::DeadlineExceeded) => {
-                refusal = Some(Refusal::Deadline {
-                    output_tokens: self.output_tokens,
-                });
+                refusal = Some(Refusal::Deadline { output_tokens: self.output_tokens });
                 (Reason::DeadlineExceeded, "deadline_exceeded", None)
             }
             (None, FinishReason::Error(why)) => {
@@ -291,42 +261,21 @@ impl Generation {
         }
         let cost = &finished.per_token;
         spans::set_list(span, names::GEN_AI_RESPONSE_FINISH_REASONS, &[reason]);
-        spans::set(
-            span,
-            names::GEN_AI_USAGE_INPUT_TOKENS,
-            i64::from(finished.prompt_tokens),
-        );
-        spans::set(
-            span,
-            names::GEN_AI_USAGE_OUTPUT_TOKENS,
-            i64::from(self.output_tokens),
-        );
-        spans::set(
-            span,
-            names::CACHED_TOKENS,
-            i64::from(finished.cached_tokens),
-        );
+        spans::set(span, names::GEN_AI_USAGE_INPUT_TOKENS, i64::from(finished.prompt_tokens));
+        spans::set(span, names::GEN_AI_USAGE_OUTPUT_TOKENS, i64::from(self.output_tokens));
+        spans::set(span, names::CACHED_TOKENS, i64::from(finished.cached_tokens));
         spans::set(span, names::PER_TOKEN_SUBMITS, cost.submits);
         spans::set(span, names::PER_TOKEN_DISPATCHES, cost.dispatches);
         spans::set(span, names::PER_TOKEN_BARRIERS, cost.barriers);
-        spans::set(
-            span,
-            names::PER_TOKEN_DESCRIPTOR_UPDATES,
-            cost.descriptor_updates,
-        );
-        spans::set(
-            span,
-            names::PER_TOKEN_TRANSFER_SUBMITS,
-            cost.transfer_submits,
-        );
+        spans::set(span, names::PER_TOKEN_DESCRIPTOR_UPDATES, cost.descriptor_updates);
+        spans::set(span, names::PER_TOKEN_TRANSFER_SUBMITS, cost.transfer_submits);
         spans::set(span, names::PER_TOKEN_HOST_WAITS, cost.host_waits);
         spans::set(span, names::PER_TOKEN_ENQUEUE_US, cost.enqueue_us);
         spans::set(span, names::PER_TOKEN_GPU_US, cost.gpu_us);
     }
 
     fn send(&mut self, event: Message) {
-        self.ready
-            .push_back(Ok(proto::GenerateResponse { event: Some(event) }));
+        self.ready.push_back(Ok(proto::GenerateResponse { event: Some(event) }));
     }
 
     /// Nothing follows; the call's status is that of `refusal`, or OK.
@@ -350,9 +299,7 @@ impl Generation {
     fn closed(&mut self) {
         self.flush();
         let refusal = if self.slow.load(Ordering::Acquire) {
-            Refusal::Slow {
-                buffered: self.buffer,
-            }
+            Refusal::Slow { buffered: self.buffer }
         } else {
             Refusal::Failed("the engine ended before the request".to_owned())
         };
@@ -404,11 +351,7 @@ impl Drop for Generation {
         if !self.ended {
             // Queued or running, its row is free after the step in flight.
             self.place.replica().abort(&self.id);
-            spans::set_list(
-                &self.inference,
-                names::GEN_AI_RESPONSE_FINISH_REASONS,
-                &["aborted"],
-            );
+            spans::set_list(&self.inference, names::GEN_AI_RESPONSE_FINISH_REASONS, &["aborted"]);
             let cancelled = tonic::Code::Cancelled;
             spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, cancelled as i64);
             let kind = super::refusal::code_name(cancelled);
@@ -434,21 +377,9 @@ fn inference_span(rpc: &Span, operation: &'static str, place: &Place, request: &
     spans::set(&span, names::GEN_AI_REQUEST_MODEL, model.clone());
     spans::set(&span, names::GEN_AI_RESPONSE_MODEL, model.clone());
     spans::set(&span, names::GEN_AI_RESPONSE_ID, request.id.clone());
-    spans::set(
-        &span,
-        names::GEN_AI_REQUEST_TEMPERATURE,
-        f64::from(request.sampling.temperature),
-    );
-    spans::set(
-        &span,
-        names::GEN_AI_REQUEST_TOP_P,
-        f64::from(request.sampling.top_p),
-    );
-    spans::set(
-        &span,
-        names::GEN_AI_REQUEST_TOP_K,
-        i64::from(request.sampling.top_k),
-    );
+    spans::set(&span, names::GEN_AI_REQUEST_TEMPERATURE, f64::from(request.sampling.temperature));
+    spans::set(&span, names::GEN_AI_REQUEST_TOP_P, f64::from(request.sampling.top_p));
+    spans::set(&span, names::GEN_AI_REQUEST_TOP_K, i64::from(request.sampling.top_k));
     if let Some(most) = request.limits.max_tokens {
         spans::set(&span, names::GEN_AI_REQUEST_MAX_TOKENS, i64::from(most));
     }

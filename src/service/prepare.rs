@@ -29,14 +29,8 @@ impl Place {
     /// Finds the place of a request's `model` and `device`.
     pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
         let (served, replica) = host.route(model, device)?;
-        let model = host
-            .models
-            .iter()
-            .position(|other| std::ptr::eq(other, served));
-        let replica = served
-            .replicas
-            .iter()
-            .position(|other| std::ptr::eq(other, replica));
+        let model = host.models.iter().position(|other| std::ptr::eq(other, served));
+        let replica = served.replicas.iter().position(|other| std::ptr::eq(other, replica));
         Ok(Place {
             host: Arc::clone(host),
             model: model.expect("a routed model is the host's"),
@@ -98,11 +92,7 @@ pub fn prepare(
     match sampling.n {
         None | Some(1) => {}
         Some(0) => {
-            return Err(Refusal::Value {
-                field: "sampling.n",
-                value: "0".to_owned(),
-                rule: "at least 1",
-            });
+            return Err(Refusal::Value { field: "sampling.n", value: "0".to_owned(), rule: "at least 1" });
         }
         Some(_) => return not_served("sampling.n above 1", ": send the request several times"),
     }
@@ -111,14 +101,7 @@ pub fn prepare(
     let stopping = message.stopping.unwrap_or_default();
     let output = message.output.unwrap_or_default();
     let tokenizer = |field| {
-        place
-            .model()
-            .text
-            .as_deref()
-            .ok_or_else(|| Refusal::NoTokenizer {
-                model: place.model().name.clone(),
-                field,
-            })
+        place.model().text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: place.model().name.clone(), field })
     };
     if !stopping.strings.is_empty() {
         tokenizer("stopping.strings")?;
@@ -147,15 +130,9 @@ pub fn prepare(
     };
     let (operation, prompt) = match message.prompt {
         None => {
-            return Err(Refusal::Missing {
-                field: "prompt",
-                rule: "one of text, tokens and chat",
-            });
+            return Err(Refusal::Missing { field: "prompt", rule: "one of text, tokens and chat" });
         }
-        Some(Prompt::Text(text)) => (
-            "text_completion",
-            tokenizer("prompt.text")?.encode(&text, true)?,
-        ),
+        Some(Prompt::Text(text)) => ("text_completion", tokenizer("prompt.text")?.encode(&text, true)?),
         Some(Prompt::Tokens(tokens)) => ("text_completion", tokens.ids),
         Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat)?.1),
     };
@@ -165,26 +142,16 @@ pub fn prepare(
     // A map has no order; the engine's requests are reproducible.
     logit_bias.sort_unstable_by_key(|(id, _)| *id);
     let request = Request {
-        id: if message.request_id.is_empty() {
-            fresh_id()
-        } else {
-            message.request_id
-        },
+        id: if message.request_id.is_empty() { fresh_id() } else { message.request_id },
         prompt,
         sampling: Sampling {
             temperature: sampling.temperature.unwrap_or(defaults.temperature),
             top_k: sampling.top_k.unwrap_or(defaults.top_k),
             top_p: sampling.top_p.unwrap_or(defaults.top_p),
             min_p: sampling.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: sampling
-                .repetition_penalty
-                .unwrap_or(defaults.repetition_penalty),
-            presence_penalty: sampling
-                .presence_penalty
-                .unwrap_or(defaults.presence_penalty),
-            frequency_penalty: sampling
-                .frequency_penalty
-                .unwrap_or(defaults.frequency_penalty),
+            repetition_penalty: sampling.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            presence_penalty: sampling.presence_penalty.unwrap_or(defaults.presence_penalty),
+            frequency_penalty: sampling.frequency_penalty.unwrap_or(defaults.frequency_penalty),
             seed: sampling.seed,
             logit_bias,
         },
@@ -213,19 +180,10 @@ pub fn prepare(
 /// A conversation as the model's template renders it, and its tokens.
 pub fn encode_chat(text: &Text, chat: proto::Chat) -> Result<(String, Vec<u32>), Refusal> {
     if chat.messages.is_empty() {
-        return Err(Refusal::Missing {
-            field: "chat.messages",
-            rule: "at least one message",
-        });
+        return Err(Refusal::Missing { field: "chat.messages", rule: "at least one message" });
     }
-    let messages: Vec<ChatMessage> = chat
-        .messages
-        .into_iter()
-        .map(|message| ChatMessage {
-            role: message.role,
-            content: message.content,
-        })
-        .collect();
+    let messages: Vec<ChatMessage> =
+        chat.messages.into_iter().map(|message| ChatMessage { role: message.role, content: message.content }).collect();
     let rendered = text.chat(&messages, &ChatOptions::default())?;
     // The template names its special tokens itself.
     let ids = text.encode(&rendered, false)?;

@@ -58,9 +58,7 @@ pub enum Refusal {
         output_tokens: u32,
     },
     /// The client reads slower than its tokens come.
-    #[error(
-        "the stream was read too slowly: {buffered} events were waiting, at most as many are kept"
-    )]
+    #[error("the stream was read too slowly: {buffered} events were waiting, at most as many are kept")]
     Slow {
         /// The bound.
         buffered: usize,
@@ -78,18 +76,13 @@ impl Refusal {
     pub fn code(&self) -> Code {
         match self {
             Refusal::Route(_) => Code::NotFound,
-            Refusal::Submit(SubmitError::Request(RequestError::DuplicateId(_))) => {
-                Code::AlreadyExists
-            }
+            Refusal::Submit(SubmitError::Request(RequestError::DuplicateId(_))) => Code::AlreadyExists,
             Refusal::Submit(SubmitError::Request(_)) => Code::InvalidArgument,
             Refusal::Submit(SubmitError::QueueFull { .. }) => Code::ResourceExhausted,
             Refusal::Submit(SubmitError::Unavailable { .. }) => Code::Unavailable,
             Refusal::Text(TextError::NoTemplate(_)) => Code::FailedPrecondition,
             Refusal::Text(
-                TextError::Encode(_)
-                | TextError::Decode(_)
-                | TextError::Template(_)
-                | TextError::Refused(_),
+                TextError::Encode(_) | TextError::Decode(_) | TextError::Template(_) | TextError::Refused(_),
             ) => Code::InvalidArgument,
             Refusal::Text(_) => Code::Internal,
             Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,

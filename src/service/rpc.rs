@@ -31,18 +31,8 @@ pub struct Rpc {
 
 impl Rpc {
     /// `stop` cuts the streams that are open when it is cancelled; `streams` counts them.
-    pub fn new(
-        host: Arc<Host>,
-        stream_buffer: usize,
-        stop: CancellationToken,
-        streams: TaskTracker,
-    ) -> Rpc {
-        Rpc {
-            host,
-            stream_buffer,
-            stop,
-            streams,
-        }
+    pub fn new(host: Arc<Host>, stream_buffer: usize, stop: CancellationToken, streams: TaskTracker) -> Rpc {
+        Rpc { host, stream_buffer, stop, streams }
     }
 }
 
@@ -81,12 +71,8 @@ fn refused(span: &Span, refusal: &Refusal) -> Status {
 
 /// Runs what may take milliseconds (templates, long prompts, asking an engine thread) away
 /// from the threads that move streams.
-async fn aside<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
-) -> Result<T, Refusal> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
+async fn aside<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
 }
 
 /// The deadline of a call, from gRPC's own header: up to eight digits and a unit.
@@ -126,10 +112,7 @@ fn parse_timeout(text: &str) -> Option<Duration> {
 impl Ostinato for Rpc {
     type GenerateStream = Tracked;
 
-    async fn generate(
-        &self,
-        request: Request<proto::GenerateRequest>,
-    ) -> Result<Response<Tracked>, Status> {
+    async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
         let span = rpc_span("Generate", request.metadata());
         let started = async {
             let deadline = deadline(request.metadata(), Instant::now())?;
@@ -138,41 +121,24 @@ impl Ostinato for Rpc {
             let prepared = aside(move || prepare::prepare(&host, message, deadline)).await?;
             Generation::start(
                 prepared,
-                Surroundings {
-                    buffer: self.stream_buffer,
-                    rpc: span.clone(),
-                    stop: self.stop.clone(),
-                    logits: None,
-                },
+                Surroundings { buffer: self.stream_buffer, rpc: span.clone(), stop: self.stop.clone(), logits: None },
             )
         };
         match started.await {
             Ok(generation) => {
                 let open = self.streams.token();
-                Ok(Response::new(Tracked {
-                    generation,
-                    _open: open,
-                }))
+                Ok(Response::new(Tracked { generation, _open: open }))
             }
             Err(refusal) => Err(refused(&span, &refusal)),
         }
     }
 
-    async fn abort(
-        &self,
-        request: Request<proto::AbortRequest>,
-    ) -> Result<Response<proto::AbortResponse>, Status> {
+    async fn abort(&self, request: Request<proto::AbortRequest>) -> Result<Response<proto::AbortResponse>, Status> {
         let span = rpc_span("Abort", request.metadata());
         let id = request.into_inner().request_id;
         if id.is_empty() {
             let rule = "the id of the request to end";
-            return answer(
-                &span,
-                Err(Refusal::Missing {
-                    field: "request_id",
-                    rule,
-                }),
-            );
+            return answer(&span, Err(Refusal::Missing { field: "request_id", rule }));
         }
         for replica in self.host.models.iter().flat_map(|model| &model.replicas) {
             replica.abort(&id);
@@ -208,13 +174,9 @@ impl Ostinato for Rpc {
             let all = self.host.models.iter().flat_map(|model| &model.replicas);
             Ok(all.map(convert::load).collect())
         } else {
-            Place::find(&self.host, &model, "")
-                .map(|place| place.model().replicas.iter().map(convert::load).collect())
+            Place::find(&self.host, &model, "").map(|place| place.model().replicas.iter().map(convert::load).collect())
         };
-        answer(
-            &span,
-            replicas.map(|replicas| proto::GetLoadResponse { replicas }),
-        )
+        answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
     }
 
     async fn profile(
@@ -226,11 +188,7 @@ impl Ostinato for Rpc {
         let host = Arc::clone(&self.host);
         let profile = aside(move || {
             let place = Place::find(&host, &message.model, &message.device)?;
-            let last = if message.last == 0 {
-                usize::MAX
-            } else {
-                message.last as usize
-            };
+            let last = if message.last == 0 { usize::MAX } else { message.last as usize };
             let replica = place.replica();
             Ok(proto::ProfileResponse {
                 replica: replica.name.clone(),
@@ -252,19 +210,14 @@ impl Ostinato for Rpc {
             let place = Place::find(&host, &message.model, "")?;
             let field = match message.input {
                 None => {
-                    return Err(Refusal::Missing {
-                        field: "input",
-                        rule: "one of text and chat",
-                    });
+                    return Err(Refusal::Missing { field: "input", rule: "one of text and chat" });
                 }
                 Some(Input::Text(_)) => "text",
                 Some(Input::Chat(_)) => "chat",
             };
             let model = place.model();
-            let tokenizer = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer {
-                model: model.name.clone(),
-                field,
-            })?;
+            let tokenizer =
+                model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })?;
             let (text, token_ids) = match message.input {
                 Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat)?,
                 Some(Input::Text(text)) => {
@@ -288,10 +241,10 @@ impl Ostinato for Rpc {
         let text = aside(move || {
             let place = Place::find(&host, &message.model, "")?;
             let model = place.model();
-            let tokenizer = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer {
-                model: model.name.clone(),
-                field: "token_ids",
-            })?;
+            let tokenizer = model
+                .text
+                .as_deref()
+                .ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field: "token_ids" })?;
             let text = tokenizer.decode(&message.token_ids, message.skip_special)?;
             Ok(proto::DetokenizeResponse { text })
         });

@@ -32,11 +32,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options {
-            drain: Duration::from_secs(30),
-            max_message_bytes: 16 << 20,
-            stream_buffer: 1024,
-        }
+        Options { drain: Duration::from_secs(30), max_message_bytes: 16 << 20, stream_buffer: 1024 }
     }
 }
 
@@ -68,12 +64,7 @@ pub async fn serve(
     let stop = CancellationToken::new();
     let closing = CancellationToken::new();
     let streams = TaskTracker::new();
-    let rpc = Rpc::new(
-        Arc::clone(&host),
-        options.stream_buffer,
-        stop.clone(),
-        streams.clone(),
-    );
+    let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, stop.clone(), streams.clone());
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
     let reflection = || {

@@ -66,19 +66,14 @@ impl Guard {
 
 /// Starts logs to stderr and, with an endpoint, the export of spans. Once a process.
 pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
-    let filter = EnvFilter::try_new(&settings.log).map_err(|source| TelemetryError::Filter {
-        filter: settings.log.clone(),
-        source,
-    })?;
+    let filter = EnvFilter::try_new(&settings.log)
+        .map_err(|source| TelemetryError::Filter { filter: settings.log.clone(), source })?;
     let plain = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let logs = if settings.json {
         plain.json().with_filter(filter).boxed()
     } else {
         use std::io::IsTerminal;
-        plain
-            .with_ansi(std::io::stderr().is_terminal())
-            .with_filter(filter)
-            .boxed()
+        plain.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed()
     };
     let exporter = settings
         .otlp_endpoint
@@ -86,10 +81,6 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
         .map(|endpoint| otlp::Exporter::new(endpoint, settings.sample_ratio))
         .transpose()?;
     let spans = exporter.as_ref().map(otlp::Exporter::layer);
-    tracing_subscriber::registry()
-        .with(logs)
-        .with(spans)
-        .try_init()
-        .map_err(TelemetryError::Twice)?;
+    tracing_subscriber::registry().with(logs).with(spans).try_init().map_err(TelemetryError::Twice)?;
     Ok(Guard { exporter })
 }

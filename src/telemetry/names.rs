@@ -148,18 +148,11 @@ mod tests {
     #[test]
     fn every_name_is_used() {
         let mut text = String::new();
-        sources(
-            &Path::new(env!("CARGO_MANIFEST_DIR")).join("src"),
-            &mut text,
-        );
-        let words: std::collections::BTreeSet<&str> = text
-            .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-            .collect();
-        let unused: Vec<String> = declared()
-            .into_iter()
-            .map(|(name, _)| name)
-            .filter(|n| !words.contains(&**n))
-            .collect();
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut text);
+        let words: std::collections::BTreeSet<&str> =
+            text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
+        let unused: Vec<String> =
+            declared().into_iter().map(|(name, _)| name).filter(|n| !words.contains(&**n)).collect();
         assert!(unused.is_empty(), "declared and never used: {unused:?}");
     }
 }

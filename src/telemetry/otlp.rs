@@ -66,30 +66,19 @@ impl Exporter {
         };
         let batches = BatchSpanProcessor::builder(exporter)
             .with_batch_config(
-                BatchConfigBuilder::default()
-                    .with_max_queue_size(QUEUE)
-                    .with_scheduled_delay(BATCH_DELAY)
-                    .build(),
+                BatchConfigBuilder::default().with_max_queue_size(QUEUE).with_scheduled_delay(BATCH_DELAY).build(),
             )
             .build();
         let resource = Resource::builder()
             .with_service_name(names::SERVICE)
-            .with_attribute(opentelemetry::KeyValue::new(
-                names::SERVICE_VERSION,
-                env!("CARGO_PKG_VERSION"),
-            ))
+            .with_attribute(opentelemetry::KeyValue::new(names::SERVICE_VERSION, env!("CARGO_PKG_VERSION")))
             .build();
         let provider = SdkTracerProvider::builder()
             .with_span_processor(batches)
-            .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(
-                sample_ratio,
-            ))))
+            .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(sample_ratio))))
             .with_resource(resource)
             .build();
-        Ok(Exporter {
-            provider,
-            runtime: Some(runtime),
-        })
+        Ok(Exporter { provider, runtime: Some(runtime) })
     }
 
     /// The layer that turns our spans (and nobody else's) into exported ones. Log events
@@ -104,9 +93,7 @@ impl Exporter {
             .with_location(false)
             .with_target(false)
             .with_tracked_inactivity(false)
-            .with_filter(filter_fn(|metadata| {
-                metadata.is_span() && metadata.target().starts_with(names::SERVICE)
-            }))
+            .with_filter(filter_fn(|metadata| metadata.is_span() && metadata.target().starts_with(names::SERVICE)))
     }
 
     pub(super) fn flush(&self) {

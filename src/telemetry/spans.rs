@@ -27,8 +27,7 @@ pub fn set_remote_parent<'a>(span: &Span, header: impl Fn(&str) -> Option<&'a st
     if span.is_disabled() {
         return;
     }
-    let parent =
-        TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(&header));
+    let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(&header));
     if parent.span().span_context().is_valid() {
         // Fails only where no span is exported.
         let _ = span.set_parent(parent);

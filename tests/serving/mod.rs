@@ -85,19 +85,10 @@ pub fn device(index: usize) -> DeviceInfo {
 }
 
 /// A model with a replica on each given device.
-pub fn model(
-    name: &str,
-    text: Option<Text>,
-    replicas: Vec<(usize, FakeConfig)>,
-    queue_limit: usize,
-) -> ServedModel {
+pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>, queue_limit: usize) -> ServedModel {
     let spawn = |(index, (on, fake)): (usize, (usize, FakeConfig))| {
-        let config = ReplicaConfig {
-            queue_limit,
-            eos_ids: vec![END],
-            context: fake.capacity.context,
-            vocabulary: VOCABULARY,
-        };
+        let config =
+            ReplicaConfig { queue_limit, eos_ids: vec![END], context: fake.capacity.context, vocabulary: VOCABULARY };
         let executor = Box::new(FakeExecutor::realtime_with(fake));
         Replica::spawn(format!("{name}/{index}"), device(on), executor, config).unwrap()
     };
@@ -132,21 +123,12 @@ pub async fn serve_models(models: Vec<ServedModel>, options: Options) -> Served 
     let stop = CancellationToken::new();
     let shutdown = stop.clone().cancelled_owned();
     let server = tokio::spawn(serve(Arc::clone(&host), listener, options, shutdown));
-    Served {
-        host,
-        address,
-        stop,
-        server,
-    }
+    Served { host, address, stop, server }
 }
 
 impl Served {
     pub async fn channel(&self) -> Channel {
-        Endpoint::new(self.address.clone())
-            .unwrap()
-            .connect()
-            .await
-            .unwrap()
+        Endpoint::new(self.address.clone()).unwrap().connect().await.unwrap()
     }
 
     pub async fn client(&self) -> OstinatoClient<Channel> {
@@ -163,11 +145,7 @@ impl Served {
             if load.running == 0 && load.waiting == 0 && replica.unfinished() == 0 {
                 return;
             }
-            assert!(
-                Instant::now() < until,
-                "{} is still busy: {load:?}",
-                replica.name
-            );
+            assert!(Instant::now() < until, "{} is still busy: {load:?}", replica.name);
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
@@ -193,10 +171,7 @@ pub fn text_request(model: &str, prompt: &str, max_tokens: u32) -> proto::Genera
     proto::GenerateRequest {
         model: model.to_owned(),
         prompt: Some(proto::generate_request::Prompt::Text(prompt.to_owned())),
-        stopping: Some(proto::Stopping {
-            max_tokens: Some(max_tokens),
-            ..Default::default()
-        }),
+        stopping: Some(proto::Stopping { max_tokens: Some(max_tokens), ..Default::default() }),
         ..Default::default()
     }
 }
@@ -221,17 +196,11 @@ pub struct Outcome {
 
 impl Outcome {
     pub fn text(&self) -> String {
-        self.deltas
-            .iter()
-            .map(|delta| delta.text.as_str())
-            .collect()
+        self.deltas.iter().map(|delta| delta.text.as_str()).collect()
     }
 
     pub fn ids(&self) -> Vec<u32> {
-        self.deltas
-            .iter()
-            .flat_map(|delta| delta.token_ids.clone())
-            .collect()
+        self.deltas.iter().flat_map(|delta| delta.token_ids.clone()).collect()
     }
 
     pub fn reason(&self) -> proto::FinishReason {
@@ -250,10 +219,7 @@ pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outc
                 return outcome;
             }
             Ok(Some(message)) => {
-                assert!(
-                    outcome.finished.is_none(),
-                    "an event after the last: {message:?}"
-                );
+                assert!(outcome.finished.is_none(), "an event after the last: {message:?}");
                 match message.event.expect("an event") {
                     Event::Started(started) => {
                         assert!(outcome.started.is_none() && outcome.deltas.is_empty());
@@ -277,9 +243,6 @@ pub async fn generate(
 ) -> Outcome {
     match client.generate(request).await {
         Ok(response) => read(response.into_inner()).await,
-        Err(status) => Outcome {
-            error: Some(status),
-            ..Outcome::default()
-        },
+        Err(status) => Outcome { error: Some(status), ..Outcome::default() },
     }
 }

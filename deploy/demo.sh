@@ -21,7 +21,7 @@ log=$(mktemp)
 server=$!
 trap 'kill "$server" 2>/dev/null || true; rm -f "$log"' EXIT
 for _ in $(seq 600); do
-    grep -q "^serving" "$log" && break
+    grep -q "^listening on" "$log" && break
     kill -0 "$server" 2>/dev/null || { cat "$log" >&2; exit 1; }
     sleep 0.1
 done

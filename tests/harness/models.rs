@@ -1,0 +1,63 @@
+//! The committed checkpoints, and one generation asked of a replica.
+
+use ostinato::engine::host::Replica;
+use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, SinkClosed, Started};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// What transformers says of a checkpoint.
+pub struct Expected {
+    pub prompt: Vec<u32>,
+    pub greedy: Vec<u32>,
+}
+
+pub fn expected(name: &str) -> Expected {
+    let text = std::fs::read_to_string(fixture(name).join("expected.json")).expect("expected.json");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
+    let ids = |key: &str| -> Vec<u32> { serde_json::from_value(json[key].clone()).expect(key) };
+    Expected { prompt: ids("prompt"), greedy: ids("greedy") }
+}
+
+/// Greedy, not ended by the model.
+pub fn request(prompt: &[u32], tokens: u32) -> Request {
+    Request {
+        id: "test".to_owned(),
+        prompt: prompt.to_vec(),
+        sampling: Sampling::default(),
+        limits: Limits { max_tokens: Some(tokens), ignore_eos: true, ..Limits::default() },
+        logprobs: None,
+        dump_logits: false,
+        priority: 0,
+        deadline: None,
+        span: tracing::Span::none(),
+    }
+}
+
+/// What a generation ended in.
+#[derive(Debug)]
+pub struct Generated {
+    pub started: Started,
+    pub tokens: Vec<u32>,
+    pub finished: Finished,
+}
+
+/// Runs a request to its end.
+pub fn generate(replica: &Replica, request: Request) -> Generated {
+    let (sender, events) = crossbeam_channel::unbounded();
+    let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
+    replica.submit(request, sink).expect("a good request is taken");
+    let (mut started, mut tokens) = (None, Vec::new());
+    loop {
+        match events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
+            Event::Started(event) => started = Some(event),
+            Event::Token(token) => tokens.push(token.id),
+            Event::Finished(finished) => {
+                return Generated { started: started.expect("it started before it ended"), tokens, finished };
+            }
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! Goal: a whole model's recordings mean the same on the device and in plain Rust, and are
+//! made of no more than they should be.
+//! Method: committed checkpoints; a prompt in two chunks, then decode steps, on the device and
+//! by the interpreter, each from its own memory; after every step all named buffers are
+//! compared, tokens and state bit for bit. The tokens must be those of transformers too, so
+//! neither side can be wrong together with the other.
+//!
+//! Tolerance: f32 keys and values, so both sides differ by the order of sums only. Random
+//! weights make that grow from layer to layer, to 4e-5 after five; 2e-4 is far below what a
+//! wrong index, scale or position makes of values of about 1. Activations start as NaN but for
+//! the padding that kernels may read.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::models::{expected, fixture};
+use harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
+use ostinato::engine::start;
+use ostinato::kernels::barriers;
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::interpreter;
+use ostinato::kernels::layout::StateLayout;
+use ostinato::kernels::recording::{Arg, Op, Recording};
+use ostinato::kernels::region::buffer_sizes;
+use ostinato::kernels::state::{self, RingEntry, SlotInit};
+use ostinato::memory::pack::{self, Format};
+use ostinato::model::checkpoint::Checkpoint;
+use ostinato::model::dense::{self, Dense, RingLayout, Shape};
+use std::collections::HashMap;
+
+const CHUNK: u32 = 16;
+/// Of the four slots, the one that runs.
+const SLOT: u32 = 2;
+const RING: RingLayout = RingLayout { steps: 4, rows: 4 };
+const NEAR: f32 = 2e-4;
+
+fn open(name: &str) -> Checkpoint {
+    Checkpoint::open(&fixture(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+/// A replica's recordings, tuned as for a CPU driver, with small KV.
+fn dense<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_buffer_bytes: u64) -> Dense<'a> {
+    let capabilities = vulkan.adapter(driver).capabilities;
+    Dense {
+        config: &checkpoint.config,
+        weights: checkpoint.weights(),
+        max_buffer_bytes,
+        state: StateLayout { slots: 4, rows: 4, chunk: CHUNK, max_pages: 8 },
+        pages: 12,
+        kv_format: Format::F32,
+        ring: RING,
+        context: 128,
+        tuning: start::tuning(&capabilities, true, checkpoint.config.kv_heads),
+    }
+}
+
+const WHOLE: u64 = 1 << 30;
+
+/// Words by buffer name, for all of a replica's recordings.
+type Memory = HashMap<String, Vec<u32>>;
+
+/// The words of a weight's part, as the loader would bring them.
+fn weight_words(dense: &Dense<'_>) -> Memory {
+    let mut memory = Memory::new();
+    for weight in dense.weights {
+        let files: Vec<Vec<u8>> = weight.sources.iter().map(|s| std::fs::read(&s.path).expect("a shard")).collect();
+        let rows: Vec<pack::Rows<'_>> = weight
+            .sources
+            .iter()
+            .zip(&files)
+            .map(|(source, file)| pack::Rows {
+                bytes: &file[source.offset as usize..(source.offset + source.bytes()) as usize],
+                format: dense::format(source.dtype),
+                rows: source.rows,
+                cols: source.cols,
+                first_row: source.first_row,
+                row_step: source.row_step,
+            })
+            .collect();
+        let packing = dense::packing(weight);
+        for part in dense::parts(weight, dense.max_buffer_bytes) {
+            let first = u64::from(part.first_row) * packing.row_bytes();
+            let mut bytes = vec![0; part.bytes as usize];
+            pack::pack(&packing, &rows, first..first + part.bytes, &mut bytes);
+            bytes.resize(bytes.len().next_multiple_of(4), 0);
+            memory.insert(part.name, bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect());
+        }
+    }
+    memory
+}
+
+/// What a replica's memory is before its first step.
+fn initial(dense: &Dense<'_>, recordings: &[&Recording]) -> Memory {
+    let mut memory = weight_words(dense);
+    let c = dense.config;
+    let heads = dense.heads();
+    for (name, bytes) in buffer_sizes(recordings) {
+        let words = bytes.div_ceil(4) as usize;
+        let row = |width: u32| {
+            let stride = dense::padded(width);
+            (0..words).map(|i| if i as u32 % stride < width { POISON } else { 0 }).collect::<Vec<u32>>()
+        };
+        if memory.contains_key(&name) {
+            continue;
+        }
+        let content = match name.as_str() {
+            "x" | "head.x" => row(c.hidden),
+            "qkv" => row((heads.q + 2 * heads.kv) * heads.dim),
+            "attention.output" => row(heads.q * heads.dim),
+            "mlp.hidden" => row(c.intermediate),
+            "logits" => row(c.vocab),
+            "rope" => dense.rope_table().iter().map(|v| v.to_bits()).collect(),
+            // Nobody clears pages.
+            name if name.starts_with("kv.") || name == "attention.partials" => vec![POISON; words],
+            _ => vec![0; words],
+        };
+        assert_eq!(content.len(), words, "\"{name}\"");
+        memory.insert(name, content);
+    }
+    memory
+}
+
+/// The words of a recording's buffers.
+fn gather(memory: &Memory, recording: &Recording) -> HostMemory {
+    let words = |decl: &ostinato::kernels::recording::BufferDecl| memory[&decl.name][..decl.bytes.div_ceil(4) as usize].to_vec();
+    HostMemory { buffers: recording.buffers.iter().map(words).collect() }
+}
+
+fn scatter(memory: &mut Memory, recording: &Recording, host: &HostMemory) {
+    for (decl, words) in recording.buffers.iter().zip(&host.buffers) {
+        memory.get_mut(&decl.name).expect("bound")[..words.len()].copy_from_slice(words);
+    }
+}
+
+fn expect(name: &str) -> Expect {
+    match name {
+        "x" | "head.x" | "qkv" | "attention.output" | "mlp.hidden" | "logits" => Expect::Floats(NEAR),
+        name if name.starts_with("kv.") => Expect::Floats(NEAR),
+        // Order-preserving bits of the logits, and the parts of a split context.
+        "sampling.keys" | "attention.partials" => Expect::Any,
+        _ => Expect::Exact,
+    }
+}
+
+/// The recordings of a replica that a run goes through.
+struct Recordings {
+    part: Recording,
+    head: Recording,
+    decode: Vec<Recording>,
+}
+
+impl Recordings {
+    fn new(dense: &Dense<'_>) -> Recordings {
+        let rows = CHUNK;
+        Recordings {
+            part: dense.record(Shape::Prefill { rows, head: false }),
+            head: dense.record(Shape::Prefill { rows, head: true }),
+            decode: [1, 2, 4].map(|rows| dense.record(Shape::Decode { rows })).to_vec(),
+        }
+    }
+
+    fn all(&self) -> Vec<&Recording> {
+        [&self.part, &self.head].into_iter().chain(&self.decode).collect()
+    }
+}
+
+/// One run of a replica: on the device, and by the interpreter where that is asked for.
+struct Run<'a> {
+    name: String,
+    layout: StateLayout,
+    bound: Bound<'a>,
+    host: Option<Memory>,
+}
+
+impl<'a> Run<'a> {
+    fn new(name: &str, bench: &'a Bench, dense: &Dense<'_>, recordings: &Recordings, interpreted: bool) -> Run<'a> {
+        let all = recordings.all();
+        let memory = initial(dense, &all);
+        let bound = bench.bind(&all);
+        for (name, buffer) in bound.table.iter() {
+            buffer.write(0, &bytemuck::cast_slice(&memory[name])[..buffer.bytes() as usize]);
+        }
+        Run { name: format!("{name} on {:?}", bench.driver), layout: dense.state, bound, host: interpreted.then_some(memory) }
+    }
+
+    /// Changes words of the device state on both sides.
+    fn patch(&mut self, word: u32, values: &[u32]) {
+        self.bound.table.get("state").expect("bound").write(u64::from(word) * 4, bytemuck::cast_slice(values));
+        if let Some(host) = &mut self.host {
+            host.get_mut("state").expect("bound")[word as usize..word as usize + values.len()].copy_from_slice(values);
+        }
+    }
+
+    /// Runs the recordings in one submission on the device, and one by one here.
+    fn step(&mut self, recordings: &[&Recording]) {
+        let last = recordings.last().expect("there is one");
+        let before = self.host.as_ref().map(|host| [self.bound.read(last), gather(host, last)]);
+        self.bound.run(recordings);
+        let Some(host) = &mut self.host else { return };
+        for recording in recordings {
+            let mut memory = gather(host, recording);
+            interpreter::run(recording, &mut memory);
+            scatter(host, recording, &memory);
+        }
+        let what = format!("{} after {}", self.name, last.name);
+        let before = before.expect("there is a host");
+        let after = [self.bound.read(last), gather(host, last)];
+        let [device, reference] = [0, 1].map(|side| Change { before: &before[side], after: &after[side] });
+        let worst = compare(last, &what, device, reference, &expect);
+        println!("{what}: largest difference {worst:?} of what is allowed");
+    }
+
+    /// The token that a step left in the ring.
+    fn token(&self, step: u32, row: u32) -> Option<u32> {
+        let mut words = [0u32; state::ENTRY_WORDS as usize];
+        let at = RingEntry::at(step, row, RING.steps, RING.rows) as u64 * 4;
+        self.bound.table.get("ring").expect("bound").read(at, bytemuck::cast_slice_mut(&mut words));
+        let entry = RingEntry::read(&words);
+        assert_eq!(entry.step, step, "{}", self.name);
+        entry.token
+    }
+
+    fn words(&self, name: &str) -> Vec<u32> {
+        let buffer = self.bound.table.get(name).unwrap_or_else(|| panic!("\"{name}\" is bound"));
+        let mut words = vec![0; buffer.bytes() as usize / 4];
+        buffer.read(0, bytemuck::cast_slice_mut(&mut words));
+        words
+    }
+
+    /// A prompt in chunks, then ten tokens; gives the tokens.
+    fn generate(&mut self, recordings: &Recordings, prompt: &[u32]) -> Vec<u32> {
+        let layout = self.layout;
+        self.patch(layout.slot_word(SLOT, 0), &SlotInit { remaining: 64, ..SlotInit::default() }.words());
+        self.patch(layout.page_word(SLOT, 0), &Random(11).permutation(12)[..8]);
+        let mut start = 0;
+        for chunk in prompt.chunks(CHUNK as usize) {
+            self.patch(layout.chunk_word(0), &[SLOT, start, chunk.len() as u32, 0]);
+            self.patch(layout.token_word(0), chunk);
+            start += chunk.len() as u32;
+            self.step(&[if start == prompt.len() as u32 { &recordings.head } else { &recordings.part }]);
+        }
+        let mut tokens = vec![self.token(0, 0).expect("a token was drawn")];
+        // The row moves through the buckets; rows without a sequence are in front and behind.
+        let [one, two, four] = &recordings.decode[..] else { panic!("three buckets") };
+        let steps: [(&[u32], Vec<&Recording>); 4] = [
+            (&[SLOT], vec![one]),
+            (&[u32::MAX, SLOT], vec![two]),
+            // Another slot that is idle, and one that nobody has.
+            (&[0, u32::MAX, SLOT, 1], vec![four, four, four]),
+            (&[SLOT], vec![one, one, one, one]),
+        ];
+        let mut step = 1;
+        for (batch, recordings) in steps {
+            self.patch(layout.batch_word(0), batch);
+            self.step(&recordings);
+            let row = batch.iter().position(|slot| *slot == SLOT).expect("it runs");
+            for _ in &recordings {
+                tokens.push(self.token(step, row as u32).expect("a token was drawn"));
+                for other in (0..batch.len()).filter(|other| *other != row) {
+                    assert_eq!(self.token(step, other as u32), None, "row {other} has no sequence");
+                }
+                step += 1;
+            }
+        }
+        tokens
+    }
+}
+
+/// Checkpoints that together have biases, norms a head, tied and untied heads, every format,
+/// grouped queries and a head larger than a subgroup's share.
+const CHECKPOINTS: [&str; 6] = ["llama-bias", "llama-deep", "llama-f32", "qwen3-f16", "qwen3-gqa7", "qwen3-yarn"];
+
+fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
+    let checkpoint = open(name);
+    let dense = dense(vulkan, bench.driver, &checkpoint, WHOLE);
+    let recordings = Recordings::new(&dense);
+    let known = expected(name);
+    let mut run = Run::new(name, bench, &dense, &recordings, true);
+    let tokens = run.generate(&recordings, &known.prompt);
+    assert_eq!(tokens, known.greedy[..tokens.len()], "{name} on {:?}", bench.driver);
+}
+
+#[test]
+fn recordings_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    for name in CHECKPOINTS {
+        run_checkpoint(&vulkan, &bench, name);
+    }
+}
+
+#[test]
+fn recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::SwiftShader);
+    for name in ["llama-deep", "qwen3-gqa7"] {
+        run_checkpoint(&vulkan, &bench, name);
+    }
+}
+
+/// A weight that no allocation can hold is cut into row ranges. Method: buffers of at most
+/// 4 KiB cut every matrix of the checkpoint; everything that is computed must be bit for bit
+/// what whole weights give, for a row's sum knows nothing of other rows.
+#[test]
+fn weights_in_parts_give_the_same_bits_as_whole_ones() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    for name in ["llama-bias", "qwen3-yarn"] {
+        let checkpoint = open(name);
+        let known = expected(name);
+        let run = |max_buffer_bytes: u64| {
+            let dense = dense(&vulkan, bench.driver, &checkpoint, max_buffer_bytes);
+            for weight in dense.weights.iter().filter(|weight| weight.cols > 1) {
+                let parts = dense::parts(weight, max_buffer_bytes);
+                assert_eq!(parts.len() > 1, max_buffer_bytes < WHOLE, "{} in {} parts", weight.name, parts.len());
+                assert!(parts.iter().all(|part| part.bytes <= max_buffer_bytes));
+                assert_eq!(parts.iter().map(|part| part.rows).sum::<u32>(), weight.rows);
+            }
+            let recordings = Recordings::new(&dense);
+            let mut run = Run::new(name, &bench, &dense, &recordings, false);
+            let tokens = run.generate(&recordings, &known.prompt);
+            assert_eq!(tokens, known.greedy[..tokens.len()], "{name}, at most {max_buffer_bytes} bytes a buffer");
+            let mut names = vec!["x", "qkv", "attention.output", "mlp.hidden", "logits", "head.x", "state", "ring"];
+            names.extend(["kv.0.k", "kv.0.v"]);
+            names.into_iter().map(|name| (name, run.words(name))).collect::<Vec<_>>()
+        };
+        let (whole, parts) = (run(WHOLE), run(4096));
+        for ((buffer, whole), (_, parts)) in whole.iter().zip(&parts) {
+            assert!(whole == parts, "\"{buffer}\" of {name}");
+        }
+    }
+}
+
+fn calls(recording: &Recording) -> Vec<&str> {
+    recording
+        .ops
+        .iter()
+        .map(|op| match op {
+            Op::Call(call) => call.label.as_str(),
+            other => panic!("{} has {other:?}", recording.name),
+        })
+        .collect()
+}
+
+/// The promise of at most 6 barriers a layer: it takes 5, one a dependent stage.
+#[test]
+fn a_decode_step_has_five_dispatches_and_five_barriers_a_layer() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    for (name, layers) in [("llama-deep", 5), ("qwen3-deep", 5), ("llama-bias", 1)] {
+        let checkpoint = open(name);
+        let dense = dense(&vulkan, Driver::Lavapipe, &checkpoint, WHOLE);
+        let recordings = Recordings::new(&dense);
+        for recording in &recordings.decode {
+            let mut wanted = vec!["embed".to_owned()];
+            for layer in 0..layers {
+                wanted.extend(["qkv", "attention", "o", "gate_up", "down"].map(|stage| format!("layers.{layer}.{stage}")));
+            }
+            wanted.extend([if checkpoint.config.tied { "embed" } else { "lm_head" }, "sample", "advance"].map(str::to_owned));
+            assert_eq!(calls(recording), wanted, "{name}, {}", recording.name);
+            let needed = barriers::derive(&recording.ops);
+            for layer in 0..layers {
+                let prefix = format!("layers.{layer}.");
+                let found = calls(recording).iter().zip(&needed).filter(|(label, needed)| label.starts_with(&prefix) && **needed).count();
+                assert_eq!(found, 5, "{name}, layer {layer} of {}", recording.name);
+            }
+        }
+        // What is counted for clients is what was recorded.
+        let bound = bench.bind(&recordings.all());
+        for recording in recordings.all() {
+            let region = bound.region(recording);
+            let derived = barriers::derive(&recording.ops).into_iter().filter(|needed| *needed).count();
+            assert_eq!(region.dispatches() as usize, recording.ops.len());
+            assert_eq!(region.barriers() as usize, derived + 1, "and one at the start");
+        }
+    }
+}
+
+/// Method: every checkpoint, every shape, whole and in parts.
+#[test]
+fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
+    let vulkan = Vulkan::new();
+    for name in CHECKPOINTS {
+        let checkpoint = open(name);
+        for max_buffer_bytes in [WHOLE, 4096] {
+            let dense = dense(&vulkan, Driver::Lavapipe, &checkpoint, max_buffer_bytes);
+            let recordings = Recordings::new(&dense);
+            let mut names = std::collections::HashSet::new();
+            for recording in recordings.all() {
+                assert!(names.insert(recording.name.clone()), "two recordings are called {}", recording.name);
+                let declared: std::collections::HashSet<&str> = recording.buffers.iter().map(|b| b.name.as_str()).collect();
+                assert_eq!(declared.len(), recording.buffers.len(), "a name is one buffer");
+                for op in &recording.ops {
+                    for (range, _) in op.accesses() {
+                        let decl = recording.buffers.get(range.buffer.0 as usize).expect("declared");
+                        assert!(range.offset + range.bytes <= decl.bytes, "{range:?} leaves \"{}\" of {}", decl.name, decl.bytes);
+                        assert_eq!(range.offset % 4, 0, "{range:?}");
+                    }
+                    let Op::Call(call) = op else { continue };
+                    let shader = ostinato::kernels::shaders::find(call.kernel);
+                    assert_eq!(call.args.len(), shader.fields.len(), "{}", call.kernel);
+                    assert_eq!(call.constants.len(), shader.constants.len(), "{}", call.kernel);
+                    for (arg, field) in call.args.iter().zip(shader.fields) {
+                        assert_eq!(matches!(arg, Arg::Buffer(..)), field.bytes == 8, "{}.{}", call.kernel, field.name);
+                    }
+                    assert!(call.groups.iter().all(|count| (1..=65_535).contains(count)), "{}: {:?}", call.label, call.groups);
+                }
+                let text = recording.to_string();
+                assert_eq!(text.lines().count(), recording.ops.len() + 1, "a line an operation");
+                assert!(text.starts_with(&format!("recording {}\n", recording.name)));
+                assert!(calls(recording).iter().zip(text.lines().skip(1)).all(|(label, line)| line.trim_start().starts_with(&format!("{label} = "))));
+            }
+            let again = Recordings::new(&dense);
+            for (one, other) in recordings.all().into_iter().zip(again.all()) {
+                assert_eq!(one, other);
+                assert_eq!(one.to_string(), other.to_string());
+            }
+        }
+    }
+}

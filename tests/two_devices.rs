@@ -1,0 +1,146 @@
+//! Goal: one host with two devices of different drivers serves two models at once, each where
+//! it was put, and two replicas of one model, found by every way of naming them.
+//! Method: lavapipe and SwiftShader; tokens must be those of transformers on both.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::models::{Generated, expected, fixture, generate, request};
+use ostinato::config::{Config, Model, Replica as Place};
+use ostinato::device::DeviceError;
+use ostinato::engine::host::{Host, RouteError};
+use ostinato::engine::request::FinishReason;
+use ostinato::engine::start::{Quiet, StartError, start_on};
+
+fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
+    let config = Config { models, ..Config::default() };
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+}
+
+fn on(device: &str) -> Place {
+    Place { device: Some(device.to_owned()), memory_limit: None }
+}
+
+/// Asks through the host for all tokens that are known of a checkpoint.
+fn ask(host: &Host, model: &str, device: &str, checkpoint: &str) -> Generated {
+    let known = expected(checkpoint);
+    let (_, replica) = host.route(model, device).unwrap_or_else(|e| panic!("{e}"));
+    let generated = generate(replica, request(&known.prompt, known.greedy.len() as u32));
+    assert_eq!(generated.tokens, known.greedy, "{checkpoint} on \"{device}\"");
+    assert_eq!(generated.finished.reason, FinishReason::Length);
+    generated
+}
+
+#[test]
+fn two_models_run_on_two_devices_at_once() {
+    let vulkan = Vulkan::new();
+    let [first, second] = Driver::BOTH.map(|driver| vulkan.adapter(driver));
+    let host = serve(
+        &vulkan,
+        vec![
+            Model::new("deep", fixture("llama-deep"), Some(&first.uuid)),
+            Model::new("seven", fixture("qwen3-gqa7"), Some(&second.uuid)),
+        ],
+    );
+    let barrier = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        let (host, barrier) = (&host, &barrier);
+        let run = move |model: &str, checkpoint: &str, uuid: &str| {
+            barrier.wait();
+            for _ in 0..2 {
+                let started = ask(host, model, "", checkpoint).started;
+                assert_eq!(started.device_uuid, uuid, "\"{model}\" runs where it was put");
+                assert_eq!(started.replica, format!("{model}/0"));
+            }
+        };
+        let uuid = &first.uuid;
+        let other = scope.spawn(move || run("deep", "llama-deep", uuid));
+        run("seven", "qwen3-gqa7", &second.uuid);
+        other.join().expect("no panic");
+    });
+    // Each model is on its own device only.
+    let error = host.route("deep", &second.uuid).map(|(served, _)| served.name.clone()).expect_err("it is elsewhere");
+    assert!(matches!(&error, RouteError::UnknownDevice { model, .. } if model == "deep"), "{error}");
+    for name in ["deep", "seven"] {
+        let load = host.route(name, "").expect("served").1.load();
+        assert_eq!((load.running, load.waiting), (0, 0), "{name}");
+    }
+}
+
+#[test]
+fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
+    let vulkan = Vulkan::new();
+    let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
+    // Chosen by UUID and by index in the configuration.
+    let places = vec![on(&adapters[0].uuid), on(&adapters[1].index.to_string())];
+    let host = serve(&vulkan, vec![Model { replicas: places, ..Model::new("m", fixture("qwen3-f16"), None) }]);
+    for (place, adapter) in adapters.iter().enumerate() {
+        let selectors =
+            [adapter.uuid.clone(), adapter.uuid.to_uppercase(), adapter.name.clone(), adapter.index.to_string(), format!("m/{place}")];
+        for selector in selectors {
+            let (served, replica) = host.route("", &selector).unwrap_or_else(|e| panic!("{e}"));
+            assert_eq!((served.name.as_str(), replica.name.as_str()), ("m", format!("m/{place}").as_str()), "by \"{selector}\"");
+            assert_eq!(replica.device.uuid, adapter.uuid, "by \"{selector}\"");
+            assert_eq!((replica.device.index, &replica.device.name), (adapter.index, &adapter.name));
+        }
+    }
+    // Part of a name, in another case.
+    let (_, replica) = host.route("m", "SWIFTSHADER").expect("found");
+    assert_eq!(replica.device.uuid, adapters[1].uuid);
+    // Both at once: `ask` compares with the same tokens on each.
+    std::thread::scope(|scope| {
+        for adapter in &adapters {
+            let host = &host;
+            scope.spawn(move || assert_eq!(ask(host, "m", &adapter.uuid, "qwen3-f16").started.device_uuid, adapter.uuid));
+        }
+    });
+}
+
+#[test]
+fn a_wrong_selector_of_a_request_lists_the_replicas() {
+    let vulkan = Vulkan::new();
+    let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
+    let replicas = adapters.iter().map(|adapter| on(&adapter.uuid)).collect();
+    let host = serve(&vulkan, vec![Model { replicas, ..Model::new("m", fixture("llama-plain"), None) }]);
+    for wrong in ["9", "RTX 4090", "m/2", "00000000-0000-0000-0000-000000000000", "0000:65:00.0"] {
+        let error = host.route("m", wrong).map(|(_, replica)| replica.name.clone()).expect_err(wrong);
+        let RouteError::UnknownDevice { model, asked, available } = &error else { panic!("{error}") };
+        assert_eq!((model.as_str(), asked.as_str()), ("m", wrong));
+        for (place, adapter) in adapters.iter().enumerate() {
+            for part in [&format!("m/{place}"), &adapter.name, &adapter.uuid] {
+                assert!(available.contains(part.as_str()) && error.to_string().contains(part.as_str()), "{error} does not name {part}");
+            }
+        }
+    }
+    let error = host.route("n", "").map(|(served, _)| served.name.clone()).expect_err("not served");
+    assert_eq!(error, RouteError::UnknownModel { asked: "n".to_owned(), served: "m".to_owned() });
+}
+
+#[test]
+fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
+    let vulkan = Vulkan::new();
+    let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
+    let start = |device: Option<&str>| {
+        let config = Config { models: vec![Model::new("m", fixture("llama-plain"), device)], ..Config::default() };
+        start_on(&vulkan.instance, &config, &Quiet).map(|_| ()).expect_err("no such device")
+    };
+    let lists = |text: &str| {
+        for part in adapters.iter().flat_map(|adapter| [&adapter.name, &adapter.uuid]) {
+            assert!(text.contains(part.as_str()), "{text} does not name {part}");
+        }
+    };
+    for wrong in ["9", "RTX 4090", "00000000-0000-0000-0000-000000000000", "0000:65:00.0"] {
+        let error = start(Some(wrong));
+        assert!(matches!(&error, StartError::Device(DeviceError::NoMatch { .. })), "{error:?}");
+        assert!(error.is_users() && error.to_string().contains(wrong), "{error}");
+        lists(&error.to_string());
+    }
+    // Two CPU drivers are both "cpu", and neither is taken without being asked for.
+    let error = start(Some("cpu"));
+    assert!(matches!(&error, StartError::Device(DeviceError::Ambiguous { count: 2, .. })), "{error:?}");
+    lists(&error.to_string());
+    let error = start(None);
+    assert!(matches!(&error, StartError::Device(DeviceError::MustChoose { count: 0, .. })), "{error:?}");
+    lists(&error.to_string());
+}

@@ -28,11 +28,11 @@ const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
 /// See the head of the file.
 const SUMS: f32 = 2e-5;
 
-/// On both drivers, with validation.
+/// On every driver, with validation.
 fn check(cases: &Cases, reference: &HostMemory) {
     let vulkan = Vulkan::new();
-    for driver in Driver::BOTH {
-        cases.check(&Bench::new(&vulkan, driver), reference);
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), reference);
     }
 }
 

@@ -101,6 +101,16 @@ pub enum StartError {
         /// What, with numbers.
         what: String,
     },
+    /// More context was asked for than the model was made for.
+    #[error("model \"{model}\" is configured for a context of {asked} tokens, its own is {own}")]
+    Context {
+        /// The model.
+        model: String,
+        /// Configured tokens.
+        asked: u32,
+        /// The checkpoint's.
+        own: u32,
+    },
     /// Memory does not suffice.
     #[error("model \"{model}\" does not fit")]
     Plan {
@@ -151,6 +161,7 @@ impl StartError {
             | StartError::Checkpoint { .. }
             | StartError::Text { .. }
             | StartError::Unsupported { .. }
+            | StartError::Context { .. }
             | StartError::Plan { .. }
             | StartError::Load { .. }
             | StartError::Demo { .. } => true,
@@ -304,6 +315,10 @@ const RING_STEPS: u32 = 128;
 const PATCH_PAIRS: u32 = 2048;
 /// Plans in flight are two; changes alone come on top.
 const INBOXES: usize = 16;
+/// Sequences that one decode step can have rows for.
+const MOST_SLOTS: u32 = 1024;
+/// Tokens of a chunk: above it, one submission would last too long for a driver's watchdog.
+const MOST_CHUNK: u32 = 16_384;
 /// Context that is planned where neither the operator nor memory says otherwise.
 const DEFAULT_CONTEXT: u32 = 32_768;
 
@@ -347,6 +362,14 @@ impl Build<'_> {
 
     fn check(&self) -> Result<(), StartError> {
         let c = &self.checkpoint.config;
+        if let Some(asked) = self.model.context.filter(|asked| *asked > c.context) {
+            return Err(StartError::Context { model: self.model.name.clone(), asked, own: c.context });
+        }
+        for (what, asked, most) in [("slots", self.model.slots, MOST_SLOTS), ("prefill_chunk", self.model.prefill_chunk, MOST_CHUNK)] {
+            if let Some(asked) = asked.filter(|asked| *asked > most) {
+                return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
+            }
+        }
         if c.head_dim % 8 != 0 {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
         }
@@ -393,7 +416,7 @@ impl Build<'_> {
         let buckets = self.buckets();
         let chunk = *buckets.last().expect("there is at least one bucket");
         let model_context = self.checkpoint.config.context;
-        let asked = self.model.context.map(|context| context.min(model_context));
+        let asked = self.model.context;
         let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
 
         // Everything but the KV pool has its size before the pool is planned.

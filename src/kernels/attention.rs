@@ -87,17 +87,19 @@ pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call 
     Call { kernel: heads.kernel("append.f16", "append.f32"), label, constants: constants.into_values(), args: args.into_args(), groups: [heads.q + 2 * heads.kv, rows, 1] }
 }
 
-/// Normalises and rotates one head in place.
-fn norm_rope(head: &mut [f32], norm: Option<&dyn Fn(u32) -> f32>, epsilon: f32, rot: u32, rope: impl Fn(u32) -> (f32, f32)) {
+/// Normalises and rotates one head in place. In f64, as everything that references sum: what a
+/// device's results differ by is then the device's alone.
+fn norm_rope(head: &mut [f64], norm: Option<&dyn Fn(u32) -> f32>, epsilon: f32, rot: u32, rope: impl Fn(u32) -> (f32, f32)) {
     if let Some(norm) = norm {
-        let scale = 1.0 / (head.iter().map(|v| v * v).sum::<f32>() / head.len() as f32 + epsilon).sqrt();
+        let scale = 1.0 / (head.iter().map(|v| v * v).sum::<f64>() / head.len() as f64 + f64::from(epsilon)).sqrt();
         for (i, value) in head.iter_mut().enumerate() {
-            *value *= scale * norm(i as u32);
+            *value *= scale * f64::from(norm(i as u32));
         }
     }
     let half = (rot / 2) as usize;
     for j in 0..half {
         let (c, s) = rope(j as u32);
+        let (c, s) = (f64::from(c), f64::from(s));
         let (a, b) = (head[j], head[j + half]);
         head[j] = a * c - b * s;
         head[j + half] = b * c + a * s;
@@ -141,7 +143,7 @@ pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
         let page = memory.u32(a.pages, slot * a.max_pages + position / 16);
         for h in 0..c.q_heads + 2 * c.kv_heads {
             let base = row * a.stride + h * c.d;
-            let mut head: Vec<f32> = (0..c.d).map(|i| memory.f32(a.qkv, base + i)).collect();
+            let mut head: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, base + i))).collect();
             let is_v = h >= c.q_heads + c.kv_heads;
             if !is_v {
                 let weight = if h < c.q_heads { a.q_norm } else { a.k_norm };
@@ -150,7 +152,7 @@ pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
                 norm_rope(&mut head, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, rope);
             }
             for i in 0..c.d {
-                let value = head[i as usize];
+                let value = head[i as usize] as f32;
                 if h < c.q_heads {
                     memory.set_f32(a.qkv, base + i, value);
                 } else if is_v {
@@ -182,40 +184,38 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
             let page_of = |memory: &HostMemory, token: u32| memory.u32(a.pages, slot * a.max_pages + token / 16);
             if c.fused == 1 {
                 let k_base = row * a.stride + (c.kv_heads * c.g + kvh) * c.d;
-                let mut key: Vec<f32> = (0..c.d).map(|i| memory.f32(a.qkv, k_base + i)).collect();
+                let mut key: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + i))).collect();
                 let norm = |i: u32| memory.f32(a.k_norm, i);
                 norm_rope(&mut key, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| rope_at(memory, a.rope, position, layer.rot, j));
                 let page = page_of(memory, position);
                 for i in 0..c.d {
                     let value = memory.f32(a.qkv, k_base + c.kv_heads * c.d + i);
                     set_kv(memory, format, a.v, v_index(&layer, page, kvh, position % 16, i), value);
-                    set_kv(memory, format, a.k, k_index(&layer, page, kvh, position % 16, i), key[i as usize]);
+                    set_kv(memory, format, a.k, k_index(&layer, page, kvh, position % 16, i), key[i as usize] as f32);
                 }
             }
             for g in 0..c.g {
                 let h = kvh * c.g + g;
-                let mut query: Vec<f32> = (0..c.d).map(|i| memory.f32(a.qkv, row * a.stride + h * c.d + i)).collect();
+                let mut query: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
                 if c.fused == 1 {
                     let norm = |i: u32| memory.f32(a.q_norm, i);
                     norm_rope(&mut query, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| rope_at(memory, a.rope, position, layer.rot, j));
                 }
-                let scores: Vec<f32> = (0..=position)
+                let scores: Vec<f64> = (0..=position)
                     .map(|t| {
                         let page = page_of(memory, t);
-                        let dot: f32 = (0..c.d).map(|i| query[i as usize] * memory.weight(format, a.k, k_index(&layer, page, kvh, t % 16, i))).sum();
-                        dot / (c.d as f32).sqrt()
+                        let key = |i: u32| f64::from(memory.weight(format, a.k, k_index(&layer, page, kvh, t % 16, i)));
+                        let dot: f64 = (0..c.d).map(|i| query[i as usize] * key(i)).sum();
+                        dot / f64::from(c.d).sqrt()
                     })
                     .collect();
-                let top = scores.iter().copied().fold(f32::MIN, f32::max);
-                let weights: Vec<f32> = scores.iter().map(|s| (s - top).exp()).collect();
-                let sum: f32 = weights.iter().sum();
+                let top = scores.iter().copied().fold(f64::MIN, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+                let sum: f64 = weights.iter().sum();
                 for i in 0..c.d {
-                    let value: f32 = weights
-                        .iter()
-                        .enumerate()
-                        .map(|(t, w)| w * memory.weight(format, a.v, v_index(&layer, page_of(memory, t as u32), kvh, t as u32 % 16, i)))
-                        .sum();
-                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, value / sum);
+                    let value = |t: u32| f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)));
+                    let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
+                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (mixed / sum) as f32);
                 }
             }
         }

@@ -40,7 +40,8 @@ pub struct Matrix {
     pub cols: u32,
 }
 
-/// Activations: `[rows][stride]` f32, stride a multiple of 8, the padding finite.
+/// Activations: `[rows][stride]` f32, stride a multiple of 8. The padding is finite, and zero
+/// where a norm is taken: kernels sum it.
 #[derive(Clone, Copy, Debug)]
 pub struct Activations {
     /// Where.
@@ -173,36 +174,38 @@ struct Shape {
     epilogue: u32,
 }
 
+/// Sums in f64, so that what a device's sums differ by is the device's alone. Padding is not
+/// read: a kernel may, and must find it harmless.
 fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
     for row in 0..rows {
-        let x: Vec<f32> = (0..s.chunks * 8).map(|i| memory.f32(s.x, row * s.x_stride + i)).collect();
-        let scale = match s.norm {
-            Some(_) => 1.0 / (x.iter().map(|v| v * v).sum::<f32>() / s.k as f32 + s.epsilon).sqrt(),
-            None => 1.0,
-        };
-        let x: Vec<f32> = match s.norm {
-            Some(norm) => x.iter().enumerate().map(|(i, v)| v * memory.f32(norm, i as u32)).collect(),
+        let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
+        let x: Vec<f64> = match s.norm {
+            Some(norm) => {
+                let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / f64::from(s.k) + f64::from(s.epsilon)).sqrt();
+                x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
+            }
             None => x,
         };
-        let v: Vec<f32> = (0..s.n)
+        let v: Vec<f64> = (0..s.n)
             .map(|r| {
-                let dot: f32 = x.iter().enumerate().map(|(i, x)| x * memory.weight(format, s.weight, r * s.chunks * 8 + i as u32)).sum();
-                dot * scale + s.bias.map_or(0.0, |b| memory.f32(b, r))
+                let weight = |i: usize| f64::from(memory.weight(format, s.weight, r * s.chunks * 8 + i as u32));
+                let dot: f64 = x.iter().enumerate().map(|(i, x)| x * weight(i)).sum();
+                dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
             })
             .collect();
         for r in 0..s.n {
             let at = row * s.y_stride + r;
             match s.epilogue {
                 1 => {
-                    let old = memory.f32(s.y, at);
-                    memory.set_f32(s.y, at, old + v[r as usize]);
+                    let old = f64::from(memory.f32(s.y, at));
+                    memory.set_f32(s.y, at, (old + v[r as usize]) as f32);
                 }
                 2 if r % 2 == 0 => {
                     let (gate, up) = (v[r as usize], v[r as usize + 1]);
-                    memory.set_f32(s.y, row * s.y_stride + r / 2, gate / (1.0 + (-gate).exp()) * up);
+                    memory.set_f32(s.y, row * s.y_stride + r / 2, (gate / (1.0 + (-gate).exp()) * up) as f32);
                 }
                 2 => {}
-                _ => memory.set_f32(s.y, at, v[r as usize]),
+                _ => memory.set_f32(s.y, at, v[r as usize] as f32),
             }
         }
     }

@@ -1,0 +1,479 @@
+//! Goal: whatever is wrong with a checkpoint, a configuration or a request is a typed error
+//! that names the thing and both numbers, nothing of the attempt stays behind, and what is
+//! right works afterwards.
+//! Method: copies of committed checkpoints with one thing broken; lavapipe under the
+//! validation layer, which complains of device objects that outlive their device. After a
+//! refused start no actor's thread is alive; after a refused request nothing is queued and no
+//! page is taken.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::models::{expected, fixture, generate, request};
+use ostinato::config::{self, Config, ConfigError, Model, Sources};
+use ostinato::device::DeviceError;
+use ostinato::engine::host::{Host, Replica, SubmitError};
+use ostinato::engine::request::{Request, RequestError};
+use ostinato::engine::start::{Quiet, StartError, start_on};
+use ostinato::memory::plan::{PlanError, Purpose};
+use ostinato::model::checkpoint::CheckpointProblem;
+use ostinato::model::config::ConfigProblem;
+use std::error::Error;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Threads are counted, so tests of this file take turns.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Names of living threads that are a device's or a replica's.
+fn actors() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("this system lists threads").flatten();
+    let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
+    let ours = |name: &String| ["compute", "watcher", "transfer", "loader", "engine "].iter().any(|actor| name.starts_with(actor));
+    names.map(|name| name.trim_end_matches('\n').to_owned()).filter(ours).collect()
+}
+
+fn assert_no_actor_lives() {
+    let start = Instant::now();
+    while !actors().is_empty() {
+        // A joined thread may be listed a moment longer.
+        assert!(start.elapsed() < Duration::from_secs(5), "still there: {:?}", actors());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// An error with everything that caused it.
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(&format!(": {error}"));
+        cause = error.source();
+    }
+    text
+}
+
+fn assert_names(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "\"{part}\" is not in: {text}");
+    }
+}
+
+/// A copy of a committed checkpoint, to be broken.
+fn copy(name: &str) -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(fixture(name)).expect("the fixture").flatten() {
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("a copy");
+    }
+    folder
+}
+
+/// Changes keys of a checkpoint's config.json.
+fn configure(folder: &Path, changes: serde_json::Value) {
+    let path = folder.join("config.json");
+    let mut json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).expect("config.json")).expect("JSON");
+    for (key, value) in changes.as_object().expect("an object") {
+        json[key] = value.clone();
+    }
+    std::fs::write(&path, json.to_string()).expect("config.json");
+}
+
+fn model(vulkan: &Vulkan, folder: &Path) -> Model {
+    Model::new("m", folder, Some(&vulkan.adapter(Driver::Lavapipe).uuid))
+}
+
+fn start(vulkan: &Vulkan, models: Vec<Model>) -> Result<Host, StartError> {
+    start_on(&vulkan.instance, &Config { models, ..Config::default() }, &Quiet)
+}
+
+/// The error of a start that must fail and leave nothing behind.
+fn refused(vulkan: &Vulkan, models: Vec<Model>) -> StartError {
+    let error = start(vulkan, models).map(|_| ()).expect_err("it cannot be served");
+    assert!(error.is_users(), "the operator can mend it: {error:?}");
+    assert_no_actor_lives();
+    vulkan.assert_clean();
+    error
+}
+
+/// A checkpoint as it is committed is served as ever.
+fn works(vulkan: &Vulkan, name: &str) {
+    let host = start(vulkan, vec![model(vulkan, &fixture(name))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    answers(&host.models[0].replicas[0], name);
+    let alive = actors();
+    for actor in ["compute", "watcher", "engine m/0"] {
+        assert!(alive.iter().any(|name| name == actor), "{actor} is not among {alive:?}");
+    }
+    drop(host);
+    assert_no_actor_lives();
+}
+
+/// A replica says what transformers says, and is idle afterwards.
+fn answers(replica: &Replica, name: &str) {
+    let known = expected(name);
+    assert_eq!(generate(replica, request(&known.prompt, 12)).tokens, known.greedy[..12], "{name}");
+    idle(replica);
+}
+
+fn idle(replica: &Replica) {
+    let start = Instant::now();
+    // Pages are given back once the step in flight has ended.
+    let busy = |load: ostinato::engine::host::Load| (load.running, load.waiting, load.pages_used) != (0, 0, 0);
+    while busy(replica.load()) || replica.unfinished() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}, {} unfinished", replica.load(), replica.unfinished());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn problems(error: &StartError) -> &[CheckpointProblem] {
+    match error {
+        StartError::Checkpoint { model, source, .. } if model == "m" => &source.problems,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_missing_shard_is_named_with_the_tensors_that_it_takes_away() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = copy("llama-deep");
+    let shard = folder.path().join("model-00002-of-00002.safetensors");
+    std::fs::remove_file(&shard).expect("removed");
+    let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+    let [CheckpointProblem::MissingShard { path, tensors }] = problems(&error) else { panic!("{error:?}") };
+    assert_eq!(path, &shard);
+    assert!(*tensors > 1);
+    assert_names(&chain(&error), &["\"m\"", "model-00002-of-00002.safetensors", &tensors.to_string()]);
+    works(&vulkan, "llama-deep");
+}
+
+#[test]
+fn a_truncated_shard_is_named_with_both_lengths() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = copy("llama-deep");
+    let shard = folder.path().join("model-00001-of-00002.safetensors");
+    let bytes = std::fs::metadata(&shard).expect("the shard").len();
+    let cut = |to: u64| {
+        std::fs::copy(fixture("llama-deep").join("model-00001-of-00002.safetensors"), &shard).expect("whole again");
+        std::fs::OpenOptions::new().write(true).open(&shard).expect("the shard").set_len(to).expect("cut");
+        refused(&vulkan, vec![model(&vulkan, folder.path())])
+    };
+    let error = cut(bytes - 1);
+    let found = problems(&error);
+    assert_eq!(found, [CheckpointProblem::Truncated { path: shard.clone(), needs: bytes, has: bytes - 1 }]);
+    assert_names(&chain(&error), &["model-00001-of-00002.safetensors", &bytes.to_string(), &(bytes - 1).to_string()]);
+    // In the header, in its length, and with nothing left.
+    for to in [100, 4, 0] {
+        let error = cut(to);
+        let named = problems(&error).iter().any(|problem| match problem {
+            CheckpointProblem::Truncated { path, has, .. } => path == &shard && *has == to,
+            CheckpointProblem::BadHeader { path, .. } => path == &shard,
+            _ => false,
+        });
+        assert!(named, "cut to {to}: {error:?}");
+    }
+    works(&vulkan, "llama-deep");
+}
+
+#[test]
+fn shapes_that_contradict_the_configuration_are_all_named() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = copy("llama-plain");
+    configure(folder.path(), serde_json::json!({ "intermediate_size": 64, "vocab_size": 300 }));
+    let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+    let mut shapes: Vec<(&str, &[u64], &[u64])> = problems(&error)
+        .iter()
+        .map(|problem| match problem {
+            CheckpointProblem::Shape { tensor, shape, expected } => (tensor.as_str(), &shape[..], &expected[..]),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    shapes.sort();
+    let wanted: [(&str, &[u64], &[u64]); 4] = [
+        ("model.embed_tokens.weight", &[257, 160], &[300, 160]),
+        ("model.layers.0.mlp.down_proj.weight", &[160, 56], &[160, 64]),
+        ("model.layers.0.mlp.gate_proj.weight", &[56, 160], &[64, 160]),
+        ("model.layers.0.mlp.up_proj.weight", &[56, 160], &[64, 160]),
+    ];
+    assert_eq!(shapes, wanted);
+    let text = chain(&error);
+    assert_names(&text, &["model.embed_tokens.weight", "[257, 160]", "[300, 160]", "up_proj", "[56, 160]", "[64, 160]"]);
+    works(&vulkan, "llama-plain");
+}
+
+#[test]
+fn everything_that_is_not_supported_is_named_at_once() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = copy("llama-plain");
+    configure(
+        folder.path(),
+        serde_json::json!({
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "dtype": "float8_e4m3fn",
+            "hidden_act": "relu2",
+            "quantization_config": { "quant_method": "gptq" },
+        }),
+    );
+    let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+    let found: Vec<&ConfigProblem> = problems(&error)
+        .iter()
+        .filter_map(|problem| match problem {
+            CheckpointProblem::Config(problem) => Some(problem),
+            _ => None,
+        })
+        .collect();
+    let wanted = [
+        ConfigProblem::UnsupportedArchitecture("MambaForCausalLM".to_owned()),
+        ConfigProblem::UnsupportedDtype("float8_e4m3fn".to_owned()),
+        ConfigProblem::UnsupportedActivation("relu2".to_owned()),
+        ConfigProblem::Quantized("gptq".to_owned()),
+    ];
+    for problem in &wanted {
+        assert!(found.contains(&problem), "{problem} is not among {found:?}");
+    }
+    assert_names(&chain(&error), &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "gptq"]);
+    works(&vulkan, "llama-plain");
+}
+
+#[test]
+fn tensors_of_a_format_that_is_not_read_are_all_named() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = copy("llama-plain");
+    let path = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).expect("the weights");
+    // As long as before: the tensors stay where they are.
+    let (from, to) = (br#""BF16""#, br#""I16" "#);
+    let mut changed = 0;
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
+    for at in 8..header - from.len() {
+        if bytes[at..].starts_with(from) {
+            bytes[at..at + to.len()].copy_from_slice(to);
+            changed += 1;
+        }
+    }
+    std::fs::write(&path, bytes).expect("written");
+    let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+    let found = problems(&error);
+    assert_eq!(found.len(), changed, "every tensor: {found:?}");
+    assert!(changed > 8);
+    assert!(found.iter().all(|problem| matches!(problem, CheckpointProblem::UnsupportedDtype { dtype, .. } if dtype == "I16")), "{found:?}");
+    assert_names(&chain(&error), &["model.embed_tokens.weight", "I16", "BF16"]);
+    works(&vulkan, "llama-plain");
+}
+
+#[test]
+fn a_context_longer_than_the_models_is_refused_with_both_numbers() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let asked = Model { context: Some(4096), ..model(&vulkan, &fixture("llama-plain")) };
+    let error = refused(&vulkan, vec![asked]);
+    assert!(matches!(&error, StartError::Context { model, asked: 4096, own: 512 } if model == "m"), "{error:?}");
+    assert_names(&error.to_string(), &["\"m\"", "4096", "512"]);
+    // All that the model has is no error.
+    let asked = Model { context: Some(512), ..model(&vulkan, &fixture("llama-plain")) };
+    let host = start(&vulkan, vec![asked]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    assert_eq!(host.models[0].info.context, 512);
+    answers(&host.models[0].replicas[0], "llama-plain");
+}
+
+#[test]
+fn sizes_that_no_device_has_are_refused_with_both_numbers() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let good = model(&vulkan, &fixture("llama-plain"));
+    let slots = Model { slots: Some(u32::MAX), ..good.clone() };
+    let chunk = Model { prefill_chunk: Some(u32::MAX), ..good.clone() };
+    for (wrong, most) in [(slots, "1024"), (chunk, "16384")] {
+        let error = refused(&vulkan, vec![wrong]);
+        assert!(matches!(&error, StartError::Unsupported { .. }), "{error:?}");
+        assert_names(&error.to_string(), &["\"m\"", "4294967295", most]);
+    }
+    let pages = Model { kv_pages: Some(u32::MAX), ..good };
+    let error = refused(&vulkan, vec![pages]);
+    assert!(matches!(&error, StartError::Plan { source: PlanError::DoesNotFit { purpose: Purpose::KvPages, .. }, .. }), "{error:?}");
+    works(&vulkan, "llama-plain");
+}
+
+#[test]
+fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let good = model(&vulkan, &fixture("llama-plain"));
+    let limited = |bytes: u64| Model { memory_limit: Some(config::Bytes(bytes)), ..good.clone() };
+    // Too little for the weights, and for what comes after them.
+    for (limit, wanted) in [(64 << 10, Some(Purpose::Weights)), (400 << 10, None)] {
+        let error = refused(&vulkan, vec![limited(limit)]);
+        let StartError::Plan { model, source: PlanError::DoesNotFit { purpose, asked, free, limited: true, device } } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(model, "m");
+        assert!(wanted.is_none_or(|wanted| wanted == *purpose), "{purpose:?}");
+        assert!(asked > free && *free <= limit, "{asked} of {free} bytes, limit {limit}");
+        assert_eq!(device, &good_name(&vulkan));
+        let text = chain(&error);
+        assert_names(&text, &["\"m\"", "memory limit", device, "cannot reserve"]);
+        assert!(text.matches("KiB").count() + text.matches("MiB").count() >= 2, "both numbers: {text}");
+    }
+    // The limit of a replica goes before the model's.
+    let mut wider = limited(64 << 10);
+    wider.replicas[0].memory_limit = Some(config::Bytes(1 << 30));
+    let host = start(&vulkan, vec![wider]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    answers(&host.models[0].replicas[0], "llama-plain");
+}
+
+fn good_name(vulkan: &Vulkan) -> String {
+    vulkan.adapter(Driver::Lavapipe).name
+}
+
+#[test]
+fn an_unknown_device_is_refused_before_anything_is_opened() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let good = model(&vulkan, &fixture("llama-plain"));
+    let elsewhere = Model { name: "n".to_owned(), replicas: vec![config::Replica { device: Some("GeForce 256".to_owned()), memory_limit: None }], ..good.clone() };
+    let error = refused(&vulkan, vec![good, elsewhere]);
+    let StartError::Device(DeviceError::NoMatch { selector, adapters, .. }) = &error else { panic!("{error:?}") };
+    assert!(selector.contains("GeForce 256"), "{selector}");
+    for adapter in vulkan.instance.adapters() {
+        assert_names(adapters, &[&adapter.name, &adapter.uuid]);
+    }
+    works(&vulkan, "llama-plain");
+}
+
+/// The first model is loaded and ready when the second turns out to be broken.
+#[test]
+fn a_bad_second_model_takes_down_all_of_the_first() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let good = Model { name: "first".to_owned(), ..model(&vulkan, &fixture("llama-deep")) };
+    let folder = copy("llama-plain");
+    std::fs::remove_file(folder.path().join("model.safetensors")).expect("removed");
+    let error = refused(&vulkan, vec![good.clone(), model(&vulkan, folder.path())]);
+    assert!(matches!(problems(&error), [CheckpointProblem::NoWeights { .. }]), "{error:?}");
+    let limited = Model { memory_limit: Some(config::Bytes(64 << 10)), ..model(&vulkan, &fixture("llama-plain")) };
+    let error = refused(&vulkan, vec![good, limited]);
+    assert!(matches!(&error, StartError::Plan { model, .. } if model == "m"), "{error:?}");
+    works(&vulkan, "llama-deep");
+}
+
+#[test]
+fn bad_requests_are_refused_with_both_numbers_and_take_nothing() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let host = start(&vulkan, vec![model(&vulkan, &fixture("llama-plain"))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let replica = &host.models[0].replicas[0];
+    let (vocabulary, context) = (257u32, replica.bounds().context as usize);
+    assert_eq!(context, 512);
+    let known = expected("llama-plain");
+    let bad = |change: &dyn Fn(&mut Request)| {
+        let mut request = request(&known.prompt, 4);
+        change(&mut request);
+        let sink = Box::new(|event| panic!("a refused request has no events: {event:?}"));
+        let error = replica.submit(request, sink).expect_err("refused");
+        let text = error.to_string();
+        idle(replica);
+        match error {
+            SubmitError::Request(error) => (error, text),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(bad(&|r| r.prompt.clear()).0, RequestError::EmptyPrompt);
+
+    for (token, position) in [(vocabulary, 0), (u32::MAX, known.prompt.len() - 1)] {
+        let (error, text) = bad(&|r| r.prompt[position] = token);
+        assert_eq!(error, RequestError::TokenOutOfRange { token, position, vocabulary });
+        assert_names(&text, &[&token.to_string(), &position.to_string(), "257"]);
+    }
+
+    for length in [context, context + 1, 100_000] {
+        let (error, text) = bad(&|r| r.prompt = vec![1; length]);
+        assert_eq!(error, RequestError::ContextExceeded { prompt: length, output: 1, context });
+        assert_names(&text, &[&length.to_string(), "512"]);
+    }
+
+    type Field = (&'static str, fn(&mut Request) -> &mut f32, f32);
+    let fields: [Field; 6] = [
+        ("temperature", |r| &mut r.sampling.temperature, -0.5),
+        ("top_p", |r| &mut r.sampling.top_p, 1.5),
+        ("min_p", |r| &mut r.sampling.min_p, -0.1),
+        ("repetition_penalty", |r| &mut r.sampling.repetition_penalty, 0.0),
+        ("presence_penalty", |r| &mut r.sampling.presence_penalty, 2.5),
+        ("frequency_penalty", |r| &mut r.sampling.frequency_penalty, -2.5),
+    ];
+    for (name, field, outside) in fields {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, outside] {
+            let (error, text) = bad(&|r| *field(r) = value);
+            assert!(matches!(&error, RequestError::Value { field, .. } if *field == name), "{name} {value}: {error:?}");
+            assert_names(&text, &[name, &value.to_string(), "must be"]);
+        }
+    }
+    for bias in [(3, f32::NAN), (3, f32::INFINITY), (vocabulary, 1.0)] {
+        let (error, _) = bad(&|r| r.sampling.logit_bias = vec![(1, 0.5), bias]);
+        assert!(matches!(&error, RequestError::Value { field: "logit_bias", .. }), "{error:?}");
+    }
+    for (name, change) in [
+        ("max_tokens", (|r| r.limits.max_tokens = Some(0)) as fn(&mut Request)),
+        ("min_tokens", |r| r.limits.min_tokens = 5),
+        ("stop_ids", |r| r.limits.stop_ids = vec![257]),
+        ("stop_ids", |r| r.limits.stop_ids = (0..17).collect()),
+        ("logprobs", |r| r.logprobs = Some(21)),
+    ] {
+        let (error, text) = bad(&change);
+        assert!(matches!(&error, RequestError::Value { field, .. } if *field == name), "{error:?}");
+        assert_names(&text, &[name]);
+    }
+
+    // The id of a refused request is free, and the replica is as good as new.
+    answers(replica, "llama-plain");
+    // The longest prompt that is none of these fills the context with its one token.
+    let longest = generate(replica, request(&vec![1; context - 1], 9));
+    assert_eq!(longest.tokens.len(), 1);
+    idle(replica);
+}
+
+#[test]
+fn a_malformed_configuration_file_is_refused_and_mended() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("ostinato.toml");
+    let load = |text: &str| {
+        std::fs::write(&path, text).expect("written");
+        config::from_sources(&Sources { file: Some(path.clone()), ..Sources::default() })
+    };
+    let error = load("[server]\nlisten = \"127.0.0.1:1\"\n[[models]\nname = 3").expect_err("no TOML");
+    assert!(matches!(&error, ConfigError::Syntax { path: found, .. } if *found == path), "{error:?}");
+    assert_names(&chain(&error), &["ostinato.toml", "line 3"]);
+
+    let error = load(
+        "[server]\nlissten = \"x\"\n[[models]]\nname = \"m\"\npath = \"p\"\ncontext = 0\nmemory_limit = \"many\"\nreplicas = []\n\
+         [[models]]\nname = \"m\"\npath = \"q\"\nkv_format = \"f8\"\nreplicas = [{ device = \"\" }]\n",
+    )
+    .expect_err("seven things are wrong");
+    let ConfigError::Problems(found) = &error else { panic!("{error:?}") };
+    for key in ["lissten", "models[0].context", "models[0].memory_limit", "models[0].replicas", "models[1].name", "models[1].kv_format", "models[1].replicas[0].device"] {
+        assert!(found.iter().any(|problem| problem.key.contains(key)), "{key} is not among {found:#?}");
+    }
+    assert_names(&error.to_string(), &["lissten", "many", "f8", "at least 1"]);
+
+    let missing = folder.path().join("nowhere.toml");
+    let error = config::from_sources(&Sources { file: Some(missing.clone()), ..Sources::default() }).expect_err("not there");
+    assert!(matches!(&error, ConfigError::Read { path, .. } if *path == missing), "{error:?}");
+
+    let uuid = vulkan.adapter(Driver::Lavapipe).uuid;
+    let checkpoint = fixture("llama-plain");
+    let good = load(&format!("[[models]]\nname = \"m\"\npath = {checkpoint:?}\ncontext = 128\nreplicas = [{{ device = \"{uuid}\" }}]\n"));
+    let host = start_on(&vulkan.instance, &good.expect("mended"), &Quiet).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    assert_eq!(host.models[0].replicas[0].bounds().context, 128);
+    answers(&host.models[0].replicas[0], "llama-plain");
+}

@@ -35,7 +35,9 @@ fn turn() -> MutexGuard<'static, ()> {
 fn actors() -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").expect("this system lists threads").flatten();
     let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
-    let ours = |name: &String| ["compute", "watcher", "transfer", "loader", "engine "].iter().any(|actor| name.starts_with(actor));
+    let ours = |name: &String| {
+        ["compute", "watcher", "transfer", "loader", "engine "].iter().any(|actor| name.starts_with(actor))
+    };
     names.map(|name| name.trim_end_matches('\n').to_owned()).filter(ours).collect()
 }
 
@@ -77,7 +79,8 @@ fn copy(name: &str) -> TempDir {
 /// Changes keys of a checkpoint's config.json.
 fn configure(folder: &Path, changes: serde_json::Value) {
     let path = folder.join("config.json");
-    let mut json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).expect("config.json")).expect("JSON");
+    let mut json: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&path).expect("config.json")).expect("JSON");
     for (key, value) in changes.as_object().expect("an object") {
         json[key] = value.clone();
     }
@@ -204,7 +207,10 @@ fn shapes_that_contradict_the_configuration_are_all_named() {
     ];
     assert_eq!(shapes, wanted);
     let text = chain(&error);
-    assert_names(&text, &["model.embed_tokens.weight", "[257, 160]", "[300, 160]", "up_proj", "[56, 160]", "[64, 160]"]);
+    assert_names(
+        &text,
+        &["model.embed_tokens.weight", "[257, 160]", "[300, 160]", "up_proj", "[56, 160]", "[64, 160]"],
+    );
     works(&vulkan, "llama-plain");
 }
 
@@ -240,7 +246,10 @@ fn everything_that_is_not_supported_is_named_at_once() {
     for problem in &wanted {
         assert!(found.contains(&problem), "{problem} is not among {found:?}");
     }
-    assert_names(&chain(&error), &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "gptq"]);
+    assert_names(
+        &chain(&error),
+        &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "gptq"],
+    );
     works(&vulkan, "llama-plain");
 }
 
@@ -266,7 +275,12 @@ fn tensors_of_a_format_that_is_not_read_are_all_named() {
     let found = problems(&error);
     assert_eq!(found.len(), changed, "every tensor: {found:?}");
     assert!(changed > 8);
-    assert!(found.iter().all(|problem| matches!(problem, CheckpointProblem::UnsupportedDtype { dtype, .. } if dtype == "I16")), "{found:?}");
+    assert!(
+        found
+            .iter()
+            .all(|problem| matches!(problem, CheckpointProblem::UnsupportedDtype { dtype, .. } if dtype == "I16")),
+        "{found:?}"
+    );
     assert_names(&chain(&error), &["model.embed_tokens.weight", "I16", "BF16"]);
     works(&vulkan, "llama-plain");
 }
@@ -300,7 +314,10 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
     }
     let pages = Model { kv_pages: Some(u32::MAX), ..good };
     let error = refused(&vulkan, vec![pages]);
-    assert!(matches!(&error, StartError::Plan { source: PlanError::DoesNotFit { purpose: Purpose::KvPages, .. }, .. }), "{error:?}");
+    assert!(
+        matches!(&error, StartError::Plan { source: PlanError::DoesNotFit { purpose: Purpose::KvPages, .. }, .. }),
+        "{error:?}"
+    );
     works(&vulkan, "llama-plain");
 }
 
@@ -313,7 +330,9 @@ fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
     // Too little for the weights, and for what comes after them.
     for (limit, wanted) in [(64 << 10, Some(Purpose::Weights)), (400 << 10, None)] {
         let error = refused(&vulkan, vec![limited(limit)]);
-        let StartError::Plan { model, source: PlanError::DoesNotFit { purpose, asked, free, limited: true, device } } = &error else {
+        let StartError::Plan { model, source: PlanError::DoesNotFit { purpose, asked, free, limited: true, device } } =
+            &error
+        else {
             panic!("{error:?}")
         };
         assert_eq!(model, "m");
@@ -340,7 +359,11 @@ fn an_unknown_device_is_refused_before_anything_is_opened() {
     let _turn = turn();
     let vulkan = Vulkan::new();
     let good = model(&vulkan, &fixture("llama-plain"));
-    let elsewhere = Model { name: "n".to_owned(), replicas: vec![config::Replica { device: Some("GeForce 256".to_owned()), memory_limit: None }], ..good.clone() };
+    let elsewhere = Model {
+        name: "n".to_owned(),
+        replicas: vec![config::Replica { device: Some("GeForce 256".to_owned()), memory_limit: None }],
+        ..good.clone()
+    };
     let error = refused(&vulkan, vec![good, elsewhere]);
     let StartError::Device(DeviceError::NoMatch { selector, adapters, .. }) = &error else { panic!("{error:?}") };
     assert!(selector.contains("GeForce 256"), "{selector}");
@@ -370,7 +393,8 @@ fn a_bad_second_model_takes_down_all_of_the_first() {
 fn bad_requests_are_refused_with_both_numbers_and_take_nothing() {
     let _turn = turn();
     let vulkan = Vulkan::new();
-    let host = start(&vulkan, vec![model(&vulkan, &fixture("llama-plain"))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let host =
+        start(&vulkan, vec![model(&vulkan, &fixture("llama-plain"))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
     let replica = &host.models[0].replicas[0];
     let (vocabulary, context) = (257u32, replica.bounds().context as usize);
     assert_eq!(context, 512);
@@ -461,18 +485,29 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
     )
     .expect_err("seven things are wrong");
     let ConfigError::Problems(found) = &error else { panic!("{error:?}") };
-    for key in ["lissten", "models[0].context", "models[0].memory_limit", "models[0].replicas", "models[1].name", "models[1].kv_format", "models[1].replicas[0].device"] {
+    for key in [
+        "lissten",
+        "models[0].context",
+        "models[0].memory_limit",
+        "models[0].replicas",
+        "models[1].name",
+        "models[1].kv_format",
+        "models[1].replicas[0].device",
+    ] {
         assert!(found.iter().any(|problem| problem.key.contains(key)), "{key} is not among {found:#?}");
     }
     assert_names(&error.to_string(), &["lissten", "many", "f8", "at least 1"]);
 
     let missing = folder.path().join("nowhere.toml");
-    let error = config::from_sources(&Sources { file: Some(missing.clone()), ..Sources::default() }).expect_err("not there");
+    let error =
+        config::from_sources(&Sources { file: Some(missing.clone()), ..Sources::default() }).expect_err("not there");
     assert!(matches!(&error, ConfigError::Read { path, .. } if *path == missing), "{error:?}");
 
     let uuid = vulkan.adapter(Driver::Lavapipe).uuid;
     let checkpoint = fixture("llama-plain");
-    let good = load(&format!("[[models]]\nname = \"m\"\npath = {checkpoint:?}\ncontext = 128\nreplicas = [{{ device = \"{uuid}\" }}]\n"));
+    let good = load(&format!(
+        "[[models]]\nname = \"m\"\npath = {checkpoint:?}\ncontext = 128\nreplicas = [{{ device = \"{uuid}\" }}]\n"
+    ));
     let host = start_on(&vulkan.instance, &good.expect("mended"), &Quiet).unwrap_or_else(|e| panic!("{}", chain(&e)));
     assert_eq!(host.models[0].replicas[0].bounds().context, 128);
     answers(&host.models[0].replicas[0], "llama-plain");

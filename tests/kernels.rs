@@ -68,8 +68,12 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
     let mut random = Random(1);
     let vocabulary = 37u32;
     let mut outputs = Vec::new();
-    for (index, (format, hidden)) in FORMATS.into_iter().flat_map(|f| [8, 40, 72, 145, 1024].map(|h| (f, h))).enumerate() {
-        for (from, split) in [(RowsFrom::Batch, false), (RowsFrom::Chunk, false), (RowsFrom::Batch, true), (RowsFrom::Chunk, true)] {
+    for (index, (format, hidden)) in
+        FORMATS.into_iter().flat_map(|f| [8, 40, 72, 145, 1024].map(|h| (f, h))).enumerate()
+    {
+        for (from, split) in
+            [(RowsFrom::Batch, false), (RowsFrom::Chunk, false), (RowsFrom::Batch, true), (RowsFrom::Chunk, true)]
+        {
             cases.case(format!("{format:?}.{hidden}.{from:?}.{split}"));
             let stride = padded(hidden);
             let table = random.floats((vocabulary * hidden) as usize);
@@ -81,7 +85,9 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             let mut words = vec![POISON; (slots * state::SLOT_WORDS) as usize];
             for slot in 0..slots as usize {
                 let at = slot * state::SLOT_WORDS as usize;
-                words[at + state::SLOT_ACTIVE as usize] = [state::ACTIVE_RUNNING, state::ACTIVE_IDLE, state::ACTIVE_DONE][if slot < 10 { 0 } else { slot - 9 }];
+                words[at + state::SLOT_ACTIVE as usize] =
+                    [state::ACTIVE_RUNNING, state::ACTIVE_IDLE, state::ACTIVE_DONE]
+                        [if slot < 10 { 0 } else { slot - 9 }];
                 words[at + state::SLOT_TOKEN as usize] = tokens[slot];
                 words[at + state::SLOT_POSITION as usize] = positions[slot];
             }
@@ -94,8 +100,13 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             // What lies behind a chunk's tokens is from an earlier chunk.
             let mut chunk = vec![7, start, count, 0];
             chunk.extend((0..rows).map(|i| if i < count { (i * 5 + 36) % vocabulary } else { u32::MAX - i }));
+            // Next to a part's end.
+            chunk[4 + 2] = 16;
+            chunk[4 + 3] = 15;
 
-            let table_parts: Vec<(u32, u32)> = if split { vec![(0, 16), (16, 20), (36, 1)] } else { vec![(0, vocabulary)] };
+            // The last part first: what an earlier part writes too much is seen.
+            let table_parts: Vec<(u32, u32)> =
+                if split { vec![(36, 1), (16, 20), (0, 16)] } else { vec![(0, vocabulary)] };
             let slots_range = cases.words("slots", &words);
             let batch_range = cases.words("batch", &batch);
             let chunk_range = cases.words("chunk", &chunk);
@@ -127,7 +138,11 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                     RowsFrom::Batch => {
                         let slot = batch[row];
                         let token = words[(slot * state::SLOT_WORDS + state::SLOT_TOKEN) as usize];
-                        if slot < 10 { [token, positions[slot as usize], slot, 1] } else { [0, positions[slot as usize], slot, 0] }
+                        if slot < 10 {
+                            [token, positions[slot as usize], slot, 1]
+                        } else {
+                            [0, positions[slot as usize], slot, 0]
+                        }
                     }
                 })
                 .collect();
@@ -142,7 +157,8 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             let row_info: [u32; 4] = std::array::from_fn(|i| reference.u32(rows, row as u32 * 4 + i as u32));
             assert_eq!(row_info, info, "row {row} of {name}");
             for i in 0..stride as usize {
-                let value = if i < hidden as usize { round(format, table[(info[0] * hidden) as usize + i]) } else { 0.0 };
+                let value =
+                    if i < hidden as usize { round(format, table[(info[0] * hidden) as usize + i]) } else { 0.0 };
                 assert_eq!(found[row * stride as usize + i], value, "row {row}, value {i} of {name}");
             }
         }
@@ -203,7 +219,15 @@ struct Logical {
 const EPSILON: f32 = 1e-3;
 
 impl Logical {
-    fn new(random: &mut Random, format: Format, (n, k): (u32, u32), (rows, used): (u32, u32), norm: bool, bias: bool, epilogue: Epilogue) -> Logical {
+    fn new(
+        random: &mut Random,
+        format: Format,
+        (n, k): (u32, u32),
+        (rows, used): (u32, u32),
+        norm: bool,
+        bias: bool,
+        epilogue: Epilogue,
+    ) -> Logical {
         // Outputs of about 1, so that silu bends and a missing term shows.
         let size = 3.0 / (k as f32).sqrt();
         let w = (0..n * k).map(|_| round(format, random.float() * size)).collect();
@@ -286,7 +310,11 @@ impl Logical {
                         gate / (1.0 + (-gate).exp()) * v(2 * i + 1)
                     }
                 };
-                near(memory.f32(y.range, row as u32 * y.stride + i as u32), wanted, &format!("{what}, row {row}, output {i}"));
+                near(
+                    memory.f32(y.range, row as u32 * y.stride + i as u32),
+                    wanted,
+                    &format!("{what}, row {row}, output {i}"),
+                );
             }
         }
     }
@@ -294,7 +322,9 @@ impl Logical {
 
 fn variants() -> Vec<(Format, bool, bool, Epilogue)> {
     let epilogues = [Epilogue::Store, Epilogue::Residual, Epilogue::SwiGlu];
-    let options = epilogues.into_iter().flat_map(|e| [(false, false), (true, false), (false, true), (true, true)].map(|(n, b)| (n, b, e)));
+    let options = epilogues
+        .into_iter()
+        .flat_map(|e| [(false, false), (true, false), (false, true), (true, true)].map(|(n, b)| (n, b, e)));
     options.flat_map(|(norm, bias, epilogue)| FORMATS.map(|format| (format, norm, bias, epilogue))).collect()
 }
 
@@ -308,7 +338,8 @@ fn gemv_multiplies_a_few_rows() {
     for (index, (format, norm, bias, epilogue)) in variants().into_iter().enumerate() {
         for turn in 0..3 {
             let at = index * 3 + turn;
-            let shape = if epilogue != Epilogue::SwiGlu && turn == 2 { odd[at % odd.len()] } else { shapes[at % shapes.len()] };
+            let shape =
+                if epilogue != Epilogue::SwiGlu && turn == 2 { odd[at % odd.len()] } else { shapes[at % shapes.len()] };
             let rows = at as u32 % 17 + 1;
             let threads = [32, 64, 128][(index / 3 + index % 3) % 3];
             cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{rows}.threads={threads}"));
@@ -352,7 +383,11 @@ fn matmul_multiplies_the_rows_of_a_chunk() {
     for (index, (format, norm, bias, epilogue)) in variants().into_iter().enumerate() {
         for turn in 0..2 {
             let at = index * 2 + turn;
-            let shape = if epilogue != Epilogue::SwiGlu && turn == 1 { odd[at / 2 % odd.len()] } else { shapes[at % shapes.len()] };
+            let shape = if epilogue != Epilogue::SwiGlu && turn == 1 {
+                odd[at / 2 % odd.len()]
+            } else {
+                shapes[at % shapes.len()]
+            };
             let (rows, used) = counts[(at * 3 + turn) % counts.len()];
             cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{used}of{rows}"));
             let logical = Logical::new(&mut random, format, shape, (rows, used), norm, bias, epilogue);
@@ -384,7 +419,8 @@ fn unit_vectors_read_weights_back_exactly() {
             .map(|i| {
                 let exponent = low + (i as i32) % (high - low + 1);
                 let sign = if random.below(2) == 0 { 1.0 } else { -1.0 };
-                round(format, sign * (1.0 + random.float().abs() * 0.999) * 2f32.powi(exponent)).clamp(-65504.0 * 2f32.powi(high), 65504.0 * 2f32.powi(high))
+                round(format, sign * (1.0 + random.float().abs() * 0.999) * 2f32.powi(exponent))
+                    .clamp(-65504.0 * 2f32.powi(high), 65504.0 * 2f32.powi(high))
             })
             .collect();
         let weight = cases.weights("weight", format, &w);
@@ -462,11 +498,18 @@ impl Context {
             keys: rows.iter().map(|p| cached(random, p)).collect(),
             values: rows.iter().map(|p| cached(random, p)).collect(),
             // Queries that make some tokens matter much more than others.
-            qkv: rows.iter().map(|_| (0..width).map(|i| random.float() * if i < q * dim { 3.0 } else { 1.5 }).collect()).collect(),
+            qkv: rows
+                .iter()
+                .map(|_| (0..width).map(|i| random.float() * if i < q * dim { 3.0 } else { 1.5 }).collect())
+                .collect(),
             q_norm: (0..dim).map(|_| 1.0 + random.float()).collect(),
             k_norm: (0..dim).map(|_| 1.0 + random.float()).collect(),
             rope: (0..LONGEST)
-                .flat_map(|p| (0..rot / 2).flat_map(move |j| [(p as f32 * 0.7 / (1 + j) as f32).cos(), (p as f32 * 0.7 / (1 + j) as f32).sin()]))
+                .flat_map(|p| {
+                    (0..rot / 2).flat_map(move |j| {
+                        [(p as f32 * 0.7 / (1 + j) as f32).cos(), (p as f32 * 0.7 / (1 + j) as f32).sin()]
+                    })
+                })
                 .collect(),
             stride: width + 8,
         }
@@ -561,16 +604,23 @@ impl Context {
     /// softmax(q · Kᵀ / sqrt(D)) · V; `new` stands for the row's own token.
     fn attend(&self, row: usize, kv_head: u32, query: &[f64], new: Option<(&[f64], &[f64])>) -> Vec<f64> {
         let position = self.rows[row].expect("a valid row");
-        let cached = |of: &[Vec<f32>], token: u32| -> Vec<f64> { of[(token * self.heads.kv + kv_head) as usize].iter().map(|v| f64::from(*v)).collect() };
+        let cached = |of: &[Vec<f32>], token: u32| -> Vec<f64> {
+            of[(token * self.heads.kv + kv_head) as usize].iter().map(|v| f64::from(*v)).collect()
+        };
         let token = |token: u32| match new {
             Some((k, v)) if token == position => (k.to_vec(), v.to_vec()),
             _ => (cached(&self.keys[row], token), cached(&self.values[row], token)),
         };
         let kv: Vec<_> = (0..=position).map(token).collect();
-        let scores: Vec<f64> = kv.iter().map(|(k, _)| k.iter().zip(query).map(|(k, q)| k * q).sum::<f64>() / f64::from(self.heads.dim).sqrt()).collect();
+        let scores: Vec<f64> = kv
+            .iter()
+            .map(|(k, _)| k.iter().zip(query).map(|(k, q)| k * q).sum::<f64>() / f64::from(self.heads.dim).sqrt())
+            .collect();
         let top = scores.iter().copied().fold(f64::MIN, f64::max);
         let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
-        (0..query.len()).map(|i| scores.iter().zip(&kv).map(|(s, (_, v))| (s - top).exp() / total * v[i]).sum()).collect()
+        (0..query.len())
+            .map(|i| scores.iter().zip(&kv).map(|(s, (_, v))| (s - top).exp() / total * v[i]).sum())
+            .collect()
     }
 }
 
@@ -656,7 +706,10 @@ fn append_normalises_rotates_and_fills_pages() {
                     for (found, wanted) in [(k, key[i as usize]), (v, value[i as usize])] {
                         match kv_format {
                             // Half a unit in the last place of f16 is 2^-11 of the value.
-                            Format::F16 => assert!((f64::from(found) - wanted).abs() <= 5e-4 * (wanted.abs() + 0.01), "{what}: {found} instead of {wanted}"),
+                            Format::F16 => assert!(
+                                (f64::from(found) - wanted).abs() <= 5e-4 * (wanted.abs() + 0.01),
+                                "{what}: {found} instead of {wanted}"
+                            ),
                             _ => near(found, wanted, what),
                         }
                     }
@@ -685,12 +738,14 @@ fn attention_cases(fused: bool) {
             cases.case(format!("{heads:?}.splits={splits}.threads={threads}"));
             let (k, v) = context.cache(|position| if fused { position } else { position + 1 });
             let norms = |cases: &mut Cases, name, values| cases.floats(name, values);
-            let (q_norm, k_norm) = (norms(&mut cases, "q_norm", &context.q_norm), norms(&mut cases, "k_norm", &context.k_norm));
+            let (q_norm, k_norm) =
+                (norms(&mut cases, "q_norm", &context.q_norm), norms(&mut cases, "k_norm", &context.k_norm));
             let rope = cases.floats("rope", &context.rope);
             // Queries that were not rounded differ by sums only; a new key that was rounded the
             // other way shifts its score by up to 2^-11 of its terms.
             let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
-            let outputs = ["o", "o.again"].map(|name| cases.output(name, (count * (heads.q * heads.dim + 8)) as usize, Expect::Floats(limit)));
+            let outputs = ["o", "o.again"]
+                .map(|name| cases.output(name, (count * (heads.q * heads.dim + 8)) as usize, Expect::Floats(limit)));
             let mut args = AttentionArgs {
                 qkv: cases.floats("qkv", &context.qkv_words()),
                 rows: cases.words("rows", &context.row_words()),
@@ -712,7 +767,15 @@ fn attention_cases(fused: bool) {
             cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
             for o in outputs {
                 args.o = o;
-                cases.recording.call(attention::attention("attention".to_owned(), heads, count, splits, threads, fused, args));
+                cases.recording.call(attention::attention(
+                    "attention".to_owned(),
+                    heads,
+                    count,
+                    splits,
+                    threads,
+                    fused,
+                    args,
+                ));
             }
             last = Some((args, outputs));
         }
@@ -730,8 +793,15 @@ fn attention_cases(fused: bool) {
             }
             for h in 0..q {
                 let kv_head = h / (q / kv);
-                let round_all = |values: Vec<f64>| -> Vec<f64> { values.into_iter().map(|v| f64::from(round(kv_format, v as f32))).collect() };
-                let new = fused.then(|| (round_all(context.prepared(row, q + kv_head, &context.k_norm)), round_all(context.head(row, q + kv + kv_head))));
+                let round_all = |values: Vec<f64>| -> Vec<f64> {
+                    values.into_iter().map(|v| f64::from(round(kv_format, v as f32))).collect()
+                };
+                let new = fused.then(|| {
+                    (
+                        round_all(context.prepared(row, q + kv_head, &context.k_norm)),
+                        round_all(context.head(row, q + kv + kv_head)),
+                    )
+                });
                 let query = if fused { context.prepared(row, h, &context.q_norm) } else { context.head(row, h) };
                 let wanted = context.attend(row, kv_head, &query, new.as_ref().map(|(k, v)| (&k[..], &v[..])));
                 for i in 0..dim {
@@ -739,7 +809,11 @@ fn attention_cases(fused: bool) {
                         let found = reference.f32(o, row as u32 * args.output_stride + h * dim + i);
                         let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
                         let difference = (f64::from(found) - wanted[i as usize]).abs();
-                        assert!(difference <= limit, "{what}, row {row}, head {h}: {found} instead of {}", wanted[i as usize]);
+                        assert!(
+                            difference <= limit,
+                            "{what}, row {row}, head {h}: {found} instead of {}",
+                            wanted[i as usize]
+                        );
                     }
                 }
             }

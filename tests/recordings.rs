@@ -84,7 +84,10 @@ fn weight_words(dense: &Dense<'_>) -> Memory {
             let mut bytes = vec![0; part.bytes as usize];
             pack::pack(&packing, &rows, first..first + part.bytes, &mut bytes);
             bytes.resize(bytes.len().next_multiple_of(4), 0);
-            memory.insert(part.name, bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect());
+            memory.insert(
+                part.name,
+                bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            );
         }
     }
     memory
@@ -123,7 +126,9 @@ fn initial(dense: &Dense<'_>, recordings: &[&Recording]) -> Memory {
 
 /// The words of a recording's buffers.
 fn gather(memory: &Memory, recording: &Recording) -> HostMemory {
-    let words = |decl: &ostinato::kernels::recording::BufferDecl| memory[&decl.name][..decl.bytes.div_ceil(4) as usize].to_vec();
+    let words = |decl: &ostinato::kernels::recording::BufferDecl| {
+        memory[&decl.name][..decl.bytes.div_ceil(4) as usize].to_vec()
+    };
     HostMemory { buffers: recording.buffers.iter().map(words).collect() }
 }
 
@@ -181,7 +186,12 @@ impl<'a> Run<'a> {
         for (name, buffer) in bound.table.iter() {
             buffer.write(0, &bytemuck::cast_slice(&memory[name])[..buffer.bytes() as usize]);
         }
-        Run { name: format!("{name} on {:?}", bench.driver), layout: dense.state, bound, host: interpreted.then_some(memory) }
+        Run {
+            name: format!("{name} on {:?}", bench.driver),
+            layout: dense.state,
+            bound,
+            host: interpreted.then_some(memory),
+        }
     }
 
     /// Changes words of the device state on both sides.
@@ -355,14 +365,22 @@ fn a_decode_step_has_five_dispatches_and_five_barriers_a_layer() {
         for recording in &recordings.decode {
             let mut wanted = vec!["embed".to_owned()];
             for layer in 0..layers {
-                wanted.extend(["qkv", "attention", "o", "gate_up", "down"].map(|stage| format!("layers.{layer}.{stage}")));
+                wanted.extend(
+                    ["qkv", "attention", "o", "gate_up", "down"].map(|stage| format!("layers.{layer}.{stage}")),
+                );
             }
-            wanted.extend([if checkpoint.config.tied { "embed" } else { "lm_head" }, "sample", "advance"].map(str::to_owned));
+            wanted.extend(
+                [if checkpoint.config.tied { "embed" } else { "lm_head" }, "sample", "advance"].map(str::to_owned),
+            );
             assert_eq!(calls(recording), wanted, "{name}, {}", recording.name);
             let needed = barriers::derive(&recording.ops);
             for layer in 0..layers {
                 let prefix = format!("layers.{layer}.");
-                let found = calls(recording).iter().zip(&needed).filter(|(label, needed)| label.starts_with(&prefix) && **needed).count();
+                let found = calls(recording)
+                    .iter()
+                    .zip(&needed)
+                    .filter(|(label, needed)| label.starts_with(&prefix) && **needed)
+                    .count();
                 assert_eq!(found, 5, "{name}, layer {layer} of {}", recording.name);
             }
         }
@@ -389,12 +407,18 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
             let mut names = std::collections::HashSet::new();
             for recording in recordings.all() {
                 assert!(names.insert(recording.name.clone()), "two recordings are called {}", recording.name);
-                let declared: std::collections::HashSet<&str> = recording.buffers.iter().map(|b| b.name.as_str()).collect();
+                let declared: std::collections::HashSet<&str> =
+                    recording.buffers.iter().map(|b| b.name.as_str()).collect();
                 assert_eq!(declared.len(), recording.buffers.len(), "a name is one buffer");
                 for op in &recording.ops {
                     for (range, _) in op.accesses() {
                         let decl = recording.buffers.get(range.buffer.0 as usize).expect("declared");
-                        assert!(range.offset + range.bytes <= decl.bytes, "{range:?} leaves \"{}\" of {}", decl.name, decl.bytes);
+                        assert!(
+                            range.offset + range.bytes <= decl.bytes,
+                            "{range:?} leaves \"{}\" of {}",
+                            decl.name,
+                            decl.bytes
+                        );
                         assert_eq!(range.offset % 4, 0, "{range:?}");
                     }
                     let Op::Call(call) = op else { continue };
@@ -404,12 +428,22 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
                     for (arg, field) in call.args.iter().zip(shader.fields) {
                         assert_eq!(matches!(arg, Arg::Buffer(..)), field.bytes == 8, "{}.{}", call.kernel, field.name);
                     }
-                    assert!(call.groups.iter().all(|count| (1..=65_535).contains(count)), "{}: {:?}", call.label, call.groups);
+                    assert!(
+                        call.groups.iter().all(|count| (1..=65_535).contains(count)),
+                        "{}: {:?}",
+                        call.label,
+                        call.groups
+                    );
                 }
                 let text = recording.to_string();
                 assert_eq!(text.lines().count(), recording.ops.len() + 1, "a line an operation");
                 assert!(text.starts_with(&format!("recording {}\n", recording.name)));
-                assert!(calls(recording).iter().zip(text.lines().skip(1)).all(|(label, line)| line.trim_start().starts_with(&format!("{label} = "))));
+                assert!(
+                    calls(recording)
+                        .iter()
+                        .zip(text.lines().skip(1))
+                        .all(|(label, line)| line.trim_start().starts_with(&format!("{label} = ")))
+                );
             }
             let again = Recordings::new(&dense);
             for (one, other) in recordings.all().into_iter().zip(again.all()) {

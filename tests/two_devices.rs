@@ -76,11 +76,20 @@ fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
     let places = vec![on(&adapters[0].uuid), on(&adapters[1].index.to_string())];
     let host = serve(&vulkan, vec![Model { replicas: places, ..Model::new("m", fixture("qwen3-f16"), None) }]);
     for (place, adapter) in adapters.iter().enumerate() {
-        let selectors =
-            [adapter.uuid.clone(), adapter.uuid.to_uppercase(), adapter.name.clone(), adapter.index.to_string(), format!("m/{place}")];
+        let selectors = [
+            adapter.uuid.clone(),
+            adapter.uuid.to_uppercase(),
+            adapter.name.clone(),
+            adapter.index.to_string(),
+            format!("m/{place}"),
+        ];
         for selector in selectors {
             let (served, replica) = host.route("", &selector).unwrap_or_else(|e| panic!("{e}"));
-            assert_eq!((served.name.as_str(), replica.name.as_str()), ("m", format!("m/{place}").as_str()), "by \"{selector}\"");
+            assert_eq!(
+                (served.name.as_str(), replica.name.as_str()),
+                ("m", format!("m/{place}").as_str()),
+                "by \"{selector}\""
+            );
             assert_eq!(replica.device.uuid, adapter.uuid, "by \"{selector}\"");
             assert_eq!((replica.device.index, &replica.device.name), (adapter.index, &adapter.name));
         }
@@ -92,7 +101,9 @@ fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
     std::thread::scope(|scope| {
         for adapter in &adapters {
             let host = &host;
-            scope.spawn(move || assert_eq!(ask(host, "m", &adapter.uuid, "qwen3-f16").started.device_uuid, adapter.uuid));
+            scope.spawn(move || {
+                assert_eq!(ask(host, "m", &adapter.uuid, "qwen3-f16").started.device_uuid, adapter.uuid)
+            });
         }
     });
 }
@@ -109,7 +120,10 @@ fn a_wrong_selector_of_a_request_lists_the_replicas() {
         assert_eq!((model.as_str(), asked.as_str()), ("m", wrong));
         for (place, adapter) in adapters.iter().enumerate() {
             for part in [&format!("m/{place}"), &adapter.name, &adapter.uuid] {
-                assert!(available.contains(part.as_str()) && error.to_string().contains(part.as_str()), "{error} does not name {part}");
+                assert!(
+                    available.contains(part.as_str()) && error.to_string().contains(part.as_str()),
+                    "{error} does not name {part}"
+                );
             }
         }
     }

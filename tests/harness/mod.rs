@@ -126,7 +126,13 @@ pub struct Change<'a> {
 
 /// Fails where a buffer differs by more than it may. A word that the reference leaves as it
 /// was must be left by the device too, bit for bit, whatever is expected of the others.
-pub fn compare(recording: &Recording, what: &str, device: Change<'_>, reference: Change<'_>, expect: &dyn Fn(&str) -> Expect) -> Worst {
+pub fn compare(
+    recording: &Recording,
+    what: &str,
+    device: Change<'_>,
+    reference: Change<'_>,
+    expect: &dyn Fn(&str) -> Expect,
+) -> Worst {
     let mut worst: Worst = None;
     for (index, decl) in recording.buffers.iter().enumerate() {
         let name = &decl.name;
@@ -134,7 +140,8 @@ pub fn compare(recording: &Recording, what: &str, device: Change<'_>, reference:
         if expect == Expect::Any {
             continue;
         }
-        let [(old, found), (past, wanted)] = [device, reference].map(|change| (&change.before.buffers[index], &change.after.buffers[index]));
+        let [(old, found), (past, wanted)] =
+            [device, reference].map(|change| (&change.before.buffers[index], &change.after.buffers[index]));
         for i in 0..wanted.len() {
             let place = || format!("{what}: word {i} of \"{name}\"");
             if wanted[i] == past[i] {
@@ -147,7 +154,11 @@ pub fn compare(recording: &Recording, what: &str, device: Change<'_>, reference:
             }
             let mut near = |found: f32, wanted: f32, limit: f32| {
                 let part = (found - wanted).abs() / (limit * (1.0 + wanted.abs()));
-                assert!(part <= 1.0, "{}: {found:e} instead of {wanted:e}, {part:.2} times the difference allowed", place());
+                assert!(
+                    part <= 1.0,
+                    "{}: {found:e} instead of {wanted:e}, {part:.2} times the difference allowed",
+                    place()
+                );
                 if worst.as_ref().is_none_or(|(worst, _)| part > *worst) {
                     worst = Some((part, place()));
                 }

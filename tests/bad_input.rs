@@ -10,7 +10,7 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
-use harness::models::{expected, fixture, generate, request};
+use harness::models::{expected, fixture, generate, idle, request};
 use ostinato::config::{self, Config, ConfigError, Model, Sources};
 use ostinato::device::DeviceError;
 use ostinato::engine::host::{Host, Replica, SubmitError};
@@ -121,16 +121,6 @@ fn answers(replica: &Replica, name: &str) {
     let known = expected(name);
     assert_eq!(generate(replica, request(&known.prompt, 12)).tokens, known.greedy[..12], "{name}");
     idle(replica);
-}
-
-fn idle(replica: &Replica) {
-    let start = Instant::now();
-    // Pages are given back once the step in flight has ended.
-    let busy = |load: ostinato::engine::host::Load| (load.running, load.waiting, load.pages_used) != (0, 0, 0);
-    while busy(replica.load()) || replica.unfinished() > 0 {
-        assert!(start.elapsed() < Duration::from_secs(5), "{:?}, {} unfinished", replica.load(), replica.unfinished());
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 fn problems(error: &StartError) -> &[CheckpointProblem] {

@@ -294,7 +294,7 @@ fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
 #[test]
 fn recordings_mean_the_same_on_lavapipe_and_in_plain_rust() {
     let vulkan = Vulkan::new();
-    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    let bench = Bench::new(&vulkan, Driver::first());
     for name in CHECKPOINTS {
         run_checkpoint(&vulkan, &bench, name);
     }
@@ -315,7 +315,7 @@ fn recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
 #[test]
 fn weights_in_parts_give_the_same_bits_as_whole_ones() {
     let vulkan = Vulkan::new();
-    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    let bench = Bench::new(&vulkan, Driver::first());
     for name in ["llama-bias", "qwen3-yarn"] {
         let checkpoint = open(name);
         let known = expected(name);
@@ -357,10 +357,10 @@ fn calls(recording: &Recording) -> Vec<&str> {
 #[test]
 fn a_decode_step_has_five_dispatches_and_five_barriers_a_layer() {
     let vulkan = Vulkan::new();
-    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    let bench = Bench::new(&vulkan, Driver::first());
     for (name, layers) in [("llama-deep", 5), ("qwen3-deep", 5), ("llama-bias", 1)] {
         let checkpoint = open(name);
-        let dense = dense(&vulkan, Driver::Lavapipe, &checkpoint, WHOLE);
+        let dense = dense(&vulkan, Driver::first(), &checkpoint, WHOLE);
         let recordings = Recordings::new(&dense);
         for recording in &recordings.decode {
             let mut wanted = vec!["embed".to_owned()];
@@ -402,7 +402,7 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
     for name in CHECKPOINTS {
         let checkpoint = open(name);
         for max_buffer_bytes in [WHOLE, 4096] {
-            let dense = dense(&vulkan, Driver::Lavapipe, &checkpoint, max_buffer_bytes);
+            let dense = dense(&vulkan, Driver::first(), &checkpoint, max_buffer_bytes);
             let recordings = Recordings::new(&dense);
             let mut names = std::collections::HashSet::new();
             for recording in recordings.all() {

@@ -96,6 +96,8 @@ pub struct GpuExecutor {
     batch: Vec<u32>,
     /// Slots whose logits are asked for.
     dumps: Vec<bool>,
+    /// Slots whose log probabilities are asked for.
+    logprobs: Vec<bool>,
     step_time: Option<Duration>,
 }
 
@@ -151,6 +153,7 @@ impl GpuExecutor {
             free_inboxes: (0..parts.inboxes.len()).collect(),
             batch: vec![u32::MAX - 1; parts.layout.rows as usize],
             dumps: vec![false; slots],
+            logprobs: vec![false; slots],
             step_time: None,
             parts,
         }
@@ -167,6 +170,7 @@ impl GpuExecutor {
                         clear.push(slot.0);
                     }
                     self.dumps[slot.0 as usize] = params.dump_logits;
+                    self.logprobs[slot.0 as usize] = params.logprobs.is_some();
                     patch.set_all(layout.slot_word(slot.0, 0), &init.words());
                     patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));
                 }
@@ -271,8 +275,10 @@ impl GpuExecutor {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }
                 let Some(id) = entry.token else { continue };
-                let asked = words[state::ENTRY_TOP_COUNT as usize] > 0 || entry.logprob != 0.0;
-                let logits = (pending.dump && self.dumps[entry.slot as usize]).then(|| {
+                // The slot is the same sequence's until all its plans are reported.
+                let asked = self.logprobs[entry.slot as usize];
+                // Only row 0 is copied; `submit` puts a slot that asks there.
+                let logits = (pending.dump && row == 0 && self.dumps[entry.slot as usize]).then(|| {
                     let mut logits = vec![0f32; self.parts.capacity.vocabulary as usize];
                     self.parts.dump.read(0, bytemuck::cast_slice_mut(&mut logits));
                     logits
@@ -379,6 +385,8 @@ impl Executor for GpuExecutor {
             }
             Some(Work::Decode { slots, steps }) => {
                 let (rows, region) = self.rows_for(slots);
+                let mut slots = slots.clone();
+                slots.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
                 for row in 0..rows {
                     let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
                     if self.batch[row as usize] != slot {
@@ -395,7 +403,13 @@ impl Executor for GpuExecutor {
             regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
         };
         let fixed = sum(&patches);
-        let dump = work == Kind::Sampled && self.dumps.iter().any(|asked| *asked);
+        // There is one place for logits: the plan that fills it is the only one in flight that does.
+        let asked = match &plan.work {
+            Some(Work::Prefill { slot, last, .. }) => *last && self.dumps[slot.0 as usize],
+            Some(Work::Decode { slots, .. }) => slots.iter().any(|slot| self.dumps[slot.0 as usize]),
+            None => false,
+        };
+        let dump = asked && !self.pending.iter().any(|pending| pending.dump);
         let mut step: Vec<Arc<Region>> = region.into_iter().collect();
         if dump {
             step.push(Arc::clone(&self.parts.dump_region));

@@ -1,9 +1,10 @@
 //! The committed checkpoints, and one generation asked of a replica.
 
-use ostinato::engine::host::Replica;
-use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, SinkClosed, Started};
+use crossbeam_channel::Receiver;
+use ostinato::engine::host::{Load, Replica};
+use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, SinkClosed, Started, Token};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -42,22 +43,46 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
 pub struct Generated {
     pub started: Started,
     pub tokens: Vec<u32>,
+    /// The same with what else was asked for.
+    pub drawn: Vec<Token>,
     pub finished: Finished,
+}
+
+/// Queues a request, which must be taken.
+pub fn submit(replica: &Replica, request: Request) -> Receiver<Event> {
+    let (sender, events) = crossbeam_channel::unbounded();
+    let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
+    replica.submit(request, sink).expect("a good request is taken");
+    events
+}
+
+/// Everything that a request, which must start, has to say.
+pub fn collect(events: &Receiver<Event>) -> Generated {
+    let (mut started, mut drawn) = (None, Vec::new());
+    loop {
+        match events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
+            Event::Started(event) => started = Some(event),
+            Event::Token(token) => drawn.push(token),
+            Event::Finished(finished) => {
+                let tokens = drawn.iter().map(|token| token.id).collect();
+                return Generated { started: started.expect("it started before it ended"), tokens, drawn, finished };
+            }
+        }
+    }
 }
 
 /// Runs a request to its end.
 pub fn generate(replica: &Replica, request: Request) -> Generated {
-    let (sender, events) = crossbeam_channel::unbounded();
-    let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
-    replica.submit(request, sink).expect("a good request is taken");
-    let (mut started, mut tokens) = (None, Vec::new());
-    loop {
-        match events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
-            Event::Started(event) => started = Some(event),
-            Event::Token(token) => tokens.push(token.id),
-            Event::Finished(finished) => {
-                return Generated { started: started.expect("it started before it ended"), tokens, finished };
-            }
-        }
+    collect(&submit(replica, request))
+}
+
+/// Waits until nothing runs, waits or holds pages.
+pub fn idle(replica: &Replica) {
+    let start = Instant::now();
+    // Pages are given back once the step in flight has ended.
+    let busy = |load: Load| (load.running, load.waiting, load.pages_used) != (0, 0, 0);
+    while busy(replica.load()) || replica.unfinished() > 0 {
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}, {} unfinished", replica.load(), replica.unfinished());
+        std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -1,0 +1,187 @@
+//! Goal: sequences that share a device's steps know nothing of each other: what each draws is
+//! what it draws alone, bit for bit, however rows, buckets and chunks fall, and whoever leaves.
+//! Method: one replica with four slots on lavapipe; requests of every kind of sampling, alone
+//! and then all at once; too few pages for all, so that some are computed again.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::models::{collect, expected, fixture, generate, idle, request, submit};
+use ostinato::config::{Config, KvFormat, Model};
+use ostinato::engine::host::Host;
+use ostinato::engine::request::{Event, FinishReason, Request, Sampling};
+use ostinato::engine::start::{Quiet, start_on};
+use std::time::Duration;
+
+const CHECKPOINT: &str = "qwen3-deep";
+
+fn serve(vulkan: &Vulkan, kv_pages: u32) -> Host {
+    let mut model = Model::new("m", fixture(CHECKPOINT), Some(&vulkan.adapter(Driver::first()).uuid));
+    model.slots = Some(4);
+    model.kv_pages = Some(kv_pages);
+    model.kv_format = Some(KvFormat::F32);
+    model.context = Some(128);
+    // Prompts take several chunks.
+    model.prefill_chunk = Some(8);
+    start_on(&vulkan.instance, &Config { models: vec![model], ..Config::default() }, &Quiet)
+        .unwrap_or_else(|e| panic!("{e:?}"))
+}
+
+/// Prompts of every length, every kind of sampling, outputs of different lengths.
+fn requests() -> Vec<Request> {
+    let prompt = expected(CHECKPOINT).prompt;
+    let hot = Sampling { temperature: 1.0, seed: Some(7), ..Sampling::default() };
+    let samplings = [
+        Sampling::default(),
+        hot.clone(),
+        Sampling { top_k: 5, seed: Some(8), ..hot.clone() },
+        Sampling { top_p: 0.7, temperature: 1.5, ..hot.clone() },
+        Sampling { min_p: 0.1, seed: Some(u64::MAX), ..hot.clone() },
+        Sampling { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: -0.5, ..Sampling::default() },
+        Sampling { frequency_penalty: 1.0, logit_bias: vec![(3, 2.0), (508, -1.0)], seed: Some(9), ..hot.clone() },
+        Sampling { logit_bias: (0..300).map(|id| (id, -1.5)).collect(), ..Sampling::default() },
+        hot,
+    ];
+    let lengths = [17, 1, 8, 9, 16, 7, 3, 12, 15];
+    let outputs = [40, 5, 33, 1, 20, 48, 17, 2, 26];
+    samplings
+        .into_iter()
+        .zip(lengths)
+        .zip(outputs)
+        .enumerate()
+        .map(|(index, ((sampling, length), tokens))| Request {
+            id: format!("r{index}"),
+            sampling,
+            ..request(&prompt[..length], tokens)
+        })
+        .collect()
+}
+
+#[test]
+fn sequences_draw_together_what_they_draw_alone() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, 40);
+    let replica = &host.models[0].replicas[0];
+    let alone: Vec<Vec<u32>> = requests().into_iter().map(|request| generate(replica, request).tokens).collect();
+    assert_ne!(alone[1], alone[0][..5], "sampling matters");
+    for turn in 0..2 {
+        // In both orders, so that other rows meet.
+        let mut order: Vec<usize> = (0..alone.len()).collect();
+        if turn == 1 {
+            order.reverse();
+        }
+        let mut asked = requests();
+        let events: Vec<_> = order.iter().map(|&index| (index, submit(replica, asked[index].clone()))).collect();
+        let most = std::iter::from_fn(|| Some(replica.load().running))
+            .take(200)
+            .inspect(|_| std::thread::sleep(Duration::from_millis(1)))
+            .max();
+        for (index, events) in events {
+            let together = collect(&events);
+            assert_eq!(together.tokens, alone[index], "request {index}, turn {turn}");
+            assert_eq!(together.tokens.len() as u32, asked[index].limits.max_tokens.take().expect("given"));
+        }
+        assert!(most.is_some_and(|most| most > 1), "they ran together: {most:?}");
+        idle(replica);
+    }
+}
+
+/// Four sequences of six pages each have twelve: some lose theirs and are computed again from
+/// their tokens, prompt and output in chunks, which must change nothing.
+#[test]
+fn sequences_that_lose_their_pages_go_on_as_if_they_had_not() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, 12);
+    let replica = &host.models[0].replicas[0];
+    let known = expected(CHECKPOINT);
+    let tokens = known.greedy.len() as u32;
+    let events: Vec<_> = (0..6)
+        .map(|index| submit(replica, Request { id: format!("r{index}"), ..request(&known.prompt, tokens) }))
+        .collect();
+    for (index, events) in events.iter().enumerate() {
+        let generated = collect(events);
+        assert_eq!(generated.tokens, known.greedy, "request {index}");
+        assert_eq!(generated.finished.reason, FinishReason::Length);
+    }
+    // More prompt tokens ran than the prompts have.
+    let prefilled: u32 =
+        replica.steps(100_000).iter().filter(|step| step.phase == "prefill").map(|step| step.rows).sum();
+    assert!(prefilled > 6 * known.prompt.len() as u32, "none was computed again: {prefilled} prompt tokens");
+    idle(replica);
+}
+
+#[test]
+fn an_aborted_sequence_leaves_the_others_as_they_are() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, 40);
+    let replica = &host.models[0].replicas[0];
+    let known = expected(CHECKPOINT);
+    let ask = |id: &str| submit(replica, Request { id: id.to_owned(), ..request(&known.prompt, 60) });
+    let (first, leaving, last) = (ask("first"), ask("leaving"), ask("last"));
+    // Let it draw a little.
+    let mut drawn = 0;
+    while drawn < 3 {
+        match leaving.recv_timeout(Duration::from_secs(60)).expect("it goes on") {
+            Event::Token(_) => drawn += 1,
+            Event::Finished(finished) => panic!("{finished:?}"),
+            Event::Started(_) => {}
+        }
+    }
+    replica.abort("leaving");
+    let next = ask("next");
+    for events in [first, last, next] {
+        assert_eq!(collect(&events).tokens, known.greedy[..60]);
+    }
+    let reason = leaving.iter().find_map(|event| match event {
+        Event::Finished(finished) => Some(finished.reason),
+        _ => None,
+    });
+    assert_eq!(reason, Some(FinishReason::Aborted));
+    idle(replica);
+}
+
+#[test]
+fn logits_and_log_probabilities_are_those_of_the_sequence_that_asked() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, 40);
+    let replica = &host.models[0].replicas[0];
+    let known = expected(CHECKPOINT);
+    let asks = |id: &str| Request {
+        id: id.to_owned(),
+        dump_logits: true,
+        logprobs: Some(3),
+        ..request(&known.prompt[..11], 12)
+    };
+    let alone = generate(replica, asks("alone"));
+    // Others hold the first rows when it comes.
+    let others: Vec<_> =
+        (0..3).map(|i| submit(replica, Request { id: format!("o{i}"), ..request(&known.prompt, 60) })).collect();
+    let together = collect(&submit(replica, asks("together")));
+    assert_eq!(together.tokens, alone.tokens);
+    for (step, (together, alone)) in together.drawn.iter().zip(&alone.drawn).enumerate() {
+        assert_eq!(together.logprobs, alone.logprobs, "step {step}");
+        let logits = |token: &ostinato::engine::request::Token| token.logits.clone().expect("asked for");
+        assert!(logits(together) == logits(alone), "logits of step {step}");
+        let best = (0..509).max_by(|a, b| logits(alone)[*a].total_cmp(&logits(alone)[*b]));
+        assert_eq!(best, Some(alone.id as usize), "they are this step's");
+        let top = &alone.logprobs.as_ref().expect("asked for").top;
+        assert_eq!((top.len(), top[0].0), (3, alone.id));
+    }
+    for events in others {
+        let other = collect(&events);
+        assert_eq!(other.tokens, known.greedy[..60]);
+        assert!(other.drawn.iter().all(|token| token.logits.is_none() && token.logprobs.is_none()), "not asked for");
+    }
+    // A certain token has log probability 0, which is not the same as none.
+    let mut certain = request(&known.prompt, 6);
+    certain.sampling.logit_bias = vec![(42, 1.0e4)];
+    certain.logprobs = Some(0);
+    let generated = generate(replica, certain);
+    assert_eq!(generated.tokens, [42; 6]);
+    for token in generated.drawn {
+        let logprobs = token.logprobs.expect("asked for");
+        assert_eq!((logprobs.chosen, logprobs.top.len()), (0.0, 0));
+    }
+    idle(replica);
+}

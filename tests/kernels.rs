@@ -173,7 +173,7 @@ fn take_last_copies_the_last_row_in_use() {
     let mut outputs = Vec::new();
     for (rows, count, stride) in [(1, 1, 8), (16, 1, 40), (16, 15, 152), (16, 16, 64), (64, 33, 1024)] {
         cases.case(format!("{rows}.{count}.{stride}"));
-        let x = random.floats((rows * stride) as usize);
+        let x = random.floats(rows * stride);
         let infos: Vec<u32> = (0..rows as u32 * 4).map(|_| random.below(1 << 30)).collect();
         let wanted = x[(count - 1) * stride..count * stride].to_vec();
         let wanted_info = infos[(count - 1) * 4..count * 4].to_vec();

@@ -13,7 +13,7 @@ use ostinato::device::Device;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Range, Recording};
-use ostinato::kernels::region::{Pipelines, Region};
+use ostinato::kernels::region::{Pipelines, Region, RegionError};
 use ostinato::memory::pack::Format;
 use ostinato::memory::{Arena, Place, Table};
 use std::collections::HashMap;
@@ -85,8 +85,11 @@ impl Bound<'_> {
     }
 
     pub fn region(&self, recording: &Recording) -> Arc<Region> {
-        let region = Region::build(&self.bench.device, recording, &self.table, &self.pipelines);
-        Arc::new(region.unwrap_or_else(|e| panic!("{}: {e}", recording.name)))
+        Arc::new(self.try_region(recording).unwrap_or_else(|e| panic!("{}: {e}", recording.name)))
+    }
+
+    pub fn try_region(&self, recording: &Recording) -> Result<Region, RegionError> {
+        Region::build(&self.bench.device, recording, &self.table, &self.pipelines)
     }
 
     /// Runs the recordings one after the other in one submission and waits for the last.

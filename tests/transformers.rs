@@ -103,7 +103,7 @@ fn check(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat, limit: im
     let ids: Vec<u32> = tokens.iter().map(|t| t.id).collect();
     assert_eq!(ids, expected.greedy, "{name} on {driver:?} with {kv:?}");
     assert_eq!(finished.reason, FinishReason::Length);
-    assert!(finished.per_token.submits <= 1.0, "{name}: {} submits a token", finished.per_token.submits);
+    assert!(finished.per_token.submits < 1.0, "{name}: {} submits a token", finished.per_token.submits);
     // Step by step, with logits.
     let (tokens, _) = generate(&host, &expected.prompt, count, true);
     let limit = limit(&expected);

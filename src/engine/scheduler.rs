@@ -9,7 +9,8 @@
 //!   of the lowest priority loses its pages and is computed again later.
 //! - Prompt chunks and decode plans alternate while there are both.
 //! - Two plans are in flight, so the device has the next one when it ends the first. A decode
-//!   plan is as many steps as make `PLAN_TIME`.
+//!   plan is as many steps as make `PLAN_TIME`, and at least `PLAN_STEPS_MIN` where there is
+//!   room, so that even a slow device is submitted to less than once a token.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
 use super::executor::{
@@ -28,6 +29,9 @@ pub const PLANS_IN_FLIGHT: usize = 2;
 /// What a decode plan should take: long enough that a submission costs little of it, short
 /// enough that arrivals and aborts take effect soon.
 pub const PLAN_TIME: Duration = Duration::from_millis(10);
+/// Steps of a decode plan on a device that takes longer than `PLAN_TIME` for them. Their tokens
+/// are still reported one by one, so nobody waits longer for one.
+pub const PLAN_STEPS_MIN: u32 = 2;
 /// Most steps of a decode plan.
 pub const PLAN_STEPS_MAX: u32 = 16;
 /// Admissions that may pass over whoever has waited longest before it is its turn.
@@ -697,12 +701,13 @@ impl Scheduler {
     fn steps_aim(&self, step_time: Option<Duration>) -> u32 {
         // Half of what may be queued, so that two plans fit.
         let most = (self.setup.capacity.run_ahead / 2).clamp(1, PLAN_STEPS_MAX);
+        let least = PLAN_STEPS_MIN.min(most);
         match step_time {
             // The first plan of all shows how long a step takes.
-            None => 1,
+            None => least,
             Some(step_time) => {
                 let step_ns = step_time.as_nanos().max(1);
-                (PLAN_TIME.as_nanos() / step_ns).clamp(1, u128::from(most)) as u32
+                (PLAN_TIME.as_nanos() / step_ns).clamp(u128::from(least), u128::from(most)) as u32
             }
         }
     }
@@ -1120,8 +1125,8 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_lasts_about_ten_milliseconds_and_two_fit_the_run_ahead() {
-        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (4_000, 2), (50_000, 1)] {
+    fn a_plan_lasts_about_ten_milliseconds_or_two_steps_and_two_fit_the_run_ahead() {
+        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (4_000, 2), (9_000, 2), (50_000, 2)] {
             let mut bench = Bench::new(setup(1, 16));
             bench.step_time = Some(Duration::from_micros(micros));
             bench.arrive(request("a", 1, 200));
@@ -1131,6 +1136,12 @@ mod tests {
             assert_eq!(steps(bench.work()), expected);
             assert_eq!(bench.plan(), None);
         }
+        let mut unknown = Bench::new(setup(1, 16));
+        unknown.step_time = None;
+        unknown.arrive(request("a", 1, 200));
+        unknown.plan();
+        unknown.complete();
+        assert_eq!(steps(unknown.work()), PLAN_STEPS_MIN, "nobody knows yet what a step takes");
         let mut little = setup(1, 16);
         little.capacity.run_ahead = 3;
         let mut bench = Bench::new(little);

@@ -78,6 +78,17 @@ impl Vulkan {
         }
     }
 
+    /// The same drivers without the layer, for tests of whole models that are slow under it.
+    pub fn without_validation() -> Vulkan {
+        layer();
+        let instance = Instance::new(&InstanceOptions { validation: false })
+            .unwrap_or_else(|e| panic!("no instance: {}", chain(&e)));
+        Vulkan {
+            instance,
+            clean: true,
+        }
+    }
+
     pub fn adapter(&self, driver: Driver) -> Adapter {
         let adapters = self.instance.adapters();
         let named = |part: &str| adapters.iter().find(|a| a.name.contains(part)).cloned();

@@ -24,6 +24,7 @@ use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpe
 use crate::model::dense::{self, Dense, Part, RingLayout, Shape, Tuning};
 use crate::model::demo;
 use crate::model::text::{Text, TextError};
+use std::collections::hash_map;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -267,10 +268,10 @@ fn serve_model(
     let mut replicas = Vec::new();
     let mut context = checkpoint.config.context;
     for (index, adapter) in adapters.iter().enumerate() {
-        if !stations.contains_key(&adapter.index) {
-            stations.insert(adapter.index, Station::open(instance, adapter)?);
-        }
-        let station = &stations[&adapter.index];
+        let station = match stations.entry(adapter.index) {
+            hash_map::Entry::Occupied(entry) => &*entry.into_mut(),
+            hash_map::Entry::Vacant(entry) => &*entry.insert(Station::open(instance, adapter)?),
+        };
         let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
         let name = format!("{}/{index}", model.name);
         let build = Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, progress };
@@ -370,7 +371,7 @@ impl Build<'_> {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
         }
-        if c.head_dim % 8 != 0 {
+        if !c.head_dim.is_multiple_of(8) {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
         }
         if c.head_dim / 8 > self.adapter.capabilities.max_invocations {

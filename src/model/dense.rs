@@ -246,6 +246,7 @@ impl Dense<'_> {
     }
 
     /// A product with every part of a weight.
+    #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     fn product(&self, recording: &mut Recording, shape: Shape, name: &str, chunk: Range, x: Activations, y: Activations, norm: Option<Range>, epilogue: Epilogue) {
         let bias = self.vector(recording, &format!("{name}.bias"));
         for (first, weight) in self.matrix(recording, name) {

@@ -345,7 +345,7 @@ fn gemv_multiplies_a_few_rows() {
             cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{rows}.threads={threads}"));
             let logical = Logical::new(&mut random, format, shape, (rows, rows), norm, bias, epilogue);
             let product = logical.product(&mut cases);
-            cases.recording.call(product.gemv(rows, threads));
+            cases.recording.call(product.gemv(rows, threads, if rows % 2 == 0 { 4 } else { 2 }));
             made.push((logical, product.y));
         }
     }
@@ -364,7 +364,7 @@ fn gemv_folds_more_rows_than_one_dimension_of_a_dispatch_holds() {
     let mut random = Random(4);
     let logical = Logical::new(&mut random, Format::Bf16, (131_073, 8), (2, 2), false, true, Epilogue::Store);
     let product = logical.product(&mut cases);
-    let call = product.gemv(2, 32);
+    let call = product.gemv(2, 32, 2);
     assert!(call.groups[2] > 1, "folded: {:?}", call.groups);
     cases.recording.call(call);
     let reference = cases.reference();
@@ -438,7 +438,7 @@ fn unit_vectors_read_weights_back_exactly() {
                 epilogue: Epilogue::Store,
                 y: Activations { range: y, stride: n },
             };
-            cases.recording.call(if many { product.matmul(k, chunk) } else { product.gemv(k, 32) });
+            cases.recording.call(if many { product.matmul(k, chunk) } else { product.gemv(k, 32, 2) });
             outputs.push((y, w.clone()));
         }
     }

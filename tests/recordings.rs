@@ -53,7 +53,7 @@ fn dense<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_bu
         kv_format: Format::F32,
         ring: RING,
         context: 128,
-        tuning: start::tuning(&capabilities, true, checkpoint.config.kv_heads),
+        tuning: start::tuning(&capabilities, true, checkpoint.config.kv_heads, checkpoint.config.context),
     }
 }
 

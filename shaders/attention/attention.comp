@@ -48,6 +48,9 @@ layout(push_constant) uniform Args {
 
 const uint EIGHTS = D / 8u;
 const uint LANES = WORKERS / EIGHTS;    // tokens at a time in the value phase
+const uint HALF = ROT / 2u;
+const uint ITEMS = ((G + 1u) * (D / 2u) + WORKERS - 1u) / WORKERS; // pairs of q and k dims a thread prepares
+const uint AHEAD = 4u;                  // values of so many tokens are in flight
 const float LOWEST = -3.0e38;
 
 shared vec4 q_s[G * D / 4u];
@@ -84,9 +87,16 @@ void set_head_value(uint g, uint i, float value) {
     else k_s[i / 4u][i % 4u] = value;
 }
 
+// Dims of pair `j` of a head: rotated together, or neighbours beyond the rotated dims.
+void pair_of(uint j, out uint first, out uint second) {
+    bool rotated = j < HALF;
+    first = rotated ? j : ROT + (j - HALF) * 2u;
+    second = rotated ? j + HALF : first + 1u;
+}
+
 // q_s ← rope(norm(q)) / sqrt(D), k_s ← rope(norm(k)). A thread owns both values of a rotated pair, so
 // that none reads what another has overwritten.
-void prepare_heads(uint position) {
+void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], float weight_a[ITEMS], float weight_b[ITEMS]) {
     uint t = gl_LocalInvocationID.x;
     float inverse = inversesqrt(float(D));
     if (FUSED == 0u) {
@@ -106,25 +116,20 @@ void prepare_heads(uint position) {
         }
         barrier();
     }
-    const uint HALF = ROT / 2u;
-    for (uint i = t; i < (G + 1u) * (D / 2u); i += WORKERS) {
-        uint g = i / (D / 2u), j = i % (D / 2u);
-        bool rotated = j < HALF;
-        uint first = rotated ? j : ROT + (j - HALF) * 2u;
-        uint second = rotated ? j + HALF : first + 1u;
+    [[unroll]] for (uint n = 0u; n < ITEMS; n++) {
+        uint i = t + n * WORKERS;
+        if (i >= (G + 1u) * (D / 2u)) break;
+        uint g = i / (D / 2u), first, second;
+        pair_of(i % (D / 2u), first, second);
         float a = head_value(g, first), b = head_value(g, second);
         if (QK_NORM == 1u) {
             float scale = scale_s[g];
-            a *= scale * (g < G ? q_norm.v[first] : k_norm.v[first]);
-            b *= scale * (g < G ? q_norm.v[second] : k_norm.v[second]);
+            a *= scale * weight_a[n];
+            b *= scale * weight_b[n];
         }
-        if (rotated) {
-            uint ro = (position * HALF + j) * 2u;
-            float c = rope.v[ro], s = rope.v[ro + 1u];
-            float turned = a * c - b * s;
-            b = b * c + a * s;
-            a = turned;
-        }
+        float turned = a * turn_c[n] - b * turn_s[n];
+        b = b * turn_c[n] + a * turn_s[n];
+        a = turned;
         if (g < G) {
             a *= inverse;
             b *= inverse;
@@ -137,6 +142,13 @@ void prepare_heads(uint position) {
 
 // The new key or value as the cache will hold it.
 void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high), a, b); }
+
+// Values of AHEAD tokens of the thread's lane from `from` on; those past the last cached one read that.
+#define LOAD_VALUES(from)                                                                           \
+    [[unroll]] for (uint n = 0u; n < AHEAD; n++) {                                                   \
+        uint token_ = min((from) + n * LANES, max(cached, 1u) - 1u);                                 \
+        value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
+    }
 
 uint token_page(uint table, uint token) { return pages.v[table + token / 16u]; }
 
@@ -160,8 +172,28 @@ void main() {
         uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
         [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
     }
+    // What the heads are multiplied by, loaded before the first barrier.
+    float turn_c[ITEMS], turn_s[ITEMS], weight_a[ITEMS], weight_b[ITEMS];
+    if (FUSED == 1u) {
+        [[unroll]] for (uint n = 0u; n < ITEMS; n++) {
+            uint i = min(t + n * WORKERS, (G + 1u) * (D / 2u) - 1u), first, second;
+            uint j = i % (D / 2u);
+            pair_of(j, first, second);
+            turn_c[n] = 1.0;
+            turn_s[n] = 0.0;
+            if (j < HALF) {
+                turn_c[n] = rope.v[(position * HALF + j) * 2u];
+                turn_s[n] = rope.v[(position * HALF + j) * 2u + 1u];
+            }
+            if (QK_NORM == 1u) {
+                bool is_q = i < G * (D / 2u);
+                weight_a[n] = is_q ? q_norm.v[first] : k_norm.v[first];
+                weight_b[n] = is_q ? q_norm.v[second] : k_norm.v[second];
+            }
+        }
+    }
     load_heads(row, kvh);
-    prepare_heads(position);
+    prepare_heads(position, turn_c, turn_s, weight_a, weight_b);
 
     uint lane = t / EIGHTS, column = t % EIGHTS;
     vec4 acc_a[G], acc_b[G];
@@ -175,6 +207,8 @@ void main() {
         uint first = block * WORKERS;
         uint count = min(WORKERS, position + 1u - first);
         bool has_new = FUSED == 1u && first + count == position + 1u;
+        // The new token's values are not in the cache, whatever lies in their place.
+        uint cached = has_new ? count - 1u : count;
         if (t % 16u == 0u) page_s[t / 16u] = page;
 
         // Scores: thread t has token first + t.
@@ -198,6 +232,9 @@ void main() {
             [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
         }
         barrier();
+        // The first values are on their way during the softmax.
+        Eight value[AHEAD];
+        LOAD_VALUES(lane)
 
         // Softmax of the block: a subgroup takes a head.
         for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
@@ -225,16 +262,19 @@ void main() {
             acc_a[g] *= correction_s[g];
             acc_b[g] *= correction_s[g];
         }
-        uint cached = has_new ? count - 1u : count;
         if (lane < LANES) {
-            for (uint i = lane; i < cached; i += LANES) {
-                vec4 a, b;
-                unpack_eight(LOAD_EIGHT(v, ((page_s[i / 16u] * KV_HEADS + kvh) * 16u + i % 16u) * EIGHTS + column), a, b);
-                [[unroll]] for (uint g = 0u; g < G; g++) {
-                    float p = p_s[g * WORKERS + i];
-                    acc_a[g] += p * a;
-                    acc_b[g] += p * b;
+            for (uint i = lane; i < cached; i += LANES * AHEAD) {
+                [[unroll]] for (uint n = 0u; n < AHEAD; n++) {
+                    uint token = i + n * LANES;
+                    vec4 a, b;
+                    unpack_eight(value[n], a, b);
+                    [[unroll]] for (uint g = 0u; g < G; g++) {
+                        float p = token < cached ? p_s[g * WORKERS + token] : 0.0;
+                        acc_a[g] += p * a;
+                        acc_b[g] += p * b;
+                    }
                 }
+                if (i + LANES * AHEAD < cached) LOAD_VALUES(i + LANES * AHEAD)
             }
             if (has_new && lane == 0u) {
                 vec4 a, b;

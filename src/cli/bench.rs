@@ -2,10 +2,11 @@
 //! read ceiling measured in the same run. Deliberately absent: a server in between.
 
 use crate::config::{Config, DEMO_PATH, Model};
-use crate::device::{Instance, InstanceOptions, Selector, select};
+use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
 use crate::engine::request::{Event, Finished, FinishReason, Limits, PerToken, Request, Sampling, SinkClosed};
+use crate::engine::stages::stages;
 use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
@@ -43,6 +44,12 @@ pub(crate) struct Bench {
     /// How keys and values are kept: f16 or f32.
     #[arg(long)]
     kv_format: Option<String>,
+    /// Times each stage of a decode step by itself instead.
+    #[arg(long)]
+    stages: bool,
+    /// With --stages: changes of the device's tuning, KEY=VALUE separated by commas.
+    #[arg(long, value_delimiter = ',')]
+    tune: Vec<String>,
     /// One JSON object a row on standard output.
     #[arg(long)]
     pub(crate) json: bool,
@@ -74,6 +81,9 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         None => demo::unpack(cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?,
     };
     let checkpoint = Checkpoint::open(&path)?;
+    if args.stages {
+        return print_stages(args, &instance, &adapter, &checkpoint, ceiling);
+    }
     let most = args.streams.iter().copied().max().unwrap_or(1);
     let mut model = Model::new("bench", args.model.clone().unwrap_or_else(|| DEMO_PATH.into()), Some(&adapter.uuid));
     model.slots = Some(most);
@@ -118,6 +128,47 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         }
     } else {
         print_table(&rows, ceiling, &adapter.name, &path, &host);
+    }
+    Ok(())
+}
+
+fn print_stages(args: &Bench, instance: &Instance, adapter: &Adapter, checkpoint: &Checkpoint, ceiling: Option<f64>) -> anyhow::Result<()> {
+    let mut unknown = None;
+    let stages = stages(instance, adapter, checkpoint, args.depth, |tuning| {
+        for change in &args.tune {
+            if !tuning.set(change) {
+                unknown = Some(change.clone());
+            }
+        }
+    })?;
+    if let Some(change) = unknown {
+        bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
+    }
+    let mut total = 0.0;
+    for stage in &stages {
+        let step_us = stage.us * f64::from(stage.calls);
+        total += step_us;
+        let rate = stage.weight_bytes as f64 / (stage.us * 1e-6);
+        let fraction = ceiling.map_or(0.0, |ceiling| rate / ceiling);
+        if args.json {
+            println!(
+                "{}",
+                json!({"stage": stage.name, "calls": stage.calls, "us": stage.us, "weight_bytes": stage.weight_bytes, "ceiling_fraction": fraction})
+            );
+        } else {
+            println!(
+                "{:<10} {:>4} x {:>8.2} us = {:>9.1} us   {:>8.0} GB/s {:>4.0} %",
+                stage.name,
+                stage.calls,
+                stage.us,
+                step_us,
+                rate / 1e9,
+                fraction * 100.0
+            );
+        }
+    }
+    if !args.json {
+        println!("{:<10} {:>31.1} us   {:.1} tokens/s", "sum", total, 1e6 / total);
     }
     Ok(())
 }

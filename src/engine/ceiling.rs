@@ -15,7 +15,7 @@ use std::time::Duration;
 /// Bytes a second that the device reads, median of several sweeps over a buffer far larger than
 /// its caches; `None` where its queue has no timestamps.
 pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64>, StartError> {
-    const SWEEPS: usize = 12;
+    const SWEEPS: usize = 9;
     let device = Device::open(instance, adapter)?;
     let arena = Arena::new(&device)?;
     let threads = if adapter.is_cpu() { 64 } else { 256 };
@@ -33,27 +33,38 @@ pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64
     let pipelines = Pipelines::build(&device, None, &[&recording, &init], &|_, _| {})?;
     let init = Arc::new(Region::build(&device, &init, &table, &pipelines)?);
     let sweep = Arc::new(Region::build(&device, &recording, &table, &pipelines)?);
-    let compute = Compute::spawn(Arc::clone(&device))?;
-    let (reports, done) = crossbeam_channel::bounded(SWEEPS + 1);
-    let (wake, _woken) = crossbeam_channel::bounded(1);
-    for id in 0..=SWEEPS as u64 {
-        compute.submit(Submission {
-            id,
-            entries: vec![vec![Arc::clone(if id == 0 { &init } else { &sweep })]],
-            waits: Vec::new(),
-            report_after: Vec::new(),
-            outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
-        });
-    }
-    let mut times = Vec::new();
-    for id in 0..=SWEEPS {
-        let Ok(report) = done.recv_timeout(Duration::from_secs(120)) else { break };
-        report.result?;
-        // The first sweeps warm the clocks.
-        if id > 2 {
-            times.extend(report.device_time.map(|time| time.as_secs_f64()));
+    let times = time_regions(&device, &[init, sweep], SWEEPS)?;
+    Ok(times.get(1).filter(|time| **time > 0.0).map(|time| data_bytes as f64 / time))
+}
+
+/// Seconds that each region takes on the device, median of `repeats` after two to warm up; 0 where the
+/// queue has no timestamps.
+pub(super) fn time_regions(device: &Arc<Device>, regions: &[Arc<Region>], repeats: usize) -> Result<Vec<f64>, StartError> {
+    const WARM: usize = 2;
+    let compute = Compute::spawn(Arc::clone(device))?;
+    let mut medians = Vec::new();
+    for region in regions {
+        let (reports, done) = crossbeam_channel::bounded(repeats + WARM);
+        let (wake, _woken) = crossbeam_channel::bounded(1);
+        let mut times = Vec::new();
+        for id in 0..(repeats + WARM) as u64 {
+            compute.submit(Submission {
+                id,
+                entries: vec![vec![Arc::clone(region)]],
+                waits: Vec::new(),
+                report_after: Vec::new(),
+                outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+            });
         }
+        for id in 0..repeats + WARM {
+            let Ok(report) = done.recv_timeout(Duration::from_secs(120)) else { break };
+            report.result?;
+            if id >= WARM {
+                times.extend(report.device_time.map(|time| time.as_secs_f64()));
+            }
+        }
+        times.sort_by(f64::total_cmp);
+        medians.push(times.get(times.len() / 2).copied().unwrap_or(0.0));
     }
-    times.sort_by(f64::total_cmp);
-    Ok(times.get(times.len() / 2).map(|time| data_bytes as f64 / time))
+    Ok(medians)
 }

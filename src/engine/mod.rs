@@ -13,3 +13,4 @@ pub mod fake;
 pub mod gpu;
 pub mod start;
 pub mod ceiling;
+pub mod stages;

@@ -183,7 +183,7 @@ struct Station {
 
 /// Slots of the staging ring and bytes of each: enough to keep a transfer queue busy while
 /// others are packed.
-const STAGING: (usize, usize) = (8, 16 << 20);
+const STAGING: (usize, usize) = (16, 16 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
 
 impl Station {
@@ -324,14 +324,17 @@ const MOST_CHUNK: u32 = 16_384;
 const DEFAULT_CONTEXT: u32 = 32_768;
 
 /// Choices by what the device can do.
-pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32) -> Tuning {
+pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32, context: u32) -> Tuning {
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
     let processors = capabilities.sm_count.unwrap_or(32);
     Tuning {
         gemv_threads: if cpu { 32 } else { 128.min(most) },
-        attention_threads: if cpu { 32 } else { 128.min(most) },
+        gemv_wide_from: 12_000,
+        // Larger blocks pay for long contexts and cost half a microsecond on short ones.
+        attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         shared_bytes: capabilities.max_shared_bytes,
-        splits: if cpu { 4 } else { (processors * 2 / kv_heads).clamp(4, 64) },
+        splits: if cpu { 4 } else { (processors / kv_heads).clamp(4, 32) },
+        argmax_threads: if cpu { 32 } else { 256.min(most) },
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
     }
 }
@@ -407,7 +410,7 @@ impl Build<'_> {
             }),
             ring: RingLayout { steps: RING_STEPS, rows: slots.next_power_of_two() },
             context,
-            tuning: tuning(capabilities, self.adapter.is_cpu(), config.kv_heads),
+            tuning: tuning(capabilities, self.adapter.is_cpu(), config.kv_heads, context),
         }
     }
 

@@ -23,7 +23,7 @@ pub fn derive(ops: &[Op]) -> Vec<bool> {
 }
 
 fn hazard(before: &Range, did: Access, range: &Range, does: Access) -> bool {
-    (did.writes() || does.writes()) && range.bytes > 0 && before.overlaps(range)
+    (did.writes() || does.writes()) && before.overlaps(range)
 }
 
 #[cfg(test)]

@@ -75,14 +75,15 @@ impl Product {
         (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
     }
 
-    /// For a few rows of x.
-    pub fn gemv(&self, rows: u32, threads: u32) -> Call {
+    /// For a few rows of x, with workgroups of `threads` that compute `weight_rows` (2 or 4) rows of W.
+    pub fn gemv(&self, rows: u32, threads: u32, weight_rows: u32) -> Call {
         let (norm, bias, epsilon) = self.touched();
         let constants = GemvConstants {
             threads,
             norm: u32::from(self.norm.is_some()),
             bias: u32::from(self.bias.is_some()),
             epilogue: self.epilogue.code(),
+            rows: weight_rows,
         };
         let args = GemvArgs {
             weight: self.weight.range,
@@ -106,7 +107,7 @@ impl Product {
             label: self.label.clone(),
             constants: constants.into_values(),
             args: args.into_args(),
-            groups: fold(self.weight.rows.div_ceil(2), rows),
+            groups: fold(self.weight.rows.div_ceil(weight_rows), rows),
         }
     }
 

@@ -45,6 +45,7 @@ pub fn reference(kernel: &str) -> Reference {
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "read_ceiling" => bench::reference_read_ceiling,
+        "argmax" => sampling::reference_argmax,
         "sample" => sampling::reference_sample,
         "advance" => sampling::reference_advance,
         "patch" => sampling::reference_patch,

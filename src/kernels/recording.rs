@@ -66,6 +66,8 @@ impl Range {
     /// Whether two ranges share a byte.
     pub fn overlaps(&self, other: &Range) -> bool {
         self.buffer == other.buffer
+            && self.bytes > 0
+            && other.bytes > 0
             && self.offset < other.offset + other.bytes
             && other.offset < self.offset + self.bytes
     }

@@ -148,8 +148,23 @@ pub struct Region {
 impl Region {
     /// Records `recording` against the memory in `table`.
     pub fn build(device: &Device, recording: &Recording, table: &Table, pipelines: &Pipelines) -> Result<Region, RegionError> {
+        Region::with(device, recording, table, pipelines, barriers::derive(&recording.ops))
+    }
+
+    /// As [`Region::build`], with a barrier before every operation, needed or not: for timing calls
+    /// as a chain of dependent ones.
+    pub fn build_serial(device: &Device, recording: &Recording, table: &Table, pipelines: &Pipelines) -> Result<Region, RegionError> {
+        Region::with(device, recording, table, pipelines, vec![true; recording.ops.len()])
+    }
+
+    fn with(
+        device: &Device,
+        recording: &Recording,
+        table: &Table,
+        pipelines: &Pipelines,
+        needed: Vec<bool>,
+    ) -> Result<Region, RegionError> {
         let buffers = bind(recording, table)?;
-        let needed = barriers::derive(&recording.ops);
         let mut dispatches = 0;
         // One at the start orders the region behind whatever ran before it.
         let mut count = 1;

@@ -8,7 +8,7 @@ use super::determinate::{
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
-    AdvanceArgs, AdvanceConstants, ClearCountsArgs, ClearCountsConstants, MarkPromptArgs,
+    AdvanceArgs, AdvanceConstants, ArgmaxArgs, ArgmaxConstants, ClearCountsArgs, ClearCountsConstants, MarkPromptArgs,
     MarkPromptConstants, PatchArgs, PatchConstants, SampleArgs, SampleConstants,
 };
 use super::state::*;
@@ -129,6 +129,47 @@ pub fn sample(label: String, rows: u32, threads: u32, args: SampleArgs) -> Call 
         constants: SampleConstants { threads }.into_values(),
         args: args.into_args(),
         groups: [rows, 1, 1],
+    }
+}
+
+/// Parts that `argmax` divides a row of logits into.
+pub const ARGMAX_PARTS: u32 = 64;
+
+/// Bytes of the partial maxima of so many rows.
+pub fn partials_bytes(rows: u32) -> u64 {
+    u64::from(rows) * u64::from(ARGMAX_PARTS) * 8
+}
+
+/// Leaves the maximum of each of [`ARGMAX_PARTS`] parts of each row for `sample`.
+pub fn argmax(label: String, rows: u32, threads: u32, args: ArgmaxArgs) -> Call {
+    Call {
+        kernel: "argmax",
+        label,
+        constants: ArgmaxConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.parts, rows, 1],
+    }
+}
+
+pub(super) fn reference_argmax(call: &Call, memory: &mut HostMemory) {
+    let args = ArgmaxArgs::from_args(&call.args);
+    let quads = args.vocabulary.div_ceil(4);
+    let each = quads.div_ceil(args.parts);
+    for row in 0..call.groups[1] {
+        for part in 0..args.parts {
+            let tokens = (part * each * 4)..((part + 1) * each * 4).min(args.vocabulary);
+            let mut best: Option<(u32, u32)> = None;
+            for token in tokens {
+                let key = key_of(memory.f32(args.logits, row * args.row_stride + token));
+                if best.is_none_or(|(most, _)| key > most) {
+                    best = Some((key, token));
+                }
+            }
+            let (bits, token) = best.map_or((f32::NEG_INFINITY.to_bits(), u32::MAX), |(key, token)| (value_of(key).to_bits(), token));
+            let at = (row * args.parts + part) * 2;
+            memory.set_u32(args.partials, at, bits);
+            memory.set_u32(args.partials, at + 1, token);
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::shaders::{AdvanceArgs, AppendArgs, AttentionArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
+use crate::kernels::shaders::{AdvanceArgs, AppendArgs, ArgmaxArgs, AttentionArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
 use crate::memory::pack::{Format, Layout, Packing};
 
 /// What a step runs.
@@ -52,14 +52,36 @@ impl Shape {
 pub struct Tuning {
     /// Most threads of a `gemv` workgroup.
     pub gemv_threads: u32,
+    /// Rows of a weight matrix from which on a `gemv` workgroup computes four of them, not two.
+    pub gemv_wide_from: u32,
     /// Most threads of an `attention` workgroup.
     pub attention_threads: u32,
     /// Shared memory of a workgroup, bytes.
     pub shared_bytes: u32,
     /// Workgroups that a decoding sequence's attention is split in along its context.
     pub splits: u32,
+    /// Threads of an `argmax` workgroup.
+    pub argmax_threads: u32,
     /// Threads of the sampler.
     pub sample_threads: u32,
+}
+
+impl Tuning {
+    /// Applies `key=value`; false if there is no such key or the value is no number.
+    pub fn set(&mut self, change: &str) -> bool {
+        let Some((key, value)) = change.split_once('=') else { return false };
+        let Ok(value) = value.parse() else { return false };
+        let place = match key {
+            "gemv_threads" => &mut self.gemv_threads,
+            "gemv_wide_from" => &mut self.gemv_wide_from,
+            "attention_threads" => &mut self.attention_threads,
+            "splits" => &mut self.splits,
+            "sample_threads" => &mut self.sample_threads,
+            _ => return false,
+        };
+        *place = value;
+        true
+    }
 }
 
 /// Sizes of the ring that tokens are read from.
@@ -245,6 +267,11 @@ impl Dense<'_> {
         cols.div_ceil(8).next_power_of_two().clamp(32.min(self.tuning.gemv_threads), self.tuning.gemv_threads)
     }
 
+    /// Rows of W a workgroup: four share each load of x where there are enough of them to fill the device.
+    fn gemv_rows(&self, rows: u32) -> u32 {
+        if rows >= self.tuning.gemv_wide_from { 4 } else { 2 }
+    }
+
     /// A product with every part of a weight.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     fn product(&self, recording: &mut Recording, shape: Shape, name: &str, chunk: Range, x: Activations, y: Activations, norm: Option<Range>, epilogue: Epilogue) {
@@ -262,7 +289,7 @@ impl Dense<'_> {
                 y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
             };
             recording.call(match shape {
-                Shape::Decode { rows } => product.gemv(rows, self.gemv_threads(weight.cols)),
+                Shape::Decode { rows } => product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows)),
                 Shape::Prefill { rows, .. } => product.matmul(rows, chunk),
             });
         }
@@ -408,9 +435,18 @@ impl Dense<'_> {
         let keys = r.buffer("sampling.keys", logits.range.bytes);
         let step_number = r.buffer("step", 4);
         let ring = r.buffer("ring", self.ring.bytes());
+        let partials = r.buffer("sampling.partials", sampling::partials_bytes(rows));
+        let args = ArgmaxArgs {
+            logits: logits.range,
+            partials,
+            vocabulary: c.vocab,
+            row_stride: logits.stride,
+            parts: sampling::ARGMAX_PARTS,
+        };
+        r.call(sampling::argmax("argmax".to_owned(), rows, self.tuning.argmax_threads, args));
         let args = SampleArgs {
             logits: logits.range,
-            partials: logits.range.none(),
+            partials,
             rows: rows_range,
             state: slots,
             counts,
@@ -420,7 +456,7 @@ impl Dense<'_> {
             ring,
             vocabulary: c.vocab,
             row_stride: logits.stride,
-            partial_count: 0,
+            partial_count: sampling::ARGMAX_PARTS,
             ring_steps: self.ring.steps,
             ring_rows: self.ring.rows,
         };

@@ -87,6 +87,16 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_range_conflicts_with_nothing() {
+        let whole = op(&[(0, 0, 4, Access::Write)]);
+        for offset in 0..5 {
+            let none = op(&[(0, offset, 0, Access::ReadWrite)]);
+            assert!(!conflict(&none, &whole) && !conflict(&whole, &none), "at {offset}");
+            assert_eq!(derive(&[whole.clone(), none]), [false, false], "at {offset}");
+        }
+    }
+
+    #[test]
     fn independent_calls_share_one_barrier() {
         let ops = [
             op(&[(0, 0, 4, Access::Write)]),

@@ -63,7 +63,7 @@ impl Range {
         Range { bytes: 0, ..self }
     }
 
-    /// Whether two ranges share a byte.
+    /// Whether two ranges share a byte; an empty one shares none.
     pub fn overlaps(&self, other: &Range) -> bool {
         self.buffer == other.buffer
             && self.bytes > 0

@@ -342,10 +342,11 @@ fn gemv_multiplies_a_few_rows() {
                 if epilogue != Epilogue::SwiGlu && turn == 2 { odd[at % odd.len()] } else { shapes[at % shapes.len()] };
             let rows = at as u32 % 17 + 1;
             let threads = [32, 64, 128][(index / 3 + index % 3) % 3];
-            cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{rows}.threads={threads}"));
+            let weight_rows = [2, 4][at % 2];
+            cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{rows}.threads={threads}.weight_rows={weight_rows}"));
             let logical = Logical::new(&mut random, format, shape, (rows, rows), norm, bias, epilogue);
             let product = logical.product(&mut cases);
-            cases.recording.call(product.gemv(rows, threads, if rows % 2 == 0 { 4 } else { 2 }));
+            cases.recording.call(product.gemv(rows, threads, weight_rows));
             made.push((logical, product.y));
         }
     }

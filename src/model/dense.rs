@@ -267,9 +267,11 @@ impl Dense<'_> {
         cols.div_ceil(8).next_power_of_two().clamp(32.min(self.tuning.gemv_threads), self.tuning.gemv_threads)
     }
 
-    /// Rows of W a workgroup: four share each load of x where there are enough of them to fill the device.
-    fn gemv_rows(&self, rows: u32) -> u32 {
-        if rows >= self.tuning.gemv_wide_from { 4 } else { 2 }
+    /// Rows of W a workgroup: four share each load of x, and of the norm's weights, where there are enough of
+    /// them to fill the device.
+    fn gemv_rows(&self, rows: u32, norm: bool) -> u32 {
+        let from = if norm { self.tuning.gemv_wide_from / 4 } else { self.tuning.gemv_wide_from };
+        if rows >= from { 4 } else { 2 }
     }
 
     /// A product with every part of a weight.
@@ -289,7 +291,7 @@ impl Dense<'_> {
                 y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
             };
             recording.call(match shape {
-                Shape::Decode { rows } => product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows)),
+                Shape::Decode { rows } => product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows, norm.is_some())),
                 Shape::Prefill { rows, .. } => product.matmul(rows, chunk),
             });
         }

@@ -56,12 +56,19 @@ pub fn compile() {
         }
         let reflection = reflect(&variant.file, &words);
         let stem = stem(&variant.file);
-        let path = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{}.spv", variant.name));
+        let path =
+            PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{}.spv", variant.name));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         std::fs::write(&path, bytes).expect("OUT_DIR is writable");
-        let constants: Vec<String> = reflection.constants.iter().map(|(id, (name, _))| format!("({id}, {name:?})")).collect();
-        let fields: Vec<String> =
-            reflection.fields.iter().map(|(name, offset, kind)| format!("ArgField {{ name: {name:?}, offset: {offset}, bytes: {} }}", bytes_of(*kind))).collect();
+        let constants: Vec<String> =
+            reflection.constants.iter().map(|(id, (name, _))| format!("({id}, {name:?})")).collect();
+        let fields: Vec<String> = reflection
+            .fields
+            .iter()
+            .map(|(name, offset, kind)| {
+                format!("ArgField {{ name: {name:?}, offset: {offset}, bytes: {} }}", bytes_of(*kind))
+            })
+            .collect();
         writeln!(
             table,
             "    Shader {{ name: {:?}, source: {:?}, spirv: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{}.spv\")), push_bytes: {}, fields: &[{}], constants: &[{}] }},",
@@ -86,8 +93,13 @@ pub fn compile() {
             ),
         }
     }
-    writeln!(out, "/// Every compiled shader, ordered by name.\npub static SHADERS: &[Shader] = &[\n{table}];\n").expect("writing to a string");
-    writeln!(out, "/// Hash of all compiled shaders: the key of pipeline caches.\npub const SHADER_SET: u64 = {hash:#x};").expect("writing to a string");
+    writeln!(out, "/// Every compiled shader, ordered by name.\npub static SHADERS: &[Shader] = &[\n{table}];\n")
+        .expect("writing to a string");
+    writeln!(
+        out,
+        "/// Hash of all compiled shaders: the key of pipeline caches.\npub const SHADER_SET: u64 = {hash:#x};"
+    )
+    .expect("writing to a string");
     let path = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("shaders.rs");
     std::fs::write(path, out).expect("OUT_DIR is writable");
 }
@@ -161,14 +173,24 @@ fn compile_one(root: &Path, variant: &Variant) -> Vec<u32> {
     let source = glslang::ShaderSource::from(text);
     let options = glslang::CompilerOptions {
         source_language: glslang::SourceLanguage::GLSL,
-        target: glslang::Target::Vulkan { version: glslang::VulkanVersion::Vulkan1_3, spirv_version: glslang::SpirvVersion::SPIRV1_6 },
+        target: glslang::Target::Vulkan {
+            version: glslang::VulkanVersion::Vulkan1_3,
+            spirv_version: glslang::SpirvVersion::SPIRV1_6,
+        },
         version_profile: None,
         messages: glslang::ShaderMessage::DEFAULT,
     };
-    let defines: Vec<(&str, Option<&str>)> = variant.defines.iter().map(|(k, v)| (k.as_str(), Some(v.as_str()))).collect();
+    let defines: Vec<(&str, Option<&str>)> =
+        variant.defines.iter().map(|(k, v)| (k.as_str(), Some(v.as_str()))).collect();
     let mut includes = Includes { root: root.to_owned() };
-    let input = glslang::ShaderInput::new(&source, glslang::ShaderStage::Compute, &options, Some(&defines[..]), Some(&mut includes))
-        .unwrap_or_else(|e| fail(&e));
+    let input = glslang::ShaderInput::new(
+        &source,
+        glslang::ShaderStage::Compute,
+        &options,
+        Some(&defines[..]),
+        Some(&mut includes),
+    )
+    .unwrap_or_else(|e| fail(&e));
     let shader = compiler.create_shader(input).unwrap_or_else(|e| fail(&e));
     let mut program = compiler.create_program();
     program.add_shader(&shader);
@@ -194,14 +216,20 @@ fn reflect(file: &Path, words: &[u32]) -> Reflection {
         let members = &find(block).expect("the block is declared").operands;
         for (index, member) in members.iter().enumerate() {
             let index = index as u32;
-            let name = names.get(&(block, Some(index))).unwrap_or_else(|| panic!("{}: argument {index} has no name", file.display())).clone();
+            let name = names
+                .get(&(block, Some(index)))
+                .unwrap_or_else(|| panic!("{}: argument {index} has no name", file.display()))
+                .clone();
             let offset = member_offset(&module, block, index);
             let declared = find(id_of(member)).expect("the member's type is declared");
             let kind = match declared.class.opcode {
                 Op::TypePointer => pointee_access(&module, id_of(&declared.operands[1])),
                 Op::TypeInt => Kind::U32,
                 Op::TypeFloat => Kind::F32,
-                other => panic!("{}: argument {name} is {other:?}; only buffer references, uint and float are arguments", file.display()),
+                other => panic!(
+                    "{}: argument {name} is {other:?}; only buffer references, uint and float are arguments",
+                    file.display()
+                ),
             };
             push_bytes = push_bytes.max(offset + bytes_of(kind));
             fields.push((name, offset, kind));
@@ -216,7 +244,8 @@ fn reflect(file: &Path, words: &[u32]) -> Reflection {
             let target = id_of(&annotation.operands[0]);
             let Some(Operand::LiteralBit32(id)) = annotation.operands.get(2) else { continue };
             // The workgroup size's constant has no name of its own.
-            let name = names.get(&(target, None)).filter(|n| !n.is_empty()).cloned().unwrap_or_else(|| "threads".to_owned());
+            let name =
+                names.get(&(target, None)).filter(|n| !n.is_empty()).cloned().unwrap_or_else(|| "threads".to_owned());
             let default = match find(target).and_then(|i| i.operands.first().cloned()) {
                 Some(Operand::LiteralBit32(value)) => value,
                 _ => 0,
@@ -225,7 +254,11 @@ fn reflect(file: &Path, words: &[u32]) -> Reflection {
         }
     }
     for (expected, id) in constants.keys().enumerate() {
-        assert!(expected as u32 == *id, "{}: specialization ids have a gap before {id} (an unused constant?)", file.display());
+        assert!(
+            expected as u32 == *id,
+            "{}: specialization ids have a gap before {id} (an unused constant?)",
+            file.display()
+        );
     }
     Reflection { fields, push_bytes, constants }
 }
@@ -285,7 +318,12 @@ fn names(module: &Module) -> BTreeMap<(u32, Option<u32>), String> {
 
 fn member_offset(module: &Module, block: u32, member: u32) -> u32 {
     for annotation in &module.annotations {
-        if let [Operand::IdRef(id), Operand::LiteralBit32(index), Operand::Decoration(Decoration::Offset), Operand::LiteralBit32(offset)] = &annotation.operands[..]
+        if let [
+            Operand::IdRef(id),
+            Operand::LiteralBit32(index),
+            Operand::Decoration(Decoration::Offset),
+            Operand::LiteralBit32(offset),
+        ] = &annotation.operands[..]
             && *id == block
             && *index == member
         {
@@ -331,7 +369,10 @@ fn write_structs(out: &mut String, stem: &str, file: &Path, reflection: &Reflect
         };
         let _ = writeln!(w, "    /// {doc}\n    pub {field}: {ty},");
     }
-    let _ = writeln!(w, "}}\n\nimpl {name}Args {{\n    /// The block's fields in order.\n    pub fn into_args(self) -> Vec<Arg> {{\n        vec![");
+    let _ = writeln!(
+        w,
+        "}}\n\nimpl {name}Args {{\n    /// The block's fields in order.\n    pub fn into_args(self) -> Vec<Arg> {{\n        vec!["
+    );
     for (field, _, kind) in &reflection.fields {
         let value = match kind {
             Kind::Read => format!("Arg::Buffer(self.{field}, Access::Read)"),
@@ -342,7 +383,10 @@ fn write_structs(out: &mut String, stem: &str, file: &Path, reflection: &Reflect
         };
         let _ = writeln!(w, "            {value},");
     }
-    let _ = writeln!(w, "        ]\n    }}\n\n    /// The fields from a call's argument list, in the block's order.\n    pub fn from_args(args: &[Arg]) -> {name}Args {{\n        {name}Args {{");
+    let _ = writeln!(
+        w,
+        "        ]\n    }}\n\n    /// The fields from a call's argument list, in the block's order.\n    pub fn from_args(args: &[Arg]) -> {name}Args {{\n        {name}Args {{"
+    );
     for (index, (field, _, kind)) in reflection.fields.iter().enumerate() {
         let read = match kind {
             Kind::Read | Kind::Write | Kind::ReadWrite => "range",
@@ -357,11 +401,17 @@ fn write_structs(out: &mut String, stem: &str, file: &Path, reflection: &Reflect
     for (id, (constant, default)) in &reflection.constants {
         let _ = writeln!(w, "    /// Id {id}, default {default}.\n    pub {constant}: u32,");
     }
-    let _ = writeln!(w, "}}\n\nimpl {name}Constants {{\n    /// The values in the order of their ids.\n    pub fn into_values(self) -> Vec<u32> {{\n        vec![");
+    let _ = writeln!(
+        w,
+        "}}\n\nimpl {name}Constants {{\n    /// The values in the order of their ids.\n    pub fn into_values(self) -> Vec<u32> {{\n        vec!["
+    );
     for (constant, _) in reflection.constants.values() {
         let _ = writeln!(w, "            self.{constant},");
     }
-    let _ = writeln!(w, "        ]\n    }}\n\n    /// The values of a call.\n    pub fn from_values(values: &[u32]) -> {name}Constants {{\n        {name}Constants {{");
+    let _ = writeln!(
+        w,
+        "        ]\n    }}\n\n    /// The values of a call.\n    pub fn from_values(values: &[u32]) -> {name}Constants {{\n        {name}Constants {{"
+    );
     for (index, (constant, _)) in reflection.constants.values().enumerate() {
         let _ = writeln!(w, "            {constant}: values[{index}],");
     }

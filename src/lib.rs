@@ -7,13 +7,13 @@
 #![deny(unsafe_code)]
 #![warn(missing_docs, unreachable_pub, missing_debug_implementations)]
 
-pub mod telemetry;
+pub mod actors;
+pub mod cli;
 pub mod config;
 pub mod device;
-pub mod memory;
-pub mod kernels;
-pub mod actors;
-pub mod model;
 pub mod engine;
+pub mod kernels;
+pub mod memory;
+pub mod model;
 pub mod service;
-pub mod cli;
+pub mod telemetry;

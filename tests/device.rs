@@ -6,8 +6,8 @@ mod common;
 use ash::vk;
 use common::{Driver, Vulkan, chain};
 use ostinato::device::{
-    Batch, Commands, Device, DeviceError, Entry, Pipeline, PipelineCache, PipelineDesc, Point,
-    Queries, Role, Selector, select,
+    Batch, Commands, Device, DeviceError, Entry, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role, Selector,
+    select,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,46 +60,29 @@ unsafe impl Send for Words {}
 
 impl Words {
     fn new(device: &Arc<Device>, count: usize, name: &str) -> Words {
-        let buffer = device
-            .create_buffer(4 * count as u64, name)
-            .expect("a buffer");
+        let buffer = device.create_buffer(4 * count as u64, name).expect("a buffer");
         let raw = device.raw();
         // SAFETY: the buffer is new; the memory type is one of those that it allows.
         unsafe {
             let needs = raw.get_buffer_memory_requirements(buffer);
-            let memory = device
-                .instance()
-                .raw()
-                .get_physical_device_memory_properties(device.physical());
-            let wanted =
-                vk::MemoryPropertyFlags::HOST_VISIBLE | vk::MemoryPropertyFlags::HOST_COHERENT;
+            let memory = device.instance().raw().get_physical_device_memory_properties(device.physical());
+            let wanted = vk::MemoryPropertyFlags::HOST_VISIBLE | vk::MemoryPropertyFlags::HOST_COHERENT;
             let kind = (0..memory.memory_type_count)
                 .find(|&i| {
                     needs.memory_type_bits & (1 << i) != 0
-                        && memory.memory_types[i as usize]
-                            .property_flags
-                            .contains(wanted)
+                        && memory.memory_types[i as usize].property_flags.contains(wanted)
                 })
                 .expect("host-visible memory");
-            let mut flags = vk::MemoryAllocateFlagsInfo::default()
-                .flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
+            let mut flags = vk::MemoryAllocateFlagsInfo::default().flags(vk::MemoryAllocateFlags::DEVICE_ADDRESS);
             let info = vk::MemoryAllocateInfo::default()
                 .allocation_size(needs.size)
                 .memory_type_index(kind)
                 .push_next(&mut flags);
             let memory = raw.allocate_memory(&info, None).expect("memory");
             raw.bind_buffer_memory(buffer, memory, 0).expect("bound");
-            let mapped = raw
-                .map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty())
-                .expect("mapped");
+            let mapped = raw.map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty()).expect("mapped");
             std::ptr::write_bytes(mapped.cast::<u32>(), 0, count);
-            Words {
-                device: device.clone(),
-                buffer,
-                memory,
-                mapped: mapped.cast(),
-                count,
-            }
+            Words { device: device.clone(), buffer, memory, mapped: mapped.cast(), count }
         }
     }
 
@@ -112,9 +95,7 @@ impl Words {
     /// Only after the point of the last write is reached.
     fn read(&self) -> Vec<u32> {
         // SAFETY: mapped and coherent; the caller waited.
-        (0..self.count)
-            .map(|i| unsafe { self.mapped.add(i).read_volatile() })
-            .collect()
+        (0..self.count).map(|i| unsafe { self.mapped.add(i).read_volatile() }).collect()
     }
 
     fn arguments(&self, amount: u32) -> Vec<u8> {
@@ -136,14 +117,7 @@ impl Drop for Words {
 }
 
 fn desc<'a>(name: &'a str, constants: &'a [u32]) -> PipelineDesc<'a> {
-    PipelineDesc {
-        name,
-        spirv: ADD,
-        constants,
-        push_bytes: 16,
-        required_subgroup: None,
-        full_subgroups: true,
-    }
+    PipelineDesc { name, spirv: ADD, constants, push_bytes: 16, required_subgroup: None, full_subgroups: true }
 }
 
 fn adder(device: &Device, factor: u32) -> Pipeline {
@@ -165,12 +139,7 @@ fn add(words: &Words, pipeline: &Pipeline, amount: u32) -> Commands {
 }
 
 fn wait(device: &Device, point: Point) {
-    assert!(
-        device
-            .wait(point, LONG)
-            .unwrap_or_else(|e| panic!("{}", chain(&e))),
-        "{point} in {LONG:?}"
-    );
+    assert!(device.wait(point, LONG).unwrap_or_else(|e| panic!("{}", chain(&e))), "{point} in {LONG:?}");
 }
 
 #[test]
@@ -182,21 +151,13 @@ fn both_drivers_are_two_devices_that_compute_at_once() {
             move || {
                 let device = vulkan.device(driver);
                 let words = Words::new(&device, 256, "words");
-                let point = device
-                    .queue(Role::Compute)
-                    .submit(Batch::one(add(&words, &adder(&device, 3), 7), vec![]));
+                let point = device.queue(Role::Compute).submit(Batch::one(add(&words, &adder(&device, 3), 7), vec![]));
                 wait(&device, point.expect("submitted"));
                 (device.adapter().uuid.clone(), words.read())
             }
         };
-        let threads: Vec<_> = Driver::all()
-            .iter()
-            .map(|&driver| scope.spawn(run(driver)))
-            .collect();
-        threads
-            .into_iter()
-            .map(|t| t.join().expect("no panic"))
-            .collect()
+        let threads: Vec<_> = Driver::all().iter().map(|&driver| scope.spawn(run(driver))).collect();
+        threads.into_iter().map(|t| t.join().expect("no panic")).collect()
     });
     let uuids: std::collections::HashSet<_> = results.iter().map(|(uuid, _)| uuid).collect();
     assert_eq!(uuids.len(), Driver::all().len(), "each device has its UUID");
@@ -220,13 +181,7 @@ fn adapters_tell_what_they_are() {
         assert_eq!(adapter.pci, None, "a CPU driver is on no bus");
         assert!(!adapter.driver.is_empty() && !adapter.memory_heaps.is_empty());
     }
-    assert_eq!(
-        (
-            lavapipe.capabilities.subgroup_size,
-            swiftshader.capabilities.subgroup_size
-        ),
-        (8, 4)
-    );
+    assert_eq!((lavapipe.capabilities.subgroup_size, swiftshader.capabilities.subgroup_size), (8, 4));
     assert!(lavapipe.capabilities.float16 && lavapipe.capabilities.int64);
     assert!(!swiftshader.capabilities.float16 && !swiftshader.capabilities.int64);
 }
@@ -239,17 +194,9 @@ fn a_gpu_is_found_by_each_of_its_names() {
     eprintln!("{device:?}, {:?}", device.budget());
     assert!(adapter.usable() && !adapter.is_cpu());
     let adapters = vulkan.instance.adapters();
-    for text in [
-        adapter.pci.clone().expect("a GPU is on a bus"),
-        adapter.uuid.clone(),
-        adapter.index.to_string(),
-    ] {
+    for text in [adapter.pci.clone().expect("a GPU is on a bus"), adapter.uuid.clone(), adapter.index.to_string()] {
         let selector: Selector = text.parse().expect("a selector");
-        assert_eq!(
-            select(&adapters, Some(&selector)).expect("chosen").index,
-            adapter.index,
-            "by {text}"
-        );
+        assert_eq!(select(&adapters, Some(&selector)).expect("chosen").index, adapter.index, "by {text}");
     }
 }
 
@@ -260,26 +207,12 @@ fn a_cpu_driver_is_never_chosen_by_itself_and_two_are_ambiguous() {
     }
     let vulkan = Vulkan::new();
     let adapters = vulkan.instance.adapters();
-    assert!(matches!(
-        select(&adapters, None),
-        Err(DeviceError::MustChoose { count: 0, .. })
-    ));
-    assert!(matches!(
-        select(&adapters, Some(&Selector::Cpu)),
-        Err(DeviceError::Ambiguous { count: 2, .. })
-    ));
+    assert!(matches!(select(&adapters, None), Err(DeviceError::MustChoose { count: 0, .. })));
+    assert!(matches!(select(&adapters, Some(&Selector::Cpu)), Err(DeviceError::Ambiguous { count: 2, .. })));
     for adapter in &adapters {
-        for text in [
-            adapter.uuid.to_uppercase(),
-            adapter.index.to_string(),
-            adapter.name.clone(),
-        ] {
+        for text in [adapter.uuid.to_uppercase(), adapter.index.to_string(), adapter.name.clone()] {
             let selector: Selector = text.parse().expect("a selector");
-            assert_eq!(
-                select(&adapters, Some(&selector)).expect("chosen").uuid,
-                adapter.uuid,
-                "by {text}"
-            );
+            assert_eq!(select(&adapters, Some(&selector)).expect("chosen").uuid, adapter.uuid, "by {text}");
         }
     }
 }
@@ -294,47 +227,19 @@ fn a_batch_signals_every_value_and_replays_its_commands() {
         let words = Words::new(&device, 64, "words");
         let commands = add(&words, &adder(&device, 1), 1);
         let queue = device.queue(Role::Compute);
-        let twice = || Entry {
-            commands: vec![commands.clone(), commands.clone()],
-        };
-        let last = queue
-            .submit(Batch {
-                entries: vec![twice(), twice(), twice()],
-                waits: vec![],
-            })
-            .expect("submitted");
-        assert_eq!(
-            last,
-            Point {
-                role: Role::Compute,
-                value: 3
-            }
-        );
+        let twice = || Entry { commands: vec![commands.clone(), commands.clone()] };
+        let last = queue.submit(Batch { entries: vec![twice(), twice(), twice()], waits: vec![] }).expect("submitted");
+        assert_eq!(last, Point { role: Role::Compute, value: 3 });
         for value in 1..=3 {
-            wait(
-                &device,
-                Point {
-                    role: Role::Compute,
-                    value,
-                },
-            );
+            wait(&device, Point { role: Role::Compute, value });
         }
         assert_eq!(words.read(), vec![6; 64], "{driver:?}");
-        let again = queue
-            .submit(Batch {
-                entries: vec![twice()],
-                waits: vec![last],
-            })
-            .expect("submitted");
+        let again = queue.submit(Batch { entries: vec![twice()], waits: vec![last] }).expect("submitted");
         assert_eq!((again.value, queue.last()), (4, again));
         wait(&device, again);
         assert_eq!(words.read(), vec![8; 64], "{driver:?}");
         assert_eq!(device.progress(Role::Compute).expect("alive"), 4);
-        assert_eq!(
-            device.progress(Role::Transfer).expect("alive"),
-            0,
-            "its own timeline"
-        );
+        assert_eq!(device.progress(Role::Transfer).expect("alive"), 0, "its own timeline");
     }
 }
 
@@ -342,29 +247,13 @@ fn a_batch_signals_every_value_and_replays_its_commands() {
 fn an_unreached_point_is_not_reached_and_a_wait_for_it_ends_in_time() {
     let vulkan = Vulkan::new();
     let device = vulkan.device(Driver::first());
-    let never = Point {
-        role: Role::Transfer,
-        value: 1,
-    };
+    let never = Point { role: Role::Transfer, value: 1 };
     let start = std::time::Instant::now();
     assert!(!device.reached(never).expect("alive"));
-    assert!(
-        !device
-            .wait(never, Duration::from_millis(300))
-            .expect("alive")
-    );
-    assert!(
-        start.elapsed() >= Duration::from_millis(300),
-        "a whole wait, though it is cut into slices"
-    );
-    let zero = Point {
-        role: Role::Compute,
-        value: 0,
-    };
-    assert!(
-        device.reached(zero).expect("alive"),
-        "0 was reached before anything ran"
-    );
+    assert!(!device.wait(never, Duration::from_millis(300)).expect("alive"));
+    assert!(start.elapsed() >= Duration::from_millis(300), "a whole wait, though it is cut into slices");
+    let zero = Point { role: Role::Compute, value: 0 };
+    assert!(device.reached(zero).expect("alive"), "0 was reached before anything ran");
     assert!(device.wait_any(&[never, zero], LONG).expect("alive"));
 }
 
@@ -377,10 +266,7 @@ fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
     for &driver in Driver::all() {
         let device = vulkan.device(driver);
         let (compute, transfer) = (device.queue(Role::Compute), device.queue(Role::Transfer));
-        assert!(
-            compute.aliased() || driver == Driver::Gpu,
-            "CPU drivers have one queue"
-        );
+        assert!(compute.aliased() || driver == Driver::Gpu, "CPU drivers have one queue");
         let keeps = if compute.aliased() { 2 } else { 0 };
         let words = Words::new(&device, 64, "words");
         let pipeline = adder(&device, 1);
@@ -390,49 +276,24 @@ fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
             e.barrier_host();
         })
         .expect("commands");
-        let loaded = Point {
-            role: Role::Transfer,
-            value: 1,
-        };
+        let loaded = Point { role: Role::Transfer, value: 1 };
         let (first, second) = (add(&words, &pipeline, 1), add(&words, &pipeline, 1));
         let (held, told) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| {
-                let a = compute
-                    .submit(Batch::one(first, vec![loaded]))
-                    .expect("accepted");
-                let b = compute
-                    .submit(Batch::one(second, vec![]))
-                    .expect("accepted");
+                let a = compute.submit(Batch::one(first, vec![loaded])).expect("accepted");
+                let b = compute.submit(Batch::one(second, vec![])).expect("accepted");
                 held.send(compute.held()).expect("the other thread listens");
                 wait(&device, b);
                 (a.value, b.value)
             });
-            assert_eq!(
-                told.recv_timeout(LONG).expect("no deadlock in submit"),
-                keeps,
-                "held back"
-            );
-            assert!(
-                !device
-                    .wait(compute.last(), Duration::from_millis(50))
-                    .expect("alive"),
-                "nothing ran early"
-            );
-            assert_eq!(
-                transfer
-                    .submit(Batch::one(fill, vec![]))
-                    .expect("submitted"),
-                loaded
-            );
+            assert_eq!(told.recv_timeout(LONG).expect("no deadlock in submit"), keeps, "held back");
+            assert!(!device.wait(compute.last(), Duration::from_millis(50)).expect("alive"), "nothing ran early");
+            assert_eq!(transfer.submit(Batch::one(fill, vec![])).expect("submitted"), loaded);
             assert_eq!(waiting.join().expect("no panic"), (1, 2));
         });
         assert_eq!(compute.held(), 0);
-        assert_eq!(
-            words.read(),
-            vec![42; 64],
-            "filled first, then added to twice, on {driver:?}"
-        );
+        assert_eq!(words.read(), vec![42; 64], "filled first, then added to twice, on {driver:?}");
     }
 }
 
@@ -440,31 +301,14 @@ fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
 fn waits_that_can_never_end_are_refused() {
     let vulkan = Vulkan::new();
     let device = vulkan.device(Driver::first());
-    let only_signal = |waits| Batch {
-        entries: vec![Entry::default()],
-        waits,
-    };
+    let only_signal = |waits| Batch { entries: vec![Entry::default()], waits };
     let (compute, transfer) = (device.queue(Role::Compute), device.queue(Role::Transfer));
-    let own = Point {
-        role: Role::Compute,
-        value: 1,
-    };
-    assert!(matches!(
-        compute.submit(only_signal(vec![own])),
-        Err(DeviceError::NeverRuns { .. })
-    ));
-    let theirs = Point {
-        role: Role::Transfer,
-        value: 1,
-    };
-    let held = compute
-        .submit(only_signal(vec![theirs]))
-        .expect("held back");
+    let own = Point { role: Role::Compute, value: 1 };
+    assert!(matches!(compute.submit(only_signal(vec![own])), Err(DeviceError::NeverRuns { .. })));
+    let theirs = Point { role: Role::Transfer, value: 1 };
+    let held = compute.submit(only_signal(vec![theirs])).expect("held back");
     if compute.aliased() {
-        assert!(matches!(
-            transfer.submit(only_signal(vec![held])),
-            Err(DeviceError::NeverRuns { .. })
-        ));
+        assert!(matches!(transfer.submit(only_signal(vec![held])), Err(DeviceError::NeverRuns { .. })));
     }
     transfer.submit(only_signal(vec![])).expect("releases it");
     wait(&device, held);
@@ -491,25 +335,17 @@ fn everything_may_be_let_go_early() {
                 e.barrier_host();
             })
             .expect("commands");
-            device
-                .queue(Role::Compute)
-                .submit(Batch::one(commands, vec![]))
-                .expect("submitted");
+            device.queue(Role::Compute).submit(Batch::one(commands, vec![])).expect("submitted");
         }
         wait(&device, device.queue(Role::Compute).last());
         assert_eq!(words.read()[..4], [8; 4]);
         device.queue(Role::Compute).collect().expect("alive");
-        let never = Point {
-            role: Role::Transfer,
-            value: 9,
-        };
+        let never = Point { role: Role::Transfer, value: 9 };
         if device.queue(Role::Compute).aliased() {
             let late = Batch::one(add(&words, &adder(&device, 1), 1), vec![never]);
             device.queue(Role::Compute).submit(late).expect("held");
         }
-        device
-            .wait_idle()
-            .expect("what is held back is not waited for");
+        device.wait_idle().expect("what is held back is not waited for");
     }
 }
 
@@ -533,17 +369,11 @@ fn timestamps_grow_and_can_be_set_beside_the_hosts_clock() {
         .expect("commands");
         let mut before = 0;
         for _ in 0..3 {
-            let point = device
-                .queue(Role::Compute)
-                .submit(Batch::one(commands.clone(), vec![]))
-                .expect("submitted");
+            let point = device.queue(Role::Compute).submit(Batch::one(commands.clone(), vec![])).expect("submitted");
             wait(&device, point);
             let stamps = queries.read(0, 3).expect("read");
             let (begin, end) = (stamps[0].expect("written"), stamps[1].expect("written"));
-            assert!(
-                before <= begin && begin <= end,
-                "{driver:?}: {before} {begin} {end}"
-            );
+            assert!(before <= begin && begin <= end, "{driver:?}: {before} {begin} {end}");
             assert_eq!(stamps[2], None, "never written");
             before = end;
         }
@@ -552,10 +382,7 @@ fn timestamps_grow_and_can_be_set_beside_the_hosts_clock() {
         match device.calibrate() {
             Ok(calibration) => {
                 assert!(device.adapter().capabilities.calibrated_timestamps);
-                assert!(
-                    calibration.host_ns > 0 && calibration.device_ns >= before,
-                    "{calibration:?}"
-                );
+                assert!(calibration.host_ns > 0 && calibration.device_ns >= before, "{calibration:?}");
             }
             Err(e) => {
                 assert!(!device.adapter().capabilities.calibrated_timestamps, "{e}");
@@ -570,43 +397,18 @@ fn a_pipeline_that_the_device_cannot_run_is_an_error_with_both_numbers() {
     let vulkan = Vulkan::new();
     let device = vulkan.device(Driver::first());
     let cache = PipelineCache::in_memory(&device).expect("a cache");
-    let wide = PipelineDesc {
-        required_subgroup: Some(64),
-        ..desc("wide", &[])
-    };
-    let text = Pipeline::new(&device, &cache, &wide)
-        .expect_err("too wide")
-        .to_string();
+    let wide = PipelineDesc { required_subgroup: Some(64), ..desc("wide", &[]) };
+    let text = Pipeline::new(&device, &cache, &wide).expect_err("too wide").to_string();
     let own = device.adapter().capabilities.subgroup_size;
-    assert!(
-        text.contains("64") && text.contains(&format!("has {own}")),
-        "{text}"
-    );
-    let fitting = PipelineDesc {
-        required_subgroup: Some(own),
-        ..desc("fitting", &[])
-    };
+    assert!(text.contains("64") && text.contains(&format!("has {own}")), "{text}");
+    let fitting = PipelineDesc { required_subgroup: Some(own), ..desc("fitting", &[]) };
     Pipeline::new(&device, &cache, &fitting).expect("the driver's own size");
-    let pushing = PipelineDesc {
-        push_bytes: 4096,
-        ..desc("pushing", &[])
-    };
-    let text = Pipeline::new(&device, &cache, &pushing)
-        .expect_err("too many")
-        .to_string();
+    let pushing = PipelineDesc { push_bytes: 4096, ..desc("pushing", &[]) };
+    let text = Pipeline::new(&device, &cache, &pushing).expect_err("too many").to_string();
     let room = device.adapter().capabilities.max_push_bytes;
-    assert!(
-        text.contains("4096") && text.contains(&room.to_string()),
-        "{text}"
-    );
-    let text = device
-        .create_buffer(1 << 60, "weights")
-        .expect_err("too large")
-        .to_string();
-    assert!(
-        text.contains("\"weights\"") && text.contains(&(1u64 << 60).to_string()),
-        "{text}"
-    );
+    assert!(text.contains("4096") && text.contains(&room.to_string()), "{text}");
+    let text = device.create_buffer(1 << 60, "weights").expect_err("too large").to_string();
+    assert!(text.contains("\"weights\"") && text.contains(&(1u64 << 60).to_string()), "{text}");
 }
 
 /// Goal: a good file is used; a torn, changed or foreign one is ignored and replaced.
@@ -615,10 +417,7 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
     let vulkan = Vulkan::new();
     let dir = tempfile::tempdir().expect("a folder");
     let dir = dir.path().join("not").join("there").join("yet");
-    let devices: Vec<_> = Driver::all()
-        .iter()
-        .map(|&driver| vulkan.device(driver))
-        .collect();
+    let devices: Vec<_> = Driver::all().iter().map(|&driver| vulkan.device(driver)).collect();
     let open = |device: &Device, set: u64| PipelineCache::open(&dir, device, set).expect("a cache");
     for device in &devices {
         let cache = open(device, 1);
@@ -627,18 +426,12 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
         std::thread::scope(|scope| {
             for factor in 0..4 {
                 let cache = &cache;
-                scope.spawn(move || {
-                    Pipeline::new(device, cache, &desc("add", &[factor])).expect("a pipeline")
-                });
+                scope.spawn(move || Pipeline::new(device, cache, &desc("add", &[factor])).expect("a pipeline"));
             }
         });
         cache.save().expect("written");
         assert!(open(device, 1).loaded_bytes() > 0, "the file is used");
-        assert_eq!(
-            open(device, 2).loaded_bytes(),
-            0,
-            "another shader set has another file"
-        );
+        assert_eq!(open(device, 2).loaded_bytes(), 0, "another shader set has another file");
     }
     let file = |device: &Arc<Device>| open(device, 1).file().expect("on disk").to_owned();
     let own = file(&devices[0]);
@@ -648,16 +441,8 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
     let good = std::fs::read(&own).expect("the file");
     let mut changed = good.clone();
     *changed.last_mut().expect("not empty") ^= 1;
-    let mut bad = vec![
-        ("torn", good[..good.len() / 2].to_vec()),
-        ("empty", Vec::new()),
-        ("changed", changed),
-    ];
-    bad.extend(
-        others
-            .iter()
-            .map(|path| ("foreign", std::fs::read(path).expect("the file"))),
-    );
+    let mut bad = vec![("torn", good[..good.len() / 2].to_vec()), ("empty", Vec::new()), ("changed", changed)];
+    bad.extend(others.iter().map(|path| ("foreign", std::fs::read(path).expect("the file"))));
     for (what, bytes) in bad {
         std::fs::write(&own, bytes).expect("written");
         let cache = open(&devices[0], 1);
@@ -666,65 +451,31 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
         cache.save().expect("written");
         assert!(open(&devices[0], 1).loaded_bytes() > 0, "{what}: replaced");
     }
-    let names: Vec<_> = std::fs::read_dir(&dir)
-        .expect("the folder")
-        .flatten()
-        .map(|e| e.file_name())
-        .collect();
-    assert_eq!(
-        names.len(),
-        devices.len(),
-        "no temporary file is left: {names:?}"
-    );
+    let names: Vec<_> = std::fs::read_dir(&dir).expect("the folder").flatten().map(|e| e.file_name()).collect();
+    assert_eq!(names.len(), devices.len(), "no temporary file is left: {names:?}");
 }
 
 #[test]
 fn a_lost_device_ends_waits_and_refuses_work() {
     let vulkan = Vulkan::new();
     let device = vulkan.device(Driver::first());
-    let never = Point {
-        role: Role::Transfer,
-        value: 1,
-    };
+    let never = Point { role: Role::Transfer, value: 1 };
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| device.wait(never, LONG));
         std::thread::sleep(Duration::from_millis(20));
         device.declare_lost("a watchdog");
-        let error = waiting
-            .join()
-            .expect("no panic")
-            .expect_err("lost, not timed out");
-        assert!(
-            error.is_lost() && error.to_string().contains("a watchdog"),
-            "{error}"
-        );
+        let error = waiting.join().expect("no panic").expect_err("lost, not timed out");
+        assert!(error.is_lost() && error.to_string().contains("a watchdog"), "{error}");
     });
-    let batch = Batch {
-        entries: vec![Entry::default()],
-        waits: vec![],
-    };
-    assert!(
-        device
-            .queue(Role::Compute)
-            .submit(batch)
-            .is_err_and(|e| e.is_lost())
-    );
+    let batch = Batch { entries: vec![Entry::default()], waits: vec![] };
+    assert!(device.queue(Role::Compute).submit(batch).is_err_and(|e| e.is_lost()));
     assert!(device.reached(never).is_err_and(|e| e.is_lost()));
     assert!(device.is_lost());
     drop(device);
     // The adapter can be opened again.
     let again = vulkan.device(Driver::first());
-    let batch = Batch {
-        entries: vec![Entry::default()],
-        waits: vec![],
-    };
-    wait(
-        &again,
-        again
-            .queue(Role::Compute)
-            .submit(batch)
-            .expect("a new device"),
-    );
+    let batch = Batch { entries: vec![Entry::default()], waits: vec![] };
+    wait(&again, again.queue(Role::Compute).submit(batch).expect("a new device"));
 }
 
 #[test]
@@ -733,19 +484,10 @@ fn the_budget_is_that_of_the_device_heap() {
     for &driver in Driver::all() {
         let device = vulkan.device(driver);
         let budget = device.budget();
-        let heap = device
-            .adapter()
-            .memory_heaps
-            .iter()
-            .filter(|h| h.device_local)
-            .map(|h| h.bytes)
-            .max();
+        let heap = device.adapter().memory_heaps.iter().filter(|h| h.device_local).map(|h| h.bytes).max();
         assert_eq!(Some(budget.heap_bytes), heap);
         assert_eq!(budget.reported, device.adapter().capabilities.memory_budget);
-        assert!(
-            budget.free_bytes() > 0 && budget.free_bytes() <= budget.heap_bytes,
-            "{budget:?}"
-        );
+        assert!(budget.free_bytes() > 0 && budget.free_bytes() <= budget.heap_bytes, "{budget:?}");
     }
 }
 
@@ -761,39 +503,19 @@ fn validation_reports_a_missing_barrier() {
         let words = Words::new(&device, 64, "words");
         let fill = |e: &mut ostinato::device::Encoder| e.fill(words.buffer, 0, 256, 1);
         let record = |times: usize| {
-            Commands::record(&device, Role::Compute, |e| (0..times).for_each(|_| fill(e)))
-                .expect("commands")
+            Commands::record(&device, Role::Compute, |e| (0..times).for_each(|_| fill(e))).expect("commands")
         };
-        let recordings = if apart {
-            vec![record(1), record(1)]
-        } else {
-            vec![record(2)]
-        };
+        let recordings = if apart { vec![record(1), record(1)] } else { vec![record(2)] };
         // In one batch: between two, the queue may see the first finish, which orders them.
-        let entries = recordings
-            .into_iter()
-            .map(|c| Entry { commands: vec![c] })
-            .collect();
-        device
-            .queue(Role::Compute)
-            .submit(Batch {
-                entries,
-                waits: vec![],
-            })
-            .expect("submitted");
+        let entries = recordings.into_iter().map(|c| Entry { commands: vec![c] }).collect();
+        device.queue(Role::Compute).submit(Batch { entries, waits: vec![] }).expect("submitted");
         wait(&device, device.queue(Role::Compute).last());
         drop((words, device));
         let messages = vulkan.provoked();
-        let hazards = messages
-            .iter()
-            .filter(|m| m.contains("SYNC-HAZARD-WRITE-AFTER-WRITE"))
-            .count();
+        let hazards = messages.iter().filter(|m| m.contains("SYNC-HAZARD-WRITE-AFTER-WRITE")).count();
         if !apart || submit_time {
             assert!(hazards > 0, "apart: {apart}, {messages:?}");
-            assert!(
-                messages.iter().any(|m| m.contains("words")),
-                "objects carry their names: {messages:?}"
-            );
+            assert!(messages.iter().any(|m| m.contains("words")), "objects carry their names: {messages:?}");
         }
     }
 }
@@ -804,9 +526,7 @@ fn devices(arguments: &[&str], drivers: Option<&str>) -> std::process::Output {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ostinato"));
     command.arg("devices").args(arguments);
     if let Some(drivers) = drivers {
-        command
-            .env("VK_ICD_FILENAMES", drivers)
-            .env("VK_DRIVER_FILES", drivers);
+        command.env("VK_ICD_FILENAMES", drivers).env("VK_DRIVER_FILES", drivers);
     }
     command.output().expect("the program runs")
 }
@@ -826,10 +546,7 @@ fn the_program_lists_the_adapters_that_the_layer_sees() {
         assert_eq!(row["uuid"], adapter.uuid.as_str());
         assert_eq!(row["type"], adapter.kind.to_string());
         assert_eq!(row["usable"], adapter.usable());
-        assert!(
-            text.contains(&adapter.name) && text.contains(&adapter.uuid),
-            "{text}"
-        );
+        assert!(text.contains(&adapter.name) && text.contains(&adapter.uuid), "{text}");
     }
 }
 

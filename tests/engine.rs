@@ -7,9 +7,7 @@
 //!
 //! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
 
-use ostinato::engine::executor::{
-    Capacity, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket,
-};
+use ostinato::engine::executor::{Capacity, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
 use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
@@ -40,11 +38,7 @@ impl Random {
 
     /// Mostly small, sometimes up to `most`.
     fn length(&mut self, most: u64) -> u64 {
-        let most = if self.one_in(8) {
-            most
-        } else {
-            most.div_ceil(8)
-        };
+        let most = if self.one_in(8) { most } else { most.div_ceil(8) };
         1 + self.below(most)
     }
 }
@@ -55,10 +49,7 @@ struct Seed(u64, &'static str);
 impl Drop for Seed {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!(
-                "simulation \"{}\" failed: repeat with OSTINATO_SIM_SEED={}",
-                self.1, self.0
-            );
+            eprintln!("simulation \"{}\" failed: repeat with OSTINATO_SIM_SEED={}", self.1, self.0);
         }
     }
 }
@@ -114,19 +105,13 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     let mut at = epoch;
     let mut aborts = BTreeSet::new();
     for number in 0..world.requests {
-        let gap = if random.one_in(3) {
-            random.below(6 * world.gap_steps)
-        } else {
-            0
-        };
+        let gap = if random.one_in(3) { random.below(6 * world.gap_steps) } else { 0 };
         at += step * gap as u32;
         let most = u64::from(context - 1);
         let prompt = random.length(most);
         let request = Request {
             id: number.to_string(),
-            prompt: (0..prompt)
-                .map(|_| random.below(VOCABULARY.into()) as u32)
-                .collect(),
+            prompt: (0..prompt).map(|_| random.below(VOCABULARY.into()) as u32).collect(),
             sampling: Sampling {
                 temperature: if random.one_in(2) { 0.0 } else { 1.0 },
                 seed: Some(random.below(1000)),
@@ -135,17 +120,13 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             limits: Limits {
                 max_tokens: (!random.one_in(10)).then(|| random.length(2 * most) as u32),
                 min_tokens: 0,
-                stop_ids: (0..random.below(3))
-                    .map(|_| random.below(VOCABULARY.into()) as u32)
-                    .collect(),
+                stop_ids: (0..random.below(3)).map(|_| random.below(VOCABULARY.into()) as u32).collect(),
                 ignore_eos: random.one_in(4),
             },
             logprobs: None,
             dump_logits: random.one_in(50),
             priority: random.below(world.priorities) as i32,
-            deadline: random
-                .one_in(world.nuisance)
-                .then(|| at + step * random.length(2_000) as u32),
+            deadline: random.one_in(world.nuisance).then(|| at + step * random.length(2_000) as u32),
             span: tracing::Span::none(),
         };
         if random.one_in(world.nuisance) {
@@ -197,19 +178,12 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                 continue;
             };
             let one = &mut seen[id.0 as usize];
-            assert!(
-                one.finished.is_none(),
-                "{id:?} goes on after its end: {event:?}"
-            );
+            assert!(one.finished.is_none(), "{id:?} goes on after its end: {event:?}");
             match event {
                 Event::Started(_) => {
                     assert!(!one.started, "{id:?} starts twice");
                     one.started = true;
-                    passed_over = if unstarted.first() == Some(&id) {
-                        0
-                    } else {
-                        passed_over + 1
-                    };
+                    passed_over = if unstarted.first() == Some(&id) { 0 } else { passed_over + 1 };
                     outcome.passed_over_most = outcome.passed_over_most.max(passed_over);
                     unstarted.remove(&id);
                 }
@@ -229,20 +203,13 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         }
     }
 
-    assert!(
-        scheduler.is_idle(),
-        "nothing can happen any more, and there is work left"
-    );
+    assert!(scheduler.is_idle(), "nothing can happen any more, and there is work left");
     assert_eq!(scheduler.counts().pages_used, 0);
     outcome.preemptions = scheduler.counts().preemptions;
     for ((_, request), seen) in requests.iter().zip(&seen) {
         let id = &request.id;
         let alone = alone(request, context);
-        match seen
-            .finished
-            .as_ref()
-            .unwrap_or_else(|| panic!("{id} never ends"))
-        {
+        match seen.finished.as_ref().unwrap_or_else(|| panic!("{id} never ends")) {
             FinishReason::Stop(stop) => {
                 assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
                 assert_eq!(alone.last(), Some(stop));
@@ -253,10 +220,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             }
             FinishReason::Error(why) => panic!("{id}: {why}"),
             cut => {
-                assert!(
-                    alone.starts_with(&seen.output),
-                    "{id} differs from what it draws alone"
-                );
+                assert!(alone.starts_with(&seen.output), "{id} differs from what it draws alone");
                 match cut {
                     FinishReason::Aborted => outcome.aborted += 1,
                     _ => outcome.expired += 1,
@@ -287,10 +251,7 @@ fn alone(request: &Request, context: u32) -> Vec<u32> {
         seed: request.sampling.seed.unwrap(),
         generated: 0,
         prompt_tokens: request.prompt.len() as u32,
-        max_tokens: request
-            .limits
-            .max_tokens
-            .map_or(room, |asked| asked.min(room)),
+        max_tokens: request.limits.max_tokens.map_or(room, |asked| asked.min(room)),
         min_tokens: request.limits.min_tokens,
         stop_ids: request.limits.resolve_stop_ids(&[EOS]),
         logprobs: None,
@@ -334,10 +295,7 @@ fn thousands_of_requests_one_at_a_time() {
         assert_eq!(outcome.running_most, 1);
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
         assert!(outcome.stopped > 500, "{outcome:?}");
-        assert!(
-            (1..=PASSED_OVER_MAX).contains(&outcome.passed_over_most),
-            "{outcome:?}"
-        );
+        assert!((1..=PASSED_OVER_MAX).contains(&outcome.passed_over_most), "{outcome:?}");
     }
 }
 
@@ -382,33 +340,14 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
 fn odd_capacities() {
     let odd: [(&'static str, Capacity); 4] = [
         ("fewer rows than slots", capacity(8, 30, &[3])),
-        (
-            "no run-ahead",
-            Capacity {
-                run_ahead: 1,
-                ..capacity(4, 30, &[1, 2, 4])
-            },
-        ),
-        (
-            "chunks of one token",
-            Capacity {
-                prefill_chunk: 1,
-                ..capacity(4, 30, &[1, 2, 4])
-            },
-        ),
+        ("no run-ahead", Capacity { run_ahead: 1, ..capacity(4, 30, &[1, 2, 4]) }),
+        ("chunks of one token", Capacity { prefill_chunk: 1, ..capacity(4, 30, &[1, 2, 4]) }),
         ("pages for one", capacity(8, 10, &[1, 2, 4, 8])),
     ];
     for (name, capacity) in odd {
         for seed in seeds(2) {
             let capacity = capacity.clone();
-            let world = World {
-                name,
-                requests: 1_500,
-                capacity,
-                gap_steps: 8,
-                priorities: 2,
-                nuisance: 20,
-            };
+            let world = World { name, requests: 1_500, capacity, gap_steps: 8, priorities: 2, nuisance: 20 };
             simulate(&world, seed);
         }
     }
@@ -424,26 +363,15 @@ fn the_same_seed_is_the_same_simulation() {
         priorities: 3,
         nuisance: 10,
     };
-    assert_eq!(
-        format!("{:?}", simulate(&world, 7)),
-        format!("{:?}", simulate(&world, 7))
-    );
+    assert_eq!(format!("{:?}", simulate(&world, 7)), format!("{:?}", simulate(&world, 7)));
 }
 
 #[test]
 fn a_device_with_steps_to_do_never_waits_for_the_host() {
     let epoch = Instant::now();
     let step = Duration::from_micros(500);
-    let capacity = Capacity {
-        context: 2048,
-        ..capacity(1, 128, &[1])
-    };
-    let config = FakeConfig {
-        capacity: capacity.clone(),
-        step,
-        chunk: step,
-        ..FakeConfig::default()
-    };
+    let capacity = Capacity { context: 2048, ..capacity(1, 128, &[1]) };
+    let config = FakeConfig { capacity: capacity.clone(), step, chunk: step, ..FakeConfig::default() };
     let mut fake = FakeExecutor::simulated(config, epoch);
     let mut scheduler = Scheduler::new(setup(capacity, 0));
     let tokens = 1001;
@@ -471,11 +399,7 @@ fn a_device_with_steps_to_do_never_waits_for_the_host() {
     assert_eq!(finished.output_tokens, tokens);
     assert_eq!(now - epoch, step * tokens, "the device had gaps");
     assert_eq!(finished.timings.prefill, step);
-    assert!(
-        finished.per_token.submits <= 1.0 / 8.0,
-        "{:?}",
-        finished.per_token
-    );
+    assert!(finished.per_token.submits <= 1.0 / 8.0, "{:?}", finished.per_token);
     assert!((finished.per_token.dispatches - 10.0).abs() < 1e-9);
     assert!((finished.per_token.barriers - 8.0).abs() < 1e-9);
 }
@@ -486,15 +410,8 @@ fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
     Request {
         id: id.into(),
         prompt: (0..prompt).map(|i| i % VOCABULARY).collect(),
-        sampling: Sampling {
-            seed: Some(1),
-            ..Sampling::default()
-        },
-        limits: Limits {
-            max_tokens: Some(max_tokens),
-            ignore_eos: true,
-            ..Limits::default()
-        },
+        sampling: Sampling { seed: Some(1), ..Sampling::default() },
+        limits: Limits { max_tokens: Some(max_tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         dump_logits: false,
         priority: 0,
@@ -513,31 +430,13 @@ fn device(index: usize) -> DeviceInfo {
 }
 
 fn fake(slots: u32, step: Duration) -> FakeConfig {
-    let capacity = Capacity {
-        context: 512,
-        ..capacity(slots, 64, &[1, 2, 4, 8])
-    };
-    FakeConfig {
-        capacity,
-        step,
-        chunk: step,
-        ..FakeConfig::default()
-    }
+    let capacity = Capacity { context: 512, ..capacity(slots, 64, &[1, 2, 4, 8]) };
+    FakeConfig { capacity, step, chunk: step, ..FakeConfig::default() }
 }
 
-fn spawn(
-    name: &str,
-    index: usize,
-    executor: impl Executor + 'static,
-    queue_limit: usize,
-) -> Replica {
+fn spawn(name: &str, index: usize, executor: impl Executor + 'static, queue_limit: usize) -> Replica {
     let eos_ids = vec![EOS];
-    let config = ReplicaConfig {
-        queue_limit,
-        eos_ids,
-        context: 512,
-        vocabulary: VOCABULARY,
-    };
+    let config = ReplicaConfig { queue_limit, eos_ids, context: 512, vocabulary: VOCABULARY };
     Replica::spawn(name, device(index), Box::new(executor), config).unwrap()
 }
 
@@ -548,10 +447,7 @@ fn replica(config: FakeConfig, queue_limit: usize) -> Replica {
 /// A sink that passes everything on, and where it goes.
 fn sink() -> (Sink, mpsc::Receiver<Event>) {
     let (events, receiver) = mpsc::channel();
-    (
-        Box::new(move |event| events.send(event).map_err(|_| SinkClosed)),
-        receiver,
-    )
+    (Box::new(move |event| events.send(event).map_err(|_| SinkClosed)), receiver)
 }
 
 fn submit(replica: &Replica, request: Request) -> mpsc::Receiver<Event> {
@@ -567,10 +463,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 fn collect(events: &mpsc::Receiver<Event>) -> (Vec<u32>, Finished) {
     let mut output = Vec::new();
     loop {
-        match events
-            .recv_timeout(PATIENCE)
-            .expect("the request ends in time")
-        {
+        match events.recv_timeout(PATIENCE).expect("the request ends in time") {
             Event::Started(started) => assert!(output.is_empty() && started.prompt_tokens > 0),
             Event::Token(token) => output.push(token.id),
             Event::Finished(finished) => {
@@ -629,17 +522,10 @@ fn many_callers_get_what_they_would_get_alone() {
     let steps = replica.steps(usize::MAX);
     assert!(!steps.is_empty() && steps.len() <= STEP_RING);
     for pair in steps.windows(2) {
-        assert!(
-            pair[0].number + 1 == pair[1].number && pair[0].at <= pair[1].at,
-            "{pair:?}"
-        );
+        assert!(pair[0].number + 1 == pair[1].number && pair[0].at <= pair[1].at, "{pair:?}");
     }
     for phase in ["prefill", "decode"] {
-        assert!(
-            steps
-                .iter()
-                .any(|step| step.phase == phase && step.rows > 0 && step.steps > 0)
-        );
+        assert!(steps.iter().any(|step| step.phase == phase && step.rows > 0 && step.steps > 0));
     }
     let last = replica.steps(3);
     assert_eq!(last.len(), 3);
@@ -650,20 +536,11 @@ fn many_callers_get_what_they_would_get_alone() {
 fn the_queue_is_bounded_and_ids_are_unique() {
     let replica = replica(fake(1, Duration::from_millis(1)), 2);
     let running = submit(&replica, request("a", 1, 500));
-    assert!(matches!(
-        running.recv_timeout(PATIENCE),
-        Ok(Event::Started(_))
-    ));
+    assert!(matches!(running.recv_timeout(PATIENCE), Ok(Event::Started(_))));
     let waiting = ["b", "c"].map(|id| submit(&replica, request(id, 1, 2)));
-    until("the load says so", || {
-        (replica.load().running, replica.load().waiting) == (1, 2)
-    });
+    until("the load says so", || (replica.load().running, replica.load().waiting) == (1, 2));
     match replica.submit(request("d", 1, 2), sink().0) {
-        Err(SubmitError::QueueFull {
-            waiting: 2,
-            limit: 2,
-            replica,
-        }) => assert_eq!(replica, "m/0"),
+        Err(SubmitError::QueueFull { waiting: 2, limit: 2, replica }) => assert_eq!(replica, "m/0"),
         other => panic!("{other:?}"),
     }
     match replica.submit(request("b", 1, 2), sink().0) {
@@ -682,10 +559,7 @@ fn the_queue_is_bounded_and_ids_are_unique() {
     replica.abort("a");
     replica.abort("nobody");
     // Its start was taken above.
-    let ends = running
-        .iter()
-        .filter(|event| matches!(event, Event::Finished(_)))
-        .count();
+    let ends = running.iter().filter(|event| matches!(event, Event::Finished(_))).count();
     assert_eq!(ends, 1);
     assert_eq!(collect(&waiting[1]).1.reason, FinishReason::Length);
     assert_eq!(collect(&submit(&replica, request("a", 1, 2))).0.len(), 2);
@@ -697,22 +571,11 @@ fn deadlines_pass_without_anything_else_happening() {
     let replica = replica(fake(1, Duration::from_secs(5)), 4);
     let start = Instant::now();
     let deadline = Some(start + Duration::from_millis(50));
-    let all = ["running", "waiting"].map(|id| {
-        submit(
-            &replica,
-            Request {
-                deadline,
-                ..request(id, 1, 500)
-            },
-        )
-    });
+    let all = ["running", "waiting"].map(|id| submit(&replica, Request { deadline, ..request(id, 1, 500) }));
     for events in &all {
         assert_eq!(collect(events).1.reason, FinishReason::DeadlineExceeded);
     }
-    assert!(
-        start.elapsed() < Duration::from_secs(4),
-        "it waited for the device"
-    );
+    assert!(start.elapsed() < Duration::from_secs(4), "it waited for the device");
 }
 
 #[test]
@@ -756,13 +619,7 @@ fn dropping_a_replica_aborts_what_runs() {
 
 #[test]
 fn a_lost_device_ends_every_request_and_takes_no_more() {
-    let replica = replica(
-        FakeConfig {
-            lost_after: Some(5),
-            ..fake(2, Duration::from_millis(5))
-        },
-        4,
-    );
+    let replica = replica(FakeConfig { lost_after: Some(5), ..fake(2, Duration::from_millis(5)) }, 4);
     let all = ["a", "b", "c", "d"].map(|id| submit(&replica, request(id, 1, 400)));
     for events in &all {
         match collect(events).1.reason {
@@ -770,15 +627,9 @@ fn a_lost_device_ends_every_request_and_takes_no_more() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(
-        unavailable(&replica),
-        "device \"fake\" is lost: it was told to"
-    );
+    assert_eq!(unavailable(&replica), "device \"fake\" is lost: it was told to");
     until_idle(&replica);
-    assert!(
-        !replica.steps(10).is_empty(),
-        "the steps before are still told"
-    );
+    assert!(!replica.steps(10).is_empty(), "the steps before are still told");
 }
 
 /// An executor with a bug.
@@ -804,12 +655,7 @@ impl Executor for Broken {
 
 #[test]
 fn a_panicking_engine_thread_ends_every_request_with_an_error() {
-    let replica = spawn(
-        "m/0",
-        0,
-        Broken(FakeExecutor::realtime(Duration::from_millis(1))),
-        4,
-    );
+    let replica = spawn("m/0", 0, Broken(FakeExecutor::realtime(Duration::from_millis(1))), 4);
     let (_, finished) = collect(&submit(&replica, request("a", 1, 4)));
     let why = "its engine thread has panicked".to_string();
     assert_eq!(finished.reason, FinishReason::Error(why.clone()));
@@ -822,11 +668,7 @@ fn a_panicking_engine_thread_ends_every_request_with_an_error() {
 #[test]
 fn a_dump_hands_out_every_steps_logits_and_logprobs_come_as_asked() {
     let replica = replica(fake(1, Duration::from_micros(200)), 4);
-    let ask = Request {
-        dump_logits: true,
-        logprobs: Some(3),
-        ..request("a", 5, 6)
-    };
+    let ask = Request { dump_logits: true, logprobs: Some(3), ..request("a", 5, 6) };
     let events = submit(&replica, ask);
     let mut tokens = 0;
     for event in events {
@@ -851,33 +693,18 @@ fn served(name: &str, replicas: Vec<Replica>) -> ServedModel {
         bytes_per_token: 0,
         parameters: 0,
     };
-    ServedModel {
-        name: name.into(),
-        info,
-        text: None,
-        replicas,
-    }
+    ServedModel { name: name.into(), info, text: None, replicas }
 }
 
 fn slow(name: &str, index: usize) -> Replica {
-    spawn(
-        name,
-        index,
-        FakeExecutor::realtime(Duration::from_millis(2)),
-        4,
-    )
+    spawn(name, index, FakeExecutor::realtime(Duration::from_millis(2)), 4)
 }
 
 #[test]
 fn requests_find_their_replica() {
-    let host = Host::new(vec![
-        served("one", vec![slow("one/0", 0), slow("one/1", 1)]),
-        served("two", vec![slow("two/0", 1)]),
-    ]);
-    let route = |model: &str, device: &str| {
-        host.route(model, device)
-            .map(|(_, replica)| replica.name.clone())
-    };
+    let host =
+        Host::new(vec![served("one", vec![slow("one/0", 0), slow("one/1", 1)]), served("two", vec![slow("two/0", 1)])]);
+    let route = |model: &str, device: &str| host.route(model, device).map(|(_, replica)| replica.name.clone());
     for (selector, expected) in [
         ("one/1", "one/1"),
         ("00000001-AAAA-bbbb-cccc-000000000000", "one/1"),
@@ -888,33 +715,21 @@ fn requests_find_their_replica() {
         ("", "one/0"),
         ("fake", "one/0"),
     ] {
-        assert_eq!(
-            route("one", selector).as_deref(),
-            Ok(expected),
-            "{selector}"
-        );
+        assert_eq!(route("one", selector).as_deref(), Ok(expected), "{selector}");
     }
     assert_eq!(route("two", "").as_deref(), Ok("two/0"));
     // A number is an index, though a name contains it.
     for selector in ["4000", "2", "two/0", "nonsense"] {
         match route("one", selector) {
-            Err(RouteError::UnknownDevice {
-                asked, available, ..
-            }) => {
+            Err(RouteError::UnknownDevice { asked, available, .. }) => {
                 assert_eq!(asked, selector);
-                assert!(
-                    available.contains("one/0") && available.contains("one/1"),
-                    "{available}"
-                );
+                assert!(available.contains("one/0") && available.contains("one/1"), "{available}");
             }
             other => panic!("{selector}: {other:?}"),
         }
     }
     for unknown in ["", "three"] {
-        let error = RouteError::UnknownModel {
-            asked: unknown.into(),
-            served: "one, two".into(),
-        };
+        let error = RouteError::UnknownModel { asked: unknown.into(), served: "one, two".into() };
         assert_eq!(route(unknown, ""), Err(error));
     }
     // A busy replica is passed by, unless it is named; so is a draining one.
@@ -973,12 +788,7 @@ impl Spans {
 // The registry uses an id again when its span is closed; the test keeps its parent open and
 // looks at no span of another.
 impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Spans {
-    fn on_new_span(
-        &self,
-        attributes: &tracing::span::Attributes<'_>,
-        id: &tracing::span::Id,
-        _: Context<'_, S>,
-    ) {
+    fn on_new_span(&self, attributes: &tracing::span::Attributes<'_>, id: &tracing::span::Id, _: Context<'_, S>) {
         self.change(id, |seen| {
             assert!(seen.name.is_empty() || seen.closed);
             *seen = SpanSeen {
@@ -989,12 +799,7 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Spans {
             attributes.record(&mut Fields(&mut seen.fields));
         });
     }
-    fn on_record(
-        &self,
-        id: &tracing::span::Id,
-        values: &tracing::span::Record<'_>,
-        _: Context<'_, S>,
-    ) {
+    fn on_record(&self, id: &tracing::span::Id, values: &tracing::span::Record<'_>, _: Context<'_, S>) {
         self.change(id, |seen| values.record(&mut Fields(&mut seen.fields)));
     }
     fn on_close(&self, id: tracing::span::Id, _: Context<'_, S>) {
@@ -1010,17 +815,11 @@ fn a_request_has_three_spans_with_what_they_cost() {
     let replica = replica(fake(1, Duration::from_micros(500)), 4);
     let span = tracing::info_span!("request under test");
     let parent = span.id().unwrap().into_u64();
-    let ask = Request {
-        span: span.clone(),
-        ..request("a", 50, 40)
-    };
+    let ask = Request { span: span.clone(), ..request("a", 50, 40) };
     let (_, finished) = collect(&submit(&replica, ask));
     let seen: Vec<SpanSeen> = {
         let all = spans.0.lock().unwrap();
-        all.values()
-            .filter(|seen| seen.parent == Some(parent))
-            .cloned()
-            .collect()
+        all.values().filter(|seen| seen.parent == Some(parent)).cloned().collect()
     };
     assert_eq!(seen.len(), 3, "one a phase, none a token: {seen:?}");
     let named = |name| seen.iter().find(|seen| seen.name == name).unwrap();
@@ -1035,9 +834,6 @@ fn a_request_has_three_spans_with_what_they_cost() {
     assert_eq!(decode["ostinato.steps"], 39.0);
     assert!((decode["ostinato.dispatches"] - 390.0).abs() < 1e-6);
     assert!((decode["ostinato.submits"] - 39.0 * finished.per_token.submits).abs() < 1e-6);
-    assert_eq!(
-        decode["ostinato.flushes.readback"],
-        decode["ostinato.submits"]
-    );
+    assert_eq!(decode["ostinato.flushes.readback"], decode["ostinato.submits"]);
     assert_eq!(decode["ostinato.host_waits"], 0.0);
 }

@@ -33,13 +33,7 @@ impl Host {
         let ring = StagingRing::new(&arena, 3, 8 << 10).unwrap();
         let transfer = Arc::new(Transfer::spawn(&arena).unwrap());
         let loader = Loader::spawn(Arc::clone(&transfer), ring.clone(), Some(4));
-        Host {
-            loader,
-            transfer,
-            ring,
-            arena,
-            device,
-        }
+        Host { loader, transfer, ring, arena, device }
     }
 
     fn load(&self, tensors: Vec<LoadTensor>) -> Load {
@@ -48,10 +42,7 @@ impl Host {
 
     /// Signals the next compute point.
     fn compute_step(&self) -> Point {
-        let batch = Batch {
-            entries: vec![Entry::default()],
-            waits: Vec::new(),
-        };
+        let batch = Batch { entries: vec![Entry::default()], waits: Vec::new() };
         self.device.queue(Role::Compute).submit(batch).unwrap()
     }
 }
@@ -71,31 +62,13 @@ fn bits(i: usize) -> u16 {
 }
 
 /// Rows of the shard from number `first` on.
-fn source(
-    file: &Arc<MappedFile>,
-    first: usize,
-    rows: u32,
-    cols: u32,
-    first_row: u32,
-    row_step: u32,
-) -> Source {
+fn source(file: &Arc<MappedFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
     let offset = 7 + 2 * first as u64;
-    Source {
-        file: Arc::clone(file),
-        offset,
-        rows,
-        cols,
-        format: Format::Bf16,
-        first_row,
-        row_step,
-    }
+    Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step }
 }
 
 fn words(bytes: &[u8]) -> Vec<u16> {
-    bytes
-        .chunks(2)
-        .map(|b| u16::from_le_bytes([b[0], b[1]]))
-        .collect()
+    bytes.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect()
 }
 
 fn each_driver(test: impl Fn(&Vulkan, Driver)) {
@@ -115,31 +88,13 @@ fn a_plan_arrives_as_defined() {
         let host = Host::new(vulkan, driver);
         let (_keep, file) = shard(200_000);
         let local = |name: &str, bytes| host.arena.buffer(name, bytes, Place::DeviceLocal).unwrap();
-        let fragments = |rows, cols| Packing {
-            rows,
-            cols,
-            layout: Layout::Fragments,
-            format: Format::Bf16,
-        };
+        let fragments = |rows, cols| Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
 
         let gate_up = fragments(2 * 100, 72);
         let qkv = fragments(37 + 5 + 5, 300);
-        let embed = Packing {
-            rows: 301,
-            cols: 72,
-            layout: Layout::RowMajor {
-                columns_multiple: 16,
-            },
-            format: Format::Bf16,
-        };
-        let norm = Packing {
-            rows: 1,
-            cols: 72,
-            layout: Layout::RowMajor {
-                columns_multiple: 1,
-            },
-            format: Format::F32,
-        };
+        let embed =
+            Packing { rows: 301, cols: 72, layout: Layout::RowMajor { columns_multiple: 16 }, format: Format::Bf16 };
+        let norm = Packing { rows: 1, cols: 72, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
         let matrices = local("matrices", gate_up.bytes() + qkv.bytes());
         let rest = local("rest", norm.bytes() + embed.bytes());
         let tensor = |name: &str, target, offset, packing, sources| LoadTensor {
@@ -149,59 +104,32 @@ fn a_plan_arrives_as_defined() {
             packing,
             sources,
         };
-        let (gate, up, q, k, v, table, scale) =
-            (0, 10_000, 20_000, 40_000, 50_000, 60_000, 199_000);
+        let (gate, up, q, k, v, table, scale) = (0, 10_000, 20_000, 40_000, 50_000, 60_000, 199_000);
         let load = host.load(vec![
             tensor(
                 "gate_up",
                 &matrices,
                 0,
                 gate_up,
-                vec![
-                    source(&file, gate, 100, 72, 0, 2),
-                    source(&file, up, 100, 72, 1, 2),
-                ],
+                vec![source(&file, gate, 100, 72, 0, 2), source(&file, up, 100, 72, 1, 2)],
             ),
             tensor(
                 "qkv",
                 &matrices,
                 gate_up.bytes(),
                 qkv,
-                vec![
-                    source(&file, q, 37, 300, 0, 1),
-                    source(&file, k, 5, 300, 37, 1),
-                    source(&file, v, 5, 300, 42, 1),
-                ],
+                vec![source(&file, q, 37, 300, 0, 1), source(&file, k, 5, 300, 37, 1), source(&file, v, 5, 300, 42, 1)],
             ),
-            tensor(
-                "norm",
-                &rest,
-                0,
-                norm,
-                vec![source(&file, scale, 1, 72, 0, 1)],
-            ),
-            tensor(
-                "embed",
-                &rest,
-                norm.bytes(),
-                embed,
-                vec![source(&file, table, 301, 72, 0, 1)],
-            ),
+            tensor("norm", &rest, 0, norm, vec![source(&file, scale, 1, 72, 0, 1)]),
+            tensor("embed", &rest, norm.bytes(), embed, vec![source(&file, table, 301, 72, 0, 1)]),
         ]);
         let mut said = Vec::new();
         let report = load.wait_with(|p| said.push(p)).unwrap();
         let total = matrices.bytes() + rest.bytes();
         assert_eq!(report.bytes_written, total);
         assert_eq!(report.bytes_read, 2 * (200 * 72 + 47 * 300 + 72 + 301 * 72));
-        assert!(
-            report.slots > 3 * host.ring.slots() as u64,
-            "{} slots: the ring was not reused",
-            report.slots
-        );
-        assert!(
-            said.iter()
-                .all(|p| p.bytes_total == total && p.bytes_done <= total)
-        );
+        assert!(report.slots > 3 * host.ring.slots() as u64, "{} slots: the ring was not reused", report.slots);
+        assert!(said.iter().all(|p| p.bytes_total == total && p.bytes_done <= total));
         assert!(!said.is_empty());
 
         let got = words(&host.transfer.read(&matrices, 0, matrices.bytes()).unwrap());
@@ -209,8 +137,7 @@ fn a_plan_arrives_as_defined() {
         for row in 0..200u32 {
             for col in 0..72u32 {
                 let first = if row % 2 == 0 { gate } else { up };
-                want[fragment_index(row, col, gate_up.padded_cols())] =
-                    bits(first + (row / 2 * 72 + col) as usize);
+                want[fragment_index(row, col, gate_up.padded_cols())] = bits(first + (row / 2 * 72 + col) as usize);
             }
         }
         let mut want_qkv = vec![0u16; (qkv.bytes() / 2) as usize];
@@ -221,8 +148,7 @@ fn a_plan_arrives_as_defined() {
                     37..42 => (k, row - 37),
                     _ => (v, row - 42),
                 };
-                want_qkv[fragment_index(row, col, qkv.padded_cols())] =
-                    bits(first + (row_there * 300 + col) as usize);
+                want_qkv[fragment_index(row, col, qkv.padded_cols())] = bits(first + (row_there * 300 + col) as usize);
             }
         }
         want.extend(want_qkv);
@@ -235,10 +161,7 @@ fn a_plan_arrives_as_defined() {
         }
         let rows = words(&got[norm.bytes() as usize..]);
         for (row, numbers) in rows.chunks(80).enumerate() {
-            let want: Vec<u16> = (0..72)
-                .map(|c| bits(table + row * 72 + c))
-                .chain([0; 8])
-                .collect();
+            let want: Vec<u16> = (0..72).map(|c| bits(table + row * 72 + c)).chain([0; 8]).collect();
             assert_eq!(numbers, want, "embed {row}");
         }
     });
@@ -252,18 +175,9 @@ fn a_truncated_shard_is_refused() {
         let host = Host::new(vulkan, driver);
         let before = host.arena.usage();
         let (_keep, file) = shard(1000);
-        let packing = Packing {
-            rows: 10,
-            cols: 101,
-            layout: Layout::RowMajor {
-                columns_multiple: 1,
-            },
-            format: Format::Bf16,
-        };
-        let target = host
-            .arena
-            .buffer("t", packing.bytes(), Place::DeviceLocal)
-            .unwrap();
+        let packing =
+            Packing { rows: 10, cols: 101, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
+        let target = host.arena.buffer("t", packing.bytes(), Place::DeviceLocal).unwrap();
         let tensor = LoadTensor {
             name: "layers.0.mlp".to_owned(),
             target,
@@ -273,20 +187,10 @@ fn a_truncated_shard_is_refused() {
         };
         let submits = host.transfer.counters().submits;
         let error = host.load(vec![tensor]).wait().unwrap_err();
-        assert!(
-            matches!(error, LoadError::Memory(MemoryError::Truncated { .. })),
-            "{error:?}"
-        );
+        assert!(matches!(error, LoadError::Memory(MemoryError::Truncated { .. })), "{error:?}");
         let text = error.to_string();
-        assert!(
-            text.ends_with("is truncated: layers.0.mlp ends at byte 2027, the file has 2007"),
-            "{text}"
-        );
-        assert_eq!(
-            host.transfer.counters().submits,
-            submits,
-            "nothing was copied"
-        );
+        assert!(text.ends_with("is truncated: layers.0.mlp ends at byte 2027, the file has 2007"), "{text}");
+        assert_eq!(host.transfer.counters().submits, submits, "nothing was copied");
         assert_eq!(host.arena.usage().buffers_bytes, before.buffers_bytes);
     });
 }
@@ -298,15 +202,8 @@ fn contradictions_are_errors_and_the_loader_survives_them() {
     let host = Host::new(&vulkan, Driver::Lavapipe);
     let (_keep, file) = shard(1000);
     let target = host.arena.buffer("t", 200, Place::DeviceLocal).unwrap();
-    let row_major = Layout::RowMajor {
-        columns_multiple: 1,
-    };
-    let packing = Packing {
-        rows: 10,
-        cols: 10,
-        layout: row_major,
-        format: Format::Bf16,
-    };
+    let row_major = Layout::RowMajor { columns_multiple: 1 };
+    let packing = Packing { rows: 10, cols: 10, layout: row_major, format: Format::Bf16 };
     let good = LoadTensor {
         name: "w".to_owned(),
         target: Arc::clone(&target),
@@ -314,38 +211,14 @@ fn contradictions_are_errors_and_the_loader_survives_them() {
         packing,
         sources: vec![source(&file, 0, 10, 10, 0, 1)],
     };
-    let too_far = LoadTensor {
-        offset: 4,
-        ..good.clone()
-    };
+    let too_far = LoadTensor { offset: 4, ..good.clone() };
     let error = host.load(vec![too_far]).wait().unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "w needs 200 bytes at 4 of \"t\", which has 200"
-    );
-    let outside = LoadTensor {
-        sources: vec![source(&file, 0, 5, 10, 2, 2)],
-        ..good.clone()
-    };
-    assert!(matches!(
-        host.load(vec![outside]).wait(),
-        Err(LoadError::Outside { .. })
-    ));
-    let wide = Packing {
-        layout: Layout::Fragments,
-        format: Format::F32,
-        rows: 1,
-        cols: 1,
-    };
-    let wide = LoadTensor {
-        packing: wide,
-        sources: vec![],
-        ..good.clone()
-    };
-    assert!(matches!(
-        host.load(vec![wide]).wait(),
-        Err(LoadError::NotPackable { .. })
-    ));
+    assert_eq!(error.to_string(), "w needs 200 bytes at 4 of \"t\", which has 200");
+    let outside = LoadTensor { sources: vec![source(&file, 0, 5, 10, 2, 2)], ..good.clone() };
+    assert!(matches!(host.load(vec![outside]).wait(), Err(LoadError::Outside { .. })));
+    let wide = Packing { layout: Layout::Fragments, format: Format::F32, rows: 1, cols: 1 };
+    let wide = LoadTensor { packing: wide, sources: vec![], ..good.clone() };
+    assert!(matches!(host.load(vec![wide]).wait(), Err(LoadError::NotPackable { .. })));
 
     let report = host.load(vec![good]).wait().unwrap();
     assert_eq!(report.bytes_written, 200);
@@ -361,36 +234,21 @@ fn a_dropped_load_is_cancelled() {
     each_driver(|vulkan, driver| {
         let host = Host::new(vulkan, driver);
         let (_keep, file) = shard(100_000);
-        let packing = Packing {
-            rows: 1000,
-            cols: 100,
-            layout: Layout::RowMajor {
-                columns_multiple: 1,
-            },
-            format: Format::Bf16,
-        };
+        let packing =
+            Packing { rows: 1000, cols: 100, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
         let tensor = || LoadTensor {
             name: "w".to_owned(),
-            target: host
-                .arena
-                .buffer("w", packing.bytes(), Place::DeviceLocal)
-                .unwrap(),
+            target: host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap(),
             offset: 0,
             packing,
             sources: vec![source(&file, 0, 1000, 100, 0, 1)],
         };
         let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
-        let full = host
-            .ring
-            .acquire_within(Duration::from_millis(20))
-            .unwrap_err();
+        let full = host.ring.acquire_within(Duration::from_millis(20)).unwrap_err();
         assert!(matches!(full, MemoryError::StagingTimeout { .. }), "{full}");
         let load = host.load(vec![tensor()]);
         let done = load.done().clone();
-        assert!(
-            done.recv_timeout(Duration::from_millis(50)).is_err(),
-            "it waits for a slot"
-        );
+        assert!(done.recv_timeout(Duration::from_millis(50)).is_err(), "it waits for a slot");
         drop(load);
         drop(slots);
         let result = done.recv_timeout(LONG).unwrap();
@@ -403,12 +261,7 @@ fn a_dropped_load_is_cancelled() {
             std::thread::sleep(Duration::from_millis(50));
             drop(slots);
         });
-        let Host {
-            loader,
-            transfer,
-            ring,
-            ..
-        } = host;
+        let Host { loader, transfer, ring, .. } = host;
         drop(loader);
         assert!(matches!(load.wait(), Err(LoadError::Cancelled)));
         release.join().unwrap();
@@ -431,33 +284,15 @@ fn overlapping_transfers_keep_their_order() {
             let (offset, word) = (i * 1000, 0x0101_0101 * (i as u32 + 1));
             let waits = Vec::new();
             if i % 2 == 0 {
-                host.transfer
-                    .fill(
-                        Arc::clone(&buffer),
-                        offset,
-                        4000,
-                        word,
-                        waits,
-                        submitted.clone(),
-                    )
-                    .unwrap();
+                host.transfer.fill(Arc::clone(&buffer), offset, 4000, word, waits, submitted.clone()).unwrap();
             } else {
                 let mut slot = host.ring.acquire().unwrap();
                 slot.bytes_mut()[..4000].fill(word as u8);
-                let piece = Piece {
-                    from: 0,
-                    to: Arc::clone(&buffer),
-                    to_offset: offset,
-                    bytes: 4000,
-                };
-                host.transfer
-                    .copy(slot, vec![piece], waits, submitted.clone())
-                    .unwrap();
+                let piece = Piece { from: 0, to: Arc::clone(&buffer), to_offset: offset, bytes: 4000 };
+                host.transfer.copy(slot, vec![piece], waits, submitted.clone()).unwrap();
             }
         }
-        host.transfer
-            .upload(&host.ring, &buffer, bytes - 20_001, &[0xee; 20_001])
-            .unwrap();
+        host.transfer.upload(&host.ring, &buffer, bytes - 20_001, &[0xee; 20_001]).unwrap();
         let got = host.transfer.read(&buffer, 0, bytes).unwrap();
         let mut want = vec![0u8; bytes as usize];
         for i in 0..40usize {
@@ -469,15 +304,9 @@ fn overlapping_transfers_keep_their_order() {
         let points: Vec<Point> = points.try_iter().map(Result::unwrap).collect();
         assert!(points.len() == 40 && points.is_sorted_by_key(|p| p.value), "{points:?}");
         let counters = host.transfer.counters();
-        assert!(
-            counters.barriers >= 39 && counters.submits <= 50 + 3 + 3,
-            "{counters:?}"
-        );
+        assert!(counters.barriers >= 39 && counters.submits <= 50 + 3 + 3, "{counters:?}");
         assert!(host.transfer.read(&buffer, 5, 0).unwrap().is_empty());
-        assert_eq!(
-            host.transfer.read(&buffer, bytes - 3, 3).unwrap(),
-            [0xee; 3]
-        );
+        assert_eq!(host.transfer.read(&buffer, bytes - 3, 3).unwrap(), [0xee; 3]);
     });
 }
 
@@ -489,45 +318,26 @@ fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
         let host = Host::new(vulkan, driver);
         assert!(host.device.queue(Role::Transfer).aliased());
         let buffer = host.arena.buffer("b", 64, Place::DeviceLocal).unwrap();
-        let next = Point {
-            role: Role::Compute,
-            value: host.device.queue(Role::Compute).last().value + 1,
-        };
+        let next = Point { role: Role::Compute, value: host.device.queue(Role::Compute).last().value + 1 };
         let (submitted, points) = crossbeam_channel::bounded(1);
-        host.transfer
-            .fill(Arc::clone(&buffer), 0, 64, 7, vec![next], submitted)
-            .unwrap();
+        host.transfer.fill(Arc::clone(&buffer), 0, 64, 7, vec![next], submitted).unwrap();
         let point = points.recv_timeout(LONG).unwrap().unwrap();
-        assert!(
-            !host.device.wait(point, Duration::from_millis(20)).unwrap(),
-            "it ran too early"
-        );
+        assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "it ran too early");
         // A compute step that waits for the copy goes after the one that the copy waits for.
         assert_eq!(host.compute_step(), next);
-        let batch = Batch {
-            entries: vec![Entry::default()],
-            waits: vec![point],
-        };
+        let batch = Batch { entries: vec![Entry::default()], waits: vec![point] };
         let last = host.device.queue(Role::Compute).submit(batch).unwrap();
         assert!(host.device.wait(last, LONG).unwrap());
         assert!(host.device.reached(point).unwrap());
         let got = host.transfer.read(&buffer, 0, 64).unwrap();
         assert_eq!(got, [7, 0, 0, 0].repeat(16));
         // Compute that uses the buffer afterwards is waited for without being named.
-        let used = Point {
-            role: Role::Compute,
-            value: last.value + 1,
-        };
+        let used = Point { role: Role::Compute, value: last.value + 1 };
         buffer.mark_read(used);
         let (submitted, points) = crossbeam_channel::bounded(1);
-        host.transfer
-            .fill(Arc::clone(&buffer), 0, 64, 8, Vec::new(), submitted)
-            .unwrap();
+        host.transfer.fill(Arc::clone(&buffer), 0, 64, 8, Vec::new(), submitted).unwrap();
         let point = points.recv_timeout(LONG).unwrap().unwrap();
-        assert!(
-            !host.device.wait(point, Duration::from_millis(20)).unwrap(),
-            "the buffer was in use"
-        );
+        assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "the buffer was in use");
         host.compute_step();
         assert!(host.device.wait(point, LONG).unwrap());
     });
@@ -538,11 +348,7 @@ fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
 fn the_host_sees_exactly_its_buffer() {
     each_driver(|vulkan, driver| {
         let host = Host::new(vulkan, driver);
-        for place in [
-            Place::Upload { bar: false },
-            Place::Upload { bar: true },
-            Place::Readback,
-        ] {
+        for place in [Place::Upload { bar: false }, Place::Upload { bar: true }, Place::Readback] {
             let buffer = host.arena.buffer("mapped", 37, place).unwrap();
             assert!(buffer.host_visible() && buffer.address().is_multiple_of(16) && buffer.address() > 0);
             buffer.write(0, &[0; 37]);
@@ -560,8 +366,7 @@ fn the_host_sees_exactly_its_buffer() {
             let mut word = [0; 4];
             buffer.read(8, &mut word);
             assert_eq!(u32::from_ne_bytes(word), 0xdead_beef);
-            let panics =
-                |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
+            let panics = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
             assert!(panics(&|| buffer.write(37, &[1])));
             assert!(panics(&|| buffer.read(u64::MAX, &mut [0])));
             assert!(panics(&|| buffer.store_u32(36, 1)));
@@ -580,37 +385,20 @@ fn a_buffer_above_the_drivers_limit_is_refused() {
         let host = Host::new(vulkan, driver);
         let before = host.arena.usage();
         let allowed = host.device.adapter().capabilities.max_allocation_bytes;
-        let error = host
-            .arena
-            .buffer("lm_head", allowed + 1, Place::DeviceLocal)
-            .unwrap_err();
+        let error = host.arena.buffer("lm_head", allowed + 1, Place::DeviceLocal).unwrap_err();
         match error {
-            MemoryError::TooLarge {
-                name,
-                asked,
-                allowed: said,
-                ..
-            } => {
-                assert_eq!(
-                    (name.as_str(), asked, said),
-                    ("lm_head", allowed + 1, allowed)
-                );
+            MemoryError::TooLarge { name, asked, allowed: said, .. } => {
+                assert_eq!((name.as_str(), asked, said), ("lm_head", allowed + 1, allowed));
             }
             other => panic!("{other}"),
         }
-        let large = host
-            .arena
-            .buffer("large", 20 << 20, Place::DeviceLocal)
-            .unwrap();
+        let large = host.arena.buffer("large", 20 << 20, Place::DeviceLocal).unwrap();
         let small = host.arena.buffer("small", 100, Place::DeviceLocal).unwrap();
         assert!(host.arena.usage().buffers_bytes >= before.buffers_bytes + (20 << 20) + 100);
         drop((large, small));
         assert_eq!(host.arena.usage().buffers_bytes, before.buffers_bytes);
         assert_eq!(host.arena.limits(None).max_allocation_bytes, allowed);
-        assert!(
-            host.arena.limits(None).unified,
-            "{driver:?} shares the host's memory"
-        );
+        assert!(host.arena.limits(None).unified, "{driver:?} shares the host's memory");
     });
 }
 
@@ -623,14 +411,8 @@ fn a_lost_device_ends_the_actors() {
         let buffer = host.arena.buffer("b", 20_000, Place::DeviceLocal).unwrap();
         host.transfer.clear(&buffer).unwrap();
         host.device.declare_lost("a test");
-        let packing = Packing {
-            rows: 100,
-            cols: 100,
-            layout: Layout::RowMajor {
-                columns_multiple: 1,
-            },
-            format: Format::Bf16,
-        };
+        let packing =
+            Packing { rows: 100, cols: 100, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
         let tensor = LoadTensor {
             name: "w".to_owned(),
             target: Arc::clone(&buffer),
@@ -639,17 +421,8 @@ fn a_lost_device_ends_the_actors() {
             sources: vec![source(&file, 0, 100, 100, 0, 1)],
         };
         let error = host.load(vec![tensor]).wait().unwrap_err();
-        assert!(
-            matches!(
-                error,
-                LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_)
-            ),
-            "{error:?}"
-        );
+        assert!(matches!(error, LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_)), "{error:?}");
         let error = host.transfer.read(&buffer, 0, 4).unwrap_err();
-        assert!(
-            matches!(error, TransferError::Device(_) | TransferError::Ended),
-            "{error:?}"
-        );
+        assert!(matches!(error, TransferError::Device(_) | TransferError::Ended), "{error:?}");
     });
 }

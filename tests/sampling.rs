@@ -9,9 +9,7 @@ use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::{Op, Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region};
 use ostinato::kernels::sampling::{self, SlotTables};
-use ostinato::kernels::shaders::{
-    AdvanceArgs, ClearCountsArgs, MarkPromptArgs, PatchArgs, SampleArgs,
-};
+use ostinato::kernels::shaders::{AdvanceArgs, ClearCountsArgs, MarkPromptArgs, PatchArgs, SampleArgs};
 use ostinato::kernels::state::*;
 use ostinato::kernels::{determinate, interpreter};
 use ostinato::memory::{Arena, Place, Table};
@@ -36,14 +34,7 @@ fn all() -> impl Iterator<Item = Gpu> {
         let device = vulkan.device(driver);
         let arena = Arena::new(&device).expect("an arena");
         let most_threads = adapter.capabilities.max_invocations.min(1024);
-        Gpu {
-            name: adapter.name,
-            vulkan,
-            device,
-            arena,
-            most_threads,
-            pipelines: Mutex::default(),
-        }
+        Gpu { name: adapter.name, vulkan, device, arena, most_threads, pipelines: Mutex::default() }
     })
 }
 
@@ -52,10 +43,7 @@ impl Gpu {
     fn run(&self, recording: &Recording, memory: &mut HostMemory) {
         let mut table = Table::new();
         for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
-            let buffer = self
-                .arena
-                .buffer(&decl.name, decl.bytes, Place::Readback)
-                .expect("a buffer");
+            let buffer = self.arena.buffer(&decl.name, decl.bytes, Place::Readback).expect("a buffer");
             let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
             buffer.write(0, &bytes);
             table.add(buffer).expect("distinct names");
@@ -71,37 +59,20 @@ impl Gpu {
             .expect("no test thread panicked")
             .entry(key)
             .or_insert_with(|| {
-                Arc::new(
-                    Pipelines::build(&self.device, None, &[recording], &|_, _| {})
-                        .expect("pipelines"),
-                )
+                Arc::new(Pipelines::build(&self.device, None, &[recording], &|_, _| {}).expect("pipelines"))
             })
             .clone();
         let region = Region::build(&self.device, recording, &table, &pipelines).expect("a region");
-        let batch = Batch {
-            entries: vec![Entry {
-                commands: vec![region.commands().clone()],
-            }],
-            waits: Vec::new(),
-        };
-        let point = self
-            .device
-            .queue(Role::Compute)
-            .submit(batch)
-            .expect("submitted");
+        let batch = Batch { entries: vec![Entry { commands: vec![region.commands().clone()] }], waits: Vec::new() };
+        let point = self.device.queue(Role::Compute).submit(batch).expect("submitted");
         assert!(
-            self.device
-                .wait(point, Duration::from_secs(120))
-                .expect("the device lives"),
+            self.device.wait(point, Duration::from_secs(120)).expect("the device lives"),
             "no end on {}",
             self.name
         );
         for (decl, words) in recording.buffers.iter().zip(&mut memory.buffers) {
             let mut bytes = vec![0; words.len() * 4];
-            table
-                .get(&decl.name)
-                .expect("added above")
-                .read(0, &mut bytes);
+            table.get(&decl.name).expect("added above").read(0, &mut bytes);
             for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(4)) {
                 *word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
             }
@@ -180,11 +151,7 @@ impl Scene {
         let ring = recording.buffer("ring", sampling::ring_bytes(RING_STEPS, rows));
         let args = SampleArgs {
             logits,
-            partials: if self.partials == 0 {
-                partials.none()
-            } else {
-                partials
-            },
+            partials: if self.partials == 0 { partials.none() } else { partials },
             rows: row_list,
             state,
             counts,
@@ -199,10 +166,7 @@ impl Scene {
             ring_rows: rows,
         };
         recording.call(sampling::sample("sample".into(), rows, self.threads, args));
-        recording.call(sampling::advance(
-            "advance".into(),
-            AdvanceArgs { step_number },
-        ));
+        recording.call(sampling::advance("advance".into(), AdvanceArgs { step_number }));
         let mut memory = HostMemory::new(&recording);
         memory.set_u32(step_number, 0, STEP);
         for (r, row) in (0..).zip(&self.rows) {
@@ -217,12 +181,10 @@ impl Scene {
             for p in 0..self.partials {
                 let part = v.div_ceil(self.partials);
                 let range = (p * part).min(v)..((p + 1) * part).min(v);
-                let best = range
-                    .clone()
-                    .fold((f32::NEG_INFINITY, range.start), |best, t| {
-                        let l = row.logits[t as usize];
-                        if l > best.0 { (l, t) } else { best }
-                    });
+                let best = range.clone().fold((f32::NEG_INFINITY, range.start), |best, t| {
+                    let l = row.logits[t as usize];
+                    if l > best.0 { (l, t) } else { best }
+                });
                 memory.set_f32(partials, (r * self.partials + p) * 2, best.0);
                 memory.set_u32(partials, (r * self.partials + p) * 2 + 1, best.1);
             }
@@ -230,10 +192,7 @@ impl Scene {
                 memory.set_u32(row_list, r * 4 + i, word);
             }
             let biases = bias_words(&row.bias);
-            let init = SlotInit {
-                bias_count: (biases.len() / 2) as u32,
-                ..row.init.clone()
-            };
+            let init = SlotInit { bias_count: (biases.len() / 2) as u32, ..row.init.clone() };
             let mut words = init.words();
             words[SLOT_ACTIVE as usize] = row.active;
             for (i, word) in (0..).zip(words) {
@@ -246,20 +205,12 @@ impl Scene {
                 memory.set_u32(counts, slot * v + t, *count);
             }
         }
-        Built {
-            recording,
-            memory,
-            ring,
-        }
+        Built { recording, memory, ring }
     }
 
     /// Runs on a driver and in plain Rust, compares every word, and hands back the ring.
     fn check(&self, gpu: &Gpu, seed: u64) -> Vec<RingEntry> {
-        let Built {
-            recording,
-            memory,
-            ring,
-        } = self.build();
+        let Built { recording, memory, ring } = self.build();
         let mut want = memory.clone();
         interpreter::run(&recording, &mut want);
         let mut got = memory;
@@ -269,9 +220,7 @@ impl Scene {
             (0..rows)
                 .map(|row| {
                     let at = RingEntry::at(STEP, row, RING_STEPS, rows) as u32;
-                    let words: Vec<u32> = (at..at + ENTRY_WORDS)
-                        .map(|i| memory.u32(ring, i))
-                        .collect();
+                    let words: Vec<u32> = (at..at + ENTRY_WORDS).map(|i| memory.u32(ring, i)).collect();
                     RingEntry::read(&words)
                 })
                 .collect()
@@ -307,9 +256,7 @@ impl Scene {
             if decl.name == "ring" {
                 continue;
             }
-            if let Some(at) =
-                (0..got.buffers[b].len()).find(|i| got.buffers[b][*i] != want.buffers[b][*i])
-            {
+            if let Some(at) = (0..got.buffers[b].len()).find(|i| got.buffers[b][*i] != want.buffers[b][*i]) {
                 panic!(
                     "on {}, seed {seed}, vocabulary {}: word {at} of {} is {:#x}, not {:#x}",
                     gpu.name, self.vocabulary, decl.name, got.buffers[b][at], want.buffers[b][at]
@@ -325,38 +272,13 @@ fn logits(random: &mut Random, style: &str, vocabulary: u32) -> Vec<f32> {
     let mut l: Vec<f32> = match style {
         "equal" => vec![1.25; v],
         "steps" => (0..v).map(|_| random.below(6) as f32 - 3.0).collect(),
-        "sparse" => (0..v)
-            .map(|_| {
-                if random.below(8) == 0 {
-                    random.normal()
-                } else {
-                    f32::NEG_INFINITY
-                }
-            })
-            .collect(),
-        "nan" => (0..v)
-            .map(|_| {
-                if random.below(3) == 0 {
-                    f32::NAN
-                } else {
-                    4.0 * random.normal()
-                }
-            })
-            .collect(),
+        "sparse" => (0..v).map(|_| if random.below(8) == 0 { random.normal() } else { f32::NEG_INFINITY }).collect(),
+        "nan" => (0..v).map(|_| if random.below(3) == 0 { f32::NAN } else { 4.0 * random.normal() }).collect(),
         "all nan" => vec![f32::NAN; v],
         "none" => vec![f32::NEG_INFINITY; v],
-        "infinite" => (0..v)
-            .map(|_| {
-                random.of(&[
-                    f32::INFINITY,
-                    f32::NEG_INFINITY,
-                    f32::MAX,
-                    f32::MIN,
-                    0.0,
-                    -0.0,
-                ])
-            })
-            .collect(),
+        "infinite" => {
+            (0..v).map(|_| random.of(&[f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, 0.0, -0.0])).collect()
+        }
         "wide" => (0..v).map(|_| random.normal() * 1e4).collect(),
         "flat" => (0..v).map(|_| random.normal() * 1e-3).collect(),
         "rising" => (0..v).map(|i| i as f32 * 1e-3).collect(),
@@ -370,10 +292,8 @@ fn logits(random: &mut Random, style: &str, vocabulary: u32) -> Vec<f32> {
     l
 }
 
-const STYLES: [&str; 12] = [
-    "normal", "equal", "steps", "sparse", "nan", "all nan", "none", "infinite", "wide", "flat",
-    "rising", "peak",
-];
+const STYLES: [&str; 12] =
+    ["normal", "equal", "steps", "sparse", "nan", "all nan", "none", "infinite", "wide", "flat", "rising", "peak"];
 
 fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row {
     let v = vocabulary as usize;
@@ -381,11 +301,7 @@ fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row 
     let penalties = random.below(3) == 0;
     let minimum = random.below(3) == 0;
     let stops = random.below(STOP_ENTRIES as usize + 1);
-    let biases = if random.below(3) == 0 {
-        random.of(&[1, 3, 40, 300])
-    } else {
-        0
-    };
+    let biases = if random.below(3) == 0 { random.of(&[1, 3, 40, 300]) } else { 0 };
     Row {
         style,
         logits: logits(random, style, vocabulary),
@@ -394,46 +310,12 @@ fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row 
             generated: random.below(50) as u32,
             min_left: if minimum { random.of(&[1, 5]) } else { 0 },
             temperature: random.of(&[0.0, 0.0, 1e-3, 0.3, 0.7, 1.0, 1.0, 2.0, 50.0]),
-            top_k: random.of(&[
-                0,
-                0,
-                1,
-                2,
-                5,
-                50,
-                vocabulary - 1,
-                vocabulary,
-                vocabulary + 10,
-                u32::MAX,
-            ]),
-            top_p: random.of(&[
-                1.0,
-                1.0,
-                1e-9,
-                1e-12,
-                0.1,
-                0.5,
-                0.9,
-                0.95,
-                0.999,
-                1.0 - 1e-7,
-            ]),
+            top_k: random.of(&[0, 0, 1, 2, 5, 50, vocabulary - 1, vocabulary, vocabulary + 10, u32::MAX]),
+            top_p: random.of(&[1.0, 1.0, 1e-9, 1e-12, 0.1, 0.5, 0.9, 0.95, 0.999, 1.0 - 1e-7]),
             min_p: random.of(&[0.0, 0.0, 0.0, 1e-6, 0.05, 0.5, 1.0]),
-            repetition: if penalties {
-                random.of(&[1.0, 1.1, 2.0, 0.5])
-            } else {
-                1.0
-            },
-            presence: if penalties {
-                random.of(&[0.0, 0.5, -0.5, 2.0])
-            } else {
-                0.0
-            },
-            frequency: if penalties {
-                random.of(&[0.0, 0.3, -0.3])
-            } else {
-                0.0
-            },
+            repetition: if penalties { random.of(&[1.0, 1.1, 2.0, 0.5]) } else { 1.0 },
+            presence: if penalties { random.of(&[0.0, 0.5, -0.5, 2.0]) } else { 0.0 },
+            frequency: if penalties { random.of(&[0.0, 0.3, -0.3]) } else { 0.0 },
             seed: random.bits(),
             stop_ids: (0..stops).map(|_| token(random)).collect(),
             bias_count: 0,
@@ -451,30 +333,17 @@ fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row 
                 _ => 0,
             })
             .collect(),
-        bias: (0..biases)
-            .map(|_| (token(random), random.of(&[-100.0, -1.0, 0.5, 5.0, 100.0])))
-            .collect(),
+        bias: (0..biases).map(|_| (token(random), random.of(&[-100.0, -1.0, 0.5, 5.0, 100.0]))).collect(),
     }
 }
 
 fn plain_row(logits: Vec<f32>, init: SlotInit) -> Row {
     let counts = Vec::new();
-    Row {
-        style: "given",
-        logits,
-        init,
-        active: ACTIVE_RUNNING,
-        valid: true,
-        counts,
-        bias: Vec::new(),
-    }
+    Row { style: "given", logits, init, active: ACTIVE_RUNNING, valid: true, counts, bias: Vec::new() }
 }
 
 fn tokens(entries: &[RingEntry]) -> Vec<u32> {
-    entries
-        .iter()
-        .map(|e| e.token.expect("every row runs"))
-        .collect()
+    entries.iter().map(|e| e.token.expect("every row runs")).collect()
 }
 
 #[test]
@@ -491,21 +360,11 @@ fn awkward_rows_equal_the_reference() {
             (8, 151_936, 24),
         ] {
             let mut random = Random(seed);
-            let rows: Vec<Row> = (0..rows)
-                .map(|i| random_row(&mut random, vocabulary, STYLES[i % STYLES.len()]))
-                .collect();
+            let rows: Vec<Row> =
+                (0..rows).map(|i| random_row(&mut random, vocabulary, STYLES[i % STYLES.len()])).collect();
             let threads = 128;
-            let entries = Scene {
-                vocabulary,
-                rows,
-                partials: 0,
-                threads,
-            }
-            .check(&gpu, seed);
-            assert!(
-                entries.iter().any(|e| e.token.is_none())
-                    && entries.iter().any(|e| e.token.is_some())
-            );
+            let entries = Scene { vocabulary, rows, partials: 0, threads }.check(&gpu, seed);
+            assert!(entries.iter().any(|e| e.token.is_none()) && entries.iter().any(|e| e.token.is_some()));
         }
     }
 }
@@ -528,18 +387,9 @@ fn the_longest_rows_stay_below_the_drivers_loop_limit() {
         ..SlotInit::default()
     };
     for gpu in all() {
-        let rows = vec![
-            plain_row(logits.clone(), init.clone()),
-            plain_row(rising.clone(), init.clone()),
-        ];
+        let rows = vec![plain_row(logits.clone(), init.clone()), plain_row(rising.clone(), init.clone())];
         let threads = 256;
-        let entries = Scene {
-            vocabulary,
-            rows,
-            partials: 0,
-            threads,
-        }
-        .check(&gpu, 11);
+        let entries = Scene { vocabulary, rows, partials: 0, threads }.check(&gpu, 11);
         assert_eq!(entries[0].top.len(), 20);
     }
 }
@@ -547,57 +397,27 @@ fn the_longest_rows_stay_below_the_drivers_loop_limit() {
 #[test]
 fn partial_maxima_give_the_token_of_a_scan() {
     for gpu in all() {
-        for (seed, vocabulary, partials) in [
-            (21, 1, 1),
-            (22, 257, 3),
-            (23, 32_003, 125),
-            (24, 32_003, 2001),
-        ] {
+        for (seed, vocabulary, partials) in [(21, 1, 1), (22, 257, 3), (23, 32_003, 125), (24, 32_003, 2001)] {
             let mut random = Random(seed);
             let threads = 128;
             let rows: Vec<Row> = ["normal", "steps", "equal", "none", "sparse"]
                 .iter()
                 .map(|style| {
-                    plain_row(
-                        logits(&mut random, style, vocabulary),
-                        SlotInit {
-                            remaining: 4,
-                            ..SlotInit::default()
-                        },
-                    )
+                    plain_row(logits(&mut random, style, vocabulary), SlotInit { remaining: 4, ..SlotInit::default() })
                 })
                 .collect();
-            let scene = Scene {
-                vocabulary,
-                rows,
-                partials,
-                threads,
-            };
+            let scene = Scene { vocabulary, rows, partials, threads };
             // The reference always scans.
             scene.check(&gpu, seed);
             // And the logits are not looked at where partials are there.
             let mut blind = scene.build();
-            let logits = blind
-                .recording
-                .buffers
-                .iter()
-                .position(|b| b.name == "logits")
-                .expect("declared");
+            let logits = blind.recording.buffers.iter().position(|b| b.name == "logits").expect("declared");
             blind.memory.buffers[logits].fill(0);
             let mut want = scene.build().memory;
             interpreter::run(&blind.recording, &mut want);
             gpu.run(&blind.recording, &mut blind.memory);
-            let state = blind
-                .recording
-                .buffers
-                .iter()
-                .position(|b| b.name == "state")
-                .expect("declared");
-            assert_eq!(
-                blind.memory.buffers[state], want.buffers[state],
-                "on {}, seed {seed}",
-                gpu.name
-            );
+            let state = blind.recording.buffers.iter().position(|b| b.name == "state").expect("declared");
+            assert_eq!(blind.memory.buffers[state], want.buffers[state], "on {}, seed {seed}", gpu.name);
         }
     }
 }
@@ -608,27 +428,14 @@ fn a_seed_gives_the_same_tokens_everywhere() {
     let vocabulary = 5000;
     let mut random = Random(31);
     let shared = logits(&mut random, "normal", vocabulary);
-    let init = |seed| SlotInit {
-        temperature: 1.3,
-        top_p: 0.97,
-        seed,
-        remaining: 9,
-        ..SlotInit::default()
-    };
+    let init = |seed| SlotInit { temperature: 1.3, top_p: 0.97, seed, remaining: 9, ..SlotInit::default() };
     let mut seen: Vec<Vec<u32>> = Vec::new();
     for gpu in all() {
         for threads in [64, 128, gpu.most_threads] {
             for shift in [0, 3] {
-                let mut rows: Vec<Row> = (0..shift)
-                    .map(|_| random_row(&mut random, vocabulary, "flat"))
-                    .collect();
+                let mut rows: Vec<Row> = (0..shift).map(|_| random_row(&mut random, vocabulary, "flat")).collect();
                 rows.extend((0..16).map(|seed| plain_row(shared.clone(), init(seed))));
-                let scene = Scene {
-                    vocabulary,
-                    rows,
-                    partials: 0,
-                    threads,
-                };
+                let scene = Scene { vocabulary, rows, partials: 0, threads };
                 seen.push(tokens(&scene.check(&gpu, 31)[shift..]));
             }
         }
@@ -659,43 +466,14 @@ fn draws_reach_exactly_the_survivors() {
             (0, 1.0, 1.0, "equal"),
         ] {
             let row = logits(&mut random, style, vocabulary);
-            let init = SlotInit {
-                temperature: 100.0,
-                top_k,
-                top_p,
-                min_p,
-                remaining: 9,
-                ..SlotInit::default()
-            };
+            let init = SlotInit { temperature: 100.0, top_k, top_p, min_p, remaining: 9, ..SlotInit::default() };
             let keys: Vec<u32> = row.iter().map(|l| determinate::key_of(*l)).collect();
             let want = sampling::survivors(&keys, &init.words());
-            let rows = (0..800)
-                .map(|seed| {
-                    plain_row(
-                        row.clone(),
-                        SlotInit {
-                            seed,
-                            ..init.clone()
-                        },
-                    )
-                })
-                .collect();
-            let mut got = tokens(
-                &Scene {
-                    vocabulary,
-                    rows,
-                    partials: 0,
-                    threads: 64,
-                }
-                .check(&gpu, 41),
-            );
+            let rows = (0..800).map(|seed| plain_row(row.clone(), SlotInit { seed, ..init.clone() })).collect();
+            let mut got = tokens(&Scene { vocabulary, rows, partials: 0, threads: 64 }.check(&gpu, 41));
             got.sort_unstable();
             got.dedup();
-            assert_eq!(
-                got, want,
-                "on {}: top_k {top_k}, top_p {top_p}, min_p {min_p}, {style} logits",
-                gpu.name
-            );
+            assert_eq!(got, want, "on {}: top_k {top_k}, top_p {top_p}, min_p {min_p}, {style} logits", gpu.name);
         }
     }
 }
@@ -706,22 +484,13 @@ fn draws_follow_the_softmax() {
     let vocabulary = 40u32;
     let draws = 6_000u32;
     let temperature = 0.8;
-    let row: Vec<f32> = (0..vocabulary)
-        .map(|t| -0.11 * ((t * 17) % vocabulary) as f32)
-        .collect();
-    let total: f64 = row
-        .iter()
-        .map(|l| (f64::from(*l) / temperature).exp())
-        .sum();
+    let row: Vec<f32> = (0..vocabulary).map(|t| -0.11 * ((t * 17) % vocabulary) as f32).collect();
+    let total: f64 = row.iter().map(|l| (f64::from(*l) / temperature).exp()).sum();
     for gpu in all() {
         for one_seed in [false, true] {
             let rows = (0..draws)
                 .map(|i| {
-                    let (seed, generated) = if one_seed {
-                        (99, i)
-                    } else {
-                        (u64::from(i) << 20, 3)
-                    };
+                    let (seed, generated) = if one_seed { (99, i) } else { (u64::from(i) << 20, 3) };
                     plain_row(
                         row.clone(),
                         SlotInit {
@@ -734,15 +503,7 @@ fn draws_follow_the_softmax() {
                     )
                 })
                 .collect();
-            let drawn = tokens(
-                &Scene {
-                    vocabulary,
-                    rows,
-                    partials: 0,
-                    threads: 64,
-                }
-                .check(&gpu, 51),
-            );
+            let drawn = tokens(&Scene { vocabulary, rows, partials: 0, threads: 64 }.check(&gpu, 51));
             let mut counts = vec![0f64; vocabulary as usize];
             drawn.iter().for_each(|t| counts[*t as usize] += 1.0);
             let chi: f64 = row
@@ -754,11 +515,7 @@ fn draws_follow_the_softmax() {
                 })
                 .sum();
             // 39 degrees of freedom: mean 39, deviation 8.8. Above 73 once in a thousand; the seeds are fixed.
-            assert!(
-                (12.0..73.0).contains(&chi),
-                "on {}: chi-square {chi} (one seed: {one_seed})",
-                gpu.name
-            );
+            assert!((12.0..73.0).contains(&chi), "on {}: chi-square {chi} (one seed: {one_seed})", gpu.name);
         }
     }
 }
@@ -775,35 +532,14 @@ fn patches_clears_and_marks_equal_the_reference() {
         let inbox = recording.buffer("inbox", sampling::patch_bytes(slots * SLOT_WORDS + 8));
         let clears = recording.buffer("clears", sampling::clear_bytes(slots));
         let words = slots * SLOT_WORDS;
-        recording.call(sampling::patch(
-            "state".into(),
-            PatchArgs {
-                inbox,
-                target: state,
-                capacity: words + 8,
-                words,
-            },
-        ));
+        recording.call(sampling::patch("state".into(), PatchArgs { inbox, target: state, capacity: words + 8, words }));
         recording.call(sampling::clear_counts(
             "counts".into(),
             slots,
-            ClearCountsArgs {
-                inbox: clears,
-                counts,
-                slots,
-                vocabulary,
-            },
+            ClearCountsArgs { inbox: clears, counts, slots, vocabulary },
         ));
-        recording.call(sampling::mark_prompt(
-            "chunk".into(),
-            MarkPromptArgs {
-                rows,
-                state,
-                counts,
-                row_count,
-                vocabulary,
-            },
-        ));
+        recording
+            .call(sampling::mark_prompt("chunk".into(), MarkPromptArgs { rows, state, counts, row_count, vocabulary }));
         let mut memory = HostMemory::new(&recording);
         for i in 0..slots * vocabulary {
             memory.set_u32(counts, i, random.bits() as u32 & 0x8000_0003);
@@ -811,11 +547,8 @@ fn patches_clears_and_marks_equal_the_reference() {
         let mut patch = sampling::Patch::default();
         for slot in 0..slots {
             let presence = if slot == 2 { 0.0 } else { 0.5 };
-            let init = SlotInit {
-                presence,
-                prompt_tokens: if slot == 3 { 100 } else { u32::MAX },
-                ..SlotInit::default()
-            };
+            let init =
+                SlotInit { presence, prompt_tokens: if slot == 3 { 100 } else { u32::MAX }, ..SlotInit::default() };
             patch.set_all(slot * SLOT_WORDS, &init.words());
         }
         patch.set(words - 1, 77);
@@ -828,16 +561,8 @@ fn patches_clears_and_marks_equal_the_reference() {
             memory.set_u32(clears, i, word);
         }
         for row in 0..row_count {
-            let token = if row % 50 == 7 {
-                vocabulary + 5
-            } else {
-                random.below(40) as u32
-            };
-            let slot = if row % 2 == 0 {
-                3
-            } else {
-                random.below(5) as u32
-            };
+            let token = if row % 50 == 7 { vocabulary + 5 } else { random.below(40) as u32 };
+            let slot = if row % 2 == 0 { 3 } else { random.below(5) as u32 };
             for (i, word) in (0..).zip([token, row, slot, u32::from(row % 10 != 0)]) {
                 memory.set_u32(rows, row * 4 + i, word);
             }
@@ -847,20 +572,12 @@ fn patches_clears_and_marks_equal_the_reference() {
         gpu.run(&recording, &mut memory);
         assert_eq!(memory.u32(state, words - 1), 77);
         for (b, decl) in recording.buffers.iter().enumerate() {
-            assert!(
-                memory.buffers[b] == want.buffers[b],
-                "{} differs on {}",
-                decl.name,
-                gpu.name
-            );
+            assert!(memory.buffers[b] == want.buffers[b], "{} differs on {}", decl.name, gpu.name);
         }
         // Slot 3 holds both: bits from its prompt, numbers from after.
-        let of_three: Vec<u32> = (0..40)
-            .map(|t| memory.u32(counts, 3 * vocabulary + t))
-            .collect();
+        let of_three: Vec<u32> = (0..40).map(|t| memory.u32(counts, 3 * vocabulary + t)).collect();
         assert!(
-            of_three.iter().any(|c| c & COUNT_PROMPT != 0)
-                && of_three.iter().any(|c| c & !COUNT_PROMPT > 4),
+            of_three.iter().any(|c| c & COUNT_PROMPT != 0) && of_three.iter().any(|c| c & !COUNT_PROMPT > 4),
             "{of_three:?}"
         );
     }
@@ -871,38 +588,20 @@ fn patches_clears_and_marks_equal_the_reference() {
 fn a_slot_counts_down_stops_and_falls_silent() {
     let vocabulary = 9;
     let row: Vec<f32> = (0..9).map(|t| t as f32).collect();
-    let init = SlotInit {
-        min_left: 2,
-        stop_ids: vec![8, 7],
-        remaining: 5,
-        ..SlotInit::default()
-    };
+    let init = SlotInit { min_left: 2, stop_ids: vec![8, 7], remaining: 5, ..SlotInit::default() };
     for gpu in all() {
-        let scene = Scene {
-            vocabulary,
-            rows: vec![plain_row(row.clone(), init.clone())],
-            partials: 0,
-            threads: 64,
-        };
+        let scene = Scene { vocabulary, rows: vec![plain_row(row.clone(), init.clone())], partials: 0, threads: 64 };
         let mut built = scene.build();
         let mut seen = Vec::new();
         for step in STEP..STEP + 5 {
             gpu.run(&built.recording, &mut built.memory);
             let at = RingEntry::at(step, 0, RING_STEPS, 1) as u32;
-            let words: Vec<u32> = (at..at + ENTRY_WORDS)
-                .map(|i| built.memory.u32(built.ring, i))
-                .collect();
+            let words: Vec<u32> = (at..at + ENTRY_WORDS).map(|i| built.memory.u32(built.ring, i)).collect();
             let entry = RingEntry::read(&words);
             assert_eq!(entry.step, step);
             seen.push((entry.token, entry.done));
         }
-        let want = [
-            (Some(6), DONE_NO),
-            (Some(6), DONE_NO),
-            (Some(8), DONE_STOP),
-            (None, DONE_NO),
-            (None, DONE_NO),
-        ];
+        let want = [(Some(6), DONE_NO), (Some(6), DONE_NO), (Some(8), DONE_STOP), (None, DONE_NO), (None, DONE_NO)];
         assert_eq!(seen, want, "on {}", gpu.name);
     }
 }
@@ -910,29 +609,12 @@ fn a_slot_counts_down_stops_and_falls_silent() {
 /// The reference itself, against numbers worked out by hand.
 #[test]
 fn the_reference_masks_in_the_order_that_it_says() {
-    let tables = SlotTables {
-        counts: &[],
-        bias: &[],
-    };
-    let keys = |logits: &[f32]| {
-        logits
-            .iter()
-            .map(|l| determinate::key_of(*l))
-            .collect::<Vec<u32>>()
-    };
+    let tables = SlotTables { counts: &[], bias: &[] };
+    let keys = |logits: &[f32]| logits.iter().map(|l| determinate::key_of(*l)).collect::<Vec<u32>>();
     // Shares 0.5, 0.25, 0.125, 0.125.
-    let row: Vec<f32> = [0.5f32, 0.125, 0.25, 0.125]
-        .iter()
-        .map(|p| p.ln())
-        .collect();
+    let row: Vec<f32> = [0.5f32, 0.125, 0.25, 0.125].iter().map(|p| p.ln()).collect();
     let of = |top_k, top_p, min_p| {
-        let init = SlotInit {
-            temperature: 1.0,
-            top_k,
-            top_p,
-            min_p,
-            ..SlotInit::default()
-        };
+        let init = SlotInit { temperature: 1.0, top_k, top_p, min_p, ..SlotInit::default() };
         sampling::survivors(&keys(&row), &init.words())
     };
     assert_eq!(of(0, 1.0, 0.0), [0, 1, 2, 3]);
@@ -942,42 +624,17 @@ fn the_reference_masks_in_the_order_that_it_says() {
     assert_eq!(of(0, 0.6, 0.0), [0, 2]);
     assert_eq!(of(2, 0.6, 0.0), [0], "two thirds of what top-k left");
     assert_eq!(of(2, 0.7, 0.0), [0, 2]);
-    assert_eq!(
-        of(0, 0.7, 0.3),
-        [0, 2],
-        "of what min-p left, 0.67 is not enough"
-    );
+    assert_eq!(of(0, 0.7, 0.3), [0, 2], "of what min-p left, 0.67 is not enough");
     assert_eq!(of(0, 0.6, 0.3), [0]);
-    let init = SlotInit {
-        logprobs: Some(2),
-        ..SlotInit::default()
-    };
+    let init = SlotInit { logprobs: Some(2), ..SlotInit::default() };
     let drawn = sampling::draw(&row, &init.words(), tables);
     assert_eq!(drawn.token, 0);
     assert!((drawn.logprob - 0.5f32.ln()).abs() < 1e-6);
     assert_eq!(drawn.top.iter().map(|t| t.0).collect::<Vec<_>>(), [0, 2]);
     // Bias first, then the repetition penalty, then frequency and presence.
-    let init = SlotInit {
-        repetition: 2.0,
-        presence: 0.25,
-        frequency: 0.5,
-        bias_count: 1,
-        ..SlotInit::default()
-    };
+    let init = SlotInit { repetition: 2.0, presence: 0.25, frequency: 0.5, bias_count: 1, ..SlotInit::default() };
     let bias = bias_words(&[(1, 3.0)]);
     let counts = [COUNT_PROMPT, COUNT_PROMPT | 2, 0];
-    let keys = sampling::adjusted_keys(
-        &[-1.0, 1.0, 1.0],
-        &init.words(),
-        SlotTables {
-            counts: &counts,
-            bias: &bias,
-        },
-    );
-    assert_eq!(
-        keys.iter()
-            .map(|k| determinate::value_of(*k))
-            .collect::<Vec<_>>(),
-        [-2.0, 4.0 / 2.0 - 1.0 - 0.25, 1.0]
-    );
+    let keys = sampling::adjusted_keys(&[-1.0, 1.0, 1.0], &init.words(), SlotTables { counts: &counts, bias: &bias });
+    assert_eq!(keys.iter().map(|k| determinate::value_of(*k)).collect::<Vec<_>>(), [-2.0, 4.0 / 2.0 - 1.0 - 0.25, 1.0]);
 }

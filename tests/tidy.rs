@@ -55,7 +55,8 @@ fn imports_point_one_way() {
         for (number, line) in text.lines().enumerate().filter(|(_, line)| !is_comment(line)) {
             for used in named(line).filter(|used| ORDER.contains(used)) {
                 if !allowed.contains(&used) {
-                    problems.push(format!("{name}:{}: {folder} must not use {used}; move what it needs down", number + 1));
+                    problems
+                        .push(format!("{name}:{}: {folder} must not use {used}; move what it needs down", number + 1));
                 }
             }
         }
@@ -87,7 +88,8 @@ fn unsafe_has_its_places_and_its_reasons() {
             // The reason stands in the comment above the statement that the block is part of.
             let reason = lines[index.saturating_sub(12)..=index].iter().any(|l| l.contains("SAFETY:"));
             if !reason {
-                problems.push(format!("{name}:{}: say in a SAFETY comment which rule holds and who keeps it", index + 1));
+                problems
+                    .push(format!("{name}:{}: say in a SAFETY comment which rule holds and who keeps it", index + 1));
             }
         }
     }
@@ -117,7 +119,8 @@ fn files_open_with_what_they_own_and_nothing_is_left_undone() {
             problems.push(format!("{name}:1: open with //! and say what the file owns and what is absent"));
         }
         for (number, line) in text.lines().enumerate() {
-            let forbidden = [concat!("to", "do!("), concat!("unimple", "mented!("), concat!("FIX", "ME"), concat!("dbg", "!(")];
+            let forbidden =
+                [concat!("to", "do!("), concat!("unimple", "mented!("), concat!("FIX", "ME"), concat!("dbg", "!(")];
             if let Some(word) = forbidden.iter().find(|word| line.contains(**word)) {
                 problems.push(format!("{name}:{}: {word} is unfinished work", number + 1));
             }

@@ -6,9 +6,9 @@ mod common;
 
 use common::{Driver, Vulkan};
 use ostinato::config::{Config, KvFormat, Model};
+use ostinato::engine::host::Host;
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Sampling, Token};
 use ostinato::engine::start::{Quiet, start_on};
-use ostinato::engine::host::Host;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -42,7 +42,8 @@ fn expected(folder: &Path) -> Expected {
     let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
     let logits = tensors.tensor("logits").expect("logits");
     let width = logits.shape()[1];
-    let values: Vec<f32> = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let values: Vec<f32> =
+        logits.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     Expected {
         prompt: ids("prompt"),
         greedy: ids("greedy"),
@@ -111,7 +112,10 @@ fn check(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat, limit: im
         let found = tokens[*step].logits.as_ref().expect("logits were asked for");
         let error = error(found, wanted);
         println!("{name} {driver:?} {kv:?} step {step}: relative error {error:.2e}, at most {limit:.2e}");
-        assert!(error <= limit, "{name} on {driver:?} with {kv:?}, step {step}: relative error {error:.2e} exceeds {limit:.2e}");
+        assert!(
+            error <= limit,
+            "{name} on {driver:?} with {kv:?}, step {step}: relative error {error:.2e} exceeds {limit:.2e}"
+        );
     }
 }
 

@@ -112,8 +112,15 @@ impl Actor {
         let last = match result {
             Ok(last) => last,
             Err(error) => {
-                let report =
-                    Report { id, entries: 0, last: true, host_waits: 0, enqueue, device_time: None, result: Err(error) };
+                let report = Report {
+                    id,
+                    entries: 0,
+                    last: true,
+                    host_waits: 0,
+                    enqueue,
+                    device_time: None,
+                    result: Err(error),
+                };
                 let _ = outbox.reports.send(report);
                 let _ = outbox.wake.try_send(());
                 return;

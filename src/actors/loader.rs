@@ -74,10 +74,7 @@ impl Source {
     }
 
     fn range(&self) -> Range<u64> {
-        self.offset
-            ..self
-                .offset
-                .saturating_add(self.row_bytes() * u64::from(self.rows))
+        self.offset..self.offset.saturating_add(self.row_bytes() * u64::from(self.rows))
     }
 }
 
@@ -247,24 +244,13 @@ impl Loader {
         let (sender, inbox) = bounded(INBOX);
         let closing = Arc::new(AtomicBool::new(false));
         let available = || std::thread::available_parallelism().map_or(1, |n| n.get());
-        let workers = workers
-            .unwrap_or_else(|| available().min(MOST_WORKERS))
-            .max(1);
-        let actor = Actor {
-            transfer,
-            ring,
-            workers,
-            closing: Arc::clone(&closing),
-        };
+        let workers = workers.unwrap_or_else(|| available().min(MOST_WORKERS)).max(1);
+        let actor = Actor { transfer, ring, workers, closing: Arc::clone(&closing) };
         let thread = std::thread::Builder::new()
             .name("loader".to_owned())
             .spawn(move || actor.run(&inbox))
             .expect("the host can start a thread");
-        Loader {
-            inbox: Some(sender),
-            thread: Some(thread),
-            closing,
-        }
+        Loader { inbox: Some(sender), thread: Some(thread), closing }
     }
 
     /// Loads after the loads asked for before.
@@ -272,19 +258,10 @@ impl Loader {
         let (progress, progress_receiver) = bounded(PROGRESS);
         let (done, done_receiver) = bounded(1);
         let cancelled = Arc::new(AtomicBool::new(false));
-        let message = Message::Load {
-            plan,
-            cancelled: Arc::clone(&cancelled),
-            progress,
-            done,
-        };
+        let message = Message::Load { plan, cancelled: Arc::clone(&cancelled), progress, done };
         let inbox = self.inbox.as_ref().expect("taken by drop only");
         match inbox.try_send(message) {
-            Ok(()) => Ok(Load {
-                progress: progress_receiver,
-                done: done_receiver,
-                cancelled,
-            }),
+            Ok(()) => Ok(Load { progress: progress_receiver, done: done_receiver, cancelled }),
             Err(TrySendError::Full(_)) => Err(LoadError::Busy { waiting: INBOX }),
             Err(TrySendError::Disconnected(_)) => Err(LoadError::Cancelled),
         }
@@ -361,13 +338,7 @@ struct Spent {
 
 impl Actor {
     fn run(self, inbox: &Receiver<Message>) {
-        while let Ok(Message::Load {
-            plan,
-            cancelled,
-            progress,
-            done,
-        }) = inbox.recv()
-        {
+        while let Ok(Message::Load { plan, cancelled, progress, done }) = inbox.recv() {
             let result = self.load(&plan, &cancelled, &progress);
             if let Ok(report) = &result {
                 tracing::info!(
@@ -420,9 +391,7 @@ impl Actor {
                 })
                 .collect();
             let joined = threads.into_iter().map(|t| t.join());
-            joined
-                .map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
+            joined.map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });
         let packed = Instant::now();
         drop(shared);
@@ -443,20 +412,13 @@ impl Actor {
         if let Some(point) = point
             && !self.ring.device().wait(point, DRAIN_WAIT)?
         {
-            return Err(LoadError::Stuck {
-                seconds: DRAIN_WAIT.as_secs(),
-            });
+            return Err(LoadError::Stuck { seconds: DRAIN_WAIT.as_secs() });
         }
         for source in plan.tensors.iter().flat_map(|t| &t.sources) {
             source.file.unchanged()?;
         }
         Ok(LoadReport {
-            bytes_read: plan
-                .tensors
-                .iter()
-                .flat_map(|t| &t.sources)
-                .map(|s| s.range().end - s.offset)
-                .sum(),
+            bytes_read: plan.tensors.iter().flat_map(|t| &t.sources).map(|s| s.range().end - s.offset).sum(),
             bytes_written: bytes_total,
             elapsed: start.elapsed(),
             pack: spent.pack,
@@ -473,9 +435,7 @@ impl Actor {
     fn work(&self, shared: &Shared<'_>) -> Result<Spent, LoadError> {
         let mut spent = Spent::default();
         loop {
-            let stop = [shared.cancelled, &*self.closing]
-                .iter()
-                .any(|flag| flag.load(Ordering::Relaxed));
+            let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
             if stop {
                 return Err(LoadError::Cancelled);
             }
@@ -500,11 +460,7 @@ impl Actor {
         for part in &chunk.pieces {
             let tensor = &shared.plan.tensors[part.tensor];
             let length = part.range.end - part.range.start;
-            fill(
-                tensor,
-                part.range.clone(),
-                &mut memory[part.at as usize..][..length as usize],
-            )?;
+            fill(tensor, part.range.clone(), &mut memory[part.at as usize..][..length as usize])?;
             pieces.push(Piece {
                 from: part.at,
                 to: Arc::clone(&tensor.target),
@@ -513,21 +469,13 @@ impl Actor {
             });
         }
         let packed = Instant::now();
-        self.transfer
-            .copy(slot, pieces, Vec::new(), shared.submitted.clone())?;
+        self.transfer.copy(slot, pieces, Vec::new(), shared.submitted.clone())?;
         spent.staging_wait += have_slot - start;
         spent.pack += packed - have_slot;
-        let bytes: u64 = chunk
-            .pieces
-            .iter()
-            .map(|p| p.range.end - p.range.start)
-            .sum();
+        let bytes: u64 = chunk.pieces.iter().map(|p| p.range.end - p.range.start).sum();
         let bytes_done = shared.bytes_done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         // One that finds no room is made up for by the next.
-        let _ = shared.progress.try_send(Progress {
-            bytes_done,
-            bytes_total: shared.bytes_total,
-        });
+        let _ = shared.progress.try_send(Progress { bytes_done, bytes_total: shared.bytes_total });
         Ok(())
     }
 }
@@ -568,28 +516,15 @@ fn packed_rows(packing: &Packing, part: &Range<u64>) -> Range<u32> {
 
 /// The rows of a source that become some of `rows`.
 fn source_rows(source: &Source, rows: &Range<u32>) -> Range<u32> {
-    let index = |row: u32| {
-        row.saturating_sub(source.first_row)
-            .div_ceil(source.row_step)
-            .min(source.rows)
-    };
+    let index = |row: u32| row.saturating_sub(source.first_row).div_ceil(source.row_step).min(source.rows);
     index(rows.start)..index(rows.end)
 }
 
 /// Everything about a tensor that can be wrong before it is read.
 fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
-    let LoadTensor {
-        name,
-        target,
-        offset,
-        packing,
-        sources,
-    } = tensor;
+    let LoadTensor { name, target, offset, packing, sources } = tensor;
     if packing.layout == Layout::Fragments && packing.format.bytes() != 2 {
-        return Err(LoadError::NotPackable {
-            name: name.clone(),
-            format: packing.format,
-        });
+        return Err(LoadError::NotPackable { name: name.clone(), format: packing.format });
     }
     let end = offset.checked_add(packing.bytes());
     if end.is_none_or(|end| end > target.bytes()) {
@@ -602,11 +537,9 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
         });
     }
     for source in sources {
-        let last = u64::from(source.first_row)
-            + u64::from(source.rows.saturating_sub(1)) * u64::from(source.row_step);
-        let fits = source.cols <= packing.cols
-            && source.row_step > 0
-            && (source.rows == 0 || last < u64::from(packing.rows));
+        let last = u64::from(source.first_row) + u64::from(source.rows.saturating_sub(1)) * u64::from(source.row_step);
+        let fits =
+            source.cols <= packing.cols && source.row_step > 0 && (source.rows == 0 || last < u64::from(packing.rows));
         if !fits {
             return Err(LoadError::Outside {
                 name: name.clone(),
@@ -648,30 +581,19 @@ fn cut(tensors: &[Packing], slot_bytes: u64) -> Vec<Chunk> {
         let total = packing.bytes();
         let rows = packing.row_bytes() * u64::from(packing.rows_of_unit());
         let unit = packing.unit_bytes();
-        assert!(
-            unit <= slot_bytes,
-            "a slot of {slot_bytes} bytes holds {unit}"
-        );
+        assert!(unit <= slot_bytes, "a slot of {slot_bytes} bytes holds {unit}");
         let grain = if rows <= slot_bytes { rows } else { unit };
         let mut done = 0;
         while done < total {
             let at = used.next_multiple_of(SLOT_ALIGNMENT).min(slot_bytes);
             let room = slot_bytes - at;
-            let bytes = if total - done <= room {
-                total - done
-            } else {
-                room / grain * grain
-            };
+            let bytes = if total - done <= room { total - done } else { room / grain * grain };
             if bytes == 0 {
                 chunks.push(std::mem::take(&mut chunk));
                 used = 0;
                 continue;
             }
-            chunk.pieces.push(Part {
-                tensor,
-                range: done..done + bytes,
-                at,
-            });
+            chunk.pieces.push(Part { tensor, range: done..done + bytes, at });
             done += bytes;
             used = at + bytes;
         }
@@ -688,19 +610,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn packing(rows: u32, cols: u32, fragments: bool, format: Format) -> Packing {
-        let layout = if fragments {
-            Layout::Fragments
-        } else {
-            Layout::RowMajor {
-                columns_multiple: 1,
-            }
-        };
-        Packing {
-            rows,
-            cols,
-            layout,
-            format,
-        }
+        let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 1 } };
+        Packing { rows, cols, layout, format }
     }
 
     #[test]
@@ -715,19 +626,9 @@ mod tests {
         assert_eq!(
             chunks,
             [
-                Chunk {
-                    pieces: vec![
-                        part(0, 0..400, 0),
-                        part(1, 0..400, 448),
-                        part(2, 0..3072, 896)
-                    ]
-                },
-                Chunk {
-                    pieces: vec![part(2, 3072..7168, 0)]
-                },
-                Chunk {
-                    pieces: vec![part(2, 7168..10240, 0)]
-                },
+                Chunk { pieces: vec![part(0, 0..400, 0), part(1, 0..400, 448), part(2, 0..3072, 896)] },
+                Chunk { pieces: vec![part(2, 3072..7168, 0)] },
+                Chunk { pieces: vec![part(2, 7168..10240, 0)] },
             ]
         );
     }
@@ -775,15 +676,7 @@ mod tests {
         std::fs::write(file.path(), [0; 8]).unwrap();
         let file = Arc::new(MappedFile::open(file.path()).unwrap());
         // Every second packed row from 1: 1, 3, 5, …, 19.
-        let source = Source {
-            file,
-            offset: 0,
-            rows: 10,
-            cols: 1,
-            format: Format::Bf16,
-            first_row: 1,
-            row_step: 2,
-        };
+        let source = Source { file, offset: 0, rows: 10, cols: 1, format: Format::Bf16, first_row: 1, row_step: 2 };
         assert_eq!(source_rows(&source, &(0..1)), 0..0);
         assert_eq!(source_rows(&source, &(0..2)), 0..1);
         assert_eq!(source_rows(&source, &(2..6)), 1..3);

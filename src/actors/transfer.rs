@@ -131,11 +131,7 @@ impl Transfer {
             .name("transfer".to_owned())
             .spawn(move || actor.run(&inbox))
             .expect("the host can start a thread");
-        Ok(Transfer {
-            inbox: Some(sender),
-            thread: Some(thread),
-            counters,
-        })
+        Ok(Transfer { inbox: Some(sender), thread: Some(thread), counters })
     }
 
     /// Copies parts of a slot after `waits`, and after compute's earlier uses of the targets.
@@ -151,22 +147,10 @@ impl Transfer {
         submitted: Submitted,
     ) -> Result<(), TransferError> {
         for piece in &pieces {
-            assert!(
-                within(piece.from, piece.bytes, slot.len() as u64),
-                "{piece:?} of a slot of {}",
-                slot.len()
-            );
-            assert!(
-                within(piece.to_offset, piece.bytes, piece.to.bytes()),
-                "{piece:?} outside its target"
-            );
+            assert!(within(piece.from, piece.bytes, slot.len() as u64), "{piece:?} of a slot of {}", slot.len());
+            assert!(within(piece.to_offset, piece.bytes, piece.to.bytes()), "{piece:?} outside its target");
         }
-        self.send(Message::Copy {
-            slot,
-            pieces,
-            waits,
-            submitted,
-        })
+        self.send(Message::Copy { slot, pieces, waits, submitted })
     }
 
     /// Fills a range (multiples of 4) with a word, ordered like a copy.
@@ -182,22 +166,9 @@ impl Transfer {
         waits: Vec<Point>,
         submitted: Submitted,
     ) -> Result<(), TransferError> {
-        assert!(
-            within(offset, bytes, to.bytes()),
-            "{bytes} bytes at {offset} of {to:?}"
-        );
-        assert!(
-            offset.is_multiple_of(4) && bytes.is_multiple_of(4),
-            "{bytes} bytes at {offset} are not whole words"
-        );
-        self.send(Message::Fill {
-            to,
-            offset,
-            bytes,
-            word,
-            waits,
-            submitted,
-        })
+        assert!(within(offset, bytes, to.bytes()), "{bytes} bytes at {offset} of {to:?}");
+        assert!(offset.is_multiple_of(4) && bytes.is_multiple_of(4), "{bytes} bytes at {offset} are not whole words");
+        self.send(Message::Fill { to, offset, bytes, word, waits, submitted })
     }
 
     /// Reads a range after `waits` and after everything submitted so far that writes the
@@ -213,28 +184,14 @@ impl Transfer {
         bytes: u64,
         waits: Vec<Point>,
     ) -> Result<Receiver<Result<Vec<u8>, TransferError>>, TransferError> {
-        assert!(
-            within(offset, bytes, from.bytes()),
-            "{bytes} bytes at {offset} of {from:?}"
-        );
+        assert!(within(offset, bytes, from.bytes()), "{bytes} bytes at {offset} of {from:?}");
         let (reply, receiver) = bounded(1);
-        self.send(Message::Readback {
-            from,
-            offset,
-            bytes,
-            waits,
-            reply,
-        })?;
+        self.send(Message::Readback { from, offset, bytes, waits, reply })?;
         Ok(receiver)
     }
 
     /// Reads a range and waits for the bytes.
-    pub fn read(
-        &self,
-        from: &Arc<Buffer>,
-        offset: u64,
-        bytes: u64,
-    ) -> Result<Vec<u8>, TransferError> {
+    pub fn read(&self, from: &Arc<Buffer>, offset: u64, bytes: u64) -> Result<Vec<u8>, TransferError> {
         let receiver = self.readback(Arc::clone(from), offset, bytes, Vec::new())?;
         receiver.recv().map_err(|_| TransferError::Ended)?
     }
@@ -245,14 +202,7 @@ impl Transfer {
         // The arena rounds sizes up, so the last word is whole.
         let bytes = to.bytes().next_multiple_of(4);
         let waits = Vec::new();
-        self.send(Message::Fill {
-            to: Arc::clone(to),
-            offset: 0,
-            bytes,
-            word: 0,
-            waits,
-            submitted,
-        })?;
+        self.send(Message::Fill { to: Arc::clone(to), offset: 0, bytes, word: 0, waits, submitted })?;
         receiver.recv().map_err(|_| TransferError::Ended)?
     }
 
@@ -265,24 +215,14 @@ impl Transfer {
         data: &[u8],
     ) -> Result<Point, TransferError> {
         // Nothing to copy is done already.
-        let mut last = Point {
-            role: Role::Transfer,
-            value: 0,
-        };
+        let mut last = Point { role: Role::Transfer, value: 0 };
         let mut at = offset;
         for part in data.chunks(ring.slot_bytes()) {
-            let mut slot = ring
-                .acquire()
-                .map_err(|e| TransferError::Staging(Arc::new(e)))?;
+            let mut slot = ring.acquire().map_err(|e| TransferError::Staging(Arc::new(e)))?;
             slot.bytes_mut()[..part.len()].copy_from_slice(part);
             let (submitted, receiver) = bounded(1);
             let bytes = part.len() as u64;
-            let piece = Piece {
-                from: 0,
-                to: Arc::clone(to),
-                to_offset: at,
-                bytes,
-            };
+            let piece = Piece { from: 0, to: Arc::clone(to), to_offset: at, bytes };
             self.copy(slot, vec![piece], Vec::new(), submitted)?;
             last = receiver.recv().map_err(|_| TransferError::Ended)??;
             at += bytes;
@@ -380,10 +320,7 @@ impl Actor {
             };
             if let Err(error) = done.and_then(|()| self.progress()) {
                 // Whoever still waits for an answer sees its channel close.
-                tracing::error!(
-                    error = &error as &dyn std::error::Error,
-                    "the transfer actor ends"
-                );
+                tracing::error!(error = &error as &dyn std::error::Error, "the transfer actor ends");
                 return;
             }
         }
@@ -411,24 +348,10 @@ impl Actor {
     fn take(&mut self, messages: Vec<Message>) -> Result<(), DeviceError> {
         let mut group = Group::default();
         for message in messages {
-            if let Message::Readback {
-                from,
-                offset,
-                bytes,
-                waits,
-                reply,
-            } = message
-            {
+            if let Message::Readback { from, offset, bytes, waits, reply } = message {
                 self.submit(std::mem::take(&mut group))?;
                 let data = Vec::with_capacity(bytes as usize);
-                self.reading.push_back(Reading {
-                    from,
-                    offset,
-                    bytes,
-                    waits,
-                    data,
-                    reply,
-                });
+                self.reading.push_back(Reading { from, offset, bytes, waits, data, reply });
                 self.read_next_part()?;
                 continue;
             }
@@ -449,10 +372,7 @@ impl Actor {
         if group.messages.is_empty() {
             return Ok(());
         }
-        let Group {
-            waits,
-            mut messages,
-        } = group;
+        let Group { waits, mut messages } = group;
         let (hazards, counters) = (&mut self.hazards, &self.counters);
         let record = |encoder: &mut Encoder| {
             for message in &messages {
@@ -479,12 +399,7 @@ impl Actor {
         let mut buffers = Vec::new();
         for message in &mut messages {
             match message {
-                Message::Copy {
-                    slot,
-                    pieces,
-                    submitted,
-                    ..
-                } => {
+                Message::Copy { slot, pieces, submitted, .. } => {
                     slot.busy_until(point);
                     buffers.push(Arc::clone(slot.buffer()));
                     for piece in pieces.drain(..) {
@@ -502,11 +417,7 @@ impl Actor {
             }
         }
         buffers.dedup_by(|a, b| Arc::ptr_eq(a, b));
-        self.in_flight.push_back(InFlight {
-            point,
-            commands,
-            _buffers: buffers,
-        });
+        self.in_flight.push_back(InFlight { point, commands, _buffers: buffers });
         Ok(())
     }
 
@@ -520,13 +431,8 @@ impl Actor {
             && point.value <= reached
         {
             self.under_way = None;
-            let reading = self
-                .reading
-                .front_mut()
-                .expect("the first is the one under way");
-            reading
-                .data
-                .extend_from_slice(&self.readback.bytes()[..bytes as usize]);
+            let reading = self.reading.front_mut().expect("the first is the one under way");
+            reading.data.extend_from_slice(&self.readback.bytes()[..bytes as usize]);
             if reading.data.len() as u64 == reading.bytes {
                 let done = self.reading.pop_front().expect("looked at above");
                 // Nobody may be waiting any more.
@@ -534,18 +440,10 @@ impl Actor {
             }
             self.read_next_part()?;
         }
-        if self
-            .in_flight
-            .front()
-            .is_some_and(|f| f.point.value <= reached)
-        {
+        if self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
             // The queue lets go of its share of the command buffers first.
             self.device.queue(Role::Transfer).collect()?;
-            while self
-                .in_flight
-                .front()
-                .is_some_and(|f| f.point.value <= reached)
-            {
+            while self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
                 let finished = self.in_flight.pop_front().expect("looked at above");
                 if self.spare.len() < BATCH {
                     self.spare.push(finished.commands);
@@ -574,9 +472,7 @@ impl Actor {
                 Err(error) => {
                     self.hazards.forget();
                     let failed = self.reading.pop_front().expect("looked at above");
-                    let _ = failed
-                        .reply
-                        .try_send(Err(TransferError::Device(Arc::new(error))));
+                    let _ = failed.reply.try_send(Err(TransferError::Device(Arc::new(error))));
                     self.alive()?;
                 }
             }
@@ -595,14 +491,7 @@ impl Actor {
         let into_offset = self.readback.offset();
         let (hazards, counters) = (&mut self.hazards, &self.counters);
         let commands = record_in(self.spare.pop(), &self.device, |encoder| {
-            copy(
-                encoder,
-                hazards,
-                counters,
-                (from, offset),
-                (&into, into_offset),
-                bytes,
-            );
+            copy(encoder, hazards, counters, (from, offset), (&into, into_offset), bytes);
             encoder.barrier_host();
         })?;
         let batch = Batch::one(commands.clone(), waits);
@@ -610,11 +499,7 @@ impl Actor {
         self.counters.submits.fetch_add(1, Ordering::Relaxed);
         from.mark_read(point);
         into.mark_written(point);
-        self.in_flight.push_back(InFlight {
-            point,
-            commands,
-            _buffers: vec![Arc::clone(from), into],
-        });
+        self.in_flight.push_back(InFlight { point, commands, _buffers: vec![Arc::clone(from), into] });
         Ok((point, bytes))
     }
 
@@ -647,12 +532,7 @@ impl Message {
             Message::Readback { waits, .. } => (waits, Vec::new()),
         };
         let of_compute = |target: &Arc<Buffer>| target.last_use().find(|p| p.role == Role::Compute);
-        latest(
-            waits
-                .iter()
-                .copied()
-                .chain(targets.into_iter().filter_map(of_compute)),
-        )
+        latest(waits.iter().copied().chain(targets.into_iter().filter_map(of_compute)))
     }
 
     fn encode(&self, encoder: &mut Encoder, hazards: &mut Hazards, counters: &Counters) {
@@ -660,23 +540,10 @@ impl Message {
             Message::Copy { slot, pieces, .. } => {
                 for piece in pieces {
                     let from = (slot.buffer(), slot.offset() + piece.from);
-                    copy(
-                        encoder,
-                        hazards,
-                        counters,
-                        from,
-                        (&piece.to, piece.to_offset),
-                        piece.bytes,
-                    );
+                    copy(encoder, hazards, counters, from, (&piece.to, piece.to_offset), piece.bytes);
                 }
             }
-            Message::Fill {
-                to,
-                offset,
-                bytes,
-                word,
-                ..
-            } => {
+            Message::Fill { to, offset, bytes, word, .. } => {
                 if hazards.touch(&[Touch::new(to, *offset, *bytes, true)]) {
                     encoder.barrier_full();
                     counters.barriers.fetch_add(1, Ordering::Relaxed);
@@ -729,19 +596,11 @@ struct Touch {
 impl Touch {
     fn new(buffer: &Buffer, offset: u64, bytes: u64, writes: bool) -> Touch {
         use ash::vk::Handle;
-        Touch {
-            buffer: buffer.raw().as_raw(),
-            start: offset,
-            end: offset + bytes,
-            writes,
-        }
+        Touch { buffer: buffer.raw().as_raw(), start: offset, end: offset + bytes, writes }
     }
 
     fn conflicts(&self, other: &Touch) -> bool {
-        self.buffer == other.buffer
-            && (self.writes || other.writes)
-            && self.start < other.end
-            && other.start < self.end
+        self.buffer == other.buffer && (self.writes || other.writes) && self.start < other.end && other.start < self.end
     }
 }
 
@@ -753,9 +612,7 @@ impl Hazards {
     fn touch(&mut self, now: &[Touch]) -> bool {
         let barrier = self.unknown
             || self.touched.len() + now.len() > Self::MOST
-            || now
-                .iter()
-                .any(|n| self.touched.iter().any(|t| t.conflicts(n)));
+            || now.iter().any(|n| self.touched.iter().any(|t| t.conflicts(n)));
         if barrier {
             self.touched.clear();
             self.unknown = false;
@@ -797,11 +654,7 @@ fn latest(waits: impl IntoIterator<Item = Point>) -> Vec<Point> {
 /// Whether a message with these waits adds none to those of the messages before it: joining
 /// must not delay these, and it comes after them in any case.
 fn joins(group: &[Point], waits: &[Point]) -> bool {
-    waits.iter().all(|wait| {
-        group
-            .iter()
-            .any(|w| w.role == wait.role && w.value >= wait.value)
-    })
+    waits.iter().all(|wait| group.iter().any(|w| w.role == wait.role && w.value >= wait.value))
 }
 
 #[cfg(test)]
@@ -809,12 +662,7 @@ mod tests {
     use super::*;
 
     fn touch(buffer: u64, start: u64, end: u64, writes: bool) -> Touch {
-        Touch {
-            buffer,
-            start,
-            end,
-            writes,
-        }
+        Touch { buffer, start, end, writes }
     }
 
     #[test]
@@ -848,32 +696,21 @@ mod tests {
     #[test]
     fn what_is_remembered_is_bounded() {
         let mut hazards = Hazards::default();
-        let barriers = (0..2000)
-            .filter(|i| hazards.touch(&[touch(1, *i, i + 1, true)]))
-            .count();
+        let barriers = (0..2000).filter(|i| hazards.touch(&[touch(1, *i, i + 1, true)])).count();
         assert_eq!(barriers, 3);
         assert!(hazards.touched.len() <= Hazards::MOST);
     }
 
     #[test]
     fn a_message_joins_only_what_waits_for_as_much() {
-        let compute = |value| Point {
-            role: Role::Compute,
-            value,
-        };
-        let transfer = |value| Point {
-            role: Role::Transfer,
-            value,
-        };
+        let compute = |value| Point { role: Role::Compute, value };
+        let transfer = |value| Point { role: Role::Transfer, value };
         assert!(joins(&[], &[]));
         assert!(joins(&[compute(5)], &[]));
         assert!(joins(&[compute(5)], &[compute(4)]));
         assert!(!joins(&[compute(5)], &[compute(6)]));
         assert!(!joins(&[compute(5)], &[transfer(1)]));
         assert!(!joins(&[], &[compute(1)]));
-        assert_eq!(
-            latest([compute(3), transfer(1), compute(7), compute(2)]),
-            [compute(7), transfer(1)]
-        );
+        assert_eq!(latest([compute(3), transfer(1), compute(7), compute(2)]), [compute(7), transfer(1)]);
     }
 }

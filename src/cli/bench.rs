@@ -5,7 +5,7 @@ use crate::config::{Config, DEMO_PATH, Model};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
-use crate::engine::request::{Event, Finished, FinishReason, Limits, PerToken, Request, Sampling, SinkClosed};
+use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
 use crate::engine::stages::stages;
 use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
@@ -118,7 +118,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         if args.decode > 0 {
             let mut row = median(args, &host, Test::Decode, streams)?;
             let context = f64::from(args.depth) + f64::from(args.decode) / 2.0;
-            row.bytes_per_token = checkpoint.bytes_per_token() as f64 / f64::from(streams) + kv_token_bytes as f64 * context;
+            row.bytes_per_token =
+                checkpoint.bytes_per_token() as f64 / f64::from(streams) + kv_token_bytes as f64 * context;
             rows.push(row);
         }
     }
@@ -132,7 +133,13 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     Ok(())
 }
 
-fn print_stages(args: &Bench, instance: &Instance, adapter: &Adapter, checkpoint: &Checkpoint, ceiling: Option<f64>) -> anyhow::Result<()> {
+fn print_stages(
+    args: &Bench,
+    instance: &Instance,
+    adapter: &Adapter,
+    checkpoint: &Checkpoint,
+    ceiling: Option<f64>,
+) -> anyhow::Result<()> {
     let mut unknown = None;
     let stages = stages(instance, adapter, checkpoint, args.depth, |tuning| {
         for change in &args.tune {
@@ -314,11 +321,25 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
     println!();
     println!(
         "{:<8} {:>7} {:>7} {:>8} {:>11} {:>10} {:>8} {:>8} {:>10} {:>9} {:>11} {:>10} {:>9}",
-        "test", "tokens", "depth", "streams", "tokens/s", "ms/token", "ceiling", "submits", "dispatches", "barriers", "host waits", "enqueue us", "gpu us"
+        "test",
+        "tokens",
+        "depth",
+        "streams",
+        "tokens/s",
+        "ms/token",
+        "ceiling",
+        "submits",
+        "dispatches",
+        "barriers",
+        "host waits",
+        "enqueue us",
+        "gpu us"
     );
     for row in rows {
         let fraction = match (ceiling, row.test) {
-            (Some(ceiling), "decode") => format!("{:.0} %", 100.0 * row.tokens_per_second * row.bytes_per_token / ceiling),
+            (Some(ceiling), "decode") => {
+                format!("{:.0} %", 100.0 * row.tokens_per_second * row.bytes_per_token / ceiling)
+            }
             _ => "-".to_owned(),
         };
         let p = &row.per_token;

@@ -60,15 +60,8 @@ fn row(adapter: &Adapter) -> Value {
 }
 
 fn kinds(family: &QueueFamilyInfo) -> Vec<&'static str> {
-    let kinds = [
-        (family.graphics(), "graphics"),
-        (family.compute(), "compute"),
-        (family.transfer(), "transfer"),
-    ];
-    kinds
-        .into_iter()
-        .filter_map(|(there, name)| there.then_some(name))
-        .collect()
+    let kinds = [(family.graphics(), "graphics"), (family.compute(), "compute"), (family.transfer(), "transfer")];
+    kinds.into_iter().filter_map(|(there, name)| there.then_some(name)).collect()
 }
 
 fn describe(adapter: &Adapter) -> String {
@@ -82,66 +75,22 @@ fn describe(adapter: &Adapter) -> String {
     line("uuid", adapter.uuid.clone());
     line("pci", adapter.pci.clone().unwrap_or_else(|| "-".to_owned()));
     line("type", adapter.kind.to_string());
-    line(
-        "driver",
-        format!("{}, Vulkan {major}.{minor}.{patch}", adapter.driver),
-    );
+    line("driver", format!("{}, Vulkan {major}.{minor}.{patch}", adapter.driver));
     for family in &adapter.queue_families {
-        line(
-            "queues",
-            format!(
-                "family {}: {} x {}",
-                family.index,
-                family.count,
-                kinds(family).join("+")
-            ),
-        );
+        line("queues", format!("family {}: {} x {}", family.index, family.count, kinds(family).join("+")));
     }
     for heap in &adapter.memory_heaps {
         let place = if heap.device_local { "device" } else { "host" };
-        let mapped = if heap.host_visible {
-            ", host-visible"
-        } else {
-            ""
-        };
-        line(
-            "memory",
-            format!(
-                "{:.1} GiB {place}{mapped}",
-                heap.bytes as f64 / (1u64 << 30) as f64
-            ),
-        );
+        let mapped = if heap.host_visible { ", host-visible" } else { "" };
+        line("memory", format!("{:.1} GiB {place}{mapped}", heap.bytes as f64 / (1u64 << 30) as f64));
     }
     if c.subgroup_size > 0 {
-        line(
-            "subgroup",
-            format!(
-                "{} ({} to {})",
-                c.subgroup_size, c.subgroup_min, c.subgroup_max
-            ),
-        );
+        line("subgroup", format!("{} ({} to {})", c.subgroup_size, c.subgroup_min, c.subgroup_max));
     }
     let features = c.optional();
-    line(
-        "features",
-        if features.is_empty() {
-            "-".to_owned()
-        } else {
-            features.join(", ")
-        },
-    );
-    let usable = if adapter.is_cpu() {
-        "yes, when selected (cpu)"
-    } else {
-        "yes"
-    };
-    line(
-        "usable",
-        adapter
-            .refused
-            .as_ref()
-            .map_or_else(|| usable.to_owned(), |why| format!("no: {why}")),
-    );
+    line("features", if features.is_empty() { "-".to_owned() } else { features.join(", ") });
+    let usable = if adapter.is_cpu() { "yes, when selected (cpu)" } else { "yes" };
+    line("usable", adapter.refused.as_ref().map_or_else(|| usable.to_owned(), |why| format!("no: {why}")));
     out
 }
 
@@ -154,11 +103,7 @@ mod tests {
     fn a_row_has_every_key_that_scripts_rely_on() {
         let mut adapter = Adapter::made_up(2, "NVIDIA H200", AdapterKind::Discrete);
         adapter.pci = Some("0000:65:00.0".to_owned());
-        adapter.memory_heaps = vec![HeapInfo {
-            bytes: 7,
-            device_local: true,
-            host_visible: false,
-        }];
+        adapter.memory_heaps = vec![HeapInfo { bytes: 7, device_local: true, host_visible: false }];
         let value = row(&adapter);
         assert_eq!(value["index"], 2);
         assert_eq!(value["name"], "NVIDIA H200");
@@ -166,10 +111,7 @@ mod tests {
         assert_eq!(value["pci"], "0000:65:00.0");
         assert_eq!(value["type"], "discrete");
         assert_eq!(value["driver"], "test 1.0");
-        assert_eq!(
-            (&value["usable"], &value["reason"]),
-            (&json!(true), &Value::Null)
-        );
+        assert_eq!((&value["usable"], &value["reason"]), (&json!(true), &Value::Null));
         assert_eq!(value["heaps"][0]["bytes"], 7);
         for key in ["queue_families", "features", "matrix_shapes"] {
             assert!(value[key].is_array(), "{key}");
@@ -181,10 +123,7 @@ mod tests {
         let mut adapter = Adapter::made_up(0, "Old", AdapterKind::Integrated);
         adapter.refused = Some("it has no timelineSemaphore".to_owned());
         let value = row(&adapter);
-        assert_eq!(
-            (&value["usable"], &value["reason"]),
-            (&json!(false), &json!("it has no timelineSemaphore"))
-        );
+        assert_eq!((&value["usable"], &value["reason"]), (&json!(false), &json!("it has no timelineSemaphore")));
         assert!(describe(&adapter).contains("no: it has no timelineSemaphore"));
     }
 }

@@ -58,9 +58,7 @@ impl QueueFamilyInfo {
 
     /// Whether its queues copy. Those that compute or draw do so without saying it.
     pub fn transfer(&self) -> bool {
-        self.flags.intersects(
-            vk::QueueFlags::TRANSFER | vk::QueueFlags::COMPUTE | vk::QueueFlags::GRAPHICS,
-        )
+        self.flags.intersects(vk::QueueFlags::TRANSFER | vk::QueueFlags::COMPUTE | vk::QueueFlags::GRAPHICS)
     }
 }
 
@@ -144,11 +142,7 @@ impl Adapter {
 impl fmt::Display for Adapter {
     /// One line: index, name, kind, UUID, PCI address, driver, and why it is refused.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{}: {} ({}), uuid {}",
-            self.index, self.name, self.kind, self.uuid
-        )?;
+        write!(f, "{}: {} ({}), uuid {}", self.index, self.name, self.kind, self.uuid)?;
         if let Some(pci) = &self.pci {
             write!(f, ", pci {pci}")?;
         }

@@ -28,36 +28,20 @@ pub struct PipelineCache {
 
 impl std::fmt::Debug for PipelineCache {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PipelineCache")
-            .field("file", &self.file)
-            .field("loaded_bytes", &self.loaded_bytes)
-            .finish()
+        f.debug_struct("PipelineCache").field("file", &self.file).field("loaded_bytes", &self.loaded_bytes).finish()
     }
 }
 
 impl PipelineCache {
     /// The cache of this device, driver and shader set in a folder, which need not exist yet.
     /// `shader_set` is a hash over all shaders: another set, another file.
-    pub fn open(
-        dir: &Path,
-        device: &Device,
-        shader_set: u64,
-    ) -> Result<PipelineCache, DeviceError> {
+    pub fn open(dir: &Path, device: &Device, shader_set: u64) -> Result<PipelineCache, DeviceError> {
         let adapter = device.adapter();
         let key = key(adapter, shader_set);
-        let file = dir.join(format!(
-            "{:04x}-{:04x}-{key:016x}.pipelines",
-            adapter.ids.0, adapter.ids.1
-        ));
+        let file = dir.join(format!("{:04x}-{:04x}-{key:016x}.pipelines", adapter.ids.0, adapter.ids.1));
         let known = std::fs::metadata(&file).is_ok_and(|m| m.len() <= MAX_BYTES);
-        let bytes = if known {
-            std::fs::read(&file).unwrap_or_default()
-        } else {
-            Vec::new()
-        };
-        let data = unpack(&bytes, key)
-            .filter(|data| is_drivers(data, adapter))
-            .unwrap_or_default();
+        let bytes = if known { std::fs::read(&file).unwrap_or_default() } else { Vec::new() };
+        let data = unpack(&bytes, key).filter(|data| is_drivers(data, adapter)).unwrap_or_default();
         PipelineCache::create(device, Some(file), key, data)
     }
 
@@ -66,26 +50,13 @@ impl PipelineCache {
         PipelineCache::create(device, None, 0, &[])
     }
 
-    fn create(
-        device: &Device,
-        file: Option<PathBuf>,
-        key: u64,
-        data: &[u8],
-    ) -> Result<PipelineCache, DeviceError> {
+    fn create(device: &Device, file: Option<PathBuf>, key: u64, data: &[u8]) -> Result<PipelineCache, DeviceError> {
         let logical = device.logical();
         let info = vk::PipelineCacheCreateInfo::default().initial_data(data);
         // SAFETY: the data is empty, or what this very driver wrote: its header and our
         // checksum say so.
-        let raw = logical.check("vkCreatePipelineCache", unsafe {
-            logical.raw.create_pipeline_cache(&info, None)
-        })?;
-        Ok(PipelineCache {
-            raw,
-            file,
-            key,
-            loaded_bytes: data.len(),
-            logical: logical.clone(),
-        })
+        let raw = logical.check("vkCreatePipelineCache", unsafe { logical.raw.create_pipeline_cache(&info, None) })?;
+        Ok(PipelineCache { raw, file, key, loaded_bytes: data.len(), logical: logical.clone() })
     }
 
     /// How many bytes of the driver's data came from the file; 0 where it was ignored.
@@ -107,10 +78,8 @@ impl PipelineCache {
         // SAFETY: the cache is alive and internally synchronised.
         let data = unsafe { self.logical.raw.get_pipeline_cache_data(self.raw) };
         let data = self.logical.check("vkGetPipelineCacheData", data)?;
-        write_atomically(file, &pack(&data, self.key)).map_err(|source| DeviceError::CacheWrite {
-            path: file.clone(),
-            source,
-        })
+        write_atomically(file, &pack(&data, self.key))
+            .map_err(|source| DeviceError::CacheWrite { path: file.clone(), source })
     }
 
     pub(super) fn raw(&self) -> vk::PipelineCache {
@@ -118,10 +87,7 @@ impl PipelineCache {
     }
 
     pub(super) fn assert_of(&self, logical: &Arc<Logical>) {
-        assert!(
-            Arc::ptr_eq(&self.logical, logical),
-            "a pipeline cache of another device"
-        );
+        assert!(Arc::ptr_eq(&self.logical, logical), "a pipeline cache of another device");
     }
 }
 
@@ -163,9 +129,7 @@ fn key(adapter: &Adapter, shader_set: u64) -> u64 {
 
 /// FNV-1a: against torn and stale files, not against an attacker.
 fn fnv(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| {
-        (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3)
-    })
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
 
 fn pack(data: &[u8], key: u64) -> Vec<u8> {
@@ -181,20 +145,13 @@ fn pack(data: &[u8], key: u64) -> Vec<u8> {
 fn unpack(bytes: &[u8], key: u64) -> Option<&[u8]> {
     let (header, data) = bytes.split_at_checked(HEADER_BYTES)?;
     let (magic, words) = header.split_at(8);
-    let expected: Vec<u8> = [key, data.len() as u64, fnv(data)]
-        .iter()
-        .flat_map(|w| w.to_le_bytes())
-        .collect();
+    let expected: Vec<u8> = [key, data.len() as u64, fnv(data)].iter().flat_map(|w| w.to_le_bytes()).collect();
     (magic == MAGIC && words == expected).then_some(data)
 }
 
 /// Whether the driver's own header names this adapter; drivers have crashed on others' data.
 fn is_drivers(data: &[u8], adapter: &Adapter) -> bool {
-    let word = |at: usize| {
-        data.get(at..at + 4)
-            .and_then(|b| b.try_into().ok())
-            .map(u32::from_le_bytes)
-    };
+    let word = |at: usize| data.get(at..at + 4).and_then(|b| b.try_into().ok()).map(u32::from_le_bytes);
     word(0).is_some_and(|length| length >= 32)
         && word(4) == Some(vk::PipelineCacheHeaderVersion::ONE.as_raw().cast_unsigned())
         && word(8) == Some(adapter.ids.0)

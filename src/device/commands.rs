@@ -26,10 +26,7 @@ struct Inner {
 
 impl std::fmt::Debug for Commands {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Commands")
-            .field("raw", &self.0.raw)
-            .field("family", &self.0.family)
-            .finish()
+        f.debug_struct("Commands").field("raw", &self.0.raw).field("family", &self.0.family).finish()
     }
 }
 
@@ -47,27 +44,18 @@ pub struct Encoder {
 
 impl std::fmt::Debug for Encoder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Encoder")
-            .field("raw", &self.raw)
-            .field("role", &self.role)
-            .finish()
+        f.debug_struct("Encoder").field("raw", &self.raw).field("role", &self.role).finish()
     }
 }
 
 impl Commands {
     /// Records what `record` encodes, for the queue of `role`.
-    pub fn record(
-        device: &Device,
-        role: Role,
-        record: impl FnOnce(&mut Encoder),
-    ) -> Result<Commands, DeviceError> {
+    pub fn record(device: &Device, role: Role, record: impl FnOnce(&mut Encoder)) -> Result<Commands, DeviceError> {
         let logical = device.logical();
         let family = device.queue(role).family();
         let info = vk::CommandPoolCreateInfo::default().queue_family_index(family);
         // SAFETY: the family is one that the device was made with.
-        let pool = logical.check("vkCreateCommandPool", unsafe {
-            logical.raw.create_command_pool(&info, None)
-        })?;
+        let pool = logical.check("vkCreateCommandPool", unsafe { logical.raw.create_command_pool(&info, None) })?;
         // From here the pool is owned, and goes with everything in it on any error.
         let mut inner = Inner {
             raw: vk::CommandBuffer::null(),
@@ -115,35 +103,20 @@ impl Commands {
     }
 
     pub(super) fn assert_for(&self, logical: &Arc<Logical>, family: u32) {
-        assert!(
-            Arc::ptr_eq(&self.0.logical, logical),
-            "commands of another device"
-        );
+        assert!(Arc::ptr_eq(&self.0.logical, logical), "commands of another device");
         assert_eq!(self.0.family, family, "commands of another queue family");
     }
 }
 
 impl Inner {
     /// Records into the buffer, which is new or reset.
-    fn record(
-        &mut self,
-        device: &Device,
-        role: Role,
-        record: impl FnOnce(&mut Encoder),
-    ) -> Result<(), DeviceError> {
+    fn record(&mut self, device: &Device, role: Role, record: impl FnOnce(&mut Encoder)) -> Result<(), DeviceError> {
         let logical = device.logical();
         let family = self.family;
-        let info = vk::CommandBufferBeginInfo::default()
-            .flags(vk::CommandBufferUsageFlags::SIMULTANEOUS_USE);
+        let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::SIMULTANEOUS_USE);
         // SAFETY: the buffer is new or reset, and used by this thread alone.
-        logical.check("vkBeginCommandBuffer", unsafe {
-            logical.raw.begin_command_buffer(self.raw, &info)
-        })?;
-        let computes = device
-            .adapter()
-            .queue_families
-            .iter()
-            .any(|f| f.index == family && f.compute());
+        logical.check("vkBeginCommandBuffer", unsafe { logical.raw.begin_command_buffer(self.raw, &info) })?;
+        let computes = device.adapter().queue_families.iter().any(|f| f.index == family && f.compute());
         let mut encoder = Encoder {
             raw: self.raw,
             role,
@@ -156,9 +129,7 @@ impl Inner {
         self._pipelines = encoder.pipelines;
         self._queries = encoder.queries;
         // SAFETY: the buffer is being recorded by this thread.
-        logical.check("vkEndCommandBuffer", unsafe {
-            logical.raw.end_command_buffer(self.raw)
-        })?;
+        logical.check("vkEndCommandBuffer", unsafe { logical.raw.end_command_buffer(self.raw) })?;
         Ok(())
     }
 }
@@ -172,12 +143,10 @@ impl Drop for Inner {
 }
 
 const STORAGE: vk::AccessFlags2 = vk::AccessFlags2::from_raw(
-    vk::AccessFlags2::SHADER_STORAGE_READ.as_raw()
-        | vk::AccessFlags2::SHADER_STORAGE_WRITE.as_raw(),
+    vk::AccessFlags2::SHADER_STORAGE_READ.as_raw() | vk::AccessFlags2::SHADER_STORAGE_WRITE.as_raw(),
 );
-const COPIES: vk::AccessFlags2 = vk::AccessFlags2::from_raw(
-    vk::AccessFlags2::TRANSFER_READ.as_raw() | vk::AccessFlags2::TRANSFER_WRITE.as_raw(),
-);
+const COPIES: vk::AccessFlags2 =
+    vk::AccessFlags2::from_raw(vk::AccessFlags2::TRANSFER_READ.as_raw() | vk::AccessFlags2::TRANSFER_WRITE.as_raw());
 
 impl Encoder {
     /// The role that it records for.
@@ -195,19 +164,13 @@ impl Encoder {
         pipeline.assert_of(&self.logical);
         // SAFETY: recording; the pipeline is of this device and kept with the commands.
         unsafe {
-            self.logical.raw.cmd_bind_pipeline(
-                self.raw,
-                vk::PipelineBindPoint::COMPUTE,
-                pipeline.raw(),
-            );
+            self.logical.raw.cmd_bind_pipeline(self.raw, vk::PipelineBindPoint::COMPUTE, pipeline.raw());
         }
         self.pipelines.push(pipeline.clone());
     }
 
     fn bound(&self) -> &Pipeline {
-        self.pipelines
-            .last()
-            .expect("a pipeline is bound before it is used")
+        self.pipelines.last().expect("a pipeline is bound before it is used")
     }
 
     /// Sets the bound pipeline's push constants from their start.
@@ -228,13 +191,7 @@ impl Encoder {
         }
         // SAFETY: recording; the range lies in the layout's, checked above.
         unsafe {
-            self.logical.raw.cmd_push_constants(
-                self.raw,
-                pipeline.layout(),
-                vk::ShaderStageFlags::COMPUTE,
-                0,
-                bytes,
-            );
+            self.logical.raw.cmd_push_constants(self.raw, pipeline.layout(), vk::ShaderStageFlags::COMPUTE, 0, bytes);
         }
     }
 
@@ -250,26 +207,15 @@ impl Encoder {
             "\"{name}\" on {groups:?} workgroups, the device has {limit:?}"
         );
         // SAFETY: recording; a pipeline is bound and the counts are within the limits.
-        unsafe {
-            self.logical
-                .raw
-                .cmd_dispatch(self.raw, groups[0], groups[1], groups[2])
-        };
+        unsafe { self.logical.raw.cmd_dispatch(self.raw, groups[0], groups[1], groups[2]) };
     }
 
     /// Runs the bound pipeline on as many workgroups as three words in a buffer say.
     pub fn dispatch_indirect(&mut self, buffer: vk::Buffer, offset: u64) {
-        assert!(
-            offset.is_multiple_of(4),
-            "indirect dispatch at offset {offset}, not a multiple of 4"
-        );
+        assert!(offset.is_multiple_of(4), "indirect dispatch at offset {offset}, not a multiple of 4");
         let _ = self.bound();
         // SAFETY: recording; a pipeline is bound; the buffer's owner keeps it (type's rule).
-        unsafe {
-            self.logical
-                .raw
-                .cmd_dispatch_indirect(self.raw, buffer, offset)
-        };
+        unsafe { self.logical.raw.cmd_dispatch_indirect(self.raw, buffer, offset) };
     }
 
     /// What dispatches before it stored, dispatches after it read and overwrite. Nothing else:
@@ -283,15 +229,10 @@ impl Encoder {
     /// indirect read and host read after it.
     pub fn barrier_full(&mut self) {
         let (stages, access) = self.device_scope();
-        let (host, host_access) = (
-            vk::PipelineStageFlags2::HOST,
-            vk::AccessFlags2::HOST_READ | vk::AccessFlags2::HOST_WRITE,
-        );
+        let (host, host_access) =
+            (vk::PipelineStageFlags2::HOST, vk::AccessFlags2::HOST_READ | vk::AccessFlags2::HOST_WRITE);
         let (indirect, indirect_access) = if self.computes {
-            (
-                vk::PipelineStageFlags2::DRAW_INDIRECT,
-                vk::AccessFlags2::INDIRECT_COMMAND_READ,
-            )
+            (vk::PipelineStageFlags2::DRAW_INDIRECT, vk::AccessFlags2::INDIRECT_COMMAND_READ)
         } else {
             (vk::PipelineStageFlags2::NONE, vk::AccessFlags2::NONE)
         };
@@ -307,20 +248,12 @@ impl Encoder {
     /// reached. Belongs at the end of what the host reads back.
     pub fn barrier_host(&mut self) {
         let (stages, access) = self.device_scope();
-        self.barrier(
-            stages,
-            access,
-            vk::PipelineStageFlags2::HOST,
-            vk::AccessFlags2::HOST_READ,
-        );
+        self.barrier(stages, access, vk::PipelineStageFlags2::HOST, vk::AccessFlags2::HOST_READ);
     }
 
     fn device_scope(&self) -> (vk::PipelineStageFlags2, vk::AccessFlags2) {
         if self.computes {
-            (
-                vk::PipelineStageFlags2::COMPUTE_SHADER | vk::PipelineStageFlags2::ALL_TRANSFER,
-                STORAGE | COPIES,
-            )
+            (vk::PipelineStageFlags2::COMPUTE_SHADER | vk::PipelineStageFlags2::ALL_TRANSFER, STORAGE | COPIES)
         } else {
             (vk::PipelineStageFlags2::ALL_TRANSFER, COPIES)
         }
@@ -344,28 +277,13 @@ impl Encoder {
     }
 
     /// Copies `bytes` between buffers; between overlapping ranges of one buffer it must not be.
-    pub fn copy(
-        &mut self,
-        source: vk::Buffer,
-        source_offset: u64,
-        target: vk::Buffer,
-        target_offset: u64,
-        bytes: u64,
-    ) {
+    pub fn copy(&mut self, source: vk::Buffer, source_offset: u64, target: vk::Buffer, target_offset: u64, bytes: u64) {
         if bytes == 0 {
             return;
         }
-        let region = [vk::BufferCopy {
-            src_offset: source_offset,
-            dst_offset: target_offset,
-            size: bytes,
-        }];
+        let region = [vk::BufferCopy { src_offset: source_offset, dst_offset: target_offset, size: bytes }];
         // SAFETY: recording; the buffers' owner keeps them and their sizes (type's rule).
-        unsafe {
-            self.logical
-                .raw
-                .cmd_copy_buffer(self.raw, source, target, &region)
-        };
+        unsafe { self.logical.raw.cmd_copy_buffer(self.raw, source, target, &region) };
     }
 
     /// Fills a range with a repeated word; offset and length are multiples of 4.
@@ -378,11 +296,7 @@ impl Encoder {
             return;
         }
         // SAFETY: recording; the buffer's owner keeps it and its size (type's rule).
-        unsafe {
-            self.logical
-                .raw
-                .cmd_fill_buffer(self.raw, target, offset, bytes, word)
-        };
+        unsafe { self.logical.raw.cmd_fill_buffer(self.raw, target, offset, bytes, word) };
     }
 
     /// Makes timestamps ready to be written again, in the order of the commands.
@@ -394,11 +308,7 @@ impl Encoder {
         queries.assert_has(first, count);
         assert!(self.computes, "a copy engine cannot reset timestamps");
         // SAFETY: recording; the range lies in the pool; the pool is kept with the commands.
-        unsafe {
-            self.logical
-                .raw
-                .cmd_reset_query_pool(self.raw, queries.raw(), first, count)
-        };
+        unsafe { self.logical.raw.cmd_reset_query_pool(self.raw, queries.raw(), first, count) };
         self.keep(queries);
     }
 
@@ -409,11 +319,7 @@ impl Encoder {
     pub fn timestamp(&mut self, queries: &Queries, index: u32) {
         queries.assert_of(&self.logical);
         queries.assert_has(index, 1);
-        assert!(
-            self.logical.timestamp_bits(self.role) > 0,
-            "the {} queue has no timestamps",
-            self.role
-        );
+        assert!(self.logical.timestamp_bits(self.role) > 0, "the {} queue has no timestamps", self.role);
         // SAFETY: recording; the query is in the pool; the pool is kept with the commands.
         unsafe {
             self.logical.raw.cmd_write_timestamp2(

@@ -9,9 +9,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// The Vulkan loader library is not installed.
-    #[error(
-        "cannot load the Vulkan loader (libvulkan.so.1): install it, for example the package libvulkan1"
-    )]
+    #[error("cannot load the Vulkan loader (libvulkan.so.1): install it, for example the package libvulkan1")]
     Loader(#[source] ash::LoadingError),
     /// The loader is older than Vulkan 1.3.
     #[error("Vulkan 1.3 is needed, the loader has {major}.{minor}")]
@@ -22,9 +20,7 @@ pub enum DeviceError {
         minor: u32,
     },
     /// No Vulkan driver is installed.
-    #[error(
-        "no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU"
-    )]
+    #[error("no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU")]
     NoDriver,
     /// Validation was asked for and is not installed.
     #[error("validation was asked for, but the layer {layer} is not installed")]
@@ -51,9 +47,7 @@ pub enum DeviceError {
         adapters: String,
     },
     /// Several adapters match the selector.
-    #[error(
-        "{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}"
-    )]
+    #[error("{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}")]
     Ambiguous {
         /// The selector as the user would write it.
         selector: String,

@@ -99,18 +99,12 @@ impl FeatureSet {
 
     /// Runs `use_chain` with all members chained behind one `VkPhysicalDeviceFeatures2`;
     /// extension structures only where the extension is there.
-    pub(super) fn chained<T>(
-        &mut self,
-        use_chain: impl FnOnce(&mut vk::PhysicalDeviceFeatures2<'_>) -> T,
-    ) -> T {
+    pub(super) fn chained<T>(&mut self, use_chain: impl FnOnce(&mut vk::PhysicalDeviceFeatures2<'_>) -> T) -> T {
         let cooperative = self.has(ash::khr::cooperative_matrix::NAME);
         let cooperative2 = self.has(COOPERATIVE_MATRIX_2);
         let bfloat16 = self.has(BFLOAT16);
         let mut root = vk::PhysicalDeviceFeatures2::default().features(self.core);
-        root = root
-            .push_next(&mut self.v11)
-            .push_next(&mut self.v12)
-            .push_next(&mut self.v13);
+        root = root.push_next(&mut self.v11).push_next(&mut self.v12).push_next(&mut self.v13);
         if cooperative {
             root = root.push_next(&mut self.cooperative);
         }
@@ -148,8 +142,7 @@ impl FeatureSet {
 
     /// `VK_KHR_cooperative_matrix` with its feature.
     pub(super) fn cooperative_matrix(&self) -> bool {
-        self.has(ash::khr::cooperative_matrix::NAME)
-            && self.cooperative.cooperative_matrix == vk::TRUE
+        self.has(ash::khr::cooperative_matrix::NAME) && self.cooperative.cooperative_matrix == vk::TRUE
     }
 
     /// `VK_NV_cooperative_matrix2` with the features that our variants use.
@@ -157,15 +150,9 @@ impl FeatureSet {
         let f = &self.cooperative2;
         self.cooperative_matrix()
             && self.has(COOPERATIVE_MATRIX_2)
-            && [
-                f.workgroup_scope,
-                f.flexible_dimensions,
-                f.conversions,
-                f.per_element_operations,
-                f.tensor_addressing,
-            ]
-            .iter()
-            .all(|&there| there == vk::TRUE)
+            && [f.workgroup_scope, f.flexible_dimensions, f.conversions, f.per_element_operations, f.tensor_addressing]
+                .iter()
+                .all(|&there| there == vk::TRUE)
     }
 
     /// `VK_KHR_shader_bfloat16`, with matrices of it where there are matrices.
@@ -177,12 +164,9 @@ impl FeatureSet {
 
     /// The extension for calibrated timestamps, the ratified name first.
     pub(super) fn calibrated_timestamps(&self) -> Option<&'static CStr> {
-        [
-            ash::khr::calibrated_timestamps::NAME,
-            ash::ext::calibrated_timestamps::NAME,
-        ]
-        .into_iter()
-        .find(|name| self.has(name))
+        [ash::khr::calibrated_timestamps::NAME, ash::ext::calibrated_timestamps::NAME]
+            .into_iter()
+            .find(|name| self.has(name))
     }
 
     /// What to switch on: the baseline and every known optional feature that is there.
@@ -193,16 +177,10 @@ impl FeatureSet {
                 on.extensions.insert(name.to_owned());
             }
         };
-        extension(
-            ash::khr::cooperative_matrix::NAME,
-            self.cooperative_matrix(),
-        );
+        extension(ash::khr::cooperative_matrix::NAME, self.cooperative_matrix());
         extension(COOPERATIVE_MATRIX_2, self.cooperative_matrix2());
         extension(BFLOAT16, self.bfloat16());
-        extension(
-            ash::ext::memory_budget::NAME,
-            self.has(ash::ext::memory_budget::NAME),
-        );
+        extension(ash::ext::memory_budget::NAME, self.has(ash::ext::memory_budget::NAME));
         if let Some(name) = self.calibrated_timestamps() {
             extension(name, true);
         }
@@ -261,14 +239,7 @@ mod tests {
     fn nothing_optional_is_switched_on_that_is_not_there() {
         let on = baseline();
         assert!(on.extensions.is_empty());
-        assert_eq!(
-            (
-                on.core.shader_int64,
-                on.v12.shader_float16,
-                on.v13.subgroup_size_control
-            ),
-            (0, 0, 0)
-        );
+        assert_eq!((on.core.shader_int64, on.v12.shader_float16, on.v13.subgroup_size_control), (0, 0, 0));
     }
 
     #[test]
@@ -290,10 +261,6 @@ mod tests {
         set.extensions.insert(BFLOAT16.to_owned());
         set.extensions.insert(COOPERATIVE_MATRIX_2.to_owned());
         assert_eq!(length(&mut set), 5);
-        assert!(
-            set.v11.p_next.is_null()
-                && set.bfloat16.p_next.is_null()
-                && set.cooperative2.p_next.is_null()
-        );
+        assert!(set.v11.p_next.is_null() && set.bfloat16.p_next.is_null() && set.cooperative2.p_next.is_null());
     }
 }

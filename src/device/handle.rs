@@ -39,25 +39,18 @@ pub struct Device {
 
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Device")
-            .field("adapter", &self.adapter().name)
-            .field("queues", &self.queues)
-            .finish()
+        f.debug_struct("Device").field("adapter", &self.adapter().name).field("queues", &self.queues).finish()
     }
 }
 
 impl Device {
     /// Opens an adapter with every known optional feature that it has.
     pub fn open(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
-        let refused = |reason: &str| DeviceError::Refused {
-            name: adapter.name.clone(),
-            reason: reason.to_owned(),
-        };
+        let refused = |reason: &str| DeviceError::Refused { name: adapter.name.clone(), reason: reason.to_owned() };
         if let Some(reason) = &adapter.refused {
             return Err(refused(reason));
         }
-        let choice = families::choose(&adapter.queue_families)
-            .ok_or_else(|| refused("it has no compute queue"))?;
+        let choice = families::choose(&adapter.queue_families).ok_or_else(|| refused("it has no compute queue"))?;
         let logical = Arc::new(Logical::create(instance, adapter, choice)?);
         let compute = timeline(&logical, Role::Compute)?;
         let transfer = timeline(&logical, Role::Transfer).inspect_err(|_| {
@@ -74,21 +67,13 @@ impl Device {
         let hardware = if logical.aliased() {
             vec![hardware_of(Role::Compute, &Role::ALL)]
         } else {
-            vec![
-                hardware_of(Role::Compute, &[Role::Compute]),
-                hardware_of(Role::Transfer, &[Role::Transfer]),
-            ]
+            vec![hardware_of(Role::Compute, &[Role::Compute]), hardware_of(Role::Transfer, &[Role::Transfer])]
         };
         let queues = Role::ALL.map(|role| {
             let own = &hardware[role.index().min(hardware.len() - 1)];
             Queue::new(role, own.clone(), timelines.clone(), logical.clone())
         });
-        Ok(Arc::new(Device {
-            queues,
-            hardware,
-            timelines,
-            logical,
-        }))
+        Ok(Arc::new(Device { queues, hardware, timelines, logical }))
     }
 
     /// The adapter that was opened.
@@ -129,9 +114,7 @@ impl Device {
         let value = unsafe { self.logical.raw.get_semaphore_counter_value(semaphore) };
         let value = self.logical.check("vkGetSemaphoreCounterValue", value)?;
         if value > self.timelines.reserved(role) {
-            return Err(self
-                .logical
-                .lose("vkGetSemaphoreCounterValue (a value that was never submitted)"));
+            return Err(self.logical.lose("vkGetSemaphoreCounterValue (a value that was never submitted)"));
         }
         Ok(value)
     }
@@ -158,26 +141,16 @@ impl Device {
         flags: vk::SemaphoreWaitFlags,
     ) -> Result<bool, DeviceError> {
         assert!(!points.is_empty(), "a wait needs a point");
-        let semaphores: Vec<_> = points
-            .iter()
-            .map(|p| self.timelines.semaphores[p.role.index()])
-            .collect();
+        let semaphores: Vec<_> = points.iter().map(|p| self.timelines.semaphores[p.role.index()]).collect();
         let values: Vec<_> = points.iter().map(|p| p.value).collect();
-        let info = vk::SemaphoreWaitInfo::default()
-            .flags(flags)
-            .semaphores(&semaphores)
-            .values(&values);
+        let info = vk::SemaphoreWaitInfo::default().flags(flags).semaphores(&semaphores).values(&values);
         let start = Instant::now();
         loop {
             self.logical.alive()?;
             let left = timeout.saturating_sub(start.elapsed());
             let slice = left.min(WAIT_SLICE);
             // SAFETY: the semaphores live as long as self.
-            let result = unsafe {
-                self.logical
-                    .raw
-                    .wait_semaphores(&info, slice.as_nanos() as u64)
-            };
+            let result = unsafe { self.logical.raw.wait_semaphores(&info, slice.as_nanos() as u64) };
             match result {
                 Err(vk::Result::TIMEOUT) if slice == left => return Ok(false),
                 Err(vk::Result::TIMEOUT) => {}
@@ -230,21 +203,12 @@ impl Device {
         let heap = probe::device_heap(&adapter.memory_heaps).unwrap_or(0);
         let heap_bytes = adapter.memory_heaps.get(heap).map_or(0, |h| h.bytes);
         if !adapter.capabilities.memory_budget {
-            return MemoryBudget {
-                heap_bytes,
-                budget_bytes: heap_bytes,
-                used_bytes: 0,
-                reported: false,
-            };
+            return MemoryBudget { heap_bytes, budget_bytes: heap_bytes, used_bytes: 0, reported: false };
         }
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut memory = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
         // SAFETY: the adapter has the extension that the chained structure belongs to.
-        unsafe {
-            self.instance()
-                .raw()
-                .get_physical_device_memory_properties2(self.physical(), &mut memory)
-        };
+        unsafe { self.instance().raw().get_physical_device_memory_properties2(self.physical(), &mut memory) };
         MemoryBudget {
             heap_bytes,
             budget_bytes: budget.heap_budget[heap],
@@ -255,40 +219,23 @@ impl Device {
 
     /// Reads the device's clock together with the host's; `Unsupported` where it cannot be.
     pub fn calibrate(&self) -> Result<Calibration, DeviceError> {
-        let unsupported = || DeviceError::Unsupported {
-            device: self.adapter().name.clone(),
-            what: "calibrated timestamps",
-        };
+        let unsupported =
+            || DeviceError::Unsupported { device: self.adapter().name.clone(), what: "calibrated timestamps" };
         let read = self.logical.calibrated.ok_or_else(unsupported)?;
-        let infos = [
-            vk::TimeDomainKHR::DEVICE,
-            vk::TimeDomainKHR::CLOCK_MONOTONIC,
-        ]
-        .map(|domain| vk::CalibratedTimestampInfoKHR::default().time_domain(domain));
+        let infos = [vk::TimeDomainKHR::DEVICE, vk::TimeDomainKHR::CLOCK_MONOTONIC]
+            .map(|domain| vk::CalibratedTimestampInfoKHR::default().time_domain(domain));
         let (mut stamps, mut deviation_ns) = ([0u64; 2], 0u64);
         // SAFETY: both domains were listed by the driver; the arrays have two elements each.
-        let result = unsafe {
-            read(
-                self.raw().handle(),
-                2,
-                infos.as_ptr(),
-                stamps.as_mut_ptr(),
-                &raw mut deviation_ns,
-            )
-        };
-        self.logical
-            .check("vkGetCalibratedTimestamps", result.result())?;
+        let result =
+            unsafe { read(self.raw().handle(), 2, infos.as_ptr(), stamps.as_mut_ptr(), &raw mut deviation_ns) };
+        self.logical.check("vkGetCalibratedTimestamps", result.result())?;
         let capabilities = &self.adapter().capabilities;
         let device_ns = crate::device::queries::nanoseconds(
             stamps[0],
             capabilities.timestamp_bits,
             capabilities.timestamp_period_ns,
         );
-        Ok(Calibration {
-            device_ns,
-            host_ns: stamps[1],
-            deviation_ns,
-        })
+        Ok(Calibration { device_ns, host_ns: stamps[1], deviation_ns })
     }
 
     /// A buffer without memory, for storage by address, copies and indirect dispatches, usable
@@ -315,15 +262,11 @@ impl Device {
         let info = if families[0] == families[1] {
             info.sharing_mode(vk::SharingMode::EXCLUSIVE)
         } else {
-            info.sharing_mode(vk::SharingMode::CONCURRENT)
-                .queue_family_indices(&families)
+            info.sharing_mode(vk::SharingMode::CONCURRENT).queue_family_indices(&families)
         };
         // SAFETY: a plain buffer within the driver's limit; the families are this device's.
         let result = unsafe { self.raw().create_buffer(&info, None) };
-        let buffer = self.logical.check(
-            &format!("vkCreateBuffer (\"{name}\", {bytes} bytes)"),
-            result,
-        )?;
+        let buffer = self.logical.check(&format!("vkCreateBuffer (\"{name}\", {bytes} bytes)"), result)?;
         self.logical.name(buffer, name);
         Ok(buffer)
     }
@@ -354,9 +297,7 @@ impl Drop for Device {
 }
 
 fn timeline(logical: &Logical, role: Role) -> Result<vk::Semaphore, DeviceError> {
-    let mut kind = vk::SemaphoreTypeCreateInfo::default()
-        .semaphore_type(vk::SemaphoreType::TIMELINE)
-        .initial_value(0);
+    let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE).initial_value(0);
     let info = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
     // SAFETY: timeline semaphores are part of the baseline and switched on.
     let result = unsafe { logical.raw.create_semaphore(&info, None) };

@@ -64,21 +64,11 @@ impl<T> Lanes<T> {
         item: T,
     ) -> Result<Vec<(Role, T)>, Never> {
         let lane = role.index();
-        if let Some(&wait) = waits
-            .iter()
-            .find(|w| w.role == role && w.value > self.reserved[lane])
-        {
-            return Err(Never {
-                wait,
-                reason: "it would wait for itself or for what comes after it",
-            });
+        if let Some(&wait) = waits.iter().find(|w| w.role == role && w.value > self.reserved[lane]) {
+            return Err(Never { wait, reason: "it would wait for itself or for what comes after it" });
         }
         let last = self.reserved[lane] + signals;
-        self.held[lane].push_back(Held {
-            last,
-            waits: waits.to_vec(),
-            item,
-        });
+        self.held[lane].push_back(Held { last, waits: waits.to_vec(), item });
         self.reserved[lane] = last;
         let mut ready = Vec::new();
         while let Some(role) = Role::ALL.into_iter().find(|role| self.can_go(*role)) {
@@ -91,24 +81,18 @@ impl<T> Lanes<T> {
         if let Some(wait) = self.circle() {
             self.held[lane].pop_back();
             self.reserved[lane] -= signals;
-            return Err(Never {
-                wait,
-                reason: "what it waits for waits for it",
-            });
+            return Err(Never { wait, reason: "what it waits for waits for it" });
         }
         Ok(ready)
     }
 
     fn can_go(&self, role: Role) -> bool {
-        self.held[role.index()]
-            .front()
-            .is_some_and(|batch| self.blocking(batch).next().is_none())
+        self.held[role.index()].front().is_some_and(|batch| self.blocking(batch).next().is_none())
     }
 
     /// The waits of a batch whose signal on this queue has not been submitted.
     fn blocking<'a>(&'a self, batch: &'a Held<T>) -> impl Iterator<Item = Point> + 'a {
-        let open =
-            |w: &Point| self.served[w.role.index()] && w.value > self.submitted[w.role.index()];
+        let open = |w: &Point| self.served[w.role.index()] && w.value > self.submitted[w.role.index()];
         batch.waits.iter().copied().filter(open)
     }
 
@@ -117,9 +101,7 @@ impl<T> Lanes<T> {
     fn circle(&self) -> Option<Point> {
         let stuck = |lane: usize| {
             let given = |w: &Point| w.value <= self.reserved[w.role.index()];
-            self.held[lane]
-                .front()
-                .and_then(|batch| self.blocking(batch).find(given))
+            self.held[lane].front().and_then(|batch| self.blocking(batch).find(given))
         };
         stuck(0).and(stuck(1))
     }

@@ -72,10 +72,7 @@ impl Instance {
         let version = unsafe { entry.try_enumerate_instance_version() }
             .map_err(|e| failed("vkEnumerateInstanceVersion", e))?
             .unwrap_or(vk::API_VERSION_1_0);
-        let (major, minor) = (
-            vk::api_version_major(version),
-            vk::api_version_minor(version),
-        );
+        let (major, minor) = (vk::api_version_major(version), vk::api_version_minor(version));
         if (major, minor) < (1, 3) {
             return Err(DeviceError::OldLoader { major, minor });
         }
@@ -91,12 +88,7 @@ impl Instance {
             },
             None => None,
         };
-        let mut inner = Inner {
-            adapters: Vec::new(),
-            validation,
-            raw,
-            _entry: entry,
-        };
+        let mut inner = Inner { adapters: Vec::new(), validation, raw, _entry: entry };
         inner.adapters = probe::adapters(&inner._entry, &inner.raw)?;
         Ok(Instance(Arc::new(inner)))
     }
@@ -112,12 +104,7 @@ impl Instance {
         let Some(validation) = &self.0.validation else {
             return Vec::new();
         };
-        validation
-            .messages
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        validation.messages.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Whether validation is on.
@@ -132,21 +119,13 @@ impl Instance {
 }
 
 impl Validation {
-    fn start(
-        entry: &ash::Entry,
-        raw: &ash::Instance,
-        messages: Box<Messages>,
-    ) -> Result<Validation, vk::Result> {
+    fn start(entry: &ash::Entry, raw: &ash::Instance, messages: Box<Messages>) -> Result<Validation, vk::Result> {
         let functions = ext::debug_utils::Instance::new(entry, raw);
         let info = messenger_info(&messages);
         // SAFETY: the extension was enabled at creation; the user data outlives the messenger,
         // both are dropped by `Inner`, messenger first.
         let messenger = unsafe { functions.create_debug_utils_messenger(&info, None) }?;
-        Ok(Validation {
-            functions,
-            messenger,
-            messages,
-        })
+        Ok(Validation { functions, messenger, messages })
     }
 }
 
@@ -156,19 +135,14 @@ impl Drop for Inner {
         // before the instance, and the library after both.
         unsafe {
             if let Some(validation) = &self.validation {
-                validation
-                    .functions
-                    .destroy_debug_utils_messenger(validation.messenger, None);
+                validation.functions.destroy_debug_utils_messenger(validation.messenger, None);
             }
             self.raw.destroy_instance(None);
         }
     }
 }
 
-fn create(
-    entry: &ash::Entry,
-    validate: bool,
-) -> Result<(ash::Instance, Option<Box<Messages>>), DeviceError> {
+fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<Box<Messages>>), DeviceError> {
     let app = vk::ApplicationInfo::default()
         .application_name(c"ostinato")
         .engine_name(c"ostinato")
@@ -186,18 +160,11 @@ fn create(
             )
         };
         let there = there.map_err(|e| failed("vkEnumerateInstanceLayerProperties", e))?;
-        if !there
-            .iter()
-            .any(|l| l.layer_name_as_c_str() == Ok(VALIDATION_LAYER))
-        {
-            return Err(DeviceError::NoValidation {
-                layer: "VK_LAYER_KHRONOS_validation",
-            });
+        if !there.iter().any(|l| l.layer_name_as_c_str() == Ok(VALIDATION_LAYER)) {
+            return Err(DeviceError::NoValidation { layer: "VK_LAYER_KHRONOS_validation" });
         }
         let of_layer = of_layer.map_err(|e| failed("vkEnumerateInstanceExtensionProperties", e))?;
-        settings_known = of_layer
-            .iter()
-            .any(|e| e.extension_name_as_c_str() == Ok(LAYER_SETTINGS));
+        settings_known = of_layer.iter().any(|e| e.extension_name_as_c_str() == Ok(LAYER_SETTINGS));
         layers.push(VALIDATION_LAYER.as_ptr());
         extensions.push(ext::debug_utils::NAME.as_ptr());
         // The layer reads its settings whether or not their extension is enabled, and loaders
@@ -208,11 +175,7 @@ fn create(
     }
     let on = vk::TRUE.to_ne_bytes();
     // Layers know the check across submissions by one of the two later names.
-    let names = [
-        c"validate_sync",
-        c"syncval_submit_time_validation",
-        c"syncval_full_validation",
-    ];
+    let names = [c"validate_sync", c"syncval_submit_time_validation", c"syncval_full_validation"];
     let settings = names.map(|name| {
         let mut setting = vk::LayerSettingEXT::default()
             .layer_name(VALIDATION_LAYER)
@@ -225,8 +188,7 @@ fn create(
     });
     let mut layer_settings = vk::LayerSettingsCreateInfoEXT::default().settings(&settings);
     let features = [vk::ValidationFeatureEnableEXT::SYNCHRONIZATION_VALIDATION];
-    let mut validation_features =
-        vk::ValidationFeaturesEXT::default().enabled_validation_features(&features);
+    let mut validation_features = vk::ValidationFeaturesEXT::default().enabled_validation_features(&features);
     let mut messenger = messages.as_deref().map(messenger_info);
 
     let mut info = vk::InstanceCreateInfo::default()
@@ -235,11 +197,8 @@ fn create(
         .enabled_extension_names(&extensions);
     if let Some(messenger) = &mut messenger {
         info = info.push_next(messenger);
-        info = if settings_known {
-            info.push_next(&mut layer_settings)
-        } else {
-            info.push_next(&mut validation_features)
-        };
+        info =
+            if settings_known { info.push_next(&mut layer_settings) } else { info.push_next(&mut validation_features) };
     }
     // SAFETY: every structure that `info` points to lives to the end of this function; the
     // messages live longer than the instance, `Inner` keeps both.
@@ -252,10 +211,7 @@ fn create(
 
 fn messenger_info(messages: &Messages) -> vk::DebugUtilsMessengerCreateInfoEXT<'static> {
     vk::DebugUtilsMessengerCreateInfoEXT::default()
-        .message_severity(
-            vk::DebugUtilsMessageSeverityFlagsEXT::ERROR
-                | vk::DebugUtilsMessageSeverityFlagsEXT::WARNING,
-        )
+        .message_severity(vk::DebugUtilsMessageSeverityFlagsEXT::ERROR | vk::DebugUtilsMessageSeverityFlagsEXT::WARNING)
         // General messages are the loader's own remarks on other drivers' files.
         .message_type(vk::DebugUtilsMessageTypeFlagsEXT::VALIDATION)
         .pfn_user_callback(Some(collect))
@@ -273,11 +229,7 @@ unsafe extern "system" fn collect(
     // the `Messages` given in `messenger_info`, alive until after the instance.
     unsafe {
         let text = |p: *const std::ffi::c_char| {
-            if p.is_null() {
-                "?".into()
-            } else {
-                CStr::from_ptr(p).to_string_lossy()
-            }
+            if p.is_null() { "?".into() } else { CStr::from_ptr(p).to_string_lossy() }
         };
         let data = &*data;
         let messages = &*user.cast::<Messages>();
@@ -292,9 +244,5 @@ unsafe extern "system" fn collect(
 }
 
 fn failed(call: &str, source: vk::Result) -> DeviceError {
-    DeviceError::Vulkan {
-        call: call.to_owned(),
-        device: "the instance".to_owned(),
-        source,
-    }
+    DeviceError::Vulkan { call: call.to_owned(), device: "the instance".to_owned(), source }
 }

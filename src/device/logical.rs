@@ -27,11 +27,7 @@ pub(super) struct Logical {
 }
 
 impl Logical {
-    pub(super) fn create(
-        instance: &Instance,
-        adapter: &Adapter,
-        choice: Choice,
-    ) -> Result<Logical, DeviceError> {
+    pub(super) fn create(instance: &Instance, adapter: &Adapter, choice: Choice) -> Result<Logical, DeviceError> {
         let there = probe::features(instance.raw(), adapter.physical);
         let mut on = there.enabled();
         let extensions: Vec<CString> = on.extensions.iter().cloned().collect();
@@ -39,47 +35,31 @@ impl Logical {
         // Lengths give the number of queues: two of one family where transfer is the second.
         let priorities = [1.0f32, 1.0];
         let of_family = |slot: Slot, count: usize| {
-            vk::DeviceQueueCreateInfo::default()
-                .queue_family_index(slot.family)
-                .queue_priorities(&priorities[..count])
+            vk::DeviceQueueCreateInfo::default().queue_family_index(slot.family).queue_priorities(&priorities[..count])
         };
         let queues = if choice.compute.family == choice.transfer.family {
-            vec![of_family(
-                choice.compute,
-                1 + choice.transfer.index as usize,
-            )]
+            vec![of_family(choice.compute, 1 + choice.transfer.index as usize)]
         } else {
             vec![of_family(choice.compute, 1), of_family(choice.transfer, 1)]
         };
         let raw = on.chained(|features| {
-            let mut info = vk::DeviceCreateInfo::default()
-                .queue_create_infos(&queues)
-                .enabled_extension_names(&names);
+            let mut info = vk::DeviceCreateInfo::default().queue_create_infos(&queues).enabled_extension_names(&names);
             info.p_next = std::ptr::from_mut(features).cast();
             // SAFETY: `features` heads a chain of structures that live through `chained`; only
             // features and extensions that the driver reported are switched on.
             unsafe { instance.raw().create_device(adapter.physical, &info, None) }
         });
         let raw = raw.map_err(|source| match source {
-            vk::Result::ERROR_DEVICE_LOST => DeviceError::DeviceLost {
-                device: adapter.name.clone(),
-                call: "vkCreateDevice".to_owned(),
-            },
-            source => DeviceError::Vulkan {
-                call: "vkCreateDevice".to_owned(),
-                device: adapter.name.clone(),
-                source,
-            },
+            vk::Result::ERROR_DEVICE_LOST => {
+                DeviceError::DeviceLost { device: adapter.name.clone(), call: "vkCreateDevice".to_owned() }
+            }
+            source => DeviceError::Vulkan { call: "vkCreateDevice".to_owned(), device: adapter.name.clone(), source },
         })?;
         let calibrated = match on.calibrated_timestamps() {
-            Some(name) if adapter.capabilities.calibrated_timestamps => {
-                calibrated(instance, &raw, name)
-            }
+            Some(name) if adapter.capabilities.calibrated_timestamps => calibrated(instance, &raw, name),
             _ => None,
         };
-        let names = instance
-            .validates()
-            .then(|| ext::debug_utils::Device::new(instance.raw(), &raw));
+        let names = instance.validates().then(|| ext::debug_utils::Device::new(instance.raw(), &raw));
         Ok(Logical {
             raw,
             adapter: adapter.clone(),
@@ -107,42 +87,28 @@ impl Logical {
     /// Valid timestamp bits of a role's queue.
     pub(super) fn timestamp_bits(&self, role: Role) -> u32 {
         let family = self.slot(role).family;
-        self.adapter
-            .queue_families
-            .iter()
-            .find(|f| f.index == family)
-            .map_or(0, |f| f.timestamp_bits)
+        self.adapter.queue_families.iter().find(|f| f.index == family).map_or(0, |f| f.timestamp_bits)
     }
 
     /// Turns a result code into an error that names `call`; a loss is remembered.
     pub(super) fn check<T>(&self, call: &str, result: VkResult<T>) -> Result<T, DeviceError> {
         result.map_err(|source| match source {
             vk::Result::ERROR_DEVICE_LOST => self.lose(call),
-            source => DeviceError::Vulkan {
-                call: call.to_owned(),
-                device: self.adapter.name.clone(),
-                source,
-            },
+            source => DeviceError::Vulkan { call: call.to_owned(), device: self.adapter.name.clone(), source },
         })
     }
 
     /// Remembers that nothing will be completed any more, and gives the error for it.
     pub(super) fn lose(&self, call: &str) -> DeviceError {
         let first = self.lost.get_or_init(|| call.to_owned());
-        DeviceError::DeviceLost {
-            device: self.adapter.name.clone(),
-            call: first.clone(),
-        }
+        DeviceError::DeviceLost { device: self.adapter.name.clone(), call: first.clone() }
     }
 
     /// An error if the device is known to be lost.
     pub(super) fn alive(&self) -> Result<(), DeviceError> {
         match self.lost.get() {
             None => Ok(()),
-            Some(call) => Err(DeviceError::DeviceLost {
-                device: self.adapter.name.clone(),
-                call: call.clone(),
-            }),
+            Some(call) => Err(DeviceError::DeviceLost { device: self.adapter.name.clone(), call: call.clone() }),
         }
     }
 
@@ -150,9 +116,7 @@ impl Logical {
     pub(super) fn name(&self, object: impl vk::Handle, name: &str) {
         let Some(names) = &self.names else { return };
         let text = CString::new(name.replace('\0', " ")).unwrap_or_default();
-        let info = vk::DebugUtilsObjectNameInfoEXT::default()
-            .object_handle(object)
-            .object_name(&text);
+        let info = vk::DebugUtilsObjectNameInfoEXT::default().object_handle(object).object_name(&text);
         // SAFETY: the extension is on wherever `names` is set; the object was just made from
         // this device by the caller. A failure to name something is no failure.
         let _ = unsafe { names.set_debug_utils_object_name(&info) };
@@ -167,18 +131,10 @@ impl Drop for Logical {
     }
 }
 
-fn calibrated(
-    instance: &Instance,
-    raw: &ash::Device,
-    name: &CStr,
-) -> Option<vk::PFN_vkGetCalibratedTimestampsKHR> {
+fn calibrated(instance: &Instance, raw: &ash::Device, name: &CStr) -> Option<vk::PFN_vkGetCalibratedTimestampsKHR> {
     Some(if name == khr::calibrated_timestamps::NAME {
-        khr::calibrated_timestamps::Device::new(instance.raw(), raw)
-            .fp()
-            .get_calibrated_timestamps_khr
+        khr::calibrated_timestamps::Device::new(instance.raw(), raw).fp().get_calibrated_timestamps_khr
     } else {
-        ext::calibrated_timestamps::Device::new(instance.raw(), raw)
-            .fp()
-            .get_calibrated_timestamps_ext
+        ext::calibrated_timestamps::Device::new(instance.raw(), raw).fp().get_calibrated_timestamps_ext
     })
 }

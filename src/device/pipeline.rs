@@ -39,10 +39,7 @@ struct Inner {
 
 impl std::fmt::Debug for Pipeline {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pipeline")
-            .field("name", &self.0.name)
-            .field("push_bytes", &self.0.push_bytes)
-            .finish()
+        f.debug_struct("Pipeline").field("name", &self.0.name).field("push_bytes", &self.0.push_bytes).finish()
     }
 }
 
@@ -51,19 +48,11 @@ impl Pipeline {
     ///
     /// # Errors
     /// `Limit` for too many push constants or a subgroup size that the device cannot give.
-    pub fn new(
-        device: &Device,
-        cache: &PipelineCache,
-        desc: &PipelineDesc<'_>,
-    ) -> Result<Pipeline, DeviceError> {
+    pub fn new(device: &Device, cache: &PipelineCache, desc: &PipelineDesc<'_>) -> Result<Pipeline, DeviceError> {
         let logical = device.logical();
         let capabilities = &device.adapter().capabilities;
         cache.assert_of(logical);
-        assert!(
-            desc.push_bytes.is_multiple_of(4),
-            "push constants of {} bytes",
-            desc.push_bytes
-        );
+        assert!(desc.push_bytes.is_multiple_of(4), "push constants of {} bytes", desc.push_bytes);
         let limit = |what: &str, wanted: u32, unit: &'static str, limit: u32| DeviceError::Limit {
             what: format!("kernel \"{}\": {what}", desc.name),
             wanted: wanted.into(),
@@ -72,55 +61,30 @@ impl Pipeline {
             limit: limit.into(),
         };
         if desc.push_bytes > capabilities.max_push_bytes {
-            return Err(limit(
-                "push constants",
-                desc.push_bytes,
-                "bytes",
-                capabilities.max_push_bytes,
-            ));
+            return Err(limit("push constants", desc.push_bytes, "bytes", capabilities.max_push_bytes));
         }
         let mut required = None;
         if let Some(size) = desc.required_subgroup {
             let sizes = capabilities.subgroup_min..=capabilities.subgroup_max;
-            if capabilities.subgroup_size_control && size.is_power_of_two() && sizes.contains(&size)
-            {
-                required = Some(
-                    vk::PipelineShaderStageRequiredSubgroupSizeCreateInfo::default()
-                        .required_subgroup_size(size),
-                );
+            if capabilities.subgroup_size_control && size.is_power_of_two() && sizes.contains(&size) {
+                required =
+                    Some(vk::PipelineShaderStageRequiredSubgroupSizeCreateInfo::default().required_subgroup_size(size));
             } else if size != capabilities.subgroup_size {
-                return Err(limit(
-                    "subgroup",
-                    size,
-                    "invocations",
-                    capabilities.subgroup_size,
-                ));
+                return Err(limit("subgroup", size, "invocations", capabilities.subgroup_size));
             }
         }
 
         // SAFETY: the words are SPIR-V that the build made for Vulkan 1.3 (the caller's `desc`).
-        let module = unsafe {
-            logical.raw.create_shader_module(
-                &vk::ShaderModuleCreateInfo::default().code(desc.spirv),
-                None,
-            )
-        };
+        let module =
+            unsafe { logical.raw.create_shader_module(&vk::ShaderModuleCreateInfo::default().code(desc.spirv), None) };
         let module = logical.check(&format!("vkCreateShaderModule (\"{}\")", desc.name), module)?;
         let made = layout(logical, desc.push_bytes).and_then(|layout| {
-            raw_pipeline(
-                logical,
-                cache,
-                desc,
-                capabilities.full_subgroups,
-                module,
-                layout,
-                required,
-            )
-            .map(|raw| (raw, layout))
-            .inspect_err(|_| {
-                // SAFETY: made above, and the pipeline that would use it was not.
-                unsafe { logical.raw.destroy_pipeline_layout(layout, None) };
-            })
+            raw_pipeline(logical, cache, desc, capabilities.full_subgroups, module, layout, required)
+                .map(|raw| (raw, layout))
+                .inspect_err(|_| {
+                    // SAFETY: made above, and the pipeline that would use it was not.
+                    unsafe { logical.raw.destroy_pipeline_layout(layout, None) };
+                })
         });
         // SAFETY: a module may go as soon as its pipelines are made.
         unsafe { logical.raw.destroy_shader_module(module, None) };
@@ -154,11 +118,7 @@ impl Pipeline {
     }
 
     pub(super) fn assert_of(&self, logical: &Arc<Logical>) {
-        assert!(
-            Arc::ptr_eq(&self.0.logical, logical),
-            "pipeline \"{}\" of another device",
-            self.0.name
-        );
+        assert!(Arc::ptr_eq(&self.0.logical, logical), "pipeline \"{}\" of another device", self.0.name);
     }
 }
 
@@ -173,21 +133,11 @@ impl Drop for Inner {
 }
 
 fn layout(logical: &Logical, push_bytes: u32) -> Result<vk::PipelineLayout, DeviceError> {
-    let ranges = [vk::PushConstantRange {
-        stage_flags: vk::ShaderStageFlags::COMPUTE,
-        offset: 0,
-        size: push_bytes,
-    }];
+    let ranges = [vk::PushConstantRange { stage_flags: vk::ShaderStageFlags::COMPUTE, offset: 0, size: push_bytes }];
     let info = vk::PipelineLayoutCreateInfo::default();
-    let info = if push_bytes == 0 {
-        info
-    } else {
-        info.push_constant_ranges(&ranges)
-    };
+    let info = if push_bytes == 0 { info } else { info.push_constant_ranges(&ranges) };
     // SAFETY: the one range is within the device's limit, checked by the caller.
-    logical.check("vkCreatePipelineLayout", unsafe {
-        logical.raw.create_pipeline_layout(&info, None)
-    })
+    logical.check("vkCreatePipelineLayout", unsafe { logical.raw.create_pipeline_layout(&info, None) })
 }
 
 fn raw_pipeline(
@@ -201,15 +151,10 @@ fn raw_pipeline(
 ) -> Result<vk::Pipeline, DeviceError> {
     let entries: Vec<vk::SpecializationMapEntry> = (0u32..)
         .zip(desc.constants)
-        .map(|(id, _)| vk::SpecializationMapEntry {
-            constant_id: id,
-            offset: 4 * id,
-            size: 4,
-        })
+        .map(|(id, _)| vk::SpecializationMapEntry { constant_id: id, offset: 4 * id, size: 4 })
         .collect();
-    let specialization = vk::SpecializationInfo::default()
-        .map_entries(&entries)
-        .data(bytemuck::cast_slice(desc.constants));
+    let specialization =
+        vk::SpecializationInfo::default().map_entries(&entries).data(bytemuck::cast_slice(desc.constants));
     let mut stage = vk::PipelineShaderStageCreateInfo::default()
         .stage(vk::ShaderStageFlags::COMPUTE)
         .module(module)
@@ -221,19 +166,10 @@ fn raw_pipeline(
     if let Some(required) = &mut required {
         stage = stage.push_next(required);
     }
-    let info = [vk::ComputePipelineCreateInfo::default()
-        .stage(stage)
-        .layout(layout)];
+    let info = [vk::ComputePipelineCreateInfo::default().stage(stage).layout(layout)];
     // SAFETY: module and layout live during the call; the cache is internally synchronised;
     // subgroup size and full subgroups are asked for only where the device has the features.
-    let result = unsafe {
-        logical
-            .raw
-            .create_compute_pipelines(cache.raw(), &info, None)
-    };
+    let result = unsafe { logical.raw.create_compute_pipelines(cache.raw(), &info, None) };
     let made = result.map_err(|(_, e)| e);
-    Ok(logical.check(
-        &format!("vkCreateComputePipelines (\"{}\")", desc.name),
-        made,
-    )?[0])
+    Ok(logical.check(&format!("vkCreateComputePipelines (\"{}\")", desc.name), made)?[0])
 }

@@ -9,47 +9,29 @@ use ash::{ext, khr, vk};
 use std::ffi::CStr;
 
 /// Every adapter in the drivers' order.
-pub(super) fn adapters(
-    entry: &ash::Entry,
-    instance: &ash::Instance,
-) -> Result<Vec<Adapter>, DeviceError> {
+pub(super) fn adapters(entry: &ash::Entry, instance: &ash::Instance) -> Result<Vec<Adapter>, DeviceError> {
     // SAFETY: the instance is alive.
-    let physical =
-        unsafe { instance.enumerate_physical_devices() }.map_err(|source| DeviceError::Vulkan {
-            call: "vkEnumeratePhysicalDevices".to_owned(),
-            device: "the instance".to_owned(),
-            source,
-        })?;
-    Ok(physical
-        .iter()
-        .enumerate()
-        .map(|(index, &device)| adapter(entry, instance, index, device))
-        .collect())
+    let physical = unsafe { instance.enumerate_physical_devices() }.map_err(|source| DeviceError::Vulkan {
+        call: "vkEnumeratePhysicalDevices".to_owned(),
+        device: "the instance".to_owned(),
+        source,
+    })?;
+    Ok(physical.iter().enumerate().map(|(index, &device)| adapter(entry, instance, index, device)).collect())
 }
 
 /// The features of one adapter. Only for adapters with Vulkan 1.3.
 pub(super) fn features(instance: &ash::Instance, physical: vk::PhysicalDevice) -> FeatureSet {
     // SAFETY: the physical device belongs to the living instance. A driver that cannot even
     // list its extensions has none.
-    let listed =
-        unsafe { instance.enumerate_device_extension_properties(physical) }.unwrap_or_default();
+    let listed = unsafe { instance.enumerate_device_extension_properties(physical) }.unwrap_or_default();
     let mut set = FeatureSet::default();
-    set.extensions = listed
-        .iter()
-        .filter_map(|e| e.extension_name_as_c_str().ok())
-        .map(CStr::to_owned)
-        .collect();
+    set.extensions = listed.iter().filter_map(|e| e.extension_name_as_c_str().ok()).map(CStr::to_owned).collect();
     // SAFETY: the chain holds only structures of Vulkan 1.3 and of extensions that are there.
     set.chained(|root| unsafe { instance.get_physical_device_features2(physical, root) });
     set
 }
 
-fn adapter(
-    entry: &ash::Entry,
-    instance: &ash::Instance,
-    index: usize,
-    physical: vk::PhysicalDevice,
-) -> Adapter {
+fn adapter(entry: &ash::Entry, instance: &ash::Instance, index: usize, physical: vk::PhysicalDevice) -> Adapter {
     // SAFETY: the physical device belongs to the living instance.
     let (basic, memory, family_list) = unsafe {
         (
@@ -68,11 +50,7 @@ fn adapter(
         })
         .collect();
     let version = basic.api_version;
-    let api = (
-        vk::api_version_major(version),
-        vk::api_version_minor(version),
-        vk::api_version_patch(version),
-    );
+    let api = (vk::api_version_major(version), vk::api_version_minor(version), vk::api_version_patch(version));
     let kind = match basic.device_type {
         vk::PhysicalDeviceType::DISCRETE_GPU => AdapterKind::Discrete,
         vk::PhysicalDeviceType::INTEGRATED_GPU => AdapterKind::Integrated,
@@ -98,21 +76,11 @@ fn adapter(
     };
     if (api.0, api.1) < (1, 3) {
         // Structures of 1.3 must not be handed to it, so this is all there is to know.
-        adapter.refused = Some(format!(
-            "Vulkan 1.3 is needed, its driver has {}.{}.{}",
-            api.0, api.1, api.2
-        ));
+        adapter.refused = Some(format!("Vulkan 1.3 is needed, its driver has {}.{}.{}", api.0, api.1, api.2));
         return adapter;
     }
     let features = features(instance, physical);
-    describe(
-        &mut adapter,
-        entry,
-        instance,
-        &basic.limits,
-        &memory,
-        &features,
-    );
+    describe(&mut adapter, entry, instance, &basic.limits, &memory, &features);
     let missing = lacks(&adapter, &features);
     adapter.refused = (!missing.is_empty()).then(|| format!("it has no {}", missing.join(", no ")));
     adapter
@@ -150,14 +118,8 @@ fn describe(
     let mut v13 = vk::PhysicalDeviceVulkan13Properties::default();
     let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
     let mut sm = vk::PhysicalDeviceShaderSMBuiltinsPropertiesNV::default();
-    let (has_pci, has_sm) = (
-        features.has(ext::pci_bus_info::NAME),
-        features.has(SM_BUILTINS),
-    );
-    let mut root = vk::PhysicalDeviceProperties2::default()
-        .push_next(&mut v11)
-        .push_next(&mut v12)
-        .push_next(&mut v13);
+    let (has_pci, has_sm) = (features.has(ext::pci_bus_info::NAME), features.has(SM_BUILTINS));
+    let mut root = vk::PhysicalDeviceProperties2::default().push_next(&mut v11).push_next(&mut v12).push_next(&mut v13);
     if has_pci {
         root = root.push_next(&mut pci);
     }
@@ -168,29 +130,14 @@ fn describe(
     unsafe { instance.get_physical_device_properties2(physical, &mut root) };
 
     adapter.uuid = dashed(&v11.device_uuid);
-    adapter.driver = format!("{} {}", string(&v12.driver_name), string(&v12.driver_info))
-        .trim()
-        .to_owned();
-    adapter.pci = has_pci.then(|| {
-        format!(
-            "{:04x}:{:02x}:{:02x}.{:x}",
-            pci.pci_domain, pci.pci_bus, pci.pci_device, pci.pci_function
-        )
-    });
-    let in_compute = v11
-        .subgroup_supported_stages
-        .contains(vk::ShaderStageFlags::COMPUTE);
-    let sized = v13
-        .required_subgroup_size_stages
-        .contains(vk::ShaderStageFlags::COMPUTE);
+    adapter.driver = format!("{} {}", string(&v12.driver_name), string(&v12.driver_info)).trim().to_owned();
+    adapter.pci = has_pci
+        .then(|| format!("{:04x}:{:02x}:{:02x}.{:x}", pci.pci_domain, pci.pci_bus, pci.pci_device, pci.pci_function));
+    let in_compute = v11.subgroup_supported_stages.contains(vk::ShaderStageFlags::COMPUTE);
+    let sized = v13.required_subgroup_size_stages.contains(vk::ShaderStageFlags::COMPUTE);
     let choice = families::choose(&adapter.queue_families);
     let timestamp_bits = choice
-        .and_then(|c| {
-            adapter
-                .queue_families
-                .iter()
-                .find(|f| f.index == c.compute.family)
-        })
+        .and_then(|c| adapter.queue_families.iter().find(|f| f.index == c.compute.family))
         .map_or(0, |f| f.timestamp_bits);
     let on = |flag: vk::Bool32| flag == vk::TRUE;
     adapter.capabilities = Capabilities {
@@ -223,21 +170,15 @@ fn describe(
         scalar_block_layout: on(features.v12.scalar_block_layout),
         device_scope: on(features.v12.vulkan_memory_model_device_scope),
         cooperative_matrix: features.cooperative_matrix(),
-        matrix_shapes: if features.cooperative_matrix() {
-            shapes(entry, instance, physical)
-        } else {
-            Vec::new()
-        },
+        matrix_shapes: if features.cooperative_matrix() { shapes(entry, instance, physical) } else { Vec::new() },
         cooperative_matrix2: features.cooperative_matrix2(),
         bfloat16: features.bfloat16(),
         memory_budget: features.has(ext::memory_budget::NAME),
-        calibrated_timestamps: timestamp_bits > 0
-            && calibrates(entry, instance, physical, features),
+        calibrated_timestamps: timestamp_bits > 0 && calibrates(entry, instance, physical, features),
         host_query_reset: on(features.v12.host_query_reset),
         timestamp_period_ns: limits.timestamp_period,
         timestamp_bits,
-        unified_memory: adapter.kind == AdapterKind::Cpu
-            || adapter.memory_heaps.iter().all(|h| h.device_local),
+        unified_memory: adapter.kind == AdapterKind::Cpu || adapter.memory_heaps.iter().all(|h| h.device_local),
         bar: bar(memory),
         sm_count: has_sm.then_some(sm.shader_sm_count),
     };
@@ -263,25 +204,18 @@ fn calibrates(
         }
     };
     domains.is_ok_and(|domains| {
-        domains.contains(&vk::TimeDomainKHR::DEVICE)
-            && domains.contains(&vk::TimeDomainKHR::CLOCK_MONOTONIC)
+        domains.contains(&vk::TimeDomainKHR::DEVICE) && domains.contains(&vk::TimeDomainKHR::CLOCK_MONOTONIC)
     })
 }
 
-fn shapes(
-    entry: &ash::Entry,
-    instance: &ash::Instance,
-    physical: vk::PhysicalDevice,
-) -> Vec<MatrixShape> {
+fn shapes(entry: &ash::Entry, instance: &ash::Instance, physical: vk::PhysicalDevice) -> Vec<MatrixShape> {
     let functions = khr::cooperative_matrix::Instance::new(entry, instance);
     // SAFETY: the adapter has the extension.
     let listed = unsafe { functions.get_physical_device_cooperative_matrix_properties(physical) };
     let mut shapes: Vec<MatrixShape> = listed
         .unwrap_or_default()
         .iter()
-        .filter(|p| {
-            p.scope == vk::ScopeKHR::SUBGROUP && p.a_type == p.b_type && p.c_type == p.result_type
-        })
+        .filter(|p| p.scope == vk::ScopeKHR::SUBGROUP && p.a_type == p.b_type && p.c_type == p.result_type)
         .filter_map(|p| {
             Some(MatrixShape {
                 m: p.m_size,
@@ -319,40 +253,26 @@ fn heaps(memory: &vk::PhysicalDeviceMemoryProperties) -> Vec<HeapInfo> {
         .map(|(index, heap)| HeapInfo {
             bytes: heap.size,
             device_local: heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL),
-            host_visible: memory.memory_types_as_slice().iter().any(|t| {
-                t.heap_index == index
-                    && t.property_flags
-                        .contains(vk::MemoryPropertyFlags::HOST_VISIBLE)
-            }),
+            host_visible: memory
+                .memory_types_as_slice()
+                .iter()
+                .any(|t| t.heap_index == index && t.property_flags.contains(vk::MemoryPropertyFlags::HOST_VISIBLE)),
         })
         .collect()
 }
 
 /// Whether the largest device-local heap can be mapped by the host.
 fn bar(memory: &vk::PhysicalDeviceMemoryProperties) -> bool {
-    heaps(memory)
-        .into_iter()
-        .filter(|h| h.device_local)
-        .max_by_key(|h| h.bytes)
-        .is_some_and(|h| h.host_visible)
+    heaps(memory).into_iter().filter(|h| h.device_local).max_by_key(|h| h.bytes).is_some_and(|h| h.host_visible)
 }
 
 /// The index of the largest device-local heap.
 pub(super) fn device_heap(heaps: &[HeapInfo]) -> Option<usize> {
-    heaps
-        .iter()
-        .enumerate()
-        .filter(|(_, h)| h.device_local)
-        .max_by_key(|(_, h)| h.bytes)
-        .map(|(index, _)| index)
+    heaps.iter().enumerate().filter(|(_, h)| h.device_local).max_by_key(|(_, h)| h.bytes).map(|(index, _)| index)
 }
 
 fn string(chars: &[std::ffi::c_char]) -> String {
-    let bytes: Vec<u8> = chars
-        .iter()
-        .take_while(|&&c| c != 0)
-        .map(|&c| c.cast_unsigned())
-        .collect();
+    let bytes: Vec<u8> = chars.iter().take_while(|&&c| c != 0).map(|&c| c.cast_unsigned()).collect();
     String::from_utf8_lossy(&bytes).trim().to_owned()
 }
 
@@ -382,30 +302,17 @@ mod tests {
     fn the_bar_must_cover_the_largest_device_heap() {
         let gib = 1 << 30;
         let properties = |host_visible_heap: u32| {
-            let mut memory = vk::PhysicalDeviceMemoryProperties {
-                memory_heap_count: 2,
-                memory_type_count: 1,
-                ..Default::default()
-            };
-            memory.memory_heaps[0] = vk::MemoryHeap {
-                size: 24 * gib,
-                flags: vk::MemoryHeapFlags::DEVICE_LOCAL,
-            };
-            memory.memory_heaps[1] = vk::MemoryHeap {
-                size: gib / 4,
-                flags: vk::MemoryHeapFlags::DEVICE_LOCAL,
-            };
+            let mut memory =
+                vk::PhysicalDeviceMemoryProperties { memory_heap_count: 2, memory_type_count: 1, ..Default::default() };
+            memory.memory_heaps[0] = vk::MemoryHeap { size: 24 * gib, flags: vk::MemoryHeapFlags::DEVICE_LOCAL };
+            memory.memory_heaps[1] = vk::MemoryHeap { size: gib / 4, flags: vk::MemoryHeapFlags::DEVICE_LOCAL };
             memory.memory_types[0] = vk::MemoryType {
-                property_flags: vk::MemoryPropertyFlags::DEVICE_LOCAL
-                    | vk::MemoryPropertyFlags::HOST_VISIBLE,
+                property_flags: vk::MemoryPropertyFlags::DEVICE_LOCAL | vk::MemoryPropertyFlags::HOST_VISIBLE,
                 heap_index: host_visible_heap,
             };
             memory
         };
         assert!(bar(&properties(0)));
-        assert!(
-            !bar(&properties(1)),
-            "a 256 MiB window is not the whole memory"
-        );
+        assert!(!bar(&properties(1)), "a 256 MiB window is not the whole memory");
     }
 }

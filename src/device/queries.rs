@@ -18,9 +18,7 @@ struct Inner {
 
 impl std::fmt::Debug for Queries {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Queries")
-            .field("count", &self.0.count)
-            .finish()
+        f.debug_struct("Queries").field("count", &self.0.count).finish()
     }
 }
 
@@ -29,23 +27,12 @@ impl Queries {
     pub fn new(device: &Device, count: u32) -> Result<Queries, DeviceError> {
         let logical = device.logical();
         if device.adapter().capabilities.timestamp_bits == 0 {
-            return Err(DeviceError::Unsupported {
-                device: device.adapter().name.clone(),
-                what: "timestamps",
-            });
+            return Err(DeviceError::Unsupported { device: device.adapter().name.clone(), what: "timestamps" });
         }
-        let info = vk::QueryPoolCreateInfo::default()
-            .query_type(vk::QueryType::TIMESTAMP)
-            .query_count(count.max(1));
+        let info = vk::QueryPoolCreateInfo::default().query_type(vk::QueryType::TIMESTAMP).query_count(count.max(1));
         // SAFETY: a plain timestamp pool.
-        let raw = logical.check("vkCreateQueryPool", unsafe {
-            logical.raw.create_query_pool(&info, None)
-        })?;
-        let queries = Queries(Arc::new(Inner {
-            raw,
-            count: count.max(1),
-            logical: logical.clone(),
-        }));
+        let raw = logical.check("vkCreateQueryPool", unsafe { logical.raw.create_query_pool(&info, None) })?;
+        let queries = Queries(Arc::new(Inner { raw, count: count.max(1), logical: logical.clone() }));
         queries.reset();
         Ok(queries)
     }
@@ -60,12 +47,7 @@ impl Queries {
     /// in a recording's order.
     pub fn reset(&self) {
         // SAFETY: hostQueryReset is part of the baseline; the range is the whole pool.
-        unsafe {
-            self.0
-                .logical
-                .raw
-                .reset_query_pool(self.0.raw, 0, self.0.count)
-        };
+        unsafe { self.0.logical.raw.reset_query_pool(self.0.raw, 0, self.0.count) };
     }
 
     /// Timestamps `first .. first + count` in nanoseconds of the device's clock; `None` for one
@@ -79,27 +61,14 @@ impl Queries {
         let mut values = vec![[0u64; 2]; count as usize];
         let flags = vk::QueryResultFlags::TYPE_64 | vk::QueryResultFlags::WITH_AVAILABILITY;
         // SAFETY: the range lies in the pool; each element holds a value and its availability.
-        let result = unsafe {
-            logical
-                .raw
-                .get_query_pool_results(self.0.raw, first, &mut values, flags)
-        };
+        let result = unsafe { logical.raw.get_query_pool_results(self.0.raw, first, &mut values, flags) };
         match result {
             Ok(()) | Err(vk::Result::NOT_READY) => {}
             Err(e) => logical.check("vkGetQueryPoolResults", Err(e))?,
         }
         let capabilities = &logical.adapter.capabilities;
-        let ns = |ticks| {
-            nanoseconds(
-                ticks,
-                capabilities.timestamp_bits,
-                capabilities.timestamp_period_ns,
-            )
-        };
-        Ok(values
-            .into_iter()
-            .map(|[ticks, written]| (written != 0).then(|| ns(ticks)))
-            .collect())
+        let ns = |ticks| nanoseconds(ticks, capabilities.timestamp_bits, capabilities.timestamp_period_ns);
+        Ok(values.into_iter().map(|[ticks, written]| (written != 0).then(|| ns(ticks))).collect())
     }
 
     pub(super) fn raw(&self) -> vk::QueryPool {
@@ -108,19 +77,14 @@ impl Queries {
 
     pub(super) fn assert_has(&self, first: u32, count: u32) {
         assert!(
-            first
-                .checked_add(count)
-                .is_some_and(|end| end <= self.0.count),
+            first.checked_add(count).is_some_and(|end| end <= self.0.count),
             "timestamps {first}..+{count} of a pool of {}",
             self.0.count
         );
     }
 
     pub(super) fn assert_of(&self, logical: &Arc<Logical>) {
-        assert!(
-            Arc::ptr_eq(&self.0.logical, logical),
-            "a query pool of another device"
-        );
+        assert!(Arc::ptr_eq(&self.0.logical, logical), "a query pool of another device");
     }
 }
 
@@ -133,18 +97,13 @@ impl Drop for Inner {
 
 /// Ticks, of which `bits` are valid, in nanoseconds.
 pub(super) fn nanoseconds(ticks: u64, bits: u32, period_ns: f32) -> u64 {
-    let valid = if bits >= 64 {
-        ticks
-    } else {
-        ticks & ((1 << bits) - 1)
-    };
+    let valid = if bits >= 64 { ticks } else { ticks & ((1 << bits) - 1) };
     if period_ns == 1.0 {
         return valid;
     }
     // Whole and fractional period apart: a product in f64 would lose nanoseconds after days.
     let whole = period_ns.trunc();
-    (valid.wrapping_mul(whole as u64))
-        .wrapping_add((valid as f64 * f64::from(period_ns - whole)) as u64)
+    (valid.wrapping_mul(whole as u64)).wrapping_add((valid as f64 * f64::from(period_ns - whole)) as u64)
 }
 
 #[cfg(test)]

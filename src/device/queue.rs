@@ -32,12 +32,7 @@ pub struct Batch {
 impl Batch {
     /// A batch of one entry.
     pub fn one(commands: Commands, waits: Vec<Point>) -> Batch {
-        Batch {
-            entries: vec![Entry {
-                commands: vec![commands],
-            }],
-            waits,
-        }
+        Batch { entries: vec![Entry { commands: vec![commands] }], waits }
     }
 }
 
@@ -50,10 +45,7 @@ pub(super) struct Timelines {
 
 impl Timelines {
     pub(super) fn new(semaphores: [vk::Semaphore; 2]) -> Timelines {
-        Timelines {
-            semaphores,
-            reserved: [AtomicU64::new(0), AtomicU64::new(0)],
-        }
+        Timelines { semaphores, reserved: [AtomicU64::new(0), AtomicU64::new(0)] }
     }
 
     pub(super) fn reserved(&self, role: Role) -> u64 {
@@ -80,14 +72,8 @@ struct Submission {
 
 impl Hardware {
     pub(super) fn new(raw: vk::Queue, served: &[Role]) -> Hardware {
-        let state = State {
-            lanes: Lanes::new(served),
-            in_flight: [VecDeque::new(), VecDeque::new()],
-        };
-        Hardware {
-            raw,
-            state: Mutex::new(state),
-        }
+        let state = State { lanes: Lanes::new(served), in_flight: [VecDeque::new(), VecDeque::new()] };
+        Hardware { raw, state: Mutex::new(state) }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -123,19 +109,8 @@ impl std::fmt::Debug for Queue {
 }
 
 impl Queue {
-    pub(super) fn new(
-        role: Role,
-        hardware: Arc<Hardware>,
-        timelines: Arc<Timelines>,
-        logical: Arc<Logical>,
-    ) -> Queue {
-        Queue {
-            role,
-            family: logical.slot(role).family,
-            hardware,
-            timelines,
-            logical,
-        }
+    pub(super) fn new(role: Role, hardware: Arc<Hardware>, timelines: Arc<Timelines>, logical: Arc<Logical>) -> Queue {
+        Queue { role, family: logical.slot(role).family, hardware, timelines, logical }
     }
 
     /// The role that it serves.
@@ -155,10 +130,7 @@ impl Queue {
 
     /// The last point given out; reached when everything submitted so far has finished.
     pub fn last(&self) -> Point {
-        Point {
-            role: self.role,
-            value: self.timelines.reserved(self.role),
-        }
+        Point { role: self.role, value: self.timelines.reserved(self.role) }
     }
 
     /// Submits a batch with one `vkQueueSubmit2` and gives the point of its last entry; entry
@@ -188,11 +160,7 @@ impl Queue {
         let ready = state
             .lanes
             .offer(self.role, signals, &waits, Submission { first, batch })
-            .map_err(|never| DeviceError::NeverRuns {
-                role: self.role,
-                wait: never.wait,
-                reason: never.reason,
-            })?;
+            .map_err(|never| DeviceError::NeverRuns { role: self.role, wait: never.wait, reason: never.reason })?;
         let last = first + signals - 1;
         self.timelines.reserved[self.role.index()].store(last, Ordering::Release);
         for (role, submission) in ready {
@@ -200,10 +168,7 @@ impl Queue {
             self.submit_now(role, &submission)?;
             state.in_flight[role.index()].push_back((value, submission.batch.entries));
         }
-        Ok(Point {
-            role: self.role,
-            value: last,
-        })
+        Ok(Point { role: self.role, value: last })
     }
 
     /// How many batches are held back on the host, of both roles where they share the queue.
@@ -242,22 +207,13 @@ impl Queue {
                 .value(value)
                 .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
         };
-        let waits: Vec<_> = batch
-            .waits
-            .iter()
-            .filter(|w| w.value > 0)
-            .map(|w| on(w.role, w.value))
-            .collect();
-        let signals: Vec<_> = (*first..)
-            .take(batch.entries.len())
-            .map(|value| [on(role, value)])
-            .collect();
+        let waits: Vec<_> = batch.waits.iter().filter(|w| w.value > 0).map(|w| on(w.role, w.value)).collect();
+        let signals: Vec<_> = (*first..).take(batch.entries.len()).map(|value| [on(role, value)]).collect();
         let commands: Vec<Vec<_>> = batch
             .entries
             .iter()
             .map(|entry| {
-                let info =
-                    |c: &Commands| vk::CommandBufferSubmitInfo::default().command_buffer(c.raw());
+                let info = |c: &Commands| vk::CommandBufferSubmitInfo::default().command_buffer(c.raw());
                 entry.commands.iter().map(info).collect()
             })
             .collect();
@@ -266,24 +222,14 @@ impl Queue {
             .zip(&signals)
             .enumerate()
             .map(|(i, (commands, signal))| {
-                let info = vk::SubmitInfo2::default()
-                    .command_buffer_infos(commands)
-                    .signal_semaphore_infos(signal);
-                if i == 0 {
-                    info.wait_semaphore_infos(&waits)
-                } else {
-                    info
-                }
+                let info = vk::SubmitInfo2::default().command_buffer_infos(commands).signal_semaphore_infos(signal);
+                if i == 0 { info.wait_semaphore_infos(&waits) } else { info }
             })
             .collect();
         // SAFETY: the queue is used under its lock only; command buffers are executable, of
         // this family, reusable, and kept in `in_flight` until their value is reached; values
         // of a timeline are submitted in growing order (`Lanes`).
-        let result = unsafe {
-            self.logical
-                .raw
-                .queue_submit2(self.hardware.raw, &infos, vk::Fence::null())
-        };
+        let result = unsafe { self.logical.raw.queue_submit2(self.hardware.raw, &infos, vk::Fence::null()) };
         result.map_err(|source| self.logical.lose(&format!("vkQueueSubmit2 ({source})")))
     }
 }

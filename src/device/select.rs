@@ -27,10 +27,7 @@ impl FromStr for Selector {
     /// `cpu`, an index, a UUID (dashes and a leading `GPU-` optional), a PCI address (the
     /// domain optional), else a name. `uuid:`, `pci:`, `index:` and `name:` force the kind.
     fn from_str(text: &str) -> Result<Selector, DeviceError> {
-        let bad = |reason: &str| DeviceError::BadSelector {
-            text: text.to_owned(),
-            reason: reason.to_owned(),
-        };
+        let bad = |reason: &str| DeviceError::BadSelector { text: text.to_owned(), reason: reason.to_owned() };
         let trimmed = text.trim();
         if trimmed.is_empty() {
             return Err(bad("it is empty"));
@@ -42,36 +39,22 @@ impl FromStr for Selector {
                 .map(|_| trimmed[prefix.len()..].trim())
         };
         if let Some(rest) = forced("uuid:") {
-            return uuid(rest)
-                .map(Selector::Uuid)
-                .ok_or_else(|| bad("a UUID has 32 hexadecimal digits"));
+            return uuid(rest).map(Selector::Uuid).ok_or_else(|| bad("a UUID has 32 hexadecimal digits"));
         }
         if let Some(rest) = forced("pci:") {
-            return pci(rest)
-                .map(Selector::Pci)
-                .ok_or_else(|| bad("a PCI address looks like 0000:65:00.0 or 65:00.0"));
+            return pci(rest).map(Selector::Pci).ok_or_else(|| bad("a PCI address looks like 0000:65:00.0 or 65:00.0"));
         }
         if let Some(rest) = forced("index:") {
-            return rest
-                .parse()
-                .map(Selector::Index)
-                .map_err(|_| bad("an index is a whole number"));
+            return rest.parse().map(Selector::Index).map_err(|_| bad("an index is a whole number"));
         }
         if let Some(rest) = forced("name:") {
-            return if rest.is_empty() {
-                Err(bad("the name is empty"))
-            } else {
-                Ok(Selector::Name(rest.to_owned()))
-            };
+            return if rest.is_empty() { Err(bad("the name is empty")) } else { Ok(Selector::Name(rest.to_owned())) };
         }
         if trimmed.eq_ignore_ascii_case("cpu") {
             return Ok(Selector::Cpu);
         }
         if trimmed.bytes().all(|b| b.is_ascii_digit()) && trimmed.len() < 32 {
-            return trimmed
-                .parse()
-                .map(Selector::Index)
-                .map_err(|_| bad("the index is too large"));
+            return trimmed.parse().map(Selector::Index).map_err(|_| bad("the index is too large"));
         }
         Ok(uuid(trimmed)
             .map(Selector::Uuid)
@@ -85,16 +68,8 @@ impl fmt::Display for Selector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Selector::Uuid(digits) => {
-                for (i, part) in [0..8, 8..12, 12..16, 16..20, 20..32]
-                    .into_iter()
-                    .enumerate()
-                {
-                    write!(
-                        f,
-                        "{}{}",
-                        if i > 0 { "-" } else { "" },
-                        digits.get(part).unwrap_or_default()
-                    )?;
+                for (i, part) in [0..8, 8..12, 12..16, 16..20, 20..32].into_iter().enumerate() {
+                    write!(f, "{}{}", if i > 0 { "-" } else { "" }, digits.get(part).unwrap_or_default())?;
                 }
                 Ok(())
             }
@@ -111,19 +86,11 @@ impl fmt::Display for Selector {
 
 /// The one adapter that the selector names; without one, the only usable GPU. Errors list the
 /// adapters, one a line.
-pub fn select<'a>(
-    adapters: &'a [Adapter],
-    selector: Option<&Selector>,
-) -> Result<&'a Adapter, DeviceError> {
+pub fn select<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Result<&'a Adapter, DeviceError> {
     let Some(selector) = selector else {
         return only_gpu(adapters);
     };
-    let of = |test: &dyn Fn(&Adapter) -> bool| {
-        adapters
-            .iter()
-            .filter(|a| test(a))
-            .collect::<Vec<&Adapter>>()
-    };
+    let of = |test: &dyn Fn(&Adapter) -> bool| adapters.iter().filter(|a| test(a)).collect::<Vec<&Adapter>>();
     let found = match selector {
         Selector::Uuid(digits) => of(&|a| uuid(&a.uuid).as_ref() == Some(digits)),
         Selector::Pci(address) => of(&|a| a.pci.as_deref().and_then(pci).as_ref() == Some(address)),
@@ -132,20 +99,13 @@ pub fn select<'a>(
         Selector::Name(name) => {
             let wanted = name.to_lowercase();
             let exact = of(&|a| a.name.to_lowercase() == wanted);
-            if exact.is_empty() {
-                of(&|a| !a.is_cpu() && a.name.to_lowercase().contains(&wanted))
-            } else {
-                exact
-            }
+            if exact.is_empty() { of(&|a| !a.is_cpu() && a.name.to_lowercase().contains(&wanted)) } else { exact }
         }
     };
     match found[..] {
         [one] => match &one.refused {
             None => Ok(one),
-            Some(reason) => Err(DeviceError::Refused {
-                name: one.name.clone(),
-                reason: reason.clone(),
-            }),
+            Some(reason) => Err(DeviceError::Refused { name: one.name.clone(), reason: reason.clone() }),
         },
         [] => Err(DeviceError::NoMatch {
             selector: selector.to_string(),
@@ -161,16 +121,10 @@ pub fn select<'a>(
 }
 
 fn only_gpu(adapters: &[Adapter]) -> Result<&Adapter, DeviceError> {
-    let gpus: Vec<&Adapter> = adapters
-        .iter()
-        .filter(|a| a.usable() && !a.is_cpu())
-        .collect();
+    let gpus: Vec<&Adapter> = adapters.iter().filter(|a| a.usable() && !a.is_cpu()).collect();
     match gpus[..] {
         [one] => Ok(one),
-        _ => Err(DeviceError::MustChoose {
-            count: gpus.len(),
-            adapters: lines(adapters.iter()),
-        }),
+        _ => Err(DeviceError::MustChoose { count: gpus.len(), adapters: lines(adapters.iter()) }),
     }
 }
 
@@ -180,14 +134,10 @@ fn cpu_hint(adapters: &[Adapter], selector: &Selector) -> String {
         return String::new();
     };
     let wanted = name.to_lowercase();
-    match adapters
-        .iter()
-        .find(|a| a.is_cpu() && a.name.to_lowercase().contains(&wanted))
-    {
-        Some(cpu) => format!(
-            "a CPU driver is chosen only by cpu, its index {}, its UUID or its whole name; ",
-            cpu.index
-        ),
+    match adapters.iter().find(|a| a.is_cpu() && a.name.to_lowercase().contains(&wanted)) {
+        Some(cpu) => {
+            format!("a CPU driver is chosen only by cpu, its index {}, its UUID or its whole name; ", cpu.index)
+        }
         None => String::new(),
     }
 }
@@ -197,22 +147,13 @@ fn lines<'a>(adapters: impl Iterator<Item = &'a Adapter>) -> String {
     for adapter in adapters {
         out.push_str(&format!("\n  {adapter}"));
     }
-    if out.is_empty() {
-        "\n  (none)".to_owned()
-    } else {
-        out
-    }
+    if out.is_empty() { "\n  (none)".to_owned() } else { out }
 }
 
 /// 32 hexadecimal digits in lower case, from a UUID with or without dashes or `GPU-`.
 fn uuid(text: &str) -> Option<String> {
     let lower = text.to_lowercase();
-    let digits: String = lower
-        .strip_prefix("gpu-")
-        .unwrap_or(&lower)
-        .chars()
-        .filter(|&c| c != '-')
-        .collect();
+    let digits: String = lower.strip_prefix("gpu-").unwrap_or(&lower).chars().filter(|&c| c != '-').collect();
     (digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_hexdigit())).then_some(digits)
 }
 

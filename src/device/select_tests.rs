@@ -3,57 +3,17 @@
 use super::*;
 use crate::device::adapter::AdapterKind;
 
-fn adapter(
-    index: usize,
-    name: &str,
-    kind: AdapterKind,
-    pci: Option<&str>,
-    refused: Option<&str>,
-) -> Adapter {
-    Adapter {
-        pci: pci.map(str::to_owned),
-        refused: refused.map(str::to_owned),
-        ..Adapter::made_up(index, name, kind)
-    }
+fn adapter(index: usize, name: &str, kind: AdapterKind, pci: Option<&str>, refused: Option<&str>) -> Adapter {
+    Adapter { pci: pci.map(str::to_owned), refused: refused.map(str::to_owned), ..Adapter::made_up(index, name, kind) }
 }
 
 fn host() -> Vec<Adapter> {
     vec![
-        adapter(
-            0,
-            "NVIDIA H200",
-            AdapterKind::Discrete,
-            Some("0000:65:00.0"),
-            None,
-        ),
-        adapter(
-            1,
-            "NVIDIA H200",
-            AdapterKind::Discrete,
-            Some("0000:66:00.0"),
-            None,
-        ),
-        adapter(
-            2,
-            "AMD Radeon RX 7900 XTX",
-            AdapterKind::Discrete,
-            Some("0001:03:00.0"),
-            None,
-        ),
-        adapter(
-            3,
-            "Old Radeon",
-            AdapterKind::Discrete,
-            None,
-            Some("it has no bufferDeviceAddress"),
-        ),
-        adapter(
-            4,
-            "llvmpipe (LLVM 15.0.6, 256 bits)",
-            AdapterKind::Cpu,
-            None,
-            None,
-        ),
+        adapter(0, "NVIDIA H200", AdapterKind::Discrete, Some("0000:65:00.0"), None),
+        adapter(1, "NVIDIA H200", AdapterKind::Discrete, Some("0000:66:00.0"), None),
+        adapter(2, "AMD Radeon RX 7900 XTX", AdapterKind::Discrete, Some("0001:03:00.0"), None),
+        adapter(3, "Old Radeon", AdapterKind::Discrete, None, Some("it has no bufferDeviceAddress")),
+        adapter(4, "llvmpipe (LLVM 15.0.6, 256 bits)", AdapterKind::Cpu, None, None),
     ]
 }
 
@@ -80,10 +40,7 @@ fn a_pci_address_full_or_short() {
     assert_eq!(chosen("66:00.0"), 1);
     assert_eq!(chosen("00000000:65:00.0"), 0);
     assert_eq!(chosen("0001:03:00.0"), 2);
-    assert!(
-        matches!(choose("03:00.0"), Err(DeviceError::NoMatch { .. })),
-        "the short form means domain 0"
-    );
+    assert!(matches!(choose("03:00.0"), Err(DeviceError::NoMatch { .. })), "the short form means domain 0");
 }
 
 #[test]
@@ -101,10 +58,7 @@ fn several_matches_are_an_error_that_lists_them_one_a_line() {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines.len(), 3, "{text}");
-    assert!(
-        lines[1].contains("0000:65:00.0") && lines[2].contains("0000:66:00.0"),
-        "{text}"
-    );
+    assert!(lines[1].contains("0000:65:00.0") && lines[2].contains("0000:66:00.0"), "{text}");
     assert!(error.is_users());
 }
 
@@ -117,10 +71,7 @@ fn no_match_lists_every_adapter() {
 #[test]
 fn a_refused_adapter_says_why() {
     let error = choose("old radeon").expect_err("refused");
-    assert_eq!(
-        error.to_string(),
-        "device \"Old Radeon\" cannot be used: it has no bufferDeviceAddress"
-    );
+    assert_eq!(error.to_string(), "device \"Old Radeon\" cannot be used: it has no bufferDeviceAddress");
 }
 
 #[test]
@@ -129,9 +80,7 @@ fn a_cpu_driver_is_chosen_only_by_cpu_or_exactly() {
     assert_eq!(chosen("CPU"), 4);
     assert_eq!(chosen("4"), 4);
     assert_eq!(chosen("LLVMpipe (LLVM 15.0.6, 256 bits)"), 4);
-    let error = choose("llvmpipe")
-        .expect_err("a part of the name is not enough")
-        .to_string();
+    let error = choose("llvmpipe").expect_err("a part of the name is not enough").to_string();
     assert!(error.contains("only by cpu, its index 4"), "{error}");
 }
 
@@ -139,45 +88,16 @@ fn a_cpu_driver_is_chosen_only_by_cpu_or_exactly() {
 fn without_a_selector_only_a_single_usable_gpu_is_taken() {
     let all = host();
     let none = |adapters: &[Adapter]| select(adapters, None).map(|a| a.name.clone());
-    assert_eq!(
-        none(&all[2..]).expect("one GPU is usable"),
-        "AMD Radeon RX 7900 XTX"
-    );
-    assert!(matches!(
-        none(&all),
-        Err(DeviceError::MustChoose { count: 3, .. })
-    ));
-    assert!(
-        matches!(
-            none(&all[3..]),
-            Err(DeviceError::MustChoose { count: 0, .. })
-        ),
-        "never the CPU by itself"
-    );
-    assert!(matches!(
-        none(&[]),
-        Err(DeviceError::MustChoose { count: 0, .. })
-    ));
+    assert_eq!(none(&all[2..]).expect("one GPU is usable"), "AMD Radeon RX 7900 XTX");
+    assert!(matches!(none(&all), Err(DeviceError::MustChoose { count: 3, .. })));
+    assert!(matches!(none(&all[3..]), Err(DeviceError::MustChoose { count: 0, .. })), "never the CPU by itself");
+    assert!(matches!(none(&[]), Err(DeviceError::MustChoose { count: 0, .. })));
 }
 
 #[test]
 fn nonsense_is_refused_with_a_reason() {
-    for text in [
-        "",
-        "  ",
-        "uuid:123",
-        "pci:zz",
-        "index:x",
-        "name:",
-        "99999999999999999999999",
-    ] {
-        assert!(
-            matches!(
-                text.parse::<Selector>(),
-                Err(DeviceError::BadSelector { .. })
-            ),
-            "{text:?}"
-        );
+    for text in ["", "  ", "uuid:123", "pci:zz", "index:x", "name:", "99999999999999999999999"] {
+        assert!(matches!(text.parse::<Selector>(), Err(DeviceError::BadSelector { .. })), "{text:?}");
     }
 }
 

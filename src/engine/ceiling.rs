@@ -39,7 +39,11 @@ pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64
 
 /// Seconds that each region takes on the device, median of `repeats` after two to warm up; 0 where the
 /// queue has no timestamps.
-pub(super) fn time_regions(device: &Arc<Device>, regions: &[Arc<Region>], repeats: usize) -> Result<Vec<f64>, StartError> {
+pub(super) fn time_regions(
+    device: &Arc<Device>,
+    regions: &[Arc<Region>],
+    repeats: usize,
+) -> Result<Vec<f64>, StartError> {
     const WARM: usize = 2;
     let compute = Compute::spawn(Arc::clone(device))?;
     let mut medians = Vec::new();

@@ -4,8 +4,8 @@
 //! page lost, shared or overwritten changes the output. No model, no GPU.
 
 use super::executor::{
-    Capacity, Change, Done, ExecuteError, Executor, PAGE_TOKENS, Page, Progress, Sampled, Slot,
-    SlotParams, StepPlan, Ticket, Work,
+    Capacity, Change, Done, ExecuteError, Executor, PAGE_TOKENS, Page, Progress, Sampled, Slot, SlotParams, StepPlan,
+    Ticket, Work,
 };
 use super::request::{Flushes, PerToken, TokenLogprobs};
 use super::scheduler::split_mix;
@@ -136,11 +136,7 @@ impl FakeExecutor {
 
     /// On the machine's time, with one slot: a decode step takes `step`.
     pub fn realtime(step: Duration) -> FakeExecutor {
-        FakeExecutor::realtime_with(FakeConfig {
-            step,
-            chunk: step * 2,
-            ..FakeConfig::default()
-        })
+        FakeExecutor::realtime_with(FakeConfig { step, chunk: step * 2, ..FakeConfig::default() })
     }
 
     /// On the machine's time.
@@ -158,10 +154,7 @@ impl FakeExecutor {
                 }
             })
             .expect("a test's machine has threads");
-        let clock = Clock::Real(Timer {
-            times: Some(times),
-            thread: Some(thread),
-        });
+        let clock = Clock::Real(Timer { times: Some(times), thread: Some(thread) });
         FakeExecutor::with(config, clock, wake, Instant::now())
     }
 
@@ -245,10 +238,7 @@ impl FakeExecutor {
                 let finished = self.finished;
                 let s = self.slot(slot);
                 assert!(!s.joined || s.done, "{slot:?} joins while it runs");
-                assert!(
-                    s.last_ticket <= finished,
-                    "{slot:?} joins before its last plan is finished"
-                );
+                assert!(s.last_ticket <= finished, "{slot:?} joins before its last plan is finished");
                 assert!(params.max_tokens > 0, "{slot:?} joins with nothing to draw");
                 *s = FakeSlot {
                     params: *params,
@@ -266,40 +256,24 @@ impl FakeExecutor {
             Change::Pages { slot, first, pages } => {
                 let most = self.config.capacity.context.div_ceil(PAGE_TOKENS);
                 for &page in &pages {
-                    assert!(
-                        page.0 < self.config.capacity.pages,
-                        "{page:?} does not exist"
-                    );
+                    assert!(page.0 < self.config.capacity.pages, "{page:?} does not exist");
                     if let Some((holder, stay)) = self.memory[page.0 as usize].holder {
                         let s = &self.slots[holder.0 as usize];
                         let over = s.stay != stay || !s.joined || s.done;
                         assert!(over, "{page:?} of {holder:?} is given to {slot:?}");
                         // A later stay began after all plans of this one were finished.
                         let touched = s.stay == stay && s.last_ticket > self.finished;
-                        assert!(
-                            !touched,
-                            "{page:?} of {holder:?} is given away before its plans are finished"
-                        );
+                        assert!(!touched, "{page:?} of {holder:?} is given away before its plans are finished");
                     }
                     let holder = Some((slot, self.slots[slot.0 as usize].stay));
                     // What was in it must not matter.
-                    self.memory[page.0 as usize] = PageMemory {
-                        tokens: [u32::MAX; PAGE_TOKENS as usize],
-                        holder,
-                    };
+                    self.memory[page.0 as usize] = PageMemory { tokens: [u32::MAX; PAGE_TOKENS as usize], holder };
                 }
                 let s = self.slot(slot);
                 assert!(s.joined, "pages for {slot:?}, which has not joined");
-                assert_eq!(
-                    s.table.len(),
-                    first as usize,
-                    "the page table of {slot:?} has a gap"
-                );
+                assert_eq!(s.table.len(), first as usize, "the page table of {slot:?} has a gap");
                 s.table.extend(pages);
-                assert!(
-                    s.table.len() <= most as usize,
-                    "more pages for {slot:?} than its context has"
-                );
+                assert!(s.table.len() <= most as usize, "more pages for {slot:?} than its context has");
             }
             Change::Leave { slot } => {
                 let s = self.slot(slot);
@@ -311,20 +285,11 @@ impl FakeExecutor {
 
     fn prefill(&mut self, slot: Slot, tokens: &[u32], start: u32, last: bool) -> Vec<Sampled> {
         assert!(!tokens.is_empty(), "an empty chunk");
-        assert!(
-            tokens.len() <= self.config.capacity.prefill_chunk as usize,
-            "a chunk over the capacity"
-        );
+        assert!(tokens.len() <= self.config.capacity.prefill_chunk as usize, "a chunk over the capacity");
         let ticket = self.ticket;
         let s = self.slot(slot);
-        assert!(
-            s.joined && !s.done,
-            "a chunk for {slot:?}, which does not run"
-        );
-        assert_eq!(
-            s.written, start,
-            "a chunk of {slot:?} does not follow the one before"
-        );
+        assert!(s.joined && !s.done, "a chunk for {slot:?}, which does not run");
+        assert_eq!(s.written, start, "a chunk of {slot:?} does not follow the one before");
         assert_eq!(s.drawn, 0, "a chunk for {slot:?}, which decodes");
         s.last_ticket = ticket;
         for &token in tokens {
@@ -335,10 +300,7 @@ impl FakeExecutor {
         }
         let s = self.slot(slot);
         let history = s.params.prompt_tokens + s.params.generated;
-        assert_eq!(
-            s.written, history,
-            "{slot:?} decodes from another history than it joined with"
-        );
+        assert_eq!(s.written, history, "{slot:?} decodes from another history than it joined with");
         self.expect_sample(slot);
         vec![self.sample(slot)]
     }
@@ -347,30 +309,16 @@ impl FakeExecutor {
         let capacity = &self.config.capacity;
         let most = *capacity.buckets.last().expect("a device has buckets");
         assert!(steps > 0 && !slots.is_empty(), "an empty plan");
-        assert!(
-            slots.len() <= most as usize,
-            "{} rows, at most {most}",
-            slots.len()
-        );
-        assert_eq!(
-            slots.iter().collect::<HashSet<_>>().len(),
-            slots.len(),
-            "a slot twice in a plan"
-        );
+        assert!(slots.len() <= most as usize, "{} rows, at most {most}", slots.len());
+        assert_eq!(slots.iter().collect::<HashSet<_>>().len(), slots.len(), "a slot twice in a plan");
         self.steps_queued += steps;
         let (queued, most) = (self.steps_queued, capacity.run_ahead);
         assert!(queued <= most, "{queued} steps queued, at most {most}");
         for &slot in slots {
             let ticket = self.ticket;
             let s = self.slot(slot);
-            assert!(
-                s.joined,
-                "a step for {slot:?}, which has not joined or has left"
-            );
-            assert!(
-                s.drawn > 0,
-                "a step for {slot:?}, whose prompt is not taken in"
-            );
+            assert!(s.joined, "a step for {slot:?}, which has not joined or has left");
+            assert!(s.drawn > 0, "a step for {slot:?}, whose prompt is not taken in");
             s.last_ticket = ticket;
         }
         (0..steps)
@@ -380,11 +328,7 @@ impl FakeExecutor {
                     if self.slot(slot).done {
                         continue;
                     }
-                    let input = self
-                        .slot(slot)
-                        .input
-                        .take()
-                        .expect("a slot that decodes has drawn");
+                    let input = self.slot(slot).input.take().expect("a slot that decodes has drawn");
                     self.write(slot, input);
                     self.expect_sample(slot);
                     row.push(self.sample(slot));
@@ -397,30 +341,20 @@ impl FakeExecutor {
     fn expect_sample(&mut self, slot: Slot) {
         let s = self.slot(slot);
         s.unreported += 1;
-        assert!(
-            !s.params.dump_logits || s.unreported == 1,
-            "{slot:?} dumps logits and runs ahead"
-        );
+        assert!(!s.params.dump_logits || s.unreported == 1, "{slot:?} dumps logits and runs ahead");
     }
 
     fn write(&mut self, slot: Slot, token: u32) {
         let context = self.config.capacity.context;
         let s = self.slot(slot);
         let position = s.written;
-        assert!(
-            position < context,
-            "{slot:?} writes position {position} of a context of {context}"
-        );
+        assert!(position < context, "{slot:?} writes position {position} of a context of {context}");
         let page = s.table.get((position / PAGE_TOKENS) as usize).copied();
         let page = page.unwrap_or_else(|| panic!("{slot:?} has no page for position {position}"));
         s.written += 1;
         let stay = s.stay;
         let memory = &mut self.memory[page.0 as usize];
-        assert_eq!(
-            memory.holder,
-            Some((slot, stay)),
-            "{slot:?} writes a page of another"
-        );
+        assert_eq!(memory.holder, Some((slot, stay)), "{slot:?} writes a page of another");
         memory.tokens[(position % PAGE_TOKENS) as usize] = token;
     }
 
@@ -429,25 +363,13 @@ impl FakeExecutor {
         let s = &self.slots[slot.0 as usize];
         let history = (0..s.written).map(|position| {
             let memory = &self.memory[s.table[(position / PAGE_TOKENS) as usize].0 as usize];
-            assert_eq!(
-                memory.holder,
-                Some((slot, s.stay)),
-                "{slot:?} reads a page of another"
-            );
+            assert_eq!(memory.holder, Some((slot, s.stay)), "{slot:?} reads a page of another");
             memory.tokens[(position % PAGE_TOKENS) as usize]
         });
-        let id = draw(
-            history,
-            &s.params,
-            s.params.generated + s.drawn,
-            vocabulary,
-            &self.config.script,
-        );
+        let id = draw(history, &s.params, s.params.generated + s.drawn, vocabulary, &self.config.script);
         let logprobs = s.params.logprobs.map(|top| TokenLogprobs {
             chosen: -0.5,
-            top: (0..top)
-                .map(|i| ((id + i) % vocabulary, -0.5 - i as f32))
-                .collect(),
+            top: (0..top).map(|i| ((id + i) % vocabulary, -0.5 - i as f32)).collect(),
         });
         let logits = s.params.dump_logits.then(|| {
             let mut logits = vec![0.0; vocabulary as usize];
@@ -459,38 +381,19 @@ impl FakeExecutor {
         s.input = Some(id);
         let done = verdict(&s.params, id, s.drawn);
         s.done = done.is_some();
-        Sampled {
-            slot,
-            id,
-            done,
-            logprobs,
-            logits,
-        }
+        Sampled { slot, id, done, logprobs, logits }
     }
 
     /// Where decode steps are cut into reports: at the end of each part.
     fn part(&mut self, steps: u32) -> u32 {
-        if self.parts == 0 {
-            steps
-        } else {
-            1 + (split_mix(&mut self.parts) % u64::from(steps)) as u32
-        }
+        if self.parts == 0 { steps } else { 1 + (split_mix(&mut self.parts) % u64::from(steps)) as u32 }
     }
 
     fn report(&mut self, due: Instant, decode_steps: u32, progress: Progress) {
-        if let Clock::Real(Timer {
-            times: Some(times), ..
-        }) = &self.clock
-        {
-            times
-                .send(due)
-                .expect("the timer lives as long as its inbox");
+        if let Clock::Real(Timer { times: Some(times), .. }) = &self.clock {
+            times.send(due).expect("the timer lives as long as its inbox");
         }
-        self.reports.push_back(Report {
-            due,
-            decode_steps,
-            progress,
-        });
+        self.reports.push_back(Report { due, decode_steps, progress });
     }
 
     fn slot(&mut self, slot: Slot) -> &mut FakeSlot {
@@ -514,39 +417,17 @@ impl Executor for FakeExecutor {
             return Ok(ticket);
         };
         self.works += 1;
-        if self
-            .config
-            .lost_after
-            .is_some_and(|works| self.works > works)
-        {
-            return Err(ExecuteError::DeviceLost {
-                device: "fake".to_string(),
-                source: "it was told to".into(),
-            });
+        if self.config.lost_after.is_some_and(|works| self.works > works) {
+            return Err(ExecuteError::DeviceLost { device: "fake".to_string(), source: "it was told to".into() });
         }
         let start = self.busy_until.max(self.now());
         match work {
-            Work::Prefill {
-                slot,
-                tokens,
-                start: position,
-                last,
-            } => {
+            Work::Prefill { slot, tokens, start: position, last } => {
                 let tokens = self.prefill(slot, &tokens, position, last);
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
                 let due = self.busy_until;
-                self.report(
-                    due,
-                    0,
-                    Progress {
-                        ticket,
-                        steps: 1,
-                        tokens,
-                        finished: true,
-                        cost,
-                    },
-                );
+                self.report(due, 0, Progress { ticket, steps: 1, tokens, finished: true, cost });
             }
             Work::Decode { slots, steps } => {
                 let mut rows = self.decode(&slots, steps).into_iter();
@@ -559,17 +440,7 @@ impl Executor for FakeExecutor {
                     let due = start + self.config.step * (steps - left);
                     let tokens = rows.by_ref().take(part as usize).flatten().collect();
                     let cost = cost(part, submits);
-                    self.report(
-                        due,
-                        part,
-                        Progress {
-                            ticket,
-                            steps: part,
-                            tokens,
-                            finished: left == 0,
-                            cost,
-                        },
-                    );
+                    self.report(due, part, Progress { ticket, steps: part, tokens, finished: left == 0, cost });
                 }
             }
         }
@@ -584,11 +455,7 @@ impl Executor for FakeExecutor {
         let now = self.now();
         let mut due = Vec::new();
         while let Some(report) = self.reports.pop_front_if(|report| report.due <= now) {
-            let Report {
-                decode_steps,
-                progress,
-                ..
-            } = report;
+            let Report { decode_steps, progress, .. } = report;
             self.steps_queued -= decode_steps;
             if progress.finished {
                 self.finished = progress.ticket.0;
@@ -617,26 +484,12 @@ impl Drop for Timer {
 }
 
 /// The next token: a mix of every token before, the seed if one is used, and the output index.
-fn draw(
-    history: impl Iterator<Item = u32>,
-    params: &SlotParams,
-    index: u32,
-    vocabulary: u32,
-    script: &[u32],
-) -> u32 {
-    let mix = history.fold(0u64, |mix, token| {
-        (mix ^ u64::from(token))
-            .wrapping_mul(0x100_0000_01b3)
-            .rotate_left(17)
-    });
+fn draw(history: impl Iterator<Item = u32>, params: &SlotParams, index: u32, vocabulary: u32, script: &[u32]) -> u32 {
+    let mix = history.fold(0u64, |mix, token| (mix ^ u64::from(token)).wrapping_mul(0x100_0000_01b3).rotate_left(17));
     if !script.is_empty() {
         return script[index as usize % script.len()];
     }
-    let seed = if params.sampling.temperature > 0.0 {
-        params.seed
-    } else {
-        0
-    };
+    let seed = if params.sampling.temperature > 0.0 { params.seed } else { 0 };
     let mut state = mix ^ seed.rotate_left(32) ^ u64::from(index);
     (split_mix(&mut state) % u64::from(vocabulary)) as u32
 }
@@ -660,10 +513,7 @@ fn cost(steps: u32, submits: f64) -> PerToken {
         dispatches: 10.0 * steps,
         barriers: 8.0 * steps,
         enqueue_us: submits,
-        flushes: Flushes {
-            readback: submits,
-            ..Flushes::default()
-        },
+        flushes: Flushes { readback: submits, ..Flushes::default() },
         ..PerToken::default()
     }
 }

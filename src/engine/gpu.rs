@@ -220,10 +220,8 @@ impl GpuExecutor {
         // Reports come in the order of submission, and every used inbox belongs to one.
         let mut finished = 0;
         loop {
-            let report = self
-                .reports
-                .recv()
-                .map_err(|_| ExecuteError::Failed("the compute actor has stopped".to_owned()))?;
+            let report =
+                self.reports.recv().map_err(|_| ExecuteError::Failed("the compute actor has stopped".to_owned()))?;
             let last = report.last;
             self.early.push_back(report);
             if !last {
@@ -423,7 +421,9 @@ impl Executor for GpuExecutor {
         }
         // A slow device reports single steps, a fast one the whole plan.
         let every = match self.step_time {
-            Some(time) if !time.is_zero() => (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32,
+            Some(time) if !time.is_zero() => {
+                (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
+            }
             _ => 1,
         };
         let report_after = (1..=entries.len() as u32).filter(|entry| entry % every == 0).collect();
@@ -445,7 +445,13 @@ impl Executor for GpuExecutor {
         if work == Kind::Sampled {
             self.next_step = self.next_step.wrapping_add(steps);
         }
-        self.parts.compute.submit(Submission { id: ticket.0, entries, waits, report_after, outbox: self.outbox.clone() });
+        self.parts.compute.submit(Submission {
+            id: ticket.0,
+            entries,
+            waits,
+            report_after,
+            outbox: self.outbox.clone(),
+        });
         Ok(ticket)
     }
 

@@ -155,24 +155,14 @@ impl Host {
         };
         let served = served.ok_or_else(|| RouteError::UnknownModel {
             asked: model.to_string(),
-            served: self
-                .models
-                .iter()
-                .map(|served| served.name.as_str())
-                .collect::<Vec<_>>()
-                .join(", "),
+            served: self.models.iter().map(|served| served.name.as_str()).collect::<Vec<_>>().join(", "),
         })?;
         let replica = fitting(&served.replicas, device)
             .into_iter()
             .min_by_key(|replica| {
                 let load = replica.load();
-                let pages_per_mille =
-                    load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
-                (
-                    replica.closed().is_some(),
-                    load.running + load.waiting,
-                    pages_per_mille,
-                )
+                let pages_per_mille = load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
+                (replica.closed().is_some(), load.running + load.waiting, pages_per_mille)
             })
             .ok_or_else(|| RouteError::UnknownDevice {
                 model: served.name.clone(),
@@ -180,12 +170,7 @@ impl Host {
                 available: served
                     .replicas
                     .iter()
-                    .map(|replica| {
-                        format!(
-                            "{} (\"{}\", {})",
-                            replica.name, replica.device.name, replica.device.uuid
-                        )
-                    })
+                    .map(|replica| format!("{} (\"{}\", {})", replica.name, replica.device.name, replica.device.uuid))
                     .collect::<Vec<_>>()
                     .join(", "),
             })?;
@@ -212,12 +197,7 @@ impl Host {
 /// The replicas that a selector means. The exact ways of naming go before part of a name, and
 /// a number is an index and nothing else: "3" must not find an "RTX 3060".
 fn fitting<'a>(replicas: &'a [Replica], selector: &str) -> Vec<&'a Replica> {
-    let find = |fits: &dyn Fn(&Replica) -> bool| {
-        replicas
-            .iter()
-            .filter(|replica| fits(replica))
-            .collect::<Vec<_>>()
-    };
+    let find = |fits: &dyn Fn(&Replica) -> bool| replicas.iter().filter(|replica| fits(replica)).collect::<Vec<_>>();
     if selector.is_empty() {
         return find(&|_| true);
     }

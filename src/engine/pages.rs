@@ -16,10 +16,7 @@ pub struct PagePool {
 impl PagePool {
     /// All of `pages` free.
     pub fn new(pages: u32) -> PagePool {
-        PagePool {
-            holders: vec![0; pages as usize],
-            free: (0..pages).map(Page).collect(),
-        }
+        PagePool { holders: vec![0; pages as usize], free: (0..pages).map(Page).collect() }
     }
 
     /// Pages in all.

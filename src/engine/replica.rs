@@ -4,9 +4,7 @@
 
 use super::executor::{ExecuteError, Executor};
 use super::host::{DeviceInfo, Load, StepRecord, SubmitError};
-use super::request::{
-    Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, Sink, Timings,
-};
+use super::request::{Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, Sink, Timings};
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
 use super::spans;
@@ -95,11 +93,7 @@ impl Replica {
         let name = name.into();
         let capacity = executor.capacity().clone();
         let context = config.context.min(capacity.usable_context());
-        let bounds = Bounds {
-            vocabulary: config.vocabulary,
-            context,
-            eos_ids: config.eos_ids.clone(),
-        };
+        let bounds = Bounds { vocabulary: config.vocabulary, context, eos_ids: config.eos_ids.clone() };
         let slots = capacity.slots as usize;
         let live_max = slots + config.queue_limit;
         // A place for every request that may be unfinished, one for the abort of each, and some
@@ -129,19 +123,9 @@ impl Replica {
             shared: shared.clone(),
             started: Instant::now(),
         };
-        let thread = std::thread::Builder::new()
-            .name(format!("engine {name}"))
-            .spawn(move || actor.run_guarded(&messages))?;
-        Ok(Replica {
-            name,
-            device,
-            bounds,
-            live_max,
-            slots,
-            shared,
-            inbox,
-            _thread: JoinOnDrop(Some(thread)),
-        })
+        let thread =
+            std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
+        Ok(Replica { name, device, bounds, live_max, slots, shared, inbox, _thread: JoinOnDrop(Some(thread)) })
     }
 
     /// What requests are validated against.
@@ -169,12 +153,7 @@ impl Replica {
             }
             gate.live.insert(request.id.clone());
         }
-        let submission = Submission {
-            queue: spans::queue(&request.span),
-            request,
-            sink,
-            at: Instant::now(),
-        };
+        let submission = Submission { queue: spans::queue(&request.span), request, sink, at: Instant::now() };
         let sent = self.inbox.send(Message::Submit(Box::new(submission)));
         sent.map_err(|_| self.unavailable("its engine thread has ended"))
     }
@@ -221,26 +200,17 @@ impl Replica {
 
     /// Stops taking requests; those taken go on.
     pub fn drain(&self) {
-        self.shared
-            .gate()
-            .closed
-            .get_or_insert_with(|| "it is draining".to_string());
+        self.shared.gate().closed.get_or_insert_with(|| "it is draining".to_string());
     }
 
     fn unavailable(&self, why: &str) -> SubmitError {
-        SubmitError::Unavailable {
-            replica: self.name.clone(),
-            why: why.to_string(),
-        }
+        SubmitError::Unavailable { replica: self.name.clone(), why: why.to_string() }
     }
 }
 
 impl fmt::Debug for Replica {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Replica")
-            .field("name", &self.name)
-            .field("device", &self.device)
-            .finish_non_exhaustive()
+        f.debug_struct("Replica").field("name", &self.name).field("device", &self.device).finish_non_exhaustive()
     }
 }
 
@@ -267,10 +237,7 @@ struct Submission {
 enum Message {
     Submit(Box<Submission>),
     Abort(String),
-    Steps {
-        last: usize,
-        reply: Sender<Vec<StepRecord>>,
-    },
+    Steps { last: usize, reply: Sender<Vec<StepRecord>> },
 }
 
 enum Wake {
@@ -344,9 +311,7 @@ impl Actor {
                     }
                 }
                 Wake::Device | Wake::Deadline => {}
-                Wake::DeviceGone => {
-                    self.fail(&ExecuteError::Failed("the executor has gone".to_string()))
-                }
+                Wake::DeviceGone => self.fail(&ExecuteError::Failed("the executor has gone".to_string())),
                 Wake::Closed => break,
             }
             self.turn();
@@ -364,11 +329,7 @@ impl Actor {
             Some(deadline) => after(deadline.saturating_duration_since(Instant::now())),
             None => never(),
         };
-        let device = if self.failed.is_none() {
-            self.wake.clone()
-        } else {
-            never()
-        };
+        let device = if self.failed.is_none() { self.wake.clone() } else { never() };
         select! {
             recv(inbox) -> message => message.map_or(Wake::Closed, Wake::Message),
             recv(device) -> woken => woken.map_or(Wake::DeviceGone, |()| Wake::Device),
@@ -437,10 +398,7 @@ impl Actor {
             }
         }
         self.scheduler.expire(Instant::now());
-        while let Some(plan) = self
-            .scheduler
-            .next_plan(Instant::now(), self.executor.step_time())
-        {
+        while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.step_time()) {
             let ticket = self.executor.submit(plan)?;
             self.scheduler.submitted(ticket);
         }
@@ -503,12 +461,7 @@ impl Actor {
 
 impl Client {
     fn new(submission: Submission) -> (Request, Client) {
-        let Submission {
-            request,
-            sink,
-            queue,
-            ..
-        } = submission;
+        let Submission { request, sink, queue, .. } = submission;
         let client = Client {
             id: request.id.clone(),
             sink,

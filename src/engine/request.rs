@@ -259,11 +259,7 @@ impl Request {
         if self.prompt.is_empty() {
             return Err(RequestError::EmptyPrompt);
         }
-        if let Some(position) = self
-            .prompt
-            .iter()
-            .position(|&token| token >= bounds.vocabulary)
-        {
+        if let Some(position) = self.prompt.iter().position(|&token| token >= bounds.vocabulary) {
             return Err(RequestError::TokenOutOfRange {
                 token: self.prompt[position],
                 position,
@@ -279,15 +275,8 @@ impl Request {
         }
         self.sampling.validate(bounds.vocabulary)?;
         self.limits.validate(bounds)?;
-        if self
-            .logprobs
-            .is_some_and(|logprobs| logprobs > MAX_LOGPROBS)
-        {
-            return Err(value(
-                "logprobs",
-                self.logprobs.unwrap_or_default(),
-                "at most 20",
-            ));
+        if self.logprobs.is_some_and(|logprobs| logprobs > MAX_LOGPROBS) {
+            return Err(value("logprobs", self.logprobs.unwrap_or_default(), "at most 20"));
         }
         Ok(())
     }
@@ -297,11 +286,7 @@ impl Sampling {
     /// Whether every value is finite and in its range.
     pub fn validate(&self, vocabulary: u32) -> Result<(), RequestError> {
         let check = |field, given: f32, ok: bool, rule| {
-            if given.is_finite() && ok {
-                Ok(())
-            } else {
-                Err(value(field, given, rule))
-            }
+            if given.is_finite() && ok { Ok(()) } else { Err(value(field, given, rule)) }
         };
         let t = self.temperature;
         check("temperature", t, t >= 0.0, "finite and at least 0")?;
@@ -312,25 +297,11 @@ impl Sampling {
         let r = self.repetition_penalty;
         check("repetition_penalty", r, r > 0.0, "finite and above 0")?;
         let p = self.presence_penalty;
-        check(
-            "presence_penalty",
-            p,
-            (-2.0..=2.0).contains(&p),
-            "from -2 to 2",
-        )?;
+        check("presence_penalty", p, (-2.0..=2.0).contains(&p), "from -2 to 2")?;
         let f = self.frequency_penalty;
-        check(
-            "frequency_penalty",
-            f,
-            (-2.0..=2.0).contains(&f),
-            "from -2 to 2",
-        )?;
+        check("frequency_penalty", f, (-2.0..=2.0).contains(&f), "from -2 to 2")?;
         if self.logit_bias.len() > MAX_LOGIT_BIAS {
-            return Err(value(
-                "logit_bias",
-                self.logit_bias.len(),
-                "at most 300 entries",
-            ));
+            return Err(value("logit_bias", self.logit_bias.len(), "at most 300 entries"));
         }
         let mut ids = Vec::with_capacity(self.logit_bias.len());
         for &(id, bias) in &self.logit_bias {
@@ -361,11 +332,7 @@ impl Limits {
         }
         let stop_ids = self.resolve_stop_ids(&bounds.eos_ids).len();
         if stop_ids > MAX_STOP_IDS {
-            return Err(value(
-                "stop_ids",
-                stop_ids,
-                "at most 16, the model's own included",
-            ));
+            return Err(value("stop_ids", stop_ids, "at most 16, the model's own included"));
         }
         Ok(())
     }
@@ -383,11 +350,7 @@ impl Limits {
 }
 
 fn value(field: &'static str, given: impl ToString, rule: &'static str) -> RequestError {
-    RequestError::Value {
-        field,
-        value: given.to_string(),
-        rule,
-    }
+    RequestError::Value { field, value: given.to_string(), rule }
 }
 
 /// What a request could not be: the caller's mistake, named with both numbers.
@@ -461,11 +424,7 @@ mod tests {
     fn check(change: impl FnOnce(&mut Request)) -> Result<(), RequestError> {
         let mut request = request();
         change(&mut request);
-        request.validate(&Bounds {
-            vocabulary: 10,
-            context: 8,
-            eos_ids: vec![9, 8],
-        })
+        request.validate(&Bounds { vocabulary: 10, context: 8, eos_ids: vec![9, 8] })
     }
 
     #[test]
@@ -475,10 +434,7 @@ mod tests {
         assert_eq!(check(|r| r.limits.max_tokens = Some(1_000_000)), Ok(()));
         assert_eq!(check(|r| r.logprobs = Some(20)), Ok(()));
         // The model's own ids given again count once.
-        assert_eq!(
-            check(|r| r.limits.stop_ids = (0..10).chain(0..10).collect()),
-            Ok(())
-        );
+        assert_eq!(check(|r| r.limits.stop_ids = (0..10).chain(0..10).collect()), Ok(()));
     }
 
     #[test]
@@ -486,19 +442,11 @@ mod tests {
         assert_eq!(check(|r| r.prompt.clear()), Err(RequestError::EmptyPrompt));
         assert_eq!(
             check(|r| r.prompt[2] = 10),
-            Err(RequestError::TokenOutOfRange {
-                token: 10,
-                position: 2,
-                vocabulary: 10
-            })
+            Err(RequestError::TokenOutOfRange { token: 10, position: 2, vocabulary: 10 })
         );
         assert_eq!(
             check(|r| r.prompt = vec![0; 8]),
-            Err(RequestError::ContextExceeded {
-                prompt: 8,
-                output: 1,
-                context: 8
-            })
+            Err(RequestError::ContextExceeded { prompt: 8, output: 1, context: 8 })
         );
     }
 
@@ -509,32 +457,13 @@ mod tests {
             ("temperature", |r, v| r.sampling.temperature = v, &[-0.1]),
             ("top_p", |r, v| r.sampling.top_p = v, &[0.0, 1.1]),
             ("min_p", |r, v| r.sampling.min_p = v, &[-0.1, 1.1]),
-            (
-                "repetition_penalty",
-                |r, v| r.sampling.repetition_penalty = v,
-                &[0.0, -1.0],
-            ),
-            (
-                "presence_penalty",
-                |r, v| r.sampling.presence_penalty = v,
-                &[-2.1, 2.1],
-            ),
-            (
-                "frequency_penalty",
-                |r, v| r.sampling.frequency_penalty = v,
-                &[-2.1, 2.1],
-            ),
-            (
-                "logit_bias",
-                |r, v| r.sampling.logit_bias = vec![(1, v)],
-                &[],
-            ),
+            ("repetition_penalty", |r, v| r.sampling.repetition_penalty = v, &[0.0, -1.0]),
+            ("presence_penalty", |r, v| r.sampling.presence_penalty = v, &[-2.1, 2.1]),
+            ("frequency_penalty", |r, v| r.sampling.frequency_penalty = v, &[-2.1, 2.1]),
+            ("logit_bias", |r, v| r.sampling.logit_bias = vec![(1, v)], &[]),
         ];
         for (name, change, bad) in fields {
-            for &bad in bad
-                .iter()
-                .chain(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY])
-            {
+            for &bad in bad.iter().chain(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]) {
                 match check(|r| change(r, bad)) {
                     Err(RequestError::Value { field, .. }) => assert_eq!(field, name),
                     other => panic!("{name} = {bad}: {other:?}"),
@@ -550,10 +479,7 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert_eq!(field(check(|r| r.logprobs = Some(21))), "logprobs");
-        assert_eq!(
-            field(check(|r| r.limits.max_tokens = Some(0))),
-            "max_tokens"
-        );
+        assert_eq!(field(check(|r| r.limits.max_tokens = Some(0))), "max_tokens");
         assert_eq!(
             field(check(|r| {
                 r.limits.max_tokens = Some(3);
@@ -562,19 +488,9 @@ mod tests {
             "min_tokens"
         );
         assert_eq!(field(check(|r| r.limits.stop_ids = vec![10])), "stop_ids");
-        assert_eq!(
-            field(check(|r| r.sampling.logit_bias = vec![(10, 0.0)])),
-            "logit_bias"
-        );
-        assert_eq!(
-            field(check(|r| r.sampling.logit_bias = vec![(1, 0.0), (1, 1.0)])),
-            "logit_bias"
-        );
-        let bounds = Bounds {
-            vocabulary: 1000,
-            context: 8,
-            eos_ids: vec![999],
-        };
+        assert_eq!(field(check(|r| r.sampling.logit_bias = vec![(10, 0.0)])), "logit_bias");
+        assert_eq!(field(check(|r| r.sampling.logit_bias = vec![(1, 0.0), (1, 1.0)])), "logit_bias");
+        let bounds = Bounds { vocabulary: 1000, context: 8, eos_ids: vec![999] };
         let mut many = request();
         many.sampling.logit_bias = (0..301).map(|id| (id, 0.0)).collect();
         assert_eq!(field(many.validate(&bounds)), "logit_bias");
@@ -588,14 +504,7 @@ mod tests {
     #[test]
     fn a_mean_over_no_steps_is_zero() {
         let mut sum = PerToken::default();
-        sum.add(
-            &PerToken {
-                submits: 3.0,
-                gpu_us: 8.0,
-                ..PerToken::default()
-            },
-            2.0,
-        );
+        sum.add(&PerToken { submits: 3.0, gpu_us: 8.0, ..PerToken::default() }, 2.0);
         assert_eq!(sum.mean(4).submits, 1.5);
         assert_eq!(sum.mean(4).gpu_us, 4.0);
         assert_eq!(sum.mean(0), PerToken::default());

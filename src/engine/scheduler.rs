@@ -13,13 +13,11 @@
 //!   room, so that even a slow device is submitted to less than once a token.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
-use super::executor::{
-    Capacity, Change, Done, PAGE_TOKENS, Progress, Sampled, Slot, StepPlan, Ticket, Work,
-};
+use super::executor::{Capacity, Change, Done, PAGE_TOKENS, Progress, Sampled, Slot, StepPlan, Ticket, Work};
 use super::pages::PagePool;
-use crate::telemetry::names;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
 use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
+use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -163,10 +161,7 @@ impl Scheduler {
     /// With nothing to do.
     pub fn new(setup: Setup) -> Scheduler {
         let capacity = &setup.capacity;
-        assert!(
-            setup.context <= capacity.usable_context(),
-            "a context longer than the pages hold"
-        );
+        assert!(setup.context <= capacity.usable_context(), "a context longer than the pages hold");
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
         Scheduler {
@@ -196,20 +191,9 @@ impl Scheduler {
         let id = SequenceId(self.next_id);
         self.next_id += 1;
         let seed = split_mix(&mut self.seed);
-        let sequence = Sequence::new(
-            id,
-            request,
-            self.setup.context,
-            &self.setup.eos_ids,
-            seed,
-            now,
-        );
+        let sequence = Sequence::new(id, request, self.setup.context, &self.setup.eos_ids, seed, now);
         let before = self.by_request.insert(sequence.request.clone(), id);
-        assert!(
-            before.is_none(),
-            "request id \"{}\" is in use",
-            sequence.request
-        );
+        assert!(before.is_none(), "request id \"{}\" is in use", sequence.request);
         if let Some(deadline) = sequence.deadline {
             self.deadlines.insert((deadline, id));
         }
@@ -228,11 +212,7 @@ impl Scheduler {
 
     /// Ends a sequence as aborted unless it has ended.
     pub fn abort_sequence(&mut self, id: SequenceId, now: Instant) {
-        if self
-            .sequences
-            .get(&id)
-            .is_some_and(|sequence| !sequence.ended)
-        {
+        if self.sequences.get(&id).is_some_and(|sequence| !sequence.ended) {
             self.end(id, FinishReason::Aborted, now);
         }
     }
@@ -296,54 +276,25 @@ impl Scheduler {
             let sequence = &self.sequences[id];
             let slot = Slot(index as u32);
             assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
-            assert_ne!(
-                sequence.state,
-                State::Waiting,
-                "{id:?} waits and holds {slot:?}"
-            );
-            assert!(
-                !self.waiting.contains(id),
-                "{id:?} is in the queue and holds {slot:?}"
-            );
+            assert_ne!(sequence.state, State::Waiting, "{id:?} waits and holds {slot:?}");
+            assert!(!self.waiting.contains(id), "{id:?} is in the queue and holds {slot:?}");
             let live = self.by_request.get(&sequence.request) == Some(id);
-            assert_eq!(
-                live, !sequence.ended,
-                "{id:?} has ended and is live, or neither"
-            );
+            assert_eq!(live, !sequence.ended, "{id:?} has ended and is live, or neither");
             ended += usize::from(sequence.ended);
-            let named = self
-                .flights
-                .iter()
-                .filter(|flight| flight.slots.contains(&slot));
-            assert_eq!(
-                named.count() as u32,
-                sequence.in_flight,
-                "{id:?} is in other plans"
-            );
+            let named = self.flights.iter().filter(|flight| flight.slots.contains(&slot));
+            assert_eq!(named.count() as u32, sequence.in_flight, "{id:?} is in other plans");
             let gone = sequence.state == State::Leaving && sequence.in_flight == 0;
             assert!(!gone, "{id:?} has left and holds {slot:?}");
             for &page in &sequence.pages {
                 assert!(held.insert(page), "{page:?} is held twice");
             }
         }
-        assert_eq!(
-            held.len() as u32,
-            self.pool.used(),
-            "pages are held by nobody with a slot"
-        );
+        assert_eq!(held.len() as u32, self.pool.used(), "pages are held by nobody with a slot");
         let resident = self.slots.iter().flatten().count();
         let waiting = self.waiting.len();
         assert_eq!(waiting, self.ranked.len());
-        assert_eq!(
-            resident + waiting,
-            self.sequences.len(),
-            "a sequence is nowhere, or twice"
-        );
-        assert_eq!(
-            resident + waiting - ended,
-            self.by_request.len(),
-            "an ended request is live"
-        );
+        assert_eq!(resident + waiting, self.sequences.len(), "a sequence is nowhere, or twice");
+        assert_eq!(resident + waiting - ended, self.by_request.len(), "an ended request is live");
         assert!(self.flights.len() <= PLANS_IN_FLIGHT);
     }
 
@@ -365,19 +316,13 @@ impl Scheduler {
             Some(prompt) => {
                 // Decoding may take pages that the prompt counts on: then it goes first.
                 let plan = self.plan_decode(step_time, true);
-                plan.or_else(|| {
-                    self.still_next(prompt)
-                        .map(|prompt| self.plan_prefill(prompt, now))
-                })
+                plan.or_else(|| self.still_next(prompt).map(|prompt| self.plan_prefill(prompt, now)))
             }
             None => self.plan_decode(step_time, false),
         };
         plan.or_else(|| {
             let changes = self.take_leaves();
-            (!changes.is_empty()).then_some(StepPlan {
-                changes,
-                work: None,
-            })
+            (!changes.is_empty()).then_some(StepPlan { changes, work: None })
         })
     }
 
@@ -391,31 +336,18 @@ impl Scheduler {
 
     /// Takes in what the device reports; `None` if it completes no step.
     pub fn progress(&mut self, progress: Progress, now: Instant) -> Option<Completed> {
-        let index = self
-            .flights
-            .iter()
-            .position(|flight| flight.ticket == progress.ticket);
+        let index = self.flights.iter().position(|flight| flight.ticket == progress.ticket);
         let Some(index) = index else {
             assert!(progress.tokens.is_empty(), "tokens of a plan without work");
             return None;
         };
         let flight = &mut self.flights[index];
-        assert!(
-            progress.steps <= flight.steps_left,
-            "more steps reported than queued"
-        );
+        assert!(progress.steps <= flight.steps_left, "more steps reported than queued");
         flight.steps_left -= progress.steps;
-        assert!(
-            !progress.finished || flight.steps_left == 0,
-            "a plan finished without all its steps"
-        );
+        assert!(!progress.finished || flight.steps_left == 0, "a plan finished without all its steps");
         let slots = flight.slots.clone();
         let completed = Completed {
-            phase: if flight.prefill {
-                names::SPAN_PREFILL
-            } else {
-                names::SPAN_DECODE
-            },
+            phase: if flight.prefill { names::SPAN_PREFILL } else { names::SPAN_DECODE },
             rows: flight.rows,
             steps: progress.steps,
             cost: progress.cost,
@@ -430,20 +362,13 @@ impl Scheduler {
             self.charge_decode(&progress.tokens, &completed);
         }
         for sampled in progress.tokens {
-            assert!(
-                slots.contains(&sampled.slot),
-                "a token of a slot that the plan does not name"
-            );
+            assert!(slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
             self.take_token(sampled, now);
         }
         if progress.finished {
             for slot in slots {
-                let id = self.slots[slot.0 as usize]
-                    .expect("a slot is held until its last plan is finished");
-                let sequence = self
-                    .sequences
-                    .get_mut(&id)
-                    .expect("whoever holds a slot is known");
+                let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
+                let sequence = self.sequences.get_mut(&id).expect("whoever holds a slot is known");
                 sequence.in_flight -= 1;
                 if sequence.in_flight == 0 && sequence.state == State::Leaving {
                     self.release(id);
@@ -458,14 +383,10 @@ impl Scheduler {
     /// Who takes in the next chunk: the best of those that hold a slot, or whoever may join
     /// ahead of it.
     fn next_prompt(&self) -> Option<Prompt> {
-        let resident = self
-            .residents()
-            .filter(|sequence| sequence.state == State::Prefill)
-            .min_by_key(|sequence| sequence.rank());
+        let resident =
+            self.residents().filter(|sequence| sequence.state == State::Prefill).min_by_key(|sequence| sequence.rank());
         match (resident, self.next_to_join()) {
-            (Some(resident), Some((joining, slot)))
-                if !resident.shielded && resident.priority < joining.priority =>
-            {
+            (Some(resident), Some((joining, slot))) if !resident.shielded && resident.priority < joining.priority => {
                 Some(Prompt::Joining(joining.id, slot))
             }
             (Some(resident), _) => Some(Prompt::Resident(resident.id)),
@@ -479,11 +400,7 @@ impl Scheduler {
     fn next_to_join(&self) -> Option<(&Sequence, Slot)> {
         let oldest = *self.waiting.first()?;
         let &(_, best) = self.ranked.first()?;
-        let id = if self.passed_over >= PASSED_OVER_MAX {
-            oldest
-        } else {
-            best
-        };
+        let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
         let slot = self.slots.iter().position(Option::is_none)?;
         let sequence = &self.sequences[&id];
         if sequence.dumps_logits() && self.residents().any(Sequence::dumps_logits) {
@@ -513,10 +430,7 @@ impl Scheduler {
             }
         };
         let turn = self.next_turn();
-        let sequence = self
-            .sequences
-            .get_mut(&id)
-            .expect("a prompt's sequence is known");
+        let sequence = self.sequences.get_mut(&id).expect("a prompt's sequence is known");
         let slot = sequence.slot.expect("it has joined");
         let (start, tokens, last) = sequence.next_chunk(self.setup.capacity.prefill_chunk);
         sequence.in_flight += 1;
@@ -529,26 +443,12 @@ impl Scheduler {
             rows: tokens.len() as u32,
             steps_left: 1,
         });
-        StepPlan {
-            changes,
-            work: Some(Work::Prefill {
-                slot,
-                tokens,
-                start,
-                last,
-            }),
-        }
+        StepPlan { changes, work: Some(Work::Prefill { slot, tokens, start, last }) }
     }
 
     fn admit(&mut self, id: SequenceId, slot: Slot, changes: &mut Vec<Change>, now: Instant) {
-        let sequence = self
-            .sequences
-            .get_mut(&id)
-            .expect("a joining sequence is known");
-        let pages = self
-            .pool
-            .take(pages_for(sequence.tokens.len() as u32))
-            .expect("next_to_join counted the pages");
+        let sequence = self.sequences.get_mut(&id).expect("a joining sequence is known");
+        let pages = self.pool.take(pages_for(sequence.tokens.len() as u32)).expect("next_to_join counted the pages");
         if self.waiting.first() == Some(&id) {
             sequence.shielded |= self.passed_over >= PASSED_OVER_MAX;
             self.passed_over = 0;
@@ -560,15 +460,8 @@ impl Scheduler {
         let holder = self.slots[slot.0 as usize].replace(id);
         assert!(holder.is_none(), "the slot is held");
         let params = sequence.join(slot, pages.clone());
-        changes.push(Change::Join {
-            slot,
-            params: Box::new(params),
-        });
-        changes.push(Change::Pages {
-            slot,
-            first: 0,
-            pages,
-        });
+        changes.push(Change::Join { slot, params: Box::new(params) });
+        changes.push(Change::Pages { slot, first: 0, pages });
         if sequence.started.is_none() {
             sequence.started = Some(now);
             let started = Started {
@@ -579,8 +472,7 @@ impl Scheduler {
                 prompt_tokens: sequence.prompt_tokens,
                 cached_tokens: 0,
             };
-            self.outputs
-                .push(Output::Event(id, Event::Started(started)));
+            self.outputs.push(Output::Event(id, Event::Started(started)));
         }
     }
 
@@ -588,17 +480,8 @@ impl Scheduler {
 
     /// The next decode plan, if anyone can decode. `beside_prompt`: prompts wait to alternate
     /// with it, so it is short.
-    fn plan_decode(
-        &mut self,
-        step_time: Option<Duration>,
-        beside_prompt: bool,
-    ) -> Option<StepPlan> {
-        let outstanding: u32 = self
-            .flights
-            .iter()
-            .filter(|f| !f.prefill)
-            .map(|f| f.steps_left)
-            .sum();
+    fn plan_decode(&mut self, step_time: Option<Duration>, beside_prompt: bool) -> Option<StepPlan> {
+        let outstanding: u32 = self.flights.iter().filter(|f| !f.prefill).map(|f| f.steps_left).sum();
         let room = self.setup.capacity.run_ahead.saturating_sub(outstanding);
         if room == 0 {
             return None;
@@ -609,17 +492,9 @@ impl Scheduler {
         }
         let undrawn = rows.iter().map(|id| self.sequences[id].undrawn());
         // While someone waits for a slot, a plan ends with the first row that does.
-        let useful = if self.waiting.is_empty() {
-            undrawn.max()
-        } else {
-            undrawn.min()
-        };
+        let useful = if self.waiting.is_empty() { undrawn.max() } else { undrawn.min() };
         let dumps = rows.iter().any(|id| self.sequences[id].dumps_logits());
-        let aim = if beside_prompt || dumps {
-            1
-        } else {
-            self.steps_aim(step_time)
-        };
+        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(step_time) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
 
         while steps > 1 && self.pages_missing(&rows, steps) > self.pool.free() {
@@ -666,10 +541,7 @@ impl Scheduler {
             rows: slots.len() as u32,
             steps_left: steps,
         });
-        Some(StepPlan {
-            changes,
-            work: Some(Work::Decode { slots, steps }),
-        })
+        Some(StepPlan { changes, work: Some(Work::Decode { slots, steps }) })
     }
 
     /// Who can decode, best first, at most the largest bucket: where there are more, those that
@@ -677,18 +549,11 @@ impl Scheduler {
     fn decode_rows(&self) -> Vec<SequenceId> {
         let mut rows: Vec<&Sequence> = self
             .residents()
-            .filter(|sequence| {
-                sequence.state == State::Decode && !sequence.ended && sequence.undrawn() > 0
-            })
+            .filter(|sequence| sequence.state == State::Decode && !sequence.ended && sequence.undrawn() > 0)
             // Logits are read back before the next step overwrites them.
             .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
             .collect();
-        let most = *self
-            .setup
-            .capacity
-            .buckets
-            .last()
-            .expect("there are buckets") as usize;
+        let most = *self.setup.capacity.buckets.last().expect("there are buckets") as usize;
         if rows.len() > most {
             rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);
@@ -713,9 +578,7 @@ impl Scheduler {
     }
 
     fn pages_missing(&self, rows: &[SequenceId], steps: u32) -> u32 {
-        rows.iter()
-            .map(|id| self.sequences[id].pages_missing(steps))
-            .sum()
+        rows.iter().map(|id| self.sequences[id].pages_missing(steps)).sum()
     }
 
     /// Takes pages from the youngest of the lowest priority until one step of the remaining
@@ -725,9 +588,7 @@ impl Scheduler {
             // Whoever has no token left to be drawn ends with the plans in flight.
             let soon: u32 = self
                 .residents()
-                .filter(|s| {
-                    s.state == State::Leaving || (s.state == State::Decode && s.undrawn() == 0)
-                })
+                .filter(|s| s.state == State::Leaving || (s.state == State::Decode && s.undrawn() == 0))
                 .map(|s| s.pages.len() as u32)
                 .sum();
             if self.pages_missing(rows, 1) <= self.pool.free() + soon {
@@ -735,9 +596,7 @@ impl Scheduler {
             }
             let victim = self
                 .residents()
-                .filter(|s| {
-                    s.state == State::Prefill || (s.state == State::Decode && s.undrawn() > 0)
-                })
+                .filter(|s| s.state == State::Prefill || (s.state == State::Decode && s.undrawn() > 0))
                 .max_by_key(|s| s.rank())
                 .expect("one sequence alone always finds its pages")
                 .id;
@@ -746,8 +605,7 @@ impl Scheduler {
             let sequence = self.sequences.get_mut(&victim).expect("a victim is known");
             sequence.preemptions += 1;
             sequence.state = State::Leaving;
-            self.leaves
-                .push(sequence.slot.expect("a victim holds a slot"));
+            self.leaves.push(sequence.slot.expect("a victim holds a slot"));
             if sequence.in_flight == 0 {
                 self.release(victim);
             }
@@ -804,14 +662,8 @@ impl Scheduler {
             sequence.decode_cost.tokens += 1;
         }
         let complete = sequence.output_tokens() >= sequence.max_tokens;
-        let token = Token {
-            index: 0,
-            id: sampled.id,
-            logprobs: sampled.logprobs,
-            logits: sampled.logits,
-        };
-        self.outputs
-            .extend(prefilled.map(|cost| Output::Prefilled(id, cost)));
+        let token = Token { index: 0, id: sampled.id, logprobs: sampled.logprobs, logits: sampled.logits };
+        self.outputs.extend(prefilled.map(|cost| Output::Prefilled(id, cost)));
         self.outputs.push(Output::Event(id, Event::Token(token)));
         let reason = match sampled.done {
             Some(Done::Stop) => Some(FinishReason::Stop(sampled.id)),
@@ -832,10 +684,7 @@ impl Scheduler {
 
     /// The one place where a sequence ends. `stopped`: the device has marked its slot done.
     fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
-        let sequence = self
-            .sequences
-            .get_mut(&id)
-            .expect("an ending sequence is known");
+        let sequence = self.sequences.get_mut(&id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
         sequence.ended = true;
         self.by_request.remove(&sequence.request);
@@ -847,8 +696,7 @@ impl Scheduler {
             self.outputs.push(Output::Decoded(id, sequence.decode_cost));
         } else if sequence.started.is_some() {
             sequence.prefill_cost.preemptions = sequence.preemptions;
-            self.outputs
-                .push(Output::Prefilled(id, sequence.prefill_cost));
+            self.outputs.push(Output::Prefilled(id, sequence.prefill_cost));
         }
         let finished = Finished {
             index: 0,
@@ -859,8 +707,7 @@ impl Scheduler {
             timings: sequence.timings(now),
             per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.steps),
         };
-        self.outputs
-            .push(Output::Event(id, Event::Finished(finished)));
+        self.outputs.push(Output::Event(id, Event::Finished(finished)));
         match sequence.state {
             State::Waiting => {
                 self.waiting.remove(&id);
@@ -872,8 +719,7 @@ impl Scheduler {
             State::Prefill | State::Decode => {
                 sequence.state = State::Leaving;
                 if !stopped {
-                    self.leaves
-                        .push(sequence.slot.expect("a running sequence holds a slot"));
+                    self.leaves.push(sequence.slot.expect("a running sequence holds a slot"));
                 }
                 if sequence.in_flight == 0 {
                     self.release(id);
@@ -885,10 +731,7 @@ impl Scheduler {
     /// No plan names the sequence any more: its slot and pages are free, and it is gone or
     /// back in the queue.
     fn release(&mut self, id: SequenceId) {
-        let sequence = self
-            .sequences
-            .get_mut(&id)
-            .expect("a released sequence is known");
+        let sequence = self.sequences.get_mut(&id).expect("a released sequence is known");
         let (slot, pages) = sequence.leave();
         for page in pages {
             self.pool.release(page);
@@ -917,10 +760,7 @@ impl Scheduler {
     }
 
     fn take_leaves(&mut self) -> Vec<Change> {
-        self.leaves
-            .drain(..)
-            .map(|slot| Change::Leave { slot })
-            .collect()
+        self.leaves.drain(..).map(|slot| Change::Leave { slot }).collect()
     }
 
     fn next_turn(&mut self) -> u64 {
@@ -969,10 +809,7 @@ mod tests {
             id: id.into(),
             prompt: vec![1; prompt],
             sampling: Sampling::default(),
-            limits: Limits {
-                max_tokens: Some(max_tokens),
-                ..Limits::default()
-            },
+            limits: Limits { max_tokens: Some(max_tokens), ..Limits::default() },
             logprobs: None,
             dump_logits: false,
             priority: 0,
@@ -1024,35 +861,15 @@ mod tests {
         /// The oldest plan is reported whole; every row draws token 7.
         fn complete(&mut self) {
             let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
-            let token = |slot| Sampled {
-                slot,
-                id: 7,
-                done: None,
-                logprobs: None,
-                logits: None,
-            };
+            let token = |slot| Sampled { slot, id: 7, done: None, logprobs: None, logits: None };
             let (steps, tokens) = match work {
-                Work::Prefill { slot, last, .. } => {
-                    (1, last.then(|| token(slot)).into_iter().collect())
+                Work::Prefill { slot, last, .. } => (1, last.then(|| token(slot)).into_iter().collect()),
+                Work::Decode { slots, steps } => {
+                    (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
                 }
-                Work::Decode { slots, steps } => (
-                    steps,
-                    (0..steps)
-                        .flat_map(|_| slots.iter().map(|&slot| token(slot)))
-                        .collect(),
-                ),
             };
             let cost = PerToken::default();
-            self.scheduler.progress(
-                Progress {
-                    ticket,
-                    steps,
-                    tokens,
-                    finished: true,
-                    cost,
-                },
-                self.now,
-            );
+            self.scheduler.progress(Progress { ticket, steps, tokens, finished: true, cost }, self.now);
             self.scheduler.assert_consistent();
         }
 
@@ -1079,49 +896,17 @@ mod tests {
         let mut bench = Bench::new(setup(1, 16));
         bench.arrive(request("a", 70, 10));
         let plan = bench.plan().unwrap();
-        assert!(matches!(
-            &plan.changes[0],
-            Change::Join { slot: Slot(0), .. }
-        ));
-        assert!(
-            matches!(&plan.changes[1], Change::Pages { first: 0, pages, .. } if pages.len() == 5)
-        );
-        let Some(Work::Prefill {
-            start: 0,
-            tokens,
-            last: false,
-            ..
-        }) = plan.work
-        else {
-            panic!()
-        };
+        assert!(matches!(&plan.changes[0], Change::Join { slot: Slot(0), .. }));
+        assert!(matches!(&plan.changes[1], Change::Pages { first: 0, pages, .. } if pages.len() == 5));
+        let Some(Work::Prefill { start: 0, tokens, last: false, .. }) = plan.work else { panic!() };
         assert_eq!(tokens.len(), 32);
-        assert!(matches!(
-            bench.work(),
-            Some(Work::Prefill {
-                start: 32,
-                last: false,
-                ..
-            })
-        ));
+        assert!(matches!(bench.work(), Some(Work::Prefill { start: 32, last: false, .. })));
         assert_eq!(bench.plan(), None, "two plans are in flight");
         bench.complete();
-        let Some(Work::Prefill {
-            start: 64,
-            tokens,
-            last: true,
-            ..
-        }) = bench.work()
-        else {
-            panic!()
-        };
+        let Some(Work::Prefill { start: 64, tokens, last: true, .. }) = bench.work() else { panic!() };
         assert_eq!(tokens.len(), 6);
         bench.complete();
-        assert_eq!(
-            steps(bench.work()),
-            9,
-            "one token comes from the prompt, nine from decoding"
-        );
+        assert_eq!(steps(bench.work()), 9, "one token comes from the prompt, nine from decoding");
     }
 
     #[test]
@@ -1158,25 +943,14 @@ mod tests {
         bench.plan();
         // Positions 14, 15 and 16 are written; the fourth token never is.
         let plan = bench.plan().unwrap();
-        assert!(
-            matches!(&plan.changes[..], [Change::Pages { first: 1, pages, .. }] if pages.len() == 1)
-        );
-        assert_eq!(
-            plan.work,
-            Some(Work::Decode {
-                slots: vec![Slot(0)],
-                steps: 3
-            })
-        );
+        assert!(matches!(&plan.changes[..], [Change::Pages { first: 1, pages, .. }] if pages.len() == 1));
+        assert_eq!(plan.work, Some(Work::Decode { slots: vec![Slot(0)], steps: 3 }));
         bench.complete();
         assert_eq!(bench.plan(), None);
         bench.complete();
         assert_eq!(bench.finished(), [FinishReason::Length]);
         // The device did not say that it was done (this one never does), so it is told.
-        assert_eq!(
-            bench.plan().unwrap().changes,
-            [Change::Leave { slot: Slot(0) }]
-        );
+        assert_eq!(bench.plan().unwrap().changes, [Change::Leave { slot: Slot(0) }]);
         assert!(bench.scheduler.is_idle());
         assert_eq!(bench.scheduler.counts(), Counts::default());
     }
@@ -1196,23 +970,11 @@ mod tests {
         bench.complete();
         assert_eq!(bench.scheduler.counts().running, 1);
         let plan = bench.plan().unwrap();
-        assert_eq!(
-            plan,
-            StepPlan {
-                changes: vec![Change::Leave { slot: Slot(0) }],
-                work: None
-            }
-        );
+        assert_eq!(plan, StepPlan { changes: vec![Change::Leave { slot: Slot(0) }], work: None });
         bench.complete();
         assert_eq!(bench.scheduler.counts().running, 0);
-        assert!(
-            bench.scheduler.take_outputs().is_empty(),
-            "tokens after the end"
-        );
-        assert!(matches!(
-            bench.work(),
-            Some(Work::Prefill { slot: Slot(0), .. })
-        ));
+        assert!(bench.scheduler.take_outputs().is_empty(), "tokens after the end");
+        assert!(matches!(bench.work(), Some(Work::Prefill { slot: Slot(0), .. })));
     }
 
     #[test]
@@ -1220,23 +982,14 @@ mod tests {
         let mut bench = Bench::new(setup(1, 16));
         let deadline = bench.now + Duration::from_secs(1);
         for id in ["a", "b"] {
-            bench.arrive(Request {
-                deadline: Some(deadline),
-                ..request(id, 1, 100)
-            });
+            bench.arrive(Request { deadline: Some(deadline), ..request(id, 1, 100) });
         }
         bench.plan();
         assert_eq!(bench.scheduler.next_deadline(), Some(deadline));
         bench.scheduler.expire(deadline - Duration::from_nanos(1));
         assert_eq!(bench.finished(), []);
         bench.scheduler.expire(deadline);
-        assert_eq!(
-            bench.finished(),
-            [
-                FinishReason::DeadlineExceeded,
-                FinishReason::DeadlineExceeded
-            ]
-        );
+        assert_eq!(bench.finished(), [FinishReason::DeadlineExceeded, FinishReason::DeadlineExceeded]);
         assert_eq!(bench.scheduler.next_deadline(), None);
         bench.complete();
         bench.plan();
@@ -1249,10 +1002,7 @@ mod tests {
         bench.arrive(request("low", 1, 1));
         let mut order = Vec::new();
         for i in 0..20 {
-            bench.arrive(Request {
-                priority: 5,
-                ..request(&format!("high {i}"), 1, 1)
-            });
+            bench.arrive(Request { priority: 5, ..request(&format!("high {i}"), 1, 1) });
             let Some(plan) = bench.plan() else { panic!() };
             assert!(plan.work.is_some());
             for output in bench.scheduler.take_outputs() {
@@ -1263,10 +1013,7 @@ mod tests {
             bench.complete();
         }
         assert_eq!(order[..PASSED_OVER_MAX as usize], [1, 2, 3, 4, 5, 6, 7]);
-        assert_eq!(
-            order[PASSED_OVER_MAX as usize], 0,
-            "the oldest had its turn"
-        );
+        assert_eq!(order[PASSED_OVER_MAX as usize], 0, "the oldest had its turn");
         assert_eq!(order[8..10], [8, 9]);
     }
 
@@ -1276,10 +1023,7 @@ mod tests {
         small.context = 96;
         let mut bench = Bench::new(small);
         bench.step_time = Some(Duration::from_millis(10));
-        bench.arrive(Request {
-            priority: 1,
-            ..request("first", 15, 60)
-        });
+        bench.arrive(Request { priority: 1, ..request("first", 15, 60) });
         bench.arrive(request("second", 15, 60));
         bench.arrive(request("third", 15, 60));
         let mut left = Vec::new();
@@ -1288,9 +1032,7 @@ mod tests {
             while let Some(plan) = bench.plan() {
                 for change in plan.changes {
                     match change {
-                        Change::Join { slot, params } => {
-                            joined.push((slot, params.generated, params.max_tokens))
-                        }
+                        Change::Join { slot, params } => joined.push((slot, params.generated, params.max_tokens)),
                         Change::Leave { slot } => left.push(slot),
                         Change::Pages { .. } => {}
                     }
@@ -1300,10 +1042,7 @@ mod tests {
         }
         // Slots were given in order of arrival: the third goes first, then the second.
         assert_eq!(left[0], Slot(2));
-        assert_eq!(
-            joined[..3],
-            [(Slot(0), 0, 60), (Slot(1), 0, 60), (Slot(2), 0, 60)]
-        );
+        assert_eq!(joined[..3], [(Slot(0), 0, 60), (Slot(1), 0, 60), (Slot(2), 0, 60)]);
         while !bench.scheduler.is_idle() {
             while let Some(plan) = bench.plan() {
                 for change in plan.changes {
@@ -1333,10 +1072,7 @@ mod tests {
         bench.arrive(request("low", 15, 60));
         bench.scheduler.passed_over = PASSED_OVER_MAX;
         bench.plan();
-        let high = Request {
-            priority: 5,
-            ..request("high", 15, 60)
-        };
+        let high = Request { priority: 5, ..request("high", 15, 60) };
         bench.arrive(high);
         let mut left = Vec::new();
         while bench.scheduler.preemptions == 0 {
@@ -1350,14 +1086,10 @@ mod tests {
         }
         while left.is_empty() {
             let plan = bench.plan();
-            left.extend(
-                plan.into_iter()
-                    .flat_map(|plan| plan.changes)
-                    .filter_map(|change| match change {
-                        Change::Leave { slot } => Some(slot),
-                        _ => None,
-                    }),
-            );
+            left.extend(plan.into_iter().flat_map(|plan| plan.changes).filter_map(|change| match change {
+                Change::Leave { slot } => Some(slot),
+                _ => None,
+            }));
             if left.is_empty() {
                 bench.complete();
             }
@@ -1387,10 +1119,7 @@ mod tests {
     fn a_request_that_dumps_logits_does_not_run_ahead_and_runs_one_at_a_time() {
         let mut bench = Bench::new(setup(2, 16));
         for id in ["a", "b"] {
-            bench.arrive(Request {
-                dump_logits: true,
-                ..request(id, 1, 3)
-            });
+            bench.arrive(Request { dump_logits: true, ..request(id, 1, 3) });
         }
         for _ in 0..2 {
             for expected in [0, 1, 1] {
@@ -1435,10 +1164,7 @@ mod tests {
         bench.plan();
         bench.plan();
         bench.scheduler.fail("gone", bench.now);
-        assert_eq!(
-            bench.finished(),
-            vec![FinishReason::Error("gone".into()); 3]
-        );
+        assert_eq!(bench.finished(), vec![FinishReason::Error("gone".into()); 3]);
         assert!(bench.scheduler.is_idle());
         assert_eq!(bench.scheduler.counts(), Counts::default());
         bench.scheduler.assert_consistent();

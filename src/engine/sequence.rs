@@ -96,24 +96,11 @@ pub struct Sequence {
 
 impl Sequence {
     /// A validated request, in the queue.
-    pub fn new(
-        id: SequenceId,
-        request: Request,
-        context: u32,
-        eos_ids: &[u32],
-        seed: u64,
-        now: Instant,
-    ) -> Sequence {
+    pub fn new(id: SequenceId, request: Request, context: u32, eos_ids: &[u32], seed: u64, now: Instant) -> Sequence {
         let prompt_tokens = request.prompt.len() as u32;
-        assert!(
-            0 < prompt_tokens && prompt_tokens < context,
-            "the request was not validated"
-        );
+        assert!(0 < prompt_tokens && prompt_tokens < context, "the request was not validated");
         let room = context - prompt_tokens;
-        let max_tokens = request
-            .limits
-            .max_tokens
-            .map_or(room, |asked| asked.min(room));
+        let max_tokens = request.limits.max_tokens.map_or(room, |asked| asked.min(room));
         let params = SlotParams {
             seed: request.sampling.seed.unwrap_or(seed),
             sampling: request.sampling,
@@ -207,11 +194,7 @@ impl Sequence {
             self.state = State::Decode;
             self.drawn = 1;
         }
-        (
-            start,
-            self.tokens[start as usize..end as usize].to_vec(),
-            last,
-        )
+        (start, self.tokens[start as usize..end as usize].to_vec(), last)
     }
 
     /// Tokens that the device may still be asked to draw.
@@ -238,10 +221,7 @@ impl Sequence {
     pub fn timings(&self, now: Instant) -> Timings {
         let between = |from: Instant, to: Instant| to.saturating_duration_since(from);
         let Some(started) = self.started else {
-            return Timings {
-                queue: between(self.arrived, now),
-                ..Timings::default()
-            };
+            return Timings { queue: between(self.arrived, now), ..Timings::default() };
         };
         let first = self.first_token;
         Timings {

@@ -21,8 +21,8 @@ use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
 use crate::memory::{Arena, MappedFile, MemoryError, Place, StagingRing, Table};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
-use crate::model::dense::{self, Dense, Part, RingLayout, Shape, Tuning};
 use crate::model::demo;
+use crate::model::dense::{self, Dense, Part, RingLayout, Shape, Tuning};
 use crate::model::text::{Text, TextError};
 use std::collections::hash_map;
 use std::collections::{BTreeMap, HashMap};
@@ -259,8 +259,11 @@ fn serve_model(
     } else {
         model.path.clone()
     };
-    let checkpoint = Checkpoint::open(&path)
-        .map_err(|source| StartError::Checkpoint { model: model.name.clone(), path: path.clone(), source })?;
+    let checkpoint = Checkpoint::open(&path).map_err(|source| StartError::Checkpoint {
+        model: model.name.clone(),
+        path: path.clone(),
+        source,
+    })?;
     let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
     if text.is_none() {
         progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
@@ -369,7 +372,9 @@ impl Build<'_> {
         if let Some(asked) = self.model.context.filter(|asked| *asked > c.context) {
             return Err(StartError::Context { model: self.model.name.clone(), asked, own: c.context });
         }
-        for (what, asked, most) in [("slots", self.model.slots, MOST_SLOTS), ("prefill_chunk", self.model.prefill_chunk, MOST_CHUNK)] {
+        for (what, asked, most) in
+            [("slots", self.model.slots, MOST_SLOTS), ("prefill_chunk", self.model.prefill_chunk, MOST_CHUNK)]
+        {
             if let Some(asked) = asked.filter(|asked| *asked > most) {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
@@ -402,7 +407,12 @@ impl Build<'_> {
             config,
             weights: self.checkpoint.weights(),
             max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
-            state: StateLayout { slots, rows: slots.next_power_of_two(), chunk, max_pages: context.div_ceil(PAGE_TOKENS) },
+            state: StateLayout {
+                slots,
+                rows: slots.next_power_of_two(),
+                chunk,
+                max_pages: context.div_ceil(PAGE_TOKENS),
+            },
             pages,
             kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
                 config::KvFormat::F16 => Format::F16,
@@ -467,14 +477,16 @@ impl Build<'_> {
         let load = self.load(&weights, &table)?;
         let rope = dense.rope_table();
         let rope_buffer = table.require("rope")?;
-        let rope_point = self.station.transfer.upload(&self.station.ring, rope_buffer, 0, bytemuck::cast_slice(&rope))?;
+        let rope_point =
+            self.station.transfer.upload(&self.station.ring, rope_buffer, 0, bytemuck::cast_slice(&rope))?;
 
         let mut with_init = all.clone();
         with_init.push(&init);
         let pipelines = Pipelines::build(&self.station.device, cache, &with_init, &|done, total| {
             self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
         })?;
-        let region = |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
+        let region =
+            |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
         let mut decode = BTreeMap::new();
         for (rows, recording) in &recordings.decode {
             decode.insert(*rows, region(recording)?);
@@ -545,7 +557,8 @@ impl Build<'_> {
             reserve_bytes: plan::default_reserve(budget.heap_bytes),
         };
         let recordings = Recordings::new(probe, buckets);
-        let weights: Vec<Part> = probe.weights.iter().flat_map(|weight| dense::parts(weight, probe.max_buffer_bytes)).collect();
+        let weights: Vec<Part> =
+            probe.weights.iter().flat_map(|weight| dense::parts(weight, probe.max_buffer_bytes)).collect();
         let names: Vec<&str> = weights.iter().map(|part| part.name.as_str()).collect();
         let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
             .into_iter()
@@ -553,11 +566,18 @@ impl Build<'_> {
             .collect();
         let (slots, bytes) = staging(self.adapter);
         let mut entries = vec![
-            Entry::of_buffers(Purpose::Weights, Side::Device, weights.iter().map(|part| (part.name.as_str(), part.bytes))),
+            Entry::of_buffers(
+                Purpose::Weights,
+                Side::Device,
+                weights.iter().map(|part| (part.name.as_str(), part.bytes)),
+            ),
             Entry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
         ];
-        for (wanted, side) in [(Purpose::State, Side::Device), (Purpose::Scratch, Side::Device), (Purpose::Ring, Side::Host)] {
-            let of = sizes.iter().filter(|(name, _)| purpose(name) == wanted).map(|(name, bytes)| (name.as_str(), *bytes));
+        for (wanted, side) in
+            [(Purpose::State, Side::Device), (Purpose::Scratch, Side::Device), (Purpose::Ring, Side::Host)]
+        {
+            let of =
+                sizes.iter().filter(|(name, _)| purpose(name) == wanted).map(|(name, bytes)| (name.as_str(), *bytes));
             entries.push(Entry::of_buffers(wanted, side, of));
         }
         let heads = probe.heads();
@@ -572,10 +592,15 @@ impl Build<'_> {
         // A context that was asked for is kept or refused; the model's own may shrink to the memory.
         let least = if asked { context_pages } else { context_pages.min(16) };
         let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: heads.page_bytes(), pages, least };
-        Plan::new(limits, entries, Some(kv)).map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
+        Plan::new(limits, entries, Some(kv))
+            .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
     }
 
-    fn load(&self, weights: &[(&WeightSpec, Vec<Part>)], table: &Table) -> Result<crate::actors::loader::Load, StartError> {
+    fn load(
+        &self,
+        weights: &[(&WeightSpec, Vec<Part>)],
+        table: &Table,
+    ) -> Result<crate::actors::loader::Load, StartError> {
         let mut files: HashMap<Arc<Path>, Arc<MappedFile>> = HashMap::new();
         let mut tensors = Vec::new();
         for (weight, parts) in weights {
@@ -650,7 +675,6 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
     })
 }
 
-
 /// Every recording of a replica.
 struct Recordings {
     decode: Vec<(u32, Recording)>,
@@ -670,7 +694,11 @@ impl Recordings {
         let prefill = buckets
             .iter()
             .map(|&rows| {
-                (rows, dense.record(Shape::Prefill { rows, head: false }), dense.record(Shape::Prefill { rows, head: true }))
+                (
+                    rows,
+                    dense.record(Shape::Prefill { rows, head: false }),
+                    dense.record(Shape::Prefill { rows, head: true }),
+                )
             })
             .collect();
         let inboxes = (0..INBOXES).map(|index| inbox_recordings(dense, index)).collect();

@@ -1,10 +1,10 @@
 //! `attention` over the KV pages of each row, and `append`, which fills them for a prompt
 //! chunk. In decode one `attention` call does both.
 
-use super::{Format, format_of};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
+use super::{Format, format_of};
 
 /// Tokens of a KV page.
 pub const PAGE_TOKENS: u32 = 16;
@@ -60,7 +60,15 @@ impl Heads {
 
 /// Attention of `rows` rows, each split in up to `splits` along its context. With `fused` it
 /// normalises, rotates and appends too.
-pub fn attention(label: String, heads: Heads, rows: u32, splits: u32, threads: u32, fused: bool, args: AttentionArgs) -> Call {
+pub fn attention(
+    label: String,
+    heads: Heads,
+    rows: u32,
+    splits: u32,
+    threads: u32,
+    fused: bool,
+    args: AttentionArgs,
+) -> Call {
     let constants = AttentionConstants {
         threads,
         d: heads.dim,
@@ -71,7 +79,13 @@ pub fn attention(label: String, heads: Heads, rows: u32, splits: u32, threads: u
         fused: u32::from(fused),
         workers: threads,
     };
-    Call { kernel: heads.kernel("attention.f16", "attention.f32"), label, constants: constants.into_values(), args: args.into_args(), groups: [splits, heads.kv, rows] }
+    Call {
+        kernel: heads.kernel("attention.f16", "attention.f32"),
+        label,
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [splits, heads.kv, rows],
+    }
 }
 
 /// Norm, rotary and KV append of `rows` rows of a prompt chunk.
@@ -84,12 +98,24 @@ pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call 
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
     };
-    Call { kernel: heads.kernel("append.f16", "append.f32"), label, constants: constants.into_values(), args: args.into_args(), groups: [heads.q + 2 * heads.kv, rows, 1] }
+    Call {
+        kernel: heads.kernel("append.f16", "append.f32"),
+        label,
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [heads.q + 2 * heads.kv, rows, 1],
+    }
 }
 
 /// Normalises and rotates one head in place. In f64, as everything that references sum: what a
 /// device's results differ by is then the device's alone.
-fn norm_rope(head: &mut [f64], norm: Option<&dyn Fn(u32) -> f32>, epsilon: f32, rot: u32, rope: impl Fn(u32) -> (f32, f32)) {
+fn norm_rope(
+    head: &mut [f64],
+    norm: Option<&dyn Fn(u32) -> f32>,
+    epsilon: f32,
+    rot: u32,
+    rope: impl Fn(u32) -> (f32, f32),
+) {
     if let Some(norm) = norm {
         let scale = 1.0 / (head.iter().map(|v| v * v).sum::<f64>() / head.len() as f64 + f64::from(epsilon)).sqrt();
         for (i, value) in head.iter_mut().enumerate() {
@@ -156,7 +182,13 @@ pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
                 if h < c.q_heads {
                     memory.set_f32(a.qkv, base + i, value);
                 } else if is_v {
-                    set_kv(memory, format, a.v, v_index(&layer, page, h - c.q_heads - c.kv_heads, position % 16, i), value);
+                    set_kv(
+                        memory,
+                        format,
+                        a.v,
+                        v_index(&layer, page, h - c.q_heads - c.kv_heads, position % 16, i),
+                        value,
+                    );
                 } else {
                     set_kv(memory, format, a.k, k_index(&layer, page, h - c.q_heads, position % 16, i), value);
                 }
@@ -186,7 +218,9 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
                 let k_base = row * a.stride + (c.kv_heads * c.g + kvh) * c.d;
                 let mut key: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + i))).collect();
                 let norm = |i: u32| memory.f32(a.k_norm, i);
-                norm_rope(&mut key, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| rope_at(memory, a.rope, position, layer.rot, j));
+                norm_rope(&mut key, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| {
+                    rope_at(memory, a.rope, position, layer.rot, j)
+                });
                 let page = page_of(memory, position);
                 for i in 0..c.d {
                     let value = memory.f32(a.qkv, k_base + c.kv_heads * c.d + i);
@@ -196,10 +230,13 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
             }
             for g in 0..c.g {
                 let h = kvh * c.g + g;
-                let mut query: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
+                let mut query: Vec<f64> =
+                    (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
                 if c.fused == 1 {
                     let norm = |i: u32| memory.f32(a.q_norm, i);
-                    norm_rope(&mut query, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| rope_at(memory, a.rope, position, layer.rot, j));
+                    norm_rope(&mut query, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| {
+                        rope_at(memory, a.rope, position, layer.rot, j)
+                    });
                 }
                 let scores: Vec<f64> = (0..=position)
                     .map(|t| {
@@ -213,7 +250,9 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
                 let sum: f64 = weights.iter().sum();
                 for i in 0..c.d {
-                    let value = |t: u32| f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)));
+                    let value = |t: u32| {
+                        f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)))
+                    };
                     let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
                     memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (mixed / sum) as f32);
                 }

@@ -12,7 +12,9 @@ pub fn derive(ops: &[Op]) -> Vec<bool> {
     ops.iter()
         .map(|op| {
             let accesses = op.accesses();
-            let needed = accesses.iter().any(|(range, access)| pending.iter().any(|(before, did)| hazard(before, *did, range, *access)));
+            let needed = accesses
+                .iter()
+                .any(|(range, access)| pending.iter().any(|(before, did)| hazard(before, *did, range, *access)));
             if needed {
                 pending.clear();
             }
@@ -39,7 +41,9 @@ mod tests {
             constants: Vec::new(),
             args: accesses
                 .iter()
-                .map(|&(buffer, offset, bytes, access)| Arg::Buffer(Range { buffer: BufferId(buffer), offset, bytes }, access))
+                .map(|&(buffer, offset, bytes, access)| {
+                    Arg::Buffer(Range { buffer: BufferId(buffer), offset, bytes }, access)
+                })
                 .collect(),
             groups: [1, 1, 1],
         })
@@ -51,11 +55,14 @@ mod tests {
 
     fn ops() -> impl Strategy<Value = Vec<Op>> {
         let touch = (0u32..4, 0u64..6, 0u64..4, access());
-        prop::collection::vec(prop::collection::vec(touch, 1..4), 0..24).prop_map(|list| list.iter().map(|a| op(a)).collect())
+        prop::collection::vec(prop::collection::vec(touch, 1..4), 0..24)
+            .prop_map(|list| list.iter().map(|a| op(a)).collect())
     }
 
     fn conflict(a: &Op, b: &Op) -> bool {
-        a.accesses().iter().any(|(x, xa)| b.accesses().iter().any(|(y, ya)| x.overlaps(y) && (xa.writes() || ya.writes())))
+        a.accesses()
+            .iter()
+            .any(|(x, xa)| b.accesses().iter().any(|(y, ya)| x.overlaps(y) && (xa.writes() || ya.writes())))
     }
 
     proptest! {

@@ -9,26 +9,14 @@ pub fn key_of(value: f32) -> u32 {
     if value.is_nan() {
         return KEY_MINUS_INFINITY;
     }
-    let value = if value == 0.0 {
-        0.0
-    } else {
-        value.min(f32::MAX)
-    };
+    let value = if value == 0.0 { 0.0 } else { value.min(f32::MAX) };
     let bits = value.to_bits();
-    if bits >> 31 != 0 {
-        !bits
-    } else {
-        bits | 0x8000_0000
-    }
+    if bits >> 31 != 0 { !bits } else { bits | 0x8000_0000 }
 }
 
 /// The logit of a key.
 pub fn value_of(key: u32) -> f32 {
-    f32::from_bits(if key >> 31 != 0 {
-        key ^ 0x8000_0000
-    } else {
-        !key
-    })
+    f32::from_bits(if key >> 31 != 0 { key ^ 0x8000_0000 } else { !key })
 }
 
 // The decimals are those of the shader; both sides round them to f32.
@@ -42,13 +30,7 @@ pub fn exp_negative(x: f32) -> f32 {
     let r = x - n * 0.693359375;
     let f = r - n * -2.12194440e-4;
     let mut p = 1.9875691500e-4f32;
-    for c in [
-        1.3981999507e-3,
-        8.3334519073e-3,
-        4.1665795894e-2,
-        1.6666665459e-1,
-        5.0000001201e-1,
-    ] {
+    for c in [1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1] {
         p = p * f + c;
     }
     let y = p * (f * f) + f + 1.0;
@@ -99,16 +81,8 @@ pub fn philox(draw: u32, seed: [u32; 2]) -> [u32; 2] {
     for _ in 0..10 {
         let a = u64::from(c[0]) * 0xd251_1f53;
         let b = u64::from(c[2]) * 0xcd9e_8d57;
-        c = [
-            (b >> 32) as u32 ^ c[1] ^ k[0],
-            b as u32,
-            (a >> 32) as u32 ^ c[3] ^ k[1],
-            a as u32,
-        ];
-        k = [
-            k[0].wrapping_add(0x9e37_79b9),
-            k[1].wrapping_add(0xbb67_ae85),
-        ];
+        c = [(b >> 32) as u32 ^ c[1] ^ k[0], b as u32, (a >> 32) as u32 ^ c[3] ^ k[1], a as u32];
+        k = [k[0].wrapping_add(0x9e37_79b9), k[1].wrapping_add(0xbb67_ae85)];
     }
     [c[0], c[1]]
 }
@@ -155,17 +129,7 @@ mod tests {
 
     #[test]
     fn keys_keep_the_order_of_logits() {
-        let values = [
-            f32::NEG_INFINITY,
-            f32::MIN,
-            -1.0,
-            -1e-40,
-            0.0,
-            1e-40,
-            1.0,
-            1.0000001,
-            f32::MAX,
-        ];
+        let values = [f32::NEG_INFINITY, f32::MIN, -1.0, -1e-40, 0.0, 1e-40, 1.0, 1.0000001, f32::MAX];
         for pair in values.windows(2) {
             assert!(key_of(pair[0]) < key_of(pair[1]), "{pair:?}");
             assert_eq!(value_of(key_of(pair[1])), pair[1]);
@@ -184,16 +148,10 @@ mod tests {
         for i in 0..20_000 {
             let x = -(i as f32) * 0.0043;
             let (got, want) = (f64::from(exp_negative(x)), f64::from(x).exp());
-            assert!(
-                (got - want).abs() <= 3e-7 * want,
-                "exp({x}) = {got}, not {want}"
-            );
+            assert!((got - want).abs() <= 3e-7 * want, "exp({x}) = {got}, not {want}");
             let x = exp_negative(x) * 37.0;
             let (got, want) = (f64::from(log_positive(x)), f64::from(x).ln());
-            assert!(
-                (got - want).abs() <= 1.5e-7 * want.abs().max(1.0),
-                "ln({x}) = {got}, not {want}"
-            );
+            assert!((got - want).abs() <= 1.5e-7 * want.abs().max(1.0), "ln({x}) = {got}, not {want}");
         }
     }
 
@@ -213,10 +171,7 @@ mod tests {
             assert!(gumbel(bits) < gumbel_bound(bits), "{bits:#x}");
             let v = f64::from(bits | 1) / 4_294_967_296.0;
             let back = -(-(-f64::from(gumbel(bits))).exp()).exp_m1();
-            assert!(
-                (back - v).abs() <= 2e-5 * v.min(1.0 - v) + 1.2e-7 * v,
-                "{bits:#x}: {back} for {v}"
-            );
+            assert!((back - v).abs() <= 2e-5 * v.min(1.0 - v) + 1.2e-7 * v, "{bits:#x}: {back} for {v}");
         }
     }
 }

@@ -18,7 +18,10 @@ impl HostMemory {
     }
 
     fn index(range: Range, i: u32) -> usize {
-        debug_assert!(range.offset.is_multiple_of(4) && u64::from(i) * 4 < range.bytes, "word {i} lies outside {range:?}");
+        debug_assert!(
+            range.offset.is_multiple_of(4) && u64::from(i) * 4 < range.bytes,
+            "word {i} lies outside {range:?}"
+        );
         (range.offset / 4) as usize + i as usize
     }
 

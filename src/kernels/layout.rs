@@ -117,8 +117,13 @@ mod tests {
     fn parts_follow_each_other_without_overlap() {
         let layout = StateLayout { slots: 3, rows: 5, chunk: 17, max_pages: 9 };
         let mut recording = Recording::new("test");
-        let parts =
-            [layout.slots(&mut recording), layout.batch(&mut recording), layout.chunk(&mut recording), layout.pages(&mut recording), layout.bias(&mut recording)];
+        let parts = [
+            layout.slots(&mut recording),
+            layout.batch(&mut recording),
+            layout.chunk(&mut recording),
+            layout.pages(&mut recording),
+            layout.bias(&mut recording),
+        ];
         for pair in parts.windows(2) {
             assert_eq!(pair[0].offset + pair[0].bytes, pair[1].offset);
             assert_eq!(pair[1].offset % ALIGN, 0);

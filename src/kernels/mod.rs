@@ -1,24 +1,24 @@
 //! The host half of each shader: its arguments, dispatch shape and `reference()` in plain
 //! Rust; the `Recording`. Deliberately absent: the order of layers.
 
-pub mod recording;
-pub mod shaders;
+pub mod attention;
 pub mod barriers;
-pub mod host_memory;
-pub mod interpreter;
-pub mod region;
+pub mod bench;
+pub mod determinate;
 pub mod embed;
 pub mod gemm;
-pub mod attention;
-pub mod bench;
+pub mod host_memory;
+pub mod interpreter;
 pub mod layout;
-pub mod state;
-pub mod determinate;
+pub mod recording;
+pub mod region;
 pub mod sampling;
+pub mod shaders;
+pub mod state;
 
 use crate::memory::pack::Format;
-use recording::Call;
 use host_memory::HostMemory;
+use recording::Call;
 
 /// The number format in a kernel's variant name, `gemv.bf16` for example.
 pub fn format_of(kernel: &str) -> Format {

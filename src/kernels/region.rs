@@ -147,13 +147,23 @@ pub struct Region {
 
 impl Region {
     /// Records `recording` against the memory in `table`.
-    pub fn build(device: &Device, recording: &Recording, table: &Table, pipelines: &Pipelines) -> Result<Region, RegionError> {
+    pub fn build(
+        device: &Device,
+        recording: &Recording,
+        table: &Table,
+        pipelines: &Pipelines,
+    ) -> Result<Region, RegionError> {
         Region::with(device, recording, table, pipelines, barriers::derive(&recording.ops))
     }
 
     /// As [`Region::build`], with a barrier before every operation, needed or not: for timing calls
     /// as a chain of dependent ones.
-    pub fn build_serial(device: &Device, recording: &Recording, table: &Table, pipelines: &Pipelines) -> Result<Region, RegionError> {
+    pub fn build_serial(
+        device: &Device,
+        recording: &Recording,
+        table: &Table,
+        pipelines: &Pipelines,
+    ) -> Result<Region, RegionError> {
         Region::with(device, recording, table, pipelines, vec![true; recording.ops.len()])
     }
 
@@ -171,14 +181,22 @@ impl Region {
         let commands = Commands::record(device, Role::Compute, |encoder| {
             encoder.name(&recording.name);
             let starts_with_copy = !recording.ops.iter().all(|op| matches!(op, Op::Call(_)));
-            if starts_with_copy { encoder.barrier_full() } else { encoder.barrier_compute() }
+            if starts_with_copy {
+                encoder.barrier_full()
+            } else {
+                encoder.barrier_compute()
+            }
             let mut copied = false;
             for (op, barrier) in recording.ops.iter().zip(needed) {
                 let copies = !matches!(op, Op::Call(_));
                 if barrier {
                     count += 1;
                     // The narrow barrier where only kernels meet.
-                    if copied || copies { encoder.barrier_full() } else { encoder.barrier_compute() }
+                    if copied || copies {
+                        encoder.barrier_full()
+                    } else {
+                        encoder.barrier_compute()
+                    }
                     copied = false;
                 }
                 copied |= copies;
@@ -280,4 +298,3 @@ pub fn buffer_sizes(recordings: &[&Recording]) -> Vec<(String, u64)> {
     }
     sizes
 }
-

@@ -2,9 +2,7 @@
 //! and the state around it. Deliberately absent: stop strings (text is the host's) and who
 //! decides which slot runs.
 
-use super::determinate::{
-    KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of,
-};
+use super::determinate::{KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -100,11 +98,7 @@ impl Patch {
     /// The words of the inbox.
     pub fn inbox(&self) -> Vec<u32> {
         let mut inbox = vec![self.words.len() as u32, 0, 0, 0];
-        inbox.extend(
-            self.words
-                .iter()
-                .flat_map(|(offset, value)| [*offset, *value]),
-        );
+        inbox.extend(self.words.iter().flat_map(|(offset, value)| [*offset, *value]));
         inbox
     }
 }
@@ -165,7 +159,8 @@ pub(super) fn reference_argmax(call: &Call, memory: &mut HostMemory) {
                     best = Some((key, token));
                 }
             }
-            let (bits, token) = best.map_or((f32::NEG_INFINITY.to_bits(), u32::MAX), |(key, token)| (value_of(key).to_bits(), token));
+            let (bits, token) =
+                best.map_or((f32::NEG_INFINITY.to_bits(), u32::MAX), |(key, token)| (value_of(key).to_bits(), token));
             let at = (row * args.parts + part) * 2;
             memory.set_u32(args.partials, at, bits);
             memory.set_u32(args.partials, at + 1, token);
@@ -262,18 +257,10 @@ fn stop_ids(slot: &[u32]) -> &[u32] {
 /// The keys of the logits after bias, penalties and masks.
 pub fn adjusted_keys(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Vec<u32> {
     let penalised = |token: usize, value: f32| {
-        let count = if flag(slot, FLAG_PENALTIES) {
-            tables.counts[token]
-        } else {
-            0
-        };
+        let count = if flag(slot, FLAG_PENALTIES) { tables.counts[token] } else { 0 };
         let mut l = value;
         if count != 0 {
-            l *= if l > 0.0 {
-                float(slot, SLOT_REPETITION_INVERSE)
-            } else {
-                float(slot, SLOT_REPETITION)
-            };
+            l *= if l > 0.0 { float(slot, SLOT_REPETITION_INVERSE) } else { float(slot, SLOT_REPETITION) };
         }
         let times = count & !COUNT_PROMPT;
         if times != 0 {
@@ -283,9 +270,7 @@ pub fn adjusted_keys(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Ve
         key_of(l)
     };
     let plain = |token: usize| value_of(key_of(logits[token]));
-    let mut keys: Vec<u32> = (0..logits.len())
-        .map(|token| penalised(token, plain(token)))
-        .collect();
+    let mut keys: Vec<u32> = (0..logits.len()).map(|token| penalised(token, plain(token))).collect();
     if flag(slot, FLAG_BIAS) {
         let count = slot[SLOT_BIAS_COUNT as usize].min(BIAS_ENTRIES) as usize;
         for entry in tables.bias.chunks_exact(2).take(count) {
@@ -315,11 +300,7 @@ fn distance(key: u32, most: f32, temperature_inverse: f32) -> f32 {
 /// kernel descends through histograms.
 pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
     let inverse = float(slot, SLOT_TEMPERATURE_INVERSE);
-    let mut sorted: Vec<u32> = keys
-        .iter()
-        .copied()
-        .filter(|k| *k > KEY_MINUS_INFINITY)
-        .collect();
+    let mut sorted: Vec<u32> = keys.iter().copied().filter(|k| *k > KEY_MINUS_INFINITY).collect();
     sorted.sort_unstable_by(|a, b| b.cmp(a));
     let Some(&best) = sorted.first() else {
         return Vec::new();
@@ -338,10 +319,7 @@ pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
     }
     let top_p = float(slot, SLOT_TOP_P);
     if top_p < 1.0 {
-        let masses: Vec<u64> = sorted
-            .iter()
-            .map(|k| u64::from(mass_of(distance(*k, most, inverse))))
-            .collect();
+        let masses: Vec<u64> = sorted.iter().map(|k| u64::from(mass_of(distance(*k, most, inverse)))).collect();
         let total: u64 = masses.iter().sum();
         let fraction = (top_p.max(0.0) * 4_294_967_296.0) as u32;
         let target = (u128::from(total) * u128::from(fraction)).div_ceil(1 << 32) as u64;
@@ -353,23 +331,15 @@ pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
         cut(&mut sorted, kept.map_or(masses.len(), |k| k + 1));
     }
     let least = sorted[sorted.len() - 1];
-    (0..keys.len() as u32)
-        .filter(|token| keys[*token as usize] >= least)
-        .collect()
+    (0..keys.len() as u32).filter(|token| keys[*token as usize] >= least).collect()
 }
 
 /// Draws a token from a row of logits: the meaning of `sample`, without its bookkeeping.
 pub fn draw(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Drawn {
     let changed = flag(slot, FLAG_PENALTIES) || flag(slot, FLAG_BIAS) || masks_stops(slot);
-    let keys = if changed {
-        adjusted_keys(logits, slot, tables)
-    } else {
-        logits.iter().map(|l| key_of(*l)).collect()
-    };
+    let keys = if changed { adjusted_keys(logits, slot, tables) } else { logits.iter().map(|l| key_of(*l)).collect() };
     let first_best = |scores: &mut dyn Iterator<Item = (u32, u32)>| {
-        scores.fold((0, TOKEN_NONE), |best, (key, token)| {
-            if key > best.0 { (key, token) } else { best }
-        })
+        scores.fold((0, TOKEN_NONE), |best, (key, token)| if key > best.0 { (key, token) } else { best })
     };
     let best = first_best(&mut keys.iter().copied().zip(0..));
     let most = value_of(best.0);
@@ -387,41 +357,20 @@ pub fn draw(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Drawn {
     let mut logprob = 0.0;
     let mut top = Vec::new();
     if flag(slot, FLAG_LOGPROBS) {
-        let finite = || {
-            keys.iter()
-                .copied()
-                .zip(0u32..)
-                .filter(|(key, _)| *key > KEY_MINUS_INFINITY)
-        };
-        let sum: f64 = finite()
-            .map(|(key, _)| f64::from(exp_negative(value_of(key) - most)))
-            .sum();
+        let finite = || keys.iter().copied().zip(0u32..).filter(|(key, _)| *key > KEY_MINUS_INFINITY);
+        let sum: f64 = finite().map(|(key, _)| f64::from(exp_negative(value_of(key) - most))).sum();
         let of = |key: u32| (f64::from(value_of(key)) - f64::from(most) - sum.ln()) as f32;
-        logprob = if best.0 > KEY_MINUS_INFINITY {
-            of(keys[token as usize])
-        } else {
-            f32::NEG_INFINITY
-        };
+        logprob = if best.0 > KEY_MINUS_INFINITY { of(keys[token as usize]) } else { f32::NEG_INFINITY };
         let mut order: Vec<(u32, u32)> = finite().collect();
         order.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
         order.truncate(slot[SLOT_TOP_N as usize].min(TOP_ENTRIES) as usize);
-        top = order
-            .into_iter()
-            .map(|(key, token)| (token, of(key)))
-            .collect();
+        top = order.into_iter().map(|(key, token)| (token, of(key))).collect();
     }
-    Drawn {
-        token,
-        logprob,
-        top,
-        keys: changed.then_some(keys),
-    }
+    Drawn { token, logprob, top, keys: changed.then_some(keys) }
 }
 
 fn words(memory: &HostMemory, range: Range, first: u32, count: u32) -> Vec<u32> {
-    (first..first + count)
-        .map(|i| memory.u32(range, i))
-        .collect()
+    (first..first + count).map(|i| memory.u32(range, i)).collect()
 }
 
 pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
@@ -441,9 +390,7 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
             continue;
         }
         let mut state = words(memory, args.state, at, SLOT_WORDS);
-        let logits: Vec<f32> = (0..vocabulary)
-            .map(|i| memory.f32(args.logits, row * args.row_stride + i))
-            .collect();
+        let logits: Vec<f32> = (0..vocabulary).map(|i| memory.f32(args.logits, row * args.row_stride + i)).collect();
         let counts = if flag(&state, FLAG_PENALTIES) {
             words(memory, args.counts, slot * vocabulary, vocabulary)
         } else {
@@ -454,14 +401,7 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         } else {
             Vec::new()
         };
-        let drawn = draw(
-            &logits,
-            &state,
-            SlotTables {
-                counts: &counts,
-                bias: &bias,
-            },
-        );
+        let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias });
         for (i, key) in drawn.keys.iter().flatten().enumerate() {
             memory.set_u32(args.keys, row * args.row_stride + i as u32, *key);
         }
@@ -535,8 +475,7 @@ pub(super) fn reference_clear_counts(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_mark_prompt(call: &Call, memory: &mut HostMemory) {
     let args = MarkPromptArgs::from_args(&call.args);
     for row in 0..args.row_count {
-        let [token, position, slot, valid] =
-            [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
+        let [token, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
         if valid == 0 || token >= args.vocabulary {
             continue;
         }
@@ -546,11 +485,7 @@ pub(super) fn reference_mark_prompt(call: &Call, memory: &mut HostMemory) {
         }
         let count = memory.u32(args.counts, slot * args.vocabulary + token);
         let prompt = position < memory.u32(args.state, at + SLOT_PROMPT_TOKENS);
-        let count = if prompt {
-            count | COUNT_PROMPT
-        } else {
-            count + 1
-        };
+        let count = if prompt { count | COUNT_PROMPT } else { count + 1 };
         memory.set_u32(args.counts, slot * args.vocabulary + token, count);
     }
 }

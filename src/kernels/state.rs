@@ -213,15 +213,9 @@ impl SlotInit {
             set(at, *stop);
         }
         set(SLOT_BIAS_COUNT, self.bias_count.min(BIAS_ENTRIES));
-        set(
-            SLOT_TEMPERATURE_INVERSE,
-            if greedy { 0.0 } else { 1.0 / temperature }.to_bits(),
-        );
+        set(SLOT_TEMPERATURE_INVERSE, if greedy { 0.0 } else { 1.0 / temperature }.to_bits());
         set(SLOT_REPETITION_INVERSE, (1.0 / self.repetition).to_bits());
-        set(
-            SLOT_MIN_P_LOG,
-            (f64::from(self.min_p).ln() as f32).to_bits(),
-        );
+        set(SLOT_MIN_P_LOG, (f64::from(self.min_p).ln() as f32).to_bits());
         set(SLOT_PROMPT_TOKENS, self.prompt_tokens);
         words
     }
@@ -238,9 +232,7 @@ pub fn bias_words(entries: &[(u32, f32)]) -> Vec<u32> {
         }
     }
     sums.truncate(BIAS_ENTRIES as usize);
-    sums.iter()
-        .flat_map(|(token, value)| [*token, value.to_bits()])
-        .collect()
+    sums.iter().flat_map(|(token, value)| [*token, value.to_bits()]).collect()
 }
 
 /// What a row of a step reported, read from the ring.
@@ -271,29 +263,14 @@ impl RingEntry {
         let word = |at: u32| words[at as usize];
         let token = word(ENTRY_TOKEN);
         let running = token != TOKEN_NONE;
-        let count = if running {
-            word(ENTRY_TOP_COUNT).min(TOP_ENTRIES)
-        } else {
-            0
-        };
+        let count = if running { word(ENTRY_TOP_COUNT).min(TOP_ENTRIES) } else { 0 };
         RingEntry {
             step: word(ENTRY_STEP),
             slot: word(ENTRY_SLOT),
             token: running.then_some(token),
             done: word(ENTRY_DONE),
-            logprob: if running {
-                f32::from_bits(word(ENTRY_LOGPROB))
-            } else {
-                0.0
-            },
-            top: (0..count)
-                .map(|i| {
-                    (
-                        word(ENTRY_TOP + 2 * i),
-                        f32::from_bits(word(ENTRY_TOP + 2 * i + 1)),
-                    )
-                })
-                .collect(),
+            logprob: if running { f32::from_bits(word(ENTRY_LOGPROB)) } else { 0.0 },
+            top: (0..count).map(|i| (word(ENTRY_TOP + 2 * i), f32::from_bits(word(ENTRY_TOP + 2 * i + 1)))).collect(),
         }
     }
 }
@@ -314,21 +291,8 @@ mod tests {
             let Some((left, right)) = rest.split_once('=') else {
                 continue;
             };
-            let name = left
-                .trim()
-                .trim_start_matches("uint ")
-                .split(':')
-                .next()
-                .expect("a name")
-                .trim()
-                .to_owned();
-            let value: String = right
-                .split(';')
-                .next()
-                .expect("a value")
-                .trim()
-                .trim_end_matches('u')
-                .replace('_', "");
+            let name = left.trim().trim_start_matches("uint ").split(':').next().expect("a name").trim().to_owned();
+            let value: String = right.split(';').next().expect("a value").trim().trim_end_matches('u').replace('_', "");
             let value = match value.strip_prefix("0x") {
                 Some(hex) => u64::from_str_radix(hex, 16),
                 None => value.parse(),
@@ -345,11 +309,7 @@ mod tests {
         let shader = constants(include_str!("../../shaders/include/state.glsl"));
         let text = include_str!("state.rs");
         let host = constants(text.split("mod tests").next().expect("the file has a head"));
-        assert!(
-            shader.len() > 40,
-            "only {} constants were read",
-            shader.len()
-        );
+        assert!(shader.len() > 40, "only {} constants were read", shader.len());
         assert_eq!(shader, host);
     }
 
@@ -372,29 +332,15 @@ mod tests {
         assert_eq!(words[SLOT_STOP_COUNT as usize], STOP_ENTRIES);
         assert_eq!(words[SLOT_STOP_IDS as usize + 15], 115);
         assert_eq!(words[SLOT_BIAS_COUNT as usize], 0);
-        assert_eq!(
-            f32::from_bits(words[SLOT_TEMPERATURE_INVERSE as usize]),
-            2.0
-        );
+        assert_eq!(f32::from_bits(words[SLOT_TEMPERATURE_INVERSE as usize]), 2.0);
         assert_eq!(f32::from_bits(words[SLOT_MIN_P_LOG as usize]), 0.0);
-        let tiny = SlotInit {
-            temperature: 1e-40,
-            min_p: 0.0,
-            ..SlotInit::default()
-        }
-        .words();
+        let tiny = SlotInit { temperature: 1e-40, min_p: 0.0, ..SlotInit::default() }.words();
         assert_eq!(tiny[SLOT_TEMPERATURE as usize], 0);
-        assert_eq!(
-            f32::from_bits(tiny[SLOT_MIN_P_LOG as usize]),
-            f32::NEG_INFINITY
-        );
+        assert_eq!(f32::from_bits(tiny[SLOT_MIN_P_LOG as usize]), f32::NEG_INFINITY);
     }
 
     #[test]
     fn biases_of_one_token_add_up() {
-        assert_eq!(
-            bias_words(&[(7, 1.0), (9, -2.0), (7, 0.5)]),
-            vec![7, 1.5f32.to_bits(), 9, (-2.0f32).to_bits()]
-        );
+        assert_eq!(bias_words(&[(7, 1.0), (9, -2.0), (7, 0.5)]), vec![7, 1.5f32.to_bits(), 9, (-2.0f32).to_bits()]);
     }
 }

@@ -9,9 +9,7 @@ use super::place::{Place, choose};
 use super::plan::{Limits, default_reserve};
 use crate::device::{AdapterKind, Device, Point, Role};
 use ash::vk;
-use gpu_allocator::vulkan::{
-    Allocation, AllocationCreateDesc, AllocationScheme, Allocator, AllocatorCreateDesc,
-};
+use gpu_allocator::vulkan::{Allocation, AllocationCreateDesc, AllocationScheme, Allocator, AllocatorCreateDesc};
 use gpu_allocator::{AllocationSizes, AllocatorDebugSettings, MemoryLocation};
 use std::fmt;
 use std::fs::File;
@@ -48,10 +46,7 @@ struct Inner {
 
 impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena")
-            .field("device", &self.0.name())
-            .field("use", &self.usage())
-            .finish()
+        f.debug_struct("Arena").field("device", &self.0.name()).field("use", &self.usage()).finish()
     }
 }
 
@@ -80,23 +75,11 @@ impl Arena {
             buffer_device_address: true,
             allocation_sizes: AllocationSizes::new(DEVICE_BLOCK_BYTES, HOST_BLOCK_BYTES),
         })
-        .map_err(|source| MemoryError::Allocator {
-            name: "arena".to_owned(),
-            source,
-        })?;
+        .map_err(|source| MemoryError::Allocator { name: "arena".to_owned(), source })?;
         // SAFETY: the physical device is of this instance, which the device keeps alive.
-        let properties = unsafe {
-            device
-                .instance()
-                .raw()
-                .get_physical_device_memory_properties(device.physical())
-        };
+        let properties = unsafe { device.instance().raw().get_physical_device_memory_properties(device.physical()) };
         let types = properties.memory_types_as_slice().to_vec();
-        Ok(Arena(Arc::new(Inner {
-            allocator: Mutex::new(allocator),
-            types,
-            device: device.clone(),
-        })))
+        Ok(Arena(Arc::new(Inner { allocator: Mutex::new(allocator), types, device: device.clone() })))
     }
 
     /// The device that the memory is on.
@@ -109,9 +92,7 @@ impl Arena {
     /// [`Place::DeviceLocal`] is in the device's own memory or refused.
     pub fn buffer(&self, name: &str, bytes: u64, place: Place) -> Result<Arc<Buffer>, MemoryError> {
         let host_access = !matches!(place, Place::DeviceLocal);
-        self.0
-            .create(name, bytes, place, host_access)
-            .map(|(buffer, _)| buffer)
+        self.0.create(name, bytes, place, host_access).map(|(buffer, _)| buffer)
     }
 
     /// A host-visible buffer of `count × bytes_each`, of which the host sees only the slices:
@@ -126,9 +107,7 @@ impl Arena {
     ) -> Result<(Arc<Buffer>, Vec<HostSlice>), MemoryError> {
         assert!(place != Place::DeviceLocal, "slices are for the host");
         assert!(bytes_each > 0 && count > 0, "slices have bytes");
-        let (buffer, base) = self
-            .0
-            .create(name, (bytes_each * count) as u64, place, false)?;
+        let (buffer, base) = self.0.create(name, (bytes_each * count) as u64, place, false)?;
         let base = base.expect("host-visible memory is mapped, `create` checks it");
         let slices = (0..count)
             .map(|i| HostSlice {
@@ -158,16 +137,9 @@ impl Arena {
 
     /// What has been taken so far.
     pub fn usage(&self) -> Usage {
-        let allocator = self
-            .0
-            .allocator
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let allocator = self.0.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         let report = allocator.generate_report();
-        Usage {
-            buffers_bytes: report.total_allocated_bytes,
-            reserved_bytes: report.total_capacity_bytes,
-        }
+        Usage { buffers_bytes: report.total_allocated_bytes, reserved_bytes: report.total_capacity_bytes }
     }
 }
 
@@ -190,17 +162,10 @@ impl Inner {
         let allowed = adapter.capabilities.max_allocation_bytes;
         if bytes > allowed {
             let (name, device) = (name.to_owned(), adapter.name.clone());
-            return Err(MemoryError::TooLarge {
-                name,
-                asked: bytes,
-                allowed,
-                device,
-            });
+            return Err(MemoryError::TooLarge { name, asked: bytes, allowed, device });
         }
         // Whole 16-byte words, so that fills and vector loads may take the last one whole.
-        let raw = self
-            .device
-            .create_buffer(bytes.next_multiple_of(16), name)?;
+        let raw = self.device.create_buffer(bytes.next_multiple_of(16), name)?;
         let destroy = |error: MemoryError| {
             // SAFETY: the buffer was just made from this device and no command names it.
             unsafe { self.device.destroy_buffer(raw) };
@@ -210,18 +175,9 @@ impl Inner {
         let mut requirements = unsafe { self.device.raw().get_buffer_memory_requirements(raw) };
         requirements.alignment = requirements.alignment.max(ALIGNMENT);
         let must_be_local = adapter.kind == AdapterKind::Discrete;
-        let Some(chosen) = choose(
-            &self.types,
-            requirements.memory_type_bits,
-            place,
-            must_be_local,
-        ) else {
+        let Some(chosen) = choose(&self.types, requirements.memory_type_bits, place, must_be_local) else {
             let (name, device) = (name.to_owned(), adapter.name.clone());
-            return Err(destroy(MemoryError::NoMemoryType {
-                name,
-                place,
-                device,
-            }));
+            return Err(destroy(MemoryError::NoMemoryType { name, place, device }));
         };
         // The choice is made; the allocator gets no other.
         requirements.memory_type_bits = 1 << chosen;
@@ -236,20 +192,12 @@ impl Inner {
                 AllocationScheme::GpuAllocatorManaged
             },
         };
-        let mut allocator = self
-            .allocator
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut allocator = self.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         let allocation = match allocator.allocate(&desc) {
             Ok(allocation) => allocation,
             Err(source) => {
                 drop(allocator);
-                return Err(destroy(self.failed_allocation(
-                    name,
-                    requirements.size,
-                    place,
-                    source,
-                )));
+                return Err(destroy(self.failed_allocation(name, requirements.size, place, source)));
             }
         };
         drop(allocator);
@@ -260,9 +208,7 @@ impl Inner {
             raw,
             address: 0,
             bytes,
-            device_local: self.types[chosen]
-                .property_flags
-                .contains(vk::MemoryPropertyFlags::DEVICE_LOCAL),
+            device_local: self.types[chosen].property_flags.contains(vk::MemoryPropertyFlags::DEVICE_LOCAL),
             host: mapped.filter(|_| host_access),
             last_use: [AtomicU64::new(0), AtomicU64::new(0)],
             last_write: [AtomicU64::new(0), AtomicU64::new(0)],
@@ -271,28 +217,15 @@ impl Inner {
         };
         // SAFETY: buffer and memory are of this device, neither is bound yet, the range is the
         // allocator's own for this buffer and as large and aligned as the requirements say.
-        unsafe {
-            self.device.raw().bind_buffer_memory(
-                raw,
-                buffer.allocation.memory(),
-                buffer.allocation.offset(),
-            )
-        }
-        .map_err(|source| MemoryError::Bind {
-            name: name.to_owned(),
-            source,
-        })?;
+        unsafe { self.device.raw().bind_buffer_memory(raw, buffer.allocation.memory(), buffer.allocation.offset()) }
+            .map_err(|source| MemoryError::Bind { name: name.to_owned(), source })?;
         let info = vk::BufferDeviceAddressInfo::default().buffer(raw);
         // SAFETY: `create_buffer` asks for SHADER_DEVICE_ADDRESS, the allocator for
         // DEVICE_ADDRESS memory, and the buffer is bound.
         buffer.address = unsafe { self.device.raw().get_buffer_device_address(&info) };
         if place != Place::DeviceLocal && mapped.is_none() {
             let (name, device) = (name.to_owned(), adapter.name.clone());
-            return Err(MemoryError::NoMemoryType {
-                name,
-                place,
-                device,
-            });
+            return Err(MemoryError::NoMemoryType { name, place, device });
         }
         Ok((Arc::new(buffer), mapped))
     }
@@ -416,23 +349,12 @@ impl Buffer {
     pub fn write(&self, offset: u64, data: &[u8]) {
         let at = self.at(offset, data.len());
         let (head, words, tail) = split(at, data.len());
-        for (i, byte) in data
-            .iter()
-            .enumerate()
-            .take(head)
-            .chain(data.iter().enumerate().skip(data.len() - tail))
-        {
+        for (i, byte) in data.iter().enumerate().take(head).chain(data.iter().enumerate().skip(data.len() - tail)) {
             // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps; every
             // host access goes through an atomic, so threads cannot race.
             unsafe { AtomicU8::from_ptr(at.add(i)) }.store(*byte, Ordering::Relaxed);
         }
-        for (i, word) in data[head..]
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .enumerate()
-            .take(words)
-        {
+        for (i, word) in data[head..].as_chunks::<4>().0.iter().enumerate().take(words) {
             // SAFETY: as above, and `split` puts the words on multiples of 4.
             unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }
                 .store(u32::from_ne_bytes(*word), Ordering::Relaxed);
@@ -451,17 +373,9 @@ impl Buffer {
             // host access goes through an atomic, so threads cannot race.
             data[i] = unsafe { AtomicU8::from_ptr(at.add(i)) }.load(Ordering::Relaxed);
         }
-        for (i, word) in data[head..]
-            .as_chunks_mut::<4>()
-            .0
-            .iter_mut()
-            .enumerate()
-            .take(words)
-        {
+        for (i, word) in data[head..].as_chunks_mut::<4>().0.iter_mut().enumerate().take(words) {
             // SAFETY: as above, and `split` puts the words on multiples of 4.
-            *word = unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }
-                .load(Ordering::Relaxed)
-                .to_ne_bytes();
+            *word = unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }.load(Ordering::Relaxed).to_ne_bytes();
         }
     }
 
@@ -478,11 +392,7 @@ impl Buffer {
     }
 
     fn word(&self, offset: u64) -> &AtomicU32 {
-        assert!(
-            offset.is_multiple_of(4),
-            "word at {offset} of {:?}",
-            self.name
-        );
+        assert!(offset.is_multiple_of(4), "word at {offset} of {:?}", self.name);
         // SAFETY: `at` checks the bounds; buffers start on multiples of 4 and so do words; the
         // mapping lives as long as `self`, and every host access to it is atomic.
         unsafe { AtomicU32::from_ptr(self.at(offset, 4).cast()) }
@@ -490,9 +400,7 @@ impl Buffer {
 
     /// The host address of `len` bytes at `offset`, checked.
     fn at(&self, offset: u64, len: usize) -> *mut u8 {
-        let host = self
-            .host
-            .unwrap_or_else(|| panic!("the host does not see {:?}", self.name));
+        let host = self.host.unwrap_or_else(|| panic!("the host does not see {:?}", self.name));
         let end = offset.checked_add(len as u64);
         assert!(
             end.is_some_and(|end| end <= self.bytes),
@@ -514,10 +422,7 @@ fn split(at: *const u8, len: usize) -> (usize, usize, usize) {
 
 fn points(values: &[AtomicU64; 2]) -> impl Iterator<Item = Point> + use<> {
     Role::ALL
-        .map(|role| Point {
-            role,
-            value: values[role.index()].load(Ordering::Acquire),
-        })
+        .map(|role| Point { role, value: values[role.index()].load(Ordering::Acquire) })
         .into_iter()
         .filter(|point| point.value > 0)
 }
@@ -547,11 +452,7 @@ impl Drop for Buffer {
         // SAFETY: the device has reached the last point that uses the buffer, or is lost and has
         // stopped (above); handles are only lent by `raw`, and nobody can lend one any more.
         unsafe { self.arena.device.destroy_buffer(self.raw) };
-        let mut allocator = self
-            .arena
-            .allocator
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut allocator = self.arena.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = allocator.free(allocation) {
             tracing::error!(buffer = self.name, %error, "the allocator did not take memory back");
         }

@@ -21,20 +21,14 @@ pub struct MappedFile {
 
 impl std::fmt::Debug for MappedFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MappedFile")
-            .field("path", &self.path)
-            .field("len", &self.map.len())
-            .finish()
+        f.debug_struct("MappedFile").field("path", &self.path).field("len", &self.map.len()).finish()
     }
 }
 
 impl MappedFile {
     /// Opens and maps a file. An empty one is truncated.
     pub fn open(path: &Path) -> Result<MappedFile, MemoryError> {
-        let failed = |source| MemoryError::File {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |source| MemoryError::File { path: path.to_owned(), source };
         let file = File::open(path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         if !metadata.is_file() {
@@ -42,20 +36,10 @@ impl MappedFile {
         }
         if metadata.len() == 0 {
             let path = path.to_owned();
-            return Err(MemoryError::Truncated {
-                path,
-                what: "its header".to_owned(),
-                wanted: 8,
-                has: 0,
-            });
+            return Err(MemoryError::Truncated { path, what: "its header".to_owned(), wanted: 8, has: 0 });
         }
         let map = map_file(&file).map_err(failed)?;
-        Ok(MappedFile {
-            path: path.to_owned(),
-            file,
-            modified: metadata.modified().ok(),
-            map,
-        })
+        Ok(MappedFile { path: path.to_owned(), file, modified: metadata.modified().ok(), map })
     }
 
     /// Where it is.
@@ -96,18 +80,11 @@ impl MappedFile {
 
     /// An error if the file was written to since it was opened.
     pub fn unchanged(&self) -> Result<(), MemoryError> {
-        let now = self.file.metadata().map_err(|source| MemoryError::File {
-            path: self.path.clone(),
-            source,
-        })?;
+        let now = self.file.metadata().map_err(|source| MemoryError::File { path: self.path.clone(), source })?;
         if now.len() == self.len() && now.modified().ok() == self.modified {
             return Ok(());
         }
-        Err(MemoryError::FileChanged {
-            path: self.path.clone(),
-            was: self.len(),
-            is: now.len(),
-        })
+        Err(MemoryError::FileChanged { path: self.path.clone(), was: self.len(), is: now.len() })
     }
 
     /// Brings a part into memory at once instead of page by page as it is touched. An error of
@@ -118,17 +95,12 @@ impl MappedFile {
         #[cfg(target_os = "linux")]
         {
             let (start, len) = (part.start as usize, (part.end - part.start) as usize);
-            let advised = self
-                .map
-                .advise_range(memmap2::Advice::PopulateRead, start, len);
+            let advised = self.map.advise_range(memmap2::Advice::PopulateRead, start, len);
             // Kernels before 5.14 do not know this advice: then the touch does it.
             if let Err(source) = advised
                 && source.kind() != std::io::ErrorKind::InvalidInput
             {
-                return Err(MemoryError::File {
-                    path: self.path.clone(),
-                    source,
-                });
+                return Err(MemoryError::File { path: self.path.clone(), source });
             }
         }
         Ok(())
@@ -147,10 +119,7 @@ mod tests {
         let mapped = MappedFile::open(file.path()).unwrap();
         assert_eq!(mapped.bytes(90..100, "x").unwrap(), &[7; 10]);
         let error = mapped.bytes(90..101, "layers.0.q").unwrap_err().to_string();
-        assert!(
-            error.ends_with("is truncated: layers.0.q ends at byte 101, the file has 100"),
-            "{error}"
-        );
+        assert!(error.ends_with("is truncated: layers.0.q ends at byte 101, the file has 100"), "{error}");
     }
 
     #[test]
@@ -159,32 +128,16 @@ mod tests {
         file.write_all(&[7; 10_000]).unwrap();
         let mapped = MappedFile::open(file.path()).unwrap();
         file.as_file().set_len(100).unwrap();
-        assert!(matches!(
-            mapped.bytes(9000..9001, "x"),
-            Err(MemoryError::FileChanged {
-                was: 10_000,
-                is: 100,
-                ..
-            })
-        ));
+        assert!(matches!(mapped.bytes(9000..9001, "x"), Err(MemoryError::FileChanged { was: 10_000, is: 100, .. })));
     }
 
     #[test]
     fn what_cannot_be_mapped_is_an_error_that_names_it() {
         let missing = MappedFile::open(Path::new("/nowhere/model.safetensors")).unwrap_err();
-        assert_eq!(
-            missing.to_string(),
-            "cannot read /nowhere/model.safetensors"
-        );
+        assert_eq!(missing.to_string(), "cannot read /nowhere/model.safetensors");
         let folder = tempfile::tempdir().unwrap();
-        assert!(matches!(
-            MappedFile::open(folder.path()),
-            Err(MemoryError::File { .. })
-        ));
+        assert!(matches!(MappedFile::open(folder.path()), Err(MemoryError::File { .. })));
         let empty = tempfile::NamedTempFile::new().unwrap();
-        assert!(matches!(
-            MappedFile::open(empty.path()),
-            Err(MemoryError::Truncated { .. })
-        ));
+        assert!(matches!(MappedFile::open(empty.path()), Err(MemoryError::Truncated { .. })));
     }
 }

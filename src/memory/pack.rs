@@ -165,20 +165,11 @@ impl<'a> Rows<'a> {
 /// than the tensor, or the layout and format do not go together: bugs of the caller.
 pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut [u8]) {
     let unit = packing.unit_bytes();
-    assert!(
-        part.start <= part.end && part.end <= packing.bytes(),
-        "{part:?} of {packing:?}"
-    );
-    assert!(
-        part.start.is_multiple_of(unit) && part.end.is_multiple_of(unit),
-        "{part:?} is not in units of {unit}"
-    );
+    assert!(part.start <= part.end && part.end <= packing.bytes(), "{part:?} of {packing:?}");
+    assert!(part.start.is_multiple_of(unit) && part.end.is_multiple_of(unit), "{part:?} is not in units of {unit}");
     assert_eq!(out.len() as u64, part.end - part.start, "output length");
     for source in sources {
-        assert!(
-            source.cols <= packing.cols && source.row_step > 0,
-            "a source fits in {packing:?}"
-        );
+        assert!(source.cols <= packing.cols && source.row_step > 0, "a source fits in {packing:?}");
     }
     match packing.layout {
         Layout::RowMajor { .. } => pack_rows(packing, sources, part.start, out),
@@ -204,9 +195,7 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
             continue;
         }
         let (this, rest) = out.split_at_mut(out.len().min(row_bytes - at));
-        let found = sources
-            .iter()
-            .find_map(|s| s.find(row).map(|bytes| (s.format, bytes)));
+        let found = sources.iter().find_map(|s| s.find(row).map(|bytes| (s.format, bytes)));
         let filled = match found {
             Some((format, bytes)) => {
                 let (first, numbers) = (at / size, this.len() / size);
@@ -232,20 +221,11 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
 
 /// The bytes of up to `most` whole packed rows from `row` on that are contiguous and already
 /// right in one source; `None` if there is not even one.
-fn verbatim<'a>(
-    packing: &Packing,
-    sources: &[Rows<'a>],
-    row: u32,
-    most: usize,
-) -> Option<&'a [u8]> {
+fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) -> Option<&'a [u8]> {
     let source = sources.iter().find(|s| s.find(row).is_some())?;
     let same = source.format == packing.format && source.cols == packing.padded_cols();
     let index = ((row - source.first_row) / source.row_step) as usize;
-    let rows = if source.row_step == 1 {
-        most.min(source.rows as usize - index)
-    } else {
-        most.min(1)
-    };
+    let rows = if source.row_step == 1 { most.min(source.rows as usize - index) } else { most.min(1) };
     let row_bytes = packing.row_bytes() as usize;
     (same && rows > 0).then(|| &source.bytes[index * row_bytes..][..rows * row_bytes])
 }
@@ -265,9 +245,7 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
         let (here, rest) = out.split_at_mut(count);
         let rows: [Option<(Format, &[u8])>; 16] = std::array::from_fn(|r| {
             let row = block * FRAGMENT_ROWS + r as u32;
-            sources
-                .iter()
-                .find_map(|s| s.find(row).map(|bytes| (s.format, bytes)))
+            sources.iter().find_map(|s| s.find(row).map(|bytes| (s.format, bytes)))
         });
         // Columns that all 16 rows have in the right format need no look at each number.
         let plain: usize = rows
@@ -286,14 +264,7 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
             });
             for (i, target) in as_is.iter_mut().enumerate() {
                 let at = i * 2 * CHUNK;
-                weave(
-                    |r| {
-                        words[r][at..]
-                            .first_chunk()
-                            .expect("as long as the target's chunks")
-                    },
-                    target,
-                );
+                weave(|r| words[r][at..].first_chunk().expect("as long as the target's chunks"), target);
             }
         }
         let from = first + as_is.len();
@@ -302,10 +273,7 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
             for (row, line) in rows.iter().zip(&mut block) {
                 let Some((format, bytes)) = row else { continue };
                 let have = bytes.len() / format.bytes();
-                let (a, b) = (
-                    ((from + i) * CHUNK).min(have),
-                    ((from + i + 1) * CHUNK).min(have),
-                );
+                let (a, b) = (((from + i) * CHUNK).min(have), ((from + i + 1) * CHUNK).min(have));
                 convert(
                     *format,
                     &bytes[a * format.bytes()..b * format.bytes()],
@@ -341,21 +309,13 @@ fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 64], out: &mut [u8; FRAGMENT_BYTES]
 /// Converts numbers; `from` and `out` hold equally many. By way of f32, which holds every
 /// number of the other formats: only the last step can round.
 fn convert(from_format: Format, from: &[u8], to_format: Format, out: &mut [u8]) {
-    debug_assert_eq!(
-        from.len() / from_format.bytes(),
-        out.len() / to_format.bytes()
-    );
+    debug_assert_eq!(from.len() / from_format.bytes(), out.len() / to_format.bytes());
     if from_format == to_format {
         out.copy_from_slice(from);
         return;
     }
     if (from_format, to_format) == (Format::Bf16, Format::F32) {
-        for (from, out) in from
-            .as_chunks::<2>()
-            .0
-            .iter()
-            .zip(out.as_chunks_mut::<4>().0)
-        {
+        for (from, out) in from.as_chunks::<2>().0.iter().zip(out.as_chunks_mut::<4>().0) {
             *out = (u32::from(u16::from_le_bytes(*from)) << 16).to_le_bytes();
         }
         return;
@@ -424,11 +384,7 @@ fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
     let quiet = bits >> 16 | 0x40;
-    (if bits & 0x7fff_ffff > 0x7f80_0000 {
-        quiet
-    } else {
-        rounded
-    }) as u16
+    (if bits & 0x7fff_ffff > 0x7f80_0000 { quiet } else { rounded }) as u16
 }
 
 #[cfg(test)]
@@ -459,10 +415,7 @@ mod tests {
     }
 
     fn tensor(format: Format, rows: u32, cols: u32, value: impl Fn(u32, u32) -> f32) -> Vec<u8> {
-        (0..rows)
-            .flat_map(|r| (0..cols).map(move |c| (r, c)))
-            .flat_map(|(r, c)| encode(format, value(r, c)))
-            .collect()
+        (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))).flat_map(|(r, c)| encode(format, value(r, c))).collect()
     }
 
     /// The packed tensor by its definition, a number at a time.
@@ -475,8 +428,7 @@ mod tests {
                     Layout::RowMajor { .. } => (row * packing.padded_cols() + col) as usize,
                     Layout::Fragments => fragment_index(row, col, packing.padded_cols()),
                 };
-                out[index * size..][..size]
-                    .copy_from_slice(&encode(packing.format, value(row, col)));
+                out[index * size..][..size].copy_from_slice(&encode(packing.format, value(row, col)));
             }
         }
         out
@@ -508,86 +460,33 @@ mod tests {
         }
         for row in 0..rows {
             for col in 0..cols {
-                assert_eq!(
-                    truth[fragment_index(row, col, cols)],
-                    word(row, col),
-                    "({row}, {col})"
-                );
+                assert_eq!(truth[fragment_index(row, col, cols)], word(row, col), "({row}, {col})");
             }
         }
-        let bytes: Vec<u8> = (0..rows * cols)
-            .flat_map(|i| (i as u16).to_le_bytes())
-            .collect();
-        let packing = Packing {
-            rows,
-            cols,
-            layout: Layout::Fragments,
-            format: Format::Bf16,
-        };
-        let source = Rows {
-            bytes: &bytes,
-            format: Format::Bf16,
-            rows,
-            cols,
-            first_row: 0,
-            row_step: 1,
-        };
+        let bytes: Vec<u8> = (0..rows * cols).flat_map(|i| (i as u16).to_le_bytes()).collect();
+        let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
+        let source = Rows { bytes: &bytes, format: Format::Bf16, rows, cols, first_row: 0, row_step: 1 };
         let packed: Vec<u8> = truth.iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(whole(&packing, &[source]), packed);
     }
 
     #[test]
     fn sizes_include_padding() {
-        let ragged = Packing {
-            rows: 17,
-            cols: 33,
-            layout: Layout::Fragments,
-            format: Format::Bf16,
-        };
-        assert_eq!(
-            (ragged.padded_rows(), ragged.padded_cols(), ragged.bytes()),
-            (32, 64, 4096)
-        );
-        let rows = Packing {
-            layout: Layout::RowMajor {
-                columns_multiple: 8,
-            },
-            ..ragged
-        };
-        assert_eq!(
-            (rows.padded_rows(), rows.padded_cols(), rows.bytes()),
-            (17, 40, 17 * 80)
-        );
-        let vector = Packing {
-            rows: 1,
-            cols: 5,
-            layout: Layout::RowMajor {
-                columns_multiple: 1,
-            },
-            format: Format::F32,
-        };
+        let ragged = Packing { rows: 17, cols: 33, layout: Layout::Fragments, format: Format::Bf16 };
+        assert_eq!((ragged.padded_rows(), ragged.padded_cols(), ragged.bytes()), (32, 64, 4096));
+        let rows = Packing { layout: Layout::RowMajor { columns_multiple: 8 }, ..ragged };
+        assert_eq!((rows.padded_rows(), rows.padded_cols(), rows.bytes()), (17, 40, 17 * 80));
+        let vector =
+            Packing { rows: 1, cols: 5, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
         assert_eq!(vector.bytes(), 20);
     }
 
     #[test]
     fn a_vector_widens_exactly() {
         let norm = tensor(Format::Bf16, 1, 7, |_, c| 1.0 + c as f32 / 128.0);
-        let packing = Packing {
-            rows: 1,
-            cols: 7,
-            layout: Layout::RowMajor {
-                columns_multiple: 1,
-            },
-            format: Format::F32,
-        };
-        let source = Rows {
-            bytes: &norm,
-            format: Format::Bf16,
-            rows: 1,
-            cols: 7,
-            first_row: 0,
-            row_step: 1,
-        };
+        let packing =
+            Packing { rows: 1, cols: 7, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
+        let source = Rows { bytes: &norm, format: Format::Bf16, rows: 1, cols: 7, first_row: 0, row_step: 1 };
         let out = whole(&packing, &[source]);
         for c in 0..7 {
             assert_eq!(decode(Format::F32, &out[c * 4..]), 1.0 + c as f32 / 128.0);
@@ -610,26 +509,11 @@ mod tests {
             assert_eq!(u16::from_le_bytes(out), to, "{from:e}");
         }
         let mut out = [0; 2];
-        convert(
-            Format::F32,
-            &f32::from_bits(0x7f80_0001).to_le_bytes(),
-            Format::Bf16,
-            &mut out,
-        );
+        convert(Format::F32, &f32::from_bits(0x7f80_0001).to_le_bytes(), Format::Bf16, &mut out);
         assert!(bf16::from_le_bytes(out).is_nan());
-        convert(
-            Format::F32,
-            &(1.0f32 + 1.0 / 1024.0).to_le_bytes(),
-            Format::F16,
-            &mut out,
-        );
+        convert(Format::F32, &(1.0f32 + 1.0 / 1024.0).to_le_bytes(), Format::F16, &mut out);
         assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0 + 1.0 / 1024.0);
-        convert(
-            Format::F32,
-            &(1.0f32 + 1.0 / 2048.0).to_le_bytes(),
-            Format::F16,
-            &mut out,
-        );
+        convert(Format::F32, &(1.0f32 + 1.0 / 2048.0).to_le_bytes(), Format::F16, &mut out);
         assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0, "tie to even");
     }
 

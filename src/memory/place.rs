@@ -30,62 +30,31 @@ impl fmt::Display for Place {
 
 /// The index of the best memory type among those in `bits`; the driver's order breaks ties.
 /// With `must_be_local`, device memory that is not device-local is refused.
-pub(super) fn choose(
-    types: &[vk::MemoryType],
-    bits: u32,
-    place: Place,
-    must_be_local: bool,
-) -> Option<usize> {
+pub(super) fn choose(types: &[vk::MemoryType], bits: u32, place: Place, must_be_local: bool) -> Option<usize> {
     use vk::MemoryPropertyFlags as Flags;
     let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
     // Protected and lazily allocated memory cannot hold buffers, AMD's uncached debug types
     // are slow.
-    let never = Flags::PROTECTED
-        | Flags::LAZILY_ALLOCATED
-        | Flags::DEVICE_COHERENT_AMD
-        | Flags::DEVICE_UNCACHED_AMD;
+    let never = Flags::PROTECTED | Flags::LAZILY_ALLOCATED | Flags::DEVICE_COHERENT_AMD | Flags::DEVICE_UNCACHED_AMD;
     // What is wanted, the most important first; then what it would be better without.
     let (needs, wants, rather_not) = match place {
-        Place::DeviceLocal if must_be_local => (
-            Flags::DEVICE_LOCAL,
-            [Flags::DEVICE_LOCAL, Flags::empty()],
-            Flags::HOST_VISIBLE,
-        ),
-        Place::DeviceLocal => (
-            Flags::empty(),
-            [Flags::DEVICE_LOCAL, Flags::empty()],
-            Flags::HOST_VISIBLE,
-        ),
-        Place::Upload { bar: true } => (
-            host,
-            [Flags::DEVICE_LOCAL, Flags::empty()],
-            Flags::HOST_CACHED,
-        ),
-        Place::Upload { bar: false } => {
-            (host, [Flags::empty(), Flags::empty()], Flags::DEVICE_LOCAL)
+        Place::DeviceLocal if must_be_local => {
+            (Flags::DEVICE_LOCAL, [Flags::DEVICE_LOCAL, Flags::empty()], Flags::HOST_VISIBLE)
         }
-        Place::Readback => (
-            host,
-            [Flags::HOST_CACHED, Flags::empty()],
-            Flags::DEVICE_LOCAL,
-        ),
+        Place::DeviceLocal => (Flags::empty(), [Flags::DEVICE_LOCAL, Flags::empty()], Flags::HOST_VISIBLE),
+        Place::Upload { bar: true } => (host, [Flags::DEVICE_LOCAL, Flags::empty()], Flags::HOST_CACHED),
+        Place::Upload { bar: false } => (host, [Flags::empty(), Flags::empty()], Flags::DEVICE_LOCAL),
+        Place::Readback => (host, [Flags::HOST_CACHED, Flags::empty()], Flags::DEVICE_LOCAL),
     };
     let score = |flags: Flags| {
-        let wanted: u32 = wants
-            .iter()
-            .rev()
-            .enumerate()
-            .map(|(i, w)| u32::from(flags.contains(*w)) << (i + 1))
-            .sum();
+        let wanted: u32 = wants.iter().rev().enumerate().map(|(i, w)| u32::from(flags.contains(*w)) << (i + 1)).sum();
         wanted + u32::from(!flags.intersects(rather_not))
     };
     types
         .iter()
         .enumerate()
         .filter(|(i, t)| {
-            bits & (1 << i) != 0
-                && t.property_flags.contains(needs)
-                && !t.property_flags.intersects(never)
+            bits & (1 << i) != 0 && t.property_flags.contains(needs) && !t.property_flags.intersects(never)
         })
         // `min_by_key` keeps the first of equals.
         .min_by_key(|(_, t)| std::cmp::Reverse(score(t.property_flags)))
@@ -98,27 +67,14 @@ mod tests {
     use vk::MemoryPropertyFlags as Flags;
 
     fn types(flags: &[Flags]) -> Vec<vk::MemoryType> {
-        flags
-            .iter()
-            .map(|f| vk::MemoryType {
-                property_flags: *f,
-                heap_index: 0,
-            })
-            .collect()
+        flags.iter().map(|f| vk::MemoryType { property_flags: *f, heap_index: 0 }).collect()
     }
 
-    const HOST: Flags =
-        Flags::from_raw(Flags::HOST_VISIBLE.as_raw() | Flags::HOST_COHERENT.as_raw());
+    const HOST: Flags = Flags::from_raw(Flags::HOST_VISIBLE.as_raw() | Flags::HOST_COHERENT.as_raw());
 
     /// As NVIDIA lists them with a full BAR.
     fn discrete() -> Vec<vk::MemoryType> {
-        types(&[
-            Flags::empty(),
-            Flags::DEVICE_LOCAL,
-            HOST,
-            HOST | Flags::HOST_CACHED,
-            HOST | Flags::DEVICE_LOCAL,
-        ])
+        types(&[Flags::empty(), Flags::DEVICE_LOCAL, HOST, HOST | Flags::HOST_CACHED, HOST | Flags::DEVICE_LOCAL])
     }
 
     #[test]
@@ -147,22 +103,14 @@ mod tests {
     #[test]
     fn one_type_serves_all_on_a_cpu() {
         let t = types(&[HOST | Flags::HOST_CACHED | Flags::DEVICE_LOCAL]);
-        for place in [
-            Place::DeviceLocal,
-            Place::Upload { bar: false },
-            Place::Upload { bar: true },
-            Place::Readback,
-        ] {
+        for place in [Place::DeviceLocal, Place::Upload { bar: false }, Place::Upload { bar: true }, Place::Readback] {
             assert_eq!(choose(&t, !0, place, false), Some(0), "{place}");
         }
     }
 
     #[test]
     fn memory_that_is_not_coherent_is_not_for_the_host() {
-        let t = types(&[
-            Flags::DEVICE_LOCAL,
-            Flags::HOST_VISIBLE | Flags::HOST_CACHED,
-        ]);
+        let t = types(&[Flags::DEVICE_LOCAL, Flags::HOST_VISIBLE | Flags::HOST_CACHED]);
         assert_eq!(choose(&t, !0, Place::Readback, true), None);
         assert_eq!(choose(&t, !0, Place::Upload { bar: false }, true), None);
     }

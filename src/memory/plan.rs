@@ -94,11 +94,7 @@ pub struct Entry {
 
 impl Entry {
     /// Sums buffers (name, bytes) of one purpose.
-    pub fn of_buffers<'a>(
-        purpose: Purpose,
-        side: Side,
-        buffers: impl IntoIterator<Item = (&'a str, u64)>,
-    ) -> Entry {
+    pub fn of_buffers<'a>(purpose: Purpose, side: Side, buffers: impl IntoIterator<Item = (&'a str, u64)>) -> Entry {
         let mut bytes = 0;
         let mut largest: Option<(&str, u64)> = None;
         for (name, size) in buffers {
@@ -107,12 +103,7 @@ impl Entry {
                 largest = Some((name, size));
             }
         }
-        Entry {
-            purpose,
-            bytes,
-            largest: largest.map(|(name, size)| (name.to_owned(), size)),
-            side,
-        }
+        Entry { purpose, bytes, largest: largest.map(|(name, size)| (name.to_owned(), size)), side }
     }
 }
 
@@ -197,18 +188,11 @@ enum PagesBound {
 impl Plan {
     /// Adds up `entries` (no KV among them) in their order of purpose, then sizes the KV pool
     /// from what remains. Refuses with the first purpose that does not fit.
-    pub fn new(
-        limits: Limits,
-        mut entries: Vec<Entry>,
-        kv: Option<KvRequest>,
-    ) -> Result<Plan, PlanError> {
+    pub fn new(limits: Limits, mut entries: Vec<Entry>, kv: Option<KvRequest>) -> Result<Plan, PlanError> {
         entries.retain(|entry| entry.bytes > 0);
         entries.sort_by_key(|entry| entry.purpose);
         for entry in &entries {
-            let (name, asked) = entry
-                .largest
-                .clone()
-                .unwrap_or((entry.purpose.to_string(), 0));
+            let (name, asked) = entry.largest.clone().unwrap_or((entry.purpose.to_string(), 0));
             if asked > limits.max_allocation_bytes {
                 return Err(PlanError::TooLarge {
                     name,
@@ -232,32 +216,21 @@ impl Plan {
             if entry.side == Side::Host && !limits.unified {
                 continue;
             }
-            free = free
-                .checked_sub(entry.bytes)
-                .ok_or_else(|| refuse(entry.purpose, entry.bytes, free))?;
+            free = free.checked_sub(entry.bytes).ok_or_else(|| refuse(entry.purpose, entry.bytes, free))?;
         }
         let (mut kv_pages, mut page_bytes, mut pages_bound) = (0, 0, PagesBound::None);
         if let Some(kv) = kv {
-            assert!(
-                kv.page_bytes > 0 && kv.page_bytes_in_largest_buffer <= kv.page_bytes,
-                "a page has bytes"
-            );
+            assert!(kv.page_bytes > 0 && kv.page_bytes_in_largest_buffer <= kv.page_bytes, "a page has bytes");
             let by_memory = free / kv.page_bytes;
-            let by_allocation = limits
-                .max_allocation_bytes
-                .checked_div(kv.page_bytes_in_largest_buffer)
-                .unwrap_or(u64::MAX);
+            let by_allocation =
+                limits.max_allocation_bytes.checked_div(kv.page_bytes_in_largest_buffer).unwrap_or(u64::MAX);
             let fit = by_memory.min(by_allocation);
             let asked = match kv.pages {
                 Pages::Exactly(pages) => pages.max(kv.least),
                 Pages::UpTo(_) | Pages::All => kv.least,
             };
             if asked > by_memory {
-                return Err(refuse(
-                    Purpose::KvPages,
-                    asked.saturating_mul(kv.page_bytes),
-                    free,
-                ));
+                return Err(refuse(Purpose::KvPages, asked.saturating_mul(kv.page_bytes), free));
             }
             if asked > by_allocation {
                 return Err(PlanError::TooLarge {
@@ -283,21 +256,12 @@ impl Plan {
             entries.push(Entry {
                 purpose: Purpose::KvPages,
                 bytes: kv_pages * kv.page_bytes,
-                largest: Some((
-                    "kv pages".to_owned(),
-                    kv_pages * kv.page_bytes_in_largest_buffer,
-                )),
+                largest: Some(("kv pages".to_owned(), kv_pages * kv.page_bytes_in_largest_buffer)),
                 side: Side::Device,
             });
             entries.sort_by_key(|entry| entry.purpose);
         }
-        Ok(Plan {
-            limits,
-            entries,
-            kv_pages,
-            page_bytes,
-            pages_bound,
-        })
+        Ok(Plan { limits, entries, kv_pages, page_bytes, pages_bound })
     }
 
     /// Pages of the KV pool.
@@ -322,20 +286,12 @@ impl Plan {
 
     /// Bytes planned for one purpose.
     pub fn bytes(&self, purpose: Purpose) -> u64 {
-        self.entries
-            .iter()
-            .filter(|e| e.purpose == purpose)
-            .map(|e| e.bytes)
-            .sum()
+        self.entries.iter().filter(|e| e.purpose == purpose).map(|e| e.bytes).sum()
     }
 
     /// Bytes that the plan takes of the device's memory.
     pub fn device_bytes(&self) -> u64 {
-        self.entries
-            .iter()
-            .filter(|e| e.side == Side::Device || self.limits.unified)
-            .map(|e| e.bytes)
-            .sum()
+        self.entries.iter().filter(|e| e.side == Side::Device || self.limits.unified).map(|e| e.bytes).sum()
     }
 }
 
@@ -363,19 +319,11 @@ impl fmt::Display for Plan {
             }
             rows.push((entry.purpose.to_string(), size(entry.bytes), note));
         }
-        rows.push((
-            "total".into(),
-            size(self.device_bytes()),
-            "of the device's memory".into(),
-        ));
+        rows.push(("total".into(), size(self.device_bytes()), "of the device's memory".into()));
         rows.push((
             "free".into(),
             size(self.limits.free_bytes),
-            format!(
-                "of {}, {} kept back",
-                size(self.limits.total_bytes),
-                size(self.limits.reserve_bytes)
-            ),
+            format!("of {}, {} kept back", size(self.limits.total_bytes), size(self.limits.reserve_bytes)),
         ));
         if let Some(limit) = self.limits.limit_bytes {
             rows.push(("limit".into(), size(limit), "set by the operator".into()));
@@ -402,12 +350,7 @@ pub struct Bytes(pub u64);
 /// Two different sizes with just enough decimals to look different.
 pub(super) fn told_apart(a: u64, b: u64) -> (String, String) {
     (1..6)
-        .map(|digits| {
-            (
-                format!("{:.digits$}", Bytes(a)),
-                format!("{:.digits$}", Bytes(b)),
-            )
-        })
+        .map(|digits| (format!("{:.digits$}", Bytes(a)), format!("{:.digits$}", Bytes(b))))
         .find(|(a, b)| a != b)
         .unwrap_or_else(|| (format!("{a} B"), format!("{b} B")))
 }
@@ -442,34 +385,21 @@ mod tests {
     }
 
     fn entry(purpose: Purpose, bytes: u64, side: Side) -> Entry {
-        Entry {
-            purpose,
-            bytes,
-            largest: None,
-            side,
-        }
+        Entry { purpose, bytes, largest: None, side }
     }
 
     #[test]
     fn refuses_with_both_numbers_and_the_device() {
-        let limits = Limits {
-            free_bytes: (2.4 * GIB as f64) as u64,
-            ..limits()
-        };
+        let limits = Limits { free_bytes: (2.4 * GIB as f64) as u64, ..limits() };
         let weights = entry(Purpose::Weights, (3.1 * GIB as f64) as u64, Side::Device);
         let error = Plan::new(limits, vec![weights], None).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cannot reserve 3.1 GiB for weights, 2.4 GiB free on \"RTX 4090\""
-        );
+        assert_eq!(error.to_string(), "cannot reserve 3.1 GiB for weights, 2.4 GiB free on \"RTX 4090\"");
     }
 
     #[test]
     fn names_the_purpose_that_no_longer_fits_and_what_the_earlier_ones_left() {
-        let entries = vec![
-            entry(Purpose::Scratch, 3 * GIB, Side::Device),
-            entry(Purpose::Weights, 8 * GIB, Side::Device),
-        ];
+        let entries =
+            vec![entry(Purpose::Scratch, 3 * GIB, Side::Device), entry(Purpose::Weights, 8 * GIB, Side::Device)];
         let error = Plan::new(limits(), entries, None).unwrap_err();
         assert_eq!(
             error,
@@ -485,16 +415,8 @@ mod tests {
 
     #[test]
     fn the_operators_limit_is_named_when_it_is_the_bound() {
-        let limits = Limits {
-            limit_bytes: Some(GIB),
-            ..limits()
-        };
-        let error = Plan::new(
-            limits,
-            vec![entry(Purpose::Weights, 2 * GIB, Side::Device)],
-            None,
-        )
-        .unwrap_err();
+        let limits = Limits { limit_bytes: Some(GIB), ..limits() };
+        let error = Plan::new(limits, vec![entry(Purpose::Weights, 2 * GIB, Side::Device)], None).unwrap_err();
         assert_eq!(
             error.to_string(),
             "cannot reserve 2.0 GiB for weights, 1.0 GiB left under the memory limit on \"RTX 4090\""
@@ -503,37 +425,21 @@ mod tests {
 
     #[test]
     fn a_limit_above_free_memory_changes_nothing() {
-        let limits = Limits {
-            limit_bytes: Some(100 * GIB),
-            ..limits()
-        };
-        let error = Plan::new(
-            limits,
-            vec![entry(Purpose::Weights, 11 * GIB, Side::Device)],
-            None,
-        )
-        .unwrap_err();
+        let limits = Limits { limit_bytes: Some(100 * GIB), ..limits() };
+        let error = Plan::new(limits, vec![entry(Purpose::Weights, 11 * GIB, Side::Device)], None).unwrap_err();
         assert!(error.to_string().contains("10.0 GiB free"), "{error}");
     }
 
     #[test]
     fn host_entries_count_only_where_memory_is_shared() {
-        let entries = vec![
-            entry(Purpose::Weights, 9 * GIB, Side::Device),
-            entry(Purpose::Staging, 2 * GIB, Side::Host),
-        ];
+        let entries =
+            vec![entry(Purpose::Weights, 9 * GIB, Side::Device), entry(Purpose::Staging, 2 * GIB, Side::Host)];
         let plan = Plan::new(limits(), entries.clone(), None).unwrap();
         assert_eq!(plan.device_bytes(), 9 * GIB);
-        let shared = Limits {
-            unified: true,
-            ..limits()
-        };
+        let shared = Limits { unified: true, ..limits() };
         assert!(matches!(
             Plan::new(shared, entries, None),
-            Err(PlanError::DoesNotFit {
-                purpose: Purpose::Staging,
-                ..
-            })
+            Err(PlanError::DoesNotFit { purpose: Purpose::Staging, .. })
         ));
     }
 
@@ -553,12 +459,7 @@ mod tests {
     }
 
     fn kv(pages: Pages) -> KvRequest {
-        KvRequest {
-            page_bytes: 3 * MIB,
-            page_bytes_in_largest_buffer: MIB,
-            pages,
-            least: 4,
-        }
+        KvRequest { page_bytes: 3 * MIB, page_bytes_in_largest_buffer: MIB, pages, least: 4 }
     }
 
     #[test]
@@ -569,10 +470,7 @@ mod tests {
         assert!(plan.device_bytes() <= 10 * GIB);
         assert_eq!(plan.bytes(Purpose::KvPages), plan.kv_pages() * 3 * MIB);
 
-        let reserved = Limits {
-            reserve_bytes: 3 * GIB,
-            ..limits()
-        };
+        let reserved = Limits { reserve_bytes: 3 * GIB, ..limits() };
         let plan = Plan::new(reserved, vec![weights.clone()], Some(kv(Pages::All))).unwrap();
         assert_eq!(plan.kv_pages(), 1024);
 
@@ -580,32 +478,18 @@ mod tests {
         assert_eq!(plan.kv_pages(), 100);
         let plan = Plan::new(limits(), vec![weights.clone()], Some(kv(Pages::UpTo(9999)))).unwrap();
         assert_eq!(plan.kv_pages(), 2048);
-        let plan = Plan::new(
-            limits(),
-            vec![weights.clone()],
-            Some(kv(Pages::Exactly(2048))),
-        )
-        .unwrap();
+        let plan = Plan::new(limits(), vec![weights.clone()], Some(kv(Pages::Exactly(2048)))).unwrap();
         assert_eq!(plan.kv_pages(), 2048);
         let error = Plan::new(limits(), vec![weights], Some(kv(Pages::Exactly(2049)))).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cannot reserve 6.003 GiB for kv pages, 6.000 GiB free on \"RTX 4090\""
-        );
+        assert_eq!(error.to_string(), "cannot reserve 6.003 GiB for kv pages, 6.000 GiB free on \"RTX 4090\"");
     }
 
     #[test]
     fn pages_are_bound_by_the_largest_allocation() {
-        let limits = Limits {
-            max_allocation_bytes: 100 * MIB,
-            ..limits()
-        };
+        let limits = Limits { max_allocation_bytes: 100 * MIB, ..limits() };
         let plan = Plan::new(limits.clone(), vec![], Some(kv(Pages::All))).unwrap();
         assert_eq!(plan.kv_pages(), 100);
-        assert!(
-            plan.to_string().contains("bound by the largest allocation"),
-            "{plan}"
-        );
+        assert!(plan.to_string().contains("bound by the largest allocation"), "{plan}");
         let error = Plan::new(limits, vec![], Some(kv(Pages::Exactly(101)))).unwrap_err();
         assert!(matches!(error, PlanError::TooLarge { .. }), "{error}");
     }
@@ -614,19 +498,12 @@ mod tests {
     fn too_few_pages_are_refused() {
         let weights = entry(Purpose::Weights, 10 * GIB - 11 * MIB, Side::Device);
         let error = Plan::new(limits(), vec![weights], Some(kv(Pages::All))).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "cannot reserve 12.0 MiB for kv pages, 11.0 MiB free on \"RTX 4090\""
-        );
+        assert_eq!(error.to_string(), "cannot reserve 12.0 MiB for kv pages, 11.0 MiB free on \"RTX 4090\"");
     }
 
     #[test]
     fn prints_an_aligned_table() {
-        let limits = Limits {
-            limit_bytes: Some(8 * GIB),
-            reserve_bytes: 512 * MIB,
-            ..limits()
-        };
+        let limits = Limits { limit_bytes: Some(8 * GIB), reserve_bytes: 512 * MIB, ..limits() };
         let entries = vec![
             entry(Purpose::Staging, 256 * MIB, Side::Host),
             entry(Purpose::Scratch, 36 * 1024, Side::Device),

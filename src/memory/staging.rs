@@ -42,25 +42,15 @@ pub struct Slot {
 impl StagingRing {
     /// A ring of `slots × slot_bytes`, both at least 1.
     pub fn new(arena: &Arena, slots: usize, slot_bytes: usize) -> Result<StagingRing, MemoryError> {
-        let (_, slices) =
-            arena.sliced("staging", slot_bytes, slots, Place::Upload { bar: false })?;
+        let (_, slices) = arena.sliced("staging", slot_bytes, slots, Place::Upload { bar: false })?;
         // As many places as slots: giving one back never waits.
         let (give_back, free) = bounded(slots);
         for slice in slices {
             give_back
-                .send(Free {
-                    slice,
-                    last_copy: None,
-                })
+                .send(Free { slice, last_copy: None })
                 .expect("the receiver is in scope and there is a place for each slot");
         }
-        Ok(StagingRing {
-            device: arena.device().clone(),
-            free,
-            give_back,
-            slots,
-            slot_bytes,
-        })
+        Ok(StagingRing { device: arena.device().clone(), free, give_back, slots, slot_bytes })
     }
 
     /// The device that it leads to.
@@ -87,9 +77,7 @@ impl StagingRing {
     /// As [`StagingRing::acquire`], with another limit on the wait.
     pub fn acquire_within(&self, limit: Duration) -> Result<Slot, MemoryError> {
         let deadline = Instant::now() + limit;
-        let timeout = || MemoryError::StagingTimeout {
-            seconds: limit.as_secs(),
-        };
+        let timeout = || MemoryError::StagingTimeout { seconds: limit.as_secs() };
         let free = match self.free.recv_timeout(limit) {
             Ok(free) => free,
             Err(RecvTimeoutError::Timeout) => return Err(timeout()),
@@ -97,15 +85,9 @@ impl StagingRing {
         };
         let point = free.last_copy;
         // From here on an early return gives the slot back.
-        let mut slot = Slot {
-            held: Some(free),
-            give_back: self.give_back.clone(),
-        };
+        let mut slot = Slot { held: Some(free), give_back: self.give_back.clone() };
         if let Some(point) = point {
-            if !self
-                .device
-                .wait(point, deadline.saturating_duration_since(Instant::now()))?
-            {
+            if !self.device.wait(point, deadline.saturating_duration_since(Instant::now()))? {
                 return Err(timeout());
             }
             slot.free().last_copy = None;
@@ -126,10 +108,7 @@ impl Slot {
     /// The slot's memory, to fill. What it holds before is left over from an earlier use.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         let free = self.free();
-        assert!(
-            free.last_copy.is_none(),
-            "a slot is filled before it is copied"
-        );
+        assert!(free.last_copy.is_none(), "a slot is filled before it is copied");
         free.slice.bytes_mut()
     }
 

@@ -31,9 +31,9 @@ impl Table {
                 place.insert(buffer);
                 Ok(())
             }
-            std::collections::btree_map::Entry::Occupied(place) => Err(MemoryError::Duplicate {
-                name: place.key().clone(),
-            }),
+            std::collections::btree_map::Entry::Occupied(place) => {
+                Err(MemoryError::Duplicate { name: place.key().clone() })
+            }
         }
     }
 
@@ -44,16 +44,12 @@ impl Table {
 
     /// The buffer of that name, or an error that says it.
     pub fn require(&self, name: &str) -> Result<&Arc<Buffer>, MemoryError> {
-        self.get(name).ok_or_else(|| MemoryError::Missing {
-            name: name.to_owned(),
-        })
+        self.get(name).ok_or_else(|| MemoryError::Missing { name: name.to_owned() })
     }
 
     /// Names and buffers, in the names' order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Arc<Buffer>)> {
-        self.by_name
-            .iter()
-            .map(|(name, buffer)| (name.as_str(), buffer))
+        self.by_name.iter().map(|(name, buffer)| (name.as_str(), buffer))
     }
 
     /// How many names.

@@ -22,7 +22,8 @@ pub fn unpack(cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
     }
     let base = cache.map_or_else(std::env::temp_dir, Path::to_owned);
     let folder = base.join(format!("ostinato-demo-{hash:016x}"));
-    let whole = FILES.iter().all(|(name, bytes)| folder.join(name).metadata().is_ok_and(|m| m.len() == bytes.len() as u64));
+    let whole =
+        FILES.iter().all(|(name, bytes)| folder.join(name).metadata().is_ok_and(|m| m.len() == bytes.len() as u64));
     if whole {
         return Ok(folder);
     }

@@ -9,7 +9,9 @@ use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::shaders::{AdvanceArgs, AppendArgs, ArgmaxArgs, AttentionArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
+use crate::kernels::shaders::{
+    AdvanceArgs, AppendArgs, ArgmaxArgs, AttentionArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
+};
 use crate::memory::pack::{Format, Layout, Packing};
 
 /// What a step runs.
@@ -131,7 +133,9 @@ pub fn format(dtype: Dtype) -> Format {
 pub fn packing(weight: &WeightSpec) -> Packing {
     let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
     match weight.kind {
-        WeightKind::Matrix => Packing { rows: weight.rows, cols: weight.cols, layout: row_major(8), format: format(weight.dtype) },
+        WeightKind::Matrix => {
+            Packing { rows: weight.rows, cols: weight.cols, layout: row_major(8), format: format(weight.dtype) }
+        }
         // A value a row, so that sources can interleave; the padding becomes zero.
         WeightKind::Vector => Packing { rows: padded(weight.rows), cols: 1, layout: row_major(1), format: Format::F32 },
     }
@@ -149,7 +153,12 @@ pub fn parts(weight: &WeightSpec, max_bytes: u64) -> Vec<Part> {
     (0..packing.rows.div_ceil(fit))
         .map(|i| {
             let rows = fit.min(packing.rows - i * fit);
-            Part { name: format!("{}.part{i}", weight.name), first_row: i * fit, rows, bytes: u64::from(rows) * row_bytes }
+            Part {
+                name: format!("{}.part{i}", weight.name),
+                first_row: i * fit,
+                rows,
+                bytes: u64::from(rows) * row_bytes,
+            }
         })
         .collect()
 }
@@ -195,7 +204,14 @@ impl Dense<'_> {
     /// The heads of every attention layer.
     pub fn heads(&self) -> Heads {
         let c = self.config;
-        Heads { q: c.heads, kv: c.kv_heads, dim: c.head_dim, rot: c.rope.rotary_dim, qk_norm: c.qk_norm, kv_format: self.kv_format }
+        Heads {
+            q: c.heads,
+            kv: c.kv_heads,
+            dim: c.head_dim,
+            rot: c.rope.rotary_dim,
+            qk_norm: c.qk_norm,
+            kv_format: self.kv_format,
+        }
     }
 
     /// Bytes of the K (and of the V) pages of one layer.
@@ -276,7 +292,17 @@ impl Dense<'_> {
 
     /// A product with every part of a weight.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
-    fn product(&self, recording: &mut Recording, shape: Shape, name: &str, chunk: Range, x: Activations, y: Activations, norm: Option<Range>, epilogue: Epilogue) {
+    fn product(
+        &self,
+        recording: &mut Recording,
+        shape: Shape,
+        name: &str,
+        chunk: Range,
+        x: Activations,
+        y: Activations,
+        norm: Option<Range>,
+        epilogue: Epilogue,
+    ) {
         let bias = self.vector(recording, &format!("{name}.bias"));
         for (first, weight) in self.matrix(recording, name) {
             let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
@@ -291,7 +317,9 @@ impl Dense<'_> {
                 y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
             };
             recording.call(match shape {
-                Shape::Decode { rows } => product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows, norm.is_some())),
+                Shape::Decode { rows } => {
+                    product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows, norm.is_some()))
+                }
                 Shape::Prefill { rows, .. } => product.matmul(rows, chunk),
             });
         }
@@ -310,7 +338,10 @@ impl Dense<'_> {
             qkv: Self::activations(r, "qkv", rows, (heads.q + 2 * heads.kv) * heads.dim),
             attention: Self::activations(r, "attention.output", rows, heads.q * heads.dim),
             mlp: Self::activations(r, "mlp.hidden", rows, c.intermediate),
-            partials: r.buffer("attention.partials", heads.partial_floats(self.tuning.splits) * 4 * u64::from(self.state.rows)),
+            partials: r.buffer(
+                "attention.partials",
+                heads.partial_floats(self.tuning.splits) * 4 * u64::from(self.state.rows),
+            ),
             counters: r.buffer("attention.counters", u64::from(heads.kv) * u64::from(self.state.rows) * 4),
             rope: r.buffer("rope", self.rope_bytes()),
             pages: self.state.pages(r),
@@ -394,7 +425,15 @@ impl Dense<'_> {
             epsilon: c.rms_eps,
         };
         let splits = if fused { self.tuning.splits } else { 1 };
-        r.call(attention::attention(name("attention"), heads, shape.rows(), splits, self.attention_threads(), fused, args));
+        r.call(attention::attention(
+            name("attention"),
+            heads,
+            shape.rows(),
+            splits,
+            self.attention_threads(),
+            fused,
+            args,
+        ));
 
         self.product(r, shape, &name("o"), step.chunk, step.attention, step.x, None, Epilogue::Residual);
         let mlp_norm = self.vector(r, &name("mlp_norm"));

@@ -2,9 +2,9 @@
 //! a `Recording` out. Deliberately absent: threads, and reading of bulk data
 //! (but for `synth`, which writes checkpoints).
 
-pub mod config;
 pub mod checkpoint;
-pub mod text;
-pub mod synth;
-pub mod dense;
+pub mod config;
 pub mod demo;
+pub mod dense;
+pub mod synth;
+pub mod text;

@@ -31,11 +31,7 @@ impl Driver {
 
     /// The two on the CPU, or the selected GPU.
     pub fn all() -> &'static [Driver] {
-        if gpu().is_some() {
-            &[Driver::Gpu]
-        } else {
-            &Driver::BOTH
-        }
+        if gpu().is_some() { &[Driver::Gpu] } else { &Driver::BOTH }
     }
 
     /// The first of them, for what one driver is enough for.
@@ -46,9 +42,7 @@ impl Driver {
 
 /// The GPU to test on instead of the CPU drivers.
 fn gpu() -> Option<String> {
-    std::env::var("OSTINATO_TEST_GPU")
-        .ok()
-        .filter(|text| !text.is_empty())
+    std::env::var("OSTINATO_TEST_GPU").ok().filter(|text| !text.is_empty())
 }
 
 /// The validation layer in use.
@@ -72,10 +66,7 @@ impl Vulkan {
         let layer = layer();
         let instance = Instance::new(&InstanceOptions { validation: true })
             .unwrap_or_else(|e| panic!("no instance with {}: {}", layer.path.display(), chain(&e)));
-        Vulkan {
-            instance,
-            clean: true,
-        }
+        Vulkan { instance, clean: true }
     }
 
     /// The same drivers without the layer, for tests of whole models that are slow under it.
@@ -83,10 +74,7 @@ impl Vulkan {
         layer();
         let instance = Instance::new(&InstanceOptions { validation: false })
             .unwrap_or_else(|e| panic!("no instance: {}", chain(&e)));
-        Vulkan {
-            instance,
-            clean: true,
-        }
+        Vulkan { instance, clean: true }
     }
 
     pub fn adapter(&self, driver: Driver) -> Adapter {
@@ -96,15 +84,8 @@ impl Vulkan {
             Driver::Lavapipe => named("llvmpipe"),
             Driver::SwiftShader => named("SwiftShader"),
             Driver::Gpu => {
-                let selector: Selector = gpu()
-                    .unwrap_or_default()
-                    .parse()
-                    .expect("OSTINATO_TEST_GPU");
-                Some(
-                    select(&adapters, Some(&selector))
-                        .unwrap_or_else(|e| panic!("{e}"))
-                        .clone(),
-                )
+                let selector: Selector = gpu().unwrap_or_default().parse().expect("OSTINATO_TEST_GPU");
+                Some(select(&adapters, Some(&selector)).unwrap_or_else(|e| panic!("{e}")).clone())
             }
         };
         found.unwrap_or_else(|| panic!("{driver:?} is not among {adapters:?}"))
@@ -124,12 +105,7 @@ impl Vulkan {
     /// Fails the test if the layer has said anything.
     pub fn assert_clean(&self) {
         let messages = self.instance.validation_messages();
-        assert!(
-            messages.is_empty(),
-            "{} validation messages:\n{}",
-            messages.len(),
-            messages.join("\n")
-        );
+        assert!(messages.is_empty(), "{} validation messages:\n{}", messages.len(), messages.join("\n"));
     }
 }
 
@@ -159,10 +135,7 @@ pub fn layer() -> &'static Layer {
     LAYER.get_or_init(|| {
         let drivers = match gpu() {
             Some(_) => None,
-            None => Some(
-                std::env::join_paths([lavapipe(), swiftshader()])
-                    .expect("driver paths have no colon"),
-            ),
+            None => Some(std::env::join_paths([lavapipe(), swiftshader()]).expect("driver paths have no colon")),
         };
         let (layer, manifests) = find_layer();
         // SAFETY: Rust's own readers of the environment take its lock, and the one C library
@@ -177,23 +150,14 @@ pub fn layer() -> &'static Layer {
                 None => std::env::remove_var("VK_LAYER_PATH"),
             }
             // Settings from a developer's shell or folder must not soften the checks.
-            for name in [
-                "VK_INSTANCE_LAYERS",
-                "VK_LAYER_ENABLES",
-                "VK_LAYER_DISABLES",
-                "VK_LAYER_SETTINGS_PATH",
-            ] {
+            for name in ["VK_INSTANCE_LAYERS", "VK_LAYER_ENABLES", "VK_LAYER_DISABLES", "VK_LAYER_SETTINGS_PATH"] {
                 std::env::remove_var(name);
             }
         }
         eprintln!(
             "validation layer: {}, synchronisation validation {}",
             layer.path.display(),
-            if layer.submit_time {
-                "of recordings and submissions"
-            } else {
-                "of recordings only"
-            }
+            if layer.submit_time { "of recordings and submissions" } else { "of recordings only" }
         );
         layer
     })
@@ -201,36 +165,15 @@ pub fn layer() -> &'static Layer {
 
 /// Chromium's layer is current; the distribution's own is the second choice.
 fn find_layer() -> (Layer, Option<PathBuf>) {
-    let library = chromium()
-        .into_iter()
-        .map(|d| d.join("libVkLayer_khronos_validation.so"))
-        .find(|p| p.exists());
+    let library = chromium().into_iter().map(|d| d.join("libVkLayer_khronos_validation.so")).find(|p| p.exists());
     if let Some(library) = library {
         let folder = write_manifest(&library);
-        return (
-            Layer {
-                path: library,
-                submit_time: true,
-            },
-            Some(folder),
-        );
+        return (Layer { path: library, submit_time: true }, Some(folder));
     }
-    let folders = [
-        "/usr/share/vulkan/explicit_layer.d",
-        "/usr/local/share/vulkan/explicit_layer.d",
-    ];
-    let manifest = folders
-        .iter()
-        .map(|f| Path::new(f).join("VkLayer_khronos_validation.json"))
-        .find(|p| p.exists());
+    let folders = ["/usr/share/vulkan/explicit_layer.d", "/usr/local/share/vulkan/explicit_layer.d"];
+    let manifest = folders.iter().map(|f| Path::new(f).join("VkLayer_khronos_validation.json")).find(|p| p.exists());
     let path = manifest.expect("a Khronos validation layer: install vulkan-validationlayers");
-    (
-        Layer {
-            path,
-            submit_time: false,
-        },
-        None,
-    )
+    (Layer { path, submit_time: false }, None)
 }
 
 /// A manifest for a library that has none, in a folder of its own. Written under another name
@@ -238,13 +181,9 @@ fn find_layer() -> (Layer, Option<PathBuf>) {
 fn write_manifest(library: &Path) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("validation-layer");
     std::fs::create_dir_all(&folder).expect("a folder for the layer's manifest");
-    let extensions = [
-        "VK_EXT_debug_report",
-        "VK_EXT_debug_utils",
-        "VK_EXT_validation_features",
-        "VK_EXT_layer_settings",
-    ]
-    .map(|name| serde_json::json!({ "name": name, "spec_version": "1" }));
+    let extensions =
+        ["VK_EXT_debug_report", "VK_EXT_debug_utils", "VK_EXT_validation_features", "VK_EXT_layer_settings"]
+            .map(|name| serde_json::json!({ "name": name, "spec_version": "1" }));
     let manifest = serde_json::json!({
         "file_format_version": "1.2.0",
         "layer": {
@@ -264,56 +203,30 @@ fn write_manifest(library: &Path) -> PathBuf {
     });
     let temporary = folder.join(format!("manifest-{}.tmp", std::process::id()));
     std::fs::write(&temporary, manifest.to_string()).expect("the layer's manifest");
-    std::fs::rename(&temporary, folder.join("VkLayer_khronos_validation.json"))
-        .expect("the layer's manifest");
+    std::fs::rename(&temporary, folder.join("VkLayer_khronos_validation.json")).expect("the layer's manifest");
     folder
 }
 
 fn chromium() -> Vec<PathBuf> {
-    [
-        "/usr/lib/chromium",
-        "/usr/lib/chromium-browser",
-        "/opt/google/chrome",
-    ]
-    .map(PathBuf::from)
-    .to_vec()
+    ["/usr/lib/chromium", "/usr/lib/chromium-browser", "/opt/google/chrome"].map(PathBuf::from).to_vec()
 }
 
 fn lavapipe() -> PathBuf {
-    let folders = [
-        "/usr/share/vulkan/icd.d",
-        "/usr/local/share/vulkan/icd.d",
-        "/etc/vulkan/icd.d",
-    ];
-    let files = folders
-        .iter()
-        .filter_map(|f| std::fs::read_dir(f).ok())
-        .flatten()
-        .flatten()
-        .map(|e| e.path());
+    let folders = ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+    let files = folders.iter().filter_map(|f| std::fs::read_dir(f).ok()).flatten().flatten().map(|e| e.path());
     let mut found: Vec<PathBuf> = files
         .filter(|p| {
-            let name = p
-                .file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
+            let name = p.file_name().unwrap_or_default().to_string_lossy().into_owned();
             name.starts_with("lvp_icd") && name.ends_with(".json")
         })
         .collect();
     // A machine may have a foreign architecture's too; the loader skips what it can't load.
     let own = |p: &PathBuf| !p.to_string_lossy().contains(std::env::consts::ARCH);
     found.sort_by_key(own);
-    found
-        .into_iter()
-        .next()
-        .expect("lavapipe: install mesa-vulkan-drivers")
+    found.into_iter().next().expect("lavapipe: install mesa-vulkan-drivers")
 }
 
 fn swiftshader() -> PathBuf {
-    let found = chromium()
-        .into_iter()
-        .map(|d| d.join("vk_swiftshader_icd.json"))
-        .find(|p| p.exists());
+    let found = chromium().into_iter().map(|d| d.join("vk_swiftshader_icd.json")).find(|p| p.exists());
     found.expect("SwiftShader: install chromium")
 }

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The files of the checkpoint.
 const FILES: [(&str, &[u8]); 5] = [
@@ -27,11 +28,13 @@ pub fn unpack(cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
     if whole {
         return Ok(folder);
     }
-    // Written aside and renamed file by file: a process beside this one sees whole files only.
+    // Written aside and renamed file by file: a process or thread beside this one sees whole files only.
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let write = || -> io::Result<()> {
         std::fs::create_dir_all(&folder)?;
         for (name, bytes) in FILES {
-            let aside = folder.join(format!(".{name}.{}", std::process::id()));
+            let aside = folder.join(format!(".{name}.{}.{call}", std::process::id()));
             std::fs::write(&aside, bytes)?;
             std::fs::rename(&aside, folder.join(name))?;
         }
@@ -39,4 +42,23 @@ pub fn unpack(cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
     };
     write().map_err(|error| (folder.clone(), error))?;
     Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_that_unpack_at_once_all_find_whole_files() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let folders: Vec<PathBuf> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| unpack(Some(cache.path())))).collect();
+            threads.into_iter().map(|t| t.join().expect("no panic").expect("unpacked")).collect()
+        });
+        for folder in folders {
+            for (name, bytes) in FILES {
+                assert_eq!(std::fs::read(folder.join(name)).expect(name), bytes, "{name}");
+            }
+        }
+    }
 }

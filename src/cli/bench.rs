@@ -206,6 +206,7 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
         Test::Prefill => (args.depth + args.prompt, 1),
         Test::Decode => (args.depth.max(1), args.decode + 1),
     };
+    let before = replica.steps(1).last().map(|record| record.number);
     let begin = Instant::now();
     let events: Vec<Receiver<Event>> = (0..streams)
         .map(|stream| {
@@ -244,8 +245,22 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
         streams,
         tokens_per_second: f64::from(tokens) * f64::from(streams) / seconds.max(1e-9),
         bytes_per_token: 0.0,
-        per_token: first.per_token,
+        per_token: match test {
+            Test::Decode => first.per_token,
+            Test::Prefill => prompt_cost(replica, before, prompt * streams),
+        },
     })
+}
+
+/// What prompts cost since step `before`, a token.
+fn prompt_cost(replica: &Replica, before: Option<u64>, tokens: u32) -> PerToken {
+    let mut cost = PerToken::default();
+    for record in replica.steps(usize::MAX) {
+        if record.phase == "prefill" && before.is_none_or(|before| record.number > before) {
+            cost.add(&record.cost, 1.0);
+        }
+    }
+    cost.mean(u64::from(tokens))
 }
 
 fn wait(events: &Receiver<Event>) -> anyhow::Result<Finished> {
@@ -361,8 +376,15 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
         );
     }
     println!(
-        "\nper token: {:.0} descriptor updates, {:.0} transfer submits",
+        "\nper token: {:.0} descriptor updates, {:.0} transfer submits; flushes a token by reason:",
         rows.iter().map(|row| row.per_token.descriptor_updates).fold(0.0, f64::max),
         rows.iter().map(|row| row.per_token.transfer_submits).fold(0.0, f64::max)
     );
+    for row in rows {
+        let flushes = &row.per_token.flushes;
+        println!(
+            "{:<8} phase boundary {:.3}, readback {:.3}, cross queue {:.3}",
+            row.test, flushes.phase_boundary, flushes.readback, flushes.cross_queue
+        );
+    }
 }

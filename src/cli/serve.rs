@@ -2,7 +2,7 @@
 //! top to bottom.
 
 use super::{Usage, cache_directory, progress};
-use crate::config::{self, Config, DEMO_PATH, Model, Sources};
+use crate::config::{self, Bytes, Config, DEMO_PATH, Model, Sources};
 use crate::engine::host::Host;
 use crate::engine::start::start;
 use crate::service::server::{Options, serve};
@@ -33,6 +33,9 @@ pub(crate) struct Serve {
     /// Address and port of the endpoint; port 0 takes a free one.
     #[arg(long, value_name = "ADDR")]
     listen: Option<String>,
+    /// The most device memory that each replica may take, such as 20GiB, where the configuration sets none.
+    #[arg(long, value_name = "BYTES")]
+    memory_limit: Option<Bytes>,
     /// Allows an address that other machines reach; there is no TLS and no authentication.
     #[arg(long)]
     insecure: bool,
@@ -51,6 +54,9 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     })?;
     if config.models.is_empty() {
         config.models.push(Model::new("demo", DEMO_PATH, None));
+    }
+    for model in &mut config.models {
+        model.memory_limit = model.memory_limit.or(args.memory_limit);
     }
     if config.runtime.cache_directory.is_none() {
         config.runtime.cache_directory = cache_directory();

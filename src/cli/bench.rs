@@ -323,14 +323,14 @@ fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
 fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, host: &Host) {
     let info = &host.models[0].info;
     println!(
-        "{} from {}, {:.2} billion parameters, {:.2} GB a token at batch 1",
+        "{} from {}, {:.1} million parameters, {:.1} MB a token at batch 1",
         info.architecture,
         path.display(),
-        info.parameters as f64 / 1e9,
-        info.bytes_per_token as f64 / 1e9
+        info.parameters as f64 / 1e6,
+        info.bytes_per_token as f64 / 1e6
     );
     match ceiling {
-        Some(ceiling) => println!("{device}: reads {:.0} GB/s at most (measured now)", ceiling / 1e9),
+        Some(ceiling) => println!("{device}: reads {:.1} GB/s at most (measured now)", ceiling / 1e9),
         None => println!("{device}: its queue has no timestamps, so its read ceiling is unknown"),
     }
     println!();

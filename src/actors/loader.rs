@@ -348,6 +348,8 @@ impl Actor {
                     "{report}"
                 );
             }
+            // Whoever hears of the end finds the plan's buffers and files given back.
+            drop(plan);
             // Nobody may be waiting any more.
             let _ = done.try_send(result);
         }

@@ -1,7 +1,7 @@
 //! `embed_rows`: which token stands where in a step's rows, and its embedding.
 
 use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
+use super::recording::Call;
 use super::shaders::{EmbedRowsArgs, EmbedRowsConstants};
 use super::{Format, format_of, state};
 
@@ -80,9 +80,4 @@ pub fn rows_bytes(rows: u32) -> u64 {
 /// Where a chunk's descriptor and tokens lie, for a chunk of at most `tokens`.
 pub fn chunk_bytes(tokens: u32) -> u64 {
     u64::from(CHUNK_HEADER + tokens) * 4
-}
-
-/// A range that no row touches, for the side of the arguments that a mode does not read.
-pub fn unused(range: Range) -> Range {
-    range.none()
 }

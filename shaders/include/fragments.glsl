@@ -1,0 +1,107 @@
+// Products of 16 × 16 blocks by a group of 32 lanes, on weights packed as `memory::pack::Layout::Fragments`.
+//
+// A lane is `LANE` = 4g + t of lane group `LANE_GROUP`. One 16-byte load of packed weights is a lane's part
+// of 16 rows of W × 16 columns: the `half_`-th half of block (row / 16, column / 32) lies at word
+// (block * 2 + half_) * 32 + LANE and holds, for the 16 rows, columns 8t + 4·half_ .. + 4 of the 32.
+// Tokens come as the same columns: of token g in the first two words, of token g + 8 in the last two.
+// After the product a lane has sums of token g (elements 0..3) and g + 8 (4..7) for rows 4t .. 4t + 3 of W.
+//
+// MATRIX 1: cooperative matrices, whose lane order is probed at start. MATRIX 0: the same by hand through
+// shared memory, with barriers: every call must be in uniform control flow of the whole workgroup. Needs
+// `LANES`, the workgroup's size, as a constant of the shader.
+#ifndef MATRIX
+#define MATRIX 0
+#endif
+
+#if MATRIX == 1
+#extension GL_KHR_memory_scope_semantics : require
+#extension GL_KHR_cooperative_matrix : require
+#extension GL_EXT_shader_explicit_arithmetic_types : require
+#if WEIGHT == 1
+#define ELEMENT float16_t
+#define ELEMENT_OF(bits) uint16BitsToFloat16(bits)
+#else
+#extension GL_EXT_bfloat16 : require
+#define ELEMENT bfloat16_t
+#define ELEMENT_OF(bits) uintBitsToBFloat16EXT(bits)
+#endif
+
+#define LANE gl_SubgroupInvocationID
+#define LANE_GROUP gl_SubgroupID
+#define Tokens coopmat<ELEMENT, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
+#define Weights coopmat<ELEMENT, gl_ScopeSubgroup, 16, 16, gl_MatrixUseB>
+#define Sums coopmat<float, gl_ScopeSubgroup, 16, 16, gl_MatrixUseAccumulator>
+
+#define PUT_PAIR(m, e, word) { u16vec2 pair_ = unpack16(word); m[e] = ELEMENT_OF(pair_.x); m[e + 1] = ELEMENT_OF(pair_.y); }
+#define SET_TOKENS(m, low, high) { PUT_PAIR(m, 0, (low).x) PUT_PAIR(m, 2, (low).y) PUT_PAIR(m, 4, (high).x) PUT_PAIR(m, 6, (high).y) }
+#define SET_WEIGHTS(m, q) { PUT_PAIR(m, 0, (q).x) PUT_PAIR(m, 2, (q).y) PUT_PAIR(m, 4, (q).z) PUT_PAIR(m, 6, (q).w) }
+#define NO_SUMS Sums(0.0)
+#define MULTIPLY_ADD(sums, tokens, weights) sums = coopMatMulAdd(tokens, weights, sums);
+#define SUMS_LOW(s) vec4(s[0], s[1], s[2], s[3])
+#define SUMS_HIGH(s) vec4(s[4], s[5], s[6], s[7])
+
+#else
+#define LANE (gl_LocalInvocationIndex & 31u)
+#define LANE_GROUP (gl_LocalInvocationIndex >> 5)
+#define Tokens uvec4
+#define Weights uvec4
+struct Sums { vec4 low; vec4 high; };
+
+shared uvec4 exchange_tokens[LANES];
+shared uvec4 exchange_weights[LANES];
+
+#define SET_TOKENS(m, low_, high_) m = uvec4((low_).xy, (high_).xy);
+#define SET_WEIGHTS(m, q) m = (q);
+#define NO_SUMS Sums(vec4(0.0), vec4(0.0))
+#define SUMS_LOW(s) (s).low
+#define SUMS_HIGH(s) (s).high
+
+vec4 four_of(uvec2 words) {
+#if WEIGHT == 1
+    return vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y));
+#else
+    return vec4(bf16_low(words.x), bf16_high(words.x), bf16_low(words.y), bf16_high(words.y));
+#endif
+}
+
+void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
+    barrier();
+    exchange_tokens[gl_LocalInvocationIndex] = tokens;
+    exchange_weights[gl_LocalInvocationIndex] = weights;
+    barrier();
+    uint group = LANE_GROUP * 32u, g = LANE >> 2, t = LANE & 3u;
+    for (uint i = 0u; i < 4u; i++) {
+        uvec4 x = exchange_tokens[group + g * 4u + i];
+        vec4 low = four_of(x.xy), high = four_of(x.zw);
+        // Rows 4t, 4t + 1 of W are the first words of lanes 2t and 2t + 1, rows 4t + 2, 4t + 3 their last.
+        uvec4 a = exchange_weights[group + 2u * t * 4u + i], b = exchange_weights[group + (2u * t + 1u) * 4u + i];
+        mat4 w = mat4(four_of(a.xy), four_of(b.xy), four_of(a.zw), four_of(b.zw));
+        sums.low += low * w;
+        sums.high += high * w;
+    }
+}
+#define MULTIPLY_ADD(sums, tokens, weights) multiply_add(sums, tokens, weights);
+#endif
+
+// Rounds to the fragments' 16-bit format, two values to a word.
+uint pack_pair(float a, float b) {
+#if WEIGHT == 1
+    return packHalf2x16(vec2(a, b));
+#else
+    // To nearest, ties to even; infinities and NaN are kept (a quiet NaN stays one).
+    uint x = floatBitsToUint(a), y = floatBitsToUint(b);
+    x += 0x7fffu + ((x >> 16) & 1u);
+    y += 0x7fffu + ((y >> 16) & 1u);
+    return (x >> 16) | (y & 0xffff0000u);
+#endif
+}
+
+// What `pack_pair` left of two values: their rest, rounded in turn.
+uint pack_rest(float a, float b, uint pair) {
+#if WEIGHT == 1
+    vec2 kept = unpackHalf2x16(pair);
+#else
+    vec2 kept = vec2(bf16_low(pair), bf16_high(pair));
+#endif
+    return pack_pair(a - kept.x, b - kept.y);
+}

@@ -14,7 +14,9 @@ pub mod recording;
 pub mod region;
 pub mod sampling;
 pub mod shaders;
+pub mod skinny;
 pub mod state;
+pub mod tags;
 
 use crate::memory::pack::Format;
 use host_memory::HostMemory;
@@ -40,6 +42,7 @@ pub fn reference(kernel: &str) -> Reference {
     match kernel.split('.').next().unwrap_or(kernel) {
         "embed_rows" => embed::reference_embed_rows,
         "gemv" => gemm::reference_gemv,
+        "skinny" => skinny::reference_skinny,
         "matmul" => gemm::reference_matmul,
         "take_last" => gemm::reference_take_last,
         "append" => attention::reference_append,
@@ -53,6 +56,11 @@ pub fn reference(kernel: &str) -> Reference {
         "mark_prompt" => sampling::reference_mark_prompt,
         other => panic!("kernel \"{other}\" has no reference"),
     }
+}
+
+/// Whether each workgroup of a kernel waits for all carried words that the kernel reads, not for a part.
+pub fn waits_for_all(kernel: &str) -> bool {
+    kernel.starts_with("skinny")
 }
 
 /// Dispatch extents that cover `blocks` with no dimension above what every driver allows:

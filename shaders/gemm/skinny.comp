@@ -13,8 +13,10 @@
 //
 // One workgroup computes TILES blocks of 16 rows of W for all rows of x: its groups of 32 lanes split K,
 // AHEAD chunks of 32 columns in flight each, and meet in shared memory. Weights are asked for before x is
-// waited for. A token's two parts stand in rows g and g + 8 of a 16-row fragment, so that adding a lane's
-// two halves of the sums joins them. Traffic: W once, x once a workgroup from the far cache.
+// waited for; a group's lanes then read, scale and split its share of x once, four columns each, and hand
+// it to each other. A token's two parts stand in rows g and g + 8 of a 16-row fragment, so that adding a
+// lane's two halves of the sums joins them. Traffic: W once, x once a workgroup from the far cache.
+// With a norm and several rows AHEAD is a power of two.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
@@ -55,11 +57,23 @@ layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict
 
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
-const uint KEPT = ROWS < 8u ? ROWS * 4u : 32u;    // lanes of a group whose sums are of tokens that exist
+const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // of a block
+const uint KEPT = TOKENS * 4u;                    // lanes of a group whose sums are of tokens that exist
 const uint ITEMS = TILES * BLOCKS * KEPT;
+const uint QUADS = AHEAD * 8u;                    // four columns each, of a token in a round
+const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of them a lane
+// Lanes whose squares are added before they go to shared memory, and what is left of a token's then.
+#if MATRIX == 1
+const uint JOINED = ROWS == 1u || QUADS > 32u ? 32u : QUADS;
+const uint SQUARES = ROWS == 1u ? LOADS : QUADS / JOINED;
+#else
+const uint JOINED = 1u;
+const uint SQUARES = QUADS;
+#endif
 
 shared vec4 sums_s[GROUPS * ITEMS];
-shared float squares_s[GROUPS * BLOCKS * 8u];
+shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both parts of four columns
+shared float squares_s[GROUPS * BLOCKS * TOKENS * SQUARES];
 
 uint chunk_of(uint round, uint u) { return (round * AHEAD + u) * GROUPS + LANE_GROUP; }
 
@@ -81,16 +95,15 @@ void main() {
 
     uint base[TILES];
     [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = min(first + j, blocks - 1u) * (CHUNKS * 64u) + LANE;
-    uint x_base[BLOCKS];
-    [[unroll]] for (uint b = 0u; b < BLOCKS; b++) x_base[b] = min(b * 8u + g, ROWS - 1u) * x_stride / 4u + t * 2u;
 
     Sums sums[BLOCKS * TILES];
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
-    float square[BLOCKS];
-    [[unroll]] for (uint b = 0u; b < BLOCKS; b++) square[b] = 0.0;
+    float square[BLOCKS * LOADS];
+    [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
     uint polls = 0u;
 
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
+        // Past the last chunk the last one's weights meet zeros.
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint at = min(chunk_of(round, u), CHUNKS - 1u) * 64u;
@@ -99,49 +112,47 @@ void main() {
                 w[(u * TILES + j) * 2u + 1u] = weight.v[base[j] + at + 32u];
             }
         }
-        vec4 scale[AHEAD * 2u];
-        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-            uint at = min(chunk_of(round, u), CHUNKS - 1u) * 8u + t * 2u;
-            scale[u * 2u] = NORM == 1u ? norm.v[at] : vec4(1.0);
-            scale[u * 2u + 1u] = NORM == 1u ? norm.v[at + 1u] : vec4(1.0);
+        uint column[LOADS];
+        bool there[LOADS];
+        vec4 scale[LOADS];
+        [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+            uint quad = i * 32u + LANE, chunk = chunk_of(round, quad % QUADS / 8u);
+            there[i] = quad < TOKENS * QUADS && chunk < CHUNKS;
+            column[i] = min(chunk, CHUNKS - 1u) * 8u + quad % 8u;
+            scale[i] = NORM == 1u ? norm.v[column[i]] : vec4(1.0);
         }
         [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
-            uvec4 words[AHEAD * 2u];
+            uvec4 words[LOADS];
+            uint row[LOADS];
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) row[i] = min(b * 8u + (i * 32u + LANE) / QUADS, ROWS - 1u) * (x_stride / 4u);
             if (TAGGED == 0u) {
-                [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-                    uint at = x_base[b] + min(chunk_of(round, u), CHUNKS - 1u) * 8u;
-                    words[u * 2u] = plain_x.v[at];
-                    words[u * 2u + 1u] = plain_x.v[at + 1u];
-                }
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = plain_x.v[row[i] + column[i]];
             } else {
                 uint bad;
                 do {
                     bad = 0u;
-                    [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-                        uint at = x_base[b] + min(chunk_of(round, u), CHUNKS - 1u) * 8u;
-                        words[u * 2u] = x.v[at];
-                        words[u * 2u + 1u] = x.v[at + 1u];
-                    }
-                    [[unroll]] for (uint i = 0u; i < AHEAD * 2u; i++) bad |= stale(words[i], x_tag);
+                    [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = x.v[row[i] + column[i]];
+                    [[unroll]] for (uint i = 0u; i < LOADS; i++) bad |= stale(words[i], x_tag);
                 } while (poll_again(subgroupAny(bad != 0u), polls, fault));
             }
-            [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-                vec4 low = uintBitsToFloat(words[u * 2u]), high = uintBitsToFloat(words[u * 2u + 1u]);
-                // Past the last chunk the last one's weights meet zeros.
-                if (CHUNKS % (GROUPS * AHEAD) != 0u && chunk_of(round, u) >= CHUNKS) low = high = vec4(0.0);
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                vec4 value = there[i] ? uintBitsToFloat(words[i]) : vec4(0.0);
                 if (NORM == 1u) {
-                    square[b] += dot(low, low) + dot(high, high);
-                    low *= scale[u * 2u];
-                    high *= scale[u * 2u + 1u];
+                    square[b * LOADS + i] += dot(value, value);
+                    value *= scale[i];
                 }
-                uvec2 most[2], rest[2];
-                split_pair(low.x, low.y, most[0].x, rest[0].x);
-                split_pair(low.z, low.w, most[0].y, rest[0].y);
-                split_pair(high.x, high.y, most[1].x, rest[1].x);
-                split_pair(high.z, high.w, most[1].y, rest[1].y);
+                uvec4 parts;
+                split_pair(value.x, value.y, parts.x, parts.z);
+                split_pair(value.z, value.w, parts.y, parts.w);
+                if (i * 32u + LANE < TOKENS * QUADS) x_s[LANE_GROUP * (TOKENS * QUADS) + i * 32u + LANE] = parts;
+            }
+            LANES_BARRIER
+            uint own = LANE_GROUP * (TOKENS * QUADS) + min(g, TOKENS - 1u) * QUADS + t * 2u;
+            [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
                 [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                    uvec4 parts = x_s[own + u * 8u + h];
                     Tokens a;
-                    SET_TOKENS(a, most[h], rest[h])
+                    SET_TOKENS(a, parts.xy, parts.zw)
                     [[unroll]] for (uint j = 0u; j < TILES; j++) {
                         Weights m;
                         SET_WEIGHTS(m, w[(u * TILES + j) * 2u + h])
@@ -149,14 +160,21 @@ void main() {
                     }
                 }
             }
+            // Before the next parts overwrite these.
+            if (ROUNDS * BLOCKS > 1u) LANES_BARRIER
         }
     }
 
     [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
         if (NORM == 1u) {
-            square[b] += subgroupShuffleXor(square[b], 1u);
-            square[b] += subgroupShuffleXor(square[b], 2u);
-            if (t == 0u) squares_s[LANE_GROUP * (BLOCKS * 8u) + b * 8u + g] = square[b];
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                float sum = square[b * LOADS + i];
+                [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) sum += subgroupShuffleXor(sum, distance);
+                uint quad = i * 32u + LANE;
+                uint token = ROWS == 1u ? 0u : quad / QUADS, part = ROWS == 1u ? quad / JOINED : quad % QUADS / JOINED;
+                if (quad % JOINED == 0u && token < TOKENS && part < SQUARES)
+                    squares_s[((LANE_GROUP * BLOCKS + b) * TOKENS + token) * SQUARES + part] = sum;
+            }
         }
         if (LANE < KEPT) {
             [[unroll]] for (uint j = 0u; j < TILES; j++)
@@ -182,7 +200,9 @@ void main() {
         [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];
         if (NORM == 1u) {
             float sum = 0.0;
-            [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[i * (BLOCKS * 8u) + item_token];
+            uint at = (item_block * TOKENS + (item_lane >> 2)) * SQUARES;
+            [[unroll]] for (uint i = 0u; i < GROUPS; i++)
+                [[unroll]] for (uint part = 0u; part < SQUARES; part++) sum += squares_s[i * (BLOCKS * TOKENS * SQUARES) + at + part];
             v *= inversesqrt(sum / float(k) + epsilon);
         }
         uint left = min(n - item_row, 4u);

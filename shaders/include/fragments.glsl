@@ -26,6 +26,8 @@
 #define ELEMENT_OF(bits) uintBitsToBFloat16EXT(bits)
 #endif
 
+// What lanes of a group have written to shared memory is there for the others.
+#define LANES_BARRIER { subgroupMemoryBarrierShared(); subgroupBarrier(); }
 #define LANE gl_SubgroupInvocationID
 #define LANE_GROUP gl_SubgroupID
 #define Tokens coopmat<ELEMENT, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
@@ -41,6 +43,7 @@
 #define SUMS_HIGH(s) vec4(s[4], s[5], s[6], s[7])
 
 #else
+#define LANES_BARRIER barrier();
 #define LANE (gl_LocalInvocationIndex & 31u)
 #define LANE_GROUP (gl_LocalInvocationIndex >> 5)
 #define Tokens uvec4

@@ -341,7 +341,7 @@ pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32, context: u3
         argmax_threads: if cpu { 32 } else { 256.min(most) },
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
         fragments: None,
-        skinny: [0; 3],
+        skinny: BTreeMap::new(),
         tags: false,
     }
 }

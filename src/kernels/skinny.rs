@@ -18,7 +18,7 @@ pub enum Matrices {
 }
 
 /// The shape of `skinny`'s workgroups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Config {
     /// Invocations: a multiple of 32; each 32 take a share of K.
     pub threads: u32,
@@ -34,9 +34,16 @@ pub const MOST_ROWS: u32 = 64;
 impl Config {
     /// Shared memory that a workgroup takes for so many rows of x, bytes.
     pub fn shared_bytes(self, rows: u32, matrices: Matrices) -> u32 {
-        let (groups, blocks) = (self.threads / 32, rows.div_ceil(8));
+        let (groups, blocks, tokens, quads) = (self.threads / 32, rows.div_ceil(8), rows.min(8), self.ahead * 8);
+        let loads = (tokens * quads).div_ceil(32);
+        let squares = match matrices {
+            Matrices::ByHand => quads,
+            Matrices::Cooperative if rows == 1 => loads,
+            Matrices::Cooperative => quads.div_ceil(32),
+        };
         let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
-        groups * self.tiles * blocks * rows.min(8) * 4 * 16 + groups * blocks * 8 * 4 + exchange
+        let (sums, x) = (self.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
+        groups * (sums + x + blocks * tokens * squares * 4) + exchange
     }
 }
 

@@ -16,6 +16,7 @@ use crate::kernels::skinny::{self, Matrices};
 use crate::kernels::tags::{Flow, Generations};
 use crate::memory::pack::{Format, Layout, Packing};
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 
 /// What a step runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,7 +54,7 @@ impl Shape {
 }
 
 /// Choices that depend on the device and not on the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// Most threads of a `gemv` workgroup.
     pub gemv_threads: u32,
@@ -71,16 +72,28 @@ pub struct Tuning {
     pub sample_threads: u32,
     /// Weights in fragment order, and how their blocks are multiplied; `None`: row after row.
     pub fragments: Option<Matrices>,
-    /// Shape of `skinny`'s workgroups: threads, blocks of 16 rows of W, chunks in flight; 0 leaves it to the product.
-    pub skinny: [u32; 3],
+    /// Shapes of `skinny`'s workgroups for one row, by rows and columns of W, where the rule's are not the best.
+    pub skinny: BTreeMap<(u32, u32), skinny::Config>,
     /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
     pub tags: bool,
 }
 
 impl Tuning {
-    /// Applies `key=value`; false if there is no such key or the value is no number.
+    /// Applies `key=value`; false if there is no such key or the value is no number. The key
+    /// `skinny.ROWSxCOLUMNS` takes `threads/tiles/ahead`.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
+        if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
+                return false;
+            };
+            if threads % 32 != 0 || [threads, tiles, ahead].contains(&0) {
+                return false;
+            }
+            self.skinny.insert((rows, cols), skinny::Config { threads, tiles, ahead });
+            return true;
+        }
         let Ok(value) = value.parse() else { return false };
         let place = match key {
             "gemv_threads" => &mut self.gemv_threads,
@@ -88,9 +101,6 @@ impl Tuning {
             "attention_threads" => &mut self.attention_threads,
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
-            "skinny_threads" => &mut self.skinny[0],
-            "skinny_tiles" => &mut self.skinny[1],
-            "skinny_ahead" => &mut self.skinny[2],
             "tags" => {
                 self.tags = value != 0;
                 return true;
@@ -360,12 +370,14 @@ impl Dense<'_> {
 
     /// The shape of `skinny`'s workgroups for a product.
     fn skinny_config(&self, weight: &Matrix, rows: u32) -> skinny::Config {
+        if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
+            return *config;
+        }
         let chunks = weight.cols.div_ceil(32);
-        let or = |given: u32, own: u32| if given == 0 { own } else { given };
-        let [threads, tiles, ahead] = self.tuning.skinny;
-        let threads = or(threads, if rows > 16 { 128 } else { 256 });
-        let tiles = or(tiles, 1);
-        let ahead = or(ahead, chunks.div_ceil(threads / 32).clamp(1, if rows > 8 { 2 } else { 4 }));
+        let (threads, most) = if rows > 16 { (128, 2) } else { (512, 4) };
+        let groups = threads / 32;
+        let ahead = chunks.div_ceil(groups).next_power_of_two().min(if rows > 8 { 2 } else { most });
+        let tiles = if weight.rows.div_ceil(16) >= 256 && rows == 1 { 2 } else { 1 };
         skinny::Config { threads, tiles, ahead }
     }
 

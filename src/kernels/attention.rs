@@ -211,11 +211,14 @@ fn rope_at(memory: &HostMemory, rope: Range, position: u32, rot: u32, j: u32) ->
 }
 
 pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
-    let format = format_of(call.kernel);
-    let a = AttentionArgs::from_args(&call.args);
-    let c = AttentionConstants::from_values(&call.constants);
+    let (args, constants) = (AttentionArgs::from_args(&call.args), AttentionConstants::from_values(&call.constants));
+    attend(format_of(call.kernel), call.groups[2], &args, &constants, memory);
+}
+
+/// What `attention` and its variants mean, for `rows` rows.
+pub(super) fn attend(format: Format, rows: u32, a: &AttentionArgs, c: &AttentionConstants, memory: &mut HostMemory) {
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
-    for row in 0..call.groups[2] {
+    for row in 0..rows {
         let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
         let set = |memory: &mut HostMemory, at: u32, value: f32| match c.tagged {
             0 => memory.set_f32(a.o, at, value),

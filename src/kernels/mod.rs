@@ -6,6 +6,7 @@ pub mod barriers;
 pub mod bench;
 pub mod determinate;
 pub mod embed;
+pub mod flash_decode;
 pub mod gemm;
 pub mod host_memory;
 pub mod interpreter;
@@ -45,6 +46,7 @@ pub fn reference(kernel: &str) -> Reference {
         "skinny" => skinny::reference_skinny,
         "matmul" => gemm::reference_matmul,
         "take_last" => gemm::reference_take_last,
+        "flash_decode" => flash_decode::reference_flash_decode,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "read_ceiling" => bench::reference_read_ceiling,

@@ -5,6 +5,7 @@ use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Dtype, ModelConfig};
 use crate::kernels::attention::{self, Heads};
 use crate::kernels::embed::{self, RowsFrom, Table};
+use crate::kernels::flash_decode;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
@@ -62,6 +63,8 @@ pub struct Tuning {
     pub gemv_wide_from: u32,
     /// Most threads of an `attention` workgroup.
     pub attention_threads: u32,
+    /// Most threads of a `flash_decode` workgroup, a multiple of 32.
+    pub flash_threads: u32,
     /// Shared memory of a workgroup, bytes.
     pub shared_bytes: u32,
     /// Workgroups that a decoding sequence's attention is split in along its context.
@@ -99,6 +102,7 @@ impl Tuning {
             "gemv_threads" => &mut self.gemv_threads,
             "gemv_wide_from" => &mut self.gemv_wide_from,
             "attention_threads" => &mut self.attention_threads,
+            "flash_threads" => &mut self.flash_threads,
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
             "tags" => {
@@ -314,6 +318,15 @@ impl Dense<'_> {
         let least = (heads.dim / 8).next_power_of_two().max(self.tuning.splits).max(16);
         let mut threads = self.tuning.attention_threads.max(least);
         while threads > least && heads.shared_bytes(threads) > self.tuning.shared_bytes {
+            threads /= 2;
+        }
+        threads
+    }
+
+    /// Threads of a `flash_decode` workgroup.
+    fn flash_threads(&self, matrices: Matrices) -> u32 {
+        let mut threads = self.tuning.flash_threads;
+        while threads > 32 && flash_decode::shared_bytes(self.heads(), threads, matrices) > self.tuning.shared_bytes {
             threads /= 2;
         }
         threads
@@ -537,17 +550,21 @@ impl Dense<'_> {
             qkv_tag: 0,
             o_tag: 0,
         };
-        let splits = if fused { self.tuning.splits } else { 1 };
-        r.call(attention::attention(
-            name("attention"),
-            heads,
-            shape.rows(),
-            splits,
-            self.attention_threads(),
-            fused,
-            step.flow(Some(step.qkv.range), Some(step.attention.range)),
-            args,
-        ));
+        let flow = step.flow(Some(step.qkv.range), Some(step.attention.range));
+        let call = match self.tuning.fragments.filter(|_| fused && flash_decode::serves(heads)) {
+            Some(matrices) => {
+                let threads = self.flash_threads(matrices);
+                let splits = self.tuning.splits.min(flash_decode::MOST_SPLITS);
+                let label = name("attention");
+                flash_decode::flash_decode(label, heads, shape.rows(), splits, threads, matrices, flow, args)
+            }
+            None => {
+                let splits = if fused { self.tuning.splits } else { 1 };
+                let threads = self.attention_threads();
+                attention::attention(name("attention"), heads, shape.rows(), splits, threads, fused, flow, args)
+            }
+        };
+        r.call(call);
 
         self.product(r, shape, &name("o"), step, step.attention, step.x, None, Epilogue::Residual);
         let mlp_norm = self.vector(r, &name("mlp_norm"));

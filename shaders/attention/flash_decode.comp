@@ -1,0 +1,364 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#pragma use_vulkan_memory_model
+// o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position, for one new token a
+// row, which it normalises, rotates and appends: the meaning of attention.comp with FUSED, on matrix blocks.
+//
+// qkv    [rows][stride] f32: q heads, k heads, v heads
+// k, v   cache pages: `kv.glsl`, f16;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
+// output [rows][output_stride] f32
+// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
+//
+// One workgroup serves all G (at most 8) query heads of one KV head of one row. A group of 32 lanes takes a
+// page of 16 tokens at a time and keeps its own maximum, sum and output; the groups meet at the end. Scores
+// are Q (16 heads' rows: f16 parts of head g in g and g + 8) times a page of keys, 16 × 32 dims in two loads;
+// the sums of a lane are then its part of P, whose two f16 parts again stand in rows g and g + 8. The first
+// page is asked for before q is waited for. The new token is no page's: it is the first state of one group.
+// Several workgroups along the context leave {m, l, o} in `partials`; the last to arrive combines them.
+// Traffic: 4·D bytes a token and KV head.
+#extension GL_KHR_shader_subgroup_shuffle : require
+#define WEIGHT 1
+#include "common.glsl"
+#include "kv.glsl"
+#include "tags.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size
+layout(constant_id = 2) const uint D = 128;       // a multiple of 32
+layout(constant_id = 3) const uint ROT = 128;
+layout(constant_id = 4) const uint G = 2;
+layout(constant_id = 5) const uint KV_HEADS = 8;
+layout(constant_id = 6) const uint QK_NORM = 0;
+layout(constant_id = 7) const uint TAGGED = 0;
+
+#include "fragments.glsl"
+
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Words2Out { uvec2 v[]; };
+
+layout(push_constant) uniform Args {
+    TaggedIn qkv;
+    Words4In rows;
+    FloatsIn q_norm;
+    FloatsIn k_norm;
+    FloatsIn rope;
+    WordsIn pages;
+    CacheInOut k;
+    CacheInOut v;
+    Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]: m and l of each head, then o
+    Counters counters;   // [rows][kv_heads], zero between uses
+    TaggedOut o;
+    Fault fault;
+    uint stride;
+    uint output_stride;
+    uint max_pages;
+    float epsilon;
+    uint qkv_tag;
+    uint o_tag;
+};
+
+const uint GROUPS = LANES / 32u;
+const uint QUADS = D / 4u;
+const uint HALF = ROT / 2u;
+const uint BLOCKS = D / 16u;
+const uint ROW = D / 8u + 1u;                     // of staged values: a step that spreads over the banks
+const uint STAGED = 16u * ROW;                    // of a group; as large as its output, with G at most 8
+const uint RAW = (G + 2u) * QUADS;
+const uint RAW_LOADS = (RAW + LANES - 1u) / LANES;
+const uint TURNED = (G + 1u) * QUADS;             // q and k
+const uint TURNED_LOADS = (TURNED + LANES - 1u) / LANES;
+// Quads whose squares are added in registers: a power of two that divides a head's.
+#if MATRIX == 1
+const uint LOW_BIT = QUADS & (~QUADS + 1u);
+const uint JOINED = LOW_BIT < 32u ? LOW_BIT : 32u;
+#else
+const uint JOINED = 1u;
+#endif
+const float LOWEST = -3.0e38;
+
+shared vec4 raw_s[RAW];
+shared float squares_s[RAW / JOINED];
+shared uvec4 q_s[G * QUADS];
+shared uvec2 new_k_s[QUADS];
+shared uvec2 new_v_s[QUADS];
+shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
+shared vec2 state_s[GROUPS * G];                  // m, l
+shared float weight_s[G * 64u];
+shared float total_s[G];
+shared float new_score_s[G * QUADS / JOINED];
+shared uint last_s;
+
+#if MATRIX == 1
+// Values of 16 tokens and the block's 16 dims, in the matrix units' own order.
+#define SET_VALUES(m, block) coopMatLoad(m, stage_s, LANE_GROUP * STAGED + (block) * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
+#else
+uint half_at(uint token, uint dim) {
+    uvec4 word = stage_s[LANE_GROUP * STAGED + token * ROW + dim / 8u];
+    return (word[dim % 8u / 2u] >> (16u * (dim % 2u))) & 0xffffu;
+}
+uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token + 1u, dim) << 16); }
+#define SET_VALUES(m, block) { uint t_ = (LANE & 3u) * 2u, d_ = (block) * 16u + (LANE >> 2); \
+    m = uvec4(pair_at(t_, d_), pair_at(t_ + 8u, d_), pair_at(t_, d_ + 8u), pair_at(t_ + 8u, d_ + 8u)); }
+#endif
+
+float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
+
+void write_output(uint quad, vec4 value) { o.v[quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value); }
+
+void main() {
+    uint row = gl_WorkGroupID.z, kvh = gl_WorkGroupID.y, split = gl_WorkGroupID.x;
+    uint i0 = gl_LocalInvocationIndex, g = LANE >> 2, t = LANE & 3u;
+    uint out_quad = (row * output_stride + kvh * G * D) / 4u;
+    uvec4 info = rows.v[row];
+    uint position = info.y;
+    if (info.w == 0u) {
+        if (TAGGED != 0u && split == 0u)
+            for (uint i = i0; i < G * QUADS; i += LANES) write_output(out_quad + i, vec4(0.0));
+        return;
+    }
+    // The new token stands at `position`; those before it are in pages.
+    uint full = (position + 15u) / 16u;
+    uint live = clamp((full + GROUPS - 1u) / GROUPS, 1u, gl_NumWorkGroups.x);
+    if (split >= live) return;
+    uint table = info.z * max_pages;
+    uint rounds = (full + live * GROUPS - 1u) / (live * GROUPS);
+    uint step_pages = live * GROUPS;
+    uint own_page = split * GROUPS + LANE_GROUP;
+
+    // A page's keys: dims 8t of each chunk of 32, of tokens g and g + 8. Its values: rows of D, in order.
+    uvec4 key[BLOCKS], value[BLOCKS];
+#define LOAD_KEYS(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
+    [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {                                            \
+        key[2u * c] = k.v[base_ + (4u * c + t) * 16u + g];                                          \
+        key[2u * c + 1u] = k.v[base_ + (4u * c + t) * 16u + g + 8u];                                \
+    } }
+#define LOAD_VALUES(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;               \
+    [[unroll]] for (uint c = 0u; c < BLOCKS; c++) value[c] = v.v[base_ + c * 32u]; }
+    uint last_page = max(full, 1u) - 1u;
+    uint page = pages.v[table + min(own_page, last_page)];
+    LOAD_KEYS(page)
+    LOAD_VALUES(page)
+
+    // What heads are turned and scaled by.
+    vec4 turn_c[TURNED_LOADS], turn_s[TURNED_LOADS], weight_own[TURNED_LOADS], weight_other[TURNED_LOADS];
+    [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
+        uint item = min(i0 + n * LANES, TURNED - 1u);
+        [[unroll]] for (uint e = 0u; e < 4u; e++) {
+            uint dim = item % QUADS * 4u + e;
+            bool turns = dim < ROT;
+            uint other = !turns ? dim : dim < HALF ? dim + HALF : dim - HALF;
+            uint at = (position * HALF + dim % max(HALF, 1u)) * 2u;
+            turn_c[n][e] = turns ? rope.v[at] : 1.0;
+            turn_s[n][e] = !turns ? 0.0 : dim < HALF ? -rope.v[at + 1u] : rope.v[at + 1u];
+            weight_own[n][e] = QK_NORM == 0u ? 1.0 : item < G * QUADS ? q_norm.v[dim] : k_norm.v[dim];
+            weight_other[n][e] = QK_NORM == 0u ? 1.0 : item < G * QUADS ? q_norm.v[other] : k_norm.v[other];
+        }
+    }
+
+    uint polls = 0u;
+    [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) {
+        uint item = i0 + n * LANES, head = item / QUADS;
+        if (item < RAW) {
+            uint at = row * stride / 4u + item % QUADS
+                + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
+            uvec4 words = qkv.v[at];
+            if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[at];
+            vec4 x = uintBitsToFloat(words);
+            raw_s[item] = x;
+            if (QK_NORM == 1u) {
+                float square = dot(x, x);
+                [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) square += subgroupShuffleXor(square, distance);
+                if (item % JOINED == 0u) squares_s[item / JOINED] = square;
+            }
+        }
+    }
+    barrier();
+    [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
+        uint item = i0 + n * LANES, head = item / QUADS, quad = item % QUADS;
+        if (item < TURNED) {
+            float scale = 1.0;
+            if (QK_NORM == 1u) {
+                float sum = 0.0;
+                for (uint i = 0u; i < QUADS / JOINED; i++) sum += squares_s[head * (QUADS / JOINED) + i];
+                scale = inversesqrt(sum / float(D) + epsilon);
+            }
+            vec4 x;
+            [[unroll]] for (uint e = 0u; e < 4u; e++) {
+                uint dim = quad * 4u + e, other = dim >= ROT ? dim : dim < HALF ? dim + HALF : dim - HALF;
+                x[e] = (raw(head, dim) * weight_own[n][e]) * turn_c[n][e] + (raw(head, other) * weight_other[n][e]) * turn_s[n][e];
+            }
+            x *= scale;
+            if (head < G) {
+                x *= inversesqrt(float(D));
+                uvec4 parts;
+                split_pair(x.x, x.y, parts.x, parts.z);
+                split_pair(x.z, x.w, parts.y, parts.w);
+                q_s[item] = parts;
+            } else {
+                new_k_s[quad] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+            }
+        }
+    }
+    for (uint i = i0; i < QUADS; i += LANES) {
+        vec4 x = raw_s[(G + 1u) * QUADS + i];
+        new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+    }
+    barrier();
+
+    float most = LOWEST, sum = 0.0;
+    Sums outputs[BLOCKS];
+    [[unroll]] for (uint j = 0u; j < BLOCKS; j++) outputs[j] = NO_SUMS;
+    uint head = min(g, G - 1u);
+    if (split == 0u) {
+        uint own = pages.v[table + position / 16u] * KV_HEADS + kvh, in_page = position % 16u;
+        for (uint i = i0; i < QUADS; i += LANES) {
+            Words2Out(k).v[(own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u] = new_k_s[i];
+            Words2Out(v).v[(own * 16u + in_page) * QUADS + i] = new_v_s[i];
+        }
+        // The new token's score, from the same parts that pages meet.
+        for (uint i = i0; i < G * QUADS; i += LANES) {
+            uvec4 x = q_s[i];
+            uvec2 y = new_k_s[i % QUADS];
+            float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), unpackHalf2x16(y.x))
+                + dot(unpackHalf2x16(x.y) + unpackHalf2x16(x.w), unpackHalf2x16(y.y));
+            [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) dots += subgroupShuffleXor(dots, distance);
+            if (i % JOINED == 0u) new_score_s[i / JOINED] = dots;
+        }
+    }
+
+    for (uint round = 0u; round < rounds; round++) {
+        uint index = own_page + round * step_pages;
+        uint next = pages.v[table + min(index + step_pages, last_page)];
+        Sums scores = NO_SUMS;
+        [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {
+            [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                uvec4 parts = q_s[head * QUADS + c * 8u + t * 2u + h];
+                Tokens a;
+                SET_TOKENS(a, parts.xy, parts.zw)
+                uvec4 low = key[2u * c], high = key[2u * c + 1u];
+                Weights m;
+                SET_WEIGHTS(m, (h == 0u ? uvec4(low.xy, high.xy) : uvec4(low.zw, high.zw)))
+                MULTIPLY_ADD(scores, a, m)
+            }
+        }
+        if (round + 1u < rounds) LOAD_KEYS(next)
+        vec4 score = SUMS_LOW(scores) + SUMS_HIGH(scores);
+        uint first = index * 16u + t * 2u;
+        bvec4 there = lessThan(uvec4(first, first + 1u, first + 8u, first + 9u), uvec4(position));
+        score = mix(vec4(LOWEST), score, there);
+        float top = max(max(score.x, score.y), max(score.z, score.w));
+        top = max(top, subgroupShuffleXor(top, 1u));
+        top = max(most, max(top, subgroupShuffleXor(top, 2u)));
+        float correction = exp(most - top);
+        most = top;
+        vec4 p = mix(vec4(0.0), exp(score - top), there);
+        sum = sum * correction + p.x + p.y + p.z + p.w;
+        if (round > 0u) {
+            [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_SUMS(outputs[j], correction)
+        }
+        uvec2 p_most, p_rest;
+        split_pair(p.x, p.y, p_most.x, p_rest.x);
+        split_pair(p.z, p.w, p_most.y, p_rest.y);
+
+        [[unroll]] for (uint c = 0u; c < BLOCKS; c++) {
+            uint eighth = c * 32u + LANE, token = eighth / (D / 8u);
+            // What no token has written yet may be anything, NaN too.
+            stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = index * 16u + token < position ? value[c] : uvec4(0u);
+        }
+        if (round + 1u < rounds) LOAD_VALUES(next)
+        LANES_BARRIER
+        Tokens a;
+        SET_TOKENS(a, p_most, p_rest)
+        [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
+            Weights m;
+            SET_VALUES(m, j)
+            MULTIPLY_ADD(outputs[j], a, m)
+        }
+        LANES_BARRIER
+    }
+    sum += subgroupShuffleXor(sum, 1u);
+    sum += subgroupShuffleXor(sum, 2u);
+
+    // The groups' outputs side by side: lane (g, t) has dims 2t, 2t + 1, 2t + 8, 2t + 9 of each block.
+    if (g < G) {
+        [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
+            vec4 part = SUMS_LOW(outputs[j]) + SUMS_HIGH(outputs[j]);
+            uint at = LANE_GROUP * STAGED + g * QUADS + j * 4u + t / 2u;
+            uint e = t % 2u * 2u;
+            stage_s[at][e] = floatBitsToUint(part.x);
+            stage_s[at][e + 1u] = floatBitsToUint(part.y);
+            stage_s[at + 2u][e] = floatBitsToUint(part.z);
+            stage_s[at + 2u][e + 1u] = floatBitsToUint(part.w);
+        }
+        if (t == 0u) state_s[LANE_GROUP * G + g] = vec2(most, sum);
+    }
+    barrier();
+    uint slot = row * KV_HEADS + kvh;
+    uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
+    uint part = parts + split * G * (D + 2u);
+    for (uint i = i0; i < G * QUADS; i += LANES) {
+        uint h = i / QUADS;
+        float own = LOWEST;
+        if (split == 0u) {
+            own = 0.0;
+            for (uint n = 0u; n < QUADS / JOINED; n++) own += new_score_s[h * (QUADS / JOINED) + n];
+        }
+        float top = own;
+        [[unroll]] for (uint n = 0u; n < GROUPS; n++) top = max(top, state_s[n * G + h].x);
+        float scale = split == 0u ? exp(own - top) : 0.0, l = scale;
+        vec4 result = scale * vec4(unpackHalf2x16(new_v_s[i % QUADS].x), unpackHalf2x16(new_v_s[i % QUADS].y));
+        [[unroll]] for (uint n = 0u; n < GROUPS; n++) {
+            vec2 state = state_s[n * G + h];
+            float share = state.y > 0.0 ? exp(state.x - top) : 0.0;
+            l += share * state.y;
+            result += share * uintBitsToFloat(stage_s[n * STAGED + i]);
+        }
+        if (live == 1u) {
+            write_output(out_quad + i, result / l);
+        } else {
+            [[unroll]] for (uint e = 0u; e < 4u; e++) partials.v[part + 2u * G + 4u * i + e] = result[e];
+            if (i % QUADS == 0u) {
+                partials.v[part + 2u * h] = top;
+                partials.v[part + 2u * h + 1u] = l;
+            }
+        }
+    }
+    if (live == 1u) return;
+
+    // Release the partials, count; the last to arrive acquires all of them.
+    memoryBarrierBuffer();
+    barrier();
+    if (i0 == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
+    barrier();
+    if (last_s != live) return;
+    memoryBarrierBuffer();
+    if (i0 == 0u) {
+        counters.v[slot] = 0u;
+        // Before the output, which is all that orders the next use where it is tagged.
+        memoryBarrierBuffer();
+    }
+    // The weight of each split, over the common maximum: a head a thread.
+    for (uint h = i0; h < G; h += LANES) {
+        float top = LOWEST;
+        for (uint s = 0u; s < live; s++) top = max(top, partials.v[parts + s * G * (D + 2u) + 2u * h]);
+        float l = 0.0;
+        for (uint s = 0u; s < live; s++) {
+            uint at = parts + s * G * (D + 2u) + 2u * h;
+            float w = exp(partials.v[at] - top);
+            weight_s[h * 64u + s] = w;
+            l += w * partials.v[at + 1u];
+        }
+        total_s[h] = l;
+    }
+    barrier();
+    for (uint i = i0; i < G * QUADS; i += LANES) {
+        uint h = i / QUADS;
+        vec4 result = vec4(0.0);
+        for (uint s = 0u; s < live; s++) {
+            uint at = parts + s * G * (D + 2u) + 2u * G + 4u * i;
+            [[unroll]] for (uint e = 0u; e < 4u; e++) result[e] += weight_s[h * 64u + s] * partials.v[at + e];
+        }
+        write_output(out_quad + i, result / total_s[h]);
+    }
+}

@@ -18,7 +18,7 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    fn code(self) -> u32 {
+    pub(super) fn code(self) -> u32 {
         match self {
             Epilogue::Store => 0,
             Epilogue::Residual => 1,
@@ -180,11 +180,8 @@ struct Shape {
 fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
     for row in 0..rows {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
-        let x: Vec<f64> = match s.norm {
-            Some(norm) => {
-                let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / f64::from(s.k) + f64::from(s.epsilon)).sqrt();
-                x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
-            }
+        let x = match s.norm {
+            Some(norm) => normed(memory, x, norm, s.epsilon),
             None => x,
         };
         let v: Vec<f64> = (0..s.n)
@@ -194,19 +191,39 @@ fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
                 dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
             })
             .collect();
-        for r in 0..s.n {
-            let at = row * s.y_stride + r;
-            match s.epilogue {
-                1 => {
-                    let old = f64::from(memory.f32(s.y, at));
-                    memory.set_f32(s.y, at, (old + v[r as usize]) as f32);
-                }
-                2 if r % 2 == 0 => {
-                    let (gate, up) = (v[r as usize], v[r as usize + 1]);
-                    memory.set_f32(s.y, row * s.y_stride + r / 2, (gate / (1.0 + (-gate).exp()) * up) as f32);
-                }
-                2 => {}
-                _ => memory.set_f32(s.y, at, v[r as usize] as f32),
+        finish(memory, s.epilogue, s.y, row * s.y_stride, &v);
+    }
+}
+
+/// RMS norm of one row.
+pub(super) fn normed(memory: &HostMemory, x: Vec<f64>, norm: Range, epsilon: f32) -> Vec<f64> {
+    let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
+    let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
+    x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
+}
+
+/// `silu(gate) * up`
+pub(super) fn swiglu(gate: f64, up: f64) -> f64 {
+    gate / (1.0 + (-gate).exp()) * up
+}
+
+/// The epilogue of one row of products, into floats of y from `first` on.
+pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, y: Range, first: u32, v: &[f64]) {
+    match epilogue {
+        1 => {
+            for (at, v) in (first..).zip(v) {
+                let old = f64::from(memory.f32(y, at));
+                memory.set_f32(y, at, (old + v) as f32);
+            }
+        }
+        2 => {
+            for (at, pair) in (first..).zip(v.chunks_exact(2)) {
+                memory.set_f32(y, at, swiglu(pair[0], pair[1]) as f32);
+            }
+        }
+        _ => {
+            for (at, v) in (first..).zip(v) {
+                memory.set_f32(y, at, *v as f32);
             }
         }
     }

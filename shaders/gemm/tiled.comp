@@ -27,9 +27,10 @@ layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint PACKED = 0;
 layout(constant_id = 5) const uint ORDER = 8;
 
+#if MATRIX == 1
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
-layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Words2Out { uvec2 v[]; };
+#endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
@@ -77,12 +78,15 @@ vec2 swiglu(vec4 v) { return v.xz / (1.0 + exp(-v.xz)) * v.yw; }
 // Rows row .. + 4 of W for one token.
 void store(uint token, uint row, vec4 v) {
     uint at = token * y_stride + (EPILOGUE == 2u ? row / 2u : row);
+#if MATRIX == 1
+    // Not every driver without matrices knows y by another type.
     if (row + 4u <= N) {
         if (EPILOGUE == 0u) Floats4InOut(y).v[at / 4u] = v;
         if (EPILOGUE == 1u) Floats4InOut(y).v[at / 4u] += v;
         if (EPILOGUE == 2u) Floats2Out(y).v[at / 2u] = swiglu(v);
         return;
     }
+#endif
     vec2 s = swiglu(v);
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         if (row + i >= N) return;
@@ -102,7 +106,14 @@ void store_packed(uint token, uint row, vec2 low, vec2 high, uint used) {
     if (token + 8u >= used || row + 2u >= N) high.y = 0.0;
     uint word = ((token / 16u * OUTPUT_CHUNKS + column / 32u) * 2u + (column >> 2 & 1u)) * 32u + (token & 7u) * 4u
         + (column >> 3 & 3u);
-    Words2Out(y).v[word * 2u + (column >> 1 & 1u)] = uvec2(pack_pair(low.x, low.y), pack_pair(high.x, high.y));
+    uint pair = word * 2u + (column >> 1 & 1u);
+    vec2 bits = uintBitsToFloat(uvec2(pack_pair(low.x, low.y), pack_pair(high.x, high.y)));
+#if MATRIX == 1
+    Floats2Out(y).v[pair] = bits;
+#else
+    y.v[pair * 2u] = bits.x;
+    y.v[pair * 2u + 1u] = bits.y;
+#endif
 }
 
 void main() {

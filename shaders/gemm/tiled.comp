@@ -32,6 +32,13 @@ layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Fl
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
 #endif
 
+// By hand the loop is long enough as it is.
+#if MATRIX == 1
+#define EACH_STEP [[unroll]]
+#else
+#define EACH_STEP [[dont_unroll]]
+#endif
+
 layout(push_constant) uniform Args {
     Words4In weight;
     Words4In x;
@@ -143,7 +150,7 @@ void main() {
     [[dont_unroll]] for (uint stage = 0u; stage < STAGES; stage++) {
         uint next = min(stage + 1u, STAGES - 1u);
         uint here = from + group_token * STAGE_WORDS + LANE, there = (BUFFER_WORDS - from) + lane;
-        [[unroll]] for (uint s = 0u; s < STAGE; s++) {
+        EACH_STEP for (uint s = 0u; s < STAGE; s++) {
             if (s < LOADS) passing[s & 1u] = load_tokens(x_base, next, s);
             uint ahead = min(stage * STAGE + s + 1u, STEPS - 1u);
             [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++)

@@ -71,13 +71,14 @@ pub fn compile() {
             .collect();
         writeln!(
             table,
-            "    Shader {{ name: {:?}, source: {:?}, spirv: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{}.spv\")), push_bytes: {}, fields: &[{}], constants: &[{}] }},",
+            "    Shader {{ name: {:?}, source: {:?}, spirv: include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{}.spv\")), push_bytes: {}, fields: &[{}], constants: &[{}], matrices: {} }},",
             variant.name,
             variant.file.display().to_string(),
             variant.name,
             reflection.push_bytes,
             fields.join(", "),
             constants.join(", "),
+            multiplies_matrices(&words),
         )
         .expect("writing to a string");
         match seen.get(&variant.file) {
@@ -102,6 +103,21 @@ pub fn compile() {
     .expect("writing to a string");
     let path = PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("shaders.rs");
     std::fs::write(path, out).expect("OUT_DIR is writable");
+}
+
+/// Whether a module declares `CooperativeMatrixKHR`.
+fn multiplies_matrices(words: &[u32]) -> bool {
+    const OP_CAPABILITY: u32 = 17;
+    const COOPERATIVE_MATRIX: u32 = 6022;
+    let mut at = 5;
+    // Capabilities come first.
+    while at + 1 < words.len() && words[at] & 0xffff == OP_CAPABILITY {
+        if words[at + 1] == COOPERATIVE_MATRIX {
+            return true;
+        }
+        at += (words[at] >> 16) as usize;
+    }
+    false
 }
 
 fn bytes_of(kind: Kind) -> u32 {

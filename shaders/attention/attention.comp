@@ -5,6 +5,7 @@
 // qkv    [rows][stride] f32: q heads (, k heads, v heads)
 // k, v   cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32
+// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
 // FUSED  1 (decode): q and k come raw; this kernel normalises and rotates them and appends k and v
 //        0 (prompt): `append` has done so
 //
@@ -15,6 +16,7 @@
 // count) combines them. Traffic: 4·D bytes a token and KV head (f16).
 #include "common.glsl"
 #include "kv.glsl"
+#include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint D = 128;
@@ -24,12 +26,13 @@ layout(constant_id = 4) const uint KV_HEADS = 8;
 layout(constant_id = 5) const uint QK_NORM = 0;
 layout(constant_id = 6) const uint FUSED = 1;
 layout(constant_id = 7) const uint WORKERS = 128; // the same as the workgroup's size
+layout(constant_id = 8) const uint TAGGED = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
 
 layout(push_constant) uniform Args {
-    FloatsIn qkv;
+    TaggedIn qkv;
     Words4In rows;
     FloatsIn q_norm;
     FloatsIn k_norm;
@@ -39,11 +42,14 @@ layout(push_constant) uniform Args {
     CacheInOut v;
     Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]: m and l of each head, then o
     Counters counters;   // [rows][kv_heads], zero between uses
-    FloatsOut o;
+    TaggedOut o;
+    Fault fault;
     uint stride;
     uint output_stride;
     uint max_pages;
     float epsilon;
+    uint qkv_tag;
+    uint o_tag;
 };
 
 const uint EIGHTS = D / 8u;
@@ -67,15 +73,20 @@ shared uint last_s;
 
 // Raw heads to shared memory: G of q, and with FUSED the new k and v.
 void load_heads(uint row, uint kvh) {
-    uint t = gl_LocalInvocationID.x;
-    uint q_base = row * stride + kvh * G * D;
-    for (uint i = t; i < G * D; i += WORKERS) q_s[i / 4u][i % 4u] = qkv.v[q_base + i];
-    if (FUSED == 1u) {
-        uint k_base = row * stride + (KV_HEADS * G + kvh) * D;
-        for (uint i = t; i < D; i += WORKERS) {
-            k_s[i / 4u][i % 4u] = qkv.v[k_base + i];
-            v_s[i / 4u][i % 4u] = qkv.v[k_base + KV_HEADS * D + i];
-        }
+    const uint QUADS = D / 4u;
+    const uint LOADS = (G + (FUSED == 1u ? 2u : 0u)) * QUADS;
+    uint base = row * stride / 4u;
+    uint polls = 0u;
+    for (uint i = gl_LocalInvocationID.x; i < LOADS; i += WORKERS) {
+        uint head = i / QUADS;
+        uint at = base + i % QUADS
+            + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
+        uvec4 words = qkv.v[at];
+        if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[at];
+        vec4 value = uintBitsToFloat(words);
+        if (head < G) q_s[i] = value;
+        else if (head == G) k_s[i % QUADS] = value;
+        else v_s[i % QUADS] = value;
     }
     barrier();
 }
@@ -150,6 +161,10 @@ void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_ei
         value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
     }
 
+void write_output(uint at, float value) {
+    TaggedOut1(o).v[at] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
+}
+
 uint token_page(uint table, uint token) { return pages.v[table + token / 16u]; }
 
 void main() {
@@ -160,8 +175,14 @@ void main() {
     uint position = info.y;
     uint blocks = position / WORKERS + 1u;
     uint live = min(blocks, gl_NumWorkGroups.x);
-    if (info.w == 0u || split >= live) return;
     uint t = gl_LocalInvocationID.x;
+    uint out_base = row * output_stride + kvh * G * D;
+    if (info.w == 0u) {
+        if (TAGGED != 0u && split == 0u)
+            for (uint i = t; i < G * D; i += WORKERS) write_output(out_base + i, 0.0);
+        return;
+    }
+    if (split >= live) return;
     uint table = info.z * max_pages;
 
     // Keys of the thread's token in the first block; tokens past the end read the last one's.
@@ -305,14 +326,13 @@ void main() {
         }
     }
     barrier();
-    uint out_base = row * output_stride + kvh * G * D;
     uint slot = row * KV_HEADS + kvh;
     uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
     uint part = parts + split * G * (D + 2u);
     for (uint i = t; i < G * D; i += WORKERS) {
         float sum = 0.0;
         for (uint n = 0u; n < LANES; n++) sum += reduce_s[(n * G * D + i) / 4u][i % 4u];
-        if (live == 1u) o.v[out_base + i] = sum / l_s[i / D];
+        if (live == 1u) write_output(out_base + i, sum / l_s[i / D]);
         else partials.v[part + 2u * G + i] = sum;
     }
     if (live == 1u) return;
@@ -327,7 +347,11 @@ void main() {
     barrier();
     if (last_s != live) return;
     memoryBarrierBuffer();
-    if (t == 0u) counters.v[slot] = 0u;
+    if (t == 0u) {
+        counters.v[slot] = 0u;
+        // Before the output, which is all that orders the next use where it is tagged.
+        memoryBarrierBuffer();
+    }
     // The weight of each split, over the common maximum and the common sum: a subgroup takes a head.
     for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
         float top = LOWEST;
@@ -349,6 +373,6 @@ void main() {
         uint g = i / D;
         float sum = 0.0;
         for (uint s = 0u; s < live; s++) sum += p_s[g * WORKERS + s] * partials.v[parts + s * G * (D + 2u) + 2u * G + i];
-        o.v[out_base + i] = sum / l_s[g];
+        write_output(out_base + i, sum / l_s[g]);
     }
 }

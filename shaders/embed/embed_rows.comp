@@ -2,19 +2,21 @@
 #extension GL_GOOGLE_include_directive : require
 // rows[r] = {token, position, slot, valid};  x[r] = embedding[token]
 //
-// embedding  [part_rows][row_words/…] weights of vocabulary rows part_first .. part_first + part_rows
-// x          [rows][x_stride] f32
+// embedding  weights of vocabulary rows part_first .. part_first + part_rows, [part_rows][chunks·8], or with
+//            LAYOUT 1 in fragment order (`memory::pack::Layout::Fragments`)
+// x          [rows][x_stride] f32, with TAGGED 3 tagged (`tags.glsl`)
 // rows       [rows] uvec4
 // DECODE:  row r is slot batch[r]; its token and position are the slot's.
 // PREFILL: row r is token tokens[r] of the chunk {slot, start, count, flags}.
 // One workgroup copies `threads * 8` values of one row; traffic 2·H + 4·H bytes a row.
 #include "common.glsl"
 #include "state.glsl"
+#include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint PREFILL = 0;
+layout(constant_id = 2) const uint TAGGED = 0;
 
-layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Floats4Out { vec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer RowsOut { uvec4 v[]; };
 
 layout(push_constant) uniform Args {
@@ -22,12 +24,13 @@ layout(push_constant) uniform Args {
     WordsIn slots;
     WordsIn batch;
     WordsIn chunk;
-    Floats4Out x;
+    TaggedOut x;
     RowsOut rows;
     uint chunks;      // 8-value chunks of a row
     uint x_stride;    // floats
     uint part_first;
     uint part_rows;
+    uint x_tag;
 };
 
 void main() {
@@ -54,15 +57,21 @@ void main() {
         rows.v[row] = uvec4(token, position, slot, valid);
     uint c = gl_GlobalInvocationID.x;
     if (c >= chunks || token < part_first || token - part_first >= part_rows) return;
-    uint base = ((token - part_first) * chunks + c) * WORDS4_PER_8;
     vec4 a, b;
-#if WEIGHT == 2
+#if LAYOUT == 1
+    uint r = (token - part_first) % 16u, g = 2u * (r / 4u) + r % 2u;
+    uint block = (token - part_first) / 16u * ((chunks + 3u) / 4u) + c / 4u;
+    uvec4 low = embedding.v[block * 64u + g * 4u + c % 4u], high = embedding.v[block * 64u + 32u + g * 4u + c % 4u];
+    bool second = (r / 2u) % 2u == 1u;
+    unpack8(uvec4(second ? low.zw : low.xy, second ? high.zw : high.xy), a, b);
+#elif WEIGHT == 2
+    uint base = ((token - part_first) * chunks + c) * 2u;
     a = uintBitsToFloat(embedding.v[base]);
     b = uintBitsToFloat(embedding.v[base + 1u]);
 #else
-    unpack8(embedding.v[base], a, b);
+    unpack8(embedding.v[(token - part_first) * chunks + c], a, b);
 #endif
     uint o = (row * x_stride) / 4u + c * 2u;
-    x.v[o] = a;
-    x.v[o + 1u] = b;
+    x.v[o] = TAGGED == 3u ? tagged(a, x_tag) : floatBitsToUint(a);
+    x.v[o + 1u] = TAGGED == 3u ? tagged(b, x_tag) : floatBitsToUint(b);
 }

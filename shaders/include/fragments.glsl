@@ -26,6 +26,8 @@
 #define ELEMENT_OF(bits) uintBitsToBFloat16EXT(bits)
 #endif
 
+// What lanes of a group have written to shared memory is there for the others.
+#define LANES_BARRIER { subgroupMemoryBarrierShared(); subgroupBarrier(); }
 #define LANE gl_SubgroupInvocationID
 #define LANE_GROUP gl_SubgroupID
 #define Tokens coopmat<ELEMENT, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
@@ -41,6 +43,7 @@
 #define SUMS_HIGH(s) vec4(s[4], s[5], s[6], s[7])
 
 #else
+#define LANES_BARRIER barrier();
 #define LANE (gl_LocalInvocationIndex & 31u)
 #define LANE_GROUP (gl_LocalInvocationIndex >> 5)
 #define Tokens uvec4
@@ -96,12 +99,16 @@ uint pack_pair(float a, float b) {
 #endif
 }
 
-// What `pack_pair` left of two values: their rest, rounded in turn.
-uint pack_rest(float a, float b, uint pair) {
+// Two values as pairs of 16-bit values whose sum is known to twice as many bits.
+void split_pair(float a, float b, out uint most, out uint rest) {
 #if WEIGHT == 1
-    vec2 kept = unpackHalf2x16(pair);
+    most = packHalf2x16(vec2(a, b));
+    vec2 kept = unpackHalf2x16(most);
+    rest = packHalf2x16(vec2(a, b) - kept);
 #else
-    vec2 kept = vec2(bf16_low(pair), bf16_high(pair));
+    // Cut, not rounded: the rest is exact before it is cut in turn.
+    most = (floatBitsToUint(a) >> 16) | (floatBitsToUint(b) & 0xffff0000u);
+    float x = a - bf16_low(most), y = b - bf16_high(most);
+    rest = (floatBitsToUint(x) >> 16) | (floatBitsToUint(y) & 0xffff0000u);
 #endif
-    return pack_pair(a - kept.x, b - kept.y);
 }

@@ -41,13 +41,16 @@ pub(crate) struct Bench {
     /// Runs of each test; the median is shown.
     #[arg(long, default_value_t = 5)]
     repeat: u32,
+    /// Most tokens of a prompt chunk.
+    #[arg(long)]
+    prefill_chunk: Option<u32>,
     /// How keys and values are kept: f16 or f32.
     #[arg(long)]
     kv_format: Option<String>,
     /// Times each stage of a decode step by itself instead.
     #[arg(long)]
     stages: bool,
-    /// With --stages: changes of the device's tuning, KEY=VALUE separated by commas.
+    /// Changes of the device's tuning, KEY=VALUE separated by commas.
     #[arg(long, value_delimiter = ',')]
     tune: Vec<String>,
     /// One JSON object a row on standard output.
@@ -95,6 +98,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         )));
     }
     model.context = Some(longest);
+    model.prefill_chunk = args.prefill_chunk;
     model.kv_format = match args.kv_format.as_deref() {
         None => None,
         Some("f16") => Some(crate::config::KvFormat::F16),
@@ -103,6 +107,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     };
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache;
+    config.runtime.tune = args.tune.clone();
     config.server.queue_limit = config.server.queue_limit.max(most);
     let host = start_on(&instance, &config, progress)?;
 

@@ -35,7 +35,7 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "SEL")]
     device: Option<String>,
     /// Asks a server instead of loading the model.
-    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits"])]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits", "tune", "prefill_chunk"])]
     server: Option<String>,
     #[command(flatten)]
     input: Input,
@@ -93,6 +93,12 @@ pub(crate) struct Generate {
     /// The most device memory that may be taken, such as 8GiB.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
+    /// Changes of the device's tuning, KEY=VALUE separated by commas.
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
+    tune: Vec<String>,
+    /// Most tokens of a prompt chunk.
+    #[arg(long, value_name = "N")]
+    prefill_chunk: Option<u32>,
     /// Writes each step's logits to a safetensors file: `logits`, f32, [steps, vocabulary].
     #[arg(long, value_name = "FILE")]
     dump_logits: Option<PathBuf>,
@@ -233,8 +239,10 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     model.slots = Some(1);
     model.context = args.context;
     model.memory_limit = args.memory_limit;
+    model.prefill_chunk = args.prefill_chunk;
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache_directory();
+    config.runtime.tune = args.tune.clone();
     let host = {
         let show = progress::Show::new(args.json);
         Arc::new(start(&config, &show)?)

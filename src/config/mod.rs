@@ -35,6 +35,8 @@ pub struct Config {
 pub struct Runtime {
     /// Where compiled pipelines are kept between starts; unset: the user's cache folder.
     pub cache_directory: Option<std::path::PathBuf>,
+    /// Changes of what a device is tuned to, `KEY=VALUE`: for experiments (`ostinato bench --tune`).
+    pub tune: Vec<String>,
     /// Loads the Khronos validation layer (slow; for development).
     pub validation: bool,
 }

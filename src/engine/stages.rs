@@ -54,7 +54,7 @@ pub fn stages(
         context: position + 1,
         tuning,
     };
-    let step = dense.record(Shape::Decode { rows: 1 });
+    let step = dense.record(Shape::Decode { rows: 1 }).with_barriers();
     let mut init = Recording::new("init");
     let mut table = Table::new();
     for (name, bytes) in buffer_sizes(&[&step]) {
@@ -95,7 +95,9 @@ pub fn stages(
             let recording = &groups[name];
             let calls = recording.ops.len() as u32;
             let weight_bytes = recording.ops.first().map_or(0, |op| match op {
-                Op::Call(call) if call.kernel.starts_with("gemv") => call.args[0].range().bytes,
+                Op::Call(call) if call.kernel.starts_with("gemv") || call.kernel.starts_with("skinny") => {
+                    call.args[0].range().bytes
+                }
                 _ => 0,
             });
             Stage { name: name.clone(), calls, us: seconds * 1e6 / f64::from(calls), weight_bytes }

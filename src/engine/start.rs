@@ -277,7 +277,8 @@ fn serve_model(
         };
         let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
         let name = format!("{}/{index}", model.name);
-        let build = Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, progress };
+        let tune = &config.runtime.tune;
+        let build = Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, tune, progress };
         let executor = build.executor(config.runtime.cache_directory.as_deref())?;
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {
@@ -339,6 +340,9 @@ pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32, context: u3
         splits: if cpu { 4 } else { (processors / kv_heads).clamp(4, 32) },
         argmax_threads: if cpu { 32 } else { 256.min(most) },
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
+        fragments: None,
+        skinny: BTreeMap::new(),
+        tags: false,
     }
 }
 
@@ -349,6 +353,7 @@ struct Build<'a> {
     station: &'a Station,
     adapter: &'a Adapter,
     limit: Option<u64>,
+    tune: &'a [String],
     progress: &'a dyn Progress,
 }
 
@@ -420,8 +425,18 @@ impl Build<'_> {
             }),
             ring: RingLayout { steps: RING_STEPS, rows: slots.next_power_of_two() },
             context,
-            tuning: tuning(capabilities, self.adapter.is_cpu(), config.kv_heads, context),
+            tuning: self.tuning(context),
         }
+    }
+
+    fn tuning(&self, context: u32) -> Tuning {
+        let adapter = self.adapter;
+        let kv_heads = self.checkpoint.config.kv_heads;
+        let mut tuning = tuning(&adapter.capabilities, adapter.is_cpu(), kv_heads, context);
+        for change in self.tune {
+            tuning.set(change);
+        }
+        tuning
     }
 
     fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
@@ -448,7 +463,7 @@ impl Build<'_> {
         let mut ring_buffer = None;
         let mut dump = None;
         let weights: Vec<(&WeightSpec, Vec<Part>)> =
-            dense.weights.iter().map(|weight| (weight, dense::parts(weight, dense.max_buffer_bytes))).collect();
+            dense.weights.iter().map(|weight| (weight, dense.parts(weight))).collect();
         for part in weights.iter().flat_map(|(_, parts)| parts) {
             table.add(self.station.arena.buffer(&part.name, part.bytes, Place::DeviceLocal)?)?;
         }
@@ -474,7 +489,7 @@ impl Build<'_> {
             table.add(buffer)?;
         }
 
-        let load = self.load(&weights, &table)?;
+        let load = self.load(&dense, &weights, &table)?;
         let rope = dense.rope_table();
         let rope_buffer = table.require("rope")?;
         let rope_point =
@@ -557,8 +572,7 @@ impl Build<'_> {
             reserve_bytes: plan::default_reserve(budget.heap_bytes),
         };
         let recordings = Recordings::new(probe, buckets);
-        let weights: Vec<Part> =
-            probe.weights.iter().flat_map(|weight| dense::parts(weight, probe.max_buffer_bytes)).collect();
+        let weights: Vec<Part> = probe.weights.iter().flat_map(|weight| probe.parts(weight)).collect();
         let names: Vec<&str> = weights.iter().map(|part| part.name.as_str()).collect();
         let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
             .into_iter()
@@ -598,6 +612,7 @@ impl Build<'_> {
 
     fn load(
         &self,
+        dense: &Dense<'_>,
         weights: &[(&WeightSpec, Vec<Part>)],
         table: &Table,
     ) -> Result<crate::actors::loader::Load, StartError> {
@@ -605,7 +620,7 @@ impl Build<'_> {
         let mut tensors = Vec::new();
         for (weight, parts) in weights {
             for part in parts {
-                let whole = dense::packing(weight);
+                let whole = dense.packing(weight);
                 let mut sources = Vec::new();
                 for source in &weight.sources {
                     let file = match files.get(&source.path) {

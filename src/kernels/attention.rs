@@ -4,6 +4,7 @@
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
+use super::tags::{Flow, tagged};
 use super::{Format, format_of};
 
 /// Tokens of a KV page.
@@ -67,6 +68,7 @@ pub fn attention(
     splits: u32,
     threads: u32,
     fused: bool,
+    flow: Flow,
     args: AttentionArgs,
 ) -> Call {
     let constants = AttentionConstants {
@@ -78,14 +80,20 @@ pub fn attention(
         qk_norm: u32::from(heads.qk_norm),
         fused: u32::from(fused),
         workers: threads,
+        tagged: flow.code(),
     };
-    Call {
+    let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
+    let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);
+    let call = Call {
         kernel: heads.kernel("attention.f16", "attention.f32"),
         label,
         constants: constants.into_values(),
         args: args.into_args(),
         groups: [splits, heads.kv, rows],
-    }
+    };
+    // The scratch of the splits is read and written past the near caches and handed on with the output.
+    let call = if flow.output.is_some() { call.carry(partials).carry(counters) } else { call };
+    flow.mark(call, qkv, o)
 }
 
 /// Norm, rotary and KV append of `rows` rows of a prompt chunk.
@@ -209,7 +217,14 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
     for row in 0..call.groups[2] {
         let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        let set = |memory: &mut HostMemory, at: u32, value: f32| match c.tagged {
+            0 => memory.set_f32(a.o, at, value),
+            _ => memory.set_u32(a.o, at, tagged(value, a.o_tag)),
+        };
         if valid == 0 {
+            if c.tagged != 0 {
+                (0..c.kv_heads * c.g * c.d).for_each(|i| set(memory, row * a.output_stride + i, 0.0));
+            }
             continue;
         }
         for kvh in 0..c.kv_heads {
@@ -254,7 +269,7 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
                         f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)))
                     };
                     let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
-                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (mixed / sum) as f32);
+                    set(memory, row * a.output_stride + h * c.d + i, (mixed / sum) as f32);
                 }
             }
         }

@@ -1,37 +1,93 @@
 //! Where a recording needs barriers: a pure function of what its operations touch.
 //! Deliberately absent: which barrier a queue understands (`region`).
 
-use super::recording::{Access, Op, Range};
+use super::recording::{Access, Op, Touch};
+use std::collections::BTreeSet;
 
 /// Whether a barrier must stand before each operation: an operation that reads or writes
 /// what an earlier one since the last barrier wrote, or writes what one read, gets one.
 /// The barrier is global, so it clears everything before it. The list starts unsynchronised
 /// with whatever ran before: the region's own start is the caller's.
+///
+/// Carried words need none where they flow: a read waits for the write by itself. A write over carried
+/// words that an earlier operation reads or wrote needs none either if it cannot begin before that one has
+/// ended, because what it waits for depends on everything that one made.
 pub fn derive(ops: &[Op]) -> Vec<bool> {
-    let mut pending: Vec<(Range, Access)> = Vec::new();
+    let mut pending: Vec<(usize, Touch)> = Vec::new();
+    let mut flow = Flow::default();
     ops.iter()
-        .map(|op| {
-            let accesses = op.accesses();
-            let needed = accesses
-                .iter()
-                .any(|(range, access)| pending.iter().any(|(before, did)| hazard(before, *did, range, *access)));
+        .enumerate()
+        .map(|(index, op)| {
+            let touches = op.touches();
+            flow.add(index, op, &touches, &pending);
+            let needed = touches.iter().any(|now| {
+                pending.iter().any(|(earlier, before)| hazard(before, now) && !flow.orders(*earlier, before, now))
+            });
             if needed {
                 pending.clear();
+                flow.forget();
             }
-            pending.extend(accesses.into_iter().filter(|(range, _)| range.bytes > 0));
+            pending.extend(touches.into_iter().filter(|t| t.range.bytes > 0).map(|t| (index, t)));
             needed
         })
         .collect()
 }
 
-fn hazard(before: &Range, did: Access, range: &Range, does: Access) -> bool {
-    (did.writes() || does.writes()) && before.overlaps(range)
+fn hazard(before: &Touch, now: &Touch) -> bool {
+    (before.access.writes() || now.access.writes()) && before.range.overlaps(&now.range)
+}
+
+/// Which operations since the last barrier are ended, by carried words alone, when the newest writes.
+#[derive(Default)]
+struct Flow {
+    /// By operation: all whose workgroups its own, taken together, have waited for.
+    together: Vec<BTreeSet<usize>>,
+    /// By operation: all whose workgroups each one of its own has waited for.
+    each: Vec<BTreeSet<usize>>,
+}
+
+impl Flow {
+    fn add(&mut self, index: usize, op: &Op, touches: &[Touch], pending: &[(usize, Touch)]) {
+        let (mut together, mut each) = (BTreeSet::new(), BTreeSet::new());
+        let whole = matches!(op, Op::Call(call) if super::waits_for_all(call.kernel));
+        for now in touches.iter().filter(|t| t.carried && t.access == Access::Read) {
+            for (earlier, before) in pending {
+                if !(before.carried && before.access.writes() && before.range.overlaps(&now.range)) {
+                    continue;
+                }
+                let theirs = &self.together[*earlier];
+                together.insert(*earlier);
+                together.extend(theirs);
+                if whole {
+                    each.insert(*earlier);
+                    each.extend(theirs);
+                } else {
+                    each.extend(&self.each[*earlier]);
+                }
+            }
+        }
+        debug_assert_eq!(self.each.len(), index);
+        self.together.push(together);
+        self.each.push(each);
+    }
+
+    /// After a barrier the newest operation has waited for nothing of its own.
+    fn forget(&mut self) {
+        for set in self.together.iter_mut().chain(&mut self.each) {
+            set.clear();
+        }
+    }
+
+    fn orders(&self, earlier: usize, before: &Touch, now: &Touch) -> bool {
+        let flows = before.access.writes() && now.access == Access::Read;
+        before.carried && now.carried && (flows || self.each.last().is_some_and(|set| set.contains(&earlier)))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::recording::{Arg, BufferId, Call};
+    use crate::kernels::recording::{Arg, BufferId, Call, Range};
     use proptest::prelude::*;
 
     fn op(accesses: &[(u32, u64, u64, Access)]) -> Op {
@@ -60,9 +116,7 @@ mod tests {
     }
 
     fn conflict(a: &Op, b: &Op) -> bool {
-        a.accesses()
-            .iter()
-            .any(|(x, xa)| b.accesses().iter().any(|(y, ya)| x.overlaps(y) && (xa.writes() || ya.writes())))
+        a.touches().iter().any(|x| b.touches().iter().any(|y| hazard(x, y)))
     }
 
     proptest! {
@@ -112,5 +166,50 @@ mod tests {
             op(&[(1, 0, 4, Access::Read), (2, 0, 4, Access::Read)]),
         ];
         assert_eq!(derive(&ops), [false, true, false, true]);
+    }
+
+    /// A call on buffers of 4 bytes: `carried` words it reads, carried words it writes.
+    fn flow(kernel: &'static str, reads: &[u32], writes: &[u32]) -> Op {
+        let range = |&buffer: &u32| Range { buffer: BufferId(buffer), offset: 0, bytes: 4 };
+        let args = reads
+            .iter()
+            .map(|b| Arg::Carried(range(b), Access::Read))
+            .chain(writes.iter().map(|b| Arg::Carried(range(b), Access::ReadWrite)))
+            .collect();
+        Op::Call(Call { kernel, label: String::new(), constants: Vec::new(), args, groups: [1, 1, 1] })
+    }
+
+    #[test]
+    fn carried_words_that_flow_round_a_layer_need_no_barrier() {
+        let (x, qkv, attention, mlp) = (0, 1, 2, 3);
+        let layer = [
+            flow("skinny.bf16", &[x], &[qkv]),
+            flow("attention.f16", &[qkv], &[attention]),
+            flow("skinny.bf16", &[attention], &[x]),
+            flow("skinny.bf16", &[x], &[mlp]),
+            flow("skinny.bf16", &[mlp], &[x]),
+        ];
+        let layers: Vec<Op> = layer.iter().chain(&layer).chain(&layer).cloned().collect();
+        assert_eq!(derive(&layers), vec![false; 15]);
+    }
+
+    #[test]
+    fn a_write_over_carried_words_waits_for_readers_that_nothing_else_orders() {
+        // The second reader of 0 is not waited for by the writer.
+        let ops = [flow("skinny.bf16", &[0], &[1]), flow("skinny.bf16", &[0], &[2]), flow("skinny.bf16", &[1], &[0])];
+        assert_eq!(derive(&ops), [false, false, true]);
+        // Attention's workgroups each wait for a part of what they read: one of its writes may come early.
+        let ops = [flow("skinny.bf16", &[0], &[1]), flow("attention.f16", &[1], &[0])];
+        assert_eq!(derive(&ops), [false, true]);
+        let ops = [flow("skinny.bf16", &[0], &[1]), flow("skinny.bf16", &[1], &[0])];
+        assert_eq!(derive(&ops), [false, false]);
+    }
+
+    #[test]
+    fn carried_and_plain_accesses_of_the_same_words_are_separated() {
+        let carried = flow("skinny.bf16", &[0], &[1]);
+        let plain = op(&[(1, 0, 4, Access::Read)]);
+        assert_eq!(derive(&[carried.clone(), plain.clone()]), [false, true]);
+        assert_eq!(derive(&[op(&[(0, 0, 4, Access::Write)]), carried]), [false, true]);
     }
 }

@@ -3,7 +3,9 @@
 use super::host_memory::HostMemory;
 use super::recording::Call;
 use super::shaders::{EmbedRowsArgs, EmbedRowsConstants};
+use super::tags::{Flow, tagged};
 use super::{Format, format_of, state};
+use crate::memory::pack::fragment_index;
 
 /// What the rows of a step are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,6 +16,15 @@ pub enum RowsFrom {
     Chunk,
 }
 
+/// How an embedding table lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Table {
+    /// Of its values.
+    pub format: Format,
+    /// In fragment order, not row after row.
+    pub fragments: bool,
+}
+
 /// Words of a chunk descriptor before its tokens: slot, start, count, flags.
 pub const CHUNK_HEADER: u32 = 4;
 
@@ -21,27 +32,43 @@ pub const CHUNK_HEADER: u32 = 4;
 ///
 /// `part` is the range of vocabulary rows that `embedding` holds; a table that is split over
 /// several allocations takes one call for each.
-pub fn embed_rows(label: String, format: Format, from: RowsFrom, rows: u32, hidden: u32, args: EmbedRowsArgs) -> Call {
-    let kernel = match format {
-        Format::Bf16 => "embed_rows.bf16",
-        Format::F16 => "embed_rows.f16",
-        Format::F32 => "embed_rows.f32",
+///
+/// # Panics
+/// If a table in fragment order is not in bfloat16.
+pub fn embed_rows(
+    label: String,
+    table: Table,
+    from: RowsFrom,
+    rows: u32,
+    hidden: u32,
+    flow: Flow,
+    args: EmbedRowsArgs,
+) -> Call {
+    let kernel = match (table.format, table.fragments) {
+        (Format::Bf16, false) => "embed_rows.bf16",
+        (Format::F16, false) => "embed_rows.f16",
+        (Format::F32, false) => "embed_rows.f32",
+        (Format::Bf16, true) => "embed_rows.bf16.fragments",
+        (format, true) => panic!("no kernel reads {format:?} in fragment order"),
     };
     let threads = 64;
-    let constants = EmbedRowsConstants { threads, prefill: u32::from(from == RowsFrom::Chunk) };
-    Call {
+    let constants = EmbedRowsConstants { threads, prefill: u32::from(from == RowsFrom::Chunk), tagged: flow.code() };
+    let (x, args) = (args.x, EmbedRowsArgs { x_tag: flow.output.unwrap_or(0), ..args });
+    let call = Call {
         kernel,
         label,
         constants: constants.into_values(),
         args: args.into_args(),
         groups: [hidden.div_ceil(8).div_ceil(threads), rows, 1],
-    }
+    };
+    flow.mark(call, x, x)
 }
 
 pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
     let args = EmbedRowsArgs::from_args(&call.args);
     let constants = EmbedRowsConstants::from_values(&call.constants);
-    let format = format_of(call.kernel);
+    let fragments = call.kernel.ends_with(".fragments");
+    let format = if fragments { Format::Bf16 } else { format_of(call.kernel) };
     for row in 0..call.groups[1] {
         let (token, position, slot, valid) = if constants.prefill == 1 {
             let count = memory.u32(args.chunk, 2);
@@ -66,8 +93,16 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
             continue;
         }
         for i in 0..args.chunks * 8 {
-            let value = memory.weight(format, args.embedding, (token - args.part_first) * args.chunks * 8 + i);
-            memory.set_f32(args.x, row * args.x_stride + i, value);
+            let from = token - args.part_first;
+            let at = match fragments {
+                true => fragment_index(from, i, (args.chunks * 8).next_multiple_of(32)) as u32,
+                false => from * args.chunks * 8 + i,
+            };
+            let value = memory.weight(format, args.embedding, at);
+            match constants.tagged {
+                3 => memory.set_u32(args.x, row * args.x_stride + i, tagged(value, args.x_tag)),
+                _ => memory.set_f32(args.x, row * args.x_stride + i, value),
+            }
         }
     }
 }

@@ -4,7 +4,9 @@
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
+use super::tags::tagged;
 use super::{Format, fold, format_of};
+use crate::memory::pack::fragment_index;
 
 /// What happens to a product before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -70,7 +72,7 @@ pub struct Product {
 }
 
 impl Product {
-    fn touched(&self) -> (Range, Range, f32) {
+    pub(super) fn touched(&self) -> (Range, Range, f32) {
         let (norm, epsilon) = self.norm.unwrap_or((self.x.range.none(), 0.0));
         (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
     }
@@ -160,24 +162,30 @@ pub fn take_last(label: String, args: TakeLastArgs) -> Call {
     }
 }
 
-struct Shape {
-    weight: Range,
-    x: Range,
-    norm: Option<Range>,
-    bias: Option<Range>,
-    y: Range,
-    n: u32,
-    k: u32,
-    chunks: u32,
-    x_stride: u32,
-    y_stride: u32,
-    epsilon: f32,
-    epilogue: u32,
+/// What the reference of a product computes.
+pub(super) struct Shape {
+    pub(super) weight: Range,
+    pub(super) x: Range,
+    pub(super) norm: Option<Range>,
+    pub(super) bias: Option<Range>,
+    pub(super) y: Range,
+    pub(super) n: u32,
+    pub(super) k: u32,
+    /// Columns of a padded row of W.
+    pub(super) padded: u32,
+    /// Whether W is in fragment order.
+    pub(super) fragments: bool,
+    pub(super) x_stride: u32,
+    pub(super) y_stride: u32,
+    pub(super) epsilon: f32,
+    pub(super) epilogue: u32,
+    /// Of y, if it is tagged.
+    pub(super) tag: Option<u32>,
 }
 
 /// Sums in f64, so that what a device's sums differ by is the device's alone. Padding is not
 /// read: a kernel may, and must find it harmless.
-fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
+pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
     for row in 0..rows {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
         let x = match s.norm {
@@ -186,12 +194,13 @@ fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
         };
         let v: Vec<f64> = (0..s.n)
             .map(|r| {
-                let weight = |i: usize| f64::from(memory.weight(format, s.weight, r * s.chunks * 8 + i as u32));
+                let at = |i: u32| if s.fragments { fragment_index(r, i, s.padded) as u32 } else { r * s.padded + i };
+                let weight = |i: usize| f64::from(memory.weight(format, s.weight, at(i as u32)));
                 let dot: f64 = x.iter().enumerate().map(|(i, x)| x * weight(i)).sum();
                 dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
             })
             .collect();
-        finish(memory, s.epilogue, s.y, row * s.y_stride, &v);
+        finish(memory, s.epilogue, (s.y, s.tag), row * s.y_stride, &v);
     }
 }
 
@@ -207,66 +216,54 @@ pub(super) fn swiglu(gate: f64, up: f64) -> f64 {
     gate / (1.0 + (-gate).exp()) * up
 }
 
-/// The epilogue of one row of products, into floats of y from `first` on.
-pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, y: Range, first: u32, v: &[f64]) {
-    match epilogue {
-        1 => {
-            for (at, v) in (first..).zip(v) {
-                let old = f64::from(memory.f32(y, at));
-                memory.set_f32(y, at, (old + v) as f32);
-            }
-        }
-        2 => {
-            for (at, pair) in (first..).zip(v.chunks_exact(2)) {
-                memory.set_f32(y, at, swiglu(pair[0], pair[1]) as f32);
-            }
-        }
-        _ => {
-            for (at, v) in (first..).zip(v) {
-                memory.set_f32(y, at, *v as f32);
-            }
+/// The epilogue of one row of products, into floats of y from `first` on; they carry the tag, if
+/// there is one.
+pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, Option<u32>), first: u32, v: &[f64]) {
+    let results: Vec<f64> = match epilogue {
+        1 => (first..).zip(v).map(|(at, v)| f64::from(memory.f32(y, at)) + v).collect(),
+        2 => v.chunks_exact(2).map(|pair| swiglu(pair[0], pair[1])).collect(),
+        _ => v.to_vec(),
+    };
+    for (at, value) in (first..).zip(results) {
+        match tag {
+            Some(tag) => memory.set_u32(y, at, tagged(value as f32, tag)),
+            None => memory.set_f32(y, at, value as f32),
         }
     }
 }
 
-pub(super) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
-    let a = GemvArgs::from_args(&call.args);
-    let c = GemvConstants::from_values(&call.constants);
-    let shape = Shape {
-        weight: a.weight,
-        x: a.x,
-        norm: (c.norm == 1).then_some(a.norm),
-        bias: (c.bias == 1).then_some(a.bias),
-        y: a.y,
-        n: a.n,
-        k: a.k,
-        chunks: a.chunks,
-        x_stride: a.x_stride,
-        y_stride: a.y_stride,
-        epsilon: a.epsilon,
-        epilogue: c.epilogue,
+/// The shape of a `gemv` or a `matmul`, whose arguments have the same names.
+macro_rules! row_major_shape {
+    ($args:expr, $constants:expr) => {
+        Shape {
+            weight: $args.weight,
+            x: $args.x,
+            norm: ($constants.norm == 1).then_some($args.norm),
+            bias: ($constants.bias == 1).then_some($args.bias),
+            y: $args.y,
+            n: $args.n,
+            k: $args.k,
+            padded: $args.chunks * 8,
+            fragments: false,
+            x_stride: $args.x_stride,
+            y_stride: $args.y_stride,
+            epsilon: $args.epsilon,
+            epilogue: $constants.epilogue,
+            tag: None,
+        }
     };
+}
+
+pub(super) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
+    let (args, constants) = (GemvArgs::from_args(&call.args), GemvConstants::from_values(&call.constants));
+    let shape = row_major_shape!(args, constants);
     product(memory, format_of(call.kernel), call.groups[1], &shape);
 }
 
 pub(super) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
-    let a = MatmulArgs::from_args(&call.args);
-    let c = MatmulConstants::from_values(&call.constants);
-    let shape = Shape {
-        weight: a.weight,
-        x: a.x,
-        norm: (c.norm == 1).then_some(a.norm),
-        bias: (c.bias == 1).then_some(a.bias),
-        y: a.y,
-        n: a.n,
-        k: a.k,
-        chunks: a.chunks,
-        x_stride: a.x_stride,
-        y_stride: a.y_stride,
-        epsilon: a.epsilon,
-        epilogue: c.epilogue,
-    };
-    let rows = memory.u32(a.count, 2);
+    let (args, constants) = (MatmulArgs::from_args(&call.args), MatmulConstants::from_values(&call.constants));
+    let shape = row_major_shape!(args, constants);
+    let rows = memory.u32(args.count, 2);
     product(memory, format_of(call.kernel), rows, &shape);
 }
 

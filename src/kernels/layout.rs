@@ -23,15 +23,16 @@ pub struct StateLayout {
 const ALIGN: u64 = 64;
 
 impl StateLayout {
-    fn offsets(&self) -> [u64; 6] {
+    fn offsets(&self) -> [u64; 7] {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
             chunk_bytes(self.chunk),
             u64::from(self.slots) * u64::from(self.max_pages) * 4,
             u64::from(self.slots) * u64::from(state::BIAS_ENTRIES) * 8,
+            4,
         ];
-        let mut offsets = [0; 6];
+        let mut offsets = [0; 7];
         for (i, b) in bytes.iter().enumerate() {
             offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
         }
@@ -40,7 +41,7 @@ impl StateLayout {
 
     /// Bytes of the whole buffer.
     pub fn bytes(&self) -> u64 {
-        self.offsets()[5]
+        self.offsets()[6]
     }
 
     fn range(&self, recording: &mut Recording, part: usize) -> Range {
@@ -76,6 +77,16 @@ impl StateLayout {
     /// `[slots][BIAS_ENTRIES]` of token, bias.
     pub fn bias(&self, recording: &mut Recording) -> Range {
         self.range(recording, 4)
+    }
+
+    /// One word: set when a kernel has waited too long for tagged words.
+    pub fn fault(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 5)
+    }
+
+    /// Word offset of the fault word.
+    pub fn fault_word(&self) -> u32 {
+        (self.offsets()[5] / 4) as u32
     }
 
     /// Word offset in the buffer of word `word` of a slot.

@@ -14,7 +14,9 @@ pub mod recording;
 pub mod region;
 pub mod sampling;
 pub mod shaders;
+pub mod skinny;
 pub mod state;
+pub mod tags;
 pub mod tiled;
 
 use crate::memory::pack::Format;
@@ -42,6 +44,7 @@ pub fn reference(kernel: &str) -> Reference {
     match kernel.split('.').next().unwrap_or(kernel) {
         "embed_rows" => embed::reference_embed_rows,
         "gemv" => gemm::reference_gemv,
+        "skinny" => skinny::reference_skinny,
         "matmul" => gemm::reference_matmul,
         "pack_rows" => tiled::reference_pack_rows,
         "tiled" => tiled::reference_tiled,
@@ -57,6 +60,11 @@ pub fn reference(kernel: &str) -> Reference {
         "mark_prompt" => sampling::reference_mark_prompt,
         other => panic!("kernel \"{other}\" has no reference"),
     }
+}
+
+/// Whether each workgroup of a kernel waits for all carried words that the kernel reads, not for a part.
+pub fn waits_for_all(kernel: &str) -> bool {
+    kernel.starts_with("skinny")
 }
 
 /// Dispatch extents that cover `blocks` with no dimension above what every driver allows:

@@ -78,6 +78,9 @@ impl Range {
 pub enum Arg {
     /// The address of a range.
     Buffer(Range, Access),
+    /// As `Buffer`, of a range whose words carry their readiness (`tags.glsl`): who reads them waits for
+    /// each word, so that no barrier need stand between the call that writes them and the one that reads.
+    Carried(Range, Access),
     /// A 32-bit unsigned value.
     U32(u32),
     /// A 32-bit float.
@@ -91,7 +94,7 @@ impl Arg {
     /// If it is a value.
     pub fn range(self) -> Range {
         match self {
-            Arg::Buffer(range, _) => range,
+            Arg::Buffer(range, _) | Arg::Carried(range, _) => range,
             other => panic!("{other:?} is no buffer"),
         }
     }
@@ -134,6 +137,31 @@ pub struct Call {
     pub groups: [u32; 3],
 }
 
+impl Call {
+    /// The call with its accesses to `range`'s buffer carried.
+    pub fn carry(mut self, range: Range) -> Call {
+        for arg in &mut self.args {
+            if let Arg::Buffer(of, access) = *arg
+                && of.buffer == range.buffer
+            {
+                *arg = Arg::Carried(of, access);
+            }
+        }
+        self
+    }
+}
+
+/// What an operation does to a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Touch {
+    /// Where.
+    pub range: Range,
+    /// What.
+    pub access: Access,
+    /// Whether the words carry their readiness.
+    pub carried: bool,
+}
+
 /// One operation of a recording.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {
@@ -157,18 +185,20 @@ pub enum Op {
 
 impl Op {
     /// Every range that the operation touches, with what it does to it.
-    pub fn accesses(&self) -> Vec<(Range, Access)> {
+    pub fn touches(&self) -> Vec<Touch> {
+        let plain = |range: &Range, access| Touch { range: *range, access, carried: false };
         match self {
             Op::Call(call) => call
                 .args
                 .iter()
                 .filter_map(|arg| match arg {
-                    Arg::Buffer(range, access) => Some((*range, *access)),
-                    _ => None,
+                    Arg::Buffer(range, access) => Some(plain(range, *access)),
+                    Arg::Carried(range, access) => Some(Touch { carried: true, ..plain(range, *access) }),
+                    Arg::U32(_) | Arg::F32(_) => None,
                 })
                 .collect(),
-            Op::Copy { from, to } => vec![(*from, Access::Read), (*to, Access::Write)],
-            Op::Fill { to, .. } => vec![(*to, Access::Write)],
+            Op::Copy { from, to } => vec![plain(from, Access::Read), plain(to, Access::Write)],
+            Op::Fill { to, .. } => vec![plain(to, Access::Write)],
         }
     }
 }
@@ -211,6 +241,26 @@ impl Recording {
         &self.buffers[id.0 as usize]
     }
 
+    /// The same recording with nothing carried: every dependency is a barrier's.
+    pub fn with_barriers(&self) -> Recording {
+        let mut plain = self.clone();
+        for op in &mut plain.ops {
+            let Op::Call(call) = op else { continue };
+            for arg in &mut call.args {
+                if let Arg::Carried(range, access) = *arg {
+                    *arg = Arg::Buffer(range, access);
+                }
+            }
+            let constants = super::shaders::find(call.kernel).constants;
+            for (value, (_, name)) in call.constants.iter_mut().zip(constants) {
+                if *name == "tagged" {
+                    *value = 0;
+                }
+            }
+        }
+        plain
+    }
+
     /// Appends a dispatch.
     pub fn call(&mut self, call: Call) {
         self.ops.push(Op::Call(call));
@@ -231,6 +281,7 @@ impl fmt::Display for Recording {
                         }
                         match arg {
                             Arg::Buffer(r, access) => write!(f, "{access:?} {}", range(r))?,
+                            Arg::Carried(r, access) => write!(f, "{access:?} carried {}", range(r))?,
                             Arg::U32(v) => write!(f, "{v}")?,
                             Arg::F32(v) => write!(f, "{v}")?,
                         }

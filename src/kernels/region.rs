@@ -121,8 +121,8 @@ fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) 
         spirv: &words,
         constants,
         push_bytes: shader.push_bytes,
-        required_subgroup: None,
-        full_subgroups: false,
+        required_subgroup: shader.matrices.then_some(32),
+        full_subgroups: shader.matrices,
     };
     Pipeline::new(device, cache, &desc)
 }
@@ -264,7 +264,7 @@ fn encode(encoder: &mut Encoder, op: &Op, buffers: &[Arc<Buffer>], pipelines: &P
             for (arg, field) in call.args.iter().zip(shader.fields) {
                 let at = field.offset as usize;
                 match arg {
-                    Arg::Buffer(range, _) => {
+                    Arg::Buffer(range, _) | Arg::Carried(range, _) => {
                         let address = buffer(range.buffer).address() + range.offset;
                         block[at..at + 8].copy_from_slice(&address.to_le_bytes());
                     }

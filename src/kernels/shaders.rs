@@ -18,6 +18,8 @@ pub struct Shader {
     pub fields: &'static [ArgField],
     /// Specialization constants: id and name.
     pub constants: &'static [(u32, &'static str)],
+    /// Multiplies cooperative matrices: subgroups of 32, all full.
+    pub matrices: bool,
 }
 
 impl Shader {

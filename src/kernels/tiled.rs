@@ -252,7 +252,7 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
             })
             .collect();
         if c.packed == 0 {
-            gemm::finish(memory, c.epilogue, a.y, row * a.y_stride, &v);
+            gemm::finish(memory, c.epilogue, (a.y, None), row * a.y_stride, &v);
         } else {
             let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::swiglu(pair[0], pair[1])).collect();
             set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &y);

@@ -4,7 +4,7 @@
 use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Dtype, ModelConfig};
 use crate::kernels::attention::{self, Heads};
-use crate::kernels::embed::{self, RowsFrom};
+use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
@@ -12,7 +12,11 @@ use crate::kernels::sampling;
 use crate::kernels::shaders::{
     AdvanceArgs, AppendArgs, ArgmaxArgs, AttentionArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
 };
+use crate::kernels::skinny::{self, Matrices};
+use crate::kernels::tags::{Flow, Generations};
 use crate::memory::pack::{Format, Layout, Packing};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 
 /// What a step runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,7 +54,7 @@ impl Shape {
 }
 
 /// Choices that depend on the device and not on the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// Most threads of a `gemv` workgroup.
     pub gemv_threads: u32,
@@ -66,12 +70,30 @@ pub struct Tuning {
     pub argmax_threads: u32,
     /// Threads of the sampler.
     pub sample_threads: u32,
+    /// Weights in fragment order, and how their blocks are multiplied; `None`: row after row.
+    pub fragments: Option<Matrices>,
+    /// Shapes of `skinny`'s workgroups for one row, by rows and columns of W, where the rule's are not the best.
+    pub skinny: BTreeMap<(u32, u32), skinny::Config>,
+    /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
+    pub tags: bool,
 }
 
 impl Tuning {
-    /// Applies `key=value`; false if there is no such key or the value is no number.
+    /// Applies `key=value`; false if there is no such key or the value is no number. The key
+    /// `skinny.ROWSxCOLUMNS` takes `threads/tiles/ahead`.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
+        if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
+                return false;
+            };
+            if threads % 32 != 0 || [threads, tiles, ahead].contains(&0) {
+                return false;
+            }
+            self.skinny.insert((rows, cols), skinny::Config { threads, tiles, ahead });
+            return true;
+        }
         let Ok(value) = value.parse() else { return false };
         let place = match key {
             "gemv_threads" => &mut self.gemv_threads,
@@ -79,6 +101,18 @@ impl Tuning {
             "attention_threads" => &mut self.attention_threads,
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
+            "tags" => {
+                self.tags = value != 0;
+                return true;
+            }
+            "fragments" => {
+                self.fragments = match value {
+                    0 => None,
+                    1 => Some(Matrices::ByHand),
+                    _ => Some(Matrices::Cooperative),
+                };
+                return true;
+            }
             _ => return false,
         };
         *place = value;
@@ -115,7 +149,12 @@ pub struct Part {
     pub bytes: u64,
 }
 
-/// Elements of a padded row: kernels read eight values at a time.
+/// Floats of a row of activations: kernels read them 32 at a time at most.
+pub fn stride(width: u32) -> u32 {
+    width.next_multiple_of(32)
+}
+
+/// Elements of a padded row of weights: kernels read eight values at a time.
 pub fn padded(elements: u32) -> u32 {
     elements.next_multiple_of(8)
 }
@@ -127,40 +166,6 @@ pub fn format(dtype: Dtype) -> Format {
         Dtype::F16 => Format::F16,
         Dtype::F32 => Format::F32,
     }
-}
-
-/// How a weight is packed.
-pub fn packing(weight: &WeightSpec) -> Packing {
-    let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
-    match weight.kind {
-        WeightKind::Matrix => {
-            Packing { rows: weight.rows, cols: weight.cols, layout: row_major(8), format: format(weight.dtype) }
-        }
-        // A value a row, so that sources can interleave; the padding becomes zero.
-        WeightKind::Vector => Packing { rows: padded(weight.rows), cols: 1, layout: row_major(1), format: Format::F32 },
-    }
-}
-
-/// The buffers of a weight, none larger than `max_bytes`.
-pub fn parts(weight: &WeightSpec, max_bytes: u64) -> Vec<Part> {
-    let packing = packing(weight);
-    let row_bytes = packing.row_bytes();
-    // An even number of rows, so that gate and up stay together.
-    let fit = u32::try_from(max_bytes / row_bytes).unwrap_or(u32::MAX).max(2) & !1;
-    if packing.rows <= fit {
-        return vec![Part { name: weight.name.clone(), first_row: 0, rows: packing.rows, bytes: packing.bytes() }];
-    }
-    (0..packing.rows.div_ceil(fit))
-        .map(|i| {
-            let rows = fit.min(packing.rows - i * fit);
-            Part {
-                name: format!("{}.part{i}", weight.name),
-                first_row: i * fit,
-                rows,
-                bytes: u64::from(rows) * row_bytes,
-            }
-        })
-        .collect()
 }
 
 /// Everything that recordings of a replica depend on.
@@ -198,9 +203,69 @@ struct Step {
     rope: Range,
     pages: Range,
     chunk: Range,
+    logits: Activations,
+    fault: Range,
+    /// Of the tagged buffers; `None` where nothing is tagged.
+    generations: Option<RefCell<Generations>>,
+}
+
+impl Step {
+    fn is_logits(&self, range: Range) -> bool {
+        range.buffer == self.logits.range.buffer
+    }
+
+    /// The tags of a call that reads `input` and writes `output`.
+    fn flow(&self, input: Option<Range>, output: Option<Range>) -> Flow {
+        let Some(generations) = &self.generations else { return Flow::NONE };
+        let mut generations = generations.borrow_mut();
+        Flow {
+            input_carried: input.is_some(),
+            input: input.map_or(0, |range| generations.now(range)),
+            old: output.map_or(0, |range| generations.now(range)),
+            output: output.map(|range| generations.next(range)),
+        }
+    }
 }
 
 impl Dense<'_> {
+    /// Whether a weight is packed in fragment order: bfloat16 matrices are where the device reads that.
+    fn in_fragments(&self, weight: &WeightSpec) -> bool {
+        self.tuning.fragments.is_some() && matches!(weight.kind, WeightKind::Matrix) && weight.dtype == Dtype::Bf16
+    }
+
+    /// How a weight is packed.
+    pub fn packing(&self, weight: &WeightSpec) -> Packing {
+        let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
+        let (rows, cols, layout, format) = match weight.kind {
+            WeightKind::Matrix if self.in_fragments(weight) => {
+                (weight.rows, weight.cols, Layout::Fragments, Format::Bf16)
+            }
+            WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), format(weight.dtype)),
+            // A value a row, so that sources can interleave; the padding becomes zero.
+            WeightKind::Vector => (padded(weight.rows), 1, row_major(1), Format::F32),
+        };
+        Packing { rows, cols, layout, format }
+    }
+
+    /// The buffers of a weight, none larger than the device's largest.
+    pub fn parts(&self, weight: &WeightSpec) -> Vec<Part> {
+        let packing = self.packing(weight);
+        // Whole fragments, and an even number of rows, so that gate and up stay together.
+        let unit = packing.rows_of_unit().max(2);
+        let fit = u32::try_from(self.max_buffer_bytes / packing.row_bytes()).unwrap_or(u32::MAX) / unit * unit;
+        let fit = fit.max(unit);
+        let part = |name: String, first_row: u32, rows: u32| {
+            let bytes = Packing { rows, ..packing }.bytes();
+            Part { name, first_row, rows, bytes }
+        };
+        if packing.rows <= fit {
+            return vec![part(weight.name.clone(), 0, packing.rows)];
+        }
+        (0..packing.rows.div_ceil(fit))
+            .map(|i| part(format!("{}.part{i}", weight.name), i * fit, fit.min(packing.rows - i * fit)))
+            .collect()
+    }
+
     /// The heads of every attention layer.
     pub fn heads(&self) -> Heads {
         let c = self.config;
@@ -265,7 +330,7 @@ impl Dense<'_> {
     /// The parts of a matrix, each with its first row.
     fn matrix(&self, recording: &mut Recording, name: &str) -> Vec<(u32, Matrix)> {
         let weight = self.weight(name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""));
-        parts(weight, self.max_buffer_bytes)
+        self.parts(weight)
             .into_iter()
             .map(|part| {
                 let range = recording.buffer(&part.name, part.bytes);
@@ -275,7 +340,7 @@ impl Dense<'_> {
     }
 
     fn activations(recording: &mut Recording, name: &str, rows: u32, width: u32) -> Activations {
-        let stride = padded(width);
+        let stride = stride(width);
         Activations { range: recording.buffer(name, u64::from(rows) * u64::from(stride) * 4), stride }
     }
 
@@ -290,6 +355,32 @@ impl Dense<'_> {
         if rows >= from { 4 } else { 2 }
     }
 
+    /// Whether the activations of a shape's step carry their readiness: products wait for whole chunks of 32
+    /// columns, and with a single layer a step's words could not be told from those of the step before.
+    fn carries(&self, shape: Shape) -> bool {
+        let c = self.config;
+        let heads = self.heads();
+        let widths = [c.hidden, heads.q * heads.dim, (heads.q + 2 * heads.kv) * heads.dim, c.intermediate];
+        self.tuning.tags
+            && matches!(shape, Shape::Decode { rows } if rows <= 8)
+            && c.layers >= 2
+            && widths.iter().all(|width| width.is_multiple_of(32))
+            && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
+    }
+
+    /// The shape of `skinny`'s workgroups for a product.
+    fn skinny_config(&self, weight: &Matrix, rows: u32) -> skinny::Config {
+        if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
+            return *config;
+        }
+        let chunks = weight.cols.div_ceil(32);
+        let (threads, most) = if rows > 16 { (128, 2) } else { (512, 4) };
+        let groups = threads / 32;
+        let ahead = chunks.div_ceil(groups).next_power_of_two().min(if rows > 8 { 2 } else { most });
+        let tiles = if weight.rows.div_ceil(16) >= 256 && rows == 1 { 2 } else { 1 };
+        skinny::Config { threads, tiles, ahead }
+    }
+
     /// A product with every part of a weight.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     fn product(
@@ -297,13 +388,16 @@ impl Dense<'_> {
         recording: &mut Recording,
         shape: Shape,
         name: &str,
-        chunk: Range,
+        step: &Step,
         x: Activations,
         y: Activations,
         norm: Option<Range>,
         epilogue: Epilogue,
     ) {
         let bias = self.vector(recording, &format!("{name}.bias"));
+        let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
+        // Logits are for kernels that wait at barriers.
+        let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
         for (first, weight) in self.matrix(recording, name) {
             let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
             let offset = u64::from(first_output) * 4;
@@ -316,11 +410,15 @@ impl Dense<'_> {
                 epilogue,
                 y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
             };
-            recording.call(match shape {
-                Shape::Decode { rows } => {
+            recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
+                (_, Some(matrices)) if shape.rows() <= skinny::MOST_ROWS => {
+                    let config = self.skinny_config(&weight, shape.rows());
+                    skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
+                }
+                (Shape::Decode { rows }, _) => {
                     product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows, norm.is_some()))
                 }
-                Shape::Prefill { rows, .. } => product.matmul(rows, chunk),
+                (Shape::Prefill { rows, .. }, _) => product.matmul(rows, step.chunk),
             });
         }
     }
@@ -332,12 +430,19 @@ impl Dense<'_> {
         let r = &mut recording;
         let rows = shape.rows();
         let heads = self.heads();
+        // Tagged words and plain ones never share memory: any plain word has some tag.
+        let carries = self.carries(shape);
+        let named = |name: &str| if carries { format!("tagged.{name}") } else { name.to_owned() };
+        let logit_rows = if matches!(shape, Shape::Decode { .. }) { rows } else { 1 };
         let step = Step {
             rows: r.buffer("rows", embed::rows_bytes(rows)),
-            x: Self::activations(r, "x", rows, c.hidden),
-            qkv: Self::activations(r, "qkv", rows, (heads.q + 2 * heads.kv) * heads.dim),
-            attention: Self::activations(r, "attention.output", rows, heads.q * heads.dim),
-            mlp: Self::activations(r, "mlp.hidden", rows, c.intermediate),
+            x: Self::activations(r, &named("x"), rows, c.hidden),
+            qkv: Self::activations(r, &named("qkv"), rows, (heads.q + 2 * heads.kv) * heads.dim),
+            attention: Self::activations(r, &named("attention.output"), rows, heads.q * heads.dim),
+            mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
+            logits: Self::activations(r, "logits", logit_rows, c.vocab),
+            fault: self.state.fault(r),
+            generations: carries.then(RefCell::default),
             partials: r.buffer(
                 "attention.partials",
                 heads.partial_floats(self.tuning.splits) * 4 * u64::from(self.state.rows),
@@ -360,6 +465,8 @@ impl Dense<'_> {
             Shape::Decode { .. } => RowsFrom::Batch,
             Shape::Prefill { .. } => RowsFrom::Chunk,
         };
+        let flow = step.flow(None, Some(step.x.range));
+        let fragments = self.weight("embed").is_some_and(|w| self.in_fragments(w));
         for (first, table) in self.matrix(r, "embed") {
             let (slots, batch) = (self.state.slots(r), self.state.batch(r));
             let decode = from == RowsFrom::Batch;
@@ -374,8 +481,11 @@ impl Dense<'_> {
                 x_stride: step.x.stride,
                 part_first: first,
                 part_rows: table.rows,
+                x_tag: 0,
             };
-            r.call(embed::embed_rows("embed".to_owned(), table.format, from, shape.rows(), self.config.hidden, args));
+            let layout = Table { format: table.format, fragments };
+            let label = "embed".to_owned();
+            r.call(embed::embed_rows(label, layout, from, shape.rows(), self.config.hidden, flow, args));
         }
     }
 
@@ -384,7 +494,7 @@ impl Dense<'_> {
         let heads = self.heads();
         let name = |part: &str| format!("layers.{layer}.{part}");
         let attn_norm = self.vector(r, &name("attn_norm"));
-        self.product(r, shape, &name("qkv"), step.chunk, step.x, step.qkv, attn_norm, Epilogue::Store);
+        self.product(r, shape, &name("qkv"), step, step.x, step.qkv, attn_norm, Epilogue::Store);
 
         let k = r.buffer(&format!("kv.{layer}.k"), self.kv_bytes());
         let v = r.buffer(&format!("kv.{layer}.v"), self.kv_bytes());
@@ -419,10 +529,13 @@ impl Dense<'_> {
             partials: step.partials,
             counters: step.counters,
             o: step.attention.range,
+            fault: step.fault,
             stride: step.qkv.stride,
             output_stride: step.attention.stride,
             max_pages: self.state.max_pages,
             epsilon: c.rms_eps,
+            qkv_tag: 0,
+            o_tag: 0,
         };
         let splits = if fused { self.tuning.splits } else { 1 };
         r.call(attention::attention(
@@ -432,13 +545,14 @@ impl Dense<'_> {
             splits,
             self.attention_threads(),
             fused,
+            step.flow(Some(step.qkv.range), Some(step.attention.range)),
             args,
         ));
 
-        self.product(r, shape, &name("o"), step.chunk, step.attention, step.x, None, Epilogue::Residual);
+        self.product(r, shape, &name("o"), step, step.attention, step.x, None, Epilogue::Residual);
         let mlp_norm = self.vector(r, &name("mlp_norm"));
-        self.product(r, shape, &name("gate_up"), step.chunk, step.x, step.mlp, mlp_norm, Epilogue::SwiGlu);
-        self.product(r, shape, &name("down"), step.chunk, step.mlp, step.x, None, Epilogue::Residual);
+        self.product(r, shape, &name("gate_up"), step, step.x, step.mlp, mlp_norm, Epilogue::SwiGlu);
+        self.product(r, shape, &name("down"), step, step.mlp, step.x, None, Epilogue::Residual);
     }
 
     fn head(&self, r: &mut Recording, shape: Shape, step: &Step) {
@@ -469,10 +583,10 @@ impl Dense<'_> {
                 (head_x, head_rows, 1)
             }
         };
-        let logits = Self::activations(r, "logits", rows, c.vocab);
+        let logits = step.logits;
         let norm = self.vector(r, "final_norm");
         let name = if c.tied { "embed" } else { "lm_head" };
-        self.product(r, Shape::Decode { rows }, name, step.chunk, x, logits, norm, Epilogue::Store);
+        self.product(r, Shape::Decode { rows }, name, step, x, logits, norm, Epilogue::Store);
         let keys = r.buffer("sampling.keys", logits.range.bytes);
         let step_number = r.buffer("step", 4);
         let ring = r.buffer("ring", self.ring.bytes());

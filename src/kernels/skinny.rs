@@ -1,0 +1,119 @@
+//! `skinny`: products of a packed weight matrix with a few rows of activations; the same meaning as
+//! `gemv`. Deliberately absent: row-major weights (`gemm`).
+
+use super::gemm::{Product, Shape, product};
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{SkinnyArgs, SkinnyConstants};
+use super::tags::Flow;
+use super::{Format, fold};
+
+/// How blocks of 16 × 16 are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Matrices {
+    /// By hand, through shared memory: on any device.
+    ByHand,
+    /// By the device's matrix units.
+    Cooperative,
+}
+
+/// The shape of `skinny`'s workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Config {
+    /// Invocations: a multiple of 32; each 32 take a share of K.
+    pub threads: u32,
+    /// Blocks of 16 rows of W.
+    pub tiles: u32,
+    /// Chunks of 32 columns that each 32 invocations have in flight.
+    pub ahead: u32,
+}
+
+/// Most rows of x.
+pub const MOST_ROWS: u32 = 64;
+
+impl Config {
+    /// Shared memory that a workgroup takes for so many rows of x, bytes.
+    pub fn shared_bytes(self, rows: u32, matrices: Matrices) -> u32 {
+        let (groups, blocks, tokens, quads) = (self.threads / 32, rows.div_ceil(8), rows.min(8), self.ahead * 8);
+        let loads = (tokens * quads).div_ceil(32);
+        let squares = match matrices {
+            Matrices::ByHand => quads,
+            Matrices::Cooperative if rows == 1 => loads,
+            Matrices::Cooperative => quads.div_ceil(32),
+        };
+        let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
+        let (sums, x) = (self.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
+        groups * (sums + x + blocks * tokens * squares * 4) + exchange
+    }
+}
+
+/// `product` for `rows` rows of x, at most [`MOST_ROWS`], with W packed as
+/// [`crate::memory::pack::Layout::Fragments`] in bfloat16. `flow` says which of its operands are tagged.
+pub fn skinny(product: &Product, rows: u32, matrices: Matrices, config: Config, flow: Flow, fault: Range) -> Call {
+    assert!(rows <= MOST_ROWS && product.weight.format == Format::Bf16, "{rows} rows of {:?}", product.weight.format);
+    let (norm, bias, epsilon) = product.touched();
+    let chunks = product.weight.cols.div_ceil(32);
+    let constants = SkinnyConstants {
+        threads: config.threads,
+        lanes: config.threads,
+        norm: u32::from(product.norm.is_some()),
+        bias: u32::from(product.bias.is_some()),
+        epilogue: product.epilogue.code(),
+        tiles: config.tiles,
+        ahead: config.ahead,
+        blocks: rows.div_ceil(8),
+        rows,
+        chunks,
+        tagged: flow.code(),
+    };
+    let args = SkinnyArgs {
+        weight: product.weight.range,
+        x: product.x.range,
+        norm,
+        bias,
+        y: product.y.range,
+        // Whoever raises it and whoever looks, in whatever order, does right.
+        fault: fault.none(),
+        n: product.weight.rows,
+        k: product.weight.cols,
+        x_stride: product.x.stride,
+        y_stride: product.y.stride,
+        epsilon,
+        x_tag: flow.input,
+        old_tag: flow.old,
+        y_tag: flow.output.unwrap_or(0),
+    };
+    let call = Call {
+        kernel: match matrices {
+            Matrices::ByHand => "skinny.bf16.plain",
+            Matrices::Cooperative => "skinny.bf16",
+        },
+        label: product.label.clone(),
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: fold(product.weight.rows.div_ceil(16 * config.tiles), 1),
+    };
+    flow.mark(call, product.x.range, product.y.range)
+}
+
+pub(super) fn reference_skinny(call: &Call, memory: &mut HostMemory) {
+    let a = SkinnyArgs::from_args(&call.args);
+    let c = SkinnyConstants::from_values(&call.constants);
+    let shape = Shape {
+        weight: a.weight,
+        x: a.x,
+        norm: (c.norm == 1).then_some(a.norm),
+        bias: (c.bias == 1).then_some(a.bias),
+        y: a.y,
+        n: a.n,
+        k: a.k,
+        padded: c.chunks * 32,
+        fragments: true,
+        x_stride: a.x_stride,
+        y_stride: a.y_stride,
+        epsilon: a.epsilon,
+        epilogue: c.epilogue,
+        tag: (c.tagged == 3).then_some(a.y_tag),
+    };
+    product(memory, Format::Bf16, c.rows, &shape);
+}

@@ -16,12 +16,15 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::{Bench, Cases, Expect, POISON, Random, round};
 use ostinato::kernels::attention::{self, Heads};
-use ostinato::kernels::embed::{RowsFrom, embed_rows};
+use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
+use ostinato::kernels::flash_decode::{self, flash_decode};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
+use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::state;
+use ostinato::kernels::tags::Flow;
 use ostinato::memory::pack::Format;
 
 const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
@@ -126,8 +129,10 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                     x_stride: stride,
                     part_first: first,
                     part_rows: count,
+                    x_tag: 0,
                 };
-                cases.recording.call(embed_rows("embed".to_owned(), format, from, rows, hidden, args));
+                let table = Table { format, fragments: false };
+                cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, Flow::NONE, args));
             }
             // {token, position, slot, valid} by row.
             let wanted: Vec<[u32; 4]> = (0..rows as usize)
@@ -724,11 +729,18 @@ fn append_normalises_rotates_and_fills_pages() {
 /// Method, beside the file's: each case runs twice in a row over one set of counters, which
 /// must be zero again, and with several numbers of splits, so that one workgroup is all there
 /// is, the last of several to arrive combines, or splits are left without work.
-fn attention_cases(fused: bool) {
-    let mut cases = Cases::new(if fused { "attention.fused" } else { "attention" });
+fn attention_cases(fused: bool, flash: Option<Matrices>) {
+    let mut cases = Cases::new(if flash.is_some() {
+        "flash_decode"
+    } else if fused {
+        "attention.fused"
+    } else {
+        "attention"
+    });
     let mut random = Random(if fused { 8 } else { 9 });
     let mut made = Vec::new();
-    for (index, heads) in all_heads().into_iter().enumerate() {
+    let served = |heads: &Heads| flash.is_none() || flash_decode::serves(*heads);
+    for (index, heads) in all_heads().into_iter().filter(served).enumerate() {
         let rows = all_rows();
         let count = rows.len() as u32;
         let context = Context::new(&mut random, heads, &rows);
@@ -759,24 +771,26 @@ fn attention_cases(fused: bool) {
                 partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
                 counters: cases.words("counters", &vec![0; (heads.kv * count) as usize]),
                 o: outputs[0],
+                fault: outputs[0].none(),
                 stride: context.stride,
                 output_stride: heads.q * heads.dim + 8,
                 max_pages: context.max_pages,
                 epsilon: EPSILON,
+                qkv_tag: 0,
+                o_tag: 0,
             };
             cases.expect(args.k, stored(heads.kv_format));
             cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
             for o in outputs {
                 args.o = o;
-                cases.recording.call(attention::attention(
-                    "attention".to_owned(),
-                    heads,
-                    count,
-                    splits,
-                    threads,
-                    fused,
-                    args,
-                ));
+                let label = "attention".to_owned();
+                cases.recording.call(match flash {
+                    Some(matrices) => {
+                        let threads = [32, 64, 128][index % 3];
+                        flash_decode(label, heads, count, splits, threads, matrices, Flow::NONE, args)
+                    }
+                    None => attention::attention(label, heads, count, splits, threads, fused, Flow::NONE, args),
+                });
             }
             last = Some((args, outputs));
         }
@@ -825,10 +839,15 @@ fn attention_cases(fused: bool) {
 
 #[test]
 fn attention_of_a_decode_step_normalises_rotates_appends_and_attends() {
-    attention_cases(true);
+    attention_cases(true, None);
 }
 
 #[test]
 fn attention_of_a_chunk_attends() {
-    attention_cases(false);
+    attention_cases(false, None);
+}
+
+#[test]
+fn flash_decode_means_what_attention_of_a_decode_step_does() {
+    attention_cases(true, Some(Matrices::ByHand));
 }

@@ -42,7 +42,7 @@ layout(push_constant) uniform Args {
     CacheInOut v;
     Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]: m and l of each head, then o
     Counters counters;   // [rows][kv_heads], zero between uses
-    TaggedOut o;
+    TaggedOut1 o;
     Fault fault;
     uint stride;
     uint output_stride;
@@ -162,7 +162,7 @@ void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_ei
     }
 
 void write_output(uint at, float value) {
-    TaggedOut1(o).v[at] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
+    o.v[at] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
 }
 
 uint token_page(uint table, uint token) { return pages.v[table + token / 16u]; }

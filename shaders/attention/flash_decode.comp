@@ -102,6 +102,13 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
     m = uvec4(pair_at(t_, d_), pair_at(t_ + 8u, d_), pair_at(t_, d_ + 8u), pair_at(t_ + 8u, d_ + 8u)); }
 #endif
 
+// Four values of the cache.
+#if MATRIX == 1
+#define PUT_FOUR(cache, at, words) Words2Out(cache).v[at] = words;
+#else
+#define PUT_FOUR(cache, at, words) if ((at) % 2u == 0u) cache.v[(at) / 2u].xy = words; else cache.v[(at) / 2u].zw = words;
+#endif
+
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
 void write_output(uint quad, vec4 value) { o.v[quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value); }
@@ -213,8 +220,8 @@ void main() {
     if (split == 0u) {
         uint own = pages.v[table + position / 16u] * KV_HEADS + kvh, in_page = position % 16u;
         for (uint i = i0; i < QUADS; i += LANES) {
-            Words2Out(k).v[(own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u] = new_k_s[i];
-            Words2Out(v).v[(own * 16u + in_page) * QUADS + i] = new_v_s[i];
+            PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
+            PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
         // The new token's score, from the same parts that pages meet.
         for (uint i = i0; i < G * QUADS; i += LANES) {
@@ -285,11 +292,14 @@ void main() {
         [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
             vec4 part = SUMS_LOW(outputs[j]) + SUMS_HIGH(outputs[j]);
             uint at = LANE_GROUP * STAGED + g * QUADS + j * 4u + t / 2u;
-            uint e = t % 2u * 2u;
-            stage_s[at][e] = floatBitsToUint(part.x);
-            stage_s[at][e + 1u] = floatBitsToUint(part.y);
-            stage_s[at + 2u][e] = floatBitsToUint(part.z);
-            stage_s[at + 2u][e + 1u] = floatBitsToUint(part.w);
+            // Constant components: some drivers store a chosen one by way of the whole vector.
+            if (t % 2u == 0u) {
+                stage_s[at].xy = floatBitsToUint(part.xy);
+                stage_s[at + 2u].xy = floatBitsToUint(part.zw);
+            } else {
+                stage_s[at].zw = floatBitsToUint(part.xy);
+                stage_s[at + 2u].zw = floatBitsToUint(part.zw);
+            }
         }
         if (t == 0u) state_s[LANE_GROUP * G + g] = vec2(most, sum);
     }

@@ -53,8 +53,6 @@ layout(push_constant) uniform Args {
     uint y_tag;
 };
 
-layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
-
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // of a block
@@ -75,6 +73,15 @@ shared vec4 sums_s[GROUPS * ITEMS];
 shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both parts of four columns
 shared float squares_s[GROUPS * BLOCKS * TOKENS * SQUARES];
 
+// One or two results at an even place. Components are constant: some drivers store a chosen one by way of
+// the whole vector.
+#if MATRIX == 1
+#define PUT_TWO(at, words) TaggedOut2(y).v[(at) / 2u] = words;
+#else
+#define PUT_TWO(at, words) if ((at) % 4u == 0u) y.v[(at) / 4u].xy = words; else y.v[(at) / 4u].zw = words;
+#endif
+#define PUT_ONE(at, word) if ((at) % 4u == 0u) y.v[(at) / 4u].x = word; else y.v[(at) / 4u].z = word;
+
 uint chunk_of(uint round, uint u) { return (round * AHEAD + u) * GROUPS + LANE_GROUP; }
 
 void main() {
@@ -82,7 +89,12 @@ void main() {
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILES;
     if (first >= blocks) return;
     uint g = LANE >> 2, t = LANE & 3u;
+#if MATRIX == 1
+    // Loads that the near cache may serve: nobody writes x meanwhile where it is not tagged.
     Words4In plain_x = Words4In(x);
+#else
+#define plain_x x
+#endif
 
     // What an item of the epilogue adds to, if it is there already.
     uint item = gl_LocalInvocationIndex;
@@ -213,12 +225,17 @@ void main() {
             vec2 result = gate / (1.0 + exp(-gate)) * v.yw;
             uint at = item_token * y_stride + item_row / 2u;
             uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
-            if (left == 4u) TaggedOut2(y).v[at / 2u] = words;
-            else if (left >= 2u) TaggedOut1(y).v[at] = words.x;
+            if (left == 4u) {
+                PUT_TWO(at, words)
+            } else if (left >= 2u) {
+                PUT_ONE(at, words.x)
+            }
         } else {
             uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
             if (left == 4u) y.v[item_at] = words;
-            else [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) TaggedOut1(y).v[item_at * 4u + i] = words[i];
+            if (left < 4u) y.v[item_at].x = words.x;
+            if (left < 4u && left > 1u) y.v[item_at].y = words.y;
+            if (left == 3u) y.v[item_at].z = words.z;
         }
     }
 }

@@ -186,17 +186,10 @@ pub(super) struct Shape {
 /// Sums in f64, so that what a device's sums differ by is the device's alone. Padding is not
 /// read: a kernel may, and must find it harmless.
 pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
-    let set = |memory: &mut HostMemory, at: u32, value: f64| match s.tag {
-        Some(tag) => memory.set_u32(s.y, at, tagged(value as f32, tag)),
-        None => memory.set_f32(s.y, at, value as f32),
-    };
     for row in 0..rows {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
-        let x: Vec<f64> = match s.norm {
-            Some(norm) => {
-                let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / f64::from(s.k) + f64::from(s.epsilon)).sqrt();
-                x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
-            }
+        let x = match s.norm {
+            Some(norm) => normed(memory, x, norm, s.epsilon),
             None => x,
         };
         let v: Vec<f64> = (0..s.n)
@@ -207,20 +200,34 @@ pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Sh
                 dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
             })
             .collect();
-        for r in 0..s.n {
-            let at = row * s.y_stride + r;
-            match s.epilogue {
-                1 => {
-                    let old = f64::from(memory.f32(s.y, at));
-                    set(memory, at, old + v[r as usize]);
-                }
-                2 if r % 2 == 0 => {
-                    let (gate, up) = (v[r as usize], v[r as usize + 1]);
-                    set(memory, row * s.y_stride + r / 2, gate / (1.0 + (-gate).exp()) * up);
-                }
-                2 => {}
-                _ => set(memory, at, v[r as usize]),
-            }
+        finish(memory, s.epilogue, (s.y, s.tag), row * s.y_stride, &v);
+    }
+}
+
+/// RMS norm of one row.
+pub(super) fn normed(memory: &HostMemory, x: Vec<f64>, norm: Range, epsilon: f32) -> Vec<f64> {
+    let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
+    let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
+    x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
+}
+
+/// `silu(gate) * up`
+pub(super) fn swiglu(gate: f64, up: f64) -> f64 {
+    gate / (1.0 + (-gate).exp()) * up
+}
+
+/// The epilogue of one row of products, into floats of y from `first` on; they carry the tag, if
+/// there is one.
+pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, Option<u32>), first: u32, v: &[f64]) {
+    let results: Vec<f64> = match epilogue {
+        1 => (first..).zip(v).map(|(at, v)| f64::from(memory.f32(y, at)) + v).collect(),
+        2 => v.chunks_exact(2).map(|pair| swiglu(pair[0], pair[1])).collect(),
+        _ => v.to_vec(),
+    };
+    for (at, value) in (first..).zip(results) {
+        match tag {
+            Some(tag) => memory.set_u32(y, at, tagged(value as f32, tag)),
+            None => memory.set_f32(y, at, value as f32),
         }
     }
 }

@@ -76,6 +76,18 @@ impl HostMemory {
         }
     }
 
+    /// Sets 16-bit number `i` of a range in a format, rounded to nearest even.
+    ///
+    /// # Panics
+    /// If the format is f32.
+    pub fn set_number(&mut self, format: super::Format, range: Range, i: u32, value: f32) {
+        match format {
+            super::Format::Bf16 => self.set_u16(range, i, bf16::from_f32(value).to_bits()),
+            super::Format::F16 => self.set_f16(range, i, value),
+            super::Format::F32 => panic!("f32 has 32 bits"),
+        }
+    }
+
     /// All floats of a range.
     pub fn floats(&self, range: Range) -> Vec<f32> {
         (0..(range.bytes / 4) as u32).map(|i| self.f32(range, i)).collect()

@@ -18,18 +18,20 @@ pub mod shaders;
 pub mod skinny;
 pub mod state;
 pub mod tags;
+pub mod tiled;
 
 use crate::memory::pack::Format;
 use host_memory::HostMemory;
 use recording::Call;
 
-/// The number format in a kernel's variant name, `gemv.bf16` for example.
+/// The number format in a kernel's variant name, `gemv.bf16` or `tiled.f16.plain` for example.
 pub fn format_of(kernel: &str) -> Format {
-    match kernel.rsplit('.').next() {
-        Some("f16") => Format::F16,
-        Some("f32") => Format::F32,
-        _ => Format::Bf16,
-    }
+    let format = |part: &str| match part {
+        "f16" => Some(Format::F16),
+        "f32" => Some(Format::F32),
+        _ => None,
+    };
+    kernel.split('.').find_map(format).unwrap_or(Format::Bf16)
 }
 
 /// The meaning of a kernel in plain Rust, over the buffers of a recording.
@@ -45,6 +47,8 @@ pub fn reference(kernel: &str) -> Reference {
         "gemv" => gemm::reference_gemv,
         "skinny" => skinny::reference_skinny,
         "matmul" => gemm::reference_matmul,
+        "pack_rows" => tiled::reference_pack_rows,
+        "tiled" => tiled::reference_tiled,
         "take_last" => gemm::reference_take_last,
         "flash_decode" => flash_decode::reference_flash_decode,
         "append" => attention::reference_append,

@@ -113,6 +113,8 @@ pub enum Expect {
     Floats(f32),
     /// Pairs of f16, likewise.
     Halves(f32),
+    /// Pairs of bfloat16, likewise.
+    Bfloats(f32),
     /// Scratch that another split of the work leaves different.
     Any,
 }
@@ -168,9 +170,12 @@ pub fn compare(
             };
             match expect {
                 Expect::Floats(limit) => near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit),
-                Expect::Halves(limit) => {
+                Expect::Halves(limit) | Expect::Bfloats(limit) => {
                     for shift in [0, 16] {
-                        let half = |word: u32| f16::from_bits((word >> shift) as u16).to_f32();
+                        let half = |word: u32| match expect {
+                            Expect::Halves(_) => f16::from_bits((word >> shift) as u16).to_f32(),
+                            _ => bf16::from_bits((word >> shift) as u16).to_f32(),
+                        };
                         if half(found[i]).to_bits() != half(wanted[i]).to_bits() {
                             near(half(found[i]), half(wanted[i]), limit);
                         }

@@ -1,0 +1,86 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// packed = fragments( round16( prologue(x) ) ): rows of a prompt in the order in which `tiled` reads them.
+//
+// prologue   NORM 0: x             NORM 1: x ⊙ norm · rsqrt(mean x² + eps)
+// x          [rows][x_stride] f32, k columns real;  norm [k]
+// packed     blocks of 16 rows × 32 columns, 1,024 bytes each: word ((row / 16 · chunks + column / 32)·2 + h)·32
+//            + 4g + t of 16 bytes holds columns 8t + 4h .. + 4 of rows g and g + 8 of the block, a pair of columns
+//            at a time: {g: 0, 1}, {g + 8: 0, 1}, {g: 2, 3}, {g + 8: 2, 3}. Rows not below `count[2]` (the chunk's
+//            length) and columns from k on are zero.
+//
+// One workgroup makes rows g and g + 8 of a block; a thread makes a 16-byte word from 16 bytes of each row a
+// step. Traffic: x once (with NORM twice, the second time from the near cache), 2 bytes written a value.
+#include "common.glsl"
+// Of the fragments only the rounding is used.
+#define LANES 1
+#include "fragments.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint NORM = 0;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
+
+layout(push_constant) uniform Args {
+    Floats4In x;
+    Floats4In norm;
+    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    Words4Out packed;
+    uint k;           // columns, for the mean
+    uint chunks;      // blocks of 32 columns
+    uint pairs;       // of rows, padding included
+    uint x_stride;    // floats
+    float epsilon;
+};
+
+// Squares of both rows by subgroup.
+shared vec2 partial[256];
+
+// Columns column .. + 4 of a row; zero where there are none.
+vec4 four(uint row, uint column, bool used) {
+    if (!used || column >= k) return vec4(0.0);
+    vec4 v = x.v[(row * x_stride + column) / 4u];
+    return mix(vec4(0.0), v, lessThan(uvec4(column, column + 1u, column + 2u, column + 3u), uvec4(k)));
+}
+
+void main() {
+    uint pair = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    if (pair >= pairs) return;
+    uint block = pair / 8u, g = pair & 7u;
+    uint low = block * 16u + g, high = low + 8u;
+    uint rows = count.v[2];
+    bool low_used = low < rows, high_used = high < rows;
+    uint words = chunks * 8u;
+
+    vec2 scale = vec2(1.0);
+    if (NORM == 1u && low_used) {
+        vec2 square = vec2(0.0);
+        for (uint i = gl_LocalInvocationID.x; i < words; i += gl_WorkGroupSize.x) {
+            vec4 a = four(low, i * 4u, low_used), b = four(high, i * 4u, high_used);
+            square += vec2(dot(a, a), dot(b, b));
+        }
+        square = subgroupAdd(square);
+        if (gl_NumSubgroups > 1u) {
+            if (subgroupElect()) partial[gl_SubgroupID] = square;
+            barrier();
+            square = vec2(0.0);
+            for (uint i = 0u; i < gl_NumSubgroups; i++) square += partial[i];
+        }
+        scale = inversesqrt(square / float(k) + epsilon);
+    }
+
+    for (uint i = gl_LocalInvocationID.x; i < words; i += gl_WorkGroupSize.x) {
+        uint column = i * 4u;
+        vec4 a = four(low, column, low_used), b = four(high, column, high_used);
+        if (NORM == 1u && column < k) {
+            // What lies behind the last real column of the norm is not looked at.
+            vec4 w = mix(vec4(0.0), norm.v[i],
+                lessThan(uvec4(column, column + 1u, column + 2u, column + 3u), uvec4(k)));
+            a *= w * scale.x;
+            b *= w * scale.y;
+        }
+        uint c = i >> 3, t = (i >> 1) & 3u, h = i & 1u;
+        packed.v[((block * chunks + c) * 2u + h) * 32u + g * 4u + t] =
+            uvec4(pack_pair(a.x, a.y), pack_pair(b.x, b.y), pack_pair(a.z, a.w), pack_pair(b.z, b.w));
+    }
+}

@@ -1,0 +1,193 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// y[r] = epilogue( W · x[r] ) for the rows of a prompt, both packed as fragments.
+//
+// epilogue   0 store: y = Wx + b      1 residual: y += Wx + b
+//            2 swiglu: rows of W alternate gate, up; y[N/2] = silu(gate)·up
+// weight     [N padded to 16][K], `memory::pack::Layout::Fragments`
+// x          [rows padded to 64][K] as `pack_rows` writes it;  y [rows][y_stride] f32, or with PACKED (and swiglu)
+//            what `pack_rows` would make of it: the x of the next product
+//
+// One workgroup computes a tile of TILE_TOKENS rows of x by TILE_ROWS rows of W, each group of 32 lanes
+// GROUP_TOKENS by GROUP_ROWS of it. W goes from global memory to registers, the next 16 columns while these are
+// multiplied. x goes through shared memory, STAGE steps of 16 columns at a time in two buffers, with one barrier
+// a stage; each step loads a word of the next stage and stores the one before. All loads are unconditional, with
+// clamped addresses. Tiles follow one another so that ORDER tiles of x meet the same tile of W.
+// Traffic: x (N/TILE_ROWS) times, W (rows/TILE_TOKENS/ORDER) times, the rest from the near caches.
+#include "common.glsl"
+
+#define LANES ((TILE_TOKENS / GROUP_TOKENS) * (TILE_ROWS / GROUP_ROWS) * 32u)
+#include "fragments.glsl"
+
+layout(local_size_x = LANES) in;
+layout(constant_id = 0) const uint N = 16;        // rows of W
+layout(constant_id = 1) const uint K = 32;        // columns, padded to 32
+layout(constant_id = 2) const uint BIAS = 0;
+layout(constant_id = 3) const uint EPILOGUE = 0;
+layout(constant_id = 4) const uint PACKED = 0;
+layout(constant_id = 5) const uint ORDER = 8;
+
+#if MATRIX == 1
+layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
+#endif
+
+// By hand the loop is long enough as it is.
+#if MATRIX == 1
+#define EACH_STEP [[unroll]]
+#else
+#define EACH_STEP [[dont_unroll]]
+#endif
+
+layout(push_constant) uniform Args {
+    Words4In weight;
+    Words4In x;
+    FloatsIn bias;
+    FloatsInOut y;
+    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    uint y_stride;    // floats, a multiple of 4
+};
+
+// Blocks of 16 rows of x and of W in a group's part.
+const uint TOKEN_BLOCKS = GROUP_TOKENS / 16u;
+const uint ROW_BLOCKS = GROUP_ROWS / 16u;
+// Steps of 16 columns, 32 words each of a block; what a lane loads of a stage: at most STAGE words, and LANES
+// divides STAGE_WORDS.
+const uint STEPS = K / 16u;
+const uint STAGES = (STEPS + STAGE - 1u) / STAGE;
+const uint STAGE_WORDS = STAGE * 32u;
+const uint BLOCK_WORDS = STEPS * 32u;
+const uint BUFFER_WORDS = STAGE_WORDS * (TILE_TOKENS / 16u);
+const uint LOADS = BUFFER_WORDS / LANES;
+const uint WEIGHT_BLOCKS = (N + 15u) / 16u;
+const uint OUTPUT_CHUNKS = (N / 2u + 31u) / 32u;
+
+shared uvec4 staged[2u * BUFFER_WORDS];
+
+// The i-th of a lane's words of stage `stage`; `base`: the lane's first of the tile.
+uvec4 load_tokens(uint base, uint stage, uint i) {
+    uint block = i * LANES / STAGE_WORDS * BLOCK_WORDS, at = i * LANES % STAGE_WORDS;
+    if (STEPS % STAGE == 0u) return x.v[base + stage * STAGE_WORDS + (block + at)];
+    // Steps behind the last are zero, whatever W is multiplied with them.
+    uint word = stage * STAGE_WORDS + at + gl_LocalInvocationIndex;
+    uvec4 q = x.v[base - gl_LocalInvocationIndex + block + min(word, BLOCK_WORDS - 1u)];
+    return word < BLOCK_WORDS ? q : uvec4(0u);
+}
+
+// Block `block + j` of W at a step; `base`: the lane's first word of block `block`.
+uvec4 load_weights(uint base, uint block, uint j, uint step_) {
+    if (N % TILE_ROWS == 0u) return weight.v[base + step_ * 32u + j * BLOCK_WORDS];
+    return weight.v[min(block + j, WEIGHT_BLOCKS - 1u) * BLOCK_WORDS + step_ * 32u + LANE];
+}
+
+vec2 swiglu(vec4 v) { return v.xz / (1.0 + exp(-v.xz)) * v.yw; }
+
+// Rows row .. + 4 of W for one token.
+void store(uint token, uint row, vec4 v) {
+    uint at = token * y_stride + (EPILOGUE == 2u ? row / 2u : row);
+#if MATRIX == 1
+    // Not every driver without matrices knows y by another type.
+    if (row + 4u <= N) {
+        if (EPILOGUE == 0u) Floats4InOut(y).v[at / 4u] = v;
+        if (EPILOGUE == 1u) Floats4InOut(y).v[at / 4u] += v;
+        if (EPILOGUE == 2u) Floats2Out(y).v[at / 2u] = swiglu(v);
+        return;
+    }
+#endif
+    vec2 s = swiglu(v);
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        if (row + i >= N) return;
+        if (EPILOGUE == 0u) y.v[at + i] = v[i];
+        if (EPILOGUE == 1u) y.v[at + i] += v[i];
+        if (EPILOGUE == 2u && (i & 1u) == 0u) y.v[at + i / 2u] = s[i / 2u];
+    }
+}
+
+// Two outputs of token g of a block and of token g + 8: half of a 16-byte word.
+void store_packed(uint token, uint row, vec2 low, vec2 high, uint used) {
+    uint column = row / 2u;
+    if (column >= OUTPUT_CHUNKS * 32u) return;
+    if (token >= used || row >= N) low.x = 0.0;
+    if (token >= used || row + 2u >= N) low.y = 0.0;
+    if (token + 8u >= used || row >= N) high.x = 0.0;
+    if (token + 8u >= used || row + 2u >= N) high.y = 0.0;
+    uint word = ((token / 16u * OUTPUT_CHUNKS + column / 32u) * 2u + (column >> 2 & 1u)) * 32u + (token & 7u) * 4u
+        + (column >> 3 & 3u);
+    uint pair = word * 2u + (column >> 1 & 1u);
+    vec2 bits = uintBitsToFloat(uvec2(pack_pair(low.x, low.y), pack_pair(high.x, high.y)));
+#if MATRIX == 1
+    Floats2Out(y).v[pair] = bits;
+#else
+    y.v[pair * 2u] = bits.x;
+    y.v[pair * 2u + 1u] = bits.y;
+#endif
+}
+
+void main() {
+    uint used = count.v[2];
+    uint token_tiles = (used + TILE_TOKENS - 1u) / TILE_TOKENS;
+    uint row_tiles = (N + TILE_ROWS - 1u) / TILE_ROWS;
+    uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    if (tile >= token_tiles * row_tiles) return;
+    uint ordered = tile / (ORDER * row_tiles) * ORDER, rest = tile % (ORDER * row_tiles);
+    uint together = min(token_tiles - ordered, ORDER);
+    uint tile_block = (ordered + rest % together) * (TILE_TOKENS / 16u);
+    uint group_token = LANE_GROUP / (TILE_ROWS / GROUP_ROWS) * TOKEN_BLOCKS;
+    uint row_block = rest / together * (TILE_ROWS / 16u) + LANE_GROUP % (TILE_ROWS / GROUP_ROWS) * ROW_BLOCKS;
+    uint lane = gl_LocalInvocationIndex;
+    uint x_base = tile_block * BLOCK_WORDS + lane, w_base = row_block * BLOCK_WORDS + LANE;
+
+    Sums sums[TOKEN_BLOCKS][ROW_BLOCKS];
+    [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++)
+        [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) sums[i][j] = NO_SUMS;
+    // Two register sets: the step at hand and the next.
+    uvec4 w[2][ROW_BLOCKS], passing[2];
+    [[unroll]] for (uint i = 0u; i < LOADS; i++) staged[i * LANES + lane] = load_tokens(x_base, 0u, i);
+    [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) w[0][j] = load_weights(w_base, row_block, j, 0u);
+    barrier();
+
+    uint from = 0u;
+    [[dont_unroll]] for (uint stage = 0u; stage < STAGES; stage++) {
+        uint next = min(stage + 1u, STAGES - 1u);
+        uint here = from + group_token * STAGE_WORDS + LANE, there = (BUFFER_WORDS - from) + lane;
+        EACH_STEP for (uint s = 0u; s < STAGE; s++) {
+            if (s < LOADS) passing[s & 1u] = load_tokens(x_base, next, s);
+            uint ahead = min(stage * STAGE + s + 1u, STEPS - 1u);
+            [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++)
+                w[(s + 1u) & 1u][j] = load_weights(w_base, row_block, j, ahead);
+            Tokens tokens[TOKEN_BLOCKS];
+            [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++) {
+                uvec4 q = staged[here + i * STAGE_WORDS + s * 32u];
+                SET_TOKENS(tokens[i], q.xz, q.yw)
+            }
+            [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) {
+                Weights rows;
+                SET_WEIGHTS(rows, w[s & 1u][j])
+                [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++) MULTIPLY_ADD(sums[i][j], tokens[i], rows)
+            }
+            if (s >= 1u && s - 1u < LOADS) staged[there + (s - 1u) * LANES] = passing[(s - 1u) & 1u];
+        }
+        if (LOADS == STAGE) staged[there + (STAGE - 1u) * LANES] = passing[(STAGE - 1u) & 1u];
+        barrier();
+        from = BUFFER_WORDS - from;
+    }
+
+    uint g = LANE >> 2, t = LANE & 3u;
+    [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) {
+        uint row = (row_block + j) * 16u + t * 4u;
+        vec4 b = vec4(0.0);
+        if (BIAS == 1u) {
+            [[unroll]] for (uint i = 0u; i < 4u; i++) b[i] = bias.v[min(row + i, N - 1u)];
+        }
+        [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++) {
+            uint token = (tile_block + group_token + i) * 16u + g;
+            vec4 low = SUMS_LOW(sums[i][j]) + b, high = SUMS_HIGH(sums[i][j]) + b;
+            if (PACKED == 1u) {
+                store_packed(token, row, swiglu(low), swiglu(high), used);
+            } else {
+                if (token < used) store(token, row, low);
+                if (token + 8u < used) store(token + 8u, row, high);
+            }
+        }
+    }
+}

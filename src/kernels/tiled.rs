@@ -1,0 +1,297 @@
+//! Products for the many rows of a prompt, on weights packed as fragments: `pack_rows` rounds the
+//! rows and brings them into the fragments' order, `tiled` multiplies, with cooperative matrices
+//! or by hand.
+
+use super::gemm::{self, Activations, Epilogue, Matrix};
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants};
+use super::{Format, fold, format_of};
+use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
+
+/// Rows of x to which packed rows are padded: those of every tile.
+pub const TILE_TOKENS: u32 = 64;
+
+/// Rows of activations in 16 bits in the order of [`token_index`]: rows padded to
+/// [`TILE_TOKENS`], columns to 32, both with zeros.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed {
+    /// Where: [`Packed::bytes`] of it are used.
+    pub range: Range,
+    /// [`Format::Bf16`] or [`Format::F16`], that of the weight they meet.
+    pub format: Format,
+    /// Columns, unpadded.
+    pub cols: u32,
+}
+
+impl Packed {
+    /// Bytes of as many rows and columns.
+    pub fn bytes(rows: u32, cols: u32) -> u64 {
+        2 * u64::from(rows.next_multiple_of(TILE_TOKENS)) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
+    }
+}
+
+/// Index, in numbers, of row `row` and column `col` in packed rows of `padded_cols` columns (a
+/// multiple of 32).
+///
+/// Lane `4g + t` of block (row / 16, col / 32) has columns 8t..8t + 8 of rows `u = g` and
+/// `v = g + 8`: first `u[0..2] v[0..2] u[2..4] v[2..4]` in 16 bytes, and 512 bytes on, the same
+/// of `[4..8]`.
+pub fn token_index(row: u32, col: u32, padded_cols: u32) -> usize {
+    let block = (row / 16) as usize * (padded_cols / 32) as usize + (col / 32) as usize;
+    let (g, second) = ((row % 8) as usize, (row / 8 % 2) as usize);
+    let (t, half, e) = ((col % 32 / 8) as usize, (col % 8 / 4) as usize, (col % 4) as usize);
+    ((block * 2 + half) * 32 + g * 4 + t) * 8 + e / 2 * 4 + second * 2 + e % 2
+}
+
+/// Packs the rows of a chunk, as many of `rows` as the chunk descriptor `count` says, after an
+/// RMS norm with that weight (`[packed.cols]`) and epsilon.
+///
+/// # Panics
+/// If the target's format is f32: fragments are of 16-bit numbers.
+pub fn pack_rows(
+    label: String,
+    x: Activations,
+    norm: Option<(Range, f32)>,
+    packed: Packed,
+    rows: u32,
+    count: Range,
+) -> Call {
+    let chunks = packed.cols.div_ceil(FRAGMENT_COLS);
+    let pairs = rows.next_multiple_of(TILE_TOKENS) / 2;
+    let threads = (chunks * 8).next_power_of_two().clamp(32, 256);
+    let (weight, epsilon) = norm.unwrap_or((x.range.none(), 0.0));
+    let args = PackRowsArgs {
+        x: x.range,
+        norm: weight,
+        count,
+        packed: packed.range.part(0, Packed::bytes(rows, packed.cols)),
+        k: packed.cols,
+        chunks,
+        pairs,
+        x_stride: x.stride,
+        epsilon,
+    };
+    Call {
+        kernel: match packed.format {
+            Format::Bf16 => "pack_rows.bf16",
+            Format::F16 => "pack_rows.f16",
+            Format::F32 => panic!("rows are packed in 16 bits"),
+        },
+        label,
+        constants: PackRowsConstants { threads, norm: u32::from(norm.is_some()) }.into_values(),
+        args: args.into_args(),
+        groups: fold(pairs, 1),
+    }
+}
+
+/// What one workgroup of `tiled` computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// 64 rows of x by 256 of W, on cooperative matrices.
+    Wide,
+    /// 64 by 128, on cooperative matrices.
+    Half,
+    /// 64 by 64, on cooperative matrices.
+    Square,
+    /// 64 by 64 by hand, for drivers without such matrices.
+    Plain,
+}
+
+impl Tile {
+    /// Rows of W.
+    pub fn weight_rows(self) -> u32 {
+        match self {
+            Tile::Wide => 256,
+            Tile::Half => 128,
+            Tile::Square | Tile::Plain => 64,
+        }
+    }
+}
+
+/// The tile on cooperative matrices for `rows` rows of x and `n` of W that a device with that many
+/// processors, each of which runs two workgroups at a time, is likely to finish first.
+pub fn choose(rows: u32, n: u32, processors: u32) -> Tile {
+    // What a workgroup costs that shares its processor, in thousandths of a wide one: smaller
+    // tiles load more for a product. One that is alone on its processor takes 1.3 times half as long
+    // as two together.
+    let cost = |tile: Tile| {
+        let work = match tile {
+            Tile::Wide => 1000,
+            Tile::Half => 560,
+            Tile::Square | Tile::Plain => 340,
+        };
+        let processors = u64::from(processors.max(1));
+        let tiles = u64::from(rows.div_ceil(TILE_TOKENS)) * u64::from(n.div_ceil(tile.weight_rows()));
+        let (waves, rest) = (tiles / (2 * processors), tiles % (2 * processors));
+        let last = match rest {
+            0 => 0,
+            r if r <= processors => 13,
+            _ => 20,
+        };
+        (waves * 20 + last) * work
+    };
+    // The first of equals.
+    [Tile::Wide, Tile::Half, Tile::Square].into_iter().min_by_key(|tile| cost(*tile)).unwrap_or(Tile::Wide)
+}
+
+/// Where a product of packed rows goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Output {
+    /// Rows of floats.
+    Rows(Activations),
+    /// Packed for the next product; with [`Epilogue::SwiGlu`] only. Rows behind the chunk's end are
+    /// zero up to a multiple of [`TILE_TOKENS`], those behind are left as they are.
+    Packed(Packed),
+}
+
+/// `y = epilogue(W · x)` for packed rows.
+#[derive(Clone, Debug)]
+pub struct Tiled {
+    /// The span's name.
+    pub label: String,
+    /// W, packed as [`crate::memory::pack::Layout::Fragments`].
+    pub weight: Matrix,
+    /// x, of as many columns and the same format.
+    pub x: Packed,
+    /// Added to the product.
+    pub bias: Option<Range>,
+    /// What is done with it.
+    pub epilogue: Epilogue,
+    /// y.
+    pub y: Output,
+}
+
+impl Tiled {
+    /// For at most `rows` rows of x, as many as the chunk descriptor `count` says.
+    ///
+    /// # Panics
+    /// If the formats differ or are f32, x has other columns than W, or y is packed without SwiGLU
+    /// or in other columns than it gives: bugs of the caller.
+    pub fn call(&self, tile: Tile, rows: u32, count: Range) -> Call {
+        let Matrix { range: weight, format, rows: n, cols } = self.weight;
+        assert_eq!((self.x.format, self.x.cols), (format, cols), "x of \"{}\"", self.label);
+        let (y, y_stride, packed) = match self.y {
+            Output::Rows(y) => (y.range, y.stride, 0),
+            Output::Packed(y) => {
+                let made = (self.epilogue, y.format, y.cols);
+                assert_eq!(made, (Epilogue::SwiGlu, format, n / 2), "packed y of \"{}\"", self.label);
+                (y.range.part(0, Packed::bytes(rows, y.cols)), 0, 1)
+            }
+        };
+        let constants = TiledConstants {
+            n,
+            k: cols.next_multiple_of(FRAGMENT_COLS),
+            bias: u32::from(self.bias.is_some()),
+            epilogue: self.epilogue.code(),
+            packed,
+            order: 8,
+        };
+        let args = TiledArgs {
+            weight,
+            x: self.x.range.part(0, Packed::bytes(rows, cols)),
+            bias: self.bias.unwrap_or(weight.none()),
+            y,
+            count,
+            y_stride,
+        };
+        Call {
+            kernel: match (format, tile) {
+                (Format::Bf16, Tile::Wide) => "tiled.bf16",
+                (Format::Bf16, Tile::Half) => "tiled.bf16.128",
+                (Format::Bf16, Tile::Square) => "tiled.bf16.64",
+                (Format::Bf16, Tile::Plain) => "tiled.bf16.plain",
+                (Format::F16, Tile::Wide) => "tiled.f16",
+                (Format::F16, Tile::Half) => "tiled.f16.128",
+                (Format::F16, Tile::Square) => "tiled.f16.64",
+                (Format::F16, Tile::Plain) => "tiled.f16.plain",
+                (Format::F32, _) => panic!("fragments are of 16-bit numbers"),
+            },
+            label: self.label.clone(),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: fold(rows.div_ceil(TILE_TOKENS) * n.div_ceil(tile.weight_rows()), 1),
+        }
+    }
+}
+
+pub(super) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
+    let a = PackRowsArgs::from_args(&call.args);
+    let c = PackRowsConstants::from_values(&call.constants);
+    let used = memory.u32(a.count, 2);
+    for row in 0..a.pairs * 2 {
+        let mut x: Vec<f64> = match row < used {
+            true => (0..a.k).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect(),
+            false => vec![0.0; a.k as usize],
+        };
+        if c.norm == 1 && row < used {
+            x = gemm::normed(memory, x, a.norm, a.epsilon);
+        }
+        set_row(memory, format_of(call.kernel), a.packed, row, a.chunks, &x);
+    }
+}
+
+/// Sums in f64, as of the other products; padding is not read.
+pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
+    let a = TiledArgs::from_args(&call.args);
+    let c = TiledConstants::from_values(&call.constants);
+    let format = format_of(call.kernel);
+    let used = memory.u32(a.count, 2);
+    let weights: Vec<f64> = (0..c.n)
+        .flat_map(|r| (0..c.k).map(move |col| (r, col)))
+        .map(|(r, col)| f64::from(memory.weight(format, a.weight, fragment_index(r, col, c.k) as u32)))
+        .collect();
+    for row in 0..used {
+        let x: Vec<f64> =
+            (0..c.k).map(|col| f64::from(memory.weight(format, a.x, token_index(row, col, c.k) as u32))).collect();
+        let v: Vec<f64> = (0..c.n)
+            .zip(weights.chunks_exact(c.k as usize))
+            .map(|(r, w)| {
+                let dot: f64 = w.iter().zip(&x).map(|(w, x)| w * x).sum();
+                dot + if c.bias == 1 { f64::from(memory.f32(a.bias, r)) } else { 0.0 }
+            })
+            .collect();
+        if c.packed == 0 {
+            gemm::finish(memory, c.epilogue, (a.y, None), row * a.y_stride, &v);
+        } else {
+            let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::swiglu(pair[0], pair[1])).collect();
+            set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &y);
+        }
+    }
+    if c.packed == 1 {
+        for row in used..used.next_multiple_of(TILE_TOKENS) {
+            set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &[]);
+        }
+    }
+}
+
+/// One packed row of `chunks` blocks of columns; zero where there is no value.
+fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
+    for col in 0..chunks * FRAGMENT_COLS {
+        let value = values.get(col as usize).copied().unwrap_or(0.0);
+        let at = token_index(row, col, chunks * FRAGMENT_COLS);
+        memory.set_number(format, packed, at as u32, value as f32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_packed_number_has_a_place_of_its_own() {
+        let (rows, cols) = (32, 96);
+        let mut places: Vec<usize> = (0..rows).flat_map(|r| (0..cols).map(move |c| token_index(r, c, cols))).collect();
+        places.sort_unstable();
+        assert_eq!(places, (0..(rows * cols) as usize).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn tiles_get_smaller_where_large_ones_leave_processors_idle() {
+        assert_eq!(choose(4096, 4096, 132), Tile::Wide);
+        assert_eq!(choose(1024, 4096, 132), Tile::Wide);
+        assert_eq!(choose(512, 24_576, 132), Tile::Wide);
+        assert_eq!(choose(512, 4096, 132), Tile::Half);
+        assert_eq!(choose(128, 4096, 132), Tile::Square);
+    }
+}

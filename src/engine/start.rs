@@ -337,6 +337,7 @@ pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32, context: u3
         // Larger blocks pay for long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
+        processors,
         shared_bytes: capabilities.max_shared_bytes,
         splits: if cpu { 4 } else { (processors / kv_heads).clamp(4, 32) },
         argmax_threads: if cpu { 32 } else { 256.min(most) },

@@ -15,6 +15,7 @@ use crate::kernels::shaders::{
 };
 use crate::kernels::skinny::{self, Matrices};
 use crate::kernels::tags::{Flow, Generations};
+use crate::kernels::tiled::{self, Output, Packed, Tile, Tiled};
 use crate::memory::pack::{Format, Layout, Packing};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -54,6 +55,9 @@ impl Shape {
     }
 }
 
+/// Rows of a prompt chunk up to which its products are those of a decode step.
+const MOST_SKINNY_ROWS: u32 = 16;
+
 /// Choices that depend on the device and not on the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
@@ -65,6 +69,8 @@ pub struct Tuning {
     pub attention_threads: u32,
     /// Most threads of a `flash_decode` workgroup, a multiple of 32.
     pub flash_threads: u32,
+    /// Processors that run workgroups side by side.
+    pub processors: u32,
     /// Shared memory of a workgroup, bytes.
     pub shared_bytes: u32,
     /// Workgroups that a decoding sequence's attention is split in along its context.
@@ -424,7 +430,7 @@ impl Dense<'_> {
                 y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
             };
             recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
-                (_, Some(matrices)) if shape.rows() <= skinny::MOST_ROWS => {
+                (_, Some(matrices)) if !self.tiles(shape) => {
                     let config = self.skinny_config(&weight, shape.rows());
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
@@ -434,6 +440,89 @@ impl Dense<'_> {
                 (Shape::Prefill { rows, .. }, _) => product.matmul(rows, step.chunk),
             });
         }
+    }
+
+    /// Whether a shape's products take rows of activations that are packed for them.
+    fn tiles(&self, shape: Shape) -> bool {
+        self.tuning.fragments.is_some() && matches!(shape, Shape::Prefill { rows, .. } if rows > MOST_SKINNY_ROWS)
+    }
+
+    /// A product of packed rows with every part of a weight.
+    #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
+    fn tiled(
+        &self,
+        recording: &mut Recording,
+        rows: u32,
+        name: &str,
+        step: &Step,
+        x: Packed,
+        y: Output,
+        epilogue: Epilogue,
+    ) {
+        let bias = self.vector(recording, &format!("{name}.bias"));
+        for (first, weight) in self.matrix(recording, name) {
+            let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
+            let offset = u64::from(first_output) * 4;
+            let tile = match self.tuning.fragments {
+                Some(Matrices::Cooperative) => tiled::choose(rows, weight.rows, self.tuning.processors),
+                _ => Tile::Plain,
+            };
+            let product = Tiled {
+                label: name.to_owned(),
+                weight,
+                x,
+                bias: bias.map(|b| b.part(u64::from(first) * 4, b.bytes - u64::from(first) * 4)),
+                epilogue,
+                y: match y {
+                    Output::Rows(y) => Output::Rows(Activations {
+                        range: y.range.part(offset, y.range.bytes - offset),
+                        stride: y.stride,
+                    }),
+                    packed => packed,
+                },
+            };
+            recording.call(product.call(tile, rows, step.chunk));
+        }
+    }
+
+    /// Rows packed for the products of `name`.
+    fn pack(
+        &self,
+        recording: &mut Recording,
+        rows: u32,
+        step: &Step,
+        label: String,
+        x: Activations,
+        cols: u32,
+        norm: Option<Range>,
+    ) -> Packed {
+        let packed = Self::packed(recording, &format!("packed.{cols}"), rows, cols);
+        let norm = norm.map(|norm| (norm, self.config.rms_eps));
+        recording.call(tiled::pack_rows(label, x, norm, packed, rows, step.chunk));
+        packed
+    }
+
+    fn packed(recording: &mut Recording, name: &str, rows: u32, cols: u32) -> Packed {
+        Packed { range: recording.buffer(name, Packed::bytes(rows, cols)), format: Format::Bf16, cols }
+    }
+
+    /// The products of a layer whose weights are in fragment order, for many rows.
+    fn mlp_of_packed(&self, r: &mut Recording, rows: u32, step: &Step, layer: u32) {
+        let c = self.config;
+        let name = |part: &str| format!("layers.{layer}.{part}");
+        let norm = self.vector(r, &name("mlp_norm"));
+        let x = self.pack(r, rows, step, name("mlp_pack"), step.x, c.hidden, norm);
+        // A weight in several parts leaves its results where each part finds its columns.
+        let whole = self.weight(&name("gate_up")).is_none_or(|w| self.parts(w).len() == 1);
+        let hidden = if whole {
+            let hidden = Self::packed(r, "packed.mlp", rows, c.intermediate);
+            self.tiled(r, rows, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu);
+            hidden
+        } else {
+            self.tiled(r, rows, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu);
+            self.pack(r, rows, step, name("down_pack"), step.mlp, c.intermediate, None)
+        };
+        self.tiled(r, rows, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual);
     }
 
     /// The recording of a step.
@@ -507,7 +596,13 @@ impl Dense<'_> {
         let heads = self.heads();
         let name = |part: &str| format!("layers.{layer}.{part}");
         let attn_norm = self.vector(r, &name("attn_norm"));
-        self.product(r, shape, &name("qkv"), step, step.x, step.qkv, attn_norm, Epilogue::Store);
+        let tiles = self.tiles(shape) && self.weight(&name("qkv")).is_some_and(|w| self.in_fragments(w));
+        if tiles {
+            let x = self.pack(r, shape.rows(), step, name("attn_pack"), step.x, c.hidden, attn_norm);
+            self.tiled(r, shape.rows(), &name("qkv"), step, x, Output::Rows(step.qkv), Epilogue::Store);
+        } else {
+            self.product(r, shape, &name("qkv"), step, step.x, step.qkv, attn_norm, Epilogue::Store);
+        }
 
         let k = r.buffer(&format!("kv.{layer}.k"), self.kv_bytes());
         let v = r.buffer(&format!("kv.{layer}.v"), self.kv_bytes());
@@ -566,6 +661,13 @@ impl Dense<'_> {
         };
         r.call(call);
 
+        if tiles {
+            let width = heads.q * heads.dim;
+            let x = self.pack(r, shape.rows(), step, name("o_pack"), step.attention, width, None);
+            self.tiled(r, shape.rows(), &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual);
+            self.mlp_of_packed(r, shape.rows(), step, layer);
+            return;
+        }
         self.product(r, shape, &name("o"), step, step.attention, step.x, None, Epilogue::Residual);
         let mlp_norm = self.vector(r, &name("mlp_norm"));
         self.product(r, shape, &name("gate_up"), step, step.x, step.mlp, mlp_norm, Epilogue::SwiGlu);

@@ -6,6 +6,7 @@ pub mod barriers;
 pub mod bench;
 pub mod determinate;
 pub mod embed;
+pub mod flash;
 pub mod gemm;
 pub mod host_memory;
 pub mod interpreter;
@@ -47,6 +48,7 @@ pub fn reference(kernel: &str) -> Reference {
         "take_last" => gemm::reference_take_last,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
+        "flash" => flash::reference_flash,
         "read_ceiling" => bench::reference_read_ceiling,
         "argmax" => sampling::reference_argmax,
         "sample" => sampling::reference_sample,

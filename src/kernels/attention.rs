@@ -140,20 +140,20 @@ fn norm_rope(
     }
 }
 
-struct Layer {
-    d: u32,
-    rot: u32,
-    kv_heads: u32,
-    qk_norm: bool,
+pub(super) struct Layer {
+    pub(super) d: u32,
+    pub(super) rot: u32,
+    pub(super) kv_heads: u32,
+    pub(super) qk_norm: bool,
 }
 
 /// Index of a K value in its cache, in halves.
-fn k_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
+pub(super) fn k_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
     (page * layer.kv_heads + kvh) * 16 * layer.d + (i / 8) * 128 + token * 8 + i % 8
 }
 
 /// Index of a V value in its cache, in halves.
-fn v_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
+pub(super) fn v_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
     ((page * layer.kv_heads + kvh) * 16 + token) * layer.d + i
 }
 

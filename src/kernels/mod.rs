@@ -6,6 +6,7 @@ pub mod barriers;
 pub mod bench;
 pub mod determinate;
 pub mod embed;
+pub mod flash;
 pub mod flash_decode;
 pub mod gemm;
 pub mod host_memory;
@@ -53,6 +54,7 @@ pub fn reference(kernel: &str) -> Reference {
         "flash_decode" => flash_decode::reference_flash_decode,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
+        "flash" => flash::reference_flash,
         "read_ceiling" => bench::reference_read_ceiling,
         "argmax" => sampling::reference_argmax,
         "sample" => sampling::reference_sample,

@@ -5,13 +5,15 @@ use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Dtype, ModelConfig};
 use crate::kernels::attention::{self, Heads};
 use crate::kernels::embed::{self, RowsFrom, Table};
+use crate::kernels::flash;
 use crate::kernels::flash_decode;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{
-    AdvanceArgs, AppendArgs, ArgmaxArgs, AttentionArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
+    AdvanceArgs, AppendArgs, ArgmaxArgs, AttentionArgs, EmbedRowsArgs, FlashArgs, MarkPromptArgs, SampleArgs,
+    TakeLastArgs,
 };
 use crate::kernels::skinny::{self, Matrices};
 use crate::kernels::tags::{Flow, Generations};
@@ -327,6 +329,12 @@ impl Dense<'_> {
             threads /= 2;
         }
         threads
+    }
+
+    /// Whether prompts' attention runs on blocks.
+    fn flashes(&self, matrices: Matrices) -> bool {
+        flash::flash_serves(self.heads())
+            && (matrices == Matrices::ByHand || self.tuning.shared_bytes >= flash::SHARED_BYTES)
     }
 
     /// Threads of a `flash_decode` workgroup.
@@ -659,7 +667,25 @@ impl Dense<'_> {
                 attention::attention(name("attention"), heads, shape.rows(), splits, threads, fused, flow, args)
             }
         };
-        r.call(call);
+        let flashes = self.tuning.fragments.filter(|matrices| !fused && self.flashes(*matrices));
+        r.call(match flashes {
+            Some(matrices) => {
+                let args = FlashArgs {
+                    qkv: step.qkv.range,
+                    rows: step.rows,
+                    count: step.chunk,
+                    pages: step.pages,
+                    k,
+                    v,
+                    o: step.attention.range,
+                    stride: step.qkv.stride,
+                    output_stride: step.attention.stride,
+                    max_pages: self.state.max_pages,
+                };
+                flash::flash(name("attention"), heads, shape.rows(), matrices, args)
+            }
+            None => call,
+        });
 
         if tiles {
             let width = heads.q * heads.dim;

@@ -1,0 +1,86 @@
+//! `flash`: causal attention of a prompt chunk's rows over f16 keys and values, once `append` has prepared
+//! them; the same meaning as `attention` that is not fused. Deliberately absent: decode steps and f32 caches
+//! (`attention`).
+
+use super::Format;
+use super::attention::{Heads, Layer, k_index, v_index};
+use super::host_memory::HostMemory;
+use super::recording::Call;
+use super::shaders::{FlashArgs, FlashConstants};
+use super::skinny::Matrices;
+
+/// Invocations of a workgroup; half as many pairs of a row and a query head are its share.
+const THREADS: u32 = 128;
+
+/// Shared memory that a workgroup may take, bytes: `flash` with matrix units.
+pub const SHARED_BYTES: u32 = 48 * 1024;
+
+/// Whether `flash` serves such heads: f16 caches, dimensions that are a multiple of 32 up to 256. It is made
+/// for 64 and 128 dimensions.
+pub fn flash_serves(heads: Heads) -> bool {
+    heads.kv_format == Format::F16 && heads.dim.is_multiple_of(32) && (32..=256).contains(&heads.dim)
+}
+
+/// Attention of a chunk of up to `rows` rows, of which those in use are consecutive positions of one slot.
+///
+/// # Panics
+/// If [`flash_serves`] denies the heads or rows do not start at 16 bytes.
+pub fn flash(label: String, heads: Heads, rows: u32, matrices: Matrices, args: FlashArgs) -> Call {
+    assert!(flash_serves(heads), "flash does not serve {heads:?}");
+    assert!(
+        args.stride.is_multiple_of(4) && args.output_stride.is_multiple_of(4),
+        "rows of {} and {} floats are not aligned",
+        args.stride,
+        args.output_stride
+    );
+    let constants =
+        FlashConstants { threads: THREADS, d: heads.dim, g: heads.group(), kv_heads: heads.kv, lanes: THREADS };
+    Call {
+        kernel: match matrices {
+            Matrices::ByHand => "flash.plain",
+            Matrices::Cooperative => "flash",
+        },
+        label,
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [heads.kv, (rows * heads.group()).div_ceil(THREADS / 2), 1],
+    }
+}
+
+/// In f64, nothing rounded but the result.
+pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
+    let a = FlashArgs::from_args(&call.args);
+    let c = FlashConstants::from_values(&call.constants);
+    let layer = Layer { d: c.d, rot: 0, kv_heads: c.kv_heads, qk_norm: false };
+    let d = c.d as usize;
+    let in_use = memory.u32(a.count, 2);
+    for kvh in 0..c.kv_heads {
+        // Of the tokens so far, one after the other.
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for row in 0..in_use {
+            let [_, position, slot, _] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+            for t in (keys.len() / d) as u32..=position {
+                let page = memory.u32(a.pages, slot * a.max_pages + t / 16);
+                keys.extend((0..c.d).map(|i| f64::from(memory.f16(a.k, k_index(&layer, page, kvh, t % 16, i)))));
+                values.extend((0..c.d).map(|i| f64::from(memory.f16(a.v, v_index(&layer, page, kvh, t % 16, i)))));
+            }
+            for h in kvh * c.g..(kvh + 1) * c.g {
+                let query: Vec<f64> =
+                    (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
+                let score =
+                    |key: &[f64]| key.iter().zip(&query).map(|(k, q)| k * q).sum::<f64>() / f64::from(c.d).sqrt();
+                let scores: Vec<f64> = keys.chunks_exact(d).map(score).collect();
+                let top = scores.iter().copied().fold(f64::MIN, f64::max);
+                let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
+                let total: f64 = weights.iter().sum();
+                let mut sums = vec![0.0; d];
+                for (weight, value) in weights.iter().zip(values.chunks_exact(d)) {
+                    sums.iter_mut().zip(value).for_each(|(sum, v)| *sum += weight * v);
+                }
+                for (i, sum) in (0..).zip(sums) {
+                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (sum / total) as f32);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! Goal: `flash` means what its `reference()` says, by hand on both CPU drivers and by matrix units too on a
+//! GPU that has them, and the reference means what the formula says.
+//! Method: chunks of awkward lengths behind prefixes of awkward lengths, with scattered pages. Tokens that no
+//! chunk has written, rows that are not in use and whatever a kernel must not read hold NaN; what it must not
+//! write must stay as it was. On a GPU also whole chunks of a large model's heads, compared with the formula
+//! on sampled rows.
+//!
+//! Tolerances: q and the softmax's weights are rounded to f16, by at most e = 2^-11 of each value. A score
+//! moves by at most e · Σ|q·k| / sqrt(D), which for these inputs (uniform up to 3 and 2) is about
+//! e · 1.5 · sqrt(D), 8e-3 for 128 dimensions; the output by twice that times the largest value, 2, and by
+//! e times it for the weights: 4e-2 if all roundings conspired. They are independent: their root mean square
+//! is 2e-4 of each value, a score's error 4e-4, an output's less than that, since it is an average of
+//! errors. 3e-3 is above seven times that. A token that is missed or seen too early moves outputs of rows in
+//! which it weighs much, as one of each few dozen does, by 1e-2 and more.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::{Bench, Cases, Expect, POISON, Random, round};
+use ostinato::device::{Component, MatrixShape};
+use ostinato::kernels::attention::Heads;
+use ostinato::kernels::flash::{SHARED_BYTES, flash, flash_serves};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::shaders::FlashArgs;
+use ostinato::kernels::skinny::Matrices;
+use ostinato::memory::pack::Format;
+
+/// See the head of the file.
+const ROUNDED: f32 = 3e-3;
+const SLOTS: u32 = 3;
+const SLOT: u32 = 1;
+
+fn heads(group: u32, kv: u32, dim: u32) -> Heads {
+    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, kv_format: Format::F16 }
+}
+
+/// How a device can multiply.
+fn ways(bench: &Bench) -> Vec<Matrices> {
+    let capabilities = &bench.device.adapter().capabilities;
+    let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::F16, accumulator: Component::F32 };
+    let units = capabilities.matrix_shapes.contains(&shape) && capabilities.max_shared_bytes >= SHARED_BYTES;
+    if units { vec![Matrices::ByHand, Matrices::Cooperative] } else { vec![Matrices::ByHand] }
+}
+
+/// A chunk of one sequence before anything is packed.
+struct Chunk {
+    heads: Heads,
+    start: u32,
+    length: u32,
+    /// Rows of the dispatch; those past `length` are not valid.
+    rows: u32,
+    pages: Vec<u32>,
+    max_pages: u32,
+    /// `[token][kv head][dim]`.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    /// `[row][q head][dim]`.
+    queries: Vec<f32>,
+}
+
+impl Chunk {
+    fn new(random: &mut Random, heads: Heads, start: u32, length: u32, rows: u32) -> Chunk {
+        let tokens = start + length;
+        let pages = tokens.div_ceil(16);
+        let mut cached = || -> Vec<f32> {
+            (0..tokens * heads.kv * heads.dim).map(|_| round(Format::F16, random.float() * 2.0)).collect()
+        };
+        let (keys, values) = (cached(), cached());
+        Chunk {
+            heads,
+            start,
+            length,
+            rows,
+            pages: random.permutation(pages + 2)[..pages as usize].to_vec(),
+            max_pages: pages + 3,
+            keys,
+            values,
+            // Some tokens matter much more than others.
+            queries: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
+        }
+    }
+
+    fn output_stride(&self) -> u32 {
+        self.heads.q * self.heads.dim + 8
+    }
+
+    /// Adds the chunk's buffers and its call.
+    fn call(&self, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
+        let Heads { q, kv, dim, .. } = self.heads;
+        let stride = (q + 2 * kv) * dim + 8;
+        let mut qkv = vec![f32::NAN; (self.rows * stride) as usize];
+        for (row, query) in self.queries.chunks_exact((q * dim) as usize).enumerate() {
+            let at = row * stride as usize;
+            qkv[at..at + query.len()].copy_from_slice(query);
+        }
+        let mut table = vec![POISON; (SLOTS * self.max_pages) as usize];
+        let at = (SLOT * self.max_pages) as usize;
+        table[at..at + self.pages.len()].copy_from_slice(&self.pages);
+        let cached = (self.pages.len() + 2) * (kv * 16 * dim) as usize;
+        let (mut k, mut v) = (vec![f32::NAN; cached], vec![f32::NAN; cached]);
+        for token in 0..self.start + self.length {
+            let page = self.pages[token as usize / 16];
+            for head in 0..kv {
+                for i in 0..dim {
+                    let from = ((token * kv + head) * dim + i) as usize;
+                    let k_at = (((page * kv + head) * (dim / 8) + i / 8) * 16 + token % 16) * 8 + i % 8;
+                    let v_at = ((page * kv + head) * 16 + token % 16) * dim + i;
+                    k[k_at as usize] = self.keys[from];
+                    v[v_at as usize] = self.values[from];
+                }
+            }
+        }
+        let rows: Vec<u32> =
+            (0..self.rows).flat_map(|r| [5, self.start + r, SLOT, u32::from(r < self.length)]).collect();
+        let args = FlashArgs {
+            qkv: cases.floats("qkv", &qkv),
+            rows: cases.words("rows", &rows),
+            count: cases.words("chunk", &[SLOT, self.start, self.length, 0]),
+            pages: cases.words("pages", &table),
+            k: cases.weights("k", Format::F16, &k),
+            v: cases.weights("v", Format::F16, &v),
+            o: cases.output("o", (self.rows * self.output_stride()) as usize, Expect::Floats(ROUNDED)),
+            stride,
+            output_stride: self.output_stride(),
+            max_pages: self.max_pages,
+        };
+        cases.recording.call(flash("flash".to_owned(), self.heads, self.rows, matrices, args));
+        args
+    }
+
+    /// softmax(q · Kᵀ / sqrt(D)) · V of one row and head.
+    fn attend(&self, row: u32, head: u32) -> Vec<f64> {
+        let Heads { kv, dim, .. } = self.heads;
+        let of = |all: &[f32], index: u32| -> Vec<f64> {
+            all[(index * dim) as usize..((index + 1) * dim) as usize].iter().map(|v| f64::from(*v)).collect()
+        };
+        let query = of(&self.queries, row * self.heads.q + head);
+        let at = |token: u32| token * kv + head / self.heads.group();
+        let score = |token: u32| {
+            let dot: f64 = of(&self.keys, at(token)).iter().zip(&query).map(|(k, q)| k * q).sum();
+            dot / f64::from(dim).sqrt()
+        };
+        let scores: Vec<f64> = (0..=self.start + row).map(score).collect();
+        let top = scores.iter().copied().fold(f64::MIN, f64::max);
+        let mut sums = vec![0.0; dim as usize];
+        let mut total = 0.0;
+        for (token, score) in (0..).zip(scores) {
+            let weight = (score - top).exp();
+            total += weight;
+            for (sum, value) in sums.iter_mut().zip(of(&self.values, at(token))) {
+                *sum += weight * value;
+            }
+        }
+        sums.into_iter().map(|sum| sum / total).collect()
+    }
+
+    /// Compares one row and head with the formula.
+    fn check(&self, memory: &HostMemory, o: Range, row: u32, head: u32, limit: f64) {
+        for (i, wanted) in (0..).zip(self.attend(row, head)) {
+            let found = f64::from(memory.f32(o, row * self.output_stride() + head * self.heads.dim + i));
+            assert!(
+                (found - wanted).abs() <= limit * (1.0 + wanted.abs()),
+                "{:?}, {} rows from {} on: row {row}, head {head}, dim {i}: {found} instead of {wanted}",
+                self.heads,
+                self.length,
+                self.start
+            );
+        }
+    }
+}
+
+/// Runs chunks in one recording on every driver, each way it can multiply.
+fn check(name: &str, chunks: &[Chunk]) {
+    let vulkan = Vulkan::new();
+    let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
+    for matrices in [Matrices::ByHand, Matrices::Cooperative] {
+        let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&matrices)).collect();
+        if benches.is_empty() {
+            continue;
+        }
+        let mut cases = Cases::new(&format!("{name} {matrices:?}"));
+        let mut outputs = Vec::new();
+        for (index, chunk) in chunks.iter().enumerate() {
+            cases.case(format!("{index}.{:?}.{}+{}", chunk.heads, chunk.start, chunk.length));
+            outputs.push(chunk.call(&mut cases, matrices).o);
+        }
+        let reference = cases.reference();
+        for (chunk, o) in chunks.iter().zip(outputs) {
+            for row in [0, chunk.length / 2, chunk.length - 1] {
+                chunk.check(&reference, o, row, row % chunk.heads.q, 1e-6);
+            }
+        }
+        for bench in benches {
+            cases.check(bench, &reference);
+        }
+    }
+}
+
+#[test]
+fn chunks_of_awkward_lengths_behind_awkward_prefixes() {
+    let mut random = Random(31);
+    let mut chunks = Vec::new();
+    for length in [1, 15, 16, 17, 63, 65, 130] {
+        for start in [0, 5, 16, 100] {
+            let index = chunks.len();
+            let heads = heads([1, 2, 3, 4, 7][index % 5], [2, 1][index % 2], [32, 64, 128][index % 3]);
+            // With rows that are not in use, and once so many that whole workgroups have none.
+            let spare = [1, 0, 1, 70][index % 4];
+            chunks.push(Chunk::new(&mut random, heads, start, length, length + spare));
+        }
+    }
+    check("lengths", &chunks);
+}
+
+#[test]
+fn heads_of_other_sizes_and_large_groups() {
+    let mut random = Random(32);
+    let mut chunks = Vec::new();
+    for (group, kv, dim) in [(1, 1, 96), (2, 1, 160), (5, 1, 192), (3, 2, 256), (71, 1, 64), (8, 3, 32), (64, 1, 32)] {
+        chunks.push(Chunk::new(&mut random, heads(group, kv, dim), 21, 20, 21));
+        chunks.push(Chunk::new(&mut random, heads(group, kv, dim), 0, 3, 3));
+    }
+    check("heads", &chunks);
+}
+
+#[test]
+fn large_scores_and_weights_that_vanish() {
+    let mut random = Random(33);
+    let mut chunks = Vec::new();
+    // From 30 and 62 on the first row is one short of a block's last token.
+    for (start, sign) in [(0, 1.0), (40, -1.0), (30, 1.0), (62, 1.0)] {
+        let mut chunk = Chunk::new(&mut random, heads(2, 1, 64), start, 70, 71);
+        // Scores grow or fall with the token, so that the maximum moves with each block or never again. All
+        // queries are rounded by the same factor, and so are the distances between scores.
+        let tokens = (start + chunk.length) as usize;
+        for (i, key) in chunk.keys.iter_mut().enumerate() {
+            *key = sign * (i / 64) as f32 / if i % 64 == 0 { 8.0 } else { 64.0 };
+        }
+        for (i, query) in chunk.queries.iter_mut().enumerate() {
+            *query = if i % 64 == 0 { 16.0 } else { 2.0 };
+        }
+        assert_eq!(chunk.keys.len(), tokens * 64);
+        chunks.push(chunk);
+    }
+    check("scores", &chunks);
+}
+
+#[test]
+fn chunks_of_a_large_model_on_a_gpu() {
+    if Driver::first() != Driver::Gpu {
+        return;
+    }
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    let mut random = Random(34);
+    for (start, length) in [(0, 512), (1000, 512), (1000, 500)] {
+        let chunk = Chunk::new(&mut random, heads(4, 8, 128), start, length, 512);
+        for matrices in ways(&bench) {
+            let mut cases = Cases::new("large");
+            cases.case(format!("{matrices:?}"));
+            let args = chunk.call(&mut cases, matrices);
+            let memory = bench.run(&cases.recording, &cases.before());
+            for row in 0..length {
+                chunk.check(&memory, args.o, row, random.below(chunk.heads.q), ROUNDED.into());
+            }
+            for row in 0..512 {
+                for i in 0..chunk.output_stride() {
+                    let written = row < length && i < chunk.heads.q * chunk.heads.dim;
+                    let word = memory.u32(args.o, row * chunk.output_stride() + i);
+                    if written {
+                        assert!(f32::from_bits(word).is_finite(), "{matrices:?}: row {row}, word {i}: {word:#010x}");
+                    } else {
+                        assert_eq!(word, POISON, "{matrices:?}: row {row}, word {i} was not to be written");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn heads_that_are_served() {
+    for dim in [32, 64, 96, 128, 160, 192, 224, 256] {
+        assert!(flash_serves(heads(1, 1, dim)), "{dim}");
+    }
+    for dim in [8, 16, 80, 120, 288, 512] {
+        assert!(!flash_serves(heads(1, 1, dim)), "{dim}");
+    }
+    assert!(!flash_serves(Heads { kv_format: Format::F32, ..heads(1, 1, 128) }));
+}

@@ -108,12 +108,6 @@ uvec4 values(uint token, uint dim) {
 #define LOAD_VALUES(m, token, dim) m = values(token, dim);
 #endif
 
-#if MATRIX == 1
-#define SCALE_SUMS(s, a, b) { s[0] *= a; s[1] *= a; s[2] *= a; s[3] *= a; s[4] *= b; s[5] *= b; s[6] *= b; s[7] *= b; }
-#else
-#define SCALE_SUMS(s, a, b) { (s).low *= a; (s).high *= b; }
-#endif
-
 // Over the four lanes that share two pairs.
 #if MATRIX == 1
 vec2 max_of_pairs(vec2 x) {

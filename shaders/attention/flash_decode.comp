@@ -262,7 +262,7 @@ void main() {
         vec4 p = mix(vec4(0.0), exp(score - top), there);
         sum = sum * correction + p.x + p.y + p.z + p.w;
         if (round > 0u) {
-            [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_SUMS(outputs[j], correction)
+            [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_SUMS(outputs[j], correction, correction)
         }
         uvec2 p_most, p_rest;
         split_pair(p.x, p.y, p_most.x, p_rest.x);

@@ -39,7 +39,7 @@
 #define SET_WEIGHTS(m, q) { PUT_PAIR(m, 0, (q).x) PUT_PAIR(m, 2, (q).y) PUT_PAIR(m, 4, (q).z) PUT_PAIR(m, 6, (q).w) }
 #define NO_SUMS Sums(0.0)
 #define MULTIPLY_ADD(sums, tokens, weights) sums = coopMatMulAdd(tokens, weights, sums);
-#define SCALE_SUMS(s, factor) { [[unroll]] for (uint e_ = 0u; e_ < 8u; e_++) s[e_] *= (factor); }
+#define SCALE_SUMS(s, a, b) { s[0] *= a; s[1] *= a; s[2] *= a; s[3] *= a; s[4] *= b; s[5] *= b; s[6] *= b; s[7] *= b; }
 #define SUMS_LOW(s) vec4(s[0], s[1], s[2], s[3])
 #define SUMS_HIGH(s) vec4(s[4], s[5], s[6], s[7])
 
@@ -57,7 +57,7 @@ shared uvec4 exchange_weights[LANES];
 #define SET_TOKENS(m, low_, high_) m = uvec4((low_).xy, (high_).xy);
 #define SET_WEIGHTS(m, q) m = (q);
 #define NO_SUMS Sums(vec4(0.0), vec4(0.0))
-#define SCALE_SUMS(s, factor) { (s).low *= (factor); (s).high *= (factor); }
+#define SCALE_SUMS(s, a, b) { (s).low *= a; (s).high *= b; }
 #define SUMS_LOW(s) (s).low
 #define SUMS_HIGH(s) (s).high
 

@@ -58,8 +58,11 @@ impl Shape {
     }
 }
 
+/// What names of buffers of tagged words begin with.
+pub const TAGGED: &str = "tagged.";
+
 /// Rows up to which products take rows of floats.
-const MOST_SKINNY_ROWS: u32 = 16;
+const MOST_SKINNY_ROWS: u32 = 8;
 /// Rows of a prompt chunk up to which its products are those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
@@ -590,7 +593,7 @@ impl Dense<'_> {
         let heads = self.heads();
         // Tagged words and plain ones never share memory: any plain word has some tag.
         let carries = self.carries(shape);
-        let named = |name: &str| if carries { format!("tagged.{name}") } else { name.to_owned() };
+        let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
         let logit_rows = if matches!(shape, Shape::Decode { .. }) { rows } else { 1 };
         let step = Step {
             rows: r.buffer("rows", embed::rows_bytes(rows)),

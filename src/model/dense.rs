@@ -605,7 +605,7 @@ impl Dense<'_> {
             fault: self.state.fault(r),
             generations: carries.then(RefCell::default),
             partials: r.buffer(
-                "attention.partials",
+                &named("attention.partials"),
                 heads.partial_floats(self.tuning.splits) * 4 * u64::from(self.state.rows),
             ),
             counters: r.buffer("attention.counters", u64::from(heads.kv) * u64::from(self.state.rows) * 4),

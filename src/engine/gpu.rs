@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 const REPORTS: usize = 1024;
 
 /// A client should not wait longer than this for a token that the device has finished.
-const REPORT_EVERY: Duration = Duration::from_millis(8);
+const REPORT_EVERY: Duration = Duration::from_millis(16);
 
 /// A slot of the inbox, through which changes reach the device, with the regions that apply it.
 #[derive(Debug)]

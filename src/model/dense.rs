@@ -61,8 +61,13 @@ impl Shape {
 /// What names of buffers of tagged words begin with.
 pub const TAGGED: &str = "tagged.";
 
-/// Rows up to which products take rows of floats.
+/// Rows up to which products take rows of floats: every workgroup reads all of them, which narrow models
+/// bear longer than the packing of rows as a stage of its own.
 const MOST_SKINNY_ROWS: u32 = 8;
+/// As [`MOST_SKINNY_ROWS`], for models of at most [`NARROW`] hidden values.
+const MOST_SKINNY_ROWS_NARROW: u32 = 16;
+/// See [`MOST_SKINNY_ROWS_NARROW`].
+const NARROW: u32 = 2048;
 /// Rows of a prompt chunk up to which its products are those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
@@ -402,7 +407,8 @@ impl Dense<'_> {
         let heads = self.heads();
         let widths = [c.hidden, heads.q * heads.dim, (heads.q + 2 * heads.kv) * heads.dim, c.intermediate];
         self.tuning.tags
-            && matches!(shape, Shape::Decode { rows } if rows <= MOST_SKINNY_ROWS)
+            && matches!(shape, Shape::Decode { .. })
+            && !self.packs(shape)
             && c.layers >= 2
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
@@ -481,7 +487,9 @@ impl Dense<'_> {
 
     /// Whether a shape's products take rows of activations that are packed for them.
     fn packs(&self, shape: Shape) -> bool {
-        self.tuning.fragments.is_some() && shape.rows() > MOST_SKINNY_ROWS
+        let narrow = self.config.hidden <= NARROW;
+        let most = if narrow { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
+        self.tuning.fragments.is_some() && shape.rows() > most
     }
 
     /// The shape of `panel`'s workgroups for a product.

@@ -109,6 +109,17 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #define PUT_FOUR(cache, at, words) if ((at) % 2u == 0u) cache.v[(at) / 2u].xy = words; else cache.v[(at) / 2u].zw = words;
 #endif
 
+// The items that fall to an invocation. By hand every subgroup takes as many turns of every loop, with the
+// last item again where there is none for it: lavapipe suspends a subgroup at a barrier once more for each
+// turn more that it took of a loop before it, and from then on the subgroups meet at different barriers.
+#if MATRIX == 1
+#define ITEM(n, count) (i0 + (n) * LANES)
+#define EACH(i, count) for (uint i = i0; i < (count); i += LANES)
+#else
+#define ITEM(n, count) min(i0 + (n) * LANES, (count) - 1u)
+#define EACH(i, count) for (uint turn_ = 0u, i = ITEM(0u, count); turn_ < ((count) + LANES - 1u) / LANES; turn_++, i = ITEM(turn_, count))
+#endif
+
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
 void write_output(uint quad, vec4 value) { o.v[quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value); }
@@ -165,7 +176,7 @@ void main() {
 
     uint polls = 0u;
     [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) {
-        uint item = i0 + n * LANES, head = item / QUADS;
+        uint item = ITEM(n, RAW), head = item / QUADS;
         if (item < RAW) {
             uint at = row * stride / 4u + item % QUADS
                 + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
@@ -182,7 +193,7 @@ void main() {
     }
     barrier();
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
-        uint item = i0 + n * LANES, head = item / QUADS, quad = item % QUADS;
+        uint item = ITEM(n, TURNED), head = item / QUADS, quad = item % QUADS;
         if (item < TURNED) {
             float scale = 1.0;
             if (QK_NORM == 1u) {
@@ -207,7 +218,7 @@ void main() {
             }
         }
     }
-    for (uint i = i0; i < QUADS; i += LANES) {
+    EACH(i, QUADS) {
         vec4 x = raw_s[(G + 1u) * QUADS + i];
         new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
     }
@@ -219,12 +230,12 @@ void main() {
     uint head = min(g, G - 1u);
     if (split == 0u) {
         uint own = pages.v[table + position / 16u] * KV_HEADS + kvh, in_page = position % 16u;
-        for (uint i = i0; i < QUADS; i += LANES) {
+        EACH(i, QUADS) {
             PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
             PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
         // The new token's score, from the same parts that pages meet.
-        for (uint i = i0; i < G * QUADS; i += LANES) {
+        EACH(i, G * QUADS) {
             uvec4 x = q_s[i];
             uvec2 y = new_k_s[i % QUADS];
             float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), unpackHalf2x16(y.x))
@@ -307,7 +318,7 @@ void main() {
     uint slot = row * KV_HEADS + kvh;
     uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
     uint part = parts + split * G * (D + 2u);
-    for (uint i = i0; i < G * QUADS; i += LANES) {
+    EACH(i, G * QUADS) {
         uint h = i / QUADS;
         float own = LOWEST;
         if (split == 0u) {
@@ -349,7 +360,7 @@ void main() {
         memoryBarrierBuffer();
     }
     // The weight of each split, over the common maximum: a head a thread.
-    for (uint h = i0; h < G; h += LANES) {
+    EACH(h, G) {
         float top = LOWEST;
         for (uint s = 0u; s < live; s++) top = max(top, partials.v[parts + s * G * (D + 2u) + 2u * h]);
         float l = 0.0;
@@ -362,7 +373,7 @@ void main() {
         total_s[h] = l;
     }
     barrier();
-    for (uint i = i0; i < G * QUADS; i += LANES) {
+    EACH(i, G * QUADS) {
         uint h = i / QUADS;
         vec4 result = vec4(0.0);
         for (uint s = 0u; s < live; s++) {

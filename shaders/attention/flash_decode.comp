@@ -114,6 +114,17 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #define PUT_FOUR(cache, at, words) if ((at) % 2u == 0u) cache.v[(at) / 2u].xy = words; else cache.v[(at) / 2u].zw = words;
 #endif
 
+// The items that fall to an invocation. By hand every subgroup takes as many turns of every loop, with the
+// last item again where there is none for it: lavapipe suspends a subgroup at a barrier once more for each
+// turn more that it took of a loop before it, and from then on the subgroups meet at different barriers.
+#if MATRIX == 1
+#define ITEM(n, count) (i0 + (n) * LANES)
+#define EACH(i, count) for (uint i = i0; i < (count); i += LANES)
+#else
+#define ITEM(n, count) min(i0 + (n) * LANES, (count) - 1u)
+#define EACH(i, count) for (uint turn_ = 0u, i = ITEM(0u, count); turn_ < ((count) + LANES - 1u) / LANES; turn_++, i = ITEM(turn_, count))
+#endif
+
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
 // Where four dims of the KV head's query heads, of its key or of its value begin in qkv.
@@ -135,7 +146,7 @@ void main() {
     if (info.w == 0u) {
         // Whoever waits for the output relies on the heads having been waited for.
         if (TAGGED != 0u && split == 0u) {
-            for (uint i = i0; i < RAW; i += LANES) {
+            EACH(i, RAW) {
                 uint at = head_quad(row, kvh, i);
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault)) {}
             }
@@ -184,7 +195,7 @@ void main() {
     }
 
     [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) {
-        uint item = i0 + n * LANES;
+        uint item = ITEM(n, RAW);
         if (item < RAW) {
             uint at = head_quad(row, kvh, item);
             uvec4 words = qkv.v[at];
@@ -200,7 +211,7 @@ void main() {
     }
     barrier();
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
-        uint item = i0 + n * LANES, head = item / QUADS, quad = item % QUADS;
+        uint item = ITEM(n, TURNED), head = item / QUADS, quad = item % QUADS;
         if (item < TURNED) {
             float scale = 1.0;
             if (QK_NORM == 1u) {
@@ -225,7 +236,7 @@ void main() {
             }
         }
     }
-    for (uint i = i0; i < QUADS; i += LANES) {
+    EACH(i, QUADS) {
         vec4 x = raw_s[(G + 1u) * QUADS + i];
         new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
     }
@@ -237,12 +248,12 @@ void main() {
     uint head = min(g, G - 1u);
     if (split == 0u) {
         uint own = pages.v[table + position / 16u] * KV_HEADS + kvh, in_page = position % 16u;
-        for (uint i = i0; i < QUADS; i += LANES) {
+        EACH(i, QUADS) {
             PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
             PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
         // The new token's score, from the same parts that pages meet.
-        for (uint i = i0; i < G * QUADS; i += LANES) {
+        EACH(i, G * QUADS) {
             uvec4 x = q_s[i];
             uvec2 y = new_k_s[i % QUADS];
             float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), unpackHalf2x16(y.x))
@@ -325,7 +336,7 @@ void main() {
     uint slot = row * KV_HEADS + kvh;
     uint parts = slot * gl_NumWorkGroups.x * PART;
     uint part = parts + split * PART;
-    for (uint i = i0; i < G * QUADS; i += LANES) {
+    EACH(i, G * QUADS) {
         uint h = i / QUADS;
         float own = LOWEST;
         if (split == 0u) {
@@ -355,20 +366,20 @@ void main() {
     if (TAGGED != 0u) {
         // Quads split, split + live, … of the output are this workgroup's.
         uint quads = (G * QUADS - split + live - 1u) / live;
-        for (uint n = i0; n < live * G; n += LANES) {
+        EACH(n, live * G) {
             uvec4 words = partials.v[parts + n / G * PART + n % G];
             while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[parts + n / G * PART + n % G];
             most_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.x);
             sum_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.y);
         }
-        for (uint n = i0; n < live * quads; n += LANES) {
+        EACH(n, live * quads) {
             uint at = parts + n % live * PART + G + split + n / live * live;
             uvec4 words = partials.v[at];
             while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[at];
             share_s[n] = uintBitsToFloat(words);
         }
         barrier();
-        for (uint j = i0; j < quads; j += LANES) {
+        EACH(j, quads) {
             uint i = split + j * live, h = i / QUADS;
             float top = LOWEST, l = 0.0;
             for (uint s = 0u; s < live; s++) top = max(top, most_s[h * MOST_SPLITS + s]);
@@ -392,7 +403,7 @@ void main() {
     memoryBarrierBuffer();
     if (i0 == 0u) counters.v[slot] = 0u;
     // The weight of each split, over the common maximum: a head a thread.
-    for (uint h = i0; h < G; h += LANES) {
+    EACH(h, G) {
         float top = LOWEST;
         for (uint s = 0u; s < live; s++) top = max(top, uintBitsToFloat(partials.v[parts + s * PART + h].x));
         float l = 0.0;
@@ -405,7 +416,7 @@ void main() {
         total_s[h] = l;
     }
     barrier();
-    for (uint i = i0; i < G * QUADS; i += LANES) {
+    EACH(i, G * QUADS) {
         uint h = i / QUADS;
         vec4 result = vec4(0.0);
         for (uint s = 0u; s < live; s++)

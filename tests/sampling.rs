@@ -164,9 +164,12 @@ impl Scene {
             partial_count: self.partials,
             ring_steps: RING_STEPS,
             ring_rows: rows,
+            fault: row_list.none(),
         };
-        recording.call(sampling::sample("sample".into(), rows, self.threads, args));
-        recording.call(sampling::advance("advance".into(), AdvanceArgs { step_number }));
+        recording.call(sampling::sample("sample".into(), rows, self.threads, false, args));
+        if rows > 1 {
+            recording.call(sampling::advance("advance".into(), AdvanceArgs { step_number }));
+        }
         let mut memory = HostMemory::new(&recording);
         memory.set_u32(step_number, 0, STEP);
         for (r, row) in (0..).zip(&self.rows) {

@@ -178,8 +178,11 @@ void main() {
     uint t = gl_LocalInvocationID.x;
     uint out_base = row * output_stride + kvh * G * D;
     if (info.w == 0u) {
-        if (TAGGED != 0u && split == 0u)
+        if (TAGGED != 0u && split == 0u) {
+            // Whoever waits for the output relies on the heads having been waited for.
+            load_heads(row, kvh);
             for (uint i = t; i < G * D; i += WORKERS) write_output(out_base + i, 0.0);
+        }
         return;
     }
     if (split >= live) return;

@@ -111,6 +111,13 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
+// Where four dims of the KV head's query heads, of its key or of its value begin in qkv.
+uint head_quad(uint row, uint kvh, uint item) {
+    uint head = item / QUADS;
+    return row * stride / 4u + item % QUADS
+        + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
+}
+
 void write_output(uint quad, vec4 value) { o.v[quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value); }
 
 void main() {
@@ -119,9 +126,17 @@ void main() {
     uint out_quad = (row * output_stride + kvh * G * D) / 4u;
     uvec4 info = rows.v[row];
     uint position = info.y;
+    uint polls = 0u;
     if (info.w == 0u) {
-        if (TAGGED != 0u && split == 0u)
+        // Whoever waits for the output relies on the heads having been waited for.
+        if (TAGGED != 0u && split == 0u) {
+            for (uint i = i0; i < RAW; i += LANES) {
+                uint at = head_quad(row, kvh, i);
+                while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault)) {}
+            }
+            barrier();
             for (uint i = i0; i < G * QUADS; i += LANES) write_output(out_quad + i, vec4(0.0));
+        }
         return;
     }
     // The new token stands at `position`; those before it are in pages.
@@ -163,12 +178,10 @@ void main() {
         }
     }
 
-    uint polls = 0u;
     [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) {
-        uint item = i0 + n * LANES, head = item / QUADS;
+        uint item = i0 + n * LANES;
         if (item < RAW) {
-            uint at = row * stride / 4u + item % QUADS
-                + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
+            uint at = head_quad(row, kvh, item);
             uvec4 words = qkv.v[at];
             if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);

@@ -6,6 +6,7 @@
 //   counts [slots][vocabulary]       bit 31: in the prompt; the rest: times in the output
 //   rows   [rows][4]                 token, position, slot, valid
 //   step   [1]                       number of the region in flight
+//   fault  [1]                       set when a kernel waited too long for tagged words
 //   ring   [ring_steps][ring_rows][ENTRY_WORDS]  host-visible
 
 const uint SLOT_WORDS = 64u;
@@ -62,3 +63,4 @@ const uint TOKEN_NONE = 0xffffffffu;
 const uint DONE_NO = 0u;
 const uint DONE_STOP = 1u;
 const uint DONE_LENGTH = 2u;
+const uint DONE_FAULT = 3u;

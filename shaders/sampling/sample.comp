@@ -24,7 +24,7 @@
 //   partials [rows][partial_count] of (f32 bits, token): maxima over parts of the row by who wrote
 //            the logits; with partial_count 0 they are not there
 //   keys     [rows][row_stride] u32: scratch, the adjusted logits as ordered integers
-//   rows, state, counts, bias, step, ring: `state.glsl`
+//   rows, state, counts, bias, step, ring, fault: `state.glsl`
 //
 // One workgroup is one row; a thread owns every THREADS-th group of four tokens in all passes, so
 // nothing but shared memory passes between threads. Traffic: greedy from partials 8 P bytes;
@@ -38,6 +38,10 @@
 // each 8 bits) and repeated scans.
 
 layout(local_size_x_id = 0) in;
+// The logits came by way of tagged words: nothing is drawn once the fault word is set.
+layout(constant_id = 1) const uint TAGGED = 0;
+// The only row also counts the step.
+layout(constant_id = 2) const uint COUNTS_STEP = 0;
 const uint THREADS = gl_WorkGroupSize.x;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer KeysInOut { uvec4 v[]; };
@@ -51,8 +55,9 @@ layout(push_constant) uniform Args {
     WordsInOut counts;
     WordsIn bias;
     KeysInOut keys;
-    WordsIn step_number;
+    WordsInOut step_number;
     WordsOut ring;
+    WordsIn fault;
     uint vocabulary;
     uint row_stride;
     uint partial_count;
@@ -559,14 +564,16 @@ void main() {
     uint number = args.step_number.v[0];
     uint entry = ((number % args.ring_steps) * args.ring_rows + row) * ENTRY_WORDS;
     bool running = input_row.w != 0u && args.state.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
-    if (!running) {
+    bool fault = TAGGED != 0u && args.fault.v[0] != 0u;
+    if (!running || fault) {
         if (thread == 0u) {
             args.ring.v[entry + ENTRY_SLOT] = slot;
             args.ring.v[entry + ENTRY_TOKEN] = TOKEN_NONE;
-            args.ring.v[entry + ENTRY_DONE] = DONE_NO;
+            args.ring.v[entry + ENTRY_DONE] = fault ? DONE_FAULT : DONE_NO;
             args.ring.v[entry + ENTRY_TOP_COUNT] = 0u;
             memoryBarrierBuffer();
             args.ring.v[entry + ENTRY_STEP] = number;
+            if (COUNTS_STEP != 0u) args.step_number.v[0] = number + 1u;
         }
         return;
     }
@@ -685,4 +692,5 @@ void main() {
     }
     memoryBarrierBuffer();
     args.ring.v[entry + ENTRY_STEP] = number;
+    if (COUNTS_STEP != 0u) args.step_number.v[0] = number + 1u;
 }

@@ -70,6 +70,10 @@ pub struct Watcher {
 /// a full inbox makes the compute actor wait for the device, which is right.
 const INBOX: usize = 256;
 
+/// Between two looks at a point that is not a submission's last: a client hears of a token at most this late,
+/// and a look costs far less than a blocking wait.
+const LOOK_EVERY: Duration = Duration::from_micros(300);
+
 /// How long one wait lasts before the watcher looks at the device again.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -118,7 +122,7 @@ impl Actor {
         let count = reports.len();
         for (index, (entries, point)) in reports.into_iter().enumerate() {
             let last = index + 1 == count;
-            let (result, host_waits) = self.reach(point);
+            let (result, host_waits) = if last { self.reach(point) } else { (self.look_for(point), 0) };
             let failed = result.is_err();
             let device_time = match device_time.take() {
                 Some(read) if last && !failed => read(),
@@ -135,6 +139,14 @@ impl Actor {
                 return;
             }
         }
+    }
+
+    /// Looks at a point from time to time until it is reached.
+    fn look_for(&self, point: Point) -> Result<(), DeviceError> {
+        while !self.device.reached(point)? {
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
     }
 
     fn reach(&self, point: Point) -> (Result<(), DeviceError>, u32) {

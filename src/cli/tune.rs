@@ -2,7 +2,7 @@
 //! kept. Deliberately absent: the search (`engine::tune`).
 
 use crate::device::{Instance, InstanceOptions, Selector, select};
-use crate::engine::start::Progress;
+use crate::engine::start::{Progress, tuning};
 use crate::engine::tune::{self, Event, Options};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     let adapters = instance.adapters();
     let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
     let adapter = select(&adapters, selector.as_ref())?.clone();
-    let mut any: Tuning = crate::engine::start::tuning(&adapter.capabilities, adapter.is_cpu(), 1, 1);
+    let mut any: Tuning = tuning(&adapter, None, 1, 1);
     if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
         bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
     }

@@ -107,6 +107,11 @@ pub struct Adapter {
 }
 
 impl Adapter {
+    /// Whether NVIDIA made it, by the PCI vendor number.
+    pub fn is_nvidia(&self) -> bool {
+        self.ids.0 == 0x10de
+    }
+
     /// Whether a driver on the CPU stands behind it.
     pub fn is_cpu(&self) -> bool {
         self.kind == AdapterKind::Cpu

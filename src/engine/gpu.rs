@@ -48,6 +48,15 @@ pub struct PrefillRegions {
     pub head: Arc<Region>,
 }
 
+/// The regions of a decode bucket.
+#[derive(Debug)]
+pub struct DecodeRegions {
+    /// Every dependency is a barrier's.
+    pub plain: Arc<Region>,
+    /// The same step with words that carry their readiness, where the device can be relied on for that.
+    pub carried: Option<Arc<Region>>,
+}
+
 /// What a replica's executor is made of; everything in it is allocated and recorded.
 #[derive(Debug)]
 pub struct Parts {
@@ -64,7 +73,7 @@ pub struct Parts {
     /// Copies row 0 of the logits there.
     pub dump_region: Arc<Region>,
     /// By rows.
-    pub decode: BTreeMap<u32, Arc<Region>>,
+    pub decode: BTreeMap<u32, DecodeRegions>,
     /// By rows.
     pub prefill: BTreeMap<u32, PrefillRegions>,
     /// At least two; more than plans in flight, or `submit` waits.
@@ -77,6 +86,8 @@ pub struct Parts {
     pub ready: Vec<Point>,
     /// For messages.
     pub device_name: String,
+    /// For tests: the fault word is set with this decode plan, counted from 1; 0 never.
+    pub fault_at: u32,
 }
 
 /// Runs plans on a device's compute queue.
@@ -99,6 +110,9 @@ pub struct GpuExecutor {
     /// Slots whose log probabilities are asked for.
     logprobs: Vec<bool>,
     step_time: Option<Duration>,
+    /// A kernel waited too long for a word: steps have run with barriers since.
+    faulted: bool,
+    decode_plans: u32,
 }
 
 #[derive(Debug)]
@@ -110,8 +124,12 @@ struct Pending {
     rows: u32,
     /// Entries that are done.
     entries: u32,
+    /// Steps from this one on drew nothing because of a fault; `u32::MAX` if none is known.
+    good: u32,
     /// Nothing to report: changes, or a chunk without a head counts as one step without tokens.
     work: Kind,
+    /// Of a decode plan, for the steps that have to be run again after a fault.
+    slots: Vec<Slot>,
     dump: bool,
     inboxes: Vec<usize>,
     /// Dispatches and barriers of the patches, and of each step.
@@ -155,6 +173,8 @@ impl GpuExecutor {
             dumps: vec![false; slots],
             logprobs: vec![false; slots],
             step_time: None,
+            faulted: false,
+            decode_plans: 0,
             parts,
         }
     }
@@ -257,10 +277,12 @@ impl GpuExecutor {
             .range(needed..)
             .next()
             .unwrap_or_else(|| panic!("{needed} rows exceed the largest bucket"));
-        (*rows, Arc::clone(region))
+        let carried = region.carried.as_ref().filter(|_| !self.faulted);
+        (*rows, Arc::clone(carried.unwrap_or(&region.plain)))
     }
 
-    fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<Vec<Sampled>, ExecuteError> {
+    /// The tokens of steps `from..to`, and the first step that drew none because of a fault: `to` if none is.
+    fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<(Vec<Sampled>, u32), ExecuteError> {
         let mut tokens = Vec::new();
         for step in from..to {
             let number = pending.first_step.wrapping_add(step);
@@ -271,6 +293,9 @@ impl GpuExecutor {
                 let entry = RingEntry::read(&words);
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
+                }
+                if entry.done == state::DONE_FAULT {
+                    return Ok((tokens, step));
                 }
                 let Some(id) = entry.token else { continue };
                 // The slot is the same sequence's until all its plans are reported.
@@ -294,7 +319,7 @@ impl GpuExecutor {
                 });
             }
         }
-        Ok(tokens)
+        Ok((tokens, to))
     }
 
     fn take(&mut self, report: Report) -> Result<Option<Progress>, ExecuteError> {
@@ -312,15 +337,27 @@ impl GpuExecutor {
         let progress = match pending.work {
             Kind::Changes => None,
             Kind::Chunk | Kind::Sampled => {
-                let tokens = if pending.work == Kind::Sampled { self.tokens(&pending, from, to)? } else { Vec::new() };
+                let (tokens, good) = match pending.work {
+                    Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
+                    _ => (Vec::new(), to),
+                };
+                let from = from.min(pending.good);
+                if good < to {
+                    pending.good = good;
+                }
                 let first = !pending.started;
                 pending.started = true;
-                let cost = pending.cost(&report, first, to - from);
-                Some(Progress { ticket: pending.ticket, steps: to - from, tokens, finished: report.last, cost })
+                let cost = pending.cost(&report, first, good - from);
+                let finished = report.last && pending.good >= pending.steps;
+                let progress = Progress { ticket: pending.ticket, steps: good - from, tokens, finished, cost };
+                (finished || good > from).then_some(progress)
             }
         };
         if report.last {
             self.free_inboxes.append(&mut pending.inboxes);
+            if pending.work == Kind::Sampled && pending.good < pending.steps {
+                self.run_again(&pending)?;
+            }
             if pending.work == Kind::Sampled && matches!(pending.flush, Flush::Readback) {
                 let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
                 self.step_time = Some(total / pending.steps.max(1));
@@ -329,6 +366,130 @@ impl GpuExecutor {
             self.pending.push_front(pending);
         }
         Ok(progress)
+    }
+}
+
+impl GpuExecutor {
+    /// Queues work behind all earlier, after a patch and after the counts of slots `clear` are cleared.
+    fn enqueue(
+        &mut self,
+        ticket: Ticket,
+        planned: Option<Work>,
+        mut patch: Patch,
+        clear: &[u32],
+    ) -> Result<(), ExecuteError> {
+        let layout = self.parts.layout;
+        let (work, steps, rows, region, mut flush) = match &planned {
+            None => (Kind::Changes, 0, 0, None, Flush::PhaseBoundary),
+            Some(Work::Prefill { slot, tokens, start, last }) => {
+                let count = tokens.len() as u32;
+                patch.set_all(layout.chunk_word(0), &[slot.0, *start, count, 0]);
+                patch.set_all(layout.token_word(0), tokens);
+                let (_, regions) = self
+                    .parts
+                    .prefill
+                    .range(count..)
+                    .next()
+                    .unwrap_or_else(|| panic!("a chunk of {count} tokens exceeds the largest bucket"));
+                let region = Arc::clone(if *last { &regions.head } else { &regions.part });
+                let kind = if *last { Kind::Sampled } else { Kind::Chunk };
+                (kind, 1, 1, Some(region), Flush::PhaseBoundary)
+            }
+            Some(Work::Decode { slots, steps }) => {
+                let (rows, region) = self.rows_for(slots);
+                let mut slots = slots.clone();
+                slots.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
+                for row in 0..rows {
+                    let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
+                    if self.batch[row as usize] != slot {
+                        self.batch[row as usize] = slot;
+                        patch.set(layout.batch_word(row), slot);
+                    }
+                }
+                (Kind::Sampled, *steps, rows, Some(region), Flush::Readback)
+            }
+        };
+        let mut used = Vec::new();
+        let patches = self.post(&patch, clear, &mut used)?;
+        let sum = |regions: &[Arc<Region>]| {
+            regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
+        };
+        let fixed = sum(&patches);
+        // There is one place for logits: the plan that fills it is the only one in flight that does.
+        let asked = match &planned {
+            Some(Work::Prefill { slot, last, .. }) => *last && self.dumps[slot.0 as usize],
+            Some(Work::Decode { slots, .. }) => slots.iter().any(|slot| self.dumps[slot.0 as usize]),
+            None => false,
+        };
+        let dump = asked && !self.pending.iter().any(|pending| pending.dump);
+        let mut step: Vec<Arc<Region>> = region.into_iter().collect();
+        if dump {
+            step.push(Arc::clone(&self.parts.dump_region));
+        }
+        let each = sum(&step);
+        let mut entries = vec![step; steps.max(1) as usize];
+        entries[0].splice(0..0, patches);
+        let waits = std::mem::take(&mut self.parts.ready);
+        if !waits.is_empty() {
+            flush = Flush::CrossQueue;
+        }
+        // A slow device reports single steps, a fast one the whole plan.
+        let every = match self.step_time {
+            Some(time) if !time.is_zero() => {
+                (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
+            }
+            _ => 1,
+        };
+        let report_after = (1..=entries.len() as u32).filter(|entry| entry % every == 0).collect();
+        let slots = match planned {
+            Some(Work::Decode { slots, .. }) => slots,
+            _ => Vec::new(),
+        };
+        self.pending.push_back(Pending {
+            ticket,
+            steps,
+            first_step: self.next_step,
+            rows,
+            entries: 0,
+            good: u32::MAX,
+            slots,
+            work,
+            dump,
+            inboxes: used,
+            fixed,
+            each,
+            flush,
+            submitted: Instant::now(),
+            started: false,
+        });
+        if work == Kind::Sampled {
+            self.next_step = self.next_step.wrapping_add(steps);
+        }
+        self.parts.compute.submit(Submission {
+            id: ticket.0,
+            entries,
+            waits,
+            report_after,
+            outbox: self.outbox.clone(),
+        });
+        Ok(())
+    }
+
+    /// Submits the steps of a plan that drew nothing because a kernel had waited too long, with barriers, as
+    /// everything from now on. The device's state stands where the last good step left it. Plans that were
+    /// queued behind this one draw nothing either, as the fault word is set, and come here in their turn.
+    fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
+        if !self.faulted {
+            self.faulted = true;
+            tracing::warn!(
+                device = self.parts.device_name,
+                "a kernel waited too long for another's words: steps run with barriers from now on"
+            );
+        }
+        let mut patch = Patch::default();
+        patch.set(self.parts.layout.fault_word(), 0);
+        let work = Work::Decode { slots: pending.slots.clone(), steps: pending.steps - pending.good };
+        self.enqueue(pending.ticket, Some(work), patch, &[])
     }
 }
 
@@ -362,96 +523,15 @@ impl Executor for GpuExecutor {
     fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
         let mut patch = Patch::default();
         let clear = self.changes(&plan.changes, &mut patch);
-        let layout = self.parts.layout;
         let ticket = Ticket(self.next);
         self.next += 1;
-        let (work, steps, rows, region, mut flush) = match &plan.work {
-            None => (Kind::Changes, 0, 0, None, Flush::PhaseBoundary),
-            Some(Work::Prefill { slot, tokens, start, last }) => {
-                let count = tokens.len() as u32;
-                patch.set_all(layout.chunk_word(0), &[slot.0, *start, count, 0]);
-                patch.set_all(layout.token_word(0), tokens);
-                let (_, regions) = self
-                    .parts
-                    .prefill
-                    .range(count..)
-                    .next()
-                    .unwrap_or_else(|| panic!("a chunk of {count} tokens exceeds the largest bucket"));
-                let region = Arc::clone(if *last { &regions.head } else { &regions.part });
-                let kind = if *last { Kind::Sampled } else { Kind::Chunk };
-                (kind, 1, 1, Some(region), Flush::PhaseBoundary)
+        if matches!(plan.work, Some(Work::Decode { .. })) {
+            self.decode_plans += 1;
+            if self.decode_plans == self.parts.fault_at {
+                patch.set(self.parts.layout.fault_word(), 1);
             }
-            Some(Work::Decode { slots, steps }) => {
-                let (rows, region) = self.rows_for(slots);
-                let mut slots = slots.clone();
-                slots.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
-                for row in 0..rows {
-                    let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
-                    if self.batch[row as usize] != slot {
-                        self.batch[row as usize] = slot;
-                        patch.set(layout.batch_word(row), slot);
-                    }
-                }
-                (Kind::Sampled, *steps, rows, Some(region), Flush::Readback)
-            }
-        };
-        let mut used = Vec::new();
-        let patches = self.post(&patch, &clear, &mut used)?;
-        let sum = |regions: &[Arc<Region>]| {
-            regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
-        };
-        let fixed = sum(&patches);
-        // There is one place for logits: the plan that fills it is the only one in flight that does.
-        let asked = match &plan.work {
-            Some(Work::Prefill { slot, last, .. }) => *last && self.dumps[slot.0 as usize],
-            Some(Work::Decode { slots, .. }) => slots.iter().any(|slot| self.dumps[slot.0 as usize]),
-            None => false,
-        };
-        let dump = asked && !self.pending.iter().any(|pending| pending.dump);
-        let mut step: Vec<Arc<Region>> = region.into_iter().collect();
-        if dump {
-            step.push(Arc::clone(&self.parts.dump_region));
         }
-        let each = sum(&step);
-        let mut entries = vec![step; steps.max(1) as usize];
-        entries[0].splice(0..0, patches);
-        let waits = std::mem::take(&mut self.parts.ready);
-        if !waits.is_empty() {
-            flush = Flush::CrossQueue;
-        }
-        // A slow device reports single steps, a fast one the whole plan.
-        let every = match self.step_time {
-            Some(time) if !time.is_zero() => {
-                (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
-            }
-            _ => 1,
-        };
-        let report_after = (1..=entries.len() as u32).filter(|entry| entry % every == 0).collect();
-        self.pending.push_back(Pending {
-            ticket,
-            steps,
-            first_step: self.next_step,
-            rows,
-            entries: 0,
-            work,
-            dump,
-            inboxes: used,
-            fixed,
-            each,
-            flush,
-            submitted: Instant::now(),
-            started: false,
-        });
-        if work == Kind::Sampled {
-            self.next_step = self.next_step.wrapping_add(steps);
-        }
-        self.parts.compute.submit(Submission {
-            id: ticket.0,
-            entries,
-            waits,
-            report_after,
-            outbox: self.outbox.clone(),
-        });
+        self.enqueue(ticket, plan.work, patch, &clear)?;
         Ok(ticket)
     }
 

@@ -6,6 +6,7 @@ pub mod executor;
 pub mod fake;
 pub mod gpu;
 pub mod host;
+mod matrices;
 pub mod pages;
 pub mod replica;
 pub mod request;

@@ -9,8 +9,9 @@
 //!   of the lowest priority loses its pages and is computed again later.
 //! - Prompt chunks and decode plans alternate while there are both.
 //! - Two plans are in flight, so the device has the next one when it ends the first. A decode
-//!   plan is as many steps as make `PLAN_TIME`, and at least `PLAN_STEPS_MIN` where there is
-//!   room, so that even a slow device is submitted to less than once a token.
+//!   plan is as many steps as make `PLAN_TIME`, or as many as make `PLAN_TOKENS` tokens where that
+//!   takes at most `PLAN_TIME_MAX`, and at least `PLAN_STEPS_MIN` where there is room, so that even a
+//!   slow device is submitted to less than once a token.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
 use super::executor::{Capacity, Change, Done, PAGE_TOKENS, Progress, Sampled, Slot, StepPlan, Ticket, Work};
@@ -27,6 +28,10 @@ pub const PLANS_IN_FLIGHT: usize = 2;
 /// What a decode plan should take: long enough that a submission costs little of it, short
 /// enough that arrivals and aborts take effect soon.
 pub const PLAN_TIME: Duration = Duration::from_millis(10);
+/// Tokens of a decode plan that a submission and a wait should be shared by, and what it may take then.
+pub const PLAN_TOKENS: u32 = 8;
+/// As [`PLAN_TOKENS`] says.
+pub const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
 /// Steps of a decode plan on a device that takes longer than `PLAN_TIME` for them. Their tokens
 /// are still reported one by one, so nobody waits longer for one.
 pub const PLAN_STEPS_MIN: u32 = 2;
@@ -494,7 +499,7 @@ impl Scheduler {
         // While someone waits for a slot, a plan ends with the first row that does.
         let useful = if self.waiting.is_empty() { undrawn.max() } else { undrawn.min() };
         let dumps = rows.iter().any(|id| self.sequences[id].dumps_logits());
-        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(step_time) };
+        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(step_time, rows.len() as u32) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
 
         while steps > 1 && self.pages_missing(&rows, steps) > self.pool.free() {
@@ -563,7 +568,7 @@ impl Scheduler {
         rows.into_iter().map(|sequence| sequence.id).collect()
     }
 
-    fn steps_aim(&self, step_time: Option<Duration>) -> u32 {
+    fn steps_aim(&self, step_time: Option<Duration>, rows: u32) -> u32 {
         // Half of what may be queued, so that two plans fit.
         let most = (self.setup.capacity.run_ahead / 2).clamp(1, PLAN_STEPS_MAX);
         let least = PLAN_STEPS_MIN.min(most);
@@ -572,7 +577,8 @@ impl Scheduler {
             None => least,
             Some(step_time) => {
                 let step_ns = step_time.as_nanos().max(1);
-                (PLAN_TIME.as_nanos() / step_ns).clamp(u128::from(least), u128::from(most)) as u32
+                let shared = u128::from(PLAN_TOKENS.div_ceil(rows)).min(PLAN_TIME_MAX.as_nanos() / step_ns);
+                (PLAN_TIME.as_nanos() / step_ns).max(shared).clamp(u128::from(least), u128::from(most)) as u32
             }
         }
     }
@@ -910,8 +916,8 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_lasts_about_ten_milliseconds_or_two_steps_and_two_fit_the_run_ahead() {
-        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (4_000, 2), (9_000, 2), (50_000, 2)] {
+    fn a_plan_lasts_ten_milliseconds_or_eight_tokens_and_two_fit_the_run_ahead() {
+        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (4_000, 8), (9_000, 4), (50_000, 2)] {
             let mut bench = Bench::new(setup(1, 16));
             bench.step_time = Some(Duration::from_micros(micros));
             bench.arrive(request("a", 1, 200));

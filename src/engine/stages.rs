@@ -40,7 +40,8 @@ pub fn stages(
     let arena = Arena::new(&device)?;
     let capabilities = &adapter.capabilities;
     let config = &checkpoint.config;
-    let mut tuning = tuning(capabilities, adapter.is_cpu(), config.kv_heads, position + 1);
+    let matrices = super::matrices::probe(&device, &arena, None)?;
+    let mut tuning = tuning(adapter, matrices, config.kv_heads, position + 1);
     change(&mut tuning);
     let max_pages = (position + 1).div_ceil(16);
     let dense = Dense {

@@ -3,8 +3,9 @@
 //! Deliberately absent: what a request is.
 
 use super::executor::{Capacity, Executor, PAGE_TOKENS};
-use super::gpu::{GpuExecutor, Inbox, Parts, PrefillRegions};
+use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts, PrefillRegions};
 use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
+use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
 use super::tuned::Tuned;
 use crate::actors::compute::{Compute, Submission};
@@ -12,15 +13,16 @@ use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Sourc
 use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
 use crate::config::{self, Config};
-use crate::device::{Adapter, Capabilities, Device, DeviceError, Instance, InstanceOptions, Point, Selector};
+use crate::device::{Adapter, Device, DeviceError, Instance, InstanceOptions, Point, Selector};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, RegionError, buffer_sizes};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, PatchArgs};
+use crate::kernels::skinny::Matrices;
 use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
-use crate::memory::{Arena, MappedFile, MemoryError, Place, StagingRing, Table};
+use crate::memory::{Arena, Buffer, MappedFile, MemoryError, Place, StagingRing, Table};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
 use crate::model::demo;
 use crate::model::dense::{self, Dense, Part, RingLayout, Shape, Tuning};
@@ -180,6 +182,7 @@ pub(super) struct Station {
     transfer: Arc<Transfer>,
     ring: StagingRing,
     loader: Loader,
+    matrices: Option<Matrices>,
 }
 
 /// Slots of the staging ring and bytes of each: enough to keep a transfer queue busy while
@@ -188,13 +191,15 @@ const STAGING: (usize, usize) = (16, 16 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
 
 impl Station {
-    pub(super) fn open(instance: &Instance, adapter: &Adapter) -> Result<Station, StartError> {
+    pub(super) fn open(instance: &Instance, adapter: &Adapter, cache: Option<&Path>) -> Result<Station, StartError> {
         let device = Device::open(instance, adapter)?;
         let arena = Arena::new(&device)?;
         let (slots, bytes) = staging(adapter);
         let ring = StagingRing::new(&arena, slots, bytes)?;
         let transfer = Arc::new(Transfer::spawn(&arena)?);
+        let matrices = matrices::probe(&device, &arena, cache)?;
         Ok(Station {
+            matrices,
             compute: Arc::new(Compute::spawn(Arc::clone(&device))?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
             ring,
@@ -274,7 +279,10 @@ fn serve_model(
     for (index, adapter) in adapters.iter().enumerate() {
         let station = match stations.entry(adapter.index) {
             hash_map::Entry::Occupied(entry) => &*entry.into_mut(),
-            hash_map::Entry::Vacant(entry) => &*entry.insert(Station::open(instance, adapter)?),
+            hash_map::Entry::Vacant(entry) => {
+                let cache = config.runtime.cache_directory.as_deref();
+                &*entry.insert(Station::open(instance, adapter, cache)?)
+            }
         };
         let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
         let name = format!("{}/{index}", model.name);
@@ -316,6 +324,10 @@ fn serve_model(
     })
 }
 
+/// How far logits of a step without barriers may be from those of the step with them, relative norms: words that
+/// carry their readiness are rounded to 2^-17 at every stage.
+const TAGS_TOLERANCE: f64 = 2e-3;
+
 /// Decode steps that may be queued and not reported.
 const RUN_AHEAD: u32 = 32;
 /// Steps of the token ring: well above what can be queued.
@@ -332,7 +344,8 @@ const MOST_CHUNK: u32 = 16_384;
 const DEFAULT_CONTEXT: u32 = 32_768;
 
 /// Choices by what the device can do.
-pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32, context: u32) -> Tuning {
+pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
+    let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
     let processors = capabilities.sm_count.unwrap_or(32);
     Tuning {
@@ -346,9 +359,11 @@ pub fn tuning(capabilities: &Capabilities, cpu: bool, kv_heads: u32, context: u3
         splits: if cpu { 4 } else { (processors / kv_heads).clamp(4, 32) },
         argmax_threads: if cpu { 32 } else { 256.min(most) },
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
-        fragments: None,
+        fragments: matrices,
         skinny: BTreeMap::new(),
-        tags: false,
+        // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
+        tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
+        fault_at: 0,
     }
 }
 
@@ -458,7 +473,7 @@ impl Build<'_> {
     pub(super) fn tuning(&self, context: u32) -> Tuning {
         let adapter = self.adapter;
         let kv_heads = self.checkpoint.config.kv_heads;
-        let mut tuning = tuning(&adapter.capabilities, adapter.is_cpu(), kv_heads, context);
+        let mut tuning = tuning(adapter, self.station.matrices, kv_heads, context);
         for change in self.tune {
             tuning.set(change);
         }
@@ -536,7 +551,7 @@ impl Build<'_> {
 
     /// Waits until a prepared model is loaded; gives the points after which it can run.
     pub(super) fn finish(&self, loading: Loading) -> Result<Vec<Point>, StartError> {
-        self.run_once(loading.init)?;
+        self.run_once(vec![loading.init], Vec::new())?;
         let report = loading
             .weights
             .wait_with(|p| self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes))
@@ -555,8 +570,9 @@ impl Build<'_> {
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
         let mut decode = BTreeMap::new();
-        for (rows, recording) in &recordings.decode {
-            decode.insert(*rows, region(recording)?);
+        for (rows, recording, plain) in &recordings.decode {
+            let carried = plain.as_ref().map(|_| region(recording)).transpose()?;
+            decode.insert(*rows, DecodeRegions { plain: region(plain.as_ref().unwrap_or(recording))?, carried });
         }
         let mut prefill = BTreeMap::new();
         for (rows, part, head) in &recordings.prefill {
@@ -572,14 +588,16 @@ impl Build<'_> {
             });
         }
         let dump_region = region(&recordings.dump)?;
+        let dump = Arc::clone(table.require("dump")?);
         let ready = self.finish(loading)?;
+        self.test_tags(&dense, &table, &dump_region, &dump, &mut decode, &ready, cache)?;
         let slots = dense.state.slots;
         let capacity = Capacity {
             slots,
             pages: dense.pages,
             context: dense.context,
             prefill_chunk: dense.state.chunk,
-            buckets: recordings.decode.iter().map(|(rows, _)| *rows).collect(),
+            buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
         };
@@ -588,7 +606,7 @@ impl Build<'_> {
             layout: dense.state,
             ring: dense.ring,
             ring_buffer: Arc::clone(table.require("ring")?),
-            dump: Arc::clone(table.require("dump")?),
+            dump,
             dump_region,
             decode,
             prefill,
@@ -597,6 +615,7 @@ impl Build<'_> {
             compute: Arc::clone(&self.station.compute),
             ready,
             device_name: self.adapter.name.clone(),
+            fault_at: dense.tuning.fault_at,
         });
         Ok(executor)
     }
@@ -685,14 +704,76 @@ impl Build<'_> {
             .map_err(|source| StartError::Load { model: self.model.name.clone(), source })
     }
 
-    /// Runs a region and waits for it.
-    fn run_once(&self, region: Arc<Region>) -> Result<(), StartError> {
+    /// Runs a step of every bucket both ways, with no sequence in it, and leaves those whose words cannot be
+    /// relied on to barriers: a kernel waited in vain, or the logits differ.
+    #[expect(clippy::too_many_arguments, reason = "what a replica is made of, before it is one")]
+    fn test_tags(
+        &self,
+        dense: &Dense<'_>,
+        table: &Table,
+        dump_region: &Arc<Region>,
+        dump: &Buffer,
+        decode: &mut BTreeMap<u32, DecodeRegions>,
+        ready: &[Point],
+        cache: Option<&Path>,
+    ) -> Result<(), StartError> {
+        if decode.values().all(|regions| regions.carried.is_none()) {
+            return Ok(());
+        }
+        let mut look = Recording::new("look at fault");
+        let (from, to) = (dense.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
+        look.ops.push(Op::Copy { from, to });
+        let mut reset = Recording::new("reset after test");
+        for to in [dense.state.fault(&mut reset).part(0, 4), reset.buffer("step", 4)] {
+            reset.ops.push(Op::Fill { to, word: 0 });
+        }
+        let pipelines = Pipelines::build(&self.station.device, cache, &[&look, &reset], &|_, _| {})?;
+        let region =
+            |recording: &Recording| Region::build(&self.station.device, recording, table, &pipelines).map(Arc::new);
+        let (look, reset) = (region(&look)?, region(&reset)?);
+        let logits = |of: &Arc<Region>| -> Result<Vec<f32>, StartError> {
+            self.run_once(vec![Arc::clone(of), Arc::clone(dump_region)], ready.to_vec())?;
+            let mut logits = vec![0f32; dense.config.vocab as usize];
+            dump.read(0, bytemuck::cast_slice_mut(&mut logits));
+            Ok(logits)
+        };
+        for (rows, regions) in decode.iter_mut() {
+            let Some(carried) = &regions.carried else { continue };
+            let (wanted, found) = (logits(&regions.plain)?, logits(carried)?);
+            self.run_once(vec![Arc::clone(&look)], Vec::new())?;
+            let mut fault = 0u32;
+            dump.read(0, bytemuck::bytes_of_mut(&mut fault));
+            let square =
+                |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
+            let norm = square(&mut wanted.iter().copied()).sqrt();
+            let difference = square(&mut wanted.iter().zip(&found).map(|(a, b)| a - b)).sqrt();
+            let fails = if fault != 0 {
+                Some("a kernel waited in vain".to_owned())
+            } else if difference.is_nan() || difference > TAGS_TOLERANCE * norm {
+                Some(format!("its logits differ by {:.1e} of their size", difference / norm))
+            } else {
+                None
+            };
+            if let Some(why) = fails {
+                self.progress.line(&format!(
+                    "\"{}\": the step of {rows} without barriers failed its test ({why}): it runs with barriers",
+                    self.name
+                ));
+                regions.carried = None;
+            }
+            self.run_once(vec![Arc::clone(&reset)], Vec::new())?;
+        }
+        Ok(())
+    }
+
+    /// Runs regions in order and waits for them.
+    fn run_once(&self, regions: Vec<Arc<Region>>, waits: Vec<Point>) -> Result<(), StartError> {
         let (reports, done) = crossbeam_channel::bounded(1);
         let (wake, _woken) = crossbeam_channel::bounded(1);
         self.station.compute.submit(Submission {
             id: 0,
-            entries: vec![vec![region]],
-            waits: Vec::new(),
+            entries: vec![regions],
+            waits,
             report_after: Vec::new(),
             outbox: Outbox { reports, wake },
         });
@@ -700,7 +781,7 @@ impl Build<'_> {
             Ok(report) => Ok(report.result?),
             Err(_) => Err(StartError::Unsupported {
                 model: self.model.name.clone(),
-                what: format!("device \"{}\" did not finish clearing its buffers in 60 s", self.adapter.name),
+                what: format!("device \"{}\" did not finish its first steps in 60 s", self.adapter.name),
             }),
         }
     }
@@ -729,7 +810,8 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
 
 /// Every recording of a replica.
 pub(super) struct Recordings {
-    decode: Vec<(u32, Recording)>,
+    /// By rows; the second with barriers, where that is another.
+    decode: Vec<(u32, Recording, Option<Recording>)>,
     pub(super) prefill: Vec<(u32, Recording, Recording)>,
     pub(super) inboxes: Vec<(Recording, Recording)>,
     dump: Recording,
@@ -740,7 +822,11 @@ impl Recordings {
         let mut decode = Vec::new();
         let mut rows = 1;
         while rows <= dense.state.rows {
-            decode.push((rows, dense.record(Shape::Decode { rows })));
+            let recording = dense.record(Shape::Decode { rows });
+            // Where words carry their readiness, the same step with barriers stands by.
+            let plain = recording.with_barriers();
+            let plain = (plain != recording).then_some(plain);
+            decode.push((rows, recording, plain));
             rows *= 2;
         }
         let prefill = buckets
@@ -763,7 +849,7 @@ impl Recordings {
     }
 
     fn all(&self) -> Vec<&Recording> {
-        let decode = self.decode.iter().map(|(_, recording)| recording);
+        let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
         let prefill = self.prefill.iter().flat_map(|(_, part, head)| [part, head]);
         let inboxes = self.inboxes.iter().flat_map(|(apply, clear)| [apply, clear]);
         decode.chain(prefill).chain(inboxes).chain([&self.dump]).collect()

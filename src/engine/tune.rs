@@ -29,7 +29,9 @@ const DUELLED: usize = 21;
 /// The fastest values of a choice that are held against the incumbent.
 const DUELS: usize = 3;
 /// Steps that are run and not counted, so that clocks and caches are as in a running service.
-const WARM: usize = 2;
+const WARM: usize = 1;
+/// Microseconds that repetitions of a step may take, so that slow devices get to try something too.
+const REPEATED_US: f64 = 300_000.0;
 /// Submissions in flight: below the timestamps that the compute actor has.
 const IN_FLIGHT: usize = 24;
 /// Times that all choices are gone through, if each finds something.
@@ -102,7 +104,7 @@ pub struct Outcome {
     pub tried: usize,
     /// Whether everything was tried before time was up.
     pub complete: bool,
-    /// Where it was kept; `None` where nothing was to be kept or there is no folder.
+    /// Where it was kept; `None` where that was not possible or there is no folder.
     pub file: Option<PathBuf>,
 }
 
@@ -132,7 +134,7 @@ pub fn tune(
 ) -> Result<Outcome, StartError> {
     let mut model = config::Model::new("tune", "", Some(&adapter.uuid));
     model.context = Some(options.depth.saturating_add(16));
-    let station = Station::open(instance, adapter)?;
+    let station = Station::open(instance, adapter, options.cache)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
     let of = |tune| Build {
@@ -158,13 +160,9 @@ pub fn tune(
     let bounds = Bounds::new(adapter, &checkpoint.config);
     let mut knobs = knobs(&bench.dense, &rules, bounds, options.depth);
     knobs.retain(|knob| !options.tune.iter().any(|change| change.split('=').next() == Some(knob.key.as_str())));
+    let (rules, reference) = bench.reference(rules)?;
     let variant = tuned::variant(&rules);
-    let region = bench
-        .regions(std::slice::from_ref(&rules))?
-        .pop()
-        .flatten()
-        .ok_or_else(|| bench.unsupported("the step cannot be built".to_owned()))?;
-    let reference = bench.logits(&region)?.map_err(|what| bench.unsupported(format!("by the rules, {what}")))?;
+    let region = bench.region(&rules)?;
     let us = median(&bench.times(&[&region], DUELLED)?[0]);
     say(&Event::Began { variant: variant.clone(), us });
 
@@ -200,7 +198,6 @@ pub fn tune(
 
     let Search { mut bench, region, reference, tried, say, .. } = search;
     let mut outcome = Outcome { before_us: us, after_us: us, tried, complete, file: None };
-    let mut holds = true;
     if !Arc::ptr_eq(&region, &by_rules) {
         let times = bench.times(&[&by_rules, &region], DUELLED)?;
         outcome.before_us = median(&times[0]);
@@ -210,9 +207,13 @@ pub fn tune(
             let (name, value) = ("everything".to_owned(), "together".to_owned());
             say(&Event::Wrong { name, value, what: what.clone() });
         }
-        holds = right.is_ok() && outcome.after_us < outcome.before_us;
+        if right.is_err() || outcome.after_us >= outcome.before_us {
+            // Gains that do not add up are none.
+            outcome.after_us = outcome.before_us;
+            found.values_mut().for_each(|value| *value = None);
+        }
     }
-    if let (true, Some(folder)) = (holds, options.cache) {
+    if let Some(folder) = options.cache {
         match tuned::keep(folder, adapter, &variant, &found) {
             Ok(path) => outcome.file = Some(path),
             Err(error) => progress.line(&format!("what was found could not be kept in {}: {error}", folder.display())),
@@ -332,7 +333,7 @@ fn same(reference: &[f32], logits: &[f32]) -> Result<(), String> {
     let norm: f64 = reference.iter().map(|a| square(f64::from(*a))).sum();
     let apart: f64 = reference.iter().zip(logits).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
     let difference = (apart / norm).sqrt();
-    if !(difference <= MOST_DIFFERENCE) {
+    if difference.is_nan() || difference > MOST_DIFFERENCE {
         return Err(format!(
             "its logits differ by {difference:.1e} of their norm, at most {MOST_DIFFERENCE:.1e} is rounding"
         ));
@@ -436,6 +437,8 @@ struct Bench<'a> {
     check: Arc<Region>,
     logits: Arc<Buffer>,
     fault: Arc<Buffer>,
+    /// About how long a step takes.
+    step_us: f64,
 }
 
 impl<'a> Bench<'a> {
@@ -465,6 +468,7 @@ impl<'a> Bench<'a> {
             prompt,
             check,
             fault,
+            step_us: 1.0,
             dense,
             device,
             table,
@@ -496,6 +500,25 @@ impl<'a> Bench<'a> {
         let region = |step: &Recording| Region::build(&self.device, step, &self.table, &self.pipelines).map(Arc::new);
         let regions = steps.iter().zip(built).map(|(step, built)| built.then(|| region(step)).transpose());
         Ok(regions.collect::<Result<_, _>>()?)
+    }
+
+    fn region(&mut self, tuning: &Tuning) -> Result<Arc<Region>, StartError> {
+        let region = self.regions(std::slice::from_ref(tuning))?.pop().flatten();
+        region.ok_or_else(|| self.unsupported("its step cannot be built".to_owned()))
+    }
+
+    /// The logits of the step with barriers, and the rules without tags where the step with them has others.
+    fn reference(&mut self, rules: Tuning) -> Result<(Tuning, Vec<f32>), StartError> {
+        let barriers = Tuning { tags: false, ..rules.clone() };
+        let region = self.region(&barriers)?;
+        let reference = self.logits(&region)?.map_err(|what| self.unsupported(what))?;
+        self.step_us = median(&self.times(&[&region], 1)?[0]);
+        if rules == barriers {
+            return Ok((rules, reference));
+        }
+        let region = self.region(&rules)?;
+        let right = self.logits(&region)?.and_then(|logits| same(&reference, &logits));
+        Ok((if right.is_ok() { rules } else { barriers }, reference))
     }
 
     /// Runs regions, each in a submission of its own; gives the microseconds of each.
@@ -562,8 +585,10 @@ impl<'a> Bench<'a> {
         self.write(&patch)
     }
 
-    /// Microseconds of each of several steps in `rounds` rounds in which they take turns.
+    /// Microseconds of each of several steps in up to `rounds` rounds in which they take turns.
     fn times(&mut self, steps: &[&Arc<Region>], rounds: usize) -> Result<Vec<Vec<f64>>, StartError> {
+        let fit = (REPEATED_US / self.step_us.max(1.0)) as usize;
+        let rounds = fit.clamp(rounds.div_ceil(4), rounds);
         let round = steps.iter().flat_map(|step| [Arc::clone(&self.apply), Arc::clone(step)]);
         let all: Vec<Arc<Region>> = std::iter::repeat_n(round.collect::<Vec<_>>(), rounds + WARM).flatten().collect();
         let times = self.run(&all)?;
@@ -604,7 +629,7 @@ mod tests {
         adapter.capabilities.max_workgroup_size = [1024; 3];
         adapter.capabilities.max_shared_bytes = 32 << 10;
         let checkpoint = Checkpoint::open(&demo::unpack(None).expect("a folder")).expect("the demo model");
-        let rules = Tuning { fragments, splits: 8, ..tuning(&adapter.capabilities, false, 4, 1024) };
+        let rules = Tuning { fragments, splits: 8, ..tuning(&adapter, None, 4, 1024) };
         let dense = Dense {
             config: &checkpoint.config,
             weights: checkpoint.weights(),

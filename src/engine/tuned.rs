@@ -279,7 +279,7 @@ mod tests {
     }
 
     fn by_hand(adapter: &Adapter) -> Tuning {
-        Tuning { fragments: Some(Matrices::ByHand), ..tuning(&adapter.capabilities, false, 4, 1024) }
+        Tuning { fragments: Some(Matrices::ByHand), ..tuning(adapter, None, 4, 1024) }
     }
 
     #[test]

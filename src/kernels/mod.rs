@@ -11,6 +11,7 @@ pub mod flash_decode;
 pub mod gemm;
 pub mod host_memory;
 pub mod interpreter;
+pub mod lanes;
 pub mod layout;
 pub mod recording;
 pub mod region;
@@ -55,6 +56,7 @@ pub fn reference(kernel: &str) -> Reference {
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => flash::reference_flash,
+        "lanes" => lanes::reference_lanes,
         "read_ceiling" => bench::reference_read_ceiling,
         "argmax" => sampling::reference_argmax,
         "sample" => sampling::reference_sample,

@@ -112,7 +112,9 @@ pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
 
 /// Draws the next token of `rows` rows, advances their slots and writes their ring entries.
 /// `partials` may be any range (`Range::none`) where `partial_count` is 0.
-pub fn sample(label: String, rows: u32, threads: u32, args: SampleArgs) -> Call {
+/// With `tagged`, rows of a step whose logits came by way of tagged words: none is drawn once `fault` is set.
+/// A single row counts the step itself and needs no `advance`.
+pub fn sample(label: String, rows: u32, threads: u32, tagged: bool, args: SampleArgs) -> Call {
     debug_assert!(
         args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
         "rows are read 16 bytes at a time"
@@ -120,7 +122,8 @@ pub fn sample(label: String, rows: u32, threads: u32, args: SampleArgs) -> Call 
     Call {
         kernel: "sample",
         label,
-        constants: SampleConstants { threads }.into_values(),
+        constants: SampleConstants { threads, tagged: u32::from(tagged), counts_step: u32::from(rows == 1) }
+            .into_values(),
         args: args.into_args(),
         groups: [rows, 1, 1],
     }
@@ -376,16 +379,21 @@ fn words(memory: &HostMemory, range: Range, first: u32, count: u32) -> Vec<u32> 
 pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     let args = SampleArgs::from_args(&call.args);
     let vocabulary = args.vocabulary;
+    let constants = SampleConstants::from_values(&call.constants);
     let number = memory.u32(args.step_number, 0);
+    let fault = constants.tagged == 1 && memory.u32(args.fault, 0) != 0;
+    if constants.counts_step == 1 {
+        memory.set_u32(args.step_number, 0, number.wrapping_add(1));
+    }
     for row in 0..call.groups[0] {
         let [_, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
         let entry = RingEntry::at(number, row, args.ring_steps, args.ring_rows) as u32;
         let at = slot.wrapping_mul(SLOT_WORDS);
-        if valid == 0 || memory.u32(args.state, at + SLOT_ACTIVE) != ACTIVE_RUNNING {
+        if valid == 0 || fault || memory.u32(args.state, at + SLOT_ACTIVE) != ACTIVE_RUNNING {
             memory.set_u32(args.ring, entry + ENTRY_STEP, number);
             memory.set_u32(args.ring, entry + ENTRY_SLOT, slot);
             memory.set_u32(args.ring, entry + ENTRY_TOKEN, TOKEN_NONE);
-            memory.set_u32(args.ring, entry + ENTRY_DONE, DONE_NO);
+            memory.set_u32(args.ring, entry + ENTRY_DONE, if fault { DONE_FAULT } else { DONE_NO });
             memory.set_u32(args.ring, entry + ENTRY_TOP_COUNT, 0);
             continue;
         }

@@ -103,6 +103,8 @@ pub const DONE_NO: u32 = 0;
 pub const DONE_STOP: u32 = 1;
 /// No tokens remain.
 pub const DONE_LENGTH: u32 = 2;
+/// Nothing was drawn: a kernel of the step waited too long, or one of an earlier step.
+pub const DONE_FAULT: u32 = 3;
 
 /// Below this a temperature is greedy: its inverse would leave f32's range.
 pub const LEAST_TEMPERATURE: f32 = 1e-5;

@@ -87,6 +87,8 @@ pub struct Tuning {
     pub skinny: BTreeMap<(u32, u32), skinny::Config>,
     /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
     pub tags: bool,
+    /// For tests: the fault word is set before this decode plan, counted from 1; 0 never.
+    pub fault_at: u32,
 }
 
 impl Tuning {
@@ -113,6 +115,7 @@ impl Tuning {
             "flash_threads" => &mut self.flash_threads,
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
+            "fault_at" => &mut self.fault_at,
             "tags" => {
                 self.tags = value != 0;
                 return true;
@@ -759,8 +762,13 @@ impl Dense<'_> {
             partial_count: sampling::ARGMAX_PARTS,
             ring_steps: self.ring.steps,
             ring_rows: self.ring.rows,
+            // Set before the last barrier by whoever sets it.
+            fault: step.fault,
         };
-        r.call(sampling::sample("sample".to_owned(), rows, self.tuning.sample_threads, args));
-        r.call(sampling::advance("advance".to_owned(), AdvanceArgs { step_number }));
+        let carried = step.generations.is_some();
+        r.call(sampling::sample("sample".to_owned(), rows, self.tuning.sample_threads, carried, args));
+        if rows > 1 {
+            r.call(sampling::advance("advance".to_owned(), AdvanceArgs { step_number }));
+        }
     }
 }

@@ -1,0 +1,48 @@
+//! `lanes`: where a device keeps the elements of 16 × 16 blocks, and where kernels that fill blocks
+//! themselves expect them. Deliberately absent: running it (`engine::matrices`).
+
+use super::Format;
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{LanesArgs, LanesConstants};
+
+/// Floats that the kernel writes: 8 of each of three blocks for 32 lanes.
+pub const FOUND: u32 = 32 * 24;
+
+/// Writes the numbers of all elements, [`FOUND`] floats, for blocks of bfloat16 or f16.
+///
+/// # Panics
+/// For f32: blocks are of 16-bit numbers.
+pub fn lanes(format: Format, found: Range) -> Call {
+    Call {
+        kernel: match format {
+            Format::Bf16 => "lanes.bf16",
+            Format::F16 => "lanes.f16",
+            Format::F32 => panic!("blocks are of 16-bit numbers"),
+        },
+        label: "lanes".to_owned(),
+        constants: LanesConstants { threads: 32 }.into_values(),
+        args: LanesArgs { found }.into_args(),
+        groups: [1, 1, 1],
+    }
+}
+
+/// What the kernels were written for: lane 4g + t has of tokens and sums rows g and g + 8, of weights columns
+/// g and g + 8, and along the other side 2t, 2t + 1, 2t + 8 and 2t + 9.
+pub fn expected() -> Vec<f32> {
+    let along = |t: u32| [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9];
+    let mut all = Vec::new();
+    for (g, t) in (0..32).map(|lane| (lane / 4, lane % 4)) {
+        let rows = || [g, g + 8].into_iter().flat_map(|row| along(t).map(|column| row * 16 + column));
+        let columns = [g, g + 8].into_iter().flat_map(|column| along(t).map(|row| row * 16 + column));
+        all.extend(rows().chain(columns).chain(rows()).map(|number| number as f32));
+    }
+    all
+}
+
+pub(super) fn reference_lanes(call: &Call, memory: &mut HostMemory) {
+    let found = LanesArgs::from_args(&call.args).found;
+    for (i, value) in (0..).zip(expected()) {
+        memory.set_f32(found, i, value);
+    }
+}

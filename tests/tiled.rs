@@ -115,7 +115,7 @@ fn pack_rows_norms_rounds_and_pads() {
                 let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
                 let range = cases.output("packed", Packed::bytes(rows, k) as usize / 4, expect);
                 let packed = Packed { range, format, cols: k };
-                cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, count));
+                cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
                 made.push((packed, values, weight, norm.is_some(), rows));
             }
         }
@@ -338,7 +338,14 @@ fn a_feed_forward_block_runs_on_packed_rows() {
             });
             let gate_up = weight(&mut cases, &mut random, "gate_up", inner * 2, hidden);
             let down = weight(&mut cases, &mut random, "down", hidden, inner);
-            cases.recording.call(pack_rows("norm".to_owned(), residual, Some((norm, EPSILON)), spaces[0], rows, count));
+            cases.recording.call(pack_rows(
+                "norm".to_owned(),
+                residual,
+                Some((norm, EPSILON)),
+                spaces[0],
+                rows,
+                Some(count),
+            ));
             let products = [
                 (gate_up, spaces[0], Epilogue::SwiGlu, Output::Packed(spaces[1])),
                 (down, spaces[1], Epilogue::Residual, Output::Rows(residual)),

@@ -14,7 +14,8 @@
 // are Q (16 heads' rows: f16 parts of head g in g and g + 8) times a page of keys, 16 × 32 dims in two loads;
 // the sums of a lane are then its part of P, whose two f16 parts again stand in rows g and g + 8. The first
 // page is asked for before q is waited for. The new token is no page's: it is the first state of one group.
-// Several workgroups along the context leave {m, l, o} in `partials`; the last to arrive combines them.
+// Several workgroups along the context leave {m, l, o} in `partials`. Where words are tagged, each then waits
+// for all of them and combines a share of the output; else the last to arrive combines all.
 // Traffic: 4·D bytes a token and KV head.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
@@ -33,7 +34,7 @@ layout(constant_id = 7) const uint TAGGED = 0;
 
 #include "fragments.glsl"
 
-layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Words2Out { uvec2 v[]; };
 
@@ -46,7 +47,7 @@ layout(push_constant) uniform Args {
     WordsIn pages;
     CacheInOut k;
     CacheInOut v;
-    Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]: m and l of each head, then o
+    Partials partials;   // [rows][kv_heads][splits][G·(D + 4)]: m, l, 0, 0 of each head, then o
     Counters counters;   // [rows][kv_heads], zero between uses
     TaggedOut o;
     Fault fault;
@@ -75,6 +76,8 @@ const uint JOINED = LOW_BIT < 32u ? LOW_BIT : 32u;
 #else
 const uint JOINED = 1u;
 #endif
+const uint PART = G * (QUADS + 1u);               // words of 16 bytes that a split leaves
+const uint MOST_SPLITS = 32u;
 const float LOWEST = -3.0e38;
 
 shared vec4 raw_s[RAW];
@@ -84,7 +87,9 @@ shared uvec2 new_k_s[QUADS];
 shared uvec2 new_v_s[QUADS];
 shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
 shared vec2 state_s[GROUPS * G];                  // m, l
-shared float weight_s[G * 64u];
+shared float most_s[G * MOST_SPLITS];             // of each split, then its weight
+shared float sum_s[G * MOST_SPLITS];
+shared vec4 share_s[G * QUADS + MOST_SPLITS];
 shared float total_s[G];
 shared float new_score_s[G * QUADS / JOINED];
 shared uint last_s;
@@ -318,8 +323,8 @@ void main() {
     }
     barrier();
     uint slot = row * KV_HEADS + kvh;
-    uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
-    uint part = parts + split * G * (D + 2u);
+    uint parts = slot * gl_NumWorkGroups.x * PART;
+    uint part = parts + split * PART;
     for (uint i = i0; i < G * QUADS; i += LANES) {
         uint h = i / QUADS;
         float own = LOWEST;
@@ -340,14 +345,43 @@ void main() {
         if (live == 1u) {
             write_output(out_quad + i, result / l);
         } else {
-            [[unroll]] for (uint e = 0u; e < 4u; e++) partials.v[part + 2u * G + 4u * i + e] = result[e];
-            if (i % QUADS == 0u) {
-                partials.v[part + 2u * h] = top;
-                partials.v[part + 2u * h + 1u] = l;
-            }
+            vec4 state = vec4(top, l, 0.0, 0.0);
+            partials.v[part + G + i] = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
+            if (i % QUADS == 0u) partials.v[part + h] = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
         }
     }
     if (live == 1u) return;
+
+    if (TAGGED != 0u) {
+        // Quads split, split + live, … of the output are this workgroup's.
+        uint quads = (G * QUADS - split + live - 1u) / live;
+        for (uint n = i0; n < live * G; n += LANES) {
+            uvec4 words = partials.v[parts + n / G * PART + n % G];
+            while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[parts + n / G * PART + n % G];
+            most_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.x);
+            sum_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.y);
+        }
+        for (uint n = i0; n < live * quads; n += LANES) {
+            uint at = parts + n % live * PART + G + split + n / live * live;
+            uvec4 words = partials.v[at];
+            while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[at];
+            share_s[n] = uintBitsToFloat(words);
+        }
+        barrier();
+        for (uint j = i0; j < quads; j += LANES) {
+            uint i = split + j * live, h = i / QUADS;
+            float top = LOWEST, l = 0.0;
+            for (uint s = 0u; s < live; s++) top = max(top, most_s[h * MOST_SPLITS + s]);
+            vec4 result = vec4(0.0);
+            for (uint s = 0u; s < live; s++) {
+                float w = exp(most_s[h * MOST_SPLITS + s] - top);
+                l += w * sum_s[h * MOST_SPLITS + s];
+                result += w * share_s[j * live + s];
+            }
+            write_output(out_quad + i, result / l);
+        }
+        return;
+    }
 
     // Release the partials, count; the last to arrive acquires all of them.
     memoryBarrierBuffer();
@@ -356,21 +390,17 @@ void main() {
     barrier();
     if (last_s != live) return;
     memoryBarrierBuffer();
-    if (i0 == 0u) {
-        counters.v[slot] = 0u;
-        // Before the output, which is all that orders the next use where it is tagged.
-        memoryBarrierBuffer();
-    }
+    if (i0 == 0u) counters.v[slot] = 0u;
     // The weight of each split, over the common maximum: a head a thread.
     for (uint h = i0; h < G; h += LANES) {
         float top = LOWEST;
-        for (uint s = 0u; s < live; s++) top = max(top, partials.v[parts + s * G * (D + 2u) + 2u * h]);
+        for (uint s = 0u; s < live; s++) top = max(top, uintBitsToFloat(partials.v[parts + s * PART + h].x));
         float l = 0.0;
         for (uint s = 0u; s < live; s++) {
-            uint at = parts + s * G * (D + 2u) + 2u * h;
-            float w = exp(partials.v[at] - top);
-            weight_s[h * 64u + s] = w;
-            l += w * partials.v[at + 1u];
+            vec2 state = uintBitsToFloat(partials.v[parts + s * PART + h].xy);
+            float w = exp(state.x - top);
+            most_s[h * MOST_SPLITS + s] = w;
+            l += w * state.y;
         }
         total_s[h] = l;
     }
@@ -378,10 +408,8 @@ void main() {
     for (uint i = i0; i < G * QUADS; i += LANES) {
         uint h = i / QUADS;
         vec4 result = vec4(0.0);
-        for (uint s = 0u; s < live; s++) {
-            uint at = parts + s * G * (D + 2u) + 2u * G + 4u * i;
-            [[unroll]] for (uint e = 0u; e < 4u; e++) result[e] += weight_s[h * 64u + s] * partials.v[at + e];
-        }
+        for (uint s = 0u; s < live; s++)
+            result += most_s[h * MOST_SPLITS + s] * uintBitsToFloat(partials.v[parts + s * PART + G + i]);
         write_output(out_quad + i, result / total_s[h]);
     }
 }

@@ -18,6 +18,7 @@
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint NORM = 0;
+layout(constant_id = 2) const uint ROWS = 0;      // in use; 0: as many as `count` says
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -48,7 +49,7 @@ void main() {
     if (pair >= pairs) return;
     uint block = pair / 8u, g = pair & 7u;
     uint low = block * 16u + g, high = low + 8u;
-    uint rows = count.v[2];
+    uint rows = ROWS != 0u ? ROWS : count.v[2];
     bool low_used = low < rows, high_used = high < rows;
     uint words = chunks * 8u;
 

@@ -29,7 +29,7 @@ pub const PLANS_IN_FLIGHT: usize = 2;
 /// enough that arrivals and aborts take effect soon.
 pub const PLAN_TIME: Duration = Duration::from_millis(10);
 /// Tokens of a decode plan that a submission and a wait should be shared by, and what it may take then.
-pub const PLAN_TOKENS: u32 = 8;
+pub const PLAN_TOKENS: u32 = 10;
 /// As [`PLAN_TOKENS`] says.
 pub const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
 /// Steps of a decode plan on a device that takes longer than `PLAN_TIME` for them. Their tokens
@@ -916,8 +916,8 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_lasts_ten_milliseconds_or_eight_tokens_and_two_fit_the_run_ahead() {
-        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (4_000, 8), (9_000, 4), (50_000, 2)] {
+    fn a_plan_lasts_ten_milliseconds_or_ten_tokens_and_two_fit_the_run_ahead() {
+        for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (3_800, 10), (9_000, 4), (50_000, 2)] {
             let mut bench = Bench::new(setup(1, 16));
             bench.step_time = Some(Duration::from_micros(micros));
             bench.arrive(request("a", 1, 200));

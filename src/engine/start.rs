@@ -723,10 +723,15 @@ impl Build<'_> {
         let mut look = Recording::new("look at fault");
         let (from, to) = (dense.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
         look.ops.push(Op::Copy { from, to });
+        // Words of the step with barriers have any tag: they must not be there when words are waited for.
         let mut reset = Recording::new("reset after test");
-        for to in [dense.state.fault(&mut reset).part(0, 4), reset.buffer("step", 4)] {
-            reset.ops.push(Op::Fill { to, word: 0 });
+        let mut clear = vec![dense.state.fault(&mut reset).part(0, 4), reset.buffer("step", 4)];
+        for rows in decode.keys() {
+            let carried = dense.record(Shape::Decode { rows: *rows });
+            let tagged = carried.buffers.iter().filter(|buffer| buffer.name.starts_with(dense::TAGGED));
+            clear.extend(tagged.map(|buffer| reset.buffer(&buffer.name, buffer.bytes)));
         }
+        reset.ops.extend(clear.into_iter().map(|to| Op::Fill { to, word: 0 }));
         let pipelines = Pipelines::build(&self.station.device, cache, &[&look, &reset], &|_, _| {})?;
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, table, &pipelines).map(Arc::new);
@@ -739,10 +744,11 @@ impl Build<'_> {
         };
         for (rows, regions) in decode.iter_mut() {
             let Some(carried) = &regions.carried else { continue };
-            let (wanted, found) = (logits(&regions.plain)?, logits(carried)?);
+            let found = logits(carried)?;
             self.run_once(vec![Arc::clone(&look)], Vec::new())?;
             let mut fault = 0u32;
             dump.read(0, bytemuck::bytes_of_mut(&mut fault));
+            let wanted = logits(&regions.plain)?;
             let square =
                 |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
             let norm = square(&mut wanted.iter().copied()).sqrt();

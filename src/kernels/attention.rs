@@ -55,7 +55,7 @@ impl Heads {
 
     /// Floats of `attention`'s partial results for a row.
     pub fn partial_floats(self, splits: u32) -> u64 {
-        u64::from(self.kv) * u64::from(splits) * u64::from(self.group()) * u64::from(self.dim + 2)
+        u64::from(self.kv) * u64::from(splits) * u64::from(self.group()) * u64::from(self.dim + 4)
     }
 }
 

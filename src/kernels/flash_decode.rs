@@ -10,7 +10,7 @@ use super::skinny::Matrices;
 use super::tags::Flow;
 
 /// Most splits along a context.
-pub const MOST_SPLITS: u32 = 64;
+pub const MOST_SPLITS: u32 = 32;
 
 /// Whether the kernel serves such heads.
 pub fn serves(heads: Heads) -> bool {
@@ -24,7 +24,8 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     // Without shuffles wide enough, a value for each four dims.
     let joined = if matrices == Matrices::ByHand { 1 } else { 8 };
     let sums = ((g + 2) + g) * (d / 4) / joined * 4;
-    4 * ((g + 2) * d + g * d + d + g * MOST_SPLITS + g + 1) + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
+    let combined = 2 * g * MOST_SPLITS * 4 + (g * d / 4 + MOST_SPLITS) * 16;
+    4 * ((g + 2) * d + g * d + d + g + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
 }
 
 /// Attention of `rows` rows, each split in up to `splits` along its context, by workgroups of `threads`.

@@ -13,6 +13,7 @@ pub mod host_memory;
 pub mod interpreter;
 pub mod lanes;
 pub mod layout;
+pub mod panel;
 pub mod recording;
 pub mod region;
 pub mod sampling;
@@ -50,6 +51,7 @@ pub fn reference(kernel: &str) -> Reference {
         "skinny" => skinny::reference_skinny,
         "matmul" => gemm::reference_matmul,
         "pack_rows" => tiled::reference_pack_rows,
+        "panel" => panel::reference_panel,
         "tiled" => tiled::reference_tiled,
         "take_last" => gemm::reference_take_last,
         "flash_decode" => flash_decode::reference_flash_decode,

@@ -44,8 +44,8 @@ pub fn token_index(row: u32, col: u32, padded_cols: u32) -> usize {
     ((block * 2 + half) * 32 + g * 4 + t) * 8 + e / 2 * 4 + second * 2 + e % 2
 }
 
-/// Packs the rows of a chunk, as many of `rows` as the chunk descriptor `count` says, after an
-/// RMS norm with that weight (`[packed.cols]`) and epsilon.
+/// Packs `rows` rows, or as many of them as the chunk descriptor `count` says, after an RMS norm with
+/// that weight (`[packed.cols]`) and epsilon.
 ///
 /// # Panics
 /// If the target's format is f32: fragments are of 16-bit numbers.
@@ -55,7 +55,7 @@ pub fn pack_rows(
     norm: Option<(Range, f32)>,
     packed: Packed,
     rows: u32,
-    count: Range,
+    count: Option<Range>,
 ) -> Call {
     let chunks = packed.cols.div_ceil(FRAGMENT_COLS);
     let pairs = rows.next_multiple_of(TILE_TOKENS) / 2;
@@ -64,7 +64,7 @@ pub fn pack_rows(
     let args = PackRowsArgs {
         x: x.range,
         norm: weight,
-        count,
+        count: count.unwrap_or(x.range.none()),
         packed: packed.range.part(0, Packed::bytes(rows, packed.cols)),
         k: packed.cols,
         chunks,
@@ -79,7 +79,12 @@ pub fn pack_rows(
             Format::F32 => panic!("rows are packed in 16 bits"),
         },
         label,
-        constants: PackRowsConstants { threads, norm: u32::from(norm.is_some()) }.into_values(),
+        constants: PackRowsConstants {
+            threads,
+            norm: u32::from(norm.is_some()),
+            rows: if count.is_some() { 0 } else { rows },
+        }
+        .into_values(),
         args: args.into_args(),
         groups: fold(pairs, 1),
     }
@@ -218,7 +223,7 @@ impl Tiled {
 pub(super) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     let a = PackRowsArgs::from_args(&call.args);
     let c = PackRowsConstants::from_values(&call.constants);
-    let used = memory.u32(a.count, 2);
+    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
     for row in 0..a.pairs * 2 {
         let mut x: Vec<f64> = match row < used {
             true => (0..a.k).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect(),
@@ -266,7 +271,7 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
 }
 
 /// One packed row of `chunks` blocks of columns; zero where there is no value.
-fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
+pub(super) fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
     for col in 0..chunks * FRAGMENT_COLS {
         let value = values.get(col as usize).copied().unwrap_or(0.0);
         let at = token_index(row, col, chunks * FRAGMENT_COLS);

@@ -9,6 +9,7 @@ use crate::kernels::flash;
 use crate::kernels::flash_decode;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
+use crate::kernels::panel;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{
@@ -57,8 +58,13 @@ impl Shape {
     }
 }
 
-/// Rows of a prompt chunk up to which its products are those of a decode step.
-const MOST_SKINNY_ROWS: u32 = 16;
+/// What names of buffers of tagged words begin with.
+pub const TAGGED: &str = "tagged.";
+
+/// Rows up to which products take rows of floats.
+const MOST_SKINNY_ROWS: u32 = 8;
+/// Rows of a prompt chunk up to which its products are those of a decode batch.
+const MOST_PANEL_ROWS: u32 = 64;
 
 /// Choices that depend on the device and not on the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -243,9 +249,13 @@ impl Step {
 }
 
 impl Dense<'_> {
-    /// Whether a weight is packed in fragment order: bfloat16 matrices are where the device reads that.
+    /// Whether a weight is packed in fragment order, as all matrices of a checkpoint in bfloat16 are where the
+    /// device reads that.
     fn in_fragments(&self, weight: &WeightSpec) -> bool {
-        self.tuning.fragments.is_some() && matches!(weight.kind, WeightKind::Matrix) && weight.dtype == Dtype::Bf16
+        let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
+        self.tuning.fragments.is_some()
+            && is_matrix(weight)
+            && self.weights.iter().all(|w| !is_matrix(w) || w.dtype == Dtype::Bf16)
     }
 
     /// How a weight is packed.
@@ -392,7 +402,7 @@ impl Dense<'_> {
         let heads = self.heads();
         let widths = [c.hidden, heads.q * heads.dim, (heads.q + 2 * heads.kv) * heads.dim, c.intermediate];
         self.tuning.tags
-            && matches!(shape, Shape::Decode { rows } if rows <= 8)
+            && matches!(shape, Shape::Decode { rows } if rows <= MOST_SKINNY_ROWS)
             && c.layers >= 2
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
@@ -404,11 +414,27 @@ impl Dense<'_> {
             return *config;
         }
         let chunks = weight.cols.div_ceil(32);
-        let (threads, most) = if rows > 16 { (128, 2) } else { (512, 4) };
+        let (threads, most) = if rows > 1 { (256, 4) } else { (512, 4) };
         let groups = threads / 32;
-        let ahead = chunks.div_ceil(groups).next_power_of_two().min(if rows > 8 { 2 } else { most });
-        let tiles = if weight.rows.div_ceil(16) >= 256 && rows == 1 { 2 } else { 1 };
-        skinny::Config { threads, tiles, ahead }
+        let ahead = chunks.div_ceil(groups).next_power_of_two().min(if rows > 8 {
+            1
+        } else if rows > 1 {
+            2
+        } else {
+            most
+        });
+        // Several rows of x are read again by every workgroup: the more rows of W it has, the better.
+        let tiles = match (weight.rows.div_ceil(16), rows) {
+            (1024.., 2..) => 4,
+            (256.., _) => 2,
+            _ => 1,
+        };
+        let mut config = skinny::Config { threads, tiles, ahead };
+        let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
+        while config.threads > 32 && config.shared_bytes(rows, matrices) > self.tuning.shared_bytes {
+            config.threads /= 2;
+        }
+        config
     }
 
     /// A product with every part of a weight.
@@ -441,7 +467,7 @@ impl Dense<'_> {
                 y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
             };
             recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
-                (_, Some(matrices)) if !self.tiles(shape) => {
+                (_, Some(matrices)) if !self.packs(shape) => {
                     let config = self.skinny_config(&weight, shape.rows());
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
@@ -454,8 +480,20 @@ impl Dense<'_> {
     }
 
     /// Whether a shape's products take rows of activations that are packed for them.
-    fn tiles(&self, shape: Shape) -> bool {
-        self.tuning.fragments.is_some() && matches!(shape, Shape::Prefill { rows, .. } if rows > MOST_SKINNY_ROWS)
+    fn packs(&self, shape: Shape) -> bool {
+        self.tuning.fragments.is_some() && shape.rows() > MOST_SKINNY_ROWS
+    }
+
+    /// The shape of `panel`'s workgroups for a product.
+    fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
+        let few = rows <= 32;
+        let tiles = if weight.rows < 2048 || few { 1 } else { 2 };
+        let ahead = if few || weight.rows <= 4096 { 2 } else { 1 };
+        let mut config = skinny::Config { threads: 256, tiles, ahead };
+        while config.threads > 32 && panel::shared_bytes(config, rows, matrices) > self.tuning.shared_bytes {
+            config.threads /= 2;
+        }
+        config
     }
 
     /// A product of packed rows with every part of a weight.
@@ -463,21 +501,19 @@ impl Dense<'_> {
     fn tiled(
         &self,
         recording: &mut Recording,
-        rows: u32,
+        shape: Shape,
         name: &str,
         step: &Step,
         x: Packed,
         y: Output,
         epilogue: Epilogue,
     ) {
+        let rows = shape.rows();
+        let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
         let bias = self.vector(recording, &format!("{name}.bias"));
         for (first, weight) in self.matrix(recording, name) {
             let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
             let offset = u64::from(first_output) * 4;
-            let tile = match self.tuning.fragments {
-                Some(Matrices::Cooperative) => tiled::choose(rows, weight.rows, self.tuning.processors),
-                _ => Tile::Plain,
-            };
             let product = Tiled {
                 label: name.to_owned(),
                 weight,
@@ -492,24 +528,36 @@ impl Dense<'_> {
                     packed => packed,
                 },
             };
-            recording.call(product.call(tile, rows, step.chunk));
+            recording.call(match shape {
+                Shape::Prefill { .. } if rows > MOST_PANEL_ROWS => {
+                    let tile = match matrices {
+                        Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
+                        Matrices::ByHand => Tile::Plain,
+                    };
+                    product.call(tile, rows, step.chunk)
+                }
+                // Rows behind a chunk's end are zero.
+                _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices)),
+            });
         }
     }
 
-    /// Rows packed for the products of `name`.
+    /// Rows packed for the next products.
+    #[expect(clippy::too_many_arguments, reason = "what is packed, how, and where from")]
     fn pack(
         &self,
         recording: &mut Recording,
-        rows: u32,
+        shape: Shape,
         step: &Step,
         label: String,
         x: Activations,
         cols: u32,
         norm: Option<Range>,
     ) -> Packed {
-        let packed = Self::packed(recording, &format!("packed.{cols}"), rows, cols);
+        let packed = Self::packed(recording, &format!("packed.{cols}"), shape.rows(), cols);
         let norm = norm.map(|norm| (norm, self.config.rms_eps));
-        recording.call(tiled::pack_rows(label, x, norm, packed, rows, step.chunk));
+        let count = matches!(shape, Shape::Prefill { .. }).then_some(step.chunk);
+        recording.call(tiled::pack_rows(label, x, norm, packed, shape.rows(), count));
         packed
     }
 
@@ -518,22 +566,22 @@ impl Dense<'_> {
     }
 
     /// The products of a layer whose weights are in fragment order, for many rows.
-    fn mlp_of_packed(&self, r: &mut Recording, rows: u32, step: &Step, layer: u32) {
+    fn mlp_of_packed(&self, r: &mut Recording, shape: Shape, step: &Step, layer: u32) {
         let c = self.config;
         let name = |part: &str| format!("layers.{layer}.{part}");
         let norm = self.vector(r, &name("mlp_norm"));
-        let x = self.pack(r, rows, step, name("mlp_pack"), step.x, c.hidden, norm);
+        let x = self.pack(r, shape, step, name("mlp_pack"), step.x, c.hidden, norm);
         // A weight in several parts leaves its results where each part finds its columns.
         let whole = self.weight(&name("gate_up")).is_none_or(|w| self.parts(w).len() == 1);
         let hidden = if whole {
-            let hidden = Self::packed(r, "packed.mlp", rows, c.intermediate);
-            self.tiled(r, rows, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu);
+            let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);
+            self.tiled(r, shape, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu);
             hidden
         } else {
-            self.tiled(r, rows, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu);
-            self.pack(r, rows, step, name("down_pack"), step.mlp, c.intermediate, None)
+            self.tiled(r, shape, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu);
+            self.pack(r, shape, step, name("down_pack"), step.mlp, c.intermediate, None)
         };
-        self.tiled(r, rows, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual);
+        self.tiled(r, shape, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual);
     }
 
     /// The recording of a step.
@@ -545,7 +593,7 @@ impl Dense<'_> {
         let heads = self.heads();
         // Tagged words and plain ones never share memory: any plain word has some tag.
         let carries = self.carries(shape);
-        let named = |name: &str| if carries { format!("tagged.{name}") } else { name.to_owned() };
+        let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
         let logit_rows = if matches!(shape, Shape::Decode { .. }) { rows } else { 1 };
         let step = Step {
             rows: r.buffer("rows", embed::rows_bytes(rows)),
@@ -557,7 +605,7 @@ impl Dense<'_> {
             fault: self.state.fault(r),
             generations: carries.then(RefCell::default),
             partials: r.buffer(
-                "attention.partials",
+                &named("attention.partials"),
                 heads.partial_floats(self.tuning.splits) * 4 * u64::from(self.state.rows),
             ),
             counters: r.buffer("attention.counters", u64::from(heads.kv) * u64::from(self.state.rows) * 4),
@@ -607,10 +655,10 @@ impl Dense<'_> {
         let heads = self.heads();
         let name = |part: &str| format!("layers.{layer}.{part}");
         let attn_norm = self.vector(r, &name("attn_norm"));
-        let tiles = self.tiles(shape) && self.weight(&name("qkv")).is_some_and(|w| self.in_fragments(w));
-        if tiles {
-            let x = self.pack(r, shape.rows(), step, name("attn_pack"), step.x, c.hidden, attn_norm);
-            self.tiled(r, shape.rows(), &name("qkv"), step, x, Output::Rows(step.qkv), Epilogue::Store);
+        let packs = self.packs(shape) && self.weight(&name("qkv")).is_some_and(|w| self.in_fragments(w));
+        if packs {
+            let x = self.pack(r, shape, step, name("attn_pack"), step.x, c.hidden, attn_norm);
+            self.tiled(r, shape, &name("qkv"), step, x, Output::Rows(step.qkv), Epilogue::Store);
         } else {
             self.product(r, shape, &name("qkv"), step, step.x, step.qkv, attn_norm, Epilogue::Store);
         }
@@ -690,11 +738,11 @@ impl Dense<'_> {
             None => call,
         });
 
-        if tiles {
+        if packs {
             let width = heads.q * heads.dim;
-            let x = self.pack(r, shape.rows(), step, name("o_pack"), step.attention, width, None);
-            self.tiled(r, shape.rows(), &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual);
-            self.mlp_of_packed(r, shape.rows(), step, layer);
+            let x = self.pack(r, shape, step, name("o_pack"), step.attention, width, None);
+            self.tiled(r, shape, &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual);
+            self.mlp_of_packed(r, shape, step, layer);
             return;
         }
         self.product(r, shape, &name("o"), step, step.attention, step.x, None, Epilogue::Residual);
@@ -734,7 +782,13 @@ impl Dense<'_> {
         let logits = step.logits;
         let norm = self.vector(r, "final_norm");
         let name = if c.tied { "embed" } else { "lm_head" };
-        self.product(r, Shape::Decode { rows }, name, step, x, logits, norm, Epilogue::Store);
+        let batch = Shape::Decode { rows };
+        if self.packs(batch) && self.weight(name).is_some_and(|w| self.in_fragments(w)) {
+            let x = self.pack(r, batch, step, "head_pack".to_owned(), x, c.hidden, norm);
+            self.tiled(r, batch, name, step, x, Output::Rows(logits), Epilogue::Store);
+        } else {
+            self.product(r, batch, name, step, x, logits, norm, Epilogue::Store);
+        }
         let keys = r.buffer("sampling.keys", logits.range.bytes);
         let step_number = r.buffer("step", 4);
         let ring = r.buffer("ring", self.ring.bytes());

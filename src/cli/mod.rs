@@ -1,4 +1,4 @@
-//! The command line: `devices`, `serve`, `generate`, `bench`, `synth`.
+//! The command line: `devices`, `serve`, `generate`, `bench`, `tune`, `synth`.
 //! Deliberately absent: anything that the service needs too.
 
 mod bench;
@@ -7,6 +7,7 @@ mod generate;
 mod progress;
 mod serve;
 mod synth;
+mod tune;
 
 use crate::config::{self, ConfigError};
 use crate::device::DeviceError;
@@ -41,6 +42,8 @@ enum Command {
     Generate(Box<generate::Generate>),
     /// Measure prompt and decode speed beside the device's read ceiling.
     Bench(bench::Bench),
+    /// Find the workgroup shapes that decode fastest on a device, and keep them for later starts.
+    Tune(tune::Tune),
     /// Write a checkpoint of random weights in the layout of Hugging Face.
     Synth(Synth),
 }
@@ -88,6 +91,7 @@ pub fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
+        Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
             let Synth { shape: Shape { arch, config }, out, seed, dtype, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
@@ -168,6 +172,7 @@ mod tests {
              --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 --json",
             "generate --server 127.0.0.1:50051 --chat hello",
             "generate --tokens 1,2,3 --dump-logits file",
+            "tune --model dir --device 0 --depth 512 --seconds 30 --tune fragments=1,tags=0 --json",
             "synth --arch qwen3-0.6b --out dir --shard-size 5GB --dtype f16",
             "synth --config config.json --out dir",
         ] {

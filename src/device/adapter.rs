@@ -117,6 +117,11 @@ impl Adapter {
         self.kind == AdapterKind::Cpu
     }
 
+    /// What the names of files about it begin with: vendor and device number, whatever the driver.
+    pub fn file_stem(&self) -> String {
+        format!("{:04x}-{:04x}", self.ids.0, self.ids.1)
+    }
+
     /// Whether it can be opened.
     pub fn usable(&self) -> bool {
         self.refused.is_none()

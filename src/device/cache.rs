@@ -37,8 +37,8 @@ impl PipelineCache {
     /// `shader_set` is a hash over all shaders: another set, another file.
     pub fn open(dir: &Path, device: &Device, shader_set: u64) -> Result<PipelineCache, DeviceError> {
         let adapter = device.adapter();
-        let key = key(adapter, shader_set);
-        let file = dir.join(format!("{:04x}-{:04x}-{key:016x}.pipelines", adapter.ids.0, adapter.ids.1));
+        let key = driver_key(adapter, shader_set);
+        let file = dir.join(format!("{}-{key:016x}.pipelines", adapter.file_stem()));
         let known = std::fs::metadata(&file).is_ok_and(|m| m.len() <= MAX_BYTES);
         let bytes = if known { std::fs::read(&file).unwrap_or_default() } else { Vec::new() };
         let data = unpack(&bytes, key).filter(|data| is_drivers(data, adapter)).unwrap_or_default();
@@ -98,7 +98,9 @@ impl Drop for PipelineCache {
     }
 }
 
-fn write_atomically(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
+/// Writes a file to another name first and renames it: a reader sees the old file or the new one. Makes
+/// the folder if it isn't there.
+pub fn write_atomically(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
     static SERIAL: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     if let Some(dir) = file.parent() {
         std::fs::create_dir_all(dir)?;
@@ -115,7 +117,8 @@ fn write_atomically(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
     written
 }
 
-fn key(adapter: &Adapter, shader_set: u64) -> u64 {
+/// The same as long as device, driver and shaders are: what was found out under one key holds for no other.
+pub fn driver_key(adapter: &Adapter, shader_set: u64) -> u64 {
     let (vendor, device, driver) = adapter.ids;
     let mut bytes = Vec::new();
     for id in [vendor, device, driver] {

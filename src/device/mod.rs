@@ -30,7 +30,7 @@ mod select;
 
 pub use adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
 pub use budget::MemoryBudget;
-pub use cache::PipelineCache;
+pub use cache::{PipelineCache, driver_key, write_atomically};
 pub use capabilities::{Capabilities, Component, MatrixShape};
 pub use commands::{Commands, Encoder};
 pub use error::DeviceError;

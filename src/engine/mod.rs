@@ -15,3 +15,5 @@ pub mod sequence;
 pub mod spans;
 pub mod stages;
 pub mod start;
+pub mod tune;
+pub mod tuned;

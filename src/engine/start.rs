@@ -7,8 +7,9 @@ use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts, PrefillRegions};
 use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
 use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
+use super::tuned::Tuned;
 use crate::actors::compute::{Compute, Submission};
-use crate::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, Source};
+use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
 use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
 use crate::config::{self, Config};
@@ -174,10 +175,10 @@ impl StartError {
 }
 
 /// A device with its actors.
-struct Station {
-    device: Arc<Device>,
-    arena: Arena,
-    compute: Arc<Compute>,
+pub(super) struct Station {
+    pub(super) device: Arc<Device>,
+    pub(super) arena: Arena,
+    pub(super) compute: Arc<Compute>,
     transfer: Arc<Transfer>,
     ring: StagingRing,
     loader: Loader,
@@ -190,7 +191,7 @@ const STAGING: (usize, usize) = (16, 16 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
 
 impl Station {
-    fn open(instance: &Instance, adapter: &Adapter, cache: Option<&Path>) -> Result<Station, StartError> {
+    pub(super) fn open(instance: &Instance, adapter: &Adapter, cache: Option<&Path>) -> Result<Station, StartError> {
         let device = Device::open(instance, adapter)?;
         let arena = Arena::new(&device)?;
         let (slots, bytes) = staging(adapter);
@@ -286,8 +287,11 @@ fn serve_model(
         let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
         let name = format!("{}/{index}", model.name);
         let tune = &config.runtime.tune;
-        let build = Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, tune, progress };
-        let executor = build.executor(config.runtime.cache_directory.as_deref())?;
+        let cache = config.runtime.cache_directory.as_deref();
+        let tuned = &Tuned::of_model(cache, adapter, &checkpoint, progress);
+        let build =
+            Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, tune, tuned, progress };
+        let executor = build.executor(cache)?;
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {
             queue_limit: config.server.queue_limit as usize,
@@ -329,7 +333,7 @@ const RUN_AHEAD: u32 = 32;
 /// Steps of the token ring: well above what can be queued.
 const RING_STEPS: u32 = 128;
 /// Pairs of a patch: the tokens of a chunk, its pages and a slot's words with room to spare.
-const PATCH_PAIRS: u32 = 2048;
+pub(super) const PATCH_PAIRS: u32 = 2048;
 /// Plans in flight are two; changes alone come on top.
 const INBOXES: usize = 16;
 /// Sequences that one decode step can have rows for.
@@ -363,15 +367,35 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
     }
 }
 
-struct Build<'a> {
-    name: &'a str,
-    model: &'a config::Model,
-    checkpoint: &'a Checkpoint,
-    station: &'a Station,
-    adapter: &'a Adapter,
-    limit: Option<u64>,
-    tune: &'a [String],
-    progress: &'a dyn Progress,
+pub(super) struct Build<'a> {
+    pub(super) name: &'a str,
+    pub(super) model: &'a config::Model,
+    pub(super) checkpoint: &'a Checkpoint,
+    pub(super) station: &'a Station,
+    pub(super) adapter: &'a Adapter,
+    pub(super) limit: Option<u64>,
+    pub(super) tune: &'a [String],
+    pub(super) tuned: &'a Tuned,
+    pub(super) progress: &'a dyn Progress,
+}
+
+/// A model whose buffers are allocated and whose weights are on their way.
+pub(super) struct Prepared<'a> {
+    pub(super) dense: Dense<'a>,
+    pub(super) recordings: Recordings,
+    pub(super) table: Table,
+    pub(super) pipelines: Pipelines,
+    pub(super) loading: Loading,
+}
+
+/// What is under way when a model is prepared.
+pub(super) struct Loading {
+    /// Clears what starts as zero.
+    init: Arc<Region>,
+    weights: Load,
+    rope: Point,
+    pipelines: usize,
+    started: Instant,
 }
 
 /// What memory is for, by buffer name.
@@ -446,17 +470,23 @@ impl Build<'_> {
         }
     }
 
-    fn tuning(&self, context: u32) -> Tuning {
+    pub(super) fn tuning(&self, context: u32) -> Tuning {
         let adapter = self.adapter;
         let kv_heads = self.checkpoint.config.kv_heads;
         let mut tuning = tuning(adapter, self.station.matrices, kv_heads, context);
         for change in self.tune {
             tuning.set(change);
         }
+        // What was kept depends on some of the changes, and none of it undoes one.
+        self.tuned.apply(&mut tuning);
+        for change in self.tune {
+            tuning.set(change);
+        }
         tuning
     }
 
-    fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
+    /// Plans and allocates memory, begins to load the weights and builds the pipelines meanwhile.
+    pub(super) fn prepare(&self, cache: Option<&Path>) -> Result<Prepared<'_>, StartError> {
         self.check()?;
         let started = Instant::now();
         let buckets = self.buckets();
@@ -472,13 +502,15 @@ impl Build<'_> {
         let pages = u32::try_from(plan.kv_pages()).unwrap_or(u32::MAX);
         let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
         let dense = self.dense(context, pages, chunk);
+        let used = self.tuned.apply(&mut dense.tuning.clone());
+        if used > 0 {
+            self.progress.line(&format!("\"{}\": {used} workgroup shapes as `ostinato tune` found them", self.name));
+        }
         let recordings = Recordings::new(&dense, &buckets);
         let all = recordings.all();
 
         let mut table = Table::new();
         let mut init = Recording::new("init");
-        let mut ring_buffer = None;
-        let mut dump = None;
         let weights: Vec<(&WeightSpec, Vec<Part>)> =
             dense.weights.iter().map(|weight| (weight, dense.parts(weight))).collect();
         for part in weights.iter().flat_map(|(_, parts)| parts) {
@@ -498,11 +530,6 @@ impl Build<'_> {
                 let to = init.buffer(&name, bytes);
                 init.ops.push(Op::Fill { to, word: 0 });
             }
-            match name.as_str() {
-                "ring" => ring_buffer = Some(Arc::clone(&buffer)),
-                "dump" => dump = Some(Arc::clone(&buffer)),
-                _ => {}
-            }
             table.add(buffer)?;
         }
 
@@ -517,6 +544,29 @@ impl Build<'_> {
         let pipelines = Pipelines::build(&self.station.device, cache, &with_init, &|done, total| {
             self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
         })?;
+        let init = Arc::new(Region::build(&self.station.device, &init, &table, &pipelines)?);
+        let loading = Loading { init, weights: load, rope: rope_point, pipelines: pipelines.len(), started };
+        Ok(Prepared { dense, recordings, table, pipelines, loading })
+    }
+
+    /// Waits until a prepared model is loaded; gives the points after which it can run.
+    pub(super) fn finish(&self, loading: Loading) -> Result<Vec<Point>, StartError> {
+        self.run_once(vec![loading.init], Vec::new())?;
+        let report = loading
+            .weights
+            .wait_with(|p| self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes))
+            .map_err(|source| StartError::Load { model: self.model.name.clone(), source })?;
+        self.progress.line(&format!(
+            "\"{}\": {report}; {} pipelines; ready {:.2} s after the start of its load",
+            self.name,
+            loading.pipelines,
+            loading.started.elapsed().as_secs_f64()
+        ));
+        Ok(report.point.into_iter().chain([loading.rope]).collect())
+    }
+
+    fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
+        let Prepared { dense, recordings, table, pipelines, loading } = self.prepare(cache)?;
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
         let mut decode = BTreeMap::new();
@@ -538,26 +588,15 @@ impl Build<'_> {
             });
         }
         let dump_region = region(&recordings.dump)?;
-        let dump = dump.expect("the dump recording was built");
-        self.run_once(vec![region(&init)?], Vec::new())?;
-
-        let report = load
-            .wait_with(|p| self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes))
-            .map_err(|source| StartError::Load { model: self.model.name.clone(), source })?;
-        self.progress.line(&format!(
-            "\"{}\": {report}; {} pipelines; ready {:.2} s after the start of its load",
-            self.name,
-            pipelines.len(),
-            started.elapsed().as_secs_f64()
-        ));
-        let ready: Vec<Point> = report.point.into_iter().chain([rope_point]).collect();
+        let dump = Arc::clone(table.require("dump")?);
+        let ready = self.finish(loading)?;
         self.test_tags(&dense, &table, &dump_region, &dump, &mut decode, &ready, cache)?;
         let slots = dense.state.slots;
         let capacity = Capacity {
             slots,
-            pages,
-            context,
-            prefill_chunk: chunk,
+            pages: dense.pages,
+            context: dense.context,
+            prefill_chunk: dense.state.chunk,
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
@@ -566,7 +605,7 @@ impl Build<'_> {
             capacity,
             layout: dense.state,
             ring: dense.ring,
-            ring_buffer: ring_buffer.expect("every decode recording writes the ring"),
+            ring_buffer: Arc::clone(table.require("ring")?),
             dump,
             dump_region,
             decode,
@@ -632,12 +671,7 @@ impl Build<'_> {
             .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
     }
 
-    fn load(
-        &self,
-        dense: &Dense<'_>,
-        weights: &[(&WeightSpec, Vec<Part>)],
-        table: &Table,
-    ) -> Result<crate::actors::loader::Load, StartError> {
+    fn load(&self, dense: &Dense<'_>, weights: &[(&WeightSpec, Vec<Part>)], table: &Table) -> Result<Load, StartError> {
         let mut files: HashMap<Arc<Path>, Arc<MappedFile>> = HashMap::new();
         let mut tensors = Vec::new();
         for (weight, parts) in weights {
@@ -781,11 +815,11 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
 }
 
 /// Every recording of a replica.
-struct Recordings {
+pub(super) struct Recordings {
     /// By rows; the second with barriers, where that is another.
     decode: Vec<(u32, Recording, Option<Recording>)>,
-    prefill: Vec<(u32, Recording, Recording)>,
-    inboxes: Vec<(Recording, Recording)>,
+    pub(super) prefill: Vec<(u32, Recording, Recording)>,
+    pub(super) inboxes: Vec<(Recording, Recording)>,
     dump: Recording,
 }
 

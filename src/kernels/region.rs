@@ -60,9 +60,31 @@ impl Pipelines {
             Some(dir) => PipelineCache::open(dir, device, SHADER_SET)?,
             None => PipelineCache::in_memory(device)?,
         };
+        let mut pipelines = Pipelines { built: HashMap::new() };
+        pipelines.build_missing(device, &cache, recordings, progress)?;
+        cache.save()?;
+        Ok(pipelines)
+    }
+
+    /// Builds what the recordings call and is not there yet, kept in no cache: variants of which most
+    /// are tried once.
+    pub fn add(&mut self, device: &Device, recordings: &[&Recording]) -> Result<(), DeviceError> {
+        self.build_missing(device, &PipelineCache::in_memory(device)?, recordings, &|_, _| {})
+    }
+
+    fn build_missing(
+        &mut self,
+        device: &Device,
+        cache: &PipelineCache,
+        recordings: &[&Recording],
+        progress: &(dyn Fn(usize, usize) + Sync),
+    ) -> Result<(), DeviceError> {
         let mut keys: HashSet<Key> = HashSet::new();
         for call in recordings.iter().flat_map(|r| &r.ops).filter_map(as_call) {
-            keys.insert((call.kernel, call.constants.clone()));
+            let key = (call.kernel, call.constants.clone());
+            if !self.built.contains_key(&key) {
+                keys.insert(key);
+            }
         }
         let total = keys.len();
         progress(0, total);
@@ -75,7 +97,7 @@ impl Pipelines {
                     loop {
                         let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
                         let Some(key) = next else { return };
-                        let result = build_one(device, &cache, &key);
+                        let result = build_one(device, cache, &key);
                         let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
                         match result {
                             Ok(pipeline) => {
@@ -92,8 +114,8 @@ impl Pipelines {
         if let Some(error) = error {
             return Err(error);
         }
-        cache.save()?;
-        Ok(Pipelines { built })
+        self.built.extend(built);
+        Ok(())
     }
 
     /// How many there are.

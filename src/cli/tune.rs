@@ -1,0 +1,124 @@
+//! `ostinato tune`: finds the workgroup shapes that suit a device best for a model and says where they are
+//! kept. Deliberately absent: the search (`engine::tune`).
+
+use crate::device::{Instance, InstanceOptions, Selector, select};
+use crate::engine::start::{Progress, tuning};
+use crate::engine::tune::{self, Event, Options};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::demo;
+use crate::model::dense::Tuning;
+use anyhow::{anyhow, bail};
+use serde_json::json;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+/// What to tune.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct Tune {
+    /// A checkpoint's folder; without it the embedded demo model.
+    #[arg(long)]
+    model: Option<PathBuf>,
+    /// UUID, PCI address, name, index, or `cpu`.
+    #[arg(long)]
+    device: Option<String>,
+    /// Tokens of context before the step that is timed.
+    #[arg(long, default_value_t = 256)]
+    depth: u32,
+    /// How long to look, seconds; loading comes on top.
+    #[arg(long, default_value_t = 60)]
+    seconds: u64,
+    /// Changes of the device's tuning that are kept to, KEY=VALUE separated by commas.
+    #[arg(long, value_delimiter = ',')]
+    tune: Vec<String>,
+    /// Most values of a choice that a pass tries.
+    #[arg(long, hide = true)]
+    candidates: Option<usize>,
+    /// One JSON object an event on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) -> anyhow::Result<()> {
+    let instance = Instance::new(&InstanceOptions { validation: false })?;
+    let adapters = instance.adapters();
+    let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
+    let adapter = select(&adapters, selector.as_ref())?.clone();
+    let mut any: Tuning = tuning(&adapter, None, 1, 1);
+    if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
+        bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
+    }
+    let path = match &args.model {
+        Some(path) => path.clone(),
+        None => demo::unpack(cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?,
+    };
+    let checkpoint = Checkpoint::open(&path)?;
+    let options = Options {
+        depth: args.depth,
+        time: Duration::from_secs(args.seconds),
+        candidates: args.candidates.unwrap_or(usize::MAX),
+        tune: &args.tune,
+        cache: cache.as_deref(),
+    };
+    let started = Instant::now();
+    let mut say = |event: &Event| {
+        if args.json {
+            println!("{}", json_of(event));
+        } else {
+            println!("{}", text_of(event, &adapter.name, args.depth));
+        }
+    };
+    let outcome = tune::tune(&instance, &adapter, &checkpoint, &options, progress, &mut say)?;
+    let gain = 100.0 * (1.0 - outcome.after_us / outcome.before_us);
+    if args.json {
+        println!(
+            "{}",
+            json!({
+                "event": "finished",
+                "before_us": outcome.before_us,
+                "after_us": outcome.after_us,
+                "tried": outcome.tried,
+                "complete": outcome.complete,
+                "file": outcome.file,
+            })
+        );
+        return Ok(());
+    }
+    println!(
+        "a step takes {:.1} us, by the rules {:.1} us ({gain:.1} % less); {} values tried in {:.0} s{}",
+        outcome.after_us,
+        outcome.before_us,
+        outcome.tried,
+        started.elapsed().as_secs_f64(),
+        if outcome.complete { "" } else { ", not all: --seconds allows for more" }
+    );
+    match outcome.file {
+        Some(file) => println!("kept in {}", file.display()),
+        None => println!("nothing is kept"),
+    }
+    Ok(())
+}
+
+fn text_of(event: &Event, device: &str, depth: u32) -> String {
+    match event {
+        Event::Began { variant, us } => {
+            format!("{device}, {variant}: a step takes {us:.1} us by the rules, {depth} tokens of context before it")
+        }
+        Event::Improved { name, old, new, before_us, after_us } => {
+            format!("{name:<22} {old:>8} -> {new:<8} {before_us:>9.1} -> {after_us:.1} us a step")
+        }
+        Event::Wrong { name, value, what } => format!("{name:<22} {value} is not taken: {what}"),
+    }
+}
+
+fn json_of(event: &Event) -> serde_json::Value {
+    match event {
+        Event::Began { variant, us } => json!({"event": "began", "variant": variant, "us": us}),
+        Event::Improved { name, old, new, before_us, after_us } => json!({
+            "event": "improved", "name": name, "old": old, "new": new, "before_us": before_us, "after_us": after_us,
+        }),
+        Event::Wrong { name, value, what } => {
+            json!({"event": "wrong", "name": name, "value": value, "what": what})
+        }
+    }
+}

@@ -729,15 +729,9 @@ fn append_normalises_rotates_and_fills_pages() {
 /// Heads that `flash_decode` serves: groups that leave lanes idle, and heads that are no whole share of them.
 fn flash_heads() -> Vec<Heads> {
     let make = |(q, kv, dim, rot, qk_norm)| Heads { q, kv, dim, rot, qk_norm, kv_format: Format::F16 };
-    [
-        (7, 1, 64, 32, false),
-        (6, 2, 128, 64, true),
-        (3, 1, 32, 32, true),
-        (8, 1, 32, 16, false),
-        (5, 1, 96, 96, true),
-    ]
-    .map(make)
-    .to_vec()
+    [(7, 1, 64, 32, false), (6, 2, 128, 64, true), (3, 1, 32, 32, true), (8, 1, 32, 16, false), (5, 1, 96, 96, true)]
+        .map(make)
+        .to_vec()
 }
 
 /// Method, beside the file's: each case runs twice in a row over one set of counters, which

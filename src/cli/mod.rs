@@ -86,6 +86,9 @@ pub(crate) struct Usage(pub(crate) String);
 pub fn main() -> ExitCode {
     // Arguments that cannot be read end here, with status 2; `--help` with 0.
     let Cli { command } = Cli::parse();
+    if !matches!(command, Command::Serve(_)) {
+        crate::telemetry::warnings();
+    }
     let result = match command {
         Command::Devices { json } => devices::run(json),
         Command::Serve(args) => serve::run(&args),

@@ -84,3 +84,11 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
     tracing_subscriber::registry().with(logs).with(spans).try_init().map_err(TelemetryError::Twice)?;
     Ok(Guard { exporter })
 }
+
+/// Warnings to stderr and nothing else, for commands that do one thing and end. Does nothing where the program
+/// has a subscriber already.
+pub fn warnings() {
+    let level = tracing_subscriber::filter::LevelFilter::WARN;
+    let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(level);
+    let _ = tracing_subscriber::registry().with(logs).try_init();
+}

@@ -52,7 +52,7 @@ fn tune_demo(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, changes: &[&str])
     let checkpoint = Checkpoint::open(&demo::unpack(Some(cache)).expect("a folder")).expect("the demo model");
     let changes: Vec<String> = changes.iter().map(|change| (*change).to_owned()).collect();
     let options =
-        Options { depth: 20, time: Duration::from_secs(8), candidates: 1, tune: &changes, cache: Some(cache) };
+        Options { depth: 20, time: Duration::from_secs(5), candidates: 1, tune: &changes, cache: Some(cache) };
     let mut events = Vec::new();
     let outcome = tune(&vulkan.instance, adapter, &checkpoint, &options, &Quiet, &mut |e| events.push(e.clone()))
         .unwrap_or_else(|e| panic!("{e:?}"));

@@ -238,7 +238,7 @@ fn knobs(dense: &Dense<'_>, rules: &Tuning, bounds: Bounds, depth: u32) -> Vec<K
     let powers = |from: u32, to: u32| (from..=to).filter(|n| n.is_power_of_two()).map(|n| n.to_string()).collect();
     let pages = depth.div_ceil(16).max(rules.splits);
     let least = if depth < LONG { rules.splits } else { 1 };
-    let splits = [1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64].into_iter().filter(|n| (least..=pages).contains(n));
+    let splits = [1, 2, 4, 6, 8, 12, 16, 20, 24, 32].into_iter().filter(|n| (least..=pages).contains(n));
     let splits: Vec<String> = splits.map(|n| n.to_string()).collect();
     for op in &step.ops {
         let Op::Call(call) = op else { continue };
@@ -684,7 +684,7 @@ mod tests {
         assert_eq!(named(&of_demo(Some(Matrices::ByHand), 256), "splits").candidates, ["8", "12", "16"]);
         let long = of_demo(Some(Matrices::ByHand), LONG);
         assert_eq!(named(&long, "splits").candidates.first().map(String::as_str), Some("1"));
-        assert_eq!(named(&long, "splits").candidates.last().map(String::as_str), Some("64"));
+        assert_eq!(named(&long, "splits").candidates.last().map(String::as_str), Some("32"));
     }
 
     #[test]

@@ -14,6 +14,7 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
+use half::bf16;
 use harness::{Bench, Cases, Expect, POISON, Random, round};
 use ostinato::kernels::attention::{self, Heads};
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
@@ -22,10 +23,11 @@ use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last}
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
-use ostinato::kernels::skinny::Matrices;
+use ostinato::kernels::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::state;
-use ostinato::kernels::tags::Flow;
-use ostinato::memory::pack::Format;
+use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
+use ostinato::memory::pack::{self, Format, Layout, Packing};
+use ostinato::model::dense;
 
 const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
 /// See the head of the file.
@@ -460,6 +462,138 @@ fn unit_vectors_read_weights_back_exactly() {
     check(&cases, &reference);
 }
 
+// ---------------------------------------------------------------- skinny
+
+/// `skinny` cuts x to two parts of 8 bits: at most 2^-15 of each of up to 1,024 terms of W · x, which is 1e-5
+/// of these sums if the cuts were independent, and they all shrink. A term that is missed or doubled is
+/// above 1e-3. A tag adds half a step of 2^-16 to each side.
+const CUT: f32 = 2e-4;
+/// No tag of an operand, and not that of poison.
+const TAGS: [u32; 3] = [3, 127, 64];
+
+impl Logical {
+    /// As `product`, with W in fragment order and tagged operands. Behind what may be read stands poison.
+    fn fragments(&self, cases: &mut Cases, flow: Flow) -> Product {
+        let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
+        let words = |values: Vec<f32>, tag: Option<u32>| values.into_iter().map(word(tag)).collect::<Vec<u32>>();
+        let (k_stride, y_stride) = (dense::stride(self.k), dense::stride(self.outputs()) + 32);
+        let packing = Packing { rows: self.n, cols: self.k, layout: Layout::Fragments, format: Format::Bf16 };
+        let bytes: Vec<u8> = self.w.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes()).collect();
+        let rows =
+            pack::Rows { bytes: &bytes, format: Format::Bf16, rows: self.n, cols: self.k, first_row: 0, row_step: 1 };
+        let mut packed = vec![0u32; packing.bytes() as usize / 4];
+        pack::pack(&packing, &[rows], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut packed));
+        let weight = cases.words("weight", &packed);
+        let x = strided(&self.x, self.k, k_stride, if self.norm { 0.0 } else { 1.0e3 });
+        let x = cases.words("x", &words(x, flow.input_carried.then_some(flow.input)));
+        let norm = self.norm.then(|| {
+            let mut norm = self.norm_weight.clone();
+            norm.resize(k_stride as usize, 0.0);
+            norm.resize(norm.len() + 64, f32::from_bits(POISON));
+            (cases.floats("norm", &norm), EPSILON)
+        });
+        let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
+        let old = flow.output.map(|_| flow.old);
+        let y = if self.epilogue == Epilogue::Residual {
+            let mut y = words(strided(&self.old, self.n, y_stride, 0.0), old);
+            for row in y.chunks_exact_mut(y_stride as usize) {
+                row[self.n as usize..].fill(POISON);
+            }
+            cases.words("y", &y)
+        } else {
+            cases.output("y", (self.rows * y_stride) as usize, Expect::Exact)
+        };
+        cases.expect(y, if flow.output.is_some() { Expect::Tagged(CUT) } else { Expect::Floats(CUT) });
+        Product {
+            label: "product".to_owned(),
+            weight: Matrix { range: weight, format: Format::Bf16, rows: self.n, cols: self.k },
+            x: Activations { range: x, stride: k_stride },
+            norm,
+            bias,
+            epilogue: self.epilogue,
+            y: Activations { range: y, stride: y_stride },
+        }
+    }
+}
+
+type Skinny = (u32, (u32, u32), (bool, bool), Epilogue, [u32; 3]);
+
+fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
+    let mut cases = Cases::new(name);
+    let mut random = Random(41);
+    let mut made = Vec::new();
+    for (index, &(rows, shape, (norm, bias), epilogue, [threads, tiles, ahead])) in list.iter().enumerate() {
+        let (config, flow) = (Config { threads, tiles, ahead }, flow(index));
+        assert!(config.shared_bytes(rows, Matrices::ByHand) <= 32 << 10, "{config:?} of {rows} rows");
+        cases.case(format!("{index}.{shape:?}x{rows}.norm={norm}.bias={bias}.{epilogue:?}.{config:?}"));
+        let logical = Logical::new(&mut random, Format::Bf16, shape, (rows, rows), norm, bias, epilogue);
+        let product = logical.fragments(&mut cases, flow);
+        let fault = cases.words("fault", &[0]);
+        cases.recording.call(skinny(&product, rows, Matrices::ByHand, config, flow, fault));
+        made.push((logical, product, flow));
+    }
+    let reference = cases.reference();
+    for (logical, product, flow) in made {
+        let what = &cases.recording.decl(product.y.range.buffer).name;
+        // What the formula knows has no tags.
+        if !flow.input_carried {
+            logical.check_reference(&reference, product.y, what);
+        }
+        for row in 0..logical.rows {
+            let words = (0..logical.outputs()).map(|i| reference.u32(product.y.range, row * product.y.stride + i));
+            if let Some(tag) = flow.output {
+                assert!(words.into_iter().all(|word| word % (1 << TAG_BITS) == tag), "row {row} of {what}");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn skinny_multiplies_a_few_rows_by_fragments() {
+    use Epilogue::{Residual, Store, SwiGlu};
+    let list: [Skinny; 14] = [
+        (1, (16, 8), (false, false), Store, [32, 1, 1]),
+        (1, (146, 40), (true, true), SwiGlu, [64, 2, 2]),
+        (1, (70, 1024), (true, false), Store, [256, 1, 4]),
+        (1, (3, 33), (false, true), Residual, [32, 1, 3]),
+        (1, (131, 200), (false, false), Store, [64, 3, 2]),
+        (2, (50, 145), (true, true), Residual, [128, 1, 2]),
+        (3, (34, 200), (false, true), SwiGlu, [64, 2, 1]),
+        (5, (145, 72), (true, false), Store, [32, 3, 1]),
+        (8, (62, 96), (true, false), SwiGlu, [128, 1, 2]),
+        (8, (33, 1024), (false, false), Residual, [256, 1, 2]),
+        (9, (18, 200), (true, true), Residual, [64, 1, 2]),
+        (12, (37, 72), (false, true), Store, [128, 2, 1]),
+        (16, (48, 145), (true, false), SwiGlu, [64, 1, 1]),
+        (33, (22, 40), (true, true), Residual, [32, 1, 1]),
+    ];
+    skinny_cases("skinny", &list, |_| Flow::NONE);
+}
+
+/// Method: x, and y before a residual (whole quads, as rows of 32 have), carry tags that the kernel waits for; y carries a third, or none.
+#[test]
+fn skinny_reads_and_writes_tagged_rows() {
+    use Epilogue::{Residual, Store, SwiGlu};
+    let list: [Skinny; 7] = [
+        (1, (48, 96), (true, true), Store, [64, 1, 2]),
+        (1, (36, 1024), (false, false), Residual, [256, 1, 4]),
+        (1, (98, 32), (true, false), SwiGlu, [32, 3, 1]),
+        (2, (40, 64), (true, false), Residual, [128, 1, 1]),
+        (5, (50, 160), (false, true), SwiGlu, [64, 2, 1]),
+        (8, (32, 96), (true, false), Store, [32, 1, 2]),
+        (3, (19, 64), (true, false), Store, [64, 1, 1]),
+    ];
+    let last = list.len() - 1;
+    let [input, old, output] = TAGS;
+    skinny_cases("skinny.tagged", &list, |index| Flow {
+        input_carried: true,
+        input,
+        old,
+        output: (index != last).then_some(output),
+    });
+}
+
 // ---------------------------------------------------------------- append, attention
 
 /// Keys, values and queries of sequences before anything is packed.
@@ -729,15 +863,9 @@ fn append_normalises_rotates_and_fills_pages() {
 /// Heads that `flash_decode` serves: groups that leave lanes idle, and heads that are no whole share of them.
 fn flash_heads() -> Vec<Heads> {
     let make = |(q, kv, dim, rot, qk_norm)| Heads { q, kv, dim, rot, qk_norm, kv_format: Format::F16 };
-    [
-        (7, 1, 64, 32, false),
-        (6, 2, 128, 64, true),
-        (3, 1, 32, 32, true),
-        (8, 1, 32, 16, false),
-        (5, 1, 96, 96, true),
-    ]
-    .map(make)
-    .to_vec()
+    [(7, 1, 64, 32, false), (6, 2, 128, 64, true), (3, 1, 32, 32, true), (8, 1, 32, 16, false), (5, 1, 96, 96, true)]
+        .map(make)
+        .to_vec()
 }
 
 /// Method, beside the file's: each case runs twice in a row over one set of counters, which

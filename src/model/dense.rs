@@ -253,8 +253,9 @@ impl Dense<'_> {
                 (weight.rows, weight.cols, Layout::Fragments, Format::Bf16)
             }
             WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), format(weight.dtype)),
-            // A value a row, so that sources can interleave; the padding becomes zero.
-            WeightKind::Vector => (padded(weight.rows), 1, row_major(1), Format::F32),
+            // A value a row, so that sources can interleave; the padding, as far as that of activations goes,
+            // becomes zero.
+            WeightKind::Vector => (stride(weight.rows), 1, row_major(1), Format::F32),
         };
         Packing { rows, cols, layout, format }
     }
@@ -351,7 +352,7 @@ impl Dense<'_> {
     }
 
     fn vector(&self, recording: &mut Recording, name: &str) -> Option<Range> {
-        self.weight(name).map(|w| recording.buffer(name, u64::from(padded(w.rows)) * 4))
+        self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows)) * 4))
     }
 
     /// The parts of a matrix, each with its first row.

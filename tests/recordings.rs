@@ -377,7 +377,8 @@ fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
                 }
             };
             let mut run = Run::new(&format!("{name} {way:?}"), &bench, &dense, &recordings, true);
-            run.near = way.near;
+            // Five layers of random weights make differences some times larger than trained ones do.
+            run.near = way.near * if *name == "qwen3-deep" { 4.0 } else { 1.0 };
             let tokens = run.generate(&recordings, &prompt);
             // Rounded prompts may well decide otherwise than the unrounded one.
             if let Some(greedy) = greedy.filter(|_| way.chunk <= 16) {

@@ -397,16 +397,24 @@ impl Dense<'_> {
     }
 
     /// The shape of `skinny`'s workgroups for a product.
-    fn skinny_config(&self, weight: &Matrix, rows: u32) -> skinny::Config {
+    fn skinny_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
         if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
             return *config;
         }
         let chunks = weight.cols.div_ceil(32);
-        let (threads, most) = if rows > 16 { (128, 2) } else { (512, 4) };
+        // By hand no more threads than every device runs.
+        let (threads, most) = if rows > 16 || matrices == Matrices::ByHand { (128, 2) } else { (512, 4) };
         let groups = threads / 32;
         let ahead = chunks.div_ceil(groups).next_power_of_two().min(if rows > 8 { 2 } else { most });
         let tiles = if weight.rows.div_ceil(16) >= 256 && rows == 1 { 2 } else { 1 };
-        skinny::Config { threads, tiles, ahead }
+        let mut config = skinny::Config { threads, tiles, ahead };
+        while config.shared_bytes(rows, matrices) > self.tuning.shared_bytes && config.threads > 32 {
+            match config.ahead {
+                1 => config.threads /= 2,
+                _ => config.ahead /= 2,
+            }
+        }
+        config
     }
 
     /// A product with every part of a weight.
@@ -440,7 +448,7 @@ impl Dense<'_> {
             };
             recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
                 (_, Some(matrices)) if !self.tiles(shape) => {
-                    let config = self.skinny_config(&weight, shape.rows());
+                    let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
                 (Shape::Decode { rows }, _) => {

@@ -14,6 +14,7 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
+use half::bf16;
 use harness::{Bench, Cases, Expect, POISON, Random, round};
 use ostinato::kernels::attention::{self, Heads};
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
@@ -22,10 +23,11 @@ use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last}
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
-use ostinato::kernels::skinny::Matrices;
+use ostinato::kernels::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::state;
-use ostinato::kernels::tags::Flow;
-use ostinato::memory::pack::Format;
+use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
+use ostinato::memory::pack::{self, Format, Layout, Packing};
+use ostinato::model::dense;
 
 const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
 /// See the head of the file.
@@ -51,6 +53,16 @@ fn strided(values: &[f32], width: u32, stride: u32, padding: f32) -> Vec<f32> {
         out.resize(out.len() + (stride - width) as usize, padding);
     }
     out
+}
+
+/// bfloat16 values in fragment order.
+fn fragments(values: &[f32], rows: u32, cols: u32) -> Vec<u32> {
+    let bytes: Vec<u8> = values.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes()).collect();
+    let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
+    let source = pack::Rows { bytes: &bytes, format: Format::Bf16, rows, cols, first_row: 0, row_step: 1 };
+    let mut words = vec![0u32; packing.bytes() as usize / 4];
+    pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));
+    words
 }
 
 fn floats(memory: &HostMemory, range: Range) -> Vec<f32> {
@@ -165,6 +177,62 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 let value =
                     if i < hidden as usize { round(format, table[(info[0] * hidden) as usize + i]) } else { 0.0 };
                 assert_eq!(found[row * stride as usize + i], value, "row {row}, value {i} of {name}");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+/// Method: a table of a ragged number of rows and columns in fragment order, whole and split, tagged and not.
+#[test]
+fn embed_rows_from_fragments_and_with_tags() {
+    let mut cases = Cases::new("embed_rows.fragments");
+    let mut random = Random(42);
+    let vocabulary = 37u32;
+    let mut outputs = Vec::new();
+    for hidden in [8, 40, 96, 1024] {
+        for (tag, split) in [(None, false), (None, true), (Some(TAGS[1]), false), (Some(TAGS[1]), true)] {
+            cases.case(format!("{hidden}.{tag:?}.{split}"));
+            let table: Vec<f32> =
+                random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(Format::Bf16, v)).collect();
+            let tokens = [36, 0, 15, 16, 31, 32, 5, 22];
+            let rows = tokens.len() as u32;
+            let chunk = [[7, 3, rows, 0].as_slice(), &tokens].concat();
+            let stride = dense::stride(hidden);
+            let chunk = cases.words("chunk", &chunk);
+            let x = cases.output("x", (rows * stride) as usize, Expect::Exact);
+            let rows_range = cases.output("rows", rows as usize * 4, Expect::Exact);
+            let flow = Flow { output: tag, ..Flow::NONE };
+            let parts = if split { vec![(32, 5), (16, 16), (0, 16)] } else { vec![(0, vocabulary)] };
+            for (first, count) in parts {
+                let part = &table[(first * hidden) as usize..((first + count) * hidden) as usize];
+                let args = EmbedRowsArgs {
+                    embedding: cases.words(&format!("embedding.{first}"), &fragments(part, count, hidden)),
+                    slots: chunk.none(),
+                    batch: chunk.none(),
+                    chunk,
+                    x,
+                    rows: rows_range,
+                    chunks: hidden / 8,
+                    x_stride: stride,
+                    part_first: first,
+                    part_rows: count,
+                    x_tag: 0,
+                };
+                let table = Table { format: Format::Bf16, fragments: true };
+                let from = RowsFrom::Chunk;
+                cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, flow, args));
+            }
+            outputs.push((x, tokens, table, hidden, stride, tag));
+        }
+    }
+    let reference = cases.reference();
+    for (x, tokens, table, hidden, stride, tag) in outputs {
+        for (row, token) in (0..).zip(tokens) {
+            for i in 0..hidden {
+                let value = table[(token * hidden + i) as usize];
+                let wanted = tag.map_or(value.to_bits(), |tag| tagged(value, tag));
+                assert_eq!(reference.u32(x, row * stride + i), wanted, "token {token}, value {i} of {hidden}");
             }
         }
     }
@@ -460,6 +528,132 @@ fn unit_vectors_read_weights_back_exactly() {
     check(&cases, &reference);
 }
 
+// ---------------------------------------------------------------- skinny
+
+/// `skinny` cuts x to two parts of 8 bits: at most 2^-15 of each of up to 1,024 terms of W · x, which is 1e-5
+/// of these sums if the cuts were independent, and they all shrink. A term that is missed or doubled is
+/// above 1e-3. A tag adds half a step of 2^-16 to each side.
+const CUT: f32 = 2e-4;
+/// No tag of an operand, and not that of poison.
+const TAGS: [u32; 3] = [3, 127, 64];
+
+impl Logical {
+    /// As `product`, with W in fragment order and tagged operands. Behind what may be read stands poison.
+    fn fragments(&self, cases: &mut Cases, flow: Flow) -> Product {
+        let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
+        let words = |values: Vec<f32>, tag: Option<u32>| values.into_iter().map(word(tag)).collect::<Vec<u32>>();
+        let (k_stride, y_stride) = (dense::stride(self.k), dense::stride(self.outputs()) + 32);
+        let weight = cases.words("weight", &fragments(&self.w, self.n, self.k));
+        let x = strided(&self.x, self.k, k_stride, if self.norm { 0.0 } else { 1.0e3 });
+        let x = cases.words("x", &words(x, flow.input_carried.then_some(flow.input)));
+        let norm = self.norm.then(|| {
+            let mut norm = self.norm_weight.clone();
+            norm.resize(k_stride as usize, 0.0);
+            norm.resize(norm.len() + 64, f32::from_bits(POISON));
+            (cases.floats("norm", &norm), EPSILON)
+        });
+        let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
+        let old = flow.output.map(|_| flow.old);
+        let y = if self.epilogue == Epilogue::Residual {
+            let mut y = words(strided(&self.old, self.n, y_stride, 0.0), old);
+            for row in y.chunks_exact_mut(y_stride as usize) {
+                row[self.n as usize..].fill(POISON);
+            }
+            cases.words("y", &y)
+        } else {
+            cases.output("y", (self.rows * y_stride) as usize, Expect::Exact)
+        };
+        cases.expect(y, if flow.output.is_some() { Expect::Tagged(CUT) } else { Expect::Floats(CUT) });
+        Product {
+            label: "product".to_owned(),
+            weight: Matrix { range: weight, format: Format::Bf16, rows: self.n, cols: self.k },
+            x: Activations { range: x, stride: k_stride },
+            norm,
+            bias,
+            epilogue: self.epilogue,
+            y: Activations { range: y, stride: y_stride },
+        }
+    }
+}
+
+type Skinny = (u32, (u32, u32), (bool, bool), Epilogue, [u32; 3]);
+
+fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
+    let mut cases = Cases::new(name);
+    let mut random = Random(41);
+    let mut made = Vec::new();
+    for (index, &(rows, shape, (norm, bias), epilogue, [threads, tiles, ahead])) in list.iter().enumerate() {
+        let (config, flow) = (Config { threads, tiles, ahead }, flow(index));
+        assert!(config.shared_bytes(rows, Matrices::ByHand) <= 32 << 10, "{config:?} of {rows} rows");
+        cases.case(format!("{index}.{shape:?}x{rows}.norm={norm}.bias={bias}.{epilogue:?}.{config:?}"));
+        let logical = Logical::new(&mut random, Format::Bf16, shape, (rows, rows), norm, bias, epilogue);
+        let product = logical.fragments(&mut cases, flow);
+        let fault = cases.words("fault", &[0]);
+        cases.recording.call(skinny(&product, rows, Matrices::ByHand, config, flow, fault));
+        made.push((logical, product, flow));
+    }
+    let reference = cases.reference();
+    for (logical, product, flow) in made {
+        let what = &cases.recording.decl(product.y.range.buffer).name;
+        // What the formula knows has no tags.
+        if !flow.input_carried {
+            logical.check_reference(&reference, product.y, what);
+        }
+        for row in 0..logical.rows {
+            let words = (0..logical.outputs()).map(|i| reference.u32(product.y.range, row * product.y.stride + i));
+            if let Some(tag) = flow.output {
+                assert!(words.into_iter().all(|word| word % (1 << TAG_BITS) == tag), "row {row} of {what}");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn skinny_multiplies_a_few_rows_by_fragments() {
+    use Epilogue::{Residual, Store, SwiGlu};
+    let list: [Skinny; 14] = [
+        (1, (16, 8), (false, false), Store, [32, 1, 1]),
+        (1, (146, 40), (true, true), SwiGlu, [64, 2, 2]),
+        (1, (70, 1024), (true, false), Store, [256, 1, 4]),
+        (1, (3, 33), (false, true), Residual, [32, 1, 3]),
+        (1, (131, 200), (false, false), Store, [64, 3, 2]),
+        (2, (50, 145), (true, true), Residual, [128, 1, 2]),
+        (3, (34, 200), (false, true), SwiGlu, [64, 2, 1]),
+        (5, (145, 72), (true, false), Store, [32, 3, 1]),
+        (8, (62, 96), (true, false), SwiGlu, [128, 1, 2]),
+        (8, (33, 1024), (false, false), Residual, [256, 1, 2]),
+        (9, (18, 200), (true, true), Residual, [64, 1, 2]),
+        (12, (37, 72), (false, true), Store, [128, 2, 1]),
+        (16, (48, 145), (true, false), SwiGlu, [64, 1, 1]),
+        (33, (22, 40), (true, true), Residual, [32, 1, 1]),
+    ];
+    skinny_cases("skinny", &list, |_| Flow::NONE);
+}
+
+/// Method: x, and y before a residual (whole quads, as rows of 32 have), carry tags that the kernel waits for; y carries a third, or none.
+#[test]
+fn skinny_reads_and_writes_tagged_rows() {
+    use Epilogue::{Residual, Store, SwiGlu};
+    let list: [Skinny; 7] = [
+        (1, (48, 96), (true, true), Store, [64, 1, 2]),
+        (1, (36, 1024), (false, false), Residual, [256, 1, 4]),
+        (1, (98, 32), (true, false), SwiGlu, [32, 3, 1]),
+        (2, (40, 64), (true, false), Residual, [128, 1, 1]),
+        (5, (50, 160), (false, true), SwiGlu, [64, 2, 1]),
+        (8, (32, 96), (true, false), Store, [32, 1, 2]),
+        (3, (19, 64), (true, false), Store, [64, 1, 1]),
+    ];
+    let last = list.len() - 1;
+    let [input, old, output] = TAGS;
+    skinny_cases("skinny.tagged", &list, |index| Flow {
+        input_carried: true,
+        input,
+        old,
+        output: (index != last).then_some(output),
+    });
+}
+
 // ---------------------------------------------------------------- append, attention
 
 /// Keys, values and queries of sequences before anything is packed.
@@ -737,7 +931,7 @@ fn flash_heads() -> Vec<Heads> {
 /// Method, beside the file's: each case runs twice in a row over one set of counters, which
 /// must be zero again, and with several numbers of splits, so that one workgroup is all there
 /// is, the last of several to arrive combines, or splits are left without work.
-fn attention_cases(fused: bool, flash: Option<Matrices>) {
+fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
     let mut cases = Cases::new(if flash.is_some() {
         "flash_decode"
     } else if fused {
@@ -748,7 +942,14 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
     let mut random = Random(if fused { 8 } else { 9 });
     let mut made = Vec::new();
     let all = if flash.is_some() { flash_heads() } else { all_heads() };
-    for (index, heads) in all.into_iter().enumerate() {
+    // Rows without a sequence write zeros, and all words their tag; that each shape does so needs no proof.
+    let all = all.into_iter().step_by(if tags { 2 } else { 1 });
+    let flow = match tags {
+        true => Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) },
+        false => Flow::NONE,
+    };
+    let put = |v: f32| if tags { tagged(v, flow.input) } else { v.to_bits() };
+    for (index, heads) in all.enumerate() {
         let rows = all_rows();
         let count = rows.len() as u32;
         let context = Context::new(&mut random, heads, &rows);
@@ -765,10 +966,11 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
             // Queries that were not rounded differ by sums only; a new key that was rounded the
             // other way shifts its score by up to 2^-11 of its terms.
             let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
+            let near_words = |limit| if tags { Expect::Tagged(limit + 2e-5) } else { Expect::Floats(limit) };
             let outputs = ["o", "o.again"]
-                .map(|name| cases.output(name, (count * (heads.q * heads.dim + 8)) as usize, Expect::Floats(limit)));
+                .map(|name| cases.output(name, (count * (heads.q * heads.dim + 8)) as usize, near_words(limit)));
             let mut args = AttentionArgs {
-                qkv: cases.floats("qkv", &context.qkv_words()),
+                qkv: cases.words("qkv", &context.qkv_words().into_iter().map(put).collect::<Vec<u32>>()),
                 rows: cases.words("rows", &context.row_words()),
                 q_norm: if fused { q_norm } else { q_norm.none() },
                 k_norm: if fused { k_norm } else { k_norm.none() },
@@ -779,7 +981,7 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
                 partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
                 counters: cases.words("counters", &vec![0; (heads.kv * count) as usize]),
                 o: outputs[0],
-                fault: outputs[0].none(),
+                fault: cases.words("fault", &[0]),
                 stride: context.stride,
                 output_stride: heads.q * heads.dim + 8,
                 max_pages: context.max_pages,
@@ -795,9 +997,9 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
                 cases.recording.call(match flash {
                     Some(matrices) => {
                         let threads = [32, 64, 128, 256][index % 4];
-                        flash_decode(label, heads, count, splits, threads, matrices, Flow::NONE, args)
+                        flash_decode(label, heads, count, splits, threads, matrices, flow, args)
                     }
-                    None => attention::attention(label, heads, count, splits, threads, fused, Flow::NONE, args),
+                    None => attention::attention(label, heads, count, splits, threads, fused, flow, args),
                 });
             }
             last = Some((args, outputs));
@@ -812,6 +1014,9 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
         let what = &cases.recording.decl(args.o.buffer).name;
         for row in 0..context.rows.len() {
             if context.rows[row].is_none() {
+                let words = (0..q * dim).map(|i| reference.u32(args.o, row as u32 * args.output_stride + i));
+                let wanted = if tags { TAGS[2] } else { POISON };
+                assert!(words.into_iter().all(|word| word == wanted), "{what}, row {row} without a sequence");
                 continue;
             }
             for h in 0..q {
@@ -831,6 +1036,8 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
                     for o in outputs {
                         let found = reference.f32(o, row as u32 * args.output_stride + h * dim + i);
                         let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
+                        // Tags move what is read and what is written by up to 2^-17 of themselves.
+                        let limit = if tags { limit + 1e-3 } else { limit };
                         let difference = (f64::from(found) - wanted[i as usize]).abs();
                         assert!(
                             difference <= limit,
@@ -847,15 +1054,25 @@ fn attention_cases(fused: bool, flash: Option<Matrices>) {
 
 #[test]
 fn attention_of_a_decode_step_normalises_rotates_appends_and_attends() {
-    attention_cases(true, None);
+    attention_cases(true, None, false);
 }
 
 #[test]
 fn attention_of_a_chunk_attends() {
-    attention_cases(false, None);
+    attention_cases(false, None, false);
 }
 
 #[test]
 fn flash_decode_means_what_attention_of_a_decode_step_does() {
-    attention_cases(true, Some(Matrices::ByHand));
+    attention_cases(true, Some(Matrices::ByHand), false);
+}
+
+#[test]
+fn attention_of_a_decode_step_reads_and_writes_tagged_rows() {
+    attention_cases(true, None, true);
+}
+
+#[test]
+fn flash_decode_reads_and_writes_tagged_rows() {
+    attention_cases(true, Some(Matrices::ByHand), true);
 }

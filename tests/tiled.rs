@@ -131,7 +131,8 @@ fn pack_rows_norms_rounds_and_pads() {
                 let found = number(&reference, packed.format, packed.range, at);
                 let wanted = match line.and_then(|l| l.get(col)) {
                     Some(v) if norm => {
-                        (f64::from(*v) / (mean + f64::from(EPSILON)).sqrt() * f64::from(weight[col])) as f32
+                        (f64::from(*v) / (mean + f64::from(EPSILON)).sqrt()
+                            * f64::from(weight.get(col).copied().unwrap_or(0.0))) as f32
                     }
                     Some(v) => *v,
                     None => 0.0,

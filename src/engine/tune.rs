@@ -40,7 +40,7 @@ const PASSES: usize = 3;
 const MOST_DIFFERENCE: f64 = 2e-3;
 /// Least gain of a step that is worth an entry, as a fraction.
 const LEAST_GAIN: f64 = 1e-3;
-/// Context from which on fewer splits than the rule's are tried: a short one leaves most splits idle and
+/// Context from which on fewer splits and threads of attention than the rule's are tried: a short one leaves most splits idle and
 /// says nothing of what a long one loses without them.
 const LONG: u32 = 2048;
 
@@ -256,7 +256,9 @@ fn knobs(dense: &Dense<'_>, rules: &Tuning, bounds: Bounds, depth: u32) -> Vec<K
                 add("gemv_threads".to_owned(), rules.gemv_threads.to_string(), powers(32, 256), bytes);
             }
             "flash_decode" => {
-                let values = [32, 64, 96, 128, 192, 256, 384, 512].map(|n: u32| n.to_string()).to_vec();
+                let least = if depth < LONG { rules.flash_threads } else { 32 };
+                let values = [32, 64, 96, 128, 192, 256, 384, 512].into_iter().filter(|n| *n >= least);
+                let values = values.map(|n| n.to_string()).collect();
                 add("flash_threads".to_owned(), rules.flash_threads.to_string(), values, 0);
                 add("splits".to_owned(), rules.splits.to_string(), splits.clone(), 0);
             }
@@ -720,7 +722,7 @@ mod tests {
         assert!(!faster(&noisy, &scaled(0.995)));
         // A better median that loses too many turns.
         let lucky: Vec<f64> = (0..21).map(|i| if i % 2 == 0 { 90.0 } else { 200.0 }).collect();
-        assert!(!faster(&vec![100.0; 21], &lucky));
+        assert!(!faster(&[100.0; 21], &lucky));
     }
 
     #[test]

@@ -61,6 +61,7 @@ impl Heads {
 
 /// Attention of `rows` rows, each split in up to `splits` along its context. With `fused` it
 /// normalises, rotates and appends too.
+#[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn attention(
     label: String,
     heads: Heads,

@@ -29,6 +29,7 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
 }
 
 /// Attention of `rows` rows, each split in up to `splits` along its context, by workgroups of `threads`.
+#[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn flash_decode(
     label: String,
     heads: Heads,

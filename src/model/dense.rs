@@ -271,8 +271,9 @@ impl Dense<'_> {
                 (weight.rows, weight.cols, Layout::Fragments, Format::Bf16)
             }
             WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), format(weight.dtype)),
-            // A value a row, so that sources can interleave; the padding becomes zero.
-            WeightKind::Vector => (padded(weight.rows), 1, row_major(1), Format::F32),
+            // A value a row, so that sources can interleave; the padding, as far as that of activations goes,
+            // becomes zero.
+            WeightKind::Vector => (stride(weight.rows), 1, row_major(1), Format::F32),
         };
         Packing { rows, cols, layout, format }
     }
@@ -369,7 +370,7 @@ impl Dense<'_> {
     }
 
     fn vector(&self, recording: &mut Recording, name: &str) -> Option<Range> {
-        self.weight(name).map(|w| recording.buffer(name, u64::from(padded(w.rows)) * 4))
+        self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows)) * 4))
     }
 
     /// The parts of a matrix, each with its first row.
@@ -415,20 +416,19 @@ impl Dense<'_> {
     }
 
     /// The shape of `skinny`'s workgroups for a product.
-    fn skinny_config(&self, weight: &Matrix, rows: u32) -> skinny::Config {
+    fn skinny_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
         if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
             return *config;
         }
         let chunks = weight.cols.div_ceil(32);
-        let (threads, most) = if rows > 1 { (256, 4) } else { (512, 4) };
-        let groups = threads / 32;
-        let ahead = chunks.div_ceil(groups).next_power_of_two().min(if rows > 8 {
-            1
-        } else if rows > 1 {
-            2
-        } else {
-            most
-        });
+        // By hand no more threads than every device runs.
+        let (threads, most) = match (matrices, rows) {
+            (Matrices::ByHand, _) => (128, 2),
+            (Matrices::Cooperative, 1) => (512, 4),
+            (Matrices::Cooperative, 2..=8) => (256, 2),
+            (Matrices::Cooperative, _) => (256, 1),
+        };
+        let ahead = chunks.div_ceil(threads / 32).next_power_of_two().min(most);
         // Several rows of x are read again by every workgroup: the more rows of W it has, the better.
         let tiles = match (weight.rows.div_ceil(16), rows) {
             (1024.., 2..) => 4,
@@ -436,9 +436,11 @@ impl Dense<'_> {
             _ => 1,
         };
         let mut config = skinny::Config { threads, tiles, ahead };
-        let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
-        while config.threads > 32 && config.shared_bytes(rows, matrices) > self.tuning.shared_bytes {
-            config.threads /= 2;
+        while config.shared_bytes(rows, matrices) > self.tuning.shared_bytes && config.threads > 32 {
+            match config.ahead {
+                1 => config.threads /= 2,
+                _ => config.ahead /= 2,
+            }
         }
         config
     }
@@ -474,7 +476,7 @@ impl Dense<'_> {
             };
             recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
                 (_, Some(matrices)) if !self.packs(shape) => {
-                    let config = self.skinny_config(&weight, shape.rows());
+                    let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
                 (Shape::Decode { rows }, _) => {

@@ -14,6 +14,7 @@ use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region, RegionError};
+use ostinato::kernels::tags::TAG_BITS;
 use ostinato::memory::pack::Format;
 use ostinato::memory::{Arena, Place, Table};
 use std::collections::HashMap;
@@ -111,6 +112,8 @@ pub enum Expect {
     Exact,
     /// f32: the difference is at most `limit · (1 + |reference|)`.
     Floats(f32),
+    /// f32 that carry a tag: likewise, and the tags are equal.
+    Tagged(f32),
     /// Pairs of f16, likewise.
     Halves(f32),
     /// Pairs of bfloat16, likewise.
@@ -169,6 +172,11 @@ pub fn compare(
                 }
             };
             match expect {
+                Expect::Tagged(limit) => {
+                    let tags = [found[i], wanted[i]].map(|word| word & ((1 << TAG_BITS) - 1));
+                    assert_eq!(tags[0], tags[1], "{}: {:#010x} has another tag", place(), found[i]);
+                    near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit);
+                }
                 Expect::Floats(limit) => near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit),
                 Expect::Halves(limit) | Expect::Bfloats(limit) => {
                     for shift in [0, 16] {

@@ -364,6 +364,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,
+        wrong_tag: false,
     }
 }
 

@@ -98,6 +98,8 @@ pub struct Tuning {
     pub skinny: BTreeMap<(u32, u32), skinny::Config>,
     /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
     pub tags: bool,
+    /// For tests: the last product of the layers waits for words that are never written.
+    pub wrong_tag: bool,
     /// For tests: the fault word is set before this decode plan, counted from 1; 0 never.
     pub fault_at: u32,
 }
@@ -129,6 +131,10 @@ impl Tuning {
             "fault_at" => &mut self.fault_at,
             "tags" => {
                 self.tags = value != 0;
+                return true;
+            }
+            "wrong_tag" => {
+                self.wrong_tag = value != 0;
                 return true;
             }
             "fragments" => {
@@ -421,20 +427,31 @@ impl Dense<'_> {
             return *config;
         }
         let chunks = weight.cols.div_ceil(32);
-        // By hand no more threads than every device runs.
-        let (threads, most) = match (matrices, rows) {
-            (Matrices::ByHand, _) => (128, 2),
-            (Matrices::Cooperative, 1) => (512, 4),
-            (Matrices::Cooperative, 2..=8) => (256, 2),
-            (Matrices::Cooperative, _) => (256, 1),
+        let blocks = weight.rows.div_ceil(16);
+        let (threads, tiles, ahead) = match (matrices, rows) {
+            // No more threads than every device runs.
+            (Matrices::ByHand, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
+            (Matrices::Cooperative, 1) => match (chunks, blocks) {
+                (256.., _) => (512, 1, 8),
+                (128.., ..4096) => (512, 1, 4),
+                (128.., _) => (512, 2, 4),
+                (_, 512..) => (256, 2, 4),
+                // About as many workgroups as there are processors, with all of K in flight.
+                (_, 170..) => (512, (blocks / 85).min(4), 2),
+                _ => (512, 1, 4),
+            },
+            // Several rows of x are read again by every workgroup: the more rows of W it has, the better.
+            (Matrices::Cooperative, 2..) => {
+                let tiles = match blocks {
+                    1024.. => 4,
+                    256.. => 2,
+                    _ => 1,
+                };
+                (256, tiles, if rows <= 8 { 2 } else { 1 })
+            }
+            (Matrices::Cooperative, 0) => unreachable!("a step has rows"),
         };
-        let ahead = chunks.div_ceil(threads / 32).next_power_of_two().min(most);
-        // Several rows of x are read again by every workgroup: the more rows of W it has, the better.
-        let tiles = match (weight.rows.div_ceil(16), rows) {
-            (1024.., 2..) => 4,
-            (256.., _) => 2,
-            _ => 1,
-        };
+        let ahead = ahead.min(chunks.div_ceil(threads / 32).next_power_of_two());
         let mut config = skinny::Config { threads, tiles, ahead };
         while config.shared_bytes(rows, matrices) > self.tuning.shared_bytes && config.threads > 32 {
             match config.ahead {
@@ -461,7 +478,10 @@ impl Dense<'_> {
         let bias = self.vector(recording, &format!("{name}.bias"));
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
         // Logits are for kernels that wait at barriers.
-        let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
+        let mut flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
+        if self.tuning.wrong_tag && name == format!("layers.{}.down", self.config.layers - 1) {
+            flow.input = 0;
+        }
         for (first, weight) in self.matrix(recording, name) {
             let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
             let offset = u64::from(first_output) * 4;

@@ -332,18 +332,18 @@ struct ByHand {
 }
 
 /// Checkpoints whose widths are multiples of 32, so that their activations can carry tags, and one whose are not.
-fn on_fragments() -> [(&'static str, Checkpoint); 3] {
+/// The second's files, which are read again with its weights, are in the folder.
+fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 3]) {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/model");
     let synthetic = tempfile::tempdir().expect("a folder");
     let config = synth::preset("tiny-llama").expect("a preset");
     synth::write(&config, synthetic.path(), &SynthOptions::default(), &mut |_, _| {}).expect("written");
-    // Weights are read from the files again.
-    let synthetic = synthetic.keep();
-    [
+    let checkpoints = [
         ("demo", Checkpoint::open(&demo).expect("the demo model")),
-        ("tiny-llama", Checkpoint::open(&synthetic).expect("what was written")),
+        ("tiny-llama", Checkpoint::open(synthetic.path()).expect("what was written")),
         ("qwen3-deep", open("qwen3-deep")),
-    ]
+    ];
+    (synthetic, checkpoints)
 }
 
 fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: ByHand) -> Dense<'a> {
@@ -364,7 +364,8 @@ fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way:
 fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, driver);
-    for (name, checkpoint) in on_fragments().iter().filter(|(name, _)| names.contains(name)) {
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| names.contains(name)) {
         for way in ways {
             let dense = by_hand(&vulkan, driver, checkpoint, *way);
             let recordings = Recordings::new(&dense);
@@ -408,7 +409,8 @@ fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
 #[test]
 fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
     let vulkan = Vulkan::new();
-    for (name, checkpoint) in &on_fragments() {
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in &checkpoints {
         let way = ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
         let dense = by_hand(&vulkan, Driver::first(), checkpoint, way);
         let carries = *name != "qwen3-deep";

@@ -592,6 +592,17 @@ impl Build<'_> {
         let dump = Arc::clone(table.require("dump")?);
         let ready = self.finish(loading)?;
         self.test_tags(&dense, &table, &dump_region, &dump, &mut decode, &ready, cache)?;
+        let overlaps = decode.values().any(|regions| regions.carried.is_some());
+        self.progress.line(&format!(
+            "\"{}\": weights {}; stages of a decode step {}",
+            self.name,
+            match dense.tuning.fragments {
+                None => "row after row",
+                Some(Matrices::ByHand) => "in fragments, multiplied by hand",
+                Some(Matrices::Cooperative) => "in fragments, on matrix units",
+            },
+            if overlaps { "overlap" } else { "run one after the other" }
+        ));
         let slots = dense.state.slots;
         let capacity = Capacity {
             slots,

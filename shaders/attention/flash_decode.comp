@@ -14,8 +14,9 @@
 // are Q (16 heads' rows: f16 parts of head g in g and g + 8) times a page of keys, 16 × 32 dims in two loads;
 // the sums of a lane are then its part of P, whose two f16 parts again stand in rows g and g + 8. The first
 // page is asked for before q is waited for. The new token is no page's: it is the first state of one group.
-// Several workgroups along the context leave {m, l, o} in `partials`. Where words are tagged, each then waits
-// for all of them and combines a share of the output; else the last to arrive combines all.
+// Several workgroups along the context leave {m, l, o} in `partials`. On matrix units, where words are tagged,
+// each then waits for all of them and combines a share of the output; else the last to arrive combines all:
+// a CPU driver runs one workgroup after the other, and none may wait for a later one.
 // Traffic: 4·D bytes a token and KV head.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
@@ -363,6 +364,7 @@ void main() {
     }
     if (live == 1u) return;
 
+#if MATRIX == 1
     if (TAGGED != 0u) {
         // Quads split, split + live, … of the output are this workgroup's.
         uint quads = (G * QUADS - split + live - 1u) / live;
@@ -393,6 +395,7 @@ void main() {
         }
         return;
     }
+#endif
 
     // Release the partials, count; the last to arrive acquires all of them.
     memoryBarrierBuffer();
@@ -401,7 +404,11 @@ void main() {
     barrier();
     if (last_s != live) return;
     memoryBarrierBuffer();
-    if (i0 == 0u) counters.v[slot] = 0u;
+    if (i0 == 0u) {
+        counters.v[slot] = 0u;
+        // Before the output, which is all that orders the next use where it is tagged.
+        memoryBarrierBuffer();
+    }
     // The weight of each split, over the common maximum: a head a thread.
     EACH(h, G) {
         float top = LOWEST;

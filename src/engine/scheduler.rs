@@ -1148,7 +1148,7 @@ mod tests {
         let mut bench = Bench::new(narrow);
         bench.step_time = Some(Duration::from_millis(10));
         for id in ["a", "b", "c"] {
-            bench.arrive(request(id, 1, 50));
+            bench.arrive(request(id, 1, 150));
         }
         let mut turns = [0; 3];
         for _ in 0..40 {

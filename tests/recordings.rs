@@ -146,12 +146,14 @@ fn scatter(memory: &mut Memory, recording: &Recording, host: &HostMemory) {
 fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
     match name {
         "x" | "head.x" | "qkv" | "attention.output" | "mlp.hidden" | "logits" => Expect::Floats(near),
+        // The parts of a split context.
+        "attention.partials" | "tagged.attention.partials" => Expect::Any,
         name if name.starts_with("tagged.") => Expect::Tagged(near),
         name if name.starts_with("packed.") => Expect::Bfloats(near),
         name if name.starts_with("kv.") && kv_format == Format::F16 => Expect::Halves(near),
         name if name.starts_with("kv.") => Expect::Floats(near),
-        // Made of the logits' bits, and the parts of a split context.
-        "sampling.keys" | "sampling.partials" | "attention.partials" => Expect::Any,
+        // Made of the logits' bits.
+        "sampling.keys" | "sampling.partials" => Expect::Any,
         _ => Expect::Exact,
     }
 }
@@ -602,7 +604,13 @@ fn a_decode_step_has_five_dispatches_and_five_barriers_a_layer() {
             let (layered, drawing) = found.split_at(wanted.len().min(found.len()));
             assert_eq!(layered, wanted, "{name}, {}", recording.name);
             // How a token is drawn is the sampler's own matter, within reason.
-            assert!(drawing.ends_with(&["sample", "advance"]) && drawing.len() <= 3, "{name}: {drawing:?}");
+            // The only row counts its step itself.
+            let last: &[&str] = if recording.name == "decode.1" { &["sample"] } else { &["sample", "advance"] };
+            assert!(
+                drawing.iter().rev().zip(last.iter().rev()).all(|(found, wanted)| found == wanted)
+                    && drawing.len() <= 3,
+                "{name}: {drawing:?}"
+            );
             let needed = barriers::derive(&recording.ops);
             for layer in 0..layers {
                 let prefix = format!("layers.{layer}.");

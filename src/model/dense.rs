@@ -442,12 +442,13 @@ impl Dense<'_> {
             },
             // Several rows of x are read again by every workgroup: the more rows of W it has, the better.
             (Matrices::Cooperative, 2..) => {
-                let tiles = match blocks {
-                    1024.. => 4,
-                    256.. => 2,
-                    _ => 1,
+                let (threads, tiles) = match blocks {
+                    1024.. => (256, 4),
+                    512.. => (256, 2),
+                    256.. => (512, 2),
+                    _ => (512, 1),
                 };
-                (256, tiles, if rows <= 8 { 2 } else { 1 })
+                (threads, tiles, if rows <= 8 { 2 } else { 1 })
             }
             (Matrices::Cooperative, 0) => unreachable!("a step has rows"),
         };

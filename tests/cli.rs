@@ -122,9 +122,11 @@ fn in_process_and_against_a_server_are_the_same() {
             assert_eq!(keys(one), keys(other));
         }
         let last = alone.last().unwrap();
-        for key in ["submits", "dispatches", "barriers", "host_waits", "enqueue_us"] {
+        for key in ["submits", "dispatches", "barriers", "enqueue_us"] {
             assert!(last["per_token"][key].as_f64().unwrap() > 0.0, "{key} in {last}");
         }
+        // None where the host comes late to every point.
+        assert!((0.0..=1.0).contains(&last["per_token"]["host_waits"].as_f64().unwrap()), "{last}");
         assert_eq!(last["per_token"]["descriptor_updates"], 0.0);
         assert_eq!(last["per_token"]["transfer_submits"], 0.0);
         assert!(last["per_token"]["submits"].as_f64().unwrap() <= 1.0);

@@ -18,7 +18,9 @@ use half::{bf16, f16};
 use harness::{Bench, Cases, Expect, POISON, Random, round};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::panel::panel;
 use ostinato::kernels::recording::Range;
+use ostinato::kernels::skinny::{Config, Matrices};
 use ostinato::kernels::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::memory::pack::{Format, fragment_index};
 
@@ -312,6 +314,41 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
 }
 
 /// The layouts of three kernels fit together: norm, gate and up, SwiGLU, down, residual.
+/// The rows of larger decode batches: all are in use, over several panels and workgroup shapes.
+#[test]
+fn panel_multiplies_the_rows_of_a_batch() {
+    let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];
+    let batches = [9, 17, 70];
+    let configs = [(64, 1, 1), (32, 2, 1)];
+    let epilogues =
+        [(Epilogue::Store, false), (Epilogue::Residual, false), (Epilogue::SwiGlu, false), (Epilogue::SwiGlu, true)];
+    let ways: &[Matrices] = match Driver::first() {
+        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
+        _ => &[Matrices::ByHand],
+    };
+    for matrices in ways {
+        let mut cases = Cases::new(&format!("panel.{matrices:?}"));
+        let mut random = Random(24);
+        let mut made = Vec::new();
+        for (at, rows) in batches.iter().cycle().take(8).enumerate() {
+            let (epilogue, into_packed) = epilogues[at % epilogues.len()];
+            let (threads, tiles, ahead) = configs[at / 4 % configs.len()];
+            let (shape, bias) = (shapes[at % shapes.len()], at % 3 == 0);
+            cases.case(format!("bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{rows}.{at}"));
+            let logical = Logical::new(&mut random, Format::Bf16, shape, *rows, bias, epilogue);
+            let product = logical.product(&mut cases, *rows, into_packed, SUMS);
+            cases.recording.call(panel(&product, *rows, *matrices, Config { threads, tiles, ahead }));
+            made.push((logical, product));
+        }
+        let reference = cases.reference();
+        for (logical, product) in made {
+            let range = product.weight.range;
+            logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
+        }
+        check(&cases, &reference);
+    }
+}
+
 #[test]
 fn a_feed_forward_block_runs_on_packed_rows() {
     let (hidden, inner, rows, used) = (72u32, 104u32, 128u32, 77u32);

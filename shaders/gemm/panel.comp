@@ -8,7 +8,8 @@
 //            2 swiglu: rows of W alternate gate, up; y[n/2] = silu(gate)·up
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
 // x          16 × 32 blocks as `pack_rows` leaves them
-// y          PACKED 0: [rows][y_stride] f32      1 (swiglu): 16-bit blocks like x, for the next product
+// y          PACKED 0: [rows][y_stride] f32      1 (swiglu): 16-bit blocks like x, for the next product; rows
+//            are written up to a multiple of 16, columns behind the last are left as they are
 //
 // One workgroup computes TILES blocks of 16 rows of W for a panel: its groups of 32 lanes split K, AHEAD chunks
 // of 32 columns in flight each, and meet in shared memory one tile after the other. A lane's sums are of tokens

@@ -6,7 +6,7 @@ use super::host_memory::HostMemory;
 use super::recording::Call;
 use super::shaders::{PanelArgs, PanelConstants};
 use super::skinny::{Config, Matrices};
-use super::tiled::{Output, Tiled, set_row, token_index};
+use super::tiled::{Output, Tiled, token_index};
 use super::{Format, fold};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
@@ -87,8 +87,15 @@ pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
         if c.packed == 0 {
             gemm::finish(memory, c.epilogue, (a.y, None), row * a.y_stride, &v);
         } else {
-            let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::swiglu(pair[0], pair[1])).collect();
-            set_row(memory, Format::Bf16, a.y, row, a.y_stride, &y);
+            // Columns go two at a time; those behind are left as they are.
+            for (col, pair) in (0..).zip(v.chunks_exact(2)) {
+                let at = token_index(row, col, a.y_stride * FRAGMENT_COLS);
+                memory.set_number(Format::Bf16, a.y, at as u32, gemm::swiglu(pair[0], pair[1]) as f32);
+            }
+            if a.n / 2 % 2 == 1 {
+                let at = token_index(row, a.n / 2, a.y_stride * FRAGMENT_COLS);
+                memory.set_number(Format::Bf16, a.y, at as u32, 0.0);
+            }
         }
     }
 }

@@ -271,7 +271,7 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
 }
 
 /// One packed row of `chunks` blocks of columns; zero where there is no value.
-pub(super) fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
+fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
     for col in 0..chunks * FRAGMENT_COLS {
         let value = values.get(col as usize).copied().unwrap_or(0.0);
         let at = token_index(row, col, chunks * FRAGMENT_COLS);

@@ -8,22 +8,10 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
-use harness::models::{generate, request};
+use harness::models::{Lines, generate, request};
 use ostinato::config::{Config, DEMO_PATH, Model};
 use ostinato::engine::host::Host;
-use ostinato::engine::start::{Progress, Unit, start_on};
-use std::sync::Mutex;
-
-#[derive(Default)]
-struct Lines(Mutex<Vec<String>>);
-
-impl Progress for Lines {
-    fn line(&self, text: &str) {
-        self.0.lock().expect("no panic").push(text.to_owned());
-    }
-
-    fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
-}
+use ostinato::engine::start::start_on;
 
 /// A replica with these changes, and what its start said of steps without barriers.
 fn start(vulkan: &Vulkan, slots: u32, tune: &[&str]) -> (Host, Vec<String>) {

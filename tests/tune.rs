@@ -6,28 +6,15 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
-use harness::models::{generate, request};
+use harness::models::{Lines, generate, request};
 use ostinato::config::{Config, DEMO_PATH, Model};
 use ostinato::device::Adapter;
-use ostinato::engine::start::{Progress, Quiet, Unit, start_on};
+use ostinato::engine::start::{Quiet, start_on};
 use ostinato::engine::tune::{Event, Options, tune};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::demo;
 use std::path::Path;
-use std::sync::Mutex;
 use std::time::Duration;
-
-/// Keeps the lines of a start.
-#[derive(Default)]
-struct Lines(Mutex<Vec<String>>);
-
-impl Progress for Lines {
-    fn line(&self, text: &str) {
-        self.0.lock().expect("no panic").push(text.to_owned());
-    }
-
-    fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
-}
 
 /// What a start says of tuned shapes, and 12 tokens after some prompt.
 fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Vec<String>, Vec<u32>) {

@@ -591,7 +591,7 @@ impl Build<'_> {
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
         let ready = self.finish(loading)?;
-        self.test_tags(&dense, &table, &dump_region, &dump, &mut decode, &ready, cache)?;
+        self.test_tags(&dense, &table, &dump_region, &dump, &mut decode, &ready)?;
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
@@ -718,7 +718,6 @@ impl Build<'_> {
 
     /// Runs a step of every bucket both ways, with no sequence in it, and leaves those whose words cannot be
     /// relied on to barriers: a kernel waited in vain, or the logits differ.
-    #[expect(clippy::too_many_arguments, reason = "what a replica is made of, before it is one")]
     fn test_tags(
         &self,
         dense: &Dense<'_>,
@@ -727,7 +726,6 @@ impl Build<'_> {
         dump: &Buffer,
         decode: &mut BTreeMap<u32, DecodeRegions>,
         ready: &[Point],
-        cache: Option<&Path>,
     ) -> Result<(), StartError> {
         if decode.values().all(|regions| regions.carried.is_none()) {
             return Ok(());
@@ -744,7 +742,8 @@ impl Build<'_> {
             clear.extend(tagged.map(|buffer| reset.buffer(&buffer.name, buffer.bytes)));
         }
         reset.ops.extend(clear.into_iter().map(|to| Op::Fill { to, word: 0 }));
-        let pipelines = Pipelines::build(&self.station.device, cache, &[&look, &reset], &|_, _| {})?;
+        // Copies and fills need none.
+        let pipelines = Pipelines::build(&self.station.device, None, &[&look, &reset], &|_, _| {})?;
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, table, &pipelines).map(Arc::new);
         let (look, reset) = (region(&look)?, region(&reset)?);

@@ -5,7 +5,7 @@ use super::Format;
 use super::attention::{Heads, attend};
 use super::host_memory::HostMemory;
 use super::recording::Call;
-use super::shaders::{AttentionArgs, AttentionConstants, FlashDecodeArgs, FlashDecodeConstants};
+use super::shaders::{AttentionArgs, AttentionConstants, FlashDecodeConstants};
 use super::skinny::Matrices;
 use super::tags::Flow;
 
@@ -51,27 +51,9 @@ pub fn flash_decode(
         qk_norm: u32::from(heads.qk_norm),
         tagged: flow.code(),
     };
-    let a = args;
-    let args = FlashDecodeArgs {
-        qkv: a.qkv,
-        rows: a.rows,
-        q_norm: a.q_norm,
-        k_norm: a.k_norm,
-        rope: a.rope,
-        pages: a.pages,
-        k: a.k,
-        v: a.v,
-        partials: a.partials,
-        counters: a.counters,
-        o: a.o,
-        fault: a.fault.none(),
-        stride: a.stride,
-        output_stride: a.output_stride,
-        max_pages: a.max_pages,
-        epsilon: a.epsilon,
-        qkv_tag: flow.input,
-        o_tag: flow.output.unwrap_or(0),
-    };
+    // The block is `attention`'s, field for field.
+    let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
+    let AttentionArgs { qkv, o, partials, counters, .. } = args;
     let call = Call {
         kernel: match matrices {
             Matrices::ByHand => "flash_decode.plain",
@@ -83,33 +65,13 @@ pub fn flash_decode(
         groups: [splits, heads.kv, rows],
     };
     // The scratch of the splits is read and written past the near caches and handed on with the output.
-    let call = if flow.output.is_some() { call.carry(a.partials).carry(a.counters) } else { call };
-    flow.mark(call, a.qkv, a.o)
+    let call = if flow.output.is_some() { call.carry(partials).carry(counters) } else { call };
+    flow.mark(call, qkv, o)
 }
 
 pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
-    let a = FlashDecodeArgs::from_args(&call.args);
+    let args = AttentionArgs::from_args(&call.args);
     let c = FlashDecodeConstants::from_values(&call.constants);
-    let args = AttentionArgs {
-        qkv: a.qkv,
-        rows: a.rows,
-        q_norm: a.q_norm,
-        k_norm: a.k_norm,
-        rope: a.rope,
-        pages: a.pages,
-        k: a.k,
-        v: a.v,
-        partials: a.partials,
-        counters: a.counters,
-        o: a.o,
-        fault: a.fault,
-        stride: a.stride,
-        output_stride: a.output_stride,
-        max_pages: a.max_pages,
-        epsilon: a.epsilon,
-        qkv_tag: a.qkv_tag,
-        o_tag: a.o_tag,
-    };
     let constants = AttentionConstants {
         threads: c.threads,
         d: c.d,
@@ -122,4 +84,16 @@ pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         tagged: c.tagged,
     };
     attend(Format::F16, call.groups[2], &args, &constants, memory);
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::kernels::shaders::find;
+
+    #[test]
+    fn the_argument_block_is_that_of_attention() {
+        let block = |name| find(name).fields.iter().map(|f| (f.name, f.offset, f.bytes)).collect::<Vec<_>>();
+        assert_eq!(block("flash_decode"), block("attention.f16"));
+        assert_eq!(block("flash_decode.plain"), block("attention.f16"));
+    }
 }

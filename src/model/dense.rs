@@ -200,6 +200,18 @@ pub fn format(dtype: Dtype) -> Format {
     }
 }
 
+/// The range from float `first` on.
+fn floats_from(range: Range, first: u32) -> Range {
+    let offset = u64::from(first) * 4;
+    range.part(offset, range.bytes - offset)
+}
+
+/// Where the product of the rows of W from `first` on goes.
+fn outputs_from(y: Activations, first: u32, epilogue: Epilogue) -> Activations {
+    let first = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
+    Activations { range: floats_from(y.range, first), ..y }
+}
+
 /// Everything that recordings of a replica depend on.
 #[derive(Clone, Debug)]
 pub struct Dense<'a> {
@@ -484,16 +496,14 @@ impl Dense<'_> {
             flow.input = 0;
         }
         for (first, weight) in self.matrix(recording, name) {
-            let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
-            let offset = u64::from(first_output) * 4;
             let product = Product {
                 label: name.to_owned(),
                 weight,
                 x,
                 norm: norm.map(|n| (n, self.config.rms_eps)),
-                bias: bias.map(|b| b.part(u64::from(first) * 4, b.bytes - u64::from(first) * 4)),
+                bias: bias.map(|bias| floats_from(bias, first)),
                 epilogue,
-                y: Activations { range: y.range.part(offset, y.range.bytes - offset), stride: y.stride },
+                y: outputs_from(y, first, epilogue),
             };
             recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
                 (_, Some(matrices)) if !self.packs(shape) => {
@@ -543,19 +553,14 @@ impl Dense<'_> {
         let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
         let bias = self.vector(recording, &format!("{name}.bias"));
         for (first, weight) in self.matrix(recording, name) {
-            let first_output = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
-            let offset = u64::from(first_output) * 4;
             let product = Tiled {
                 label: name.to_owned(),
                 weight,
                 x,
-                bias: bias.map(|b| b.part(u64::from(first) * 4, b.bytes - u64::from(first) * 4)),
+                bias: bias.map(|bias| floats_from(bias, first)),
                 epilogue,
                 y: match y {
-                    Output::Rows(y) => Output::Rows(Activations {
-                        range: y.range.part(offset, y.range.bytes - offset),
-                        stride: y.stride,
-                    }),
+                    Output::Rows(y) => Output::Rows(outputs_from(y, first, epilogue)),
                     packed => packed,
                 },
             };

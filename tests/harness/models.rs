@@ -3,7 +3,9 @@
 use crossbeam_channel::Receiver;
 use ostinato::engine::host::{Load, Replica};
 use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, SinkClosed, Started, Token};
+use ostinato::engine::start::{Progress, Unit};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 pub fn fixture(name: &str) -> PathBuf {
@@ -85,4 +87,16 @@ pub fn idle(replica: &Replica) {
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}, {} unfinished", replica.load(), replica.unfinished());
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Keeps the lines of a start.
+#[derive(Default)]
+pub struct Lines(pub Mutex<Vec<String>>);
+
+impl Progress for Lines {
+    fn line(&self, text: &str) {
+        self.0.lock().expect("no panic").push(text.to_owned());
+    }
+
+    fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
 }

@@ -110,6 +110,7 @@ impl Demo {
             logprobs: None,
             dump_logits: false,
             priority: 0,
+            cache_salt: String::new(),
             deadline: None,
             span: tracing::Span::none(),
         };

@@ -126,6 +126,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             logprobs: None,
             dump_logits: random.one_in(50),
             priority: random.below(world.priorities) as i32,
+            cache_salt: String::new(),
             deadline: random.one_in(world.nuisance).then(|| at + step * random.length(2_000) as u32),
             span: tracing::Span::none(),
         };
@@ -415,6 +416,7 @@ fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
         logprobs: None,
         dump_logits: false,
         priority: 0,
+        cache_salt: String::new(),
         deadline: None,
         span: tracing::Span::none(),
     }

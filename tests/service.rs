@@ -244,7 +244,6 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         (|r| sampling(r).logit_bias = [(300, 1.0)].into(), Code::InvalidArgument, "logit_bias"),
         (|r| sampling(r).n = Some(0), Code::InvalidArgument, "sampling.n is 0"),
         (|r| sampling(r).n = Some(2), Code::Unimplemented, "sampling.n"),
-        (|r| r.cache_salt = "s".into(), Code::Unimplemented, "cache_salt"),
         (
             |r| r.output = Some(proto::Output { logprobs: Some(21), ..Default::default() }),
             Code::InvalidArgument,

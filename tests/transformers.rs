@@ -75,6 +75,7 @@ fn generate(host: &Host, prompt: &[u32], tokens: u32, dump: bool) -> (Vec<Token>
         logprobs: None,
         dump_logits: dump,
         priority: 0,
+        cache_salt: String::new(),
         deadline: None,
         span: tracing::Span::none(),
     };

@@ -224,6 +224,7 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
                 logprobs: None,
                 dump_logits: false,
                 priority: 0,
+                cache_salt: String::new(),
                 deadline: None,
                 span: tracing::Span::none(),
             };

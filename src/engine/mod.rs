@@ -8,6 +8,7 @@ pub mod gpu;
 pub mod host;
 mod matrices;
 pub mod pages;
+pub mod prefix;
 pub mod replica;
 pub mod request;
 pub mod scheduler;

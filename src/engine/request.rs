@@ -20,6 +20,8 @@ pub struct Request {
     pub dump_logits: bool,
     /// Higher goes first.
     pub priority: i32,
+    /// Prompts find each other's pages in the prefix cache only under the same salt.
+    pub cache_salt: String,
     /// The request is aborted when this passes.
     pub deadline: Option<Instant>,
     /// The span under which the engine's spans are made.
@@ -416,6 +418,7 @@ mod tests {
             logprobs: None,
             dump_logits: false,
             priority: 0,
+            cache_salt: String::new(),
             deadline: None,
             span: tracing::Span::none(),
         }

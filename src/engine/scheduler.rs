@@ -819,6 +819,7 @@ mod tests {
             logprobs: None,
             dump_logits: false,
             priority: 0,
+            cache_salt: String::new(),
             deadline: None,
             span: tracing::Span::none(),
         }

@@ -85,9 +85,6 @@ pub fn prepare(
             "",
         );
     }
-    if !message.cache_salt.is_empty() {
-        return not_served("cache_salt", "");
-    }
     let sampling = message.sampling.unwrap_or_default();
     match sampling.n {
         None | Some(1) => {}
@@ -164,6 +161,7 @@ pub fn prepare(
         logprobs: output.logprobs,
         dump_logits: false,
         priority: message.priority,
+        cache_salt: message.cache_salt,
         deadline,
         span: tracing::Span::none(),
     };

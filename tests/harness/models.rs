@@ -35,6 +35,7 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
         logprobs: None,
         dump_logits: false,
         priority: 0,
+        cache_salt: String::new(),
         deadline: None,
         span: tracing::Span::none(),
     }

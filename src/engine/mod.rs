@@ -7,6 +7,7 @@ pub mod fake;
 pub mod gpu;
 pub mod host;
 mod matrices;
+pub mod pace;
 pub mod pages;
 pub mod prefix;
 pub mod replica;

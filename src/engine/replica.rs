@@ -33,6 +33,8 @@ pub struct ReplicaConfig {
     pub context: u32,
     /// Vocabulary size.
     pub vocabulary: u32,
+    /// Whether prompts are looked for in pages.
+    pub prefix_cache: bool,
 }
 
 /// A model on a device: an engine thread and its executor behind a bounded inbox. Dropped, it
@@ -110,6 +112,7 @@ impl Replica {
             device_uuid: device.uuid.clone(),
             replica: name.clone(),
             seed: split_mix(&mut seed),
+            prefix_cache: config.prefix_cache,
         };
         let wake = executor.wake().clone();
         let actor = Actor {
@@ -398,7 +401,7 @@ impl Actor {
             }
         }
         self.scheduler.expire(Instant::now());
-        while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.step_time()) {
+        while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.pace()) {
             let ticket = self.executor.submit(plan)?;
             self.scheduler.submitted(ticket);
         }

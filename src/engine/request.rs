@@ -285,6 +285,11 @@ impl Request {
 }
 
 impl Sampling {
+    /// Whether what was seen before changes the logits.
+    pub fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
     /// Whether every value is finite and in its range.
     pub fn validate(&self, vocabulary: u32) -> Result<(), RequestError> {
         let check = |field, given: f32, ok: bool, rule| {

@@ -161,6 +161,79 @@ fn in_process_and_against_a_server_are_the_same() {
     assert_eq!(server.stop(), Some(0), "SIGTERM ends it cleanly");
 }
 
+/// Rows of `bench --json`.
+#[track_caller]
+fn rows(arguments: &[&str]) -> Vec<Value> {
+    let all: Vec<&str> = ["bench", "--json"].iter().chain(arguments).copied().collect();
+    events(&run(&all))
+}
+
+#[test]
+fn load_on_a_server_is_measured_as_its_clients_see_it() {
+    let server = Server::start(&["--model", &format!("demo=embedded:demo@{}", cpu())]);
+    let ask = |arguments: &[&str]| {
+        let common = ["--server", &server.address, "--prompt", "40", "--decode", "6"];
+        rows(&common.iter().chain(arguments).copied().collect::<Vec<_>>())
+    };
+    let streams = ask(&["--streams", "1,3", "--requests", "5", "--shared-prefix", "32"]);
+    assert_eq!(streams.iter().map(|row| row["streams"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 3]);
+    let rate = ask(&["--rate", "50", "--requests", "8", "--spread", "0.4", "--served-model", "demo"]);
+    assert_eq!((rate[0]["rate"].as_f64(), &rate[0]["streams"]), (Some(50.0), &Value::Null));
+    for (row, requests) in [(&streams[0], 5), (&streams[1], 5), (&rate[0], 8)] {
+        assert_eq!((&row["requests"], &row["completed"]), (&requests.into(), &requests.into()), "{row}");
+        assert_eq!(row["errors"], serde_json::json!({}));
+        let number = |key: &str| row[key].as_f64().unwrap_or_else(|| panic!("{key} in {row}"));
+        if row["spread"] == 0.0 {
+            assert_eq!((number("prompt_tokens"), number("output_tokens")), (200.0, 30.0));
+        }
+        let output = number("output_tokens") / number("seconds");
+        assert!((number("output_tokens_per_second") / output - 1.0).abs() < 1e-6);
+        assert!(number("total_tokens_per_second") > number("output_tokens_per_second"));
+        for key in ["first_token_ms", "gap_ms", "per_token_ms", "queue_ms"] {
+            let of = |p: &str| row[key][p].as_f64().unwrap_or_else(|| panic!("{key}.{p} in {row}"));
+            assert!(of("p50") <= of("p95") && of("p95") <= of("p99") && of("p99") <= of("max"), "{key} in {row}");
+            assert!(of("max") > 0.0);
+        }
+        let replicas = row["replicas"].as_array().unwrap();
+        assert_eq!(replicas.len(), 1);
+        assert_eq!((&replicas[0]["replica"], &replicas[0]["requests"]), (&"demo/0".into(), &requests.into()));
+        assert_eq!(replicas[0]["uuid"], cpu());
+    }
+    // A stream that decodes alone: its window is from its first token to its last.
+    let alone = &streams[0];
+    assert!(alone["decode_tokens_per_second"].as_f64().unwrap() > 0.0, "{alone}");
+    assert_eq!(rate[0]["decode_tokens_per_second"], Value::Null);
+
+    // What cannot be asked is refused before anything is sent.
+    for (arguments, words) in [
+        (&["--served-model", "other"][..], "served are demo"),
+        (&["--prompt", "100000"], "context"),
+        (&["--decode", "0"], "at least 1"),
+        (&["--rate", "0"], "not above 0"),
+    ] {
+        let all: Vec<&str> = ["bench", "--server", &server.address].iter().chain(arguments).copied().collect();
+        let output = run(&all);
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {errors}");
+        assert!(errors.contains(words), "{arguments:?}: {errors}");
+    }
+}
+
+#[test]
+fn several_streams_in_process_are_measured_as_through_a_server() {
+    let arguments = ["--device", cpu(), "--streams", "1,2", "--prompt", "20", "--decode", "12", "--repeat", "1"];
+    let rows = rows(&arguments);
+    let decode: Vec<&Value> = rows.iter().filter(|row| row["test"] == "decode").collect();
+    assert_eq!(decode.len(), 2);
+    assert_eq!(decode[0]["total_tokens_per_second"], Value::Null, "one stream decodes without a prompt");
+    let number = |key: &str| decode[1][key].as_f64().unwrap_or_else(|| panic!("{key} in {}", decode[1]));
+    assert_eq!((number("streams"), number("prompt")), (2.0, 20.0));
+    assert!((number("output_tokens_per_second") * number("seconds") - 24.0).abs() < 1e-6);
+    assert!((number("total_tokens_per_second") * number("seconds") - 64.0).abs() < 1e-6);
+    assert!(number("tokens_per_second") > 0.0);
+    assert_ne!(number("tokens_per_second"), number("output_tokens_per_second"), "the window is not the whole");
+}
+
 #[test]
 fn logits_are_written_one_row_a_step() {
     let folder = tempfile::tempdir().unwrap();

@@ -157,6 +157,11 @@ async fn one_trace_from_the_client_to_the_steps() {
     let chat = proto::Chat { messages: vec![message] };
     request.prompt = Some(proto::generate_request::Prompt::Chat(chat));
     generate(&mut client, trace(CHAT, request)).await;
+    const SAMPLES: &str = "dddddddddddddddddddddddddddddddd";
+    let mut request = text_request("alpha", SECRET, 9);
+    request.sampling = Some(proto::Sampling { n: Some(2), ..Default::default() });
+    let stream = client.generate(trace(SAMPLES, request)).await.unwrap().into_inner();
+    assert_eq!(read_samples(stream, 2).await.reasons(), [Some(proto::FinishReason::Length); 2]);
     generate(&mut client, text_request("alpha", SECRET, 2)).await;
     served.idle("alpha/0", Duration::from_secs(5)).await;
 
@@ -166,10 +171,10 @@ async fn one_trace_from_the_client_to_the_steps() {
         spans.iter().filter(|span| hex(&span.trace_id) == trace).cloned().collect()
     };
     // Blocks until the batch was sent: not on a thread that moves the receiver.
-    let (first, refused, dropped, chat) = loop {
+    let (first, refused, dropped, chat, samples) = loop {
         tokio::task::block_in_place(|| guard.flush());
-        let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT));
-        if all.0.len() >= 5 && !all.1.is_empty() && all.2.len() >= 4 && all.3.len() >= 5 {
+        let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT), of(SAMPLES));
+        if all.0.len() >= 5 && !all.1.is_empty() && all.2.len() >= 4 && all.3.len() >= 5 && all.4.len() >= 8 {
             break all;
         }
         assert!(Instant::now() < until, "{all:#?}");
@@ -245,12 +250,31 @@ async fn one_trace_from_the_client_to_the_steps() {
 
     assert_eq!(text(&one(&chat, "chat alpha").attributes, "gen_ai.operation.name"), "chat");
 
-    // Four asked to be traced; the fifth began here, where the ratio is 0.
+    // Samples share one inference span; each phase says whose it is.
+    let inference = one(&samples, "text_completion alpha");
+    assert_eq!(int(&inference.attributes, "gen_ai.request.choice.count"), 2);
+    assert_eq!(words(&inference.attributes, "gen_ai.response.finish_reasons"), ["length"; 2]);
+    assert_eq!(int(&inference.attributes, "gen_ai.usage.output_tokens"), 18);
+    assert_eq!(samples.len(), 8, "{samples:#?}");
+    for phase in ["queue", "prefill", "decode"] {
+        let spans = samples.iter().filter(|span| span.name == phase);
+        let mut whose: Vec<i64> = spans
+            .map(|span| {
+                assert_eq!(span.parent_span_id, inference.span_id);
+                int(&span.attributes, "ostinato.sample")
+            })
+            .collect();
+        whose.sort_unstable();
+        assert_eq!(whose, [0, 1], "{phase}");
+    }
+    assert!(find(&decode.attributes, "ostinato.sample").is_none(), "an only sample needs no number");
+
+    // Five asked to be traced; the sixth began here, where the ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
     traces.dedup();
-    assert_eq!(traces, [FIRST, REFUSED, DROPPED, CHAT].map(str::to_owned));
+    assert_eq!(traces, [FIRST, REFUSED, DROPPED, CHAT, SAMPLES].map(str::to_owned));
     let everything = format!("{spans:?}");
     assert!(!everything.contains("nobody"), "a prompt is in the trace");
     assert!(!everything.contains("abcdefgh"), "an output is in the trace");

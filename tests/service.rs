@@ -243,7 +243,8 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         (|r| sampling(r).presence_penalty = Some(3.0), Code::InvalidArgument, "presence"),
         (|r| sampling(r).logit_bias = [(300, 1.0)].into(), Code::InvalidArgument, "logit_bias"),
         (|r| sampling(r).n = Some(0), Code::InvalidArgument, "sampling.n is 0"),
-        (|r| sampling(r).n = Some(2), Code::Unimplemented, "sampling.n"),
+        (|r| sampling(r).n = Some(65), Code::InvalidArgument, "sampling.n is 65, must be from 1 to 64"),
+        (|r| r.request_id = "a\0b".into(), Code::InvalidArgument, "request_id"),
         (
             |r| r.output = Some(proto::Output { logprobs: Some(21), ..Default::default() }),
             Code::InvalidArgument,
@@ -650,4 +651,163 @@ async fn reflection_lists_the_services_and_describes_ours() {
     let bytes = file.file_descriptor_proto.concat();
     let has = |words: &[u8]| bytes.windows(words.len()).any(|window| window == words);
     assert!(has(b"ostinato.v1") && has(b"GenerateRequest"));
+}
+
+// ---- several samples ----
+
+/// A request for `n` samples of drawn tokens.
+fn samples_request(n: u32, seed: u64, max_tokens: u32) -> proto::GenerateRequest {
+    let mut request = text_request("", "x", max_tokens);
+    request.sampling =
+        Some(proto::Sampling { temperature: Some(1.0), seed: Some(seed), n: Some(n), ..Default::default() });
+    request
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn samples_are_what_single_requests_with_their_seeds_give() {
+    let served = one_model(FAST, b"").await;
+    let mut client = served.client().await;
+    let mut request = samples_request(5, 11, 30);
+    request.request_id = "five".to_owned();
+    let stream = client.generate(request).await.unwrap().into_inner();
+    let samples = read_samples(stream, 5).await;
+    assert!(samples.error.is_none(), "{samples:?}");
+    let started = samples.started.as_ref().expect("one says that it started");
+    assert_eq!((started.request_id.as_str(), started.prompt_tokens), ("five", 1));
+    for (index, (ids, _)) in samples.outputs.iter().enumerate() {
+        let finished = samples.finished[index].as_ref().expect("each ends");
+        let usage = finished.usage.unwrap();
+        assert_eq!((usage.prompt_tokens, usage.output_tokens as usize), (1, ids.len()));
+        let single = generate(&mut client, samples_request(1, sample_seed(11, index as u64), 30)).await;
+        assert_eq!(&single.ids(), ids, "sample {index}");
+        assert_eq!(single.text(), samples.outputs[index].1, "sample {index}");
+        assert_eq!(single.reason(), finished.reason());
+        assert!(samples.outputs[..index].iter().all(|(other, _)| other != ids), "sample {index} is another's");
+    }
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+
+    // Greedy samples are equal, and without a seed they are drawn apart.
+    let mut request = samples_request(3, 0, 20);
+    request.sampling.as_mut().unwrap().seed = None;
+    let ids = read_samples(client.generate(request.clone()).await.unwrap().into_inner(), 3).await.ids();
+    assert!(ids[0] != ids[1] && ids[1] != ids[2] && ids[0] != ids[2], "{ids:?}");
+    request.sampling.as_mut().unwrap().temperature = None;
+    let ids = read_samples(client.generate(request).await.unwrap().into_inner(), 3).await.ids();
+    assert!(ids[0] == ids[1] && ids[1] == ids[2], "{ids:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_string_ends_the_sample_that_met_it() {
+    let served = one_model(FAST, b"").await;
+    let mut client = served.client().await;
+    let whole = read_samples(client.generate(samples_request(4, 3, 60)).await.unwrap().into_inner(), 4).await.ids();
+    // A character that some samples contain and some do not.
+    let has = |byte: u32| whole.iter().filter(|ids| ids.contains(&byte)).count();
+    let byte = (32..127).find(|byte| (1..4).contains(&has(*byte))).expect("a character that some have");
+    let mut request = samples_request(4, 3, 60);
+    request.stopping.as_mut().unwrap().strings = vec![char::from_u32(byte).unwrap().to_string()];
+    let samples = read_samples(client.generate(request).await.unwrap().into_inner(), 4).await;
+    for (index, ids) in whole.iter().enumerate() {
+        let finished = samples.finished[index].as_ref().expect("each ends");
+        match ids.iter().position(|id| *id == byte) {
+            Some(at) => {
+                assert_eq!(samples.outputs[index].0, ids[..=at], "sample {index}");
+                assert_eq!(finished.reason(), Reason::Stop);
+                assert_eq!(finished.usage.unwrap().output_tokens as usize, at + 1);
+            }
+            None => {
+                assert_eq!(&samples.outputs[index].0, ids, "sample {index}");
+                assert!(!matches!(finished.stop_match, Some(StopMatch::StopString(_))), "{finished:?}");
+                assert_eq!(finished.usage.unwrap().output_tokens as usize, ids.len());
+            }
+        }
+    }
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn samples_are_taken_all_or_none() {
+    let step = Duration::from_millis(5);
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"a"))], 2)];
+    let served = serve_models(models, Options::default()).await;
+    let mut client = served.client().await;
+    let running = client.generate(samples_request(1, 0, 4000)).await.unwrap();
+    served.busy("alpha/0", 1, 0).await;
+    // Two slots and two in the queue, one of the four taken.
+    let status = client.generate(samples_request(4, 0, 10)).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+    assert!(status.message().contains("4 samples: 1 unfinished, at most 4"), "{status:?}");
+    served.busy("alpha/0", 1, 0).await;
+    let stream = client.generate(samples_request(3, 0, 10)).await.unwrap().into_inner();
+    let samples = read_samples(stream, 3).await;
+    assert_eq!(samples.reasons(), [Some(Reason::Length); 3]);
+    drop(running);
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+}
+
+/// Two of four samples run and two wait, whatever ends them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_ends_a_request_ends_all_its_samples() {
+    let served = one_model(Duration::from_millis(5), b"abc").await;
+    let mut client = served.client().await;
+    let abort = |id: &str| proto::AbortRequest { request_id: id.to_owned() };
+    let named = |max_tokens| {
+        let mut request = samples_request(4, 0, max_tokens);
+        request.request_id = "four".to_owned();
+        request
+    };
+
+    let stream = client.generate(named(4000)).await.unwrap().into_inner();
+    served.busy("alpha/0", 2, 2).await;
+    client.abort(abort("four")).await.unwrap();
+    let samples = read_samples(stream, 4).await;
+    assert_eq!(samples.reasons(), [Some(Reason::Aborted); 4]);
+    assert!(samples.error.is_none(), "{samples:?}");
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+
+    // Also when the first, which has the request's own id, has ended; until then the id is taken.
+    let stream = client.generate(named(60)).await.unwrap().into_inner();
+    served.busy("alpha/0", 2, 0).await;
+    let status = generate(&mut client, named(1)).await.error.unwrap();
+    assert_eq!(status.code(), Code::AlreadyExists, "{status:?}");
+    client.abort(abort("four")).await.unwrap();
+    let reasons = read_samples(stream, 4).await.reasons();
+    assert_eq!(reasons[2..], [Some(Reason::Aborted); 2]);
+    assert_eq!(reasons[..2], [Some(Reason::Length); 2]);
+
+    let mut timed = Request::new(named(4000));
+    timed.set_timeout(Duration::from_millis(100));
+    let samples = read_samples(client.generate(timed).await.unwrap().into_inner(), 4).await;
+    assert_eq!(samples.reasons(), [Some(Reason::DeadlineExceeded); 4]);
+    assert_eq!(samples.error.expect("a status").code(), Code::DeadlineExceeded);
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+
+    let stream = client.generate(named(4000)).await.unwrap();
+    served.busy("alpha/0", 2, 2).await;
+    drop(stream);
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+}
+
+/// Method: as with one sample; the events of all that are kept are as many times more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_reader_of_samples_loses_them_all() {
+    let mut config = fake(Duration::from_micros(20), b"abcdefgh");
+    config.capacity.context = 1 << 20;
+    config.capacity.pages = 1 << 16;
+    config.capacity.run_ahead = 32;
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, config)], 8)];
+    let served = serve_models(models, Options { stream_buffer: 32, ..Options::default() }).await;
+    let endpoint = tonic::transport::Endpoint::new(served.address.clone()).unwrap();
+    let channel = endpoint.initial_stream_window_size(1024).connect().await.unwrap();
+    let mut client = proto::ostinato_client::OstinatoClient::new(channel);
+    let mut request = samples_request(4, 0, 500_000);
+    request.output = Some(proto::Output { logprobs: Some(20), ..Default::default() });
+    let stream = client.generate(request).await.unwrap().into_inner();
+    served.busy("alpha/0", 2, 2).await;
+    served.idle("alpha/0", Duration::from_secs(20)).await;
+    let samples = read_samples(stream, 4).await;
+    let status = samples.error.as_ref().expect("an error after what was kept");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+    assert!(status.message().contains("128 events"), "{status:?}");
+    assert_eq!(samples.reasons(), [None; 4]);
 }

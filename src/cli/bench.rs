@@ -1,6 +1,8 @@
 //! `ostinato bench`: prompt and decode speed as llama-bench reports them, beside the device's
-//! read ceiling measured in the same run. Deliberately absent: a server in between.
+//! read ceiling measured in the same run. Deliberately absent: a server in between (`load`).
 
+use super::arrivals::{Arrivals, Window};
+use super::load::{self, Load};
 use crate::config::{Config, DEMO_PATH, Model};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
 use crate::engine::ceiling::read_ceiling;
@@ -11,7 +13,7 @@ use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
 use anyhow::{anyhow, bail};
-use crossbeam_channel::{Receiver, unbounded};
+use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -27,6 +29,11 @@ pub(crate) struct Bench {
     #[arg(long)]
     device: Option<String>,
     /// Prompt tokens; 0 leaves the prompt test out.
+    ///
+    /// Several streams decode after prompts of so many tokens too, and a row of theirs says how fast it was while
+    /// all of them decoded ("tokens/s": from the last stream's first token until the first stream's end; other
+    /// benchmarks call it batched decode), and output and prompt + output over the whole time from the first
+    /// submission to the last end, prompts included ("output/s", "total/s"). The rows of --server measure the same.
     #[arg(long, default_value_t = 512)]
     prompt: u32,
     /// Tokens to decode; 0 leaves the decode test out.
@@ -38,9 +45,10 @@ pub(crate) struct Bench {
     /// Numbers of concurrent streams, separated by commas.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     streams: Vec<u32>,
-    /// Runs of each test; the median is shown.
-    #[arg(long, default_value_t = 5)]
-    repeat: u32,
+    /// Runs of each test after one to warm up; the median is shown. Left out: 5, or with --server 1 and none to
+    /// warm up.
+    #[arg(long)]
+    repeat: Option<u32>,
     /// Most tokens of a prompt chunk.
     #[arg(long)]
     prefill_chunk: Option<u32>,
@@ -56,6 +64,8 @@ pub(crate) struct Bench {
     /// One JSON object a row on standard output.
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    load: Load,
 }
 
 /// One measured row.
@@ -67,11 +77,28 @@ struct Row {
     tokens_per_second: f64,
     bytes_per_token: f64,
     per_token: PerToken,
+    wave: Option<Wave>,
+}
+
+/// What several streams did together, prompts included.
+#[derive(Clone, Copy)]
+struct Wave {
+    /// Tokens of each stream's prompt.
+    prompt: u32,
+    /// From the first submission to the last end.
+    seconds: f64,
+    output_per_second: f64,
+    total_per_second: f64,
 }
 
 pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress) -> anyhow::Result<()> {
-    if args.streams.is_empty() || args.streams.contains(&0) || args.repeat == 0 {
+    if args.streams.is_empty() || args.streams.contains(&0) || args.repeat == Some(0) {
         bail!(super::Usage("streams and repeat must be at least 1".to_owned()));
+    }
+    if let Some(server) = &args.load.server {
+        let (prompt, decode, streams) = (args.prompt, args.decode, &args.streams);
+        let repeat = args.repeat.unwrap_or(1);
+        return load::run(&args.load, load::Shape { prompt, decode, streams, repeat, json: args.json }, server);
     }
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
@@ -90,10 +117,14 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let most = args.streams.iter().copied().max().unwrap_or(1);
     let mut model = Model::new("bench", args.model.clone().unwrap_or_else(|| DEMO_PATH.into()), Some(&adapter.uuid));
     model.slots = Some(most);
-    let longest = args.depth + args.prompt.max(args.decode + 1) + 16;
+    let (longest, how) = if most > 1 && args.decode > 0 {
+        (args.depth + args.prompt + args.decode + 16, "and")
+    } else {
+        (args.depth + args.prompt.max(args.decode + 1) + 16, "or")
+    };
     if longest > checkpoint.config.context {
         bail!(super::Usage(format!(
-            "depth {} with prompt {} or decode {} needs a context of {longest}, the model has {}",
+            "depth {} with prompt {} {how} decode {} needs a context of {longest}, the model has {}",
             args.depth, args.prompt, args.decode, checkpoint.config.context
         )));
     }
@@ -122,7 +153,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         }
         if args.decode > 0 {
             let mut row = median(args, &host, Test::Decode, streams)?;
-            let context = f64::from(args.depth) + f64::from(args.decode) / 2.0;
+            let prompt = row.wave.map_or(args.depth, |wave| wave.prompt);
+            let context = f64::from(prompt) + f64::from(args.decode) / 2.0;
             row.bytes_per_token =
                 checkpoint.bytes_per_token() as f64 / f64::from(streams) + kv_token_bytes as f64 * context;
             rows.push(row);
@@ -196,7 +228,7 @@ fn median(args: &Bench, host: &Host, test: Test, streams: u32) -> anyhow::Result
     let (model, replica) = host.route("", "")?;
     // One run to warm up.
     let mut runs = Vec::new();
-    for index in 0..=args.repeat {
+    for index in 0..=args.repeat.unwrap_or(5) {
         let row = once(args, replica, model.info.vocabulary, test, streams, index)?;
         if index > 0 {
             runs.push(row);
@@ -207,54 +239,78 @@ fn median(args: &Bench, host: &Host, test: Test, streams: u32) -> anyhow::Result
 }
 
 fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u32, seed: u32) -> anyhow::Result<Row> {
-    let (prompt, output) = match test {
-        Test::Prefill => (args.depth + args.prompt, 1),
-        Test::Decode => (args.depth.max(1), args.decode + 1),
+    let (prompt, output) = match (test, streams) {
+        (Test::Prefill, _) => (args.depth + args.prompt, 1),
+        (Test::Decode, 1) => (args.depth.max(1), args.decode + 1),
+        // As much as through a server, for the two to be compared.
+        (Test::Decode, _) => ((args.depth + args.prompt).max(1), args.decode),
     };
+    let test_name = if test == Test::Prefill { "prefill" } else { "decode" };
     let before = replica.steps(1).last().map(|record| record.number);
     let begin = Instant::now();
-    let events: Vec<Receiver<Event>> = (0..streams)
+    let ends: Vec<Receiver<(Arrivals, Finished)>> = (0..streams)
         .map(|stream| {
-            let (sender, events) = unbounded();
+            let (sender, ended) = bounded(1);
+            let id = format!("bench-{test_name}-{streams}-{seed}-{stream}");
             let request = Request {
-                id: format!("bench-{seed}-{stream}"),
                 prompt: tokens(prompt, vocabulary, seed * 1000 + stream),
                 sampling: Sampling::default(),
                 limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
                 logprobs: None,
                 dump_logits: false,
                 priority: 0,
-                cache_salt: String::new(),
+                // No run finds another's pages: prompts are to be computed.
+                cache_salt: id.clone(),
+                id,
                 deadline: None,
                 span: tracing::Span::none(),
             };
-            let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
-            replica.submit(request, sink).map(|()| events)
+            let mut arrivals = Arrivals::default();
+            let sink = Box::new(move |event| {
+                match event {
+                    Event::Token(_) => arrivals.push(Instant::now(), 1),
+                    Event::Finished(finished) => {
+                        sender.send((std::mem::take(&mut arrivals), finished)).map_err(|_| SinkClosed)?;
+                    }
+                    Event::Started(_) => {}
+                }
+                Ok(())
+            });
+            replica.submit(request, sink).map(|()| ended)
         })
         .collect::<Result<_, _>>()?;
-    let finished: Vec<Finished> = events.iter().map(wait).collect::<anyhow::Result<_>>()?;
-    let elapsed = begin.elapsed();
-    let first = &finished[0];
-    let seconds = match (test, streams) {
-        (Test::Prefill, 1) => first.timings.prefill.as_secs_f64(),
-        (Test::Decode, 1) => first.timings.decode.as_secs_f64(),
-        _ => elapsed.as_secs_f64(),
+    let ended: Vec<(Arrivals, Finished)> = ends.iter().map(wait).collect::<anyhow::Result<_>>()?;
+    let seconds = begin.elapsed().as_secs_f64().max(1e-9);
+    let first = &ended[0].1;
+    let made = f64::from(streams) * f64::from(output);
+    let (tokens, tokens_per_second) = match (test, streams) {
+        (Test::Prefill, 1) => (args.prompt, f64::from(args.prompt) / first.timings.prefill.as_secs_f64().max(1e-9)),
+        (Test::Prefill, _) => (args.prompt, f64::from(args.prompt) * f64::from(streams) / seconds),
+        (Test::Decode, 1) => (args.decode, f64::from(args.decode) / first.timings.decode.as_secs_f64().max(1e-9)),
+        (Test::Decode, _) => {
+            let window = Window::of(ended.iter().map(|(arrivals, _)| arrivals));
+            // Where never all decode at once there is only the whole.
+            (args.decode, window.map_or(made / seconds, |window| window.rate()))
+        }
     };
-    let tokens = match test {
-        Test::Prefill => args.prompt,
-        Test::Decode => args.decode,
-    };
+    let wave = (test == Test::Decode && streams > 1).then(|| Wave {
+        prompt,
+        seconds,
+        output_per_second: made / seconds,
+        total_per_second: (made + f64::from(streams) * f64::from(prompt)) / seconds,
+    });
     Ok(Row {
-        test: if test == Test::Prefill { "prefill" } else { "decode" },
+        test: test_name,
         tokens,
         depth: args.depth,
         streams,
-        tokens_per_second: f64::from(tokens) * f64::from(streams) / seconds.max(1e-9),
+        tokens_per_second,
         bytes_per_token: 0.0,
         per_token: match test {
             Test::Decode => first.per_token,
             Test::Prefill => prompt_cost(replica, before, prompt * streams),
         },
+        wave,
     })
 }
 
@@ -269,18 +325,12 @@ fn prompt_cost(replica: &Replica, before: Option<u64>, tokens: u32) -> PerToken 
     cost.mean(u64::from(tokens))
 }
 
-fn wait(events: &Receiver<Event>) -> anyhow::Result<Finished> {
-    loop {
-        match events.recv_timeout(Duration::from_secs(600))? {
-            Event::Finished(finished) => {
-                if let FinishReason::Error(message) = &finished.reason {
-                    bail!("the run failed: {message}");
-                }
-                return Ok(finished);
-            }
-            Event::Started(_) | Event::Token(_) => {}
-        }
+fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Finished)> {
+    let (arrivals, finished) = ended.recv_timeout(Duration::from_secs(3600))?;
+    if let FinishReason::Error(message) = &finished.reason {
+        bail!("the run failed: {message}");
     }
+    Ok((arrivals, finished))
 }
 
 /// Token ids spread over the vocabulary, the same for the same seed.
@@ -323,6 +373,10 @@ fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
         "ceiling_gb_per_second": ceiling.map(|c| c / 1e9),
         "ceiling_fraction": ceiling.map(|c| row.tokens_per_second * row.bytes_per_token / c),
         "per_token": per_token_json(&row.per_token),
+        "prompt": row.wave.map(|wave| wave.prompt),
+        "seconds": row.wave.map(|wave| wave.seconds),
+        "output_tokens_per_second": row.wave.map(|wave| wave.output_per_second),
+        "total_tokens_per_second": row.wave.map(|wave| wave.total_per_second),
     })
 }
 
@@ -341,7 +395,7 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
     }
     println!();
     println!(
-        "{:<8} {:>7} {:>7} {:>8} {:>11} {:>10} {:>8} {:>8} {:>10} {:>9} {:>11} {:>10} {:>9}",
+        "{:<8} {:>7} {:>7} {:>8} {:>11} {:>10} {:>8} {:>8} {:>10} {:>9} {:>11} {:>10} {:>9} {:>10} {:>10}",
         "test",
         "tokens",
         "depth",
@@ -354,7 +408,9 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
         "barriers",
         "host waits",
         "enqueue us",
-        "gpu us"
+        "gpu us",
+        "output/s",
+        "total/s"
     );
     for row in rows {
         let fraction = match (ceiling, row.test) {
@@ -365,7 +421,7 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
         };
         let p = &row.per_token;
         println!(
-            "{:<8} {:>7} {:>7} {:>8} {:>11.1} {:>10.3} {:>8} {:>8.3} {:>10.1} {:>9.1} {:>11.3} {:>10.2} {:>9.1}",
+            "{:<8} {:>7} {:>7} {:>8} {:>11.1} {:>10.3} {:>8} {:>8.3} {:>10.1} {:>9.1} {:>11.3} {:>10.2} {:>9.1} {:>10} {:>10}",
             row.test,
             row.tokens,
             row.depth,
@@ -378,7 +434,9 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
             p.barriers,
             p.host_waits,
             p.enqueue_us,
-            p.gpu_us
+            p.gpu_us,
+            row.wave.map_or("-".to_owned(), |wave| format!("{:.1}", wave.output_per_second)),
+            row.wave.map_or("-".to_owned(), |wave| format!("{:.1}", wave.total_per_second))
         );
     }
     println!(

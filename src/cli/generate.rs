@@ -212,11 +212,15 @@ fn request(args: &Generate) -> proto::GenerateRequest {
 
 type Messages = Result<proto::GenerateResponse, Status>;
 
-async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -> anyhow::Result<()> {
+/// The endpoint at HOST:PORT or a URI.
+pub(super) fn endpoint(address: &str) -> anyhow::Result<Endpoint> {
     let uri = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
-    let endpoint = Endpoint::from_shared(uri)
-        .map_err(|error| Usage(format!("\"{address}\" is not a server's address: {error}")))?;
-    let channel = endpoint.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
+    let endpoint = Endpoint::from_shared(uri);
+    Ok(endpoint.map_err(|error| Usage(format!("\"{address}\" is not a server's address: {error}")))?)
+}
+
+async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -> anyhow::Result<()> {
+    let channel = endpoint(address)?.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
     let mut client = OstinatoClient::new(channel);
     let request = request(args);
     if !args.json {

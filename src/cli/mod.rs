@@ -1,9 +1,11 @@
 //! The command line: `devices`, `serve`, `generate`, `bench`, `tune`, `synth`.
 //! Deliberately absent: anything that the service needs too.
 
+mod arrivals;
 mod bench;
 mod devices;
 mod generate;
+mod load;
 mod progress;
 mod serve;
 mod synth;
@@ -40,8 +42,8 @@ enum Command {
     Serve(serve::Serve),
     /// Generate once, in this process or against a server.
     Generate(Box<generate::Generate>),
-    /// Measure prompt and decode speed beside the device's read ceiling.
-    Bench(bench::Bench),
+    /// Measure prompt and decode speed beside the device's read ceiling, or a server under load.
+    Bench(Box<bench::Bench>),
     /// Find the workgroup shapes that decode fastest on a device, and keep them for later starts.
     Tune(tune::Tune),
     /// Write a checkpoint of random weights in the layout of Hugging Face.
@@ -175,6 +177,10 @@ mod tests {
              --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 --json",
             "generate --server 127.0.0.1:50051 --chat hello",
             "generate --tokens 1,2,3 --dump-logits file",
+            "bench --model dir --device 0 --prompt 512 --decode 128 --streams 1,16 --json",
+            "bench --server 127.0.0.1:50051 --served-model m --streams 1,16,64 --requests 100 --prompt 512 \
+             --decode 128 --spread 0.5 --shared-prefix 64 --seed 3 --connections 2 --repeat 3 --json",
+            "bench --server 127.0.0.1:50051 --rate 0.5,20",
             "tune --model dir --device 0 --depth 512 --seconds 30 --tune fragments=1,tags=0 --json",
             "synth --arch qwen3-0.6b --out dir --shard-size 5GB --dtype f16",
             "synth --config config.json --out dir",
@@ -194,6 +200,10 @@ mod tests {
             "generate --prompt a --server a:1 --memory-limit 1GiB",
             "generate --prompt a --temperature warm",
             "serve --model nothing",
+            "bench --rate 5",
+            "bench --served-model m",
+            "bench --server a:1 --rate 5 --streams 2",
+            "bench --server a:1 --model dir",
             "synth --out dir",
             "synth --arch a --config b --out dir",
         ] {

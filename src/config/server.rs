@@ -18,7 +18,7 @@ pub struct Server {
     pub drain_seconds: f64,
     /// Largest message taken from a client, bytes.
     pub max_message_bytes: super::Bytes,
-    /// Events kept for a client that reads slower than its tokens come; one more cancels it.
+    /// Events kept of each sample for a client that reads slower than its tokens come; one more cancels it.
     pub stream_buffer: u32,
 }
 

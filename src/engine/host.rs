@@ -104,6 +104,18 @@ pub enum SubmitError {
         /// The bound.
         limit: usize,
     },
+    /// The queue has room, but not for all samples of a request: none is taken.
+    #[error("\"{replica}\" has no room for {asked} samples: {unfinished} unfinished, at most {limit}")]
+    NoRoom {
+        /// Which replica.
+        replica: String,
+        /// Samples asked for.
+        asked: usize,
+        /// Requests that run or wait.
+        unfinished: usize,
+        /// The bound: its slots and its queue.
+        limit: usize,
+    },
     /// The replica is draining or its device failed.
     #[error("\"{replica}\" takes no requests: {why}")]
     Unavailable {

@@ -4,15 +4,18 @@
 
 use super::executor::{ExecuteError, Executor};
 use super::host::{DeviceInfo, Load, StepRecord, SubmitError};
-use super::request::{Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, Sink, Timings};
+use super::request::{
+    Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, Timings, sample_id,
+};
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
 use super::spans;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::error::Error;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
+use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -71,10 +74,20 @@ struct Shared {
 /// Held for an insertion, a removal or a look.
 #[derive(Debug, Default)]
 struct Gate {
-    /// Ids of unfinished requests: entered by the handle, removed by the thread.
-    live: HashSet<String>,
+    /// Ids of unfinished requests, each sample's its own: entered by the handle, removed by the thread.
+    live: BTreeSet<String>,
     /// Why no request is taken any more.
     closed: Option<String>,
+}
+
+impl Gate {
+    /// The unfinished samples of a request.
+    fn samples<'a>(&'a self, id: &'a str) -> impl Iterator<Item = &'a String> {
+        let from = self.live.range::<str, _>((Bound::Included(id), Bound::Unbounded));
+        from.take_while(move |live| {
+            live.strip_prefix(id).is_some_and(|rest| rest.is_empty() || rest.starts_with(SAMPLE_MARK))
+        })
+    }
 }
 
 impl Shared {
@@ -138,35 +151,63 @@ impl Replica {
 
     /// Queues a request; events arrive at `sink` on the engine's thread.
     pub fn submit(&self, request: Request, sink: Sink) -> Result<(), SubmitError> {
+        self.submit_samples(&request, vec![sink])
+    }
+
+    /// Queues as many samples of a request as there are sinks (see [`Request::sample`]), all of them or none. They
+    /// arrive together, and their events name them by index.
+    pub fn submit_samples(&self, request: &Request, sinks: Vec<Sink>) -> Result<(), SubmitError> {
         request.validate(&self.bounds)?;
+        let asked = sinks.len();
+        let samples: Vec<Request> = (0..asked).map(|index| request.sample(index as u32)).collect();
         {
             let mut gate = self.shared.gate();
             if let Some(why) = &gate.closed {
                 return Err(self.unavailable(why));
             }
-            if gate.live.contains(&request.id) {
-                return Err(RequestError::DuplicateId(request.id).into());
+            if gate.samples(&request.id).next().is_some() {
+                return Err(RequestError::DuplicateId(request.id.clone()).into());
             }
-            if gate.live.len() >= self.live_max {
-                return Err(SubmitError::QueueFull {
-                    replica: self.name.clone(),
-                    waiting: gate.live.len() - self.slots,
-                    limit: self.live_max - self.slots,
+            let unfinished = gate.live.len();
+            if unfinished + asked > self.live_max {
+                let replica = self.name.clone();
+                return Err(if asked == 1 {
+                    let (waiting, limit) = (unfinished - self.slots, self.live_max - self.slots);
+                    SubmitError::QueueFull { replica, waiting, limit }
+                } else {
+                    SubmitError::NoRoom { replica, asked, unfinished, limit: self.live_max }
                 });
             }
-            gate.live.insert(request.id.clone());
+            gate.live.extend(samples.iter().map(|sample| sample.id.clone()));
         }
-        let submission = Submission { queue: spans::queue(&request.span), request, sink, at: Instant::now() };
-        let sent = self.inbox.send(Message::Submit(Box::new(submission)));
+        let at = Instant::now();
+        let submissions = samples.into_iter().zip(sinks).enumerate().map(|(index, (request, sink))| {
+            let sample = Sample { index: index as u32, one_of_several: asked > 1 };
+            let queue = spans::queue(&request.span);
+            sample.name(&queue);
+            Submission { queue, request, sink, sample, at }
+        });
+        let sent = self.inbox.send(Message::Submit(submissions.collect()));
         sent.map_err(|_| self.unavailable("its engine thread has ended"))
     }
 
-    /// Ends a request; unknown ids are ignored. Its `Finished` says `Aborted`.
+    /// Ends all samples of a request; unknown ids are ignored. Their `Finished` say `Aborted`.
     pub fn abort(&self, id: &str) {
-        let live = self.shared.gate().live.contains(id);
-        if live {
+        let samples: Vec<String> = self.shared.gate().samples(id).cloned().collect();
+        self.end(samples);
+    }
+
+    /// Ends one sample of the request of this id, as [`Replica::abort`] does with all.
+    pub fn abort_sample(&self, id: &str, index: u32) {
+        let id = sample_id(id, index);
+        let live = self.shared.gate().live.contains(&id);
+        self.end(live.then_some(id));
+    }
+
+    fn end(&self, ids: impl IntoIterator<Item = String>) {
+        for id in ids {
             // A thread that has ended has ended the request too.
-            let _ = self.inbox.send(Message::Abort(id.to_string()));
+            let _ = self.inbox.send(Message::Abort(id));
         }
     }
 
@@ -179,6 +220,12 @@ impl Replica {
             pages_used: self.shared.pages_used.load(Relaxed),
             pages_total: self.shared.pages_total.load(Relaxed),
         }
+    }
+
+    /// Requests that it would take now; a request's samples count each.
+    pub fn room(&self) -> usize {
+        let gate = self.shared.gate();
+        if gate.closed.is_some() { 0 } else { self.live_max.saturating_sub(gate.live.len()) }
     }
 
     /// Requests taken and not finished.
@@ -229,8 +276,25 @@ impl Drop for JoinOnDrop {
     }
 }
 
+/// Which sample of its request it is.
+#[derive(Clone, Copy)]
+struct Sample {
+    index: u32,
+    one_of_several: bool,
+}
+
+impl Sample {
+    /// Writes it to one of its spans, where there are others that it could be taken for.
+    fn name(self, span: &tracing::Span) {
+        if self.one_of_several {
+            spans::sample(span, self.index);
+        }
+    }
+}
+
 struct Submission {
     request: Request,
+    sample: Sample,
     sink: Sink,
     /// The request's `queue` span, open.
     queue: tracing::Span,
@@ -238,9 +302,13 @@ struct Submission {
 }
 
 enum Message {
-    Submit(Box<Submission>),
+    /// The samples of one request.
+    Submit(Vec<Submission>),
     Abort(String),
-    Steps { last: usize, reply: Sender<Vec<StepRecord>> },
+    Steps {
+        last: usize,
+        reply: Sender<Vec<StepRecord>>,
+    },
 }
 
 enum Wake {
@@ -256,6 +324,7 @@ enum Wake {
 /// Who asked, and hears of it.
 struct Client {
     id: String,
+    sample: Sample,
     sink: Sink,
     /// The sink has failed: nothing further is sent.
     gone: bool,
@@ -342,18 +411,10 @@ impl Actor {
 
     fn take(&mut self, message: Message) {
         match message {
-            Message::Submit(submission) => {
-                if let Some(why) = &self.failed {
-                    // It passed the gate before that was closed.
-                    let why = why.clone();
-                    self.shared.gate().live.remove(&submission.request.id);
-                    Client::new(*submission).1.end(FinishReason::Error(why));
-                    return;
+            Message::Submit(submissions) => {
+                for submission in submissions {
+                    self.arrive(submission);
                 }
-                let at = submission.at;
-                let (request, client) = Client::new(*submission);
-                let id = self.scheduler.arrive(request, at);
-                self.clients.insert(id, client);
             }
             // What has failed has ended all it knew.
             Message::Abort(_) if self.failed.is_some() => {}
@@ -364,6 +425,20 @@ impl Actor {
                 let _ = reply.send(self.steps.iter().skip(skip).cloned().collect());
             }
         }
+    }
+
+    fn arrive(&mut self, submission: Submission) {
+        if let Some(why) = &self.failed {
+            // It passed the gate before that was closed.
+            let why = why.clone();
+            self.shared.gate().live.remove(&submission.request.id);
+            Client::new(submission).1.end(FinishReason::Error(why));
+            return;
+        }
+        let at = submission.at;
+        let (request, client) = Client::new(submission);
+        let id = self.scheduler.arrive(request, at);
+        self.clients.insert(id, client);
     }
 
     /// Takes in what the device says, gives it what is next, and only then tells the clients.
@@ -464,9 +539,10 @@ impl Actor {
 
 impl Client {
     fn new(submission: Submission) -> (Request, Client) {
-        let Submission { request, sink, queue, .. } = submission;
+        let Submission { request, sample, sink, queue, .. } = submission;
         let client = Client {
             id: request.id.clone(),
+            sample,
             sink,
             gone: false,
             request: request.span.clone(),
@@ -478,12 +554,17 @@ impl Client {
     }
 
     /// Hands an event on; false if the client has just gone.
-    fn tell(&mut self, event: Event) -> bool {
-        match &event {
-            Event::Started(_) => self.phase = spans::prefill(&self.request),
-            Event::Token(_) => {
+    fn tell(&mut self, mut event: Event) -> bool {
+        match &mut event {
+            Event::Started(_) => {
+                self.phase = spans::prefill(&self.request);
+                self.sample.name(&self.phase);
+            }
+            Event::Token(token) => {
+                token.index = self.sample.index;
                 if self.output_tokens == 0 {
                     self.phase = spans::decode(&self.request);
+                    self.sample.name(&self.phase);
                 }
                 self.output_tokens += 1;
             }
@@ -496,7 +577,10 @@ impl Client {
         !self.gone
     }
 
-    fn finish(mut self, event: Event) {
+    fn finish(mut self, mut event: Event) {
+        if let Event::Finished(finished) = &mut event {
+            finished.index = self.sample.index;
+        }
         // The spans end before the client hears of it.
         self.phase = tracing::Span::none();
         self.request = tracing::Span::none();

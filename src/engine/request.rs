@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// One generation asked of a replica.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Unique among the replica's live requests; `Replica::abort` names it.
+    /// Unique among the replica's live requests, without [`SAMPLE_MARK`]; `Replica::abort` names it.
     pub id: String,
     /// Prompt token ids; at least one.
     pub prompt: Vec<u32>,
@@ -51,6 +51,11 @@ pub struct Sampling {
     pub logit_bias: Vec<(u32, f32)>,
 }
 
+/// The most samples of one prompt: each is a request of its own to the engine and takes a place in its queue.
+pub const MAX_SAMPLES: u32 = 64;
+/// Between a request's id and the number of a sample of it, the first's excepted. The least of all characters:
+/// the ids of one generation stand together in order.
+pub const SAMPLE_MARK: char = '\0';
 /// The most logit-bias entries of a request.
 pub const MAX_LOGIT_BIAS: usize = 300;
 /// The most stop ids of a request, the model's own included.
@@ -119,7 +124,7 @@ pub struct Started {
 /// One drawn token.
 #[derive(Clone, Debug)]
 pub struct Token {
-    /// Which sample of the request (0 until n > 1 exists).
+    /// Which sample of the request.
     pub index: u32,
     /// The id.
     pub id: u32,
@@ -255,9 +260,21 @@ pub struct Bounds {
 }
 
 impl Request {
+    /// One of several samples of this request's prompt: a request with an id and a seed of its own. Sample 0 is
+    /// the request itself.
+    pub fn sample(&self, index: u32) -> Request {
+        let mut sample = self.clone();
+        sample.id = sample_id(&self.id, index);
+        sample.sampling.seed = self.sampling.seed.map(|seed| sample_seed(seed, index));
+        sample
+    }
+
     /// Whether a replica with these bounds can run it. An output longer than the context
     /// leaves room for is no error (it is cut), a prompt that leaves room for none is.
     pub fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
+        if self.id.contains(SAMPLE_MARK) {
+            return Err(value("request_id", format!("{:?}", self.id), "without null characters"));
+        }
         if self.prompt.is_empty() {
             return Err(RequestError::EmptyPrompt);
         }
@@ -282,6 +299,23 @@ impl Request {
         }
         Ok(())
     }
+}
+
+/// The id of a sample of the request of this id.
+pub fn sample_id(request: &str, index: u32) -> String {
+    if index == 0 { request.to_owned() } else { format!("{request}{SAMPLE_MARK}{index}") }
+}
+
+/// The seed of a sample: of the first the request's own, of the others the `index`th number that SplitMix64 gives
+/// from it. Mixed, not counted up: samplers count seeds up themselves from token to token.
+pub fn sample_seed(seed: u64, index: u32) -> u64 {
+    if index == 0 {
+        return seed;
+    }
+    let mut z = seed.wrapping_add(u64::from(index).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 impl Sampling {
@@ -443,6 +477,21 @@ mod tests {
         assert_eq!(check(|r| r.logprobs = Some(20)), Ok(()));
         // The model's own ids given again count once.
         assert_eq!(check(|r| r.limits.stop_ids = (0..10).chain(0..10).collect()), Ok(()));
+    }
+
+    #[test]
+    fn samples_differ_in_id_and_seed_and_the_first_is_the_request() {
+        let mut request = request();
+        request.sampling.seed = Some(0);
+        let samples: Vec<Request> = (0..4).map(|index| request.sample(index)).collect();
+        assert_eq!((samples[0].id.as_str(), samples[0].sampling.seed), ("r", Some(0)));
+        // SplitMix64's first numbers from 0, as others publish them.
+        let seeds: Vec<u64> = samples[1..].iter().map(|sample| sample.sampling.seed.unwrap()).collect();
+        assert_eq!(seeds, [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f]);
+        assert!(samples[1..].iter().all(|sample| sample.id.starts_with("r\0") && sample.prompt == request.prompt));
+        request.sampling.seed = None;
+        assert_eq!(request.sample(3).sampling.seed, None, "each is drawn by itself");
+        assert!(check(|r| r.id = "a\0b".into()).unwrap_err().to_string().contains("request_id"));
     }
 
     #[test]

@@ -7,7 +7,13 @@ use tracing::{Span, field::Empty, info_span};
 
 /// The `queue` span under a request's.
 pub fn queue(request: &Span) -> Span {
-    info_span!(parent: request, names::SPAN_QUEUE)
+    info_span!(parent: request, names::SPAN_QUEUE, { names::SAMPLE } = Empty)
+}
+
+/// Says of a `queue`, `prefill` or `decode` span which sample of its request it belongs to.
+pub fn sample(span: &Span, index: u32) {
+    // Unsigned numbers would be exported as text.
+    span.record(names::SAMPLE, i64::from(index));
 }
 
 macro_rules! phase_span {
@@ -15,6 +21,7 @@ macro_rules! phase_span {
         info_span!(
             parent: $request,
             $name,
+            { names::SAMPLE } = Empty,
             { names::STEPS } = Empty,
             { names::TOKENS } = Empty,
             { names::SUBMITS } = Empty,

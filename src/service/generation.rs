@@ -1,12 +1,12 @@
-//! One generation as a stream of messages: engine events in, text and messages out. Dropped
-//! before its end, it aborts its request. Deliberately absent: gRPC; `ostinato generate` reads
-//! it in process.
+//! One generation as a stream of messages: engine events of all its samples in, text and messages
+//! out. Dropped before its end, it aborts what runs. Deliberately absent: gRPC; `ostinato generate`
+//! reads it in process.
 
 use super::convert;
 use super::prepare::{Place, Prepared};
 use super::proto;
 use super::refusal::Refusal;
-use crate::engine::request::{Event, FinishReason, Finished, Request, SinkClosed, Token};
+use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, SinkClosed, Token};
 use crate::model::text::assembler::{Assembler, Output};
 use crate::telemetry::{names, spans};
 use proto::generate_response::Event as Message;
@@ -25,7 +25,7 @@ const DELTA_TOKENS: usize = 256;
 
 /// What a generation is given beside the request.
 pub struct Surroundings {
-    /// Events kept for a reader that falls behind.
+    /// Events kept of each sample for a reader that falls behind.
     pub buffer: usize,
     /// The span of the RPC, under which the inference span is made; kept until the stream
     /// ends.
@@ -50,28 +50,23 @@ pub struct Generation {
     events: mpsc::Receiver<Event>,
     place: Place,
     id: String,
-    /// Set by the sink, on the engine's thread, when it had no room.
+    /// Set by a sink, on the engine's thread, when it had no room; then no sample goes on.
     slow: Arc<AtomicBool>,
+    /// Events of all samples that are kept.
     buffer: usize,
     stop: Pin<Box<WaitForCancellationFutureOwned>>,
     logits: Option<LogitsSink>,
 
-    /// Absent where neither text nor stop strings are asked for.
-    assembler: Option<Assembler>,
     text: bool,
     token_ids: bool,
-    /// Probabilities of tokens that the assembler still holds.
-    held_logprobs: VecDeque<proto::TokenLogprobs>,
-    /// The delta under construction.
-    delta: proto::Delta,
-    /// Of it, also where ids are not asked for.
-    delta_tokens: usize,
+    /// By index.
+    samples: Vec<Sample>,
+    /// The first sample to start says so for all.
+    started: bool,
     /// Complete, to be handed out in order.
     ready: VecDeque<Result<proto::GenerateResponse, tonic::Status>>,
-    /// Tokens taken from the engine up to a stop string.
-    output_tokens: u32,
-    /// The stop string that was met; tokens that come after are dropped.
-    stopped: Option<String>,
+    /// Why the call fails, once all samples have ended: the first reason that one gave.
+    refusal: Option<Refusal>,
     /// Nothing follows what is `ready`.
     ended: bool,
 
@@ -80,32 +75,55 @@ pub struct Generation {
     inference: Span,
 }
 
+/// What is known of one sample.
+struct Sample {
+    index: u32,
+    /// Absent where neither text nor stop strings are asked for.
+    assembler: Option<Assembler>,
+    /// Probabilities of tokens that the assembler still holds.
+    held_logprobs: VecDeque<proto::TokenLogprobs>,
+    /// The delta under construction.
+    delta: proto::Delta,
+    /// Of it, also where ids are not asked for.
+    delta_tokens: usize,
+    /// Tokens taken from the engine up to a stop string.
+    output_tokens: u32,
+    /// The stop string that was met; tokens that come after are dropped.
+    stopped: Option<String>,
+    /// Why it ended, in one word, and what its steps cost.
+    finished: Option<(&'static str, PerToken)>,
+}
+
 impl std::fmt::Debug for Generation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Generation")
             .field("id", &self.id)
             .field("replica", &self.place.replica().name)
-            .field("output_tokens", &self.output_tokens)
+            .field("samples", &self.samples.len())
+            .field("output_tokens", &self.output_tokens())
             .finish_non_exhaustive()
     }
 }
 
 impl Generation {
-    /// Submits the request.
+    /// Submits the request's samples, all or none.
     pub fn start(prepared: Prepared, surroundings: Surroundings) -> Result<Generation, Refusal> {
-        let Prepared { place, mut request, operation, stop_strings, text, token_ids } = prepared;
-        let inference = inference_span(&surroundings.rpc, operation, &place, &request);
+        let Prepared { place, mut request, samples, operation, stop_strings, text, token_ids } = prepared;
+        let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
-        let assembler = match &place.model().text {
-            Some(tokenizer) if text || !stop_strings.is_empty() => Some(tokenizer.assembler(stop_strings)),
+        let assembler = || match &place.model().text {
+            Some(tokenizer) if text || !stop_strings.is_empty() => Some(tokenizer.assembler(stop_strings.clone())),
             _ => None,
         };
-        let (sender, events) = mpsc::channel(surroundings.buffer);
+        let buffer = surroundings.buffer.saturating_mul(samples as usize);
+        let (sender, events) = mpsc::channel(buffer);
         let slow = Arc::new(AtomicBool::new(false));
-        let id = request.id.clone();
-        let sink = {
-            let slow = Arc::clone(&slow);
+        let sink = || -> Sink {
+            let (slow, sender) = (Arc::clone(&slow), sender.clone());
             Box::new(move |event| {
+                if slow.load(Ordering::Acquire) {
+                    return Err(SinkClosed);
+                }
                 sender.try_send(event).map_err(|error| {
                     if matches!(error, mpsc::error::TrySendError::Full(_)) {
                         slow.store(true, Ordering::Release);
@@ -114,37 +132,52 @@ impl Generation {
                 })
             })
         };
-        if let Err(error) = place.replica().submit(request, sink) {
+        let sinks = (0..samples).map(|_| sink()).collect();
+        if let Err(error) = place.replica().submit_samples(&request, sinks) {
             let refusal = Refusal::from(error);
             spans::fail(&inference, refusal.kind(), &refusal.to_string());
             return Err(refusal);
         }
-        Ok(Generation {
-            events,
-            place,
-            id,
-            slow,
-            buffer: surroundings.buffer,
-            stop: Box::pin(surroundings.stop.cancelled_owned()),
-            logits: surroundings.logits,
-            assembler,
-            text,
-            token_ids,
+        let samples = (0..samples).map(|index| Sample {
+            index,
+            assembler: assembler(),
             held_logprobs: VecDeque::new(),
             delta: proto::Delta::default(),
             delta_tokens: 0,
-            ready: VecDeque::new(),
             output_tokens: 0,
             stopped: None,
+            finished: None,
+        });
+        Ok(Generation {
+            events,
+            samples: samples.collect(),
+            place,
+            id: request.id,
+            slow,
+            buffer,
+            stop: Box::pin(surroundings.stop.cancelled_owned()),
+            logits: surroundings.logits,
+            text,
+            token_ids,
+            started: false,
+            ready: VecDeque::new(),
+            refusal: None,
             ended: false,
             rpc: surroundings.rpc,
             inference,
         })
     }
 
+    /// Of all samples.
+    fn output_tokens(&self) -> u32 {
+        self.samples.iter().map(|sample| sample.output_tokens).sum()
+    }
+
     fn take(&mut self, event: Event) {
         match event {
+            Event::Started(_) if self.started => {}
             Event::Started(started) => {
+                self.started = true;
                 let replica = self.place.replica();
                 spans::set(&self.inference, names::REPLICA, started.replica.clone());
                 spans::set(&self.inference, names::DEVICE_NAME, started.device_name.clone());
@@ -159,77 +192,86 @@ impl Generation {
     }
 
     fn take_token(&mut self, token: Token) {
-        if self.stopped.is_some() {
+        let sample = &mut self.samples[token.index as usize];
+        if sample.stopped.is_some() {
             // Drawn before the abort reached the engine.
             return;
         }
-        self.output_tokens += 1;
+        sample.output_tokens += 1;
         if let (Some(sink), Some(logits)) = (&mut self.logits, token.logits) {
             sink(logits);
         }
-        self.delta.index = token.index;
         let logprobs = token.logprobs.map(|logprobs| convert::logprobs(token.id, &logprobs));
-        self.held_logprobs.extend(logprobs);
-        match &mut self.assembler {
-            None => self.append(Output { tokens: vec![token.id], ..Output::default() }),
-            Some(assembler) => {
-                let output = assembler.push(token.id);
-                let stopped = output.stopped.clone();
-                self.append(output);
-                if stopped.is_some() {
-                    self.stopped = stopped;
-                    self.place.replica().abort(&self.id);
-                }
-            }
+        sample.held_logprobs.extend(logprobs);
+        let output = match &mut sample.assembler {
+            None => Output { tokens: vec![token.id], ..Output::default() },
+            Some(assembler) => assembler.push(token.id),
+        };
+        sample.stopped.clone_from(&output.stopped);
+        if sample.stopped.is_some() {
+            self.place.replica().abort_sample(&self.id, token.index);
         }
+        self.append(token.index, output);
     }
 
-    fn append(&mut self, output: Output) {
+    fn append(&mut self, index: u32, output: Output) {
+        let sample = &mut self.samples[index as usize];
         let tokens = output.tokens.len();
         // Each token was pushed with its probabilities, so both come out in step.
-        let held = tokens.min(self.held_logprobs.len());
-        self.delta.logprobs.extend(self.held_logprobs.drain(..held));
+        let held = tokens.min(sample.held_logprobs.len());
+        sample.delta.logprobs.extend(sample.held_logprobs.drain(..held));
         if self.token_ids {
-            self.delta.token_ids.extend(output.tokens);
+            sample.delta.token_ids.extend(output.tokens);
         }
         if self.text {
-            self.delta.text.push_str(&output.text);
+            sample.delta.text.push_str(&output.text);
         }
-        self.delta_tokens += tokens;
-        if self.delta_tokens >= DELTA_TOKENS {
-            self.flush();
+        sample.delta_tokens += tokens;
+        if sample.delta_tokens >= DELTA_TOKENS {
+            self.flush(index);
         }
     }
 
-    /// Hands out the delta under construction, if there is anything in it.
-    fn flush(&mut self) {
-        let delta = std::mem::take(&mut self.delta);
-        self.delta_tokens = 0;
+    /// Hands out a sample's delta under construction, if there is anything in it.
+    fn flush(&mut self, index: u32) {
+        let sample = &mut self.samples[index as usize];
+        let mut delta = std::mem::take(&mut sample.delta);
+        sample.delta_tokens = 0;
         if !(delta.token_ids.is_empty() && delta.text.is_empty() && delta.logprobs.is_empty()) {
+            delta.index = sample.index;
             self.send(Message::Delta(delta));
         }
     }
 
-    fn finish(&mut self, finished: Finished) {
-        if let Some(assembler) = &mut self.assembler {
-            let output = assembler.finish();
-            if self.stopped.is_none() {
-                self.stopped.clone_from(&output.stopped);
-            }
-            self.append(output);
+    fn flush_all(&mut self) {
+        for index in 0..self.samples.len() as u32 {
+            self.flush(index);
         }
-        self.flush();
+    }
+
+    fn finish(&mut self, finished: Finished) {
+        let index = finished.index;
+        let sample = &mut self.samples[index as usize];
+        if let Some(assembler) = &mut sample.assembler {
+            let output = assembler.finish();
+            if sample.stopped.is_none() {
+                sample.stopped.clone_from(&output.stopped);
+            }
+            self.append(index, output);
+        }
+        self.flush(index);
 
         use proto::FinishReason as Reason;
         use proto::finished::StopMatch;
         let mut refusal = None;
-        let (reason, word, stop_match) = match (&self.stopped, &finished.reason) {
+        let sample = &mut self.samples[index as usize];
+        let (reason, word, stop_match) = match (&sample.stopped, &finished.reason) {
             (Some(string), _) => (Reason::Stop, "stop", Some(StopMatch::StopString(string.clone()))),
             (None, FinishReason::Stop(id)) => (Reason::Stop, "stop", Some(StopMatch::StopId(*id))),
             (None, FinishReason::Length) => (Reason::Length, "length", None),
             (None, FinishReason::Aborted) => (Reason::Aborted, "aborted", None),
             (None, FinishReason::DeadlineExceeded) => {
-                refusal = Some(Refusal::Deadline { output_tokens: self.output_tokens });
+                refusal = Some(Refusal::Deadline { output_tokens: sample.output_tokens });
                 (Reason::DeadlineExceeded, "deadline_exceeded", None)
             }
             (None, FinishReason::Error(why)) => {
@@ -237,32 +279,47 @@ impl Generation {
                 (Reason::Error, "error", None)
             }
         };
-        self.describe(&finished, word);
+        sample.finished = Some((word, finished.per_token));
+        let output_tokens = sample.output_tokens;
+        self.refusal = self.refusal.take().or(refusal);
+        let last = self.samples.iter().all(|sample| sample.finished.is_some());
+        if last {
+            self.describe(&finished);
+        }
         self.send(Message::Finished(proto::Finished {
-            index: finished.index,
+            index,
             reason: reason.into(),
             stop_match,
             usage: Some(proto::Usage {
                 prompt_tokens: finished.prompt_tokens,
                 cached_tokens: finished.cached_tokens,
-                output_tokens: self.output_tokens,
+                output_tokens,
             }),
             timings: Some(convert::timings(&finished)),
             per_token: Some(convert::cost(&finished.per_token)),
         }));
-        self.end(refusal);
+        if last {
+            let refusal = self.refusal.take();
+            self.end(refusal);
+        }
     }
 
-    /// What is known at the end, on the inference span.
-    fn describe(&self, finished: &Finished, reason: &'static str) {
+    /// What is known at the end, on the inference span: a reason of each sample, the tokens of all, the cost of a
+    /// step as its samples saw it in the mean.
+    fn describe(&self, finished: &Finished) {
         let span = &self.inference;
         if span.is_disabled() {
             return;
         }
-        let cost = &finished.per_token;
-        spans::set_list(span, names::GEN_AI_RESPONSE_FINISH_REASONS, &[reason]);
+        let mut cost = PerToken::default();
+        let mut reasons = Vec::new();
+        for (reason, per_token) in self.samples.iter().filter_map(|sample| sample.finished) {
+            reasons.push(reason);
+            cost.add(&per_token, 1.0 / self.samples.len() as f64);
+        }
+        spans::set_list(span, names::GEN_AI_RESPONSE_FINISH_REASONS, &reasons);
         spans::set(span, names::GEN_AI_USAGE_INPUT_TOKENS, i64::from(finished.prompt_tokens));
-        spans::set(span, names::GEN_AI_USAGE_OUTPUT_TOKENS, i64::from(self.output_tokens));
+        spans::set(span, names::GEN_AI_USAGE_OUTPUT_TOKENS, i64::from(self.output_tokens()));
         spans::set(span, names::CACHED_TOKENS, i64::from(finished.cached_tokens));
         spans::set(span, names::PER_TOKEN_SUBMITS, cost.submits);
         spans::set(span, names::PER_TOKEN_DISPATCHES, cost.dispatches);
@@ -294,11 +351,13 @@ impl Generation {
         self.rpc = Span::none();
     }
 
-    /// The engine let go of the sink without a `Finished`: its reader was too slow, or the
-    /// thread ended.
+    /// The engine let go of a sink without a `Finished`: its reader was too slow, or the thread
+    /// ended.
     fn closed(&mut self) {
-        self.flush();
+        self.flush_all();
         let refusal = if self.slow.load(Ordering::Acquire) {
+            // Samples that wait have not heard of it.
+            self.place.replica().abort(&self.id);
             Refusal::Slow { buffered: self.buffer }
         } else {
             Refusal::Failed("the engine ended before the request".to_owned())
@@ -320,11 +379,13 @@ impl Stream for Generation {
             }
             if self.stop.as_mut().poll(context).is_ready() {
                 self.place.replica().abort(&self.id);
-                self.flush();
+                self.flush_all();
                 self.end(Some(Refusal::Stopping));
                 continue;
             }
             match self.events.poll_recv(context) {
+                // What was kept is read, and a sample is cut short: nothing whole can follow.
+                Poll::Pending if self.slow.load(Ordering::Acquire) => self.closed(),
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(None) => self.closed(),
                 Poll::Ready(Some(event)) => {
@@ -338,7 +399,7 @@ impl Stream for Generation {
                         }
                     }
                     if !self.ended {
-                        self.flush();
+                        self.flush_all();
                     }
                 }
             }
@@ -349,9 +410,11 @@ impl Stream for Generation {
 impl Drop for Generation {
     fn drop(&mut self) {
         if !self.ended {
-            // Queued or running, its row is free after the step in flight.
+            // Queued or running, its rows are free after the step in flight.
             self.place.replica().abort(&self.id);
-            spans::set_list(&self.inference, names::GEN_AI_RESPONSE_FINISH_REASONS, &["aborted"]);
+            let reasons: Vec<&str> =
+                self.samples.iter().map(|sample| sample.finished.map_or("aborted", |(word, _)| word)).collect();
+            spans::set_list(&self.inference, names::GEN_AI_RESPONSE_FINISH_REASONS, &reasons);
             let cancelled = tonic::Code::Cancelled;
             spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, cancelled as i64);
             let kind = super::refusal::code_name(cancelled);
@@ -361,7 +424,7 @@ impl Drop for Generation {
 }
 
 /// The span of a generation with everything that is known before it runs. Text is not.
-fn inference_span(rpc: &Span, operation: &'static str, place: &Place, request: &Request) -> Span {
+fn inference_span(rpc: &Span, operation: &'static str, place: &Place, request: &Request, samples: u32) -> Span {
     let model = &place.model().name;
     let span = tracing::info_span!(
         parent: rpc,
@@ -380,6 +443,9 @@ fn inference_span(rpc: &Span, operation: &'static str, place: &Place, request: &
     spans::set(&span, names::GEN_AI_REQUEST_TEMPERATURE, f64::from(request.sampling.temperature));
     spans::set(&span, names::GEN_AI_REQUEST_TOP_P, f64::from(request.sampling.top_p));
     spans::set(&span, names::GEN_AI_REQUEST_TOP_K, i64::from(request.sampling.top_k));
+    if samples != 1 {
+        spans::set(&span, names::GEN_AI_REQUEST_CHOICE_COUNT, i64::from(samples));
+    }
     if let Some(most) = request.limits.max_tokens {
         spans::set(&span, names::GEN_AI_REQUEST_MAX_TOKENS, i64::from(most));
     }

@@ -5,7 +5,7 @@
 use super::proto;
 use super::refusal::Refusal;
 use crate::engine::host::{Host, Replica, ServedModel};
-use crate::engine::request::{Limits, Request, Sampling};
+use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
 use crate::model::text::Text;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
 use proto::generate_request::Prompt;
@@ -56,6 +56,8 @@ pub struct Prepared {
     pub place: Place,
     /// What. Its span is not set.
     pub request: Request,
+    /// Samples of it, at least one.
+    pub samples: u32,
     /// `chat` or `text_completion`.
     pub operation: &'static str,
     /// The samples' stop strings.
@@ -72,26 +74,25 @@ pub fn prepare(
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
 ) -> Result<Prepared, Refusal> {
-    let not_served = |field, rule| Err(Refusal::NotServed { field, rule });
     if let Some(constraint) = &message.constraint {
         use proto::constraint::Kind;
-        return not_served(
-            match constraint.kind {
+        return Err(Refusal::NotServed {
+            field: match constraint.kind {
                 Some(Kind::JsonSchema(_)) => "constraint.json_schema",
                 Some(Kind::Regex(_)) => "constraint.regex",
                 Some(Kind::Grammar(_)) => "constraint.grammar",
                 None => "constraint",
             },
-            "",
-        );
+        });
     }
     let sampling = message.sampling.unwrap_or_default();
-    match sampling.n {
-        None | Some(1) => {}
-        Some(0) => {
-            return Err(Refusal::Value { field: "sampling.n", value: "0".to_owned(), rule: "at least 1" });
-        }
-        Some(_) => return not_served("sampling.n above 1", ": send the request several times"),
+    let samples = sampling.n.unwrap_or(1);
+    if !(1..=MAX_SAMPLES).contains(&samples) {
+        let rule = const {
+            assert!(MAX_SAMPLES == 64, "as the rule says");
+            "from 1 to 64"
+        };
+        return Err(Refusal::Value { field: "sampling.n", value: samples.to_string(), rule });
     }
 
     let place = Place::find(host, &message.model, &message.device)?;
@@ -168,6 +169,7 @@ pub fn prepare(
     Ok(Prepared {
         place,
         request,
+        samples,
         operation,
         stop_strings: stopping.strings,
         text,

@@ -44,12 +44,10 @@ pub enum Refusal {
         field: &'static str,
     },
     /// A field or value of a later version.
-    #[error("{field} is not served yet{rule}")]
+    #[error("{field} is not served yet")]
     NotServed {
         /// The message's field.
         field: &'static str,
-        /// What is, after a colon; or empty.
-        rule: &'static str,
     },
     /// The deadline passed while it ran or waited.
     #[error("the deadline passed after {output_tokens} tokens")]
@@ -78,7 +76,7 @@ impl Refusal {
             Refusal::Route(_) => Code::NotFound,
             Refusal::Submit(SubmitError::Request(RequestError::DuplicateId(_))) => Code::AlreadyExists,
             Refusal::Submit(SubmitError::Request(_)) => Code::InvalidArgument,
-            Refusal::Submit(SubmitError::QueueFull { .. }) => Code::ResourceExhausted,
+            Refusal::Submit(SubmitError::QueueFull { .. } | SubmitError::NoRoom { .. }) => Code::ResourceExhausted,
             Refusal::Submit(SubmitError::Unavailable { .. }) => Code::Unavailable,
             Refusal::Text(TextError::NoTemplate(_)) => Code::FailedPrecondition,
             Refusal::Text(

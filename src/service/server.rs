@@ -26,7 +26,7 @@ pub struct Options {
     pub drain: Duration,
     /// Largest message taken from a client, bytes.
     pub max_message_bytes: usize,
-    /// Events kept for a client that falls behind.
+    /// Events kept of each sample for a client that falls behind.
     pub stream_buffer: usize,
 }
 

@@ -44,6 +44,8 @@ pub const GEN_AI_REQUEST_TOP_P: &str = "gen_ai.request.top_p";
 pub const GEN_AI_REQUEST_TOP_K: &str = "gen_ai.request.top_k";
 /// Seed, where one was given.
 pub const GEN_AI_REQUEST_SEED: &str = "gen_ai.request.seed";
+/// Samples asked for, where it is not one.
+pub const GEN_AI_REQUEST_CHOICE_COUNT: &str = "gen_ai.request.choice.count";
 /// The request's id.
 pub const GEN_AI_RESPONSE_ID: &str = "gen_ai.response.id";
 /// The served model's name.
@@ -82,6 +84,8 @@ pub const PER_TOKEN_ENQUEUE_US: &str = "ostinato.per_token.enqueue_us";
 /// The same: device time, microseconds.
 pub const PER_TOKEN_GPU_US: &str = "ostinato.per_token.gpu_us";
 
+/// Which sample of its request a phase belongs to, where there are several.
+pub const SAMPLE: &str = "ostinato.sample";
 /// Steps (chunks of the prompt, or tokens after the first).
 pub const STEPS: &str = "ostinato.steps";
 /// Tokens taken in (prefill) or handed out (decode).

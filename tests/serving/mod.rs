@@ -123,7 +123,11 @@ pub struct Served {
 }
 
 pub async fn serve_models(models: Vec<ServedModel>, options: Options) -> Served {
-    let host = Arc::new(Host::new(models));
+    serve_host(Host::new(models), options).await
+}
+
+pub async fn serve_host(host: Host, options: Options) -> Served {
+    let host = Arc::new(host);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     let stop = CancellationToken::new();
@@ -240,6 +244,73 @@ pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outc
             }
         }
     }
+}
+
+/// A stream of several samples read to its end.
+#[derive(Debug)]
+pub struct Samples {
+    pub started: Option<proto::Started>,
+    /// Token ids and text, by sample.
+    pub outputs: Vec<(Vec<u32>, String)>,
+    /// By sample.
+    pub finished: Vec<Option<proto::Finished>>,
+    pub error: Option<tonic::Status>,
+}
+
+impl Samples {
+    pub fn ids(&self) -> Vec<Vec<u32>> {
+        self.outputs.iter().map(|(ids, _)| ids.clone()).collect()
+    }
+
+    pub fn reasons(&self) -> Vec<Option<proto::FinishReason>> {
+        self.finished.iter().map(|finished| finished.as_ref().map(proto::Finished::reason)).collect()
+    }
+}
+
+/// Reads to the end: one `Started` before all else, nothing of a sample after its `Finished`.
+pub async fn read_samples(mut stream: tonic::Streaming<proto::GenerateResponse>, n: usize) -> Samples {
+    let mut samples =
+        Samples { started: None, outputs: vec![Default::default(); n], finished: vec![None; n], error: None };
+    loop {
+        match stream.message().await {
+            Ok(None) => return samples,
+            Err(status) => {
+                samples.error = Some(status);
+                return samples;
+            }
+            Ok(Some(message)) => match message.event.expect("an event") {
+                Event::Started(started) => {
+                    assert!(samples.started.is_none() && samples.outputs.iter().all(|(ids, _)| ids.is_empty()));
+                    samples.started = Some(started);
+                }
+                Event::Delta(delta) => {
+                    let index = delta.index as usize;
+                    assert!(samples.started.is_some() && samples.finished[index].is_none(), "{delta:?}");
+                    samples.outputs[index].0.extend(delta.token_ids);
+                    samples.outputs[index].1.push_str(&delta.text);
+                }
+                Event::Finished(finished) => {
+                    let index = finished.index as usize;
+                    assert!(samples.finished[index].is_none(), "{finished:?}");
+                    samples.finished[index] = Some(finished);
+                }
+            },
+        }
+    }
+}
+
+/// The seed of a sample, as the protocol describes it, written down a second time.
+pub fn sample_seed(seed: u64, index: u64) -> u64 {
+    let mut state = seed;
+    let mut number = seed;
+    for _ in 0..index {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        number = state;
+        number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        number ^= number >> 31;
+    }
+    number
 }
 
 /// Sends a request and reads its stream; a refusal is an outcome with an error.

@@ -1,0 +1,191 @@
+//! When tokens came, stream by stream, and what follows from it: gaps, the rate while all streams decode,
+//! percentiles. The same arithmetic for `bench` in process and through gRPC, so that the two can be compared.
+//! Deliberately absent: where the tokens come from.
+
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// Tokens this close behind one another came together: the engine hands out a plan's tokens at once, and a
+/// transport may still cut them in two messages.
+const TOGETHER: Duration = Duration::from_millis(1);
+
+/// When one stream's tokens came.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Arrivals {
+    /// When the first of some tokens came that came together, and how many they are; in order.
+    groups: Vec<(Instant, u32)>,
+}
+
+impl Arrivals {
+    /// Takes note of `tokens` that came at `at`, not before those noted already.
+    pub(super) fn push(&mut self, at: Instant, tokens: u32) {
+        match self.groups.last_mut() {
+            Some((first, count)) if at.saturating_duration_since(*first) < TOGETHER => *count += tokens,
+            _ if tokens > 0 => self.groups.push((at, tokens)),
+            _ => {}
+        }
+    }
+
+    /// When the first token came.
+    pub(super) fn first(&self) -> Option<Instant> {
+        self.groups.first().map(|(at, _)| *at)
+    }
+
+    /// When the last token came.
+    pub(super) fn last(&self) -> Option<Instant> {
+        self.groups.last().map(|(at, _)| *at)
+    }
+
+    /// Tokens in all.
+    pub(super) fn tokens(&self) -> u64 {
+        self.groups.iter().map(|(_, tokens)| u64::from(*tokens)).sum()
+    }
+
+    /// Seconds between tokens that did not come together.
+    pub(super) fn gaps(&self) -> impl Iterator<Item = f64> {
+        self.groups.windows(2).map(|pair| (pair[1].0 - pair[0].0).as_secs_f64())
+    }
+
+    /// Seconds a token, from the first to the last; of a single token none.
+    pub(super) fn seconds_per_token(&self) -> Option<f64> {
+        let (first, last) = (self.groups.first()?, self.groups.last()?);
+        let after = self.tokens() - u64::from(first.1);
+        (after > 0).then(|| (last.0 - first.0).as_secs_f64() / after as f64)
+    }
+
+    /// Tokens between two instants. Those that came together count as made evenly since the ones before them:
+    /// else a window's end would cut off whole plans of all streams but the one that ends it.
+    fn within(&self, from: Instant, to: Instant) -> f64 {
+        let overlap = |pair: &[(Instant, u32)]| {
+            let (begin, end) = (pair[0].0, pair[1].0);
+            let inside = end.min(to).saturating_duration_since(begin.max(from));
+            f64::from(pair[1].1) * inside.as_secs_f64() / (end - begin).as_secs_f64()
+        };
+        self.groups.windows(2).map(overlap).sum()
+    }
+}
+
+/// The time during which every one of some streams decodes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Window {
+    /// Tokens of all streams in it.
+    pub(super) tokens: f64,
+    /// Its length.
+    pub(super) seconds: f64,
+}
+
+impl Window {
+    /// From the last stream's first token until the first stream's end; `None` where a stream ended before
+    /// another began, or had no token.
+    pub(super) fn of<'a>(streams: impl Iterator<Item = &'a Arrivals> + Clone) -> Option<Window> {
+        let mut from = None;
+        let mut to: Option<Instant> = None;
+        for stream in streams.clone() {
+            from = from.max(Some(stream.first()?));
+            let last = stream.last()?;
+            to = Some(to.map_or(last, |to| to.min(last)));
+        }
+        let (from, to) = (from?, to?);
+        let seconds = to.checked_duration_since(from).filter(|length| !length.is_zero())?.as_secs_f64();
+        Some(Window { tokens: streams.map(|stream| stream.within(from, to)).sum(), seconds })
+    }
+
+    /// Tokens a second.
+    pub(super) fn rate(&self) -> f64 {
+        self.tokens / self.seconds
+    }
+}
+
+/// The middle and the end of some measured values, each of them one of the values.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Percentiles {
+    pub(super) p50: f64,
+    pub(super) p95: f64,
+    pub(super) p99: f64,
+    pub(super) max: f64,
+}
+
+impl Percentiles {
+    /// The smallest value that so many percent do not exceed; `None` of no values.
+    pub(super) fn of(mut values: Vec<f64>) -> Option<Percentiles> {
+        values.sort_unstable_by(f64::total_cmp);
+        let count = values.len();
+        let at = |percent: usize| values[(count * percent).div_ceil(100).max(1) - 1];
+        (count > 0).then(|| Percentiles { p50: at(50), p95: at(95), p99: at(99), max: at(100) })
+    }
+
+    /// As an object, each value times `factor`.
+    pub(super) fn json(&self, factor: f64) -> Value {
+        json!({
+            "p50": self.p50 * factor, "p95": self.p95 * factor, "p99": self.p99 * factor, "max": self.max * factor,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn stream(begin: Instant, groups: &[(u64, u32)]) -> Arrivals {
+        let mut arrivals = Arrivals::default();
+        for &(at_us, tokens) in groups {
+            arrivals.push(begin + Duration::from_micros(at_us), tokens);
+        }
+        arrivals
+    }
+
+    #[test]
+    fn tokens_that_come_together_are_one_group_however_they_are_cut() {
+        let begin = Instant::now();
+        let whole = stream(begin, &[(0, 1), (10_000, 8), (20_000, 8)]);
+        let cut = stream(begin, &[(0, 1), (10_000, 5), (10_300, 3), (20_000, 1), (20_100, 7), (20_900, 0)]);
+        assert_eq!(whole.groups, cut.groups);
+        assert_eq!(cut.tokens(), 17);
+        assert_eq!(cut.gaps().collect::<Vec<_>>(), [0.01, 0.01]);
+        assert!((cut.seconds_per_token().unwrap() - 0.02 / 16.0).abs() < 1e-9);
+        // A long run of tokens with small gaps is not one group.
+        let steady = stream(begin, &(0..20).map(|i| (i * 500, 1)).collect::<Vec<_>>());
+        assert_eq!(steady.groups.len(), 10);
+        assert_eq!(stream(begin, &[(5, 3)]).seconds_per_token(), None);
+    }
+
+    /// Two streams of 8 tokens each 10 ms, whose plans reach the reader one after the other.
+    #[test]
+    fn the_window_counts_a_steady_batch_at_its_rate() {
+        let begin = Instant::now();
+        let of = |late: u64| {
+            let groups: Vec<(u64, u32)> = (1..=20).map(|plan| (plan * 10_000 + late, 8)).collect();
+            stream(begin, &[&[(late, 1)][..], &groups].concat())
+        };
+        let streams = [of(0), of(200), of(400)];
+        let window = Window::of(streams.iter()).unwrap();
+        assert!((window.seconds - 0.1996).abs() < 1e-9, "{window:?}");
+        assert!((window.rate() - 2400.0).abs() < 1e-6, "{window:?}");
+    }
+
+    #[test]
+    fn what_comes_before_all_decode_and_after_one_has_ended_is_not_counted() {
+        let begin = Instant::now();
+        // The first runs alone and fast until the second begins, and slowly then.
+        let alone: Vec<(u64, u32)> = (0..10).map(|i| (i * 10_000, 10)).collect();
+        let beside: Vec<(u64, u32)> = (10..20).map(|i| (i * 10_000, 5)).collect();
+        let first = stream(begin, &[alone, beside].concat());
+        let second = stream(begin, &(0..30).map(|i| (90_000 + i * 10_000, 5)).collect::<Vec<_>>());
+        let window = Window::of([&first, &second].into_iter()).unwrap();
+        assert!((window.seconds - 0.1).abs() < 1e-9, "{window:?}");
+        assert!((window.tokens - 100.0).abs() < 1e-6, "{window:?}");
+        // One that ends before the other begins leaves nothing to measure.
+        let later = stream(begin, &[(900_000, 1), (910_000, 1)]);
+        assert_eq!(Window::of([&first, &later].into_iter()), None);
+        assert_eq!(Window::of([&first, &Arrivals::default()].into_iter()), None);
+    }
+
+    #[test]
+    fn percentiles_are_values_that_were_measured() {
+        let of = |count: u32| Percentiles::of((0..count).rev().map(|i| f64::from(i + 1)).collect()).unwrap();
+        assert_eq!(of(1), Percentiles { p50: 1.0, p95: 1.0, p99: 1.0, max: 1.0 });
+        assert_eq!(of(100), Percentiles { p50: 50.0, p95: 95.0, p99: 99.0, max: 100.0 });
+        assert_eq!(of(10), Percentiles { p50: 5.0, p95: 10.0, p99: 10.0, max: 10.0 });
+        assert_eq!(Percentiles::of(Vec::new()), None);
+    }
+}

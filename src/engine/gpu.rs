@@ -324,6 +324,18 @@ impl GpuExecutor {
         (rows, Arc::clone(carried.unwrap_or(&region.plain)))
     }
 
+    /// An entry of the ring; alternatives, which few ask for, are read only where there are some.
+    fn ring_entry(&self, at: usize) -> RingEntry {
+        let mut words = [0u32; state::ENTRY_WORDS as usize];
+        let (head, rest) = words.split_at_mut(state::ENTRY_TOP as usize);
+        self.parts.ring_buffer.read(at as u64 * 4, bytemuck::cast_slice_mut(head));
+        if head[state::ENTRY_TOKEN as usize] != state::TOKEN_NONE && head[state::ENTRY_TOP_COUNT as usize] > 0 {
+            let after = (at as u64 + u64::from(state::ENTRY_TOP)) * 4;
+            self.parts.ring_buffer.read(after, bytemuck::cast_slice_mut(rest));
+        }
+        RingEntry::read(&words)
+    }
+
     /// The tokens of steps `from..to`, and the first step that drew none because of a fault: `to` if none is.
     fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<(Vec<Sampled>, u32), ExecuteError> {
         let mut tokens = Vec::new();
@@ -331,9 +343,7 @@ impl GpuExecutor {
             let number = pending.first_step.wrapping_add(step);
             for row in 0..pending.rows {
                 let at = RingEntry::at(number, row, self.parts.ring.steps, self.parts.ring.rows);
-                let mut words = [0u32; state::ENTRY_WORDS as usize];
-                self.parts.ring_buffer.read(at as u64 * 4, bytemuck::cast_slice_mut(&mut words));
-                let entry = RingEntry::read(&words);
+                let entry = self.ring_entry(at);
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }

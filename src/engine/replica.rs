@@ -20,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Entries of the step ring: some seconds of plans at ten milliseconds each.
 pub const STEP_RING: usize = 1024;
@@ -136,6 +136,7 @@ impl Replica {
             clients: HashMap::new(),
             steps: VecDeque::with_capacity(STEP_RING),
             step_number: 0,
+            busy: Duration::ZERO,
             shared: shared.clone(),
             started: Instant::now(),
         };
@@ -348,6 +349,8 @@ struct Actor {
     step_number: u64,
     shared: Arc<Shared>,
     started: Instant,
+    /// Time that this thread has worked and no step was charged with.
+    busy: Duration,
 }
 
 impl Actor {
@@ -443,6 +446,7 @@ impl Actor {
 
     /// Takes in what the device says, gives it what is next, and only then tells the clients.
     fn turn(&mut self) {
+        let start = Instant::now();
         loop {
             if self.failed.is_none()
                 && let Err(error) = self.advance()
@@ -451,15 +455,19 @@ impl Actor {
             }
             self.publish();
             if !self.deliver() {
-                return;
+                break;
             }
         }
+        self.busy += start.elapsed();
     }
 
     fn advance(&mut self) -> Result<(), ExecuteError> {
         while self.wake.try_recv().is_ok() {}
-        for progress in self.executor.poll()? {
+        for mut progress in self.executor.poll()? {
             let now = Instant::now();
+            if progress.steps > 0 {
+                progress.cost.schedule_us = std::mem::take(&mut self.busy).as_secs_f64() * 1e6;
+            }
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 if self.steps.len() == STEP_RING {
                     self.steps.pop_front();

@@ -205,6 +205,8 @@ pub struct PerToken {
     pub host_waits: f64,
     /// Host time spent on enqueueing, microseconds.
     pub enqueue_us: f64,
+    /// Host time of the engine's thread: what the device says taken in, what is next planned, tokens handed out, microseconds.
+    pub schedule_us: f64,
     /// Device time, microseconds; 0 where the queue has no timestamps.
     pub gpu_us: f64,
     /// Flushes by reason.
@@ -221,6 +223,7 @@ impl PerToken {
         self.transfer_submits += other.transfer_submits * factor;
         self.host_waits += other.host_waits * factor;
         self.enqueue_us += other.enqueue_us * factor;
+        self.schedule_us += other.schedule_us * factor;
         self.gpu_us += other.gpu_us * factor;
         self.flushes.phase_boundary += other.flushes.phase_boundary * factor;
         self.flushes.readback += other.flushes.readback * factor;

@@ -3,6 +3,7 @@
 
 mod arrivals;
 mod bench;
+mod beside;
 mod devices;
 mod generate;
 mod load;

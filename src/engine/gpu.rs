@@ -27,7 +27,8 @@ use std::time::{Duration, Instant};
 /// Reports that may wait for the engine's thread: as many as plans in flight can make.
 const REPORTS: usize = 1024;
 
-/// A client should not wait longer than this for a token that the device has finished.
+/// A client should not wait longer than this for a token that the device has finished: of one row; with several, a
+/// report is shared by as many more tokens and comes as much sooner.
 const REPORT_EVERY: Duration = Duration::from_millis(16);
 
 /// A slot of the inbox, through which changes reach the device, with the regions that apply it.
@@ -499,7 +500,8 @@ impl GpuExecutor {
         // A slow device reports single steps, a fast one the whole plan.
         let every = match self.pace.step() {
             Some(time) if !time.is_zero() => {
-                (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
+                let patience = REPORT_EVERY / rows.max(1);
+                (patience.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
             }
             _ => 1,
         };

@@ -346,8 +346,11 @@ const CPU_SLOTS: u32 = 4;
 const SLOT_MEMORY: u64 = 512 << 20;
 /// As [`SLOT_MEMORY`] says.
 const GPU_SLOTS: (u32, u32) = (8, 256);
-/// Longest contexts that pages are planned for where nobody says otherwise and memory suffices.
-const DEFAULT_CONTEXTS: u32 = 16;
+/// Pages that are planned where nobody says otherwise and memory suffices: for every sequence the longest context,
+/// but where that is more than so many tokens, as many longest contexts or so many tokens.
+const DEFAULT_CONTEXTS: u64 = 16;
+/// As [`DEFAULT_CONTEXTS`] says.
+const DEFAULT_KV_TOKENS: u64 = 1 << 19;
 /// Plans in flight are two; changes alone come on top.
 const INBOXES: usize = 16;
 /// Sequences that one decode step can have rows for.
@@ -716,7 +719,10 @@ impl Build<'_> {
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
             (Some(pages), _) => Pages::Exactly(u64::from(pages)),
             (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
-            (None, None) => Pages::UpTo(context_pages * u64::from(probe.state.slots.min(DEFAULT_CONTEXTS))),
+            (None, None) => {
+                let most = (context_pages * DEFAULT_CONTEXTS).max(DEFAULT_KV_TOKENS / u64::from(PAGE_TOKENS));
+                Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most))
+            }
         };
         // A context that was asked for is kept or refused; the model's own may shrink to the memory.
         let least = if asked { context_pages } else { context_pages.min(16) };

@@ -396,6 +396,7 @@ fn per_token_json(p: &PerToken) -> Value {
         "host_waits": p.host_waits,
         "enqueue_us": p.enqueue_us,
         "schedule_us": p.schedule_us,
+        "deliver_us": p.deliver_us,
         "gpu_us": p.gpu_us,
         "flushes": {
             "phase_boundary": p.flushes.phase_boundary,

@@ -71,21 +71,25 @@ pub(super) fn beside(
         .zip(0..)
         .map(|(id, stream)| ask(replica, id.clone(), tokens(OWN_PROMPT, vocabulary, run * 1000 + stream), room))
         .collect::<anyhow::Result<_>>()?;
-    let mut gaps = Vec::new();
     let mut last = Vec::new();
-    // When all decode, and then some tokens more.
     for events in &events {
         last.push(token(events)?);
     }
+    // From when all decode.
+    let from = *last.iter().max().expect("there are streams");
+    let mut gaps = Vec::new();
     for (events, last) in events.iter().zip(&mut last) {
-        for number in 0..BEFORE {
+        let mut counted = 0;
+        while counted < BEFORE {
             let at = token(events)?;
-            if number >= BEFORE / 2 {
+            if *last >= from {
                 gaps.push((at - *last).as_secs_f64());
+                counted += 1;
             }
             *last = at;
         }
     }
+    // Tokens of one report come together: a stream's time a token is the mean.
     let step = gaps.iter().sum::<f64>() / gaps.len().max(1) as f64;
     let begin = Instant::now();
     let first = token(&ask(replica, format!("prompt-{streams}-{run}"), tokens(prompt, vocabulary, run), 1)?)?;

@@ -10,8 +10,12 @@ const SIZES: usize = 20;
 const SHARE: f64 = 0.25;
 
 /// A prompt's chunk is taken to last as long as a decode step and this many of its tokens as one more, where none
-/// of about its size was measured yet.
+/// as small was measured yet.
 const TOKENS_PER_STEP: f64 = 64.0;
+
+/// Where none of its size was measured, but a smaller one, a chunk is taken to last longer by this power of how much
+/// larger it is: large chunks' tokens are cheaper, and it is tried only if it is taken for short enough.
+const GROWTH: f64 = 0.75;
 
 /// What steps took lately.
 #[derive(Clone, Debug, Default)]
@@ -51,12 +55,13 @@ impl Pace {
     /// What a chunk of so many tokens should take; `None` if nothing was measured that could tell.
     pub fn chunk(&self, tokens: u32) -> Option<Duration> {
         let own = size(tokens);
-        // A larger chunk's tokens are cheaper, so a smaller one's time a token is on the safe side.
-        let known = self.token[own].or_else(|| self.token[..own].iter().rev().find_map(|mean| *mean));
-        let seconds = match (known, self.step) {
-            (Some(mean), _) => mean * f64::from(tokens),
-            (None, Some(step)) => step.as_secs_f64() * (1.0 + f64::from(tokens) / TOKENS_PER_STEP),
-            (None, None) => return None,
+        let tokens = f64::from(tokens);
+        let smaller = (0..own).rev().find_map(|size| Some((self.token[size]?, f64::from(1u32 << size))));
+        let seconds = match (self.token[own], smaller, self.step) {
+            (Some(mean), ..) => mean * tokens,
+            (None, Some((mean, size)), _) => mean * size * (tokens / size).powf(GROWTH),
+            (None, None, Some(step)) => step.as_secs_f64() * (1.0 + tokens / TOKENS_PER_STEP),
+            (None, None, None) => return None,
         };
         Some(Duration::from_secs_f64(seconds))
     }
@@ -75,10 +80,12 @@ mod tests {
         assert_eq!(pace.chunk(64), Some(ms(8)));
         pace.note_chunk(128, ms(8));
         assert_eq!(pace.chunk(128), Some(ms(8)));
-        assert_eq!(pace.chunk(512), Some(ms(32)), "until one of its size was seen");
+        let guess = pace.chunk(512).unwrap();
+        assert!(ms(16) < guess && guess < ms(32), "{guess:?} until one of its size was seen");
         pace.note_chunk(512, ms(20));
         assert_eq!(pace.chunk(512), Some(ms(20)));
-        assert_eq!(pace.chunk(64), Some(ms(8)), "a larger one says nothing of it");
+        pace.note_step(ms(2));
+        assert_eq!(pace.chunk(64), Some(ms(4)), "a larger one says nothing of it");
     }
 
     #[test]

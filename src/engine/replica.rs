@@ -2,16 +2,16 @@
 //! requests' sinks, and steps the one with the other. It never blocks on a client, and it knows
 //! neither text nor tokio.
 
+use super::by_age::ByAge;
 use super::executor::{ExecuteError, Executor};
 use super::host::{DeviceInfo, Load, StepRecord, SubmitError};
 use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, Timings, sample_id,
 };
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
-use super::sequence::SequenceId;
 use super::spans;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::error::Error;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -133,10 +133,10 @@ impl Replica {
             executor,
             wake,
             failed: None,
-            clients: HashMap::new(),
+            clients: ByAge::default(),
             steps: VecDeque::with_capacity(STEP_RING),
             step_number: 0,
-            busy: Duration::ZERO,
+            busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
             started: Instant::now(),
         };
@@ -343,14 +343,14 @@ struct Actor {
     /// Why the executor is not used any more.
     failed: Option<String>,
     /// From submission until `Finished`.
-    clients: HashMap<SequenceId, Client>,
+    clients: ByAge<Client>,
     /// At most `STEP_RING`.
     steps: VecDeque<StepRecord>,
     step_number: u64,
     shared: Arc<Shared>,
     started: Instant,
-    /// Time that this thread has worked and no step was charged with.
-    busy: Duration,
+    /// Time that this thread has worked, and handed tokens out, and no step was charged with.
+    busy: (Duration, Duration),
 }
 
 impl Actor {
@@ -364,7 +364,7 @@ impl Actor {
         let why = "its engine thread has panicked".to_string();
         tracing::error!("{why}");
         self.shared.gate().closed = Some(why.clone());
-        for (_, client) in self.clients.drain() {
+        for client in self.clients.ids().into_iter().filter_map(|id| self.clients.remove(id)).collect::<Vec<_>>() {
             self.shared.gate().live.remove(&client.id);
             client.end(FinishReason::Error(why.clone()));
         }
@@ -392,8 +392,7 @@ impl Actor {
             self.turn();
         }
         let now = Instant::now();
-        let unfinished: Vec<SequenceId> = self.clients.keys().copied().collect();
-        for id in unfinished {
+        for id in self.clients.ids() {
             self.scheduler.abort_sequence(id, now);
         }
         self.deliver();
@@ -446,19 +445,22 @@ impl Actor {
 
     /// Takes in what the device says, gives it what is next, and only then tells the clients.
     fn turn(&mut self) {
-        let start = Instant::now();
         loop {
+            let start = Instant::now();
             if self.failed.is_none()
                 && let Err(error) = self.advance()
             {
                 self.fail(&error);
             }
             self.publish();
-            if !self.deliver() {
-                break;
+            let planned = Instant::now();
+            self.busy.0 += planned - start;
+            let again = self.deliver();
+            self.busy.1 += planned.elapsed();
+            if !again {
+                return;
             }
         }
-        self.busy += start.elapsed();
     }
 
     fn advance(&mut self) -> Result<(), ExecuteError> {
@@ -466,7 +468,9 @@ impl Actor {
         for mut progress in self.executor.poll()? {
             let now = Instant::now();
             if progress.steps > 0 {
-                progress.cost.schedule_us = std::mem::take(&mut self.busy).as_secs_f64() * 1e6;
+                let (scheduling, delivering) = std::mem::take(&mut self.busy);
+                progress.cost.schedule_us = scheduling.as_secs_f64() * 1e6;
+                progress.cost.deliver_us = delivering.as_secs_f64() * 1e6;
             }
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 if self.steps.len() == STEP_RING {
@@ -511,7 +515,7 @@ impl Actor {
         for output in self.scheduler.take_outputs() {
             let (id, event) = match output {
                 Output::Prefilled(id, cost) | Output::Decoded(id, cost) => {
-                    if let Some(client) = self.clients.get(&id) {
+                    if let Some(client) = self.clients.get(id) {
                         spans::record(&client.phase, &cost);
                     }
                     continue;
@@ -520,11 +524,11 @@ impl Actor {
             };
             if matches!(event, Event::Finished(_)) {
                 // The id is free before its user hears of the end.
-                if let Some(client) = self.clients.remove(&id) {
+                if let Some(client) = self.clients.remove(id) {
                     self.shared.gate().live.remove(&client.id);
                     client.finish(event);
                 }
-            } else if let Some(client) = self.clients.get_mut(&id)
+            } else if let Some(client) = self.clients.get_mut(id)
                 && !client.tell(event)
             {
                 gone.push(id);

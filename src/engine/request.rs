@@ -205,8 +205,11 @@ pub struct PerToken {
     pub host_waits: f64,
     /// Host time spent on enqueueing, microseconds.
     pub enqueue_us: f64,
-    /// Host time of the engine's thread: what the device says taken in, what is next planned, tokens handed out, microseconds.
+    /// Host time of the engine's thread until the device has its next work: what it says taken in, what is next
+    /// planned and enqueued, microseconds.
     pub schedule_us: f64,
+    /// Host time of the engine's thread for handing tokens to their clients' streams, microseconds.
+    pub deliver_us: f64,
     /// Device time, microseconds; 0 where the queue has no timestamps.
     pub gpu_us: f64,
     /// Flushes by reason.
@@ -224,6 +227,7 @@ impl PerToken {
         self.host_waits += other.host_waits * factor;
         self.enqueue_us += other.enqueue_us * factor;
         self.schedule_us += other.schedule_us * factor;
+        self.deliver_us += other.deliver_us * factor;
         self.gpu_us += other.gpu_us * factor;
         self.flushes.phase_boundary += other.flushes.phase_boundary * factor;
         self.flushes.readback += other.flushes.readback * factor;

@@ -19,6 +19,7 @@
 //!   slow device is submitted to less than once a token.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
+use super::by_age::ByAge;
 use super::executor::{
     Capacity, Change, Chunk, Done, PAGE_TOKENS, Page, Progress, Sampled, Slot, StepPlan, Ticket, Work,
 };
@@ -48,6 +49,8 @@ pub const PLAN_STEPS_MAX: u32 = 16;
 /// Decode steps that a prompt plan may last beside rows that decode: with their own step a row then waits three
 /// times as long for a token as without it.
 pub const PROMPT_STEPS: u32 = 2;
+/// Tokens that such a plan may have, where all that a step takes would last too long.
+const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 /// Admissions that may pass over whoever has waited longest before it is its turn.
 pub const PASSED_OVER_MAX: u32 = 7;
 
@@ -144,7 +147,7 @@ pub struct Scheduler {
     setup: Setup,
     pool: PagePool,
     /// All that have not ended, and those that have and still hold a slot.
-    sequences: BTreeMap<SequenceId, Sequence>,
+    sequences: ByAge<Sequence>,
     /// Not ended, by the request's id.
     by_request: HashMap<String, SequenceId>,
     /// Not ended and with a deadline.
@@ -199,7 +202,7 @@ impl Scheduler {
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
         Scheduler {
             pool: PagePool::new(capacity.pages),
-            sequences: BTreeMap::new(),
+            sequences: ByAge::default(),
             by_request: HashMap::new(),
             deadlines: BTreeSet::new(),
             ranked: BTreeSet::new(),
@@ -247,7 +250,7 @@ impl Scheduler {
 
     /// Ends a sequence as aborted unless it has ended.
     pub fn abort_sequence(&mut self, id: SequenceId, now: Instant) {
-        if self.sequences.get(&id).is_some_and(|sequence| !sequence.ended) {
+        if self.sequences.get(id).is_some_and(|sequence| !sequence.ended) {
             self.end(id, FinishReason::Aborted, now);
         }
     }
@@ -276,9 +279,9 @@ impl Scheduler {
         self.flights.clear();
         self.unnamed = None;
         self.leaves.clear();
-        let resident: Vec<SequenceId> = self.sequences.keys().copied().collect();
+        let resident = self.sequences.ids();
         for id in resident {
-            if let Some(sequence) = self.sequences.get_mut(&id) {
+            if let Some(sequence) = self.sequences.get_mut(id) {
                 sequence.in_flight = 0;
             }
             self.release(id);
@@ -312,7 +315,7 @@ impl Scheduler {
         let mut ended = 0;
         for (index, id) in self.slots.iter().enumerate() {
             let Some(id) = id else { continue };
-            let sequence = &self.sequences[id];
+            let sequence = &self.sequences[*id];
             let slot = Slot(index as u32);
             assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
             assert_ne!(sequence.state, State::Waiting, "{id:?} waits and holds {slot:?}");
@@ -413,7 +416,7 @@ impl Scheduler {
         if progress.finished {
             for slot in flight.slots {
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
-                let sequence = self.sequences.get_mut(&id).expect("whoever holds a slot is known");
+                let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
                 sequence.in_flight -= 1;
                 if sequence.in_flight == 0 && sequence.state == State::Leaving {
                     self.release(id);
@@ -437,7 +440,7 @@ impl Scheduler {
             .map(|sequence| (sequence.id, sequence.shielded, sequence.priority));
         match (resident, self.next_to_join()) {
             (Some((_, shielded, priority)), Some((joining, slot)))
-                if !shielded && priority < self.sequences[&joining].priority =>
+                if !shielded && priority < self.sequences[joining].priority =>
             {
                 Some(Prompt::Joining(joining, slot))
             }
@@ -456,11 +459,11 @@ impl Scheduler {
         let slot = self.slots.iter().position(Option::is_none)?;
         // A page in reserve for everyone who runs: else who joins is preempted at once.
         let reserve = self.slots.iter().flatten().count() as u32;
-        if self.sequences[&id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
+        if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
             return None;
         }
         let found = self.found(id);
-        let needed = pages_for(self.sequences[&id].tokens.len() as u32) - found.0.len() as u32 + found.1 + reserve;
+        let needed = pages_for(self.sequences[id].tokens.len() as u32) - found.0.len() as u32 + found.1 + reserve;
         (needed <= self.pool.free()).then_some((id, Slot(slot as u32)))
     }
 
@@ -469,7 +472,7 @@ impl Scheduler {
         if !self.setup.prefix_cache {
             return (Vec::new(), 0);
         }
-        let sequence = self.sequences.get_mut(&id).expect("a waiting sequence is known");
+        let sequence = self.sequences.get_mut(id).expect("a waiting sequence is known");
         self.pool.find(sequence.wanted())
     }
 
@@ -481,11 +484,8 @@ impl Scheduler {
         let prompts = self.residents().filter(|s| s.state == State::Prefill).count() + self.waiting.len();
         let allowed = step * PROMPT_STEPS * (prompts / rows).max(1) as u32;
         let fits = |tokens: u32| pace.chunk(tokens).is_none_or(|time| time <= allowed);
-        let mut tokens = most;
-        while tokens > PAGE_TOKENS && !fits(tokens) {
-            tokens = (tokens / 2).next_multiple_of(PAGE_TOKENS);
-        }
-        tokens.min(most)
+        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
+        [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS))
     }
 
     /// The next prompt plan, if there is a prompt.
@@ -503,7 +503,7 @@ impl Scheduler {
                 }
             };
             let turn = self.next_turn();
-            let sequence = self.sequences.get_mut(&id).expect("a prompt's sequence is known");
+            let sequence = self.sequences.get_mut(id).expect("a prompt's sequence is known");
             let chunk = sequence.next_chunk(left);
             sequence.in_flight += 1;
             sequence.turn = turn;
@@ -527,7 +527,7 @@ impl Scheduler {
     /// Lets others find what has become certain of a sequence's pages.
     fn name_pages(&mut self, id: SequenceId) {
         if self.setup.prefix_cache {
-            let sequence = self.sequences.get_mut(&id).expect("who holds pages is known");
+            let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
             for (page, name) in sequence.newly_full() {
                 self.pool.name(page, name);
             }
@@ -540,7 +540,7 @@ impl Scheduler {
         for page in &pages {
             self.pool.share(*page);
         }
-        let sequence = self.sequences.get_mut(&id).expect("a joining sequence is known");
+        let sequence = self.sequences.get_mut(id).expect("a joining sequence is known");
         let missing = pages_for(sequence.tokens.len() as u32) - found;
         pages.extend(self.pool.take(missing).expect("next_to_join counted the pages"));
         if self.waiting.first() == Some(&id) {
@@ -586,10 +586,10 @@ impl Scheduler {
         if rows.is_empty() {
             return None;
         }
-        let undrawn = rows.iter().map(|id| self.sequences[id].undrawn());
+        let undrawn = rows.iter().map(|&id| self.sequences[id].undrawn());
         // While someone waits for a slot, a plan ends with the first row that does.
         let useful = if self.waiting.is_empty() { undrawn.max() } else { undrawn.min() };
-        let dumps = rows.iter().any(|id| self.sequences[id].dumps_logits());
+        let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
         let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(pace.step(), rows.len() as u32) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
 
@@ -597,25 +597,26 @@ impl Scheduler {
             steps /= 2;
         }
         if self.pages_missing(&rows, steps) > self.pool.free() {
+            // The best first. Who finds no page then waits for those that are about to be released.
+            rows.sort_by_key(|&id| self.sequences[id].rank());
             self.preempt(&mut rows);
-        }
-        // Who finds no page now waits for those that are about to be released.
-        let mut free = self.pool.free();
-        rows.retain(|id| {
-            let missing = self.sequences[id].pages_missing(steps);
-            let fits = missing <= free;
-            free -= if fits { missing } else { 0 };
-            fits
-        });
-        if rows.is_empty() {
-            return None;
+            let mut free = self.pool.free();
+            rows.retain(|&id| {
+                let missing = self.sequences[id].pages_missing(steps);
+                let fits = missing <= free;
+                free -= if fits { missing } else { 0 };
+                fits
+            });
+            if rows.is_empty() {
+                return None;
+            }
         }
 
         let mut changes = self.take_leaves();
         let mut slots = Vec::with_capacity(rows.len());
         for id in &rows {
             let turn = self.next_turn();
-            let sequence = self.sequences.get_mut(id).expect("rows are known");
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
             let slot = sequence.slot.expect("rows hold slots");
             let missing = sequence.pages_missing(steps);
             if missing > 0 {
@@ -640,8 +641,8 @@ impl Scheduler {
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps }) })
     }
 
-    /// Who can decode, best first, at most the largest bucket: where there are more, those that
-    /// have gone longest without.
+    /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket:
+    /// where there are more, those that have gone longest without.
     fn decode_rows(&self) -> Vec<SequenceId> {
         let mut rows: Vec<&Sequence> = self
             .residents()
@@ -653,8 +654,6 @@ impl Scheduler {
         if rows.len() > most {
             rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);
-        } else {
-            rows.sort_by_key(|sequence| sequence.rank());
         }
         rows.into_iter().map(|sequence| sequence.id).collect()
     }
@@ -675,7 +674,7 @@ impl Scheduler {
     }
 
     fn pages_missing(&self, rows: &[SequenceId], steps: u32) -> u32 {
-        rows.iter().map(|id| self.sequences[id].pages_missing(steps)).sum()
+        rows.iter().map(|&id| self.sequences[id].pages_missing(steps)).sum()
     }
 
     /// Takes pages from the youngest of the lowest priority until one step of the remaining
@@ -693,7 +692,7 @@ impl Scheduler {
                 .id;
             rows.retain(|&id| id != victim);
             self.preemptions += 1;
-            let sequence = self.sequences.get_mut(&victim).expect("a victim is known");
+            let sequence = self.sequences.get_mut(victim).expect("a victim is known");
             sequence.preemptions += 1;
             sequence.state = State::Leaving;
             self.leaves.push(sequence.slot.expect("a victim holds a slot"));
@@ -792,7 +791,7 @@ impl Scheduler {
 
     /// The one place where a sequence ends. `stopped`: the device has marked its slot done.
     fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
-        let sequence = self.sequences.get_mut(&id).expect("an ending sequence is known");
+        let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
         sequence.ended = true;
         self.by_request.remove(&sequence.request);
@@ -820,7 +819,7 @@ impl Scheduler {
             State::Waiting => {
                 self.waiting.remove(&id);
                 self.ranked.remove(&(Reverse(sequence.priority), id));
-                self.sequences.remove(&id);
+                self.sequences.remove(id);
             }
             // Told to leave when it was preempted.
             State::Leaving => {}
@@ -839,7 +838,7 @@ impl Scheduler {
     /// No plan names the sequence any more: its slot and pages are free, and it is gone or
     /// back in the queue.
     fn release(&mut self, id: SequenceId) {
-        let sequence = self.sequences.get_mut(&id).expect("a released sequence is known");
+        let sequence = self.sequences.get_mut(id).expect("a released sequence is known");
         let (slot, pages) = sequence.leave();
         // The end first: of what is kept, a beginning is of use longer than what follows it.
         for page in pages.into_iter().rev() {
@@ -850,7 +849,7 @@ impl Scheduler {
             assert_eq!(holder, Some(id), "a slot is released by its holder");
         }
         if sequence.ended {
-            self.sequences.remove(&id);
+            self.sequences.remove(id);
         } else {
             self.ranked.insert((Reverse(sequence.priority), id));
             self.waiting.insert(id);
@@ -860,12 +859,12 @@ impl Scheduler {
     // ---- small things ----
 
     fn residents(&self) -> impl Iterator<Item = &Sequence> {
-        self.slots.iter().flatten().map(|id| &self.sequences[id])
+        self.slots.iter().flatten().map(|&id| &self.sequences[id])
     }
 
     fn holder(&mut self, slot: Slot) -> Option<&mut Sequence> {
         let id = self.slots[slot.0 as usize]?;
-        self.sequences.get_mut(&id)
+        self.sequences.get_mut(id)
     }
 
     fn take_leaves(&mut self) -> Vec<Change> {
@@ -1270,7 +1269,7 @@ mod tests {
         let taken = |work| chunks(work).iter().map(|chunk| chunk.2).sum::<usize>();
         let decoded = bench.work();
         assert_eq!(steps(decoded), 1);
-        assert_eq!(taken(bench.work()), 32, "64 would last nine milliseconds");
+        assert_eq!(taken(bench.work()), 48, "64 would last nine milliseconds");
         // More prompts than rows: they do not wait for its sake.
         for id in ["c", "d", "e"] {
             bench.arrive(request(id, 40, 10));
@@ -1364,7 +1363,7 @@ mod tests {
         bench.arrive(Request { cache_salt: "x".into(), ..counting("second", 15) });
         for request in ["first", "second"] {
             let id = bench.scheduler.by_request[request];
-            bench.scheduler.sequences.get_mut(&id).unwrap().max_tokens = 60;
+            bench.scheduler.sequences.get_mut(id).unwrap().max_tokens = 60;
         }
         let mut resumed = None;
         while !bench.scheduler.is_idle() {

@@ -21,7 +21,7 @@ use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::attention::Heads;
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
-use ostinato::kernels::flash::{SHARED_BYTES, flash, flash_serves, flash_tiles};
+use ostinato::kernels::flash::{PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, flash_tiles, partials_bytes};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::FlashArgs;
@@ -130,7 +130,7 @@ impl Chunk {
 }
 
 /// Adds the buffers of a step of chunks of several sequences, and its call.
-fn call(chunks: &[Chunk], cases: &mut Cases, matrices: Matrices) -> FlashArgs {
+fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
     let heads = chunks[0].heads;
     let Heads { q, kv, dim, .. } = heads;
     let stride = (q + 2 * kv) * dim + 8;
@@ -183,19 +183,22 @@ fn call(chunks: &[Chunk], cases: &mut Cases, matrices: Matrices) -> FlashArgs {
         o: cases.output("o", (rows * output_stride) as usize, Expect::Floats(ROUNDED)),
         stride,
         output_stride,
+        partials: cases.output("partials", partials_bytes(heads) as usize / 4, Expect::Any),
+        counters: cases.words("counters", &vec![0; counters_bytes(heads) as usize / 4]),
         max_pages,
+        parts: PARTS,
     };
-    cases.recording.call(flash("flash".to_owned(), heads, rows, most, matrices, args));
+    cases.recording.call(flash("flash".to_owned(), heads, (rows, most, splits), matrices, args));
     args
 }
 
 /// Runs chunks in one recording on every driver, each way it can multiply.
 fn check(name: &str, chunks: Vec<Chunk>) {
-    check_steps(name, &chunks.into_iter().map(|chunk| vec![chunk]).collect::<Vec<_>>());
+    check_steps(name, 1, &chunks.into_iter().map(|chunk| vec![chunk]).collect::<Vec<_>>());
 }
 
-/// The same for steps of several sequences' chunks.
-fn check_steps(name: &str, steps: &[Vec<Chunk>]) {
+/// The same for steps of several sequences' chunks, a tile's tokens shared by up to `splits` workgroups.
+fn check_steps(name: &str, splits: u32, steps: &[Vec<Chunk>]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
     for matrices in [Matrices::ByHand, Matrices::Cooperative] {
@@ -208,7 +211,7 @@ fn check_steps(name: &str, steps: &[Vec<Chunk>]) {
         for (index, chunks) in steps.iter().enumerate() {
             let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
             cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
-            outputs.push(call(chunks, &mut cases, matrices).o);
+            outputs.push(call(chunks, splits, &mut cases, matrices).o);
         }
         let reference = cases.reference();
         for (chunks, o) in steps.iter().zip(outputs) {
@@ -254,7 +257,23 @@ fn chunks_of_several_sequences_in_one_step() {
         let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
         steps.push(shape.iter().map(chunk).collect());
     }
-    check_steps("several", &steps);
+    check_steps("several", 2, &steps);
+}
+
+/// Contexts of which several workgroups have a share each, some shares of which some rows see nothing.
+#[test]
+fn ends_of_long_prompts_are_shared() {
+    let mut random = Random(36);
+    let mut steps = Vec::new();
+    for (index, shape) in
+        [&[(400, 3)][..], &[(1, 300)], &[(700, 20), (0, 5), (260, 1)], &[(511, 17)]].into_iter().enumerate()
+    {
+        let heads = heads([4, 1, 2, 3][index], [1, 2, 1, 2][index], [64, 32, 128, 64][index]);
+        let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+        steps.push(shape.iter().map(chunk).collect());
+        steps.push(vec![Chunk::new(&mut random, heads, 900, 2, 2)]);
+    }
+    check_steps("shared", 5, &steps);
 }
 
 #[test]
@@ -303,7 +322,7 @@ fn chunks_of_a_large_model_on_a_gpu() {
         for matrices in ways(&bench) {
             let mut cases = Cases::new("large");
             cases.case(format!("{matrices:?}"));
-            let args = call(std::slice::from_ref(&chunk), &mut cases, matrices);
+            let args = call(std::slice::from_ref(&chunk), 1, &mut cases, matrices);
             let memory = bench.run(&cases.recording, &cases.before());
             for row in 0..length {
                 chunk.check(&memory, args.o, 0, row, random.below(chunk.heads.q), ROUNDED.into());

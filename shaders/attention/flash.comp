@@ -1,5 +1,6 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
+#pragma use_vulkan_memory_model
 // o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the pages of row r's prompt up to the position of row r.
 //
 // qkv    [rows][stride] f32: q heads, normalised and rotated; what follows them is not read
@@ -13,7 +14,10 @@
 // are summed, values while scores are. Maxima and sums of the softmax are kept in registers from block to
 // block. A lane's scores are what it needs as tokens of the second product, so weights of tokens never move.
 // q and the weights are rounded to f16, all sums are f32. D is a multiple of 32.
-// Traffic: 4·D bytes a token and workgroup.
+// Where tiles are few and contexts long (the end of a prompt whose beginning was found in pages), several
+// workgroups share a tile's tokens: each leaves maximum, sum and output of every lane in `partials`, and the last
+// to arrive combines them in their order.
+// Traffic: 4·D bytes a token and tile.
 #define WEIGHT 1
 #include "common.glsl"
 #if MATRIX == 1
@@ -28,10 +32,13 @@ layout(constant_id = 1) const uint D = 128;
 layout(constant_id = 2) const uint G = 4;
 layout(constant_id = 3) const uint KV_HEADS = 8;
 layout(constant_id = 4) const uint LANES = 128; // the same as the workgroup's size; a multiple of 32
+layout(constant_id = 5) const uint SPLITS = 1;  // workgroups that may share a tile
 
 #include "fragments.glsl"
 
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent vec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
 
 layout(push_constant) uniform Args {
     Floats4In qkv;
@@ -40,9 +47,12 @@ layout(push_constant) uniform Args {
     Words4In k;
     Words4In v;
     Floats2Out o;
+    Partials partials;   // [kv heads][parts][D / 8 + 1][LANES]: outputs of two pairs, then their m and l
+    Counters counters;   // [kv heads][parts], zero between uses
     uint stride;
     uint output_stride;
     uint max_pages;
+    uint parts;          // tiles times workgroups that share one, at most
 };
 
 // Tokens of a block: as many as shared memory holds.
@@ -61,7 +71,10 @@ const uint STAGED = (WORDS + LANES - 1u) / LANES;      // of these, a thread's
 const uint K_STRIDE = 18u;
 const uint V_STRIDE = EIGHTS + 1u;
 const float LOWEST = -3.0e38;
+// Blocks that a workgroup has at least, where several share a tile.
+const uint LEAST_BLOCKS = 4u;
 
+shared uint arrived_s;
 shared uvec4 k_s[PARTS * EIGHTS * K_STRIDE];           // [page][D/8][16 tokens]
 shared uvec4 v_s[BLOCK * V_STRIDE];                    // [token][D/8]
 
@@ -140,6 +153,17 @@ float max4(vec4 x) { return max(max(x.x, x.y), max(x.z, x.w)); }
 float sum4(vec4 x) { return (x.x + x.y) + (x.z + x.w); }
 uvec2 pack4(vec4 x) { return uvec2(pack_pair(x.x, x.y), pack_pair(x.z, x.w)); }
 
+// Where a share's part of a lane begins.
+uint part_at(uint part) { return part * (D / 8u + 1u) * LANES + gl_LocalInvocationIndex; }
+
+// A lane's 16 dims from 16i on, of its first pair and its second.
+#define WRITE_OUTPUT(i, low_, high_) {                                                       \
+        uvec2 at_ = ((prompt.z + row) * output_stride + head * D) / 2u + t + (i) * 8u;       \
+        vec4 a_ = (low_) / l.x, b_ = (high_) / l.y;                                          \
+        if (pair.x < in_use * G) { o.v[at_.x] = a_.xy; o.v[at_.x + 4u] = a_.zw; }            \
+        if (pair.y < in_use * G) { o.v[at_.y] = b_.xy; o.v[at_.y + 4u] = b_.zw; }            \
+    }
+
 void main() {
     uint kvh = gl_WorkGroupID.x;
     // The longest of a prompt first.
@@ -157,6 +181,13 @@ void main() {
     uint table = prompt.x * max_pages;
     uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // the last row's position
     uint open = start + tile / G;                                 // the first row's: no pair masks tokens up to it
+    uint blocks = last / BLOCK + 1u;
+    uint most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(chunk.v[0].w, 1u), 1u)) : 1u;
+    uint sharers = min(most_sharers, max(blocks / LEAST_BLOCKS, 1u));
+    uint share = (blocks + sharers - 1u) / sharers;
+    sharers = (blocks + share - 1u) / share;
+    if (gl_WorkGroupID.z >= sharers) return;
+    uint block_begin = gl_WorkGroupID.z * share, block_end = min(block_begin + share, blocks);
     uint g = LANE >> 2, t = LANE & 3u;
     // The lane's two pairs; those past the end repeat the last row.
     uvec2 pair = tile + LANE_GROUP * 16u + g + uvec2(0u, 8u);
@@ -165,7 +196,7 @@ void main() {
     uvec2 head = kvh * G + pair % G;
 
     uvec4 staged[STAGED];
-    LOAD(k, 0u)
+    LOAD(k, block_begin)
     // Powers of two are what the hardware knows.
     float scale = 1.4426950408889634 * inversesqrt(float(D));
     Tokens q[D / 16u];
@@ -182,8 +213,7 @@ void main() {
     UNROLL for (uint i = 0u; i < D / 16u; i++) sums[i] = NO_SUMS;
     vec2 m = vec2(LOWEST); // of the lane's two pairs
     vec2 l = vec2(0.0);    // the lane's part
-    uint blocks = last / BLOCK + 1u;
-    for (uint block = 0u; block < blocks; block++) {
+    for (uint block = block_begin; block < block_end; block++) {
         uint first = block * BLOCK;
         barrier();
         LOAD(v, block)
@@ -245,18 +275,42 @@ void main() {
         STORE_KEYS
     }
 
-    vec2 inverse = 1.0 / sum_of_pairs(l);
-    uvec2 at = ((prompt.z + row) * output_stride + head * D) / 2u + t;
-    bvec2 there = lessThan(pair, uvec2(in_use * G));
-    UNROLL for (uint i = 0u; i < D / 16u; i++) {
-        vec4 a = SUMS_LOW(sums[i]) * inverse.x, b = SUMS_HIGH(sums[i]) * inverse.y;
-        if (there.x) {
-            o.v[at.x + i * 8u] = a.xy;
-            o.v[at.x + i * 8u + 4u] = a.zw;
+    l = sum_of_pairs(l);
+    if (SPLITS > 1u && sharers > 1u) {
+        uint first_part = kvh * parts + number * most_sharers;
+        uint own = part_at(first_part + gl_WorkGroupID.z);
+        UNROLL for (uint i = 0u; i < D / 16u; i++) {
+            partials.v[own + 2u * i * LANES] = SUMS_LOW(sums[i]);
+            partials.v[own + (2u * i + 1u) * LANES] = SUMS_HIGH(sums[i]);
         }
-        if (there.y) {
-            o.v[at.y + i * 8u] = b.xy;
-            o.v[at.y + i * 8u + 4u] = b.zw;
+        partials.v[own + D / 8u * LANES] = vec4(m, l);
+        // Release what was left, count; the last to arrive acquires all of it.
+        memoryBarrierBuffer();
+        barrier();
+        if (gl_LocalInvocationIndex == 0u) arrived_s = atomicAdd(counters.v[first_part], 1u) + 1u;
+        barrier();
+        if (arrived_s != sharers) return;
+        memoryBarrierBuffer();
+        if (gl_LocalInvocationIndex == 0u) counters.v[first_part] = 0u;
+        vec2 top = vec2(LOWEST);
+        for (uint s = 0u; s < sharers; s++) top = max(top, partials.v[part_at(first_part + s) + D / 8u * LANES].xy);
+        l = vec2(0.0);
+        for (uint s = 0u; s < sharers; s++) {
+            vec4 state = partials.v[part_at(first_part + s) + D / 8u * LANES];
+            l += exp2(state.xy - top) * state.zw;
         }
+        for (uint i = 0u; i < D / 16u; i++) {
+            vec4 a = vec4(0.0), b = vec4(0.0);
+            for (uint s = 0u; s < sharers; s++) {
+                uint at = part_at(first_part + s);
+                // Of pairs that see none of a share's tokens nothing is taken.
+                vec2 weight = exp2(partials.v[at + D / 8u * LANES].xy - top);
+                a += weight.x * partials.v[at + 2u * i * LANES];
+                b += weight.y * partials.v[at + (2u * i + 1u) * LANES];
+            }
+            WRITE_OUTPUT(i, a, b)
+        }
+        return;
     }
+    UNROLL for (uint i = 0u; i < D / 16u; i++) WRITE_OUTPUT(i, SUMS_LOW(sums[i]), SUMS_HIGH(sums[i]))
 }

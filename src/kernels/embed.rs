@@ -26,7 +26,7 @@ pub struct Table {
 }
 
 /// Where the parts of a prompt step's descriptor lie, words:
-/// - `{prompts, lasts, rows, 0}`;
+/// - `{prompts, lasts, rows, tiles}`;
 /// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, rows
 ///   ascending; tiles are `flash`'s;
 /// - for each prompt whose last chunk this is, its last row, from which a token is drawn;
@@ -77,7 +77,7 @@ impl ChunkLayout {
             tokens.extend_from_slice(prompt.tokens);
         }
         vec![
-            (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, 0]),
+            (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, first_tile]),
             (self.prompt(0), words),
             (self.last(0), lasts),
             (self.token(0), tokens),

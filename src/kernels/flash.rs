@@ -26,11 +26,30 @@ pub fn flash_tiles(heads: Heads, rows: u32) -> u32 {
     (rows * heads.group()).div_ceil(THREADS / 2)
 }
 
-/// Attention of up to `rows` rows of up to `prompts` prompts.
+/// Tiles times workgroups that share one's tokens, at most: what `partials` and `counters` have room for.
+pub const PARTS: u32 = 32;
+
+/// Bytes of `partials`.
+pub fn partials_bytes(heads: Heads) -> u64 {
+    u64::from(heads.kv * PARTS) * u64::from((heads.dim / 8 + 1) * THREADS) * 16
+}
+
+/// Bytes of `counters`.
+pub fn counters_bytes(heads: Heads) -> u64 {
+    u64::from(heads.kv * PARTS) * 4
+}
+
+/// Attention of up to `rows` rows of up to `prompts` prompts; `splits`: workgroups that may share a tile.
 ///
 /// # Panics
 /// If [`flash_serves`] denies the heads or rows do not start at 16 bytes.
-pub fn flash(label: String, heads: Heads, rows: u32, prompts: u32, matrices: Matrices, args: FlashArgs) -> Call {
+pub fn flash(
+    label: String,
+    heads: Heads,
+    (rows, prompts, splits): (u32, u32, u32),
+    matrices: Matrices,
+    args: FlashArgs,
+) -> Call {
     assert!(flash_serves(heads), "flash does not serve {heads:?}");
     assert!(
         args.stride.is_multiple_of(4) && args.output_stride.is_multiple_of(4),
@@ -39,7 +58,7 @@ pub fn flash(label: String, heads: Heads, rows: u32, prompts: u32, matrices: Mat
         args.output_stride
     );
     let constants =
-        FlashConstants { threads: THREADS, d: heads.dim, g: heads.group(), kv_heads: heads.kv, lanes: THREADS };
+        FlashConstants { threads: THREADS, d: heads.dim, g: heads.group(), kv_heads: heads.kv, lanes: THREADS, splits };
     Call {
         kernel: match matrices {
             Matrices::ByHand => "flash.plain",
@@ -47,9 +66,9 @@ pub fn flash(label: String, heads: Heads, rows: u32, prompts: u32, matrices: Mat
         },
         label,
         constants: constants.into_values(),
-        args: args.into_args(),
+        args: FlashArgs { parts: PARTS, ..args }.into_args(),
         // Each prompt but one may have a tile that is not full.
-        groups: [heads.kv, flash_tiles(heads, rows) + prompts.min(rows) - 1, 1],
+        groups: [heads.kv, flash_tiles(heads, rows) + prompts.min(rows) - 1, splits],
     }
 }
 

@@ -71,6 +71,8 @@ const MOST_SKINNY_ROWS: u32 = 8;
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
 /// See [`MOST_SKINNY_ROWS_NARROW`].
 const NARROW: u32 = 2048;
+/// Workgroups that share a tile of a prompt's attention, at most.
+const MOST_PROMPT_SPLITS: u32 = 16;
 /// Rows of a prompt chunk up to which its products are those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
@@ -767,8 +769,14 @@ impl Dense<'_> {
             }
         };
         let flashes = self.tuning.fragments.filter(|matrices| !fused && self.flashes(*matrices));
-        r.call(match flashes {
+        let call = match flashes {
             Some(matrices) => {
+                // Few tiles of long contexts would leave processors idle.
+                let tiles = flash::flash_tiles(heads, shape.rows()) * heads.kv;
+                let splits = match matrices {
+                    Matrices::ByHand => 1,
+                    Matrices::Cooperative => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
+                };
                 let args = FlashArgs {
                     qkv: step.qkv.range,
                     chunk: step.chunk,
@@ -776,14 +784,19 @@ impl Dense<'_> {
                     k,
                     v,
                     o: step.attention.range,
+                    partials: r.buffer("flash.partials", flash::partials_bytes(heads)),
+                    counters: r.buffer("flash.counters", flash::counters_bytes(heads)),
                     stride: step.qkv.stride,
                     output_stride: step.attention.stride,
                     max_pages: self.state.max_pages,
+                    parts: flash::PARTS,
                 };
-                flash::flash(name("attention"), heads, shape.rows(), self.state.prompts, matrices, args)
+                let size = (shape.rows(), self.state.prompts, splits);
+                flash::flash(name("attention"), heads, size, matrices, args)
             }
             None => call,
-        });
+        };
+        r.call(call);
 
         if packs {
             let width = heads.q * heads.dim;

@@ -18,9 +18,9 @@ use half::{bf16, f16};
 use harness::{Bench, Cases, Expect, POISON, Random, round};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::panel::panel;
+use ostinato::kernels::panel::{Config, panel};
 use ostinato::kernels::recording::Range;
-use ostinato::kernels::skinny::{Config, Matrices};
+use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::memory::pack::{Format, fragment_index};
 
@@ -337,7 +337,12 @@ fn panel_multiplies_the_rows_of_a_batch() {
             cases.case(format!("bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{rows}.{at}"));
             let logical = Logical::new(&mut random, Format::Bf16, shape, *rows, bias, epilogue);
             let product = logical.product(&mut cases, *rows, into_packed, SUMS);
-            cases.recording.call(panel(&product, *rows, *matrices, Config { threads, tiles, ahead }));
+            cases.recording.call(panel(
+                &product,
+                *rows,
+                *matrices,
+                Config { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4) },
+            ));
             made.push((logical, product));
         }
         let reference = cases.reference();

@@ -361,6 +361,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
         fragments: matrices,
         skinny: BTreeMap::new(),
+        panel: BTreeMap::new(),
         // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,

@@ -5,18 +5,30 @@ use super::gemm::{self, Epilogue};
 use super::host_memory::HostMemory;
 use super::recording::Call;
 use super::shaders::{PanelArgs, PanelConstants};
-use super::skinny::{Config, Matrices};
+use super::skinny::Matrices;
 use super::tiled::{Output, Tiled, token_index};
 use super::{Format, fold};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
-/// Blocks of 16 rows of x that one workgroup takes at most.
-pub const MOST_BLOCKS: u32 = 4;
+/// The shape of `panel`'s workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Config {
+    /// Invocations: a multiple of 32; each 32 take a share of K.
+    pub threads: u32,
+    /// Blocks of 16 rows of W.
+    pub tiles: u32,
+    /// Chunks of 32 columns that each 32 invocations have in flight.
+    pub ahead: u32,
+    /// Blocks of 16 rows of x.
+    pub blocks: u32,
+}
 
-/// Shared memory of a workgroup for so many rows, bytes.
-pub fn shared_bytes(config: Config, rows: u32, matrices: Matrices) -> u32 {
-    let exchange = if matrices == Matrices::ByHand { config.threads * 32 } else { 0 };
-    config.threads / 32 * rows.div_ceil(16).min(MOST_BLOCKS) * 64 * 16 + exchange
+impl Config {
+    /// Shared memory of a workgroup, bytes.
+    pub fn shared_bytes(self, matrices: Matrices) -> u32 {
+        let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
+        self.threads / 32 * self.blocks * 64 * 16 + exchange
+    }
 }
 
 /// A product of `rows` packed rows of x.
@@ -33,7 +45,7 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config) -> 
             (y.range, y.cols.div_ceil(FRAGMENT_COLS), 1)
         }
     };
-    let blocks = rows.div_ceil(16).min(MOST_BLOCKS);
+    let blocks = config.blocks;
     let constants = PanelConstants {
         threads: config.threads,
         lanes: config.threads,

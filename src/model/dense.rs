@@ -96,6 +96,8 @@ pub struct Tuning {
     pub fragments: Option<Matrices>,
     /// Shapes of `skinny`'s workgroups for one row, by rows and columns of W, where the rule's are not the best.
     pub skinny: BTreeMap<(u32, u32), skinny::Config>,
+    /// Shapes of `panel`'s workgroups by rows and columns of W, where the rule's are not the best.
+    pub panel: BTreeMap<(u32, u32), panel::Config>,
     /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
     pub tags: bool,
     /// For tests: the last product of the layers waits for words that are never written.
@@ -106,9 +108,22 @@ pub struct Tuning {
 
 impl Tuning {
     /// Applies `key=value`; false if there is no such key or the value is no number. The key
-    /// `skinny.ROWSxCOLUMNS` takes `threads/tiles/ahead`.
+    /// `skinny.ROWSxCOLUMNS` takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
+    /// `threads/tiles/ahead/blocks`, of W.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
+        if let Some((rows, cols)) = key.strip_prefix("panel.").and_then(|shape| shape.split_once('x')) {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(rows), Ok(cols), &[threads, tiles, ahead, blocks]) = (rows.parse(), cols.parse(), &numbers[..])
+            else {
+                return false;
+            };
+            if threads % 32 != 0 || [threads, tiles, ahead, blocks].contains(&0) {
+                return false;
+            }
+            self.panel.insert((rows, cols), panel::Config { threads, tiles, ahead, blocks });
+            return true;
+        }
         if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
             let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
@@ -526,12 +541,15 @@ impl Dense<'_> {
     }
 
     /// The shape of `panel`'s workgroups for a product.
-    fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
+    fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::Config {
+        if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
+            return *config;
+        }
         let few = rows <= 32;
         let tiles = if weight.rows < 2048 || few { 1 } else { 2 };
         let ahead = if few || weight.rows <= 4096 { 2 } else { 1 };
-        let mut config = skinny::Config { threads: 256, tiles, ahead };
-        while config.threads > 32 && panel::shared_bytes(config, rows, matrices) > self.tuning.shared_bytes {
+        let mut config = panel::Config { threads: 256, tiles, ahead, blocks: rows.div_ceil(16).min(4) };
+        while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
             config.threads /= 2;
         }
         config

@@ -12,7 +12,7 @@ use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::state;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, Place, Table};
-use crate::model::checkpoint::Checkpoint;
+use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use crate::model::dense::{Dense, RingLayout, Shape, Tuning};
 use std::sync::Arc;
 
@@ -147,6 +147,8 @@ pub fn stages(
         context: max_pages * 16,
         tuning,
     };
+    let is_matrix = |w: &&WeightSpec| matches!(w.kind, WeightKind::Matrix);
+    let weight_value_bytes = checkpoint.weights().iter().find(is_matrix).map_or(1, |w| w.dtype.bytes());
     let whole = dense.record(load.shape);
     let step = whole.with_barriers();
     let base = groups(&step);
@@ -210,7 +212,7 @@ pub fn stages(
             let weight_bytes = bytes / u64::from(calls);
             // The head of a prompt is for its last token.
             let rows = if name == "head" { rows } else { load.shape.rows() };
-            let weights = weight_bytes / checkpoint.weights()[0].dtype.bytes();
+            let weights = weight_bytes / weight_value_bytes;
             let operations = 2 * weights * u64::from(rows);
             Stage { name, tried, calls, us: seconds * 1e6 / f64::from(calls), weight_bytes, operations }
         })

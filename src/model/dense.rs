@@ -663,19 +663,16 @@ impl Dense<'_> {
                     packed => packed,
                 },
             };
-            let batch_tile = match shape {
-                Shape::Decode { .. } => self.batch_tile(&weight, rows, fold),
-                Shape::Prefill { .. } => None,
-            };
-            recording.call(match shape {
-                Shape::Prefill { .. } if rows > MOST_PANEL_ROWS => {
+            let batch_tile = self.batch_tile(&weight, rows, fold);
+            recording.call(match (shape, batch_tile) {
+                (Shape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
                         Matrices::ByHand => Tile::Plain,
                     };
                     product.call(tile, rows, step.chunk)
                 }
-                _ if batch_tile.is_some() => product.batch(batch_tile.unwrap_or(Tile::Plain), rows),
+                (Shape::Decode { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows behind a chunk's end are zero.
                 _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
             });

@@ -18,7 +18,7 @@ use half::bf16;
 use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
 use ostinato::kernels::attention::{self, Heads};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
-use ostinato::kernels::flash_decode::flash_decode;
+use ostinato::kernels::flash_decode::{Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
@@ -26,6 +26,7 @@ use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeL
 use ostinato::kernels::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::state;
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
+use ostinato::kernels::tiled::{Packed, token_index};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::dense;
 
@@ -971,10 +972,29 @@ fn flash_heads() -> Vec<Heads> {
         .to_vec()
 }
 
+/// How blocks can be multiplied here.
+fn ways() -> &'static [Matrices] {
+    match Driver::first() {
+        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
+        _ => &[Matrices::ByHand],
+    }
+}
+
+/// How `flash_decode` takes its rows and leaves its output.
+#[derive(Clone, Copy, PartialEq)]
+enum Batch {
+    /// Evenly split, rows of floats.
+    Even,
+    /// By a plan, rows of floats.
+    Planned,
+    /// By a plan, packed for the next product.
+    Packed,
+}
+
 /// Method, beside the file's: each case runs twice in a row over one set of counters, which
 /// must be zero again, and with several numbers of splits, so that one workgroup is all there
 /// is, the last of several to arrive combines, or splits are left without work.
-fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
+fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
     let mut cases = Cases::new(if flash.is_some() {
         "flash_decode"
     } else if fused {
@@ -986,7 +1006,9 @@ fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
     let mut made = Vec::new();
     let all = if flash.is_some() { flash_heads() } else { all_heads() };
     // Rows without a sequence write zeros, and all words their tag; that each shape does so needs no proof.
-    let all = all.into_iter().step_by(if tags { 2 } else { 1 });
+    // Of plans as well: what a unit computes is shown by the others.
+    let planned = flash.is_some_and(|(_, batch)| batch != Batch::Even);
+    let all = all.into_iter().step_by(if tags || planned { 2 } else { 1 });
     let flow = match tags {
         true => Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) },
         false => Flow::NONE,
@@ -1010,8 +1032,15 @@ fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
             // other way shifts its score by up to 2^-11 of its terms.
             let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
             let near_words = |limit| if tags { Expect::Tagged(limit + 2e-5) } else { Expect::Floats(limit) };
-            let outputs = ["o", "o.again"]
-                .map(|name| cases.output(name, (count * (heads.q * heads.dim + 8)) as usize, near_words(limit)));
+            let packs = flash.is_some_and(|(_, batch)| batch == Batch::Packed);
+            let width = heads.q * heads.dim;
+            let outputs = ["o", "o.again"].map(|name| match packs {
+                // A value may be rounded the other way.
+                true => {
+                    cases.output(name, Packed::bytes(count, width) as usize / 4, Expect::Bfloats(2f32.powi(-7) + limit))
+                }
+                false => cases.output(name, (count * (width + 8)) as usize, near_words(limit)),
+            });
             let mut args = AttentionArgs {
                 qkv: cases.words("qkv", &context.qkv_words().into_iter().map(put).collect::<Vec<u32>>()),
                 rows: cases.words("rows", &context.row_words()),
@@ -1026,7 +1055,7 @@ fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
                 o: outputs[0],
                 fault: cases.words("fault", &[0]),
                 stride: context.stride,
-                output_stride: heads.q * heads.dim + 8,
+                output_stride: if packs { width / 32 } else { width + 8 },
                 max_pages: context.max_pages,
                 epsilon: EPSILON,
                 qkv_tag: 0,
@@ -1034,16 +1063,30 @@ fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
             };
             cases.expect(args.k, stored(heads.kv_format));
             cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
-            for o in outputs {
+            for (turn, o) in outputs.into_iter().enumerate() {
                 args.o = o;
                 let label = "attention".to_owned();
-                cases.recording.call(match flash {
-                    Some(matrices) => {
+                let call = match flash {
+                    Some((matrices, Batch::Even)) => {
                         let threads = [32, 64, 128, 256][index % 4];
-                        flash_decode(label, heads, count, splits, threads, matrices, flow, args)
+                        let split = Split::Evenly { rows: count, splits };
+                        flash_decode(label, heads, split, threads, false, matrices, flow, args)
+                    }
+                    Some((matrices, _)) => {
+                        let threads = [32, 64, 128, 256][index % 4];
+                        // As many partial results as there is room for.
+                        let spread = Spread { units: (splits - 1) * count, least: 1 + index as u32 % 2 };
+                        let work =
+                            cases.output(&format!("work.{turn}"), spread.bytes(count) as usize / 4, Expect::Exact);
+                        let plan = plan_splits("plan".to_owned(), count, spread, args.rows, work);
+                        cases.recording.call(plan);
+                        let split = Split::Planned { units: spread.most(count) };
+                        let args = AttentionArgs { rows: work, ..args };
+                        flash_decode(label, heads, split, threads, packs, matrices, flow, args)
                     }
                     None => attention::attention(label, heads, count, splits, threads, fused, flow, args),
-                });
+                };
+                cases.recording.call(call);
             }
             last = Some((args, outputs));
         }
@@ -1052,11 +1095,15 @@ fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
         made.push((context, args, outputs));
     }
     let reference = cases.reference();
+    let packs = flash.is_some_and(|(_, batch)| batch == Batch::Packed);
     for (context, args, outputs) in made {
         let Heads { q, kv, dim, kv_format, .. } = context.heads;
         let what = &cases.recording.decl(args.o.buffer).name;
         for row in 0..context.rows.len() {
             if context.rows[row].is_none() {
+                if packs {
+                    continue;
+                }
                 let words = (0..q * dim).map(|i| reference.u32(args.o, row as u32 * args.output_stride + i));
                 let wanted = if tags { TAGS[2] } else { POISON };
                 assert!(words.into_iter().all(|word| word == wanted), "{what}, row {row} without a sequence");
@@ -1077,8 +1124,15 @@ fn attention_cases(fused: bool, flash: Option<Matrices>, tags: bool) {
                 let wanted = context.attend(row, kv_head, &query, new.as_ref().map(|(k, v)| (&k[..], &v[..])));
                 for i in 0..dim {
                     for o in outputs {
-                        let found = reference.f32(o, row as u32 * args.output_stride + h * dim + i);
+                        let found = match packs {
+                            true => {
+                                let at = token_index(row as u32, h * dim + i, q * dim) as u32;
+                                reference.weight(Format::Bf16, o, at)
+                            }
+                            false => reference.f32(o, row as u32 * args.output_stride + h * dim + i),
+                        };
                         let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
+                        let limit = if packs { limit + wanted[i as usize].abs() * 2f64.powi(-8) } else { limit };
                         // Tags move what is read and what is written by up to 2^-17 of themselves.
                         let limit = if tags { limit + 1e-3 } else { limit };
                         let difference = (f64::from(found) - wanted[i as usize]).abs();
@@ -1107,7 +1161,9 @@ fn attention_of_a_chunk_attends() {
 
 #[test]
 fn flash_decode_means_what_attention_of_a_decode_step_does() {
-    attention_cases(true, Some(Matrices::ByHand), false);
+    for matrices in ways() {
+        attention_cases(true, Some((*matrices, Batch::Even)), false);
+    }
 }
 
 #[test]
@@ -1117,5 +1173,22 @@ fn attention_of_a_decode_step_reads_and_writes_tagged_rows() {
 
 #[test]
 fn flash_decode_reads_and_writes_tagged_rows() {
-    attention_cases(true, Some(Matrices::ByHand), true);
+    for matrices in ways() {
+        attention_cases(true, Some((*matrices, Batch::Even)), true);
+    }
+}
+
+#[test]
+fn flash_decode_shares_its_workgroups_out_by_a_plan() {
+    for matrices in ways() {
+        attention_cases(true, Some((*matrices, Batch::Planned)), false);
+        attention_cases(true, Some((*matrices, Batch::Planned)), true);
+    }
+}
+
+#[test]
+fn flash_decode_packs_its_output_for_the_next_product() {
+    for matrices in ways() {
+        attention_cases(true, Some((*matrices, Batch::Packed)), false);
+    }
 }

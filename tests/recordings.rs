@@ -458,8 +458,9 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
             let found = count(&recording);
             println!("{name}, {}: {found:?} instead of {plain:?}", recording.name);
             if carries {
-                // The product that makes the logits waits for words, too.
-                assert_eq!(found[1] + 1, plain[1], "{name}, {}", recording.name);
+                // The product that makes the logits waits for words, too; the plan of several rows' attention does not.
+                let plans = calls(&recording).iter().filter(|label| **label == "plan").count();
+                assert_eq!(found[1] + 1, plain[1] + plans, "{name}, {}", recording.name);
                 assert!(found[0] <= 3, "{name}, {}: {} barriers inside the layers", recording.name, found[0]);
             } else {
                 assert_eq!(found, plain);

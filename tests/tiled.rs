@@ -18,9 +18,9 @@ use half::{bf16, f16};
 use harness::{Bench, Cases, Expect, POISON, Random, round};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::panel::panel;
+use ostinato::kernels::panel::{Config, Fold, Unscaled, panel};
 use ostinato::kernels::recording::Range;
-use ostinato::kernels::skinny::{Config, Matrices};
+use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::memory::pack::{Format, fragment_index};
 
@@ -337,7 +337,13 @@ fn panel_multiplies_the_rows_of_a_batch() {
             cases.case(format!("bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{rows}.{at}"));
             let logical = Logical::new(&mut random, Format::Bf16, shape, *rows, bias, epilogue);
             let product = logical.product(&mut cases, *rows, into_packed, SUMS);
-            cases.recording.call(panel(&product, *rows, *matrices, Config { threads, tiles, ahead }));
+            cases.recording.call(panel(
+                &product,
+                *rows,
+                *matrices,
+                Config { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4) },
+                Fold::None,
+            ));
             made.push((logical, product));
         }
         let reference = cases.reference();
@@ -345,6 +351,85 @@ fn panel_multiplies_the_rows_of_a_batch() {
             let range = product.weight.range;
             logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
         }
+        check(&cases, &reference);
+    }
+}
+
+/// The tiles made for batches: all rows are in use.
+#[test]
+fn tiled_multiplies_the_rows_of_a_batch() {
+    if Driver::first() != Driver::Gpu {
+        println!("left out: for a GPU");
+        return;
+    }
+    for tile in [Tile::Square, Tile::Half, Tile::Wide] {
+        let mut cases = Cases::new(&format!("batch.{tile:?}"));
+        let mut random = Random(26);
+        let mut made = Vec::new();
+        let epilogues = [
+            (Epilogue::Store, false),
+            (Epilogue::Residual, false),
+            (Epilogue::SwiGlu, false),
+            (Epilogue::SwiGlu, true),
+        ];
+        for (at, (epilogue, into_packed)) in epilogues.into_iter().enumerate() {
+            for (shape, rows) in [((192, 96), 128), ((400, 160), 256), ((66, 200), 128)] {
+                cases.case(format!("{epilogue:?}.packed={into_packed}.{shape:?}x{rows}"));
+                let logical = Logical::new(&mut random, Format::Bf16, shape, rows, at % 2 == 0, epilogue);
+                let product = logical.product(&mut cases, rows, into_packed, SUMS);
+                cases.recording.call(product.batch(tile, rows));
+                made.push((logical, product));
+            }
+        }
+        let reference = cases.reference();
+        for (logical, product) in made {
+            let range = product.weight.range;
+            logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
+        }
+        check(&cases, &reference);
+    }
+}
+
+/// A norm that is folded into the products around it: attention's output, residual, norm, gate and up, SwiGLU.
+#[test]
+fn panels_fold_the_norm_between_them() {
+    let ways: &[Matrices] = match Driver::first() {
+        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
+        _ => &[Matrices::ByHand],
+    };
+    for matrices in ways {
+        let mut cases = Cases::new(&format!("fold.{matrices:?}"));
+        let mut random = Random(25);
+        for (rows, hidden, inner, width, tiles, blocks) in
+            [(9, 64, 72, 40, 1, 1), (33, 96, 40, 64, 2, 2), (32, 544, 32, 32, 1, 2)]
+        {
+            cases.case(format!("{rows}x{hidden}.before"));
+            let logical = Logical::new(&mut random, Format::Bf16, (hidden, width), rows, false, Epilogue::Residual);
+            let first = logical.product(&mut cases, rows, false, SUMS);
+            let norm: Vec<f32> = (0..hidden).map(|_| random.float()).collect();
+            let norm = cases.floats("norm", &norm);
+            let unscaled = Unscaled {
+                rows: Packed {
+                    range: cases.output("unscaled", Packed::bytes(rows, hidden) as usize / 4, rounded(Format::Bf16)),
+                    format: Format::Bf16,
+                    cols: hidden,
+                },
+                squares: cases.output(
+                    "squares",
+                    Unscaled::square_bytes(rows, hidden) as usize / 4,
+                    Expect::Floats(SUMS),
+                ),
+            };
+            let config = Config { threads: 64, tiles, ahead: 1, blocks };
+            cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
+            cases.case(format!("{rows}x{hidden}.behind"));
+            let logical = Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::SwiGlu);
+            // A value of x that was rounded the other way moves what comes of it.
+            let second = logical.product(&mut cases, rows, false, 1e-2);
+            let second = Tiled { x: unscaled.rows, ..second };
+            cases.recording.call(panel(&second, rows, *matrices, config, Fold::Scale(unscaled, EPSILON)));
+        }
+        let reference = cases.reference();
         check(&cases, &reference);
     }
 }

@@ -6,10 +6,11 @@
 //
 // qkv    [rows][stride] f32: q heads, k heads, v heads
 // k, v   cache pages: `kv.glsl`, f16;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
-// output [rows][output_stride] f32
+// output [rows][output_stride] f32; PACKED 1: 16-bit blocks as `pack_rows` leaves them, `output_stride` of 32 columns
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
+// PLANNED 1: rows is what `plan_splits` made of it: a row's splits are as many as its length deserves
 //
-// One workgroup serves all G (at most 8) query heads of one KV head of one row. A group of 32 lanes takes a
+// One workgroup serves all G (at most 8) query heads of one KV head of one row, or of a part of its context. A group of 32 lanes takes a
 // page of 16 tokens at a time and keeps its own maximum, sum and output; the groups meet at the end. Scores
 // are Q (16 heads' rows: f16 parts of head g in g and g + 8) times a page of keys, 16 × 32 dims in two loads;
 // the sums of a lane are then its part of P, whose two f16 parts again stand in rows g and g + 8. The first
@@ -32,6 +33,8 @@ layout(constant_id = 4) const uint G = 2;
 layout(constant_id = 5) const uint KV_HEADS = 8;
 layout(constant_id = 6) const uint QK_NORM = 0;
 layout(constant_id = 7) const uint TAGGED = 0;
+layout(constant_id = 8) const uint PLANNED = 0;
+layout(constant_id = 9) const uint PACKED = 0;
 
 #include "fragments.glsl"
 
@@ -48,7 +51,7 @@ layout(push_constant) uniform Args {
     WordsIn pages;
     CacheInOut k;
     CacheInOut v;
-    Partials partials;   // [rows][kv_heads][splits][G·(D + 4)]: m, l, 0, 0 of each head, then o
+    Partials partials;   // [rows][kv_heads][splits][G·(D + 4)] or [units][kv_heads][G·(D + 4)]: m, l, 0, 0 of each head, then o
     Counters counters;   // [rows][kv_heads], zero between uses
     TaggedOut o;
     Fault fault;
@@ -126,6 +129,11 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #define EACH(i, count) for (uint turn_ = 0u, i = ITEM(0u, count); turn_ < ((count) + LANES - 1u) / LANES; turn_++, i = ITEM(turn_, count))
 #endif
 
+// Two values rounded to bfloat16.
+uint round_pair(float a, float b) {
+    return (round_bfloat(floatBitsToUint(a)) >> 16) | (round_bfloat(floatBitsToUint(b)) & 0xffff0000u);
+}
+
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
 // Where four dims of the KV head's query heads, of its key or of its value begin in qkv.
@@ -135,13 +143,36 @@ uint head_quad(uint row, uint kvh, uint item) {
         + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
 }
 
-void write_output(uint quad, vec4 value) { o.v[quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value); }
+// Quad `quad` of the KV head's query heads.
+void write_output(uint row, uint kvh, uint quad, vec4 value) {
+    if (PACKED == 0u) {
+        o.v[(row * output_stride + kvh * G * D) / 4u + quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
+        return;
+    }
+    uint column = kvh * G * QUADS + quad;
+    uint word = (((row / 16u * output_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
+    uvec2 pairs = uvec2(round_pair(value.x, value.y), round_pair(value.z, value.w));
+    // Constant components: some drivers store a chosen one by way of the whole vector.
+    if (row % 16u < 8u) {
+        o.v[word].x = pairs.x;
+        o.v[word].z = pairs.y;
+    } else {
+        o.v[word].y = pairs.x;
+        o.v[word].w = pairs.y;
+    }
+}
 
 void main() {
-    uint row = gl_WorkGroupID.z, kvh = gl_WorkGroupID.y, split = gl_WorkGroupID.x;
+    uint row = gl_WorkGroupID.z, kvh = gl_WorkGroupID.y, split = gl_WorkGroupID.x, planned = 0u;
     uint i0 = gl_LocalInvocationIndex, g = LANE >> 2, t = LANE & 3u;
-    uint out_quad = (row * output_stride + kvh * G * D) / 4u;
-    uvec4 info = rows.v[row];
+    uvec4 info = rows.v[PLANNED == 0u ? row : split];
+    if (PLANNED != 0u) {
+        if (info.w == 0u) return;
+        row = info.x;
+        split = info.w & 255u;
+        planned = info.w >> 8 & 255u;
+        info.w >>= 16;
+    }
     uint position = info.y;
     uint polls = 0u;
     if (info.w == 0u) {
@@ -152,13 +183,13 @@ void main() {
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault)) {}
             }
             barrier();
-            for (uint i = i0; i < G * QUADS; i += LANES) write_output(out_quad + i, vec4(0.0));
+            for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, kvh, i, vec4(0.0));
         }
         return;
     }
     // The new token stands at `position`; those before it are in pages.
     uint full = (position + 15u) / 16u;
-    uint live = clamp((full + GROUPS - 1u) / GROUPS, 1u, gl_NumWorkGroups.x);
+    uint live = PLANNED != 0u ? planned : clamp((full + GROUPS - 1u) / GROUPS, 1u, gl_NumWorkGroups.x);
     if (split >= live) return;
     uint table = info.z * max_pages;
     uint rounds = (full + live * GROUPS - 1u) / (live * GROUPS);
@@ -183,6 +214,26 @@ void main() {
     vec4 turn_c[TURNED_LOADS], turn_s[TURNED_LOADS], weight_own[TURNED_LOADS], weight_other[TURNED_LOADS];
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
         uint item = min(i0 + n * LANES, TURNED - 1u);
+#if MATRIX == 1
+        // Four dims turn alike, and lie together.
+        if (HALF % 4u == 0u) {
+            uint first = item % QUADS * 4u;
+            bool turns = first < ROT, low = first < HALF;
+            uint at = (position * HALF + first % max(HALF, 1u)) / 2u;
+            vec4 a = turns ? Floats4In(rope).v[at] : vec4(1.0, 0.0, 1.0, 0.0);
+            vec4 b = turns ? Floats4In(rope).v[at + 1u] : vec4(1.0, 0.0, 1.0, 0.0);
+            turn_c[n] = vec4(a.xz, b.xz);
+            turn_s[n] = low ? -vec4(a.yw, b.yw) : vec4(a.yw, b.yw);
+            weight_own[n] = vec4(1.0);
+            weight_other[n] = vec4(1.0);
+            if (QK_NORM == 1u) {
+                uint own = first / 4u, other = !turns ? own : low ? own + HALF / 4u : own - HALF / 4u;
+                weight_own[n] = item < G * QUADS ? Floats4In(q_norm).v[own] : Floats4In(k_norm).v[own];
+                weight_other[n] = item < G * QUADS ? Floats4In(q_norm).v[other] : Floats4In(k_norm).v[other];
+            }
+            continue;
+        }
+#endif
         [[unroll]] for (uint e = 0u; e < 4u; e++) {
             uint dim = item % QUADS * 4u + e;
             bool turns = dim < ROT;
@@ -221,9 +272,14 @@ void main() {
                 scale = inversesqrt(sum / float(D) + epsilon);
             }
             vec4 x;
-            [[unroll]] for (uint e = 0u; e < 4u; e++) {
-                uint dim = quad * 4u + e, other = dim >= ROT ? dim : dim < HALF ? dim + HALF : dim - HALF;
-                x[e] = (raw(head, dim) * weight_own[n][e]) * turn_c[n][e] + (raw(head, other) * weight_other[n][e]) * turn_s[n][e];
+            if (HALF % 4u == 0u) {
+                uint other = quad >= ROT / 4u ? quad : quad < HALF / 4u ? quad + HALF / 4u : quad - HALF / 4u;
+                x = (raw_s[head * QUADS + quad] * weight_own[n]) * turn_c[n] + (raw_s[head * QUADS + other] * weight_other[n]) * turn_s[n];
+            } else {
+                [[unroll]] for (uint e = 0u; e < 4u; e++) {
+                    uint dim = quad * 4u + e, other = dim >= ROT ? dim : dim < HALF ? dim + HALF : dim - HALF;
+                    x[e] = (raw(head, dim) * weight_own[n][e]) * turn_c[n][e] + (raw(head, other) * weight_other[n][e]) * turn_s[n][e];
+                }
             }
             x *= scale;
             if (head < G) {
@@ -335,8 +391,10 @@ void main() {
     }
     barrier();
     uint slot = row * KV_HEADS + kvh;
-    uint parts = slot * gl_NumWorkGroups.x * PART;
-    uint part = parts + split * PART;
+    // Of the first split, and of one from the next.
+    uint parts = (PLANNED == 0u ? slot * gl_NumWorkGroups.x : (gl_WorkGroupID.x - split) * KV_HEADS + kvh) * PART;
+    const uint each = PLANNED == 0u ? PART : KV_HEADS * PART;
+    uint part = parts + split * each;
     EACH(i, G * QUADS) {
         uint h = i / QUADS;
         float own = LOWEST;
@@ -355,7 +413,7 @@ void main() {
             result += share * uintBitsToFloat(stage_s[n * STAGED + i]);
         }
         if (live == 1u) {
-            write_output(out_quad + i, result / l);
+            write_output(row, kvh, i, result / l);
         } else {
             vec4 state = vec4(top, l, 0.0, 0.0);
             partials.v[part + G + i] = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
@@ -369,13 +427,13 @@ void main() {
         // Quads split, split + live, … of the output are this workgroup's.
         uint quads = (G * QUADS - split + live - 1u) / live;
         EACH(n, live * G) {
-            uvec4 words = partials.v[parts + n / G * PART + n % G];
-            while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[parts + n / G * PART + n % G];
+            uvec4 words = partials.v[parts + n / G * each + n % G];
+            while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[parts + n / G * each + n % G];
             most_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.x);
             sum_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.y);
         }
         EACH(n, live * quads) {
-            uint at = parts + n % live * PART + G + split + n / live * live;
+            uint at = parts + n % live * each + G + split + n / live * live;
             uvec4 words = partials.v[at];
             while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[at];
             share_s[n] = uintBitsToFloat(words);
@@ -391,7 +449,7 @@ void main() {
                 l += w * sum_s[h * MOST_SPLITS + s];
                 result += w * share_s[j * live + s];
             }
-            write_output(out_quad + i, result / l);
+            write_output(row, kvh, i, result / l);
         }
         return;
     }
@@ -412,10 +470,10 @@ void main() {
     // The weight of each split, over the common maximum: a head a thread.
     EACH(h, G) {
         float top = LOWEST;
-        for (uint s = 0u; s < live; s++) top = max(top, uintBitsToFloat(partials.v[parts + s * PART + h].x));
+        for (uint s = 0u; s < live; s++) top = max(top, uintBitsToFloat(partials.v[parts + s * each + h].x));
         float l = 0.0;
         for (uint s = 0u; s < live; s++) {
-            vec2 state = uintBitsToFloat(partials.v[parts + s * PART + h].xy);
+            vec2 state = uintBitsToFloat(partials.v[parts + s * each + h].xy);
             float w = exp(state.x - top);
             most_s[h * MOST_SPLITS + s] = w;
             l += w * state.y;
@@ -427,7 +485,7 @@ void main() {
         uint h = i / QUADS;
         vec4 result = vec4(0.0);
         for (uint s = 0u; s < live; s++)
-            result += most_s[h * MOST_SPLITS + s] * uintBitsToFloat(partials.v[parts + s * PART + G + i]);
-        write_output(out_quad + i, result / total_s[h]);
+            result += most_s[h * MOST_SPLITS + s] * uintBitsToFloat(partials.v[parts + s * each + G + i]);
+        write_output(row, kvh, i, result / total_s[h]);
     }
 }

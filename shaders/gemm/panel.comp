@@ -10,10 +10,14 @@
 // x          16 × 32 blocks as `pack_rows` leaves them
 // y          PACKED 0: [rows][y_stride] f32      1 (swiglu): 16-bit blocks like x, for the next product; rows
 //            are written up to a multiple of 16, columns behind the last are left as they are
+// norm       FOLD 1: x is a row ⊙ a norm's weight; the product is scaled by rsqrt(mean row² + eps), whose squares
+//            are summed in `squares`   2 (residual): leaves y ⊙ norm packed in `next`, and its squares, so that
+//            the next norm is no stage of its own
 //
 // One workgroup computes TILES blocks of 16 rows of W for a panel: its groups of 32 lanes split K, AHEAD chunks
 // of 32 columns in flight each, and meet in shared memory one tile after the other. A lane's sums are of tokens
 // g and g + 8 and rows 4t .. 4t + 3. Traffic: W once a panel, x once a workgroup through the near cache.
+#extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -25,6 +29,8 @@ layout(constant_id = 5) const uint AHEAD = 1;
 layout(constant_id = 6) const uint BLOCKS = 1;
 layout(constant_id = 7) const uint CHUNKS = 32;   // 32-column chunks of a padded row
 layout(constant_id = 8) const uint PACKED = 0;
+layout(constant_id = 9) const uint FOLD = 0;
+layout(constant_id = 10) const uint PARTS = 1;    // of a row's squares, where they are read
 
 #include "fragments.glsl"
 
@@ -35,21 +41,60 @@ layout(push_constant) uniform Args {
     Words4In x;
     FloatsIn bias;
     Words4InOut y;
+    FloatsInOut squares; // [rows to a multiple of 16][blocks of 16 columns]: read with FOLD 1, written with 2
+    FloatsIn norm;
+    Words4InOut next;
     uint n;           // rows of W
     uint rows;        // of x
     uint y_stride;    // floats, or blocks of 32 columns where y is packed
+    uint k;           // columns of x, for the mean
+    float epsilon;
 };
 
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 const uint ITEMS = BLOCKS * 64u;
 
+const uint TURNS = (ITEMS + LANES - 1u) / LANES;
+// Invocations that sum a row's squares: a power of two up to 32, or 0 where rows are more than invocations.
+const uint EACH_ROW = LANES / (BLOCKS * 16u) < 32u ? LANES / (BLOCKS * 16u) : 32u;
+
 shared vec4 sums_s[GROUPS * ITEMS];
 
 // One of four words. Components are constant: some drivers store a chosen one by way of the whole vector.
-#define PUT_WORD(at, word) { uint at_ = at; \
-    if (at_ % 4u == 0u) y.v[at_ / 4u].x = word; else if (at_ % 4u == 1u) y.v[at_ / 4u].y = word; \
-    else if (at_ % 4u == 2u) y.v[at_ / 4u].z = word; else y.v[at_ / 4u].w = word; }
+#define PUT_WORD(to, at, word) { uint at_ = at; \
+    if (at_ % 4u == 0u) to.v[at_ / 4u].x = word; else if (at_ % 4u == 1u) to.v[at_ / 4u].y = word; \
+    else if (at_ % 4u == 2u) to.v[at_ / 4u].z = word; else to.v[at_ / 4u].w = word; }
+
+// What the norm of each row of the panel multiplies by.
+void read_scales(uint panel, uint row_blocks) {
+    uint last = row_blocks * 16u - 1u;
+#if MATRIX == 1
+    // Neighbouring invocations share a row, each with all its loads in flight.
+    if (EACH_ROW * BLOCKS * 16u == LANES && (EACH_ROW & (EACH_ROW - 1u)) == 0u && PARTS % (EACH_ROW * 4u) == 0u) {
+        Floats4In fours = Floats4In(squares);
+        uint token = gl_LocalInvocationIndex / EACH_ROW, own = gl_LocalInvocationIndex % EACH_ROW;
+        uint first = min(panel * 16u + token, last) * (PARTS / 4u) + own;
+        vec4 sums = vec4(0.0);
+        // A few at a time: all of them would cost the workgroup its neighbour's registers.
+        [[dont_unroll]] for (uint i = 0u; i < PARTS / 4u; i += EACH_ROW * 4u) {
+            [[unroll]] for (uint e = 0u; e < 4u; e++)
+                sums += i + e * EACH_ROW < PARTS / 4u ? fours.v[first + i + e * EACH_ROW] : vec4(0.0);
+        }
+        float sum = sums.x + sums.y + sums.z + sums.w;
+        [[unroll]] for (uint distance = 1u; distance < EACH_ROW; distance *= 2u) sum += subgroupShuffleXor(sum, distance);
+        if (own == 0u) sums_s[token].x = inversesqrt(sum / float(k) + epsilon);
+        return;
+    }
+#endif
+    // As many turns for each, with the last row again: a CPU driver counts the turns of loops between barriers.
+    for (uint turn = 0u; turn < BLOCKS * 16u; turn += LANES) {
+        uint token = min(turn + gl_LocalInvocationIndex, BLOCKS * 16u - 1u), row = min(panel * 16u + token, last);
+        float sum = 0.0;
+        for (uint i = 0u; i < PARTS; i++) sum += squares.v[row * PARTS + i];
+        sums_s[token].x = inversesqrt(sum / float(k) + epsilon);
+    }
+}
 
 void main() {
     uint blocks = (n + 15u) / 16u, panel = gl_WorkGroupID.y * BLOCKS, row_blocks = (rows + 15u) / 16u;
@@ -96,6 +141,17 @@ void main() {
         }
     }
 
+    // Shared memory holds no more than the sums: a few bytes more cost a workgroup its neighbour.
+    float scale[TURNS];
+    if (FOLD == 1u) {
+        read_scales(panel, row_blocks);
+        barrier();
+        [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) {
+            uint item = min(turn * LANES + gl_LocalInvocationIndex, ITEMS - 1u);
+            scale[turn] = sums_s[item / 64u * 16u + (item >> 5 & 1u) * 8u + (item >> 2 & 7u)].x;
+        }
+        barrier();
+    }
     [[unroll]] for (uint j = 0u; j < TILES; j++) {
         if (j > 0u) barrier();
         [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
@@ -110,6 +166,9 @@ void main() {
             if (row >= n || block >= row_blocks || (PACKED == 0u && token >= rows)) continue;
             vec4 v = vec4(0.0);
             [[unroll]] for (uint s = 0u; s < GROUPS; s++) v += sums_s[s * ITEMS + item];
+            if (FOLD == 1u) {
+                [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) if (item / LANES == turn) v *= scale[turn];
+            }
             uint left = min(n - row, 4u);
             if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[row + e];
             if (EPILOGUE == 2u) {
@@ -119,11 +178,11 @@ void main() {
                 if (PACKED == 1u) {
                     if (left < 4u) result.y = 0.0;
                     uint at = (((block * y_stride + column / 32u) * 2u + column % 8u / 4u) * 32u + g * 4u + column % 32u / 8u) * 4u;
-                    PUT_WORD(at + column % 4u / 2u * 2u + second, pack_pair(result.x, result.y))
+                    PUT_WORD(y, at + column % 4u / 2u * 2u + second, pack_pair(result.x, result.y))
                 } else {
                     uint at = token * y_stride + column;
-                    if (left >= 2u) PUT_WORD(at, floatBitsToUint(result.x))
-                    if (left == 4u) PUT_WORD(at + 1u, floatBitsToUint(result.y))
+                    if (left >= 2u) PUT_WORD(y, at, floatBitsToUint(result.x))
+                    if (left == 4u) PUT_WORD(y, at + 1u, floatBitsToUint(result.y))
                 }
             } else {
                 uint at = (token * y_stride + row) / 4u;
@@ -133,6 +192,17 @@ void main() {
                 if (left < 4u) y.v[at].x = words.x;
                 if (left < 4u && left > 1u) y.v[at].y = words.y;
                 if (left == 3u) y.v[at].z = words.z;
+                if (FOLD == 2u) {
+                    // n is a multiple of 32: the four invocations of a row are here together.
+                    float square = dot(v, v);
+                    square += subgroupShuffleXor(square, 1u);
+                    square += subgroupShuffleXor(square, 2u);
+                    if (t == 0u) squares.v[token * (n / 16u) + first + j] = square;
+                    vec4 w = vec4(norm.v[row], norm.v[row + 1u], norm.v[row + 2u], norm.v[row + 3u]) * v;
+                    uint next_at = (((block * (n / 32u) + row / 32u) * 2u + row % 8u / 4u) * 32u + g * 4u + row % 32u / 8u) * 4u;
+                    PUT_WORD(next, next_at + second, pack_pair(w.x, w.y))
+                    PUT_WORD(next, next_at + 2u + second, pack_pair(w.z, w.w))
+                }
             }
         }
     }

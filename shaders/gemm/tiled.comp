@@ -26,6 +26,7 @@ layout(constant_id = 2) const uint BIAS = 0;
 layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint PACKED = 0;
 layout(constant_id = 5) const uint ORDER = 8;
+layout(constant_id = 6) const uint ROWS = 0;      // of x in use; 0: as many as `count` says
 
 #if MATRIX == 1
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
@@ -124,7 +125,7 @@ void store_packed(uint token, uint row, vec2 low, vec2 high, uint used) {
 }
 
 void main() {
-    uint used = count.v[2];
+    uint used = ROWS != 0u ? ROWS : count.v[2];
     uint token_tiles = (used + TILE_TOKENS - 1u) / TILE_TOKENS;
     uint row_tiles = (N + TILE_ROWS - 1u) / TILE_ROWS;
     uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;

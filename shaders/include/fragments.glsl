@@ -88,15 +88,16 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
 #define MULTIPLY_ADD(sums, tokens, weights) multiply_add(sums, tokens, weights);
 #endif
 
+// The bits of the nearest bfloat16 in the upper half, ties to even. A NaN stays one: rounding some would carry
+// into the sign.
+uint round_bfloat(uint x) { return (x & 0x7fffffffu) > 0x7f800000u ? x | 0x00400000u : x + 0x7fffu + ((x >> 16) & 1u); }
+
 // Rounds to the fragments' 16-bit format, two values to a word.
 uint pack_pair(float a, float b) {
 #if WEIGHT == 1
     return packHalf2x16(vec2(a, b));
 #else
-    // To nearest, ties to even; infinities and NaN are kept (a quiet NaN stays one).
-    uint x = floatBitsToUint(a), y = floatBitsToUint(b);
-    x += 0x7fffu + ((x >> 16) & 1u);
-    y += 0x7fffu + ((y >> 16) & 1u);
+    uint x = round_bfloat(floatBitsToUint(a)), y = round_bfloat(floatBitsToUint(b));
     return (x >> 16) | (y & 0xffff0000u);
 #endif
 }

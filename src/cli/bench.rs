@@ -9,10 +9,11 @@ use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
-use crate::engine::stages::stages;
+use crate::engine::stages::{self, stages};
 use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
+use crate::model::dense::Shape;
 use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
@@ -62,9 +63,21 @@ pub(crate) struct Bench {
     /// Measures instead how long so many streams (--streams) wait for a token while a prompt (--prompt) is taken in.
     #[arg(long)]
     beside: bool,
-    /// Times each stage of a decode step by itself instead.
+    /// Times each stage of a decode step by itself instead; with `--chunk`, of a prompt's.
     #[arg(long)]
     stages: bool,
+    /// Rows of the decode step whose stages are timed.
+    #[arg(long, default_value_t = 1)]
+    rows: u32,
+    /// Tokens of the prompt chunk whose stages are timed.
+    #[arg(long)]
+    chunk: Option<u32>,
+    /// Context of the last row whose stages are timed, where it is another than `--depth`.
+    #[arg(long)]
+    last_depth: Option<u32>,
+    /// Changes of the tuning that `--stages` tries, each by itself, KEY=VALUE separated by commas.
+    #[arg(long = "try", value_delimiter = ',')]
+    tries: Vec<String>,
     /// Changes of the device's tuning, KEY=VALUE separated by commas.
     #[arg(long, value_delimiter = ',')]
     tune: Vec<String>,
@@ -190,7 +203,18 @@ fn print_stages(
     ceiling: Option<f64>,
 ) -> anyhow::Result<()> {
     let mut unknown = None;
-    let stages = stages(instance, adapter, checkpoint, args.depth, |tuning| {
+    let load = stages::Load {
+        shape: match args.chunk {
+            Some(rows) => Shape::Prefill { rows },
+            None => Shape::Decode { rows: args.rows },
+        },
+        position: args.depth,
+        last_position: args.last_depth,
+        tries: args.tries.clone(),
+    };
+    let stages = stages(instance, adapter, checkpoint, &load, |tuning| {
+        let mut probe = tuning.clone();
+        unknown = args.tries.iter().find(|change| !probe.set(change)).cloned();
         for change in &args.tune {
             if !tuning.set(change) {
                 unknown = Some(change.clone());
@@ -203,28 +227,36 @@ fn print_stages(
     let mut total = 0.0;
     for stage in &stages {
         let step_us = stage.us * f64::from(stage.calls);
-        total += step_us;
+        if stage.tried.is_none() && stage.name != "step" {
+            total += step_us;
+        }
         let rate = stage.weight_bytes as f64 / (stage.us * 1e-6);
         let fraction = ceiling.map_or(0.0, |ceiling| rate / ceiling);
+        let flops = stage.operations as f64 / (stage.us * 1e-6);
         if args.json {
             println!(
                 "{}",
-                json!({"stage": stage.name, "calls": stage.calls, "us": stage.us, "weight_bytes": stage.weight_bytes, "ceiling_fraction": fraction})
+                json!({"stage": stage.name, "tried": stage.tried, "rows": load.shape.rows(), "depth": args.depth,
+                    "calls": stage.calls, "us": stage.us, "weight_bytes": stage.weight_bytes,
+                    "ceiling_fraction": fraction, "operations": stage.operations})
             );
         } else {
             println!(
-                "{:<10} {:>4} x {:>8.2} us = {:>9.1} us   {:>8.0} GB/s {:>4.0} %",
+                "{:<11} {:>4} x {:>8.2} us = {:>9.1} us   {:>6.0} GB/s {:>4.0} % {:>7.1} TFLOP/s  {}",
                 stage.name,
                 stage.calls,
                 stage.us,
                 step_us,
                 rate / 1e9,
-                fraction * 100.0
+                fraction * 100.0,
+                flops / 1e12,
+                stage.tried.as_deref().unwrap_or("")
             );
         }
     }
     if !args.json {
-        println!("{:<10} {:>31.1} us   {:.1} tokens/s", "sum", total, 1e6 / total);
+        let per_token = total / f64::from(load.shape.rows());
+        println!("{:<11} {:>31.1} us   {:.1} tokens/s", "sum", total, 1e6 / per_token);
     }
     Ok(())
 }

@@ -371,6 +371,9 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // Larger blocks pay for long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
+        flash_threads_many: if cpu { 64 } else { 128.min(most) },
+        spread: 2,
+        spread_pages: 2,
         processors,
         shared_bytes: capabilities.max_shared_bytes,
         splits: if cpu { 4 } else { (processors / kv_heads).clamp(4, 32) },
@@ -378,6 +381,9 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
         fragments: matrices,
         skinny: BTreeMap::new(),
+        panel: BTreeMap::new(),
+        tiles: BTreeMap::new(),
+        fold_rows: 32,
         // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,

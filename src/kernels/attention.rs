@@ -213,21 +213,47 @@ fn rope_at(memory: &HostMemory, rope: Range, position: u32, rot: u32, j: u32) ->
 
 pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (AttentionArgs::from_args(&call.args), AttentionConstants::from_values(&call.constants));
-    attend(format_of(call.kernel), call.groups[2], &args, &constants, memory);
+    let rows: Vec<[u32; 4]> = (0..call.groups[2])
+        .map(|row| {
+            let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(args.rows, row * 4 + i as u32));
+            [row, position, slot, valid]
+        })
+        .collect();
+    let put = |memory: &mut HostMemory, row, column, value| put_row(&args, &constants, memory, row, column, value);
+    attend(format_of(call.kernel), &rows, &args, &constants, memory, &put);
 }
 
-/// What `attention` and its variants mean, for `rows` rows.
-pub(super) fn attend(format: Format, rows: u32, a: &AttentionArgs, c: &AttentionConstants, memory: &mut HostMemory) {
+/// Writes a value of the output as rows of floats.
+pub(super) fn put_row(
+    a: &AttentionArgs,
+    c: &AttentionConstants,
+    memory: &mut HostMemory,
+    row: u32,
+    column: u32,
+    value: f32,
+) {
+    let at = row * a.output_stride + column;
+    match c.tagged {
+        0 => memory.set_f32(a.o, at, value),
+        _ => memory.set_u32(a.o, at, tagged(value, a.o_tag)),
+    }
+}
+
+/// What `attention` and its variants mean, for rows of {row, position, slot, valid}; `put` takes a row, a column
+/// and a value of the output.
+pub(super) fn attend(
+    format: Format,
+    rows: &[[u32; 4]],
+    a: &AttentionArgs,
+    c: &AttentionConstants,
+    memory: &mut HostMemory,
+    put: &dyn Fn(&mut HostMemory, u32, u32, f32),
+) {
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
-    for row in 0..rows {
-        let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
-        let set = |memory: &mut HostMemory, at: u32, value: f32| match c.tagged {
-            0 => memory.set_f32(a.o, at, value),
-            _ => memory.set_u32(a.o, at, tagged(value, a.o_tag)),
-        };
+    for &[row, position, slot, valid] in rows {
         if valid == 0 {
             if c.tagged != 0 {
-                (0..c.kv_heads * c.g * c.d).for_each(|i| set(memory, row * a.output_stride + i, 0.0));
+                (0..c.kv_heads * c.g * c.d).for_each(|i| put(memory, row, i, 0.0));
             }
             continue;
         }
@@ -273,7 +299,7 @@ pub(super) fn attend(format: Format, rows: u32, a: &AttentionArgs, c: &Attention
                         f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)))
                     };
                     let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
-                    set(memory, row * a.output_stride + h * c.d + i, (mixed / sum) as f32);
+                    put(memory, row, h * c.d + i, (mixed / sum) as f32);
                 }
             }
         }

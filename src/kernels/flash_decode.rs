@@ -1,13 +1,16 @@
 //! `flash_decode`: attention of one new token a row on blocks of 16 × 16; the same meaning as `attention`
-//! in decode. Deliberately absent: prompts, and keys and values in other formats than f16.
+//! in decode. `plan_splits` shares its workgroups out among the rows of a batch.
+//! Deliberately absent: prompts, and keys and values in other formats than f16.
 
 use super::Format;
-use super::attention::{Heads, attend};
+use super::attention::{Heads, attend, put_row};
 use super::host_memory::HostMemory;
-use super::recording::Call;
-use super::shaders::{AttentionArgs, AttentionConstants, FlashDecodeConstants};
+use super::recording::{Call, Range};
+use super::shaders::{AttentionArgs, AttentionConstants, FlashDecodeConstants, PlanSplitsArgs, PlanSplitsConstants};
 use super::skinny::Matrices;
 use super::tags::Flow;
+use super::tiled::token_index;
+use crate::memory::pack::FRAGMENT_COLS;
 
 /// Most splits along a context.
 pub const MOST_SPLITS: u32 = 32;
@@ -28,19 +31,82 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     4 * ((g + 2) * d + g * d + d + g + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
 }
 
-/// Attention of `rows` rows, each split in up to `splits` along its context, by workgroups of `threads`.
+/// How the workgroups of a batch's attention are shared out among its rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spread {
+    /// Units, of a workgroup for each KV head, that rows get by their pages.
+    pub units: u32,
+    /// Pages of a unit, at least.
+    pub least: u32,
+}
+
+impl Spread {
+    /// Units of the plan for so many rows: each has one, whatever its share.
+    pub fn most(self, rows: u32) -> u32 {
+        rows + self.units
+    }
+
+    /// Bytes of the plan.
+    pub fn bytes(self, rows: u32) -> u64 {
+        u64::from(self.most(rows)) * 16
+    }
+}
+
+/// Makes the plan of an attention's `rows` rows from their positions.
+pub fn plan_splits(label: String, rows: u32, spread: Spread, table: Range, work: Range) -> Call {
+    Call {
+        kernel: "plan_splits",
+        label,
+        constants: PlanSplitsConstants {
+            threads: rows.next_power_of_two().clamp(32, 128),
+            rows,
+            units: spread.most(rows),
+            most: MOST_SPLITS,
+        }
+        .into_values(),
+        args: PlanSplitsArgs { rows: table, work, spread: spread.units, least: spread.least }.into_args(),
+        groups: [1, 1, 1],
+    }
+}
+
+/// What a `flash_decode` reads its rows from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// `rows` of a step, each in up to so many splits.
+    Evenly {
+        /// Rows.
+        rows: u32,
+        /// Splits along a context.
+        splits: u32,
+    },
+    /// A plan of so many units.
+    Planned {
+        /// Its units.
+        units: u32,
+    },
+}
+
+/// Attention of a step's rows, split along their contexts, by workgroups of `threads`. With `packed` the output
+/// is packed for the next product, and its stride counts blocks of 32 columns.
 #[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn flash_decode(
     label: String,
     heads: Heads,
-    rows: u32,
-    splits: u32,
+    split: Split,
     threads: u32,
+    packed: bool,
     matrices: Matrices,
     flow: Flow,
     args: AttentionArgs,
 ) -> Call {
-    assert!(serves(heads) && splits <= MOST_SPLITS, "{splits} splits of {heads:?}");
+    assert!(serves(heads) && (!packed || flow.output.is_none()), "{heads:?}, packed {packed}");
+    let (planned, groups) = match split {
+        Split::Evenly { rows, splits } => {
+            assert!(splits <= MOST_SPLITS, "{splits} splits");
+            (0, [splits, heads.kv, rows])
+        }
+        Split::Planned { units } => (1, [units, heads.kv, 1]),
+    };
     let constants = FlashDecodeConstants {
         threads,
         lanes: threads,
@@ -50,6 +116,8 @@ pub fn flash_decode(
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
         tagged: flow.code(),
+        planned,
+        packed: u32::from(packed),
     };
     // The block is `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
@@ -62,7 +130,7 @@ pub fn flash_decode(
         label,
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: [splits, heads.kv, rows],
+        groups,
     };
     // The scratch of the splits is read and written past the near caches and handed on with the output.
     let call = if flow.output.is_some() { call.carry(partials).carry(counters) } else { call };
@@ -83,7 +151,49 @@ pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         workers: c.threads,
         tagged: c.tagged,
     };
-    attend(Format::F16, call.groups[2], &args, &constants, memory);
+    let [groups, _, rows] = call.groups;
+    let word = |at: u32| memory.u32(args.rows, at);
+    let rows: Vec<[u32; 4]> = match c.planned {
+        0 => (0..rows).map(|row| [row, word(row * 4 + 1), word(row * 4 + 2), word(row * 4 + 3)]).collect(),
+        // A row's first unit stands for all.
+        _ => (0..groups)
+            .map(|unit| std::array::from_fn(|i| word(unit * 4 + i as u32)))
+            .filter(|[.., code]: &[u32; 4]| *code != 0 && code & 255 == 0)
+            .map(|[row, position, slot, code]| [row, position, slot, code >> 16])
+            .collect(),
+    };
+    let put = |memory: &mut HostMemory, row, column, value| match c.packed {
+        0 => put_row(&args, &constants, memory, row, column, value),
+        _ => {
+            let at = token_index(row, column, args.output_stride * FRAGMENT_COLS);
+            memory.set_number(Format::Bf16, args.o, at as u32, value);
+        }
+    };
+    attend(Format::F16, &rows, &args, &constants, memory, &put);
+}
+
+pub(super) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
+    let a = PlanSplitsArgs::from_args(&call.args);
+    let c = PlanSplitsConstants::from_values(&call.constants);
+    let rows: Vec<[u32; 4]> =
+        (0..c.rows).map(|row| std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32))).collect();
+    let pages = |row: &[u32; 4]| if row[3] == 0 { 0 } else { row[1].div_ceil(16) };
+    let all: u32 = rows.iter().map(pages).sum();
+    let live = |row: &[u32; 4]| {
+        let most = (pages(row) / a.least.max(1)).clamp(1, c.most);
+        (a.spread * pages(row) / all.max(1)).clamp(1, most)
+    };
+    let (several, single): (Vec<u32>, Vec<u32>) = (0..c.rows).partition(|row| live(&rows[*row as usize]) > 1);
+    let units = several.iter().chain(&single).flat_map(|row| {
+        let info = rows[*row as usize];
+        let (live, valid) = (live(&info), u32::from(info[3] != 0));
+        (0..live).map(move |split| [*row, info[1], info[2], split | live << 8 | valid << 16])
+    });
+    for (unit, words) in (0..c.units).zip(units.chain(std::iter::repeat([0; 4]))) {
+        for (i, word) in (0..).zip(words) {
+            memory.set_u32(a.work, unit * 4 + i, word);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -55,6 +55,7 @@ pub fn reference(kernel: &str) -> Reference {
         "tiled" => tiled::reference_tiled,
         "take_last" => gemm::reference_take_last,
         "flash_decode" => flash_decode::reference_flash_decode,
+        "plan_splits" => flash_decode::reference_plan_splits,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => flash::reference_flash,

@@ -1,29 +1,69 @@
 //! `panel`: products for the rows of a larger decode batch, packed as `tiled` takes them, on weights packed
-//! as fragments. Deliberately absent: a prompt's rows (`tiled`), and rows of floats (`skinny`).
+//! as fragments; a norm between two of them is no stage of its own. Deliberately absent: a prompt's rows (`tiled`), and rows of floats (`skinny`).
 
 use super::gemm::{self, Epilogue};
 use super::host_memory::HostMemory;
-use super::recording::Call;
+use super::recording::{Call, Range};
 use super::shaders::{PanelArgs, PanelConstants};
-use super::skinny::{Config, Matrices};
-use super::tiled::{Output, Tiled, token_index};
+use super::skinny::Matrices;
+use super::tiled::{Output, Packed, Tiled, token_index};
 use super::{Format, fold};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
-/// Blocks of 16 rows of x that one workgroup takes at most.
-pub const MOST_BLOCKS: u32 = 4;
+/// The shape of `panel`'s workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Config {
+    /// Invocations: a multiple of 32; each 32 take a share of K.
+    pub threads: u32,
+    /// Blocks of 16 rows of W.
+    pub tiles: u32,
+    /// Chunks of 32 columns that each 32 invocations have in flight.
+    pub ahead: u32,
+    /// Blocks of 16 rows of x.
+    pub blocks: u32,
+}
 
-/// Shared memory of a workgroup for so many rows, bytes.
-pub fn shared_bytes(config: Config, rows: u32, matrices: Matrices) -> u32 {
-    let exchange = if matrices == Matrices::ByHand { config.threads * 32 } else { 0 };
-    config.threads / 32 * rows.div_ceil(16).min(MOST_BLOCKS) * 64 * 16 + exchange
+impl Config {
+    /// Shared memory of a workgroup, bytes.
+    pub fn shared_bytes(self, matrices: Matrices) -> u32 {
+        let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
+        self.threads / 32 * self.blocks * 64 * 16 + exchange
+    }
+}
+
+/// Rows before a norm that is no stage of its own: packed as they are but for the norm's weight, and their squares.
+#[derive(Clone, Copy, Debug)]
+pub struct Unscaled {
+    /// Each row ⊙ the norm's weight; of a multiple of 32 columns.
+    pub rows: Packed,
+    /// `[rows to a multiple of 16][columns / 16]` f32: sums of squares of 16 columns.
+    pub squares: Range,
+}
+
+impl Unscaled {
+    /// Bytes of the squares of so many rows and columns.
+    pub fn square_bytes(rows: u32, cols: u32) -> u64 {
+        u64::from(rows.next_multiple_of(16)) * u64::from(cols / 16) * 4
+    }
+}
+
+/// What a product has to do with a norm.
+#[derive(Clone, Copy, Debug)]
+pub enum Fold {
+    /// Nothing.
+    None,
+    /// Its x is [`Unscaled::rows`]; the scale follows with this epsilon.
+    Scale(Unscaled, f32),
+    /// Its y, which it adds to, is left unscaled for the norm of this weight as well.
+    Next(Unscaled, Range),
 }
 
 /// A product of `rows` packed rows of x.
 ///
 /// # Panics
-/// If formats are others than bfloat16 or y is packed in other columns than the product gives.
-pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config) -> Call {
+/// If formats are others than bfloat16, y is packed in other columns than the product gives, or a norm is folded
+/// that does not fit.
+pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fold_norm: Fold) -> Call {
     let weight = product.weight;
     assert_eq!((weight.format, product.x.format, product.x.cols), (Format::Bf16, Format::Bf16, weight.cols));
     let (y, y_stride, packed) = match product.y {
@@ -33,7 +73,17 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config) -> 
             (y.range, y.cols.div_ceil(FRAGMENT_COLS), 1)
         }
     };
-    let blocks = rows.div_ceil(16).min(MOST_BLOCKS);
+    let blocks = config.blocks;
+    let none = weight.range.none();
+    let (fold_code, parts, squares, norm, next, epsilon) = match fold_norm {
+        Fold::None => (0, 1, none, none, none, 0.0),
+        Fold::Scale(x, epsilon) => (1, x.rows.cols / 16, x.squares, none, none, epsilon),
+        Fold::Next(next, norm) => {
+            let fits = product.epilogue == Epilogue::Residual && weight.rows == next.rows.cols && weight.rows % 32 == 0;
+            assert!(fits, "{:?} of {} rows leaves no rows to a norm", product.epilogue, weight.rows);
+            (2, 1, next.squares, norm, next.rows.range, 0.0)
+        }
+    };
     let constants = PanelConstants {
         threads: config.threads,
         lanes: config.threads,
@@ -44,15 +94,22 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config) -> 
         blocks,
         chunks: weight.cols.div_ceil(FRAGMENT_COLS),
         packed,
+        fold: fold_code,
+        parts,
     };
     let args = PanelArgs {
         weight: weight.range,
         x: product.x.range,
         bias: product.bias.unwrap_or(weight.range.none()),
         y,
+        squares,
+        norm,
+        next,
         n: weight.rows,
         rows,
         y_stride,
+        k: weight.cols,
+        epsilon,
     };
     Call {
         kernel: match matrices {
@@ -78,14 +135,32 @@ pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
     for row in 0..rows {
         let x: Vec<f64> =
             (0..k).map(|col| f64::from(memory.weight(Format::Bf16, a.x, token_index(row, col, k) as u32))).collect();
+        let scale = match c.fold {
+            1 => {
+                let sum: f64 = (0..c.parts).map(|i| f64::from(memory.f32(a.squares, row * c.parts + i))).sum();
+                1.0 / (sum / f64::from(a.k) + f64::from(a.epsilon)).sqrt()
+            }
+            _ => 1.0,
+        };
         let v: Vec<f64> = (0..a.n)
             .map(|r| {
                 let dot: f64 = (0..k).zip(&x).map(|(col, x)| weight(memory, r, col) * x).sum();
-                dot + if c.bias == 1 { f64::from(memory.f32(a.bias, r)) } else { 0.0 }
+                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, r)) } else { 0.0 }
             })
             .collect();
         if c.packed == 0 {
             gemm::finish(memory, c.epilogue, (a.y, None), row * a.y_stride, &v);
+            if c.fold == 2 {
+                let y: Vec<f32> = (0..a.n).map(|i| memory.f32(a.y, row * a.y_stride + i)).collect();
+                for (part, sixteen) in (0..).zip(y.chunks_exact(16)) {
+                    let sum: f64 = sixteen.iter().map(|v| f64::from(*v).powi(2)).sum();
+                    memory.set_f32(a.squares, row * (a.n / 16) + part, sum as f32);
+                }
+                for (col, v) in (0..).zip(&y) {
+                    let value = memory.f32(a.norm, col) * v;
+                    memory.set_number(Format::Bf16, a.next, token_index(row, col, a.n) as u32, value);
+                }
+            }
         } else {
             // Columns go two at a time; those behind are left as they are.
             for (col, pair) in (0..).zip(v.chunks_exact(2)) {

@@ -174,6 +174,15 @@ impl Tiled {
     /// If the formats differ or are f32, x has other columns than W, or y is packed without SwiGLU
     /// or in other columns than it gives: bugs of the caller.
     pub fn call(&self, tile: Tile, rows: u32, count: Range) -> Call {
+        self.for_rows(tile, rows, Some(count))
+    }
+
+    /// For `rows` rows of x, all in use; see [`Tiled::call`].
+    pub fn batch(&self, tile: Tile, rows: u32) -> Call {
+        self.for_rows(tile, rows, None)
+    }
+
+    fn for_rows(&self, tile: Tile, rows: u32, count: Option<Range>) -> Call {
         let Matrix { range: weight, format, rows: n, cols } = self.weight;
         assert_eq!((self.x.format, self.x.cols), (format, cols), "x of \"{}\"", self.label);
         let (y, y_stride, packed) = match self.y {
@@ -191,13 +200,14 @@ impl Tiled {
             epilogue: self.epilogue.code(),
             packed,
             order: 8,
+            rows: if count.is_some() { 0 } else { rows },
         };
         let args = TiledArgs {
             weight,
             x: self.x.range.part(0, Packed::bytes(rows, cols)),
             bias: self.bias.unwrap_or(weight.none()),
             y,
-            count,
+            count: count.unwrap_or(weight.none()),
             y_stride,
         };
         Call {
@@ -241,7 +251,7 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     let a = TiledArgs::from_args(&call.args);
     let c = TiledConstants::from_values(&call.constants);
     let format = format_of(call.kernel);
-    let used = memory.u32(a.count, 2);
+    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
     let weights: Vec<f64> = (0..c.n)
         .flat_map(|r| (0..c.k).map(move |col| (r, col)))
         .map(|(r, col)| f64::from(memory.weight(format, a.weight, fragment_index(r, col, c.k) as u32)))

@@ -6,10 +6,10 @@ use super::config::{Dtype, ModelConfig};
 use crate::kernels::attention::{self, Heads};
 use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::flash;
-use crate::kernels::flash_decode;
+use crate::kernels::flash_decode::{self, Split};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use crate::kernels::layout::StateLayout;
-use crate::kernels::panel;
+use crate::kernels::panel::{self, Fold, Unscaled};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{
@@ -87,6 +87,12 @@ pub struct Tuning {
     pub attention_threads: u32,
     /// Most threads of a `flash_decode` workgroup, a multiple of 32.
     pub flash_threads: u32,
+    /// As `flash_threads`, for batches that give every processor a workgroup.
+    pub flash_threads_many: u32,
+    /// Workgroups a processor that a batch's attention is split in along its contexts, where they are long enough.
+    pub spread: u32,
+    /// Pages for each 32 invocations of a `flash_decode` workgroup that a split along a context leaves it, at least.
+    pub spread_pages: u32,
     /// Processors that run workgroups side by side.
     pub processors: u32,
     /// Shared memory of a workgroup, bytes.
@@ -101,6 +107,12 @@ pub struct Tuning {
     pub fragments: Option<Matrices>,
     /// Shapes of `skinny`'s workgroups for one row, by rows and columns of W, where the rule's are not the best.
     pub skinny: BTreeMap<(u32, u32), skinny::Config>,
+    /// Shapes of `panel`'s workgroups by rows and columns of W, where the rule's are not the best.
+    pub panel: BTreeMap<(u32, u32), panel::Config>,
+    /// Tiles of `tiled` for a batch, by rows and columns of W, in place of `panel`.
+    pub tiles: BTreeMap<(u32, u32), Tile>,
+    /// Rows of a batch up to which norms are folded into the products around them; narrow models take twice as many.
+    pub fold_rows: u32,
     /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
     pub tags: bool,
     /// For tests: the last product of the layers waits for words that are never written.
@@ -111,9 +123,33 @@ pub struct Tuning {
 
 impl Tuning {
     /// Applies `key=value`; false if there is no such key or the value is no number. The key
-    /// `skinny.ROWSxCOLUMNS` takes `threads/tiles/ahead`.
+    /// `skinny.ROWSxCOLUMNS` of W takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
+    /// `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` a tile's name.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
+        if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {
+            let tile = match value {
+                "wide" => Tile::Wide,
+                "half" => Tile::Half,
+                "square" => Tile::Square,
+                _ => return false,
+            };
+            let (Ok(rows), Ok(cols)) = (rows.parse(), cols.parse()) else { return false };
+            self.tiles.insert((rows, cols), tile);
+            return true;
+        }
+        if let Some((rows, cols)) = key.strip_prefix("panel.").and_then(|shape| shape.split_once('x')) {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(rows), Ok(cols), &[threads, tiles, ahead, blocks]) = (rows.parse(), cols.parse(), &numbers[..])
+            else {
+                return false;
+            };
+            if threads % 32 != 0 || [threads, tiles, ahead, blocks].contains(&0) {
+                return false;
+            }
+            self.panel.insert((rows, cols), panel::Config { threads, tiles, ahead, blocks });
+            return true;
+        }
         if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
             let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
@@ -131,6 +167,10 @@ impl Tuning {
             "gemv_wide_from" => &mut self.gemv_wide_from,
             "attention_threads" => &mut self.attention_threads,
             "flash_threads" => &mut self.flash_threads,
+            "flash_threads_many" => &mut self.flash_threads_many,
+            "spread" => &mut self.spread,
+            "fold_rows" => &mut self.fold_rows,
+            "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
             "fault_at" => &mut self.fault_at,
@@ -380,12 +420,21 @@ impl Dense<'_> {
     }
 
     /// Threads of a `flash_decode` workgroup.
-    fn flash_threads(&self, matrices: Matrices) -> u32 {
-        let mut threads = self.tuning.flash_threads;
+    fn flash_threads(&self, rows: u32, matrices: Matrices) -> u32 {
+        let many = rows * self.config.kv_heads > self.tuning.processors;
+        let mut threads = if many { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
         while threads > 32 && flash_decode::shared_bytes(self.heads(), threads, matrices) > self.tuning.shared_bytes {
             threads /= 2;
         }
         threads
+    }
+
+    /// How a batch's attention is shared out among its rows; a single row has it to itself.
+    fn spread(&self, rows: u32, threads: u32) -> Option<flash_decode::Spread> {
+        // The partial results have room for as many.
+        let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
+        let units = (self.tuning.spread * self.tuning.processors / self.config.kv_heads).min(room);
+        (rows > 1).then_some(flash_decode::Spread { units, least: (threads / 32 * self.tuning.spread_pages).max(1) })
     }
 
     fn weight(&self, name: &str) -> Option<&WeightSpec> {
@@ -531,15 +580,49 @@ impl Dense<'_> {
     }
 
     /// The shape of `panel`'s workgroups for a product.
-    fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
-        let few = rows <= 32;
-        let tiles = if weight.rows < 2048 || few { 1 } else { 2 };
-        let ahead = if few || weight.rows <= 4096 { 2 } else { 1 };
-        let mut config = skinny::Config { threads: 256, tiles, ahead };
-        while config.threads > 32 && panel::shared_bytes(config, rows, matrices) > self.tuning.shared_bytes {
+    fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::Config {
+        if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
+            return *config;
+        }
+        let (n, long) = (weight.rows, weight.cols >= 8192);
+        // As `bench --stages --try` found them for the products of an 8B model; by hand, what every device runs.
+        let (threads, tiles, ahead, blocks) = match (matrices, rows) {
+            (Matrices::ByHand, _) => (256, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
+            (_, ..=16) => (if n <= 8192 { 512 } else { 256 }, 1, 4, 1),
+            (_, ..=32) => (256, 1, 4, 2),
+            (_, ..=64) if n >= 65_536 => (128, 2, 1, 4),
+            (_, ..=64) => (256, 1, 2, 4),
+            _ if n < 2048 => (256, 1, 2, 4),
+            (_, ..=128) if long => (256, 4, 2, 4),
+            (_, ..=128) if n <= 4096 => (128, 2, 2, 4),
+            (_, ..=128) if n <= 8192 => (128, 3, 2, 4),
+            (_, 129..) if n <= 4096 => (128, 4, 2, 4),
+            (_, 129..) if n <= 8192 => (64, 3, 2, 4),
+            _ => (128, 2, 1, 8),
+        };
+        let ahead = ahead.min(weight.cols.div_ceil(32).div_ceil(threads / 32).next_power_of_two());
+        let mut config = panel::Config { threads, tiles, ahead, blocks };
+        while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
             config.threads /= 2;
         }
         config
+    }
+
+    /// The tile of a batch's product, where that is `tiled` and not `panel`.
+    fn batch_tile(&self, weight: &Matrix, rows: u32, fold: Fold) -> Option<Tile> {
+        if !matches!(fold, Fold::None) {
+            return None;
+        }
+        if let Some(tile) = self.tuning.tiles.get(&(weight.rows, weight.cols)) {
+            return Some(*tile);
+        }
+        // As `bench --stages --try` found them for the products of an 8B model.
+        match (self.tuning.fragments, rows, weight.rows) {
+            (Some(Matrices::Cooperative), 65.., 65_536..) => Some(Tile::Wide),
+            (Some(Matrices::Cooperative), 65..=128, 16_384..) => Some(Tile::Square),
+            (Some(Matrices::Cooperative), 129.., 16_384..) => Some(Tile::Half),
+            _ => None,
+        }
     }
 
     /// A product of packed rows with every part of a weight.
@@ -553,6 +636,22 @@ impl Dense<'_> {
         x: Packed,
         y: Output,
         epilogue: Epilogue,
+    ) {
+        self.tiled_beside_norm(recording, shape, name, step, x, y, epilogue, Fold::None);
+    }
+
+    /// As `tiled`, with a norm before or behind the product that is no stage of its own.
+    #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
+    fn tiled_beside_norm(
+        &self,
+        recording: &mut Recording,
+        shape: Shape,
+        name: &str,
+        step: &Step,
+        x: Packed,
+        y: Output,
+        epilogue: Epilogue,
+        fold: Fold,
     ) {
         let rows = shape.rows();
         let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
@@ -569,16 +668,18 @@ impl Dense<'_> {
                     packed => packed,
                 },
             };
-            recording.call(match shape {
-                Shape::Prefill { .. } if rows > MOST_PANEL_ROWS => {
+            let batch_tile = self.batch_tile(&weight, rows, fold);
+            recording.call(match (shape, batch_tile) {
+                (Shape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
                         Matrices::ByHand => Tile::Plain,
                     };
                     product.call(tile, rows, step.chunk)
                 }
+                (Shape::Decode { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows behind a chunk's end are zero.
-                _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices)),
+                _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
             });
         }
     }
@@ -611,18 +712,52 @@ impl Dense<'_> {
         let c = self.config;
         let name = |part: &str| format!("layers.{layer}.{part}");
         let norm = self.vector(r, &name("mlp_norm"));
-        let x = self.pack(r, shape, step, name("mlp_pack"), step.x, c.hidden, norm);
+        let unscaled = self.unscaled(r, shape);
+        let (x, fold) = match unscaled {
+            Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
+            None => (self.pack(r, shape, step, name("mlp_pack"), step.x, c.hidden, norm), Fold::None),
+        };
         // A weight in several parts leaves its results where each part finds its columns.
         let whole = self.weight(&name("gate_up")).is_none_or(|w| self.parts(w).len() == 1);
         let hidden = if whole {
             let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);
-            self.tiled(r, shape, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu);
+            self.tiled_beside_norm(r, shape, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu, fold);
             hidden
         } else {
-            self.tiled(r, shape, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu);
+            self.tiled_beside_norm(r, shape, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu, fold);
             self.pack(r, shape, step, name("down_pack"), step.mlp, c.intermediate, None)
         };
-        self.tiled(r, shape, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual);
+        let next = self.vector(r, &format!("layers.{}.attn_norm", layer + 1));
+        let fold = Self::leaves(unscaled, next);
+        self.tiled_beside_norm(r, shape, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual, fold);
+    }
+
+    /// Where the rows of a decode step wait for a norm that the products around it fold in: each workgroup sums the
+    /// squares of all its rows again, which costs more than a stage where there are many.
+    fn unscaled(&self, r: &mut Recording, shape: Shape) -> Option<Unscaled> {
+        let (rows, hidden) = (shape.rows(), self.config.hidden);
+        let normed = |name: &str| self.weight(name).is_some_and(|w| w.rows == hidden);
+        let whole = |name: &str| self.weight(name).is_some_and(|w| self.in_fragments(w) && self.parts(w).len() == 1);
+        let folds = matches!(shape, Shape::Decode { .. })
+            && self.packs(shape)
+            && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
+            && hidden.is_multiple_of(32)
+            && normed("layers.0.attn_norm")
+            && normed("layers.0.mlp_norm")
+            && whole("layers.0.o")
+            && whole("layers.0.down");
+        folds.then(|| Unscaled {
+            rows: Self::packed(r, "unscaled", rows, hidden),
+            squares: r.buffer("unscaled.squares", Unscaled::square_bytes(rows, hidden)),
+        })
+    }
+
+    /// What a product leaves to the norm behind it.
+    fn leaves(unscaled: Option<Unscaled>, norm: Option<Range>) -> Fold {
+        match (unscaled, norm) {
+            (Some(unscaled), Some(norm)) => Fold::Next(unscaled, norm),
+            _ => Fold::None,
+        }
     }
 
     /// The recording of a step.
@@ -706,7 +841,12 @@ impl Dense<'_> {
         let name = |part: &str| format!("layers.{layer}.{part}");
         let attn_norm = self.vector(r, &name("attn_norm"));
         let packs = self.packs(shape) && self.weight(&name("qkv")).is_some_and(|w| self.in_fragments(w));
-        if packs {
+        let unscaled = if packs { self.unscaled(r, shape) } else { None };
+        if let (Some(x), 1..) = (unscaled, layer) {
+            let fold = Fold::Scale(x, c.rms_eps);
+            let y = Output::Rows(step.qkv);
+            self.tiled_beside_norm(r, shape, &name("qkv"), step, x.rows, y, Epilogue::Store, fold);
+        } else if packs {
             let x = self.pack(r, shape, step, name("attn_pack"), step.x, c.hidden, attn_norm);
             self.tiled(r, shape, &name("qkv"), step, x, Output::Rows(step.qkv), Epilogue::Store);
         } else {
@@ -755,12 +895,35 @@ impl Dense<'_> {
             o_tag: 0,
         };
         let flow = step.flow(Some(step.qkv.range), Some(step.attention.range));
+        // Attention on blocks packs what it makes for the next product itself.
+        let width = heads.q * heads.dim;
+        let direct = (packs && fused && flash_decode::serves(heads))
+            .then(|| Self::packed(r, &format!("packed.{width}"), shape.rows(), width));
         let call = match self.tuning.fragments.filter(|_| fused && flash_decode::serves(heads)) {
             Some(matrices) => {
-                let threads = self.flash_threads(matrices);
-                let splits = self.tuning.splits.min(flash_decode::MOST_SPLITS);
+                let rows = shape.rows();
+                let threads = self.flash_threads(rows, matrices);
+                let (split, table) = match self.spread(rows, threads) {
+                    Some(spread) => {
+                        let work = r.buffer("attention.work", spread.bytes(rows));
+                        if layer == 0 {
+                            r.call(flash_decode::plan_splits("plan".to_owned(), rows, spread, step.rows, work));
+                        }
+                        (Split::Planned { units: spread.most(rows) }, work)
+                    }
+                    None => {
+                        let splits = self.tuning.splits.min(flash_decode::MOST_SPLITS);
+                        (Split::Evenly { rows, splits }, step.rows)
+                    }
+                };
                 let label = name("attention");
-                flash_decode::flash_decode(label, heads, shape.rows(), splits, threads, matrices, flow, args)
+                let args = match direct {
+                    Some(packed) => AttentionArgs { o: packed.range, output_stride: packed.cols.div_ceil(32), ..args },
+                    None => args,
+                };
+                let args = AttentionArgs { rows: table, ..args };
+                let packed = direct.is_some();
+                flash_decode::flash_decode(label, heads, split, threads, packed, matrices, flow, args)
             }
             None => {
                 let splits = if fused { self.tuning.splits } else { 1 };
@@ -799,9 +962,13 @@ impl Dense<'_> {
         r.call(call);
 
         if packs {
-            let width = heads.q * heads.dim;
-            let x = self.pack(r, shape, step, name("o_pack"), step.attention, width, None);
-            self.tiled(r, shape, &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual);
+            let x = match direct {
+                Some(packed) => packed,
+                None => self.pack(r, shape, step, name("o_pack"), step.attention, width, None),
+            };
+            let next = self.vector(r, &name("mlp_norm"));
+            let fold = Self::leaves(unscaled, next);
+            self.tiled_beside_norm(r, shape, &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual, fold);
             self.mlp_of_packed(r, shape, step, layer);
             return;
         }

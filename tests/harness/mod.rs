@@ -162,6 +162,10 @@ pub fn compare(
                 continue;
             }
             let mut near = |found: f32, wanted: f32, limit: f32| {
+                // Devices make different ones.
+                if found.is_nan() && wanted.is_nan() {
+                    return;
+                }
                 let part = (found - wanted).abs() / (limit * (1.0 + wanted.abs()));
                 assert!(
                     part <= 1.0,

@@ -1,0 +1,63 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// Shares the workgroups of a batch's attention out among its rows: a row gets as many of `spread` units as its
+// pages are of all rows', at least one and at most one for each `least` pages.
+//
+// rows   [rows][4] token, position, slot, valid
+// work   [units][4] row, position, slot, split | live << 8 | valid << 16; all zero where there is no unit.
+//        A row's units follow one another; rows with several come first, as they take longest.
+// One workgroup does all rows. Traffic: 16 bytes a row, 16 bytes a unit.
+#include "common.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint ROWS = 1;
+layout(constant_id = 2) const uint UNITS = 1;     // at least ROWS + `spread`
+layout(constant_id = 3) const uint MOST = 32;     // units of a row
+
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
+
+layout(push_constant) uniform Args {
+    Words4In rows;
+    Words4Out work;
+    uint spread;
+    uint least;       // pages of a unit
+};
+
+// Every invocation takes as many turns, with the last row again where there is none for it: a CPU driver counts
+// the turns of loops between barriers.
+#define EACH_ROW(r) for (uint turn_ = 0u, r = min(first, ROWS - 1u); turn_ < ROWS; turn_ += step_, r = min(first + turn_, ROWS - 1u))
+
+shared uint pages_s[ROWS];
+shared uint live_s[ROWS];
+
+void main() {
+    uint first = gl_LocalInvocationID.x, step_ = gl_WorkGroupSize.x;
+    EACH_ROW(r) {
+        uvec4 info = rows.v[r];
+        pages_s[r] = info.w == 0u ? 0u : (info.y + 15u) / 16u;
+    }
+    barrier();
+    uint all = 0u;
+    for (uint r = 0u; r < ROWS; r++) all += pages_s[r];
+    EACH_ROW(r) {
+        uint pages = pages_s[r];
+        uint most = clamp(pages / max(least, 1u), 1u, MOST);
+        live_s[r] = clamp(spread * pages / max(all, 1u), 1u, most);
+    }
+    barrier();
+    uint used = 0u;
+    for (uint r = 0u; r < ROWS; r++) used += live_s[r];
+    EACH_ROW(r) {
+        uint live = live_s[r], at = 0u;
+        for (uint i = 0u; i < ROWS; i++) {
+            uint other = live_s[i];
+            bool several = other > 1u;
+            bool before = several == (live > 1u) ? i < r : several;
+            at += before ? other : 0u;
+        }
+        uvec4 info = rows.v[r];
+        uint valid = info.w == 0u ? 0u : 1u;
+        for (uint s = 0u; s < live; s++) work.v[at + s] = uvec4(r, info.y, info.z, s | (live << 8) | (valid << 16));
+    }
+    for (uint u = used + first; u < UNITS; u += step_) work.v[u] = uvec4(0u);
+}

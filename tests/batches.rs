@@ -17,6 +17,10 @@ use std::time::Duration;
 const CHECKPOINT: &str = "qwen3-deep";
 
 fn serve(vulkan: &Vulkan, kv_pages: u32) -> Host {
+    serve_with(vulkan, kv_pages, true)
+}
+
+fn serve_with(vulkan: &Vulkan, kv_pages: u32, prefix_cache: bool) -> Host {
     let mut model = Model::new("m", fixture(CHECKPOINT), Some(&vulkan.adapter(Driver::first()).uuid));
     model.slots = Some(4);
     model.kv_pages = Some(kv_pages);
@@ -24,6 +28,7 @@ fn serve(vulkan: &Vulkan, kv_pages: u32) -> Host {
     model.context = Some(128);
     // Prompts take several chunks.
     model.prefill_chunk = Some(8);
+    model.prefix_cache = Some(prefix_cache);
     start_on(&vulkan.instance, &Config { models: vec![model], ..Config::default() }, &Quiet)
         .unwrap_or_else(|e| panic!("{e:?}"))
 }
@@ -92,7 +97,7 @@ fn sequences_draw_together_what_they_draw_alone() {
 #[test]
 fn sequences_that_lose_their_pages_go_on_as_if_they_had_not() {
     let vulkan = Vulkan::new();
-    let host = serve(&vulkan, 12);
+    let host = serve_with(&vulkan, 12, false);
     let replica = &host.models[0].replicas[0];
     let known = expected(CHECKPOINT);
     let tokens = known.greedy.len() as u32;
@@ -108,6 +113,66 @@ fn sequences_that_lose_their_pages_go_on_as_if_they_had_not() {
     let prefilled: u32 =
         replica.steps(100_000).iter().filter(|step| step.phase == "prefill").map(|step| step.rows).sum();
     assert!(prefilled > 6 * known.prompt.len() as u32, "none was computed again: {prefilled} prompt tokens");
+    idle(replica);
+}
+
+/// Goal: a prompt whose beginning is found in pages draws what it draws where nothing is found, whether the pages
+/// are of a sequence that has ended, of one that runs, or are written within the same step; and what is counted
+/// for penalties is counted all the same. Prompts end one before, at, and one behind the end of a page.
+#[test]
+fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
+    let vulkan = Vulkan::new();
+    let known = expected(CHECKPOINT);
+    let tokens: Vec<u32> = known.prompt.iter().chain(&known.greedy).copied().collect();
+    let penalties =
+        Sampling { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: 0.4, ..Sampling::default() };
+    let hot = Sampling { temperature: 1.0, seed: Some(5), ..Sampling::default() };
+    let asks: Vec<Request> = [15, 16, 17, 31, 32, 33, 47, 48, 49]
+        .into_iter()
+        .enumerate()
+        .map(|(index, length)| Request {
+            id: format!("r{index}"),
+            sampling: [Sampling::default(), penalties.clone(), hot.clone()][index % 3].clone(),
+            // The last fills the context.
+            ..request(&tokens[..length], if index == 8 { 128 } else { 20 })
+        })
+        .collect();
+    let without: Vec<Vec<u32>> = {
+        let host = serve_with(&vulkan, 40, false);
+        let replica = &host.models[0].replicas[0];
+        let runs = asks.iter().map(|ask| {
+            let run = generate(replica, ask.clone());
+            assert_eq!(run.finished.cached_tokens, 0);
+            run.tokens
+        });
+        runs.collect()
+    };
+    let host = serve(&vulkan, 40);
+    let replica = &host.models[0].replicas[0];
+    for turn in 0..2 {
+        // All at once, then each with all pages there.
+        let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
+        for ((ask, events), without) in asks.iter().zip(events).zip(&without) {
+            let run = collect(&events);
+            assert_eq!(&run.tokens, without, "a prompt of {} tokens, turn {turn}", ask.prompt.len());
+            let most = (ask.prompt.len() as u32 - 1) / 16 * 16;
+            let cached = run.finished.cached_tokens;
+            assert!(cached <= most, "{cached} cached tokens of {}", ask.prompt.len());
+            if turn == 1 {
+                assert_eq!(cached, most, "a prompt of {} tokens", ask.prompt.len());
+            }
+        }
+        idle(replica);
+    }
+    // Another tenant finds nothing.
+    let mut other = asks[4].clone();
+    other.cache_salt = "other".into();
+    let run = generate(replica, other);
+    assert_eq!((run.finished.cached_tokens, &run.tokens), (0, &without[4]));
+    // What was generated is found by a longer prompt, too: the last of the requests went on to the context's end.
+    let run = generate(replica, request(&tokens[..76], 5));
+    assert_eq!(run.finished.cached_tokens, 64);
+    assert_eq!(run.tokens, tokens[76..81], "greedy goes on as it went");
     idle(replica);
 }
 

@@ -10,6 +10,7 @@
 use ostinato::engine::executor::{Capacity, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
+use ostinato::engine::pace::Pace;
 use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
 use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Sink, SinkClosed,
@@ -63,6 +64,8 @@ struct World {
     priorities: u64,
     /// Of so many requests one is aborted, and one has a deadline that may pass.
     nuisance: u64,
+    /// Beginnings that prompts share; none if 0.
+    beginnings: u64,
 }
 
 #[derive(Default)]
@@ -82,6 +85,7 @@ struct Outcome {
     passed_over_most: u32,
     running_most: u32,
     plans: u64,
+    cached_tokens: u64,
 }
 
 fn simulate(world: &World, seed: u64) -> Outcome {
@@ -99,6 +103,8 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     };
     let mut fake = FakeExecutor::simulated(config, epoch);
     let mut scheduler = Scheduler::new(setup(world.capacity.clone(), seed));
+    let beginnings: Vec<Vec<u32>> =
+        (0..world.beginnings).map(|_| (0..context).map(|_| random.below(VOCABULARY.into()) as u32).collect()).collect();
 
     // What happens from outside, by time.
     let mut requests = Vec::new();
@@ -108,10 +114,16 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         let gap = if random.one_in(3) { random.below(6 * world.gap_steps) } else { 0 };
         at += step * gap as u32;
         let most = u64::from(context - 1);
-        let prompt = random.length(most);
+        let length = random.length(most) as usize;
+        let mut prompt: Vec<u32> = (0..length).map(|_| random.below(VOCABULARY.into()) as u32).collect();
+        if world.beginnings > 0 && !random.one_in(4) {
+            let beginning = &beginnings[random.below(world.beginnings) as usize];
+            let same = random.below(length as u64 + 1) as usize;
+            prompt[..same].copy_from_slice(&beginning[..same]);
+        }
         let request = Request {
             id: number.to_string(),
-            prompt: (0..prompt).map(|_| random.below(VOCABULARY.into()) as u32).collect(),
+            prompt,
             sampling: Sampling {
                 temperature: if random.one_in(2) { 0.0 } else { 1.0 },
                 seed: Some(random.below(1000)),
@@ -126,7 +138,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             logprobs: None,
             dump_logits: random.one_in(50),
             priority: random.below(world.priorities) as i32,
-            cache_salt: String::new(),
+            cache_salt: if random.one_in(10) { "apart".into() } else { String::new() },
             deadline: random.one_in(world.nuisance).then(|| at + step * random.length(2_000) as u32),
             span: tracing::Span::none(),
         };
@@ -167,7 +179,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             scheduler.assert_consistent();
         }
         scheduler.expire(now);
-        while let Some(plan) = scheduler.next_plan(now, fake.step_time()) {
+        while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
             let ticket = fake.submit(plan).unwrap();
             scheduler.submitted(ticket);
             scheduler.assert_consistent();
@@ -207,6 +219,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     assert!(scheduler.is_idle(), "nothing can happen any more, and there is work left");
     assert_eq!(scheduler.counts().pages_used, 0);
     outcome.preemptions = scheduler.counts().preemptions;
+    outcome.cached_tokens = scheduler.counts().cached_tokens;
     for ((_, request), seen) in requests.iter().zip(&seen) {
         let id = &request.id;
         let alone = alone(request, context);
@@ -241,6 +254,7 @@ fn setup(capacity: Capacity, seed: u64) -> Setup {
         device_uuid: "f".into(),
         replica: "m/0".into(),
         seed,
+        prefix_cache: true,
     }
 }
 
@@ -274,6 +288,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         pages,
         context: 160,
         prefill_chunk: 24,
+        prompts: 4,
         buckets: buckets.to_vec(),
         run_ahead: 32,
         vocabulary: VOCABULARY,
@@ -290,6 +305,7 @@ fn thousands_of_requests_one_at_a_time() {
             gap_steps: 20,
             priorities: 3,
             nuisance: 10,
+            beginnings: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
@@ -310,12 +326,33 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
             gap_steps: 9,
             priorities: 3,
             nuisance: 10,
+            beginnings: 6,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.preemptions > 100, "{outcome:?}");
+        assert!(outcome.cached_tokens > 0, "{outcome:?}");
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
         assert!(outcome.stopped > 500, "{outcome:?}");
         assert!(outcome.running_most > 5, "{outcome:?}");
+    }
+}
+
+#[test]
+fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
+    for seed in seeds(2) {
+        let world = World {
+            name: "64 slots, shared beginnings",
+            requests: 10_000,
+            capacity: Capacity { prefill_chunk: 96, prompts: 16, ..capacity(64, 300, &[1, 2, 4, 8, 16, 32, 64]) },
+            gap_steps: 2,
+            priorities: 3,
+            nuisance: 10,
+            beginnings: 6,
+        };
+        let outcome = simulate(&world, seed);
+        assert!(outcome.cached_tokens > 10_000, "{outcome:?}");
+        assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
+        assert!(outcome.running_most > 40, "{outcome:?}");
     }
 }
 
@@ -329,6 +366,7 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
             gap_steps: 4,
             priorities: 1,
             nuisance: 1_000_000,
+            beginnings: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.passed_over_most, 0);
@@ -348,7 +386,8 @@ fn odd_capacities() {
     for (name, capacity) in odd {
         for seed in seeds(2) {
             let capacity = capacity.clone();
-            let world = World { name, requests: 1_500, capacity, gap_steps: 8, priorities: 2, nuisance: 20 };
+            let world =
+                World { name, requests: 1_500, capacity, gap_steps: 8, priorities: 2, nuisance: 20, beginnings: 4 };
             simulate(&world, seed);
         }
     }
@@ -363,6 +402,7 @@ fn the_same_seed_is_the_same_simulation() {
         gap_steps: 6,
         priorities: 3,
         nuisance: 10,
+        beginnings: 3,
     };
     assert_eq!(format!("{:?}", simulate(&world, 7)), format!("{:?}", simulate(&world, 7)));
 }
@@ -380,7 +420,7 @@ fn a_device_with_steps_to_do_never_waits_for_the_host() {
     let mut now = epoch;
     let mut finished = None;
     loop {
-        while let Some(plan) = scheduler.next_plan(now, fake.step_time()) {
+        while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
             let ticket = fake.submit(plan).unwrap();
             scheduler.submitted(ticket);
         }
@@ -438,7 +478,7 @@ fn fake(slots: u32, step: Duration) -> FakeConfig {
 
 fn spawn(name: &str, index: usize, executor: impl Executor + 'static, queue_limit: usize) -> Replica {
     let eos_ids = vec![EOS];
-    let config = ReplicaConfig { queue_limit, eos_ids, context: 512, vocabulary: VOCABULARY };
+    let config = ReplicaConfig { queue_limit, eos_ids, context: 512, vocabulary: VOCABULARY, prefix_cache: true };
     Replica::spawn(name, device(index), Box::new(executor), config).unwrap()
 }
 
@@ -650,8 +690,8 @@ impl Executor for Broken {
     fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError> {
         self.0.poll()
     }
-    fn step_time(&self) -> Option<Duration> {
-        None
+    fn pace(&self) -> &Pace {
+        self.0.pace()
     }
 }
 

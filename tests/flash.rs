@@ -17,10 +17,11 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
-use harness::{Bench, Cases, Expect, POISON, Random, round};
+use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::attention::Heads;
-use ostinato::kernels::flash::{SHARED_BYTES, flash, flash_serves};
+use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::flash::{SHARED_BYTES, flash, flash_serves, flash_tiles};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::FlashArgs;
@@ -86,50 +87,6 @@ impl Chunk {
         self.heads.q * self.heads.dim + 8
     }
 
-    /// Adds the chunk's buffers and its call.
-    fn call(&self, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
-        let Heads { q, kv, dim, .. } = self.heads;
-        let stride = (q + 2 * kv) * dim + 8;
-        let mut qkv = vec![f32::NAN; (self.rows * stride) as usize];
-        for (row, query) in self.queries.chunks_exact((q * dim) as usize).enumerate() {
-            let at = row * stride as usize;
-            qkv[at..at + query.len()].copy_from_slice(query);
-        }
-        let mut table = vec![POISON; (SLOTS * self.max_pages) as usize];
-        let at = (SLOT * self.max_pages) as usize;
-        table[at..at + self.pages.len()].copy_from_slice(&self.pages);
-        let cached = (self.pages.len() + 2) * (kv * 16 * dim) as usize;
-        let (mut k, mut v) = (vec![f32::NAN; cached], vec![f32::NAN; cached]);
-        for token in 0..self.start + self.length {
-            let page = self.pages[token as usize / 16];
-            for head in 0..kv {
-                for i in 0..dim {
-                    let from = ((token * kv + head) * dim + i) as usize;
-                    let k_at = (((page * kv + head) * (dim / 8) + i / 8) * 16 + token % 16) * 8 + i % 8;
-                    let v_at = ((page * kv + head) * 16 + token % 16) * dim + i;
-                    k[k_at as usize] = self.keys[from];
-                    v[v_at as usize] = self.values[from];
-                }
-            }
-        }
-        let rows: Vec<u32> =
-            (0..self.rows).flat_map(|r| [5, self.start + r, SLOT, u32::from(r < self.length)]).collect();
-        let args = FlashArgs {
-            qkv: cases.floats("qkv", &qkv),
-            rows: cases.words("rows", &rows),
-            count: cases.words("chunk", &[SLOT, self.start, self.length, 0]),
-            pages: cases.words("pages", &table),
-            k: cases.weights("k", Format::F16, &k),
-            v: cases.weights("v", Format::F16, &v),
-            o: cases.output("o", (self.rows * self.output_stride()) as usize, Expect::Floats(ROUNDED)),
-            stride,
-            output_stride: self.output_stride(),
-            max_pages: self.max_pages,
-        };
-        cases.recording.call(flash("flash".to_owned(), self.heads, self.rows, matrices, args));
-        args
-    }
-
     /// softmax(q · Kᵀ / sqrt(D)) · V of one row and head.
     fn attend(&self, row: u32, head: u32) -> Vec<f64> {
         let Heads { kv, dim, .. } = self.heads;
@@ -156,10 +113,11 @@ impl Chunk {
         sums.into_iter().map(|sum| sum / total).collect()
     }
 
-    /// Compares one row and head with the formula.
-    fn check(&self, memory: &HostMemory, o: Range, row: u32, head: u32, limit: f64) {
+    /// Compares one row and head with the formula; the chunk's rows begin at row `first` of the step.
+    fn check(&self, memory: &HostMemory, o: Range, first: u32, row: u32, head: u32, limit: f64) {
         for (i, wanted) in (0..).zip(self.attend(row, head)) {
-            let found = f64::from(memory.f32(o, row * self.output_stride() + head * self.heads.dim + i));
+            let at = (first + row) * self.output_stride() + head * self.heads.dim + i;
+            let found = f64::from(memory.f32(o, at));
             assert!(
                 (found - wanted).abs() <= limit * (1.0 + wanted.abs()),
                 "{:?}, {} rows from {} on: row {row}, head {head}, dim {i}: {found} instead of {wanted}",
@@ -171,8 +129,73 @@ impl Chunk {
     }
 }
 
+/// Adds the buffers of a step of chunks of several sequences, and its call.
+fn call(chunks: &[Chunk], cases: &mut Cases, matrices: Matrices) -> FlashArgs {
+    let heads = chunks[0].heads;
+    let Heads { q, kv, dim, .. } = heads;
+    let stride = (q + 2 * kv) * dim + 8;
+    // Rows behind the last in use, and pages that no table has.
+    let used: u32 = chunks.iter().map(|chunk| chunk.length).sum();
+    let rows = used + chunks.iter().map(|chunk| chunk.rows - chunk.length).max().unwrap_or(0);
+    let max_pages = chunks.iter().map(|chunk| chunk.max_pages).max().unwrap_or(0);
+    let all_pages: usize = chunks.iter().map(|chunk| chunk.pages.len() + 2).sum();
+    let mut qkv = vec![f32::NAN; (rows * stride) as usize];
+    let mut table = vec![POISON; (SLOTS * max_pages) as usize];
+    let cached = all_pages * (kv * 16 * dim) as usize;
+    let (mut k, mut v) = (vec![f32::NAN; cached], vec![f32::NAN; cached]);
+    let (mut first_row, mut first_page) = (0, 0);
+    let tokens = vec![5; used as usize];
+    let mut prompts = Vec::new();
+    for (index, chunk) in (0..).zip(chunks) {
+        let slot = (SLOT + index) % SLOTS;
+        for (row, query) in chunk.queries.chunks_exact((q * dim) as usize).enumerate() {
+            let at = (first_row as usize + row) * stride as usize;
+            qkv[at..at + query.len()].copy_from_slice(query);
+        }
+        for (at, page) in chunk.pages.iter().enumerate() {
+            table[(slot * max_pages) as usize + at] = first_page + page;
+        }
+        for token in 0..chunk.start + chunk.length {
+            let page = first_page + chunk.pages[token as usize / 16];
+            for head in 0..kv {
+                for i in 0..dim {
+                    let from = ((token * kv + head) * dim + i) as usize;
+                    let k_at = (((page * kv + head) * (dim / 8) + i / 8) * 16 + token % 16) * 8 + i % 8;
+                    let v_at = ((page * kv + head) * 16 + token % 16) * dim + i;
+                    k[k_at as usize] = chunk.keys[from];
+                    v[v_at as usize] = chunk.values[from];
+                }
+            }
+        }
+        prompts.push(PromptRows { slot, start: chunk.start, tokens: &tokens[..chunk.length as usize], last: false });
+        first_row += chunk.length;
+        first_page += chunk.pages.len() as u32 + 2;
+    }
+    let most = chunks.len() as u32 + 1;
+    let descriptor = descriptor(ChunkLayout { prompts: most }, &prompts, |rows| flash_tiles(heads, rows));
+    let output_stride = chunks[0].output_stride();
+    let args = FlashArgs {
+        qkv: cases.floats("qkv", &qkv),
+        chunk: cases.words("chunk", &descriptor),
+        pages: cases.words("pages", &table),
+        k: cases.weights("k", Format::F16, &k),
+        v: cases.weights("v", Format::F16, &v),
+        o: cases.output("o", (rows * output_stride) as usize, Expect::Floats(ROUNDED)),
+        stride,
+        output_stride,
+        max_pages,
+    };
+    cases.recording.call(flash("flash".to_owned(), heads, rows, most, matrices, args));
+    args
+}
+
 /// Runs chunks in one recording on every driver, each way it can multiply.
-fn check(name: &str, chunks: &[Chunk]) {
+fn check(name: &str, chunks: Vec<Chunk>) {
+    check_steps(name, &chunks.into_iter().map(|chunk| vec![chunk]).collect::<Vec<_>>());
+}
+
+/// The same for steps of several sequences' chunks.
+fn check_steps(name: &str, steps: &[Vec<Chunk>]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
     for matrices in [Matrices::ByHand, Matrices::Cooperative] {
@@ -182,14 +205,19 @@ fn check(name: &str, chunks: &[Chunk]) {
         }
         let mut cases = Cases::new(&format!("{name} {matrices:?}"));
         let mut outputs = Vec::new();
-        for (index, chunk) in chunks.iter().enumerate() {
-            cases.case(format!("{index}.{:?}.{}+{}", chunk.heads, chunk.start, chunk.length));
-            outputs.push(chunk.call(&mut cases, matrices).o);
+        for (index, chunks) in steps.iter().enumerate() {
+            let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
+            cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
+            outputs.push(call(chunks, &mut cases, matrices).o);
         }
         let reference = cases.reference();
-        for (chunk, o) in chunks.iter().zip(outputs) {
-            for row in [0, chunk.length / 2, chunk.length - 1] {
-                chunk.check(&reference, o, row, row % chunk.heads.q, 1e-6);
+        for (chunks, o) in steps.iter().zip(outputs) {
+            let mut first = 0;
+            for chunk in chunks {
+                for row in [0, chunk.length / 2, chunk.length - 1] {
+                    chunk.check(&reference, o, first, row, row % chunk.heads.q, 1e-6);
+                }
+                first += chunk.length;
             }
         }
         for bench in benches {
@@ -211,7 +239,22 @@ fn chunks_of_awkward_lengths_behind_awkward_prefixes() {
             chunks.push(Chunk::new(&mut random, heads, start, length, length + spare));
         }
     }
-    check("lengths", &chunks);
+    check("lengths", chunks);
+}
+
+#[test]
+fn chunks_of_several_sequences_in_one_step() {
+    let mut random = Random(35);
+    let mut steps = Vec::new();
+    // Start and length of each: tiles that end inside a prompt, at its end, and hold all of one.
+    let shapes: [&[(u32, u32)]; 4] =
+        [&[(0, 1), (30, 1), (0, 1)], &[(16, 33), (0, 5)], &[(3, 16), (0, 32), (100, 17)], &[(0, 70), (64, 2), (7, 64)]];
+    for (index, shape) in shapes.into_iter().enumerate() {
+        let heads = heads([1, 4, 2, 7][index], [2, 1][index % 2], [32, 64, 128][index % 3]);
+        let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+        steps.push(shape.iter().map(chunk).collect());
+    }
+    check_steps("several", &steps);
 }
 
 #[test]
@@ -222,7 +265,7 @@ fn heads_of_other_sizes_and_large_groups() {
         chunks.push(Chunk::new(&mut random, heads(group, kv, dim), 21, 20, 21));
         chunks.push(Chunk::new(&mut random, heads(group, kv, dim), 0, 3, 3));
     }
-    check("heads", &chunks);
+    check("heads", chunks);
 }
 
 #[test]
@@ -244,7 +287,7 @@ fn large_scores_and_weights_that_vanish() {
         assert_eq!(chunk.keys.len(), tokens * 64);
         chunks.push(chunk);
     }
-    check("scores", &chunks);
+    check("scores", chunks);
 }
 
 #[test]
@@ -260,10 +303,10 @@ fn chunks_of_a_large_model_on_a_gpu() {
         for matrices in ways(&bench) {
             let mut cases = Cases::new("large");
             cases.case(format!("{matrices:?}"));
-            let args = chunk.call(&mut cases, matrices);
+            let args = call(std::slice::from_ref(&chunk), &mut cases, matrices);
             let memory = bench.run(&cases.recording, &cases.before());
             for row in 0..length {
-                chunk.check(&memory, args.o, row, random.below(chunk.heads.q), ROUNDED.into());
+                chunk.check(&memory, args.o, 0, row, random.below(chunk.heads.q), ROUNDED.into());
             }
             for row in 0..512 {
                 for i in 0..chunk.output_stride() {

@@ -15,9 +15,9 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use half::bf16;
-use harness::{Bench, Cases, Expect, POISON, Random, round};
+use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
 use ostinato::kernels::attention::{self, Heads};
-use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
+use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::flash_decode::flash_decode;
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
@@ -112,12 +112,27 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             batch[5] = u32::MAX;
             batch.extend([3, u32::MAX, 3]);
             let (start, count, rows) = (index as u32 * 7, 9u32, batch.len() as u32);
-            // What lies behind a chunk's tokens is from an earlier chunk.
-            let mut chunk = vec![7, start, count, 0];
-            chunk.extend((0..rows).map(|i| if i < count { (i * 5 + 36) % vocabulary } else { u32::MAX - i }));
+            // Three prompts, one of a single token.
+            let mut chunk_tokens: Vec<u32> = (0..count).map(|i| (i * 5 + 36) % vocabulary).collect();
             // Next to a part's end.
-            chunk[4 + 2] = 16;
-            chunk[4 + 3] = 15;
+            chunk_tokens[2] = 16;
+            chunk_tokens[3] = 15;
+            let (first, rest) = chunk_tokens.split_at(4);
+            let (second, third) = rest.split_at(1);
+            let prompts = [(7, start, first), (2, 90, second), (9, 5, third)].map(|(slot, start, tokens)| PromptRows {
+                slot,
+                start,
+                tokens,
+                last: false,
+            });
+            let of_chunk: Vec<[u32; 4]> = prompts
+                .iter()
+                .flat_map(|p| (p.start..).zip(p.tokens).map(|(position, token)| [*token, position, p.slot, 1]))
+                .collect();
+            let layout = ChunkLayout { prompts: 5 };
+            // What lies behind a chunk's tokens is from an earlier chunk.
+            let mut chunk = descriptor(layout, &prompts, |_| 0);
+            chunk.extend((count..rows).map(|i| u32::MAX - i));
 
             // The last part first: what an earlier part writes too much is seen.
             let table_parts: Vec<(u32, u32)> =
@@ -142,6 +157,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                     part_first: first,
                     part_rows: count,
                     x_tag: 0,
+                    tokens_at: layout.token(0),
                 };
                 let table = Table { format, fragments: false };
                 cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, Flow::NONE, args));
@@ -149,8 +165,8 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             // {token, position, slot, valid} by row.
             let wanted: Vec<[u32; 4]> = (0..rows as usize)
                 .map(|row| match from {
-                    RowsFrom::Chunk if (row as u32) < count => [chunk[4 + row], start + row as u32, 7, 1],
-                    RowsFrom::Chunk => [0, start + row as u32, 7, 0],
+                    RowsFrom::Chunk if (row as u32) < count => of_chunk[row],
+                    RowsFrom::Chunk => [0, row as u32, 9, 0],
                     RowsFrom::Batch if batch[row] == u32::MAX => [0, 0, u32::MAX, 0],
                     RowsFrom::Batch => {
                         let slot = batch[row];
@@ -197,7 +213,9 @@ fn embed_rows_from_fragments_and_with_tags() {
                 random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(Format::Bf16, v)).collect();
             let tokens = [36, 0, 15, 16, 31, 32, 5, 22];
             let rows = tokens.len() as u32;
-            let chunk = [[7, 3, rows, 0].as_slice(), &tokens].concat();
+            let prompt = PromptRows { slot: 7, start: 3, tokens: &tokens, last: false };
+            let layout = ChunkLayout { prompts: 1 };
+            let chunk = descriptor(layout, &[prompt], |_| 0);
             let stride = dense::stride(hidden);
             let chunk = cases.words("chunk", &chunk);
             let x = cases.output("x", (rows * stride) as usize, Expect::Exact);
@@ -218,6 +236,7 @@ fn embed_rows_from_fragments_and_with_tags() {
                     part_first: first,
                     part_rows: count,
                     x_tag: 0,
+                    tokens_at: layout.token(0),
                 };
                 let table = Table { format: Format::Bf16, fragments: true };
                 let from = RowsFrom::Chunk;
@@ -240,31 +259,55 @@ fn embed_rows_from_fragments_and_with_tags() {
 }
 
 #[test]
-fn take_last_copies_the_last_row_in_use() {
+fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
     let mut cases = Cases::new("take_last");
     let mut random = Random(2);
     let mut outputs = Vec::new();
-    for (rows, count, stride) in [(1, 1, 8), (16, 1, 40), (16, 15, 152), (16, 16, 64), (64, 33, 1024)] {
-        cases.case(format!("{rows}.{count}.{stride}"));
+    // Rows, those of each prompt and whether it ends, rows of the dispatch.
+    let shapes: [(usize, &[(usize, bool)], u32, usize); 5] = [
+        (1, &[(1, true)], 1, 8),
+        (16, &[(1, false), (3, true), (1, true), (2, false)], 2, 40),
+        (16, &[(15, true)], 4, 152),
+        (16, &[(9, true), (7, true)], 2, 64),
+        (64, &[(33, true), (1, true), (5, true)], 8, 1024),
+    ];
+    for (rows, prompts, heads, stride) in shapes {
+        cases.case(format!("{rows}.{prompts:?}.{stride}"));
         let x = random.floats(rows * stride);
         let infos: Vec<u32> = (0..rows as u32 * 4).map(|_| random.below(1 << 30)).collect();
-        let wanted = x[(count - 1) * stride..count * stride].to_vec();
-        let wanted_info = infos[(count - 1) * 4..count * 4].to_vec();
+        let tokens = vec![0; rows];
+        let parts: Vec<PromptRows<'_>> = prompts
+            .iter()
+            .map(|&(length, last)| PromptRows { slot: 0, start: 0, tokens: &tokens[..length], last })
+            .collect();
+        let layout = ChunkLayout { prompts: 8 };
+        let mut wanted = Vec::new();
+        let mut end = 0;
+        for &(length, last) in prompts {
+            end += length;
+            if last {
+                wanted.push((x[(end - 1) * stride..end * stride].to_vec(), infos[(end - 1) * 4..end * 4].to_vec()));
+            }
+        }
+        wanted.resize(heads as usize, (vec![0.0; stride], vec![0, 0, u32::MAX, 0]));
         let args = TakeLastArgs {
             x: cases.floats("x", &x),
             rows: cases.words("rows", &infos),
-            count: cases.words("chunk", &[POISON, POISON, count as u32, POISON]),
-            head_x: cases.output("head_x", stride, Expect::Exact),
-            head_rows: cases.output("head_rows", 4, Expect::Exact),
+            chunk: cases.words("chunk", &descriptor(layout, &parts, |_| 0)),
+            head_x: cases.output("head_x", heads as usize * stride, Expect::Exact),
+            head_rows: cases.output("head_rows", heads as usize * 4, Expect::Exact),
             x_stride: stride as u32,
+            last_at: layout.last(0),
         };
-        cases.recording.call(take_last("take_last".to_owned(), args));
-        outputs.push((args, wanted, wanted_info));
+        cases.recording.call(take_last("take_last".to_owned(), heads, args));
+        outputs.push((args, wanted));
     }
     let reference = cases.reference();
-    for (args, x, info) in outputs {
-        assert_eq!(floats(&reference, args.head_x), x);
-        assert_eq!((0..4).map(|i| reference.u32(args.head_rows, i)).collect::<Vec<_>>(), info);
+    for (args, wanted) in outputs {
+        let (x, infos): (Vec<_>, Vec<_>) = wanted.into_iter().unzip();
+        assert_eq!(floats(&reference, args.head_x), x.concat());
+        let infos = infos.concat();
+        assert_eq!((0..infos.len() as u32).map(|i| reference.u32(args.head_rows, i)).collect::<Vec<_>>(), infos);
     }
     check(&cases, &reference);
 }

@@ -554,10 +554,13 @@ fn patches_clears_and_marks_equal_the_reference() {
                 SlotInit { presence, prompt_tokens: if slot == 3 { 100 } else { u32::MAX }, ..SlotInit::default() };
             patch.set_all(slot * SLOT_WORDS, &init.words());
         }
-        patch.set(words - 1, 77);
+        patch.set(words - 1, 76);
         patch.set(words + 3, 78);
-        assert_eq!(patch.len() as u32, words + 1);
-        for (i, word) in (0..).zip(patch.inbox()) {
+        // The last value of an offset counts.
+        patch.set(words - 1, 77);
+        let pairs = patch.into_pairs();
+        assert_eq!(pairs.len() as u32, words + 1);
+        for (i, word) in (0..).zip(sampling::patch_inbox(&pairs)) {
             memory.set_u32(inbox, i, word);
         }
         for (i, word) in (0..).zip(sampling::clear_inbox(&[4, 9, 1])) {

@@ -1,15 +1,14 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the chunk's pages up to the position of row r.
+// o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the pages of row r's prompt up to the position of row r.
 //
 // qkv    [rows][stride] f32: q heads, normalised and rotated; what follows them is not read
-// rows   {token, position, slot, valid} a row; only the first row's is read: position and slot of the chunk,
-//        whose row r stands at position + r
+// chunk  descriptor of the step: `kernels::embed::ChunkLayout`; rows of a prompt are consecutive positions
 // k, v   cache pages of f16: `kv.glsl`;  pages [slots][max_pages]
 // o      [rows][output_stride] f32; rows that are not in use are left as they are
 //
-// A workgroup serves ROWS pairs of (row, query head) of one KV head, counted through: pair i is row i / G,
-// head i % G of the group. 32 lanes have 16 pairs. It goes over all tokens up to its last row's in blocks,
+// A workgroup serves a tile of ROWS pairs of (row, query head) of one prompt and one KV head, counted through: pair
+// i is row i / G of the prompt, head i % G of the group. 32 lanes have 16 pairs. It goes over all tokens up to its last row's in blocks,
 // whose keys and values come through shared memory: keys of the next block are on their way while values
 // are summed, values while scores are. Maxima and sums of the softmax are kept in registers from block to
 // block. A lane's scores are what it needs as tokens of the second product, so weights of tokens never move.
@@ -36,8 +35,7 @@ layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict 
 
 layout(push_constant) uniform Args {
     Floats4In qkv;
-    Words4In rows;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    Words4In chunk;
     WordsIn pages;
     Words4In k;
     Words4In v;
@@ -144,12 +142,19 @@ uvec2 pack4(vec4 x) { return uvec2(pack_pair(x.x, x.y), pack_pair(x.z, x.w)); }
 
 void main() {
     uint kvh = gl_WorkGroupID.x;
-    // The longest first.
-    uint tile = (gl_NumWorkGroups.y - 1u - gl_WorkGroupID.y) * ROWS;
-    uint in_use = count.v[2];
+    // The longest of a prompt first.
+    uint number = gl_NumWorkGroups.y - 1u - gl_WorkGroupID.y;
+    uint prompts = chunk.v[0].x, low = 0u, high = prompts;
+    while (high - low > 1u) {
+        uint middle = (low + high) / 2u;
+        if (chunk.v[1u + middle].w <= number) low = middle; else high = middle;
+    }
+    uvec4 prompt = chunk.v[1u + low]; // slot, position of the first row, first row, first tile
+    uint in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - prompt.z;
+    uint tile = (number - prompt.w) * ROWS;
     if (tile >= in_use * G) return;
-    uint start = rows.v[0].y;
-    uint table = rows.v[0].z * max_pages;
+    uint start = prompt.y;
+    uint table = prompt.x * max_pages;
     uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // the last row's position
     uint open = start + tile / G;                                 // the first row's: no pair masks tokens up to it
     uint g = LANE >> 2, t = LANE & 3u;
@@ -165,7 +170,7 @@ void main() {
     float scale = 1.4426950408889634 * inversesqrt(float(D));
     Tokens q[D / 16u];
     UNROLL for (uint c = 0u; c < D / 32u; c++) {
-        uvec2 at = (row * stride + head * D + c * 32u + t * 8u) / 4u;
+        uvec2 at = ((prompt.z + row) * stride + head * D + c * 32u + t * 8u) / 4u;
         uvec2 a = pack4(qkv.v[at.x] * scale), b = pack4(qkv.v[at.x + 1u] * scale);
         uvec2 e = pack4(qkv.v[at.y] * scale), f = pack4(qkv.v[at.y + 1u] * scale);
         SET_TOKENS(q[2u * c], a, e)
@@ -241,7 +246,7 @@ void main() {
     }
 
     vec2 inverse = 1.0 / sum_of_pairs(l);
-    uvec2 at = (row * output_stride + head * D) / 2u + t;
+    uvec2 at = ((prompt.z + row) * output_stride + head * D) / 2u + t;
     bvec2 there = lessThan(pair, uvec2(in_use * G));
     UNROLL for (uint i = 0u; i < D / 16u; i++) {
         vec4 a = SUMS_LOW(sums[i]) * inverse.x, b = SUMS_HIGH(sums[i]) * inverse.y;

@@ -7,7 +7,8 @@
 // x          [rows][x_stride] f32, with TAGGED 3 tagged (`tags.glsl`)
 // rows       [rows] uvec4
 // DECODE:  row r is slot batch[r]; its token and position are the slot's.
-// PREFILL: row r is token tokens[r] of the chunk {slot, start, count, flags}.
+// PREFILL: row r is token tokens[r] of the chunk (`kernels::embed::ChunkLayout`), of the last of its prompts whose first
+// row is not above r.
 // One workgroup copies `threads * 8` values of one row; traffic 2·H + 4·H bytes a row.
 #include "common.glsl"
 #include "state.glsl"
@@ -31,16 +32,22 @@ layout(push_constant) uniform Args {
     uint part_first;
     uint part_rows;
     uint x_tag;
+    uint tokens_at;   // word of the chunk's first token
 };
 
 void main() {
     uint row = gl_WorkGroupID.y;
     uint token, position, slot, valid;
     if (PREFILL == 1u) {
-        slot = chunk.v[0];
-        position = chunk.v[1] + row;
+        uint low = 0u, high = chunk.v[0];
+        while (high - low > 1u) {
+            uint middle = (low + high) / 2u;
+            if (chunk.v[4u + 4u * middle + 2u] <= row) low = middle; else high = middle;
+        }
+        slot = chunk.v[4u + 4u * low];
+        position = chunk.v[4u + 4u * low + 1u] + row - chunk.v[4u + 4u * low + 2u];
         valid = row < chunk.v[2] ? 1u : 0u;
-        token = chunk.v[4u + row];
+        token = chunk.v[tokens_at + row];
     } else {
         slot = batch.v[row];
         valid = 0u;

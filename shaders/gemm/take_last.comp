@@ -1,9 +1,10 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// head_x[0] = x[count - 1];  head_rows[0] = rows[count - 1]
+// head_x[h] = x[last[h]];  head_rows[h] = rows[last[h]]
 //
-// The last row of a prompt chunk goes on to the LM head.
-// x [rows][x_stride] f32; head_x [x_stride] f32. Traffic 8·H bytes.
+// The last rows of a step's prompts go on to the LM head. Behind them, h is a row of zeros that belongs to nobody.
+// chunk  descriptor of the step: `kernels::embed::ChunkLayout`
+// x [rows][x_stride] f32; head_x [heads][x_stride] f32. Traffic 8·H bytes a head.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -11,15 +12,18 @@ layout(local_size_x_id = 0) in;
 layout(push_constant) uniform Args {
     FloatsIn x;
     WordsIn rows;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn chunk;
     FloatsOut head_x;
     WordsOut head_rows;
     uint x_stride;
+    uint last_at;     // word of the chunk's first last row
 };
 
 void main() {
-    uint last = count.v[2] - 1u;
+    uint head = gl_WorkGroupID.y;
+    bool used = head < chunk.v[1];
+    uint row = used ? chunk.v[last_at + head] : 0u;
     uint i = gl_GlobalInvocationID.x;
-    if (i < x_stride) head_x.v[i] = x.v[last * x_stride + i];
-    if (i < 4u) head_rows.v[i] = rows.v[last * 4u + i];
+    if (i < x_stride) head_x.v[head * x_stride + i] = used ? x.v[row * x_stride + i] : 0.0;
+    if (i < 4u) head_rows.v[head * 4u + i] = used ? rows.v[row * 4u + i] : i == 2u ? 0xffffffffu : 0u;
 }

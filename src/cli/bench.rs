@@ -2,6 +2,7 @@
 //! read ceiling measured in the same run. Deliberately absent: a server in between (`load`).
 
 use super::arrivals::{Arrivals, Window};
+use super::beside::{OWN_PROMPT, beside};
 use super::load::{self, Load};
 use crate::config::{Config, DEMO_PATH, Model};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
@@ -55,6 +56,12 @@ pub(crate) struct Bench {
     /// How keys and values are kept: f16 or f32.
     #[arg(long)]
     kv_format: Option<String>,
+    /// The prompt test runs on prompts that the prefix cache knows but for their end.
+    #[arg(long)]
+    seen: bool,
+    /// Measures instead how long so many streams (--streams) wait for a token while a prompt (--prompt) is taken in.
+    #[arg(long)]
+    beside: bool,
     /// Times each stage of a decode step by itself instead.
     #[arg(long)]
     stages: bool,
@@ -116,7 +123,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
     let mut model = Model::new("bench", args.model.clone().unwrap_or_else(|| DEMO_PATH.into()), Some(&adapter.uuid));
-    model.slots = Some(most);
+    model.slots = Some(most + u32::from(args.beside));
     let (longest, how) = if most > 1 && args.decode > 0 {
         (args.depth + args.prompt + args.decode + 16, "and")
     } else {
@@ -128,6 +135,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
             args.depth, args.prompt, args.decode, checkpoint.config.context
         )));
     }
+    // Every stream has its pages; what was seen is kept beside.
+    model.kv_pages = Some((most + 1) * (longest.div_ceil(16) + 1) * if args.seen { 2 } else { 1 });
     model.context = Some(longest);
     model.prefill_chunk = args.prefill_chunk;
     model.kv_format = match args.kv_format.as_deref() {
@@ -142,6 +151,9 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     config.server.queue_limit = config.server.queue_limit.max(most);
     let host = start_on(&instance, &config, progress)?;
 
+    if args.beside {
+        return print_beside(args, &host);
+    }
     let kv_value_bytes = if args.kv_format.as_deref() == Some("f32") { 4 } else { 2 };
     let kv_token_bytes = checkpoint.config.kv_elements_per_token() * kv_value_bytes;
     let mut rows = Vec::new();
@@ -217,6 +229,35 @@ fn print_stages(
     Ok(())
 }
 
+fn print_beside(args: &Bench, host: &Host) -> anyhow::Result<()> {
+    let (model, replica) = host.route("", "")?;
+    let room = model.info.context - OWN_PROMPT - 1;
+    for &streams in &args.streams {
+        let mut runs = Vec::new();
+        for run in 0..=args.repeat.unwrap_or(5) {
+            let found = beside(replica, model.info.vocabulary, streams, args.prompt, room, run)?;
+            if run > 0 {
+                runs.push(found);
+            }
+        }
+        runs.sort_by(|a, b| (a.longest / a.step).total_cmp(&(b.longest / b.step)));
+        // The worst of the runs: a bound is what is asked for.
+        let Some(worst) = runs.last() else { continue };
+        let (step, longest, first) = (worst.step * 1e3, worst.longest * 1e3, worst.first_token * 1e3);
+        if args.json {
+            let row = json!({"test": "beside", "streams": streams, "prompt": args.prompt, "step_ms": step, "longest_gap_ms": longest, "first_token_ms": first});
+            println!("{row}");
+        } else {
+            println!(
+                "{streams} streams: {step:.2} ms a token; while a prompt of {} is taken in ({first:.1} ms), {longest:.2} ms at most ({:.1} times)",
+                args.prompt,
+                longest / step
+            );
+        }
+    }
+    Ok(())
+}
+
 #[derive(Clone, Copy, PartialEq)]
 enum Test {
     Prefill,
@@ -246,6 +287,7 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
         (Test::Decode, _) => ((args.depth + args.prompt).max(1), args.decode),
     };
     let test_name = if test == Test::Prefill { "prefill" } else { "decode" };
+    let seen = args.seen && test == Test::Prefill;
     let before = replica.steps(1).last().map(|record| record.number);
     let begin = Instant::now();
     let ends: Vec<Receiver<(Arrivals, Finished)>> = (0..streams)
@@ -253,14 +295,14 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
             let (sender, ended) = bounded(1);
             let id = format!("bench-{test_name}-{streams}-{seed}-{stream}");
             let request = Request {
-                prompt: tokens(prompt, vocabulary, seed * 1000 + stream),
+                prompt: tokens(prompt, vocabulary, if seen { stream } else { seed * 1000 + stream }),
                 sampling: Sampling::default(),
                 limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
                 logprobs: None,
                 dump_logits: false,
                 priority: 0,
                 // No run finds another's pages: prompts are to be computed.
-                cache_salt: id.clone(),
+                cache_salt: if seen { "seen".to_owned() } else { id.clone() },
                 id,
                 deadline: None,
                 span: tracing::Span::none(),
@@ -334,7 +376,7 @@ fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Fin
 }
 
 /// Token ids spread over the vocabulary, the same for the same seed.
-fn tokens(count: u32, vocabulary: u32, seed: u32) -> Vec<u32> {
+pub(super) fn tokens(count: u32, vocabulary: u32, seed: u32) -> Vec<u32> {
     let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..count)
         .map(|_| {
@@ -353,6 +395,8 @@ fn per_token_json(p: &PerToken) -> Value {
         "transfer_submits": p.transfer_submits,
         "host_waits": p.host_waits,
         "enqueue_us": p.enqueue_us,
+        "schedule_us": p.schedule_us,
+        "deliver_us": p.deliver_us,
         "gpu_us": p.gpu_us,
         "flushes": {
             "phase_boundary": p.flushes.phase_boundary,

@@ -37,8 +37,10 @@ pub struct Model {
     pub kv_format: Option<KvFormat>,
     /// The most device memory that each replica may take in all.
     pub memory_limit: Option<Bytes>,
-    /// Longest prompt chunk that runs as one step, tokens; unset: the engine's choice.
+    /// Prompt tokens that run as one step, of one request or several; unset: the engine's choice.
     pub prefill_chunk: Option<u32>,
+    /// Whether prompts find pages of earlier ones with the same beginning; unset: yes.
+    pub prefix_cache: Option<bool>,
 }
 
 /// A number format of keys and values.
@@ -84,6 +86,7 @@ impl Model {
             kv_memory: None,
             memory_limit: None,
             prefill_chunk: None,
+            prefix_cache: None,
         }
     }
 }

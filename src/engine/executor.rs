@@ -1,8 +1,8 @@
 //! The boundary between the step loop and whatever runs steps: the GPU (`gpu`) or, in
 //! tests and simulations, a fake. Plain data in, plain data out.
 
+use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
-use std::time::Duration;
 
 /// A row of the batch that a running sequence holds; index below `Capacity::slots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -24,8 +24,10 @@ pub struct Capacity {
     pub pages: u32,
     /// Longest context, tokens (prompt and output).
     pub context: u32,
-    /// Longest prompt chunk, tokens.
+    /// Prompt tokens of a step, of one sequence or several.
     pub prefill_chunk: u32,
+    /// Sequences whose prompts can share a step.
+    pub prompts: u32,
     /// Decode buckets, ascending rows: `[1, 2, 4, …]`.
     pub buckets: Vec<u32>,
     /// Decode steps that may be queued and not yet completed.
@@ -68,6 +70,9 @@ pub enum Change {
         slot: Slot,
         /// How it samples and stops.
         params: Box<SlotParams>,
+        /// The beginning of its history that is in pages already and in no chunk to come: for
+        /// penalties' counts only, and empty without penalties.
+        cached: Vec<u32>,
     },
     /// Entries `first..first + pages.len()` of a slot's page table.
     Pages {
@@ -85,19 +90,27 @@ pub enum Change {
     },
 }
 
+/// Consecutive tokens of one sequence's prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chunk {
+    /// Whose.
+    pub slot: Slot,
+    /// Token ids, at least one.
+    pub tokens: Vec<u32>,
+    /// Position of the first of them.
+    pub start: u32,
+    /// The last chunk: a token is sampled from its last position and the slot decodes on from it.
+    pub last: bool,
+}
+
 /// Work of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Work {
-    /// A chunk of a prompt of one sequence.
+    /// Chunks of prompts, taken in as one step: at most `Capacity::prompts`, each of another slot, together at
+    /// most `Capacity::prefill_chunk` tokens. A chunk may read pages that another chunk of the step writes.
     Prefill {
-        /// Whose.
-        slot: Slot,
-        /// Token ids; at most `Capacity::prefill_chunk`.
-        tokens: Vec<u32>,
-        /// Position of the first of them.
-        start: u32,
-        /// The last chunk: a token is sampled from its last position and the slot decodes on from it.
-        last: bool,
+        /// At least one.
+        chunks: Vec<Chunk>,
     },
     /// Decode steps of these slots, one token each a step, fed back on the device.
     Decode {
@@ -189,9 +202,11 @@ pub enum ExecuteError {
 /// Runs plans in order. Used from one thread. Dropped, it waits for what it has submitted.
 ///
 /// What the step loop keeps: a slot joins only when every plan whose work names it has been
-/// reported finished, and has left or been marked done before; a page is handed to a slot only
-/// when no slot that holds it can still be touched by an unfinished plan; no step is queued for
-/// a position without a page; decode steps queued and not reported are at most `run_ahead`.
+/// reported finished, and has left or been marked done before; a page that a slot may write is handed to it only
+/// when no slot that holds it can still be touched by an unfinished plan; a page that several slots hold is full
+/// of the same tokens for each, was queued to be written before or within the plan that reads it, and is written by
+/// nobody any more; no step is queued for a position without a page; decode steps queued and not reported are at
+/// most `run_ahead`.
 /// A slot that asks for `dump_logits` has at most one unreported sample.
 pub trait Executor: Send {
     /// What it can hold.
@@ -202,6 +217,6 @@ pub trait Executor: Send {
     fn wake(&self) -> &crossbeam_channel::Receiver<()>;
     /// Everything that has completed since the last call; never blocks.
     fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError>;
-    /// Time that one decode step took lately; the step loop sizes its run-ahead by it.
-    fn step_time(&self) -> Option<Duration>;
+    /// What steps took lately; the step loop sizes its run-ahead and prompts' chunks by it.
+    fn pace(&self) -> &Pace;
 }

@@ -4,9 +4,10 @@
 //! page lost, shared or overwritten changes the output. No model, no GPU.
 
 use super::executor::{
-    Capacity, Change, Done, ExecuteError, Executor, PAGE_TOKENS, Page, Progress, Sampled, Slot, SlotParams, StepPlan,
-    Ticket, Work,
+    Capacity, Change, Chunk, Done, ExecuteError, Executor, PAGE_TOKENS, Page, Progress, Sampled, Slot, SlotParams,
+    StepPlan, Ticket, Work,
 };
+use super::pace::Pace;
 use super::request::{Flushes, PerToken, TokenLogprobs};
 use super::scheduler::split_mix;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -21,7 +22,7 @@ pub struct FakeConfig {
     pub capacity: Capacity,
     /// Time of a decode step.
     pub step: Duration,
-    /// Time of a prompt chunk.
+    /// Time of a step of prompts.
     pub chunk: Duration,
     /// Output token `i` is `script[i % script.len()]`; empty: drawn from the history.
     pub script: Vec<u32>,
@@ -39,6 +40,7 @@ impl Default for FakeConfig {
                 pages: 64,
                 context: 1024,
                 prefill_chunk: 128,
+                prompts: 8,
                 buckets: vec![1],
                 run_ahead: 32,
                 vocabulary: 256,
@@ -72,6 +74,7 @@ pub struct FakeExecutor {
     busy_until: Instant,
     parts: u64,
     works: u64,
+    pace: Pace,
 }
 
 #[derive(Debug)]
@@ -97,13 +100,16 @@ struct Timer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a page holds, and who may write it.
-#[derive(Clone, Debug, Default)]
+/// What a page holds, and who has written it.
+#[derive(Clone, Debug)]
 struct PageMemory {
     tokens: [u32; PAGE_TOKENS as usize],
     /// Slot and its stay.
-    holder: Option<(Slot, u64)>,
+    writer: Option<(Slot, u64)>,
 }
+
+/// What nobody has written.
+const POISON: u32 = u32::MAX;
 
 #[derive(Clone, Debug)]
 struct FakeSlot {
@@ -182,7 +188,10 @@ impl FakeExecutor {
             unreported: 0,
         };
         FakeExecutor {
-            memory: vec![PageMemory::default(); config.capacity.pages as usize],
+            memory: vec![
+                PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: None };
+                config.capacity.pages as usize
+            ],
             slots: vec![empty; config.capacity.slots as usize],
             ticket: 0,
             finished: 0,
@@ -191,6 +200,7 @@ impl FakeExecutor {
             busy_until: now,
             parts: config.parts,
             works: 0,
+            pace: Pace::default(),
             config,
             clock,
             wake,
@@ -234,7 +244,7 @@ impl FakeExecutor {
 
     fn change(&mut self, change: Change) {
         match change {
-            Change::Join { slot, params } => {
+            Change::Join { slot, params, .. } => {
                 let finished = self.finished;
                 let s = self.slot(slot);
                 assert!(!s.joined || s.done, "{slot:?} joins while it runs");
@@ -257,17 +267,6 @@ impl FakeExecutor {
                 let most = self.config.capacity.context.div_ceil(PAGE_TOKENS);
                 for &page in &pages {
                     assert!(page.0 < self.config.capacity.pages, "{page:?} does not exist");
-                    if let Some((holder, stay)) = self.memory[page.0 as usize].holder {
-                        let s = &self.slots[holder.0 as usize];
-                        let over = s.stay != stay || !s.joined || s.done;
-                        assert!(over, "{page:?} of {holder:?} is given to {slot:?}");
-                        // A later stay began after all plans of this one were finished.
-                        let touched = s.stay == stay && s.last_ticket > self.finished;
-                        assert!(!touched, "{page:?} of {holder:?} is given away before its plans are finished");
-                    }
-                    let holder = Some((slot, self.slots[slot.0 as usize].stay));
-                    // What was in it must not matter.
-                    self.memory[page.0 as usize] = PageMemory { tokens: [u32::MAX; PAGE_TOKENS as usize], holder };
                 }
                 let s = self.slot(slot);
                 assert!(s.joined, "pages for {slot:?}, which has not joined");
@@ -283,12 +282,26 @@ impl FakeExecutor {
         }
     }
 
-    fn prefill(&mut self, slot: Slot, tokens: &[u32], start: u32, last: bool) -> Vec<Sampled> {
+    fn prefill(&mut self, chunks: &[Chunk]) -> Vec<Sampled> {
+        let capacity = &self.config.capacity;
+        let (tokens, most) = (chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>(), capacity.prefill_chunk);
+        assert!(tokens <= most as usize, "{tokens} tokens of prompts in a step, at most {most}");
+        assert!(!chunks.is_empty() && chunks.len() <= capacity.prompts as usize, "{} prompts in a step", chunks.len());
+        let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).collect();
+        assert_eq!(slots.len(), chunks.len(), "a slot twice in a plan");
+        chunks.iter().flat_map(|chunk| self.chunk(chunk)).collect()
+    }
+
+    fn chunk(&mut self, chunk: &Chunk) -> Vec<Sampled> {
+        let &Chunk { slot, ref tokens, start, last } = chunk;
         assert!(!tokens.is_empty(), "an empty chunk");
-        assert!(tokens.len() <= self.config.capacity.prefill_chunk as usize, "a chunk over the capacity");
         let ticket = self.ticket;
         let s = self.slot(slot);
         assert!(s.joined && !s.done, "a chunk for {slot:?}, which does not run");
+        if s.written == 0 && start.is_multiple_of(PAGE_TOKENS) {
+            // What stands before the first chunk was found in pages.
+            s.written = start;
+        }
         assert_eq!(s.written, start, "a chunk of {slot:?} does not follow the one before");
         assert_eq!(s.drawn, 0, "a chunk for {slot:?}, which decodes");
         s.last_ticket = ticket;
@@ -353,9 +366,27 @@ impl FakeExecutor {
         let page = page.unwrap_or_else(|| panic!("{slot:?} has no page for position {position}"));
         s.written += 1;
         let stay = s.stay;
-        let memory = &mut self.memory[page.0 as usize];
-        assert_eq!(memory.holder, Some((slot, stay)), "{slot:?} writes a page of another");
-        memory.tokens[(position % PAGE_TOKENS) as usize] = token;
+        if self.memory[page.0 as usize].writer != Some((slot, stay)) {
+            self.begin(page, slot, position);
+        }
+        self.memory[page.0 as usize].tokens[(position % PAGE_TOKENS) as usize] = token;
+    }
+
+    /// The slot writes to the page for the first time in this stay.
+    fn begin(&mut self, page: Page, slot: Slot, position: u32) {
+        assert_eq!(position % PAGE_TOKENS, 0, "{slot:?} writes in the middle of {page:?}, which it did not begin");
+        for (index, other) in self.slots.iter().enumerate() {
+            let live = (other.joined && !other.done) || other.last_ticket > self.finished;
+            if index != slot.0 as usize && live {
+                // Who has just joined may count on what is written now.
+                let used = &other.table[..other.written.div_ceil(PAGE_TOKENS) as usize];
+                assert!(!used.contains(&page), "{slot:?} writes to {page:?}, which slot {index} uses");
+            }
+        }
+        let stay = self.slots[slot.0 as usize].stay;
+        // What was in it must not matter.
+        self.memory[page.0 as usize] =
+            PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: Some((slot, stay)) };
     }
 
     fn sample(&mut self, slot: Slot) -> Sampled {
@@ -363,8 +394,9 @@ impl FakeExecutor {
         let s = &self.slots[slot.0 as usize];
         let history = (0..s.written).map(|position| {
             let memory = &self.memory[s.table[(position / PAGE_TOKENS) as usize].0 as usize];
-            assert_eq!(memory.holder, Some((slot, s.stay)), "{slot:?} reads a page of another");
-            memory.tokens[(position % PAGE_TOKENS) as usize]
+            let token = memory.tokens[(position % PAGE_TOKENS) as usize];
+            assert_ne!(token, POISON, "{slot:?} reads position {position}, which nobody has written");
+            token
         });
         let id = draw(history, &s.params, s.params.generated + s.drawn, vocabulary, &self.config.script);
         let logprobs = s.params.logprobs.map(|top| TokenLogprobs {
@@ -417,13 +449,16 @@ impl Executor for FakeExecutor {
             return Ok(ticket);
         };
         self.works += 1;
+        self.pace.note_step(self.config.step);
         if self.config.lost_after.is_some_and(|works| self.works > works) {
             return Err(ExecuteError::DeviceLost { device: "fake".to_string(), source: "it was told to".into() });
         }
         let start = self.busy_until.max(self.now());
         match work {
-            Work::Prefill { slot, tokens, start: position, last } => {
-                let tokens = self.prefill(slot, &tokens, position, last);
+            Work::Prefill { chunks } => {
+                let count = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                let tokens = self.prefill(&chunks);
+                self.pace.note_chunk(count, self.config.chunk);
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
                 let due = self.busy_until;
@@ -468,8 +503,8 @@ impl Executor for FakeExecutor {
         Ok(due)
     }
 
-    fn step_time(&self) -> Option<Duration> {
-        (self.works > 0).then_some(self.config.step)
+    fn pace(&self) -> &Pace {
+        &self.pace
     }
 }
 

@@ -3,15 +3,19 @@
 //! Deliberately absent: scheduling, and Vulkan other than through the actors.
 
 use super::executor::{
-    Capacity, Change, Done, ExecuteError, Executor, Progress, Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
+    Capacity, Change, Chunk, Done, ExecuteError, Executor, Progress, Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
 };
+use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::watcher::{Outbox, Report};
 use crate::device::Point;
+use crate::kernels::attention::Heads;
+use crate::kernels::embed::PromptRows;
+use crate::kernels::flash::flash_tiles;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::region::Region;
-use crate::kernels::sampling::{Patch, clear_inbox};
+use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
 use crate::kernels::state::{self, RingEntry, SlotInit};
 use crate::memory::Buffer;
 use crate::model::dense::RingLayout;
@@ -23,7 +27,8 @@ use std::time::{Duration, Instant};
 /// Reports that may wait for the engine's thread: as many as plans in flight can make.
 const REPORTS: usize = 1024;
 
-/// A client should not wait longer than this for a token that the device has finished.
+/// A client should not wait longer than this for a token that the device has finished: of one row; with several, a
+/// report is shared by as many more tokens and comes as much sooner.
 const REPORT_EVERY: Duration = Duration::from_millis(16);
 
 /// A slot of the inbox, through which changes reach the device, with the regions that apply it.
@@ -33,19 +38,14 @@ pub struct Inbox {
     pub patch: Arc<Buffer>,
     /// Mapped: the slots whose counts are cleared.
     pub clear: Arc<Buffer>,
+    /// Mapped: `[rows][4]` of token, position, slot and 1, tokens that counts hear of.
+    pub seen: Arc<Buffer>,
     /// Applies `patch`.
     pub apply: Arc<Region>,
     /// Clears counts.
     pub clear_counts: Arc<Region>,
-}
-
-/// The regions of a prompt chunk's bucket.
-#[derive(Debug)]
-pub struct PrefillRegions {
-    /// A chunk that is not the prompt's last.
-    pub part: Arc<Region>,
-    /// The last chunk: a token is drawn.
-    pub head: Arc<Region>,
+    /// Enters the tokens seen in counts.
+    pub mark_seen: Arc<Region>,
 }
 
 /// The regions of a decode bucket.
@@ -64,6 +64,8 @@ pub struct Parts {
     pub capacity: Capacity,
     /// Device state.
     pub layout: StateLayout,
+    /// Of attention, for its tiles.
+    pub heads: Heads,
     /// Token ring.
     pub ring: RingLayout,
     /// Mapped: the token ring.
@@ -74,12 +76,16 @@ pub struct Parts {
     pub dump_region: Arc<Region>,
     /// By rows.
     pub decode: BTreeMap<u32, DecodeRegions>,
-    /// By rows.
-    pub prefill: BTreeMap<u32, PrefillRegions>,
+    /// The layers over a step of prompts, by rows.
+    pub prefill: BTreeMap<u32, Arc<Region>>,
+    /// What draws the first tokens of prompts, by their number.
+    pub first: BTreeMap<u32, Arc<Region>>,
     /// At least two; more than plans in flight, or `submit` waits.
     pub inboxes: Vec<Inbox>,
     /// Pairs that an inbox's patch holds.
     pub patch_pairs: u32,
+    /// Rows that an inbox's tokens seen have.
+    pub seen_rows: u32,
     /// The device's compute queue.
     pub compute: Arc<Compute>,
     /// What the first submission waits for: the weights' last copies.
@@ -109,10 +115,34 @@ pub struct GpuExecutor {
     dumps: Vec<bool>,
     /// Slots whose log probabilities are asked for.
     logprobs: Vec<bool>,
-    step_time: Option<Duration>,
+    pace: Pace,
     /// A kernel waited too long for a word: steps have run with barriers since.
     faulted: bool,
     decode_plans: u32,
+}
+
+/// Changes of the device's state that a plan brings.
+#[derive(Debug, Default)]
+struct Posts {
+    patch: Patch,
+    /// Slots whose counts are cleared.
+    clear: Vec<u32>,
+    /// Tokens that counts hear of.
+    seen: Vec<[u32; 4]>,
+}
+
+/// Inboxes that are filled, and the regions that apply them.
+#[derive(Debug, Default)]
+struct Applied {
+    inboxes: Vec<usize>,
+    regions: Vec<Arc<Region>>,
+}
+
+/// The smallest bucket with so many rows.
+fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
+    let (bucket, found) =
+        buckets.range(rows..).next().unwrap_or_else(|| panic!("{rows} rows exceed the largest bucket"));
+    (*bucket, found)
 }
 
 #[derive(Debug)]
@@ -126,8 +156,9 @@ struct Pending {
     entries: u32,
     /// Steps from this one on drew nothing because of a fault; `u32::MAX` if none is known.
     good: u32,
-    /// Nothing to report: changes, or a chunk without a head counts as one step without tokens.
     work: Kind,
+    /// Tokens of a step of prompts.
+    prompt_tokens: u32,
     /// Of a decode plan, for the steps that have to be run again after a fault.
     slots: Vec<Slot>,
     dump: bool,
@@ -142,8 +173,11 @@ struct Pending {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
+    /// There is nothing to report.
     Changes,
-    Chunk,
+    /// Prompts of which none ends: a step without tokens.
+    Prompts,
+    /// Tokens are drawn.
     Sampled,
 }
 
@@ -172,22 +206,25 @@ impl GpuExecutor {
             batch: vec![u32::MAX - 1; parts.layout.rows as usize],
             dumps: vec![false; slots],
             logprobs: vec![false; slots],
-            step_time: None,
+            pace: Pace::default(),
             faulted: false,
             decode_plans: 0,
             parts,
         }
     }
 
-    fn changes(&mut self, changes: &[Change], patch: &mut Patch) -> Vec<u32> {
+    fn changes(&mut self, changes: &[Change]) -> Posts {
         let layout = self.parts.layout;
-        let mut clear = Vec::new();
+        let mut posts = Posts::default();
+        let patch = &mut posts.patch;
         for change in changes {
             match change {
-                Change::Join { slot, params } => {
+                Change::Join { slot, params, cached } => {
                     let init = slot_init(params);
                     if init.has_penalties() {
-                        clear.push(slot.0);
+                        posts.clear.push(slot.0);
+                        let rows = (0..).zip(cached).map(|(position, token)| [*token, position, slot.0, 1]);
+                        posts.seen.extend(rows);
                     }
                     self.dumps[slot.0 as usize] = params.dump_logits;
                     self.logprobs[slot.0 as usize] = params.logprobs.is_some();
@@ -205,35 +242,48 @@ impl GpuExecutor {
                 }
             }
         }
-        clear
+        posts
     }
 
-    /// Fills inboxes and gives the regions that apply them, in order.
-    fn post(&mut self, patch: &Patch, clear: &[u32], used: &mut Vec<usize>) -> Result<Vec<Arc<Region>>, ExecuteError> {
-        let mut regions = Vec::new();
-        if !clear.is_empty() {
-            let index = self.inbox()?;
-            used.push(index);
-            let inbox = &self.parts.inboxes[index];
-            inbox.clear.write(0, bytemuck::cast_slice(&clear_inbox(clear)));
-            regions.push(Arc::clone(&inbox.clear_counts));
+    /// Fills inboxes and gives the regions that apply them, in order. What needs more inboxes than there are is
+    /// submitted by itself, under the ticket of the plan that it belongs to.
+    fn post(&mut self, ticket: Ticket, posts: Posts) -> Result<Applied, ExecuteError> {
+        let mut applied = Applied::default();
+        for slots in posts.clear.chunks(self.parts.layout.slots.max(1) as usize) {
+            let inbox = self.inbox(ticket, &mut applied)?;
+            inbox.clear.write(0, bytemuck::cast_slice(&clear_inbox(slots)));
+            applied.regions.push(Arc::clone(&inbox.clear_counts));
         }
-        let words = patch.inbox();
-        let pairs = &words[words.len() - patch.len() * 2..];
-        for part in pairs.chunks(self.parts.patch_pairs as usize * 2) {
-            let index = self.inbox()?;
-            used.push(index);
-            let inbox = &self.parts.inboxes[index];
-            let header = [part.len() as u32 / 2, 0, 0, 0];
-            inbox.patch.write(0, bytemuck::cast_slice(&header));
-            inbox.patch.write(16, bytemuck::cast_slice(part));
-            regions.push(Arc::clone(&inbox.apply));
+        for pairs in posts.patch.into_pairs().chunks(self.parts.patch_pairs as usize) {
+            let inbox = self.inbox(ticket, &mut applied)?;
+            inbox.patch.write(0, bytemuck::cast_slice(&patch_inbox(pairs)));
+            applied.regions.push(Arc::clone(&inbox.apply));
         }
-        Ok(regions)
+        // Marks read what the patch has written of their slots.
+        let rows = self.parts.seen_rows as usize;
+        for seen in posts.seen.chunks(rows) {
+            let inbox = self.inbox(ticket, &mut applied)?;
+            let mut words = seen.to_vec();
+            words.resize(rows, [0; 4]);
+            inbox.seen.write(0, bytemuck::cast_slice(&words));
+            applied.regions.push(Arc::clone(&inbox.mark_seen));
+        }
+        Ok(applied)
+    }
+
+    /// The next inbox of a plan.
+    fn inbox(&mut self, ticket: Ticket, applied: &mut Applied) -> Result<&Inbox, ExecuteError> {
+        if applied.inboxes.len() >= self.parts.inboxes.len() / 2 {
+            let full = std::mem::take(applied);
+            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new());
+        }
+        let index = self.free_inbox()?;
+        applied.inboxes.push(index);
+        Ok(&self.parts.inboxes[index])
     }
 
     /// A free inbox; where none is, the oldest submission is waited for.
-    fn inbox(&mut self) -> Result<usize, ExecuteError> {
+    fn free_inbox(&mut self) -> Result<usize, ExecuteError> {
         if let Some(index) = self.free_inboxes.pop() {
             return Ok(index);
         }
@@ -270,15 +320,21 @@ impl GpuExecutor {
     }
 
     fn rows_for(&self, slots: &[Slot]) -> (u32, Arc<Region>) {
-        let needed = slots.len() as u32;
-        let (rows, region) = self
-            .parts
-            .decode
-            .range(needed..)
-            .next()
-            .unwrap_or_else(|| panic!("{needed} rows exceed the largest bucket"));
+        let (rows, region) = fitting(&self.parts.decode, slots.len() as u32);
         let carried = region.carried.as_ref().filter(|_| !self.faulted);
-        (*rows, Arc::clone(carried.unwrap_or(&region.plain)))
+        (rows, Arc::clone(carried.unwrap_or(&region.plain)))
+    }
+
+    /// An entry of the ring; alternatives, which few ask for, are read only where there are some.
+    fn ring_entry(&self, at: usize) -> RingEntry {
+        let mut words = [0u32; state::ENTRY_WORDS as usize];
+        let (head, rest) = words.split_at_mut(state::ENTRY_TOP as usize);
+        self.parts.ring_buffer.read(at as u64 * 4, bytemuck::cast_slice_mut(head));
+        if head[state::ENTRY_TOKEN as usize] != state::TOKEN_NONE && head[state::ENTRY_TOP_COUNT as usize] > 0 {
+            let after = (at as u64 + u64::from(state::ENTRY_TOP)) * 4;
+            self.parts.ring_buffer.read(after, bytemuck::cast_slice_mut(rest));
+        }
+        RingEntry::read(&words)
     }
 
     /// The tokens of steps `from..to`, and the first step that drew none because of a fault: `to` if none is.
@@ -288,9 +344,7 @@ impl GpuExecutor {
             let number = pending.first_step.wrapping_add(step);
             for row in 0..pending.rows {
                 let at = RingEntry::at(number, row, self.parts.ring.steps, self.parts.ring.rows);
-                let mut words = [0u32; state::ENTRY_WORDS as usize];
-                self.parts.ring_buffer.read(at as u64 * 4, bytemuck::cast_slice_mut(&mut words));
-                let entry = RingEntry::read(&words);
+                let entry = self.ring_entry(at);
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }
@@ -336,7 +390,7 @@ impl GpuExecutor {
         pending.entries = to;
         let progress = match pending.work {
             Kind::Changes => None,
-            Kind::Chunk | Kind::Sampled => {
+            Kind::Prompts | Kind::Sampled => {
                 let (tokens, good) = match pending.work {
                     Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
                     _ => (Vec::new(), to),
@@ -358,9 +412,11 @@ impl GpuExecutor {
             if pending.work == Kind::Sampled && pending.good < pending.steps {
                 self.run_again(&pending)?;
             }
-            if pending.work == Kind::Sampled && matches!(pending.flush, Flush::Readback) {
-                let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
-                self.step_time = Some(total / pending.steps.max(1));
+            let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
+            if pending.prompt_tokens > 0 {
+                self.pace.note_chunk(pending.prompt_tokens, total);
+            } else if pending.work == Kind::Sampled {
+                self.pace.note_step(total / pending.steps.max(1));
             }
         } else {
             self.pending.push_front(pending);
@@ -370,30 +426,43 @@ impl GpuExecutor {
 }
 
 impl GpuExecutor {
-    /// Queues work behind all earlier, after a patch and after the counts of slots `clear` are cleared.
-    fn enqueue(
-        &mut self,
-        ticket: Ticket,
-        planned: Option<Work>,
-        mut patch: Patch,
-        clear: &[u32],
-    ) -> Result<(), ExecuteError> {
+    /// The regions of a step of prompts, and what the device must know of it.
+    fn prompts(&self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32) {
         let layout = self.parts.layout;
-        let (work, steps, rows, region, mut flush) = match &planned {
-            None => (Kind::Changes, 0, 0, None, Flush::PhaseBoundary),
-            Some(Work::Prefill { slot, tokens, start, last }) => {
-                let count = tokens.len() as u32;
-                patch.set_all(layout.chunk_word(0), &[slot.0, *start, count, 0]);
-                patch.set_all(layout.token_word(0), tokens);
-                let (_, regions) = self
-                    .parts
-                    .prefill
-                    .range(count..)
-                    .next()
-                    .unwrap_or_else(|| panic!("a chunk of {count} tokens exceeds the largest bucket"));
-                let region = Arc::clone(if *last { &regions.head } else { &regions.part });
-                let kind = if *last { Kind::Sampled } else { Kind::Chunk };
-                (kind, 1, 1, Some(region), Flush::PhaseBoundary)
+        let mut chunks: Vec<&Chunk> = chunks.iter().collect();
+        // Only the first row's logits can be asked for.
+        chunks.sort_by_key(|chunk| !(chunk.last && self.dumps[chunk.slot.0 as usize]));
+        let rows: Vec<PromptRows<'_>> = chunks
+            .iter()
+            .map(|chunk| PromptRows { slot: chunk.slot.0, start: chunk.start, tokens: &chunk.tokens, last: chunk.last })
+            .collect();
+        for (word, words) in layout.chunk_layout().describe(&rows, |rows| flash_tiles(self.parts.heads, rows)) {
+            patch.set_all(layout.chunk_word(word), &words);
+        }
+        let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+        let lasts = chunks.iter().filter(|chunk| chunk.last).count() as u32;
+        let (_, layers) = fitting(&self.parts.prefill, tokens);
+        let mut regions = vec![Arc::clone(layers)];
+        let mut rows = 0;
+        if lasts > 0 {
+            let (bucket, first) = fitting(&self.parts.first, lasts);
+            regions.push(Arc::clone(first));
+            rows = bucket;
+        }
+        (regions, rows)
+    }
+
+    /// Queues work behind all earlier, after changes of the device's state.
+    fn enqueue(&mut self, ticket: Ticket, planned: Option<Work>, mut posts: Posts) -> Result<(), ExecuteError> {
+        let layout = self.parts.layout;
+        let mut prompt_tokens = 0;
+        let (work, steps, rows, mut step, flush) = match &planned {
+            None => (Kind::Changes, 0, 0, Vec::new(), Flush::PhaseBoundary),
+            Some(Work::Prefill { chunks }) => {
+                let (regions, rows) = self.prompts(chunks, &mut posts.patch);
+                prompt_tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
+                (kind, 1, rows, regions, Flush::PhaseBoundary)
             }
             Some(Work::Decode { slots, steps }) => {
                 let (rows, region) = self.rows_for(slots);
@@ -403,40 +472,36 @@ impl GpuExecutor {
                     let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
                     if self.batch[row as usize] != slot {
                         self.batch[row as usize] = slot;
-                        patch.set(layout.batch_word(row), slot);
+                        posts.patch.set(layout.batch_word(row), slot);
                     }
                 }
-                (Kind::Sampled, *steps, rows, Some(region), Flush::Readback)
+                (Kind::Sampled, *steps, rows, vec![region], Flush::Readback)
             }
         };
-        let mut used = Vec::new();
-        let patches = self.post(&patch, clear, &mut used)?;
+        let applied = self.post(ticket, posts)?;
         let sum = |regions: &[Arc<Region>]| {
             regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
         };
-        let fixed = sum(&patches);
+        let fixed = sum(&applied.regions);
         // There is one place for logits: the plan that fills it is the only one in flight that does.
+        let asks = |slot: &Slot| self.dumps[slot.0 as usize];
         let asked = match &planned {
-            Some(Work::Prefill { slot, last, .. }) => *last && self.dumps[slot.0 as usize],
-            Some(Work::Decode { slots, .. }) => slots.iter().any(|slot| self.dumps[slot.0 as usize]),
+            Some(Work::Prefill { chunks }) => chunks.iter().any(|chunk| chunk.last && asks(&chunk.slot)),
+            Some(Work::Decode { slots, .. }) => slots.iter().any(asks),
             None => false,
         };
         let dump = asked && !self.pending.iter().any(|pending| pending.dump);
-        let mut step: Vec<Arc<Region>> = region.into_iter().collect();
         if dump {
             step.push(Arc::clone(&self.parts.dump_region));
         }
         let each = sum(&step);
         let mut entries = vec![step; steps.max(1) as usize];
-        entries[0].splice(0..0, patches);
-        let waits = std::mem::take(&mut self.parts.ready);
-        if !waits.is_empty() {
-            flush = Flush::CrossQueue;
-        }
+        entries[0].splice(0..0, applied.regions);
         // A slow device reports single steps, a fast one the whole plan.
-        let every = match self.step_time {
+        let every = match self.pace.step() {
             Some(time) if !time.is_zero() => {
-                (REPORT_EVERY.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
+                let patience = REPORT_EVERY / rows.max(1);
+                (patience.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
             }
             _ => 1,
         };
@@ -445,34 +510,26 @@ impl GpuExecutor {
             Some(Work::Decode { slots, .. }) => slots,
             _ => Vec::new(),
         };
-        self.pending.push_back(Pending {
-            ticket,
-            steps,
-            first_step: self.next_step,
-            rows,
-            entries: 0,
-            good: u32::MAX,
-            slots,
-            work,
-            dump,
-            inboxes: used,
-            fixed,
-            each,
-            flush,
-            submitted: Instant::now(),
-            started: false,
-        });
+        let first_step = self.next_step;
         if work == Kind::Sampled {
             self.next_step = self.next_step.wrapping_add(steps);
         }
-        self.parts.compute.submit(Submission {
-            id: ticket.0,
-            entries,
-            waits,
-            report_after,
-            outbox: self.outbox.clone(),
-        });
+        let changes = Pending::changes(ticket, applied.inboxes);
+        let pending =
+            Pending { steps, first_step, rows, slots, work, prompt_tokens, dump, fixed, each, flush, ..changes };
+        self.hand_over(pending, entries, report_after);
         Ok(())
+    }
+
+    /// Gives entries to the compute actor, whose reports will be about `pending`.
+    fn hand_over(&mut self, mut pending: Pending, entries: Vec<Vec<Arc<Region>>>, report_after: Vec<u32>) {
+        let waits = std::mem::take(&mut self.parts.ready);
+        if !waits.is_empty() {
+            pending.flush = Flush::CrossQueue;
+        }
+        let id = pending.ticket.0;
+        self.pending.push_back(pending);
+        self.parts.compute.submit(Submission { id, entries, waits, report_after, outbox: self.outbox.clone() });
     }
 
     /// Submits the steps of a plan that drew nothing because a kernel had waited too long, with barriers, as
@@ -486,14 +543,36 @@ impl GpuExecutor {
                 "a kernel waited too long for another's words: steps run with barriers from now on"
             );
         }
-        let mut patch = Patch::default();
-        patch.set(self.parts.layout.fault_word(), 0);
+        let mut posts = Posts::default();
+        posts.patch.set(self.parts.layout.fault_word(), 0);
         let work = Work::Decode { slots: pending.slots.clone(), steps: pending.steps - pending.good };
-        self.enqueue(pending.ticket, Some(work), patch, &[])
+        self.enqueue(pending.ticket, Some(work), posts)
     }
 }
 
 impl Pending {
+    /// Of changes alone.
+    fn changes(ticket: Ticket, inboxes: Vec<usize>) -> Pending {
+        Pending {
+            ticket,
+            steps: 0,
+            first_step: 0,
+            rows: 0,
+            entries: 0,
+            good: u32::MAX,
+            work: Kind::Changes,
+            prompt_tokens: 0,
+            slots: Vec::new(),
+            dump: false,
+            inboxes,
+            fixed: (0, 0),
+            each: (0, 0),
+            flush: Flush::PhaseBoundary,
+            submitted: Instant::now(),
+            started: false,
+        }
+    }
+
     fn cost(&self, report: &Report, first: bool, steps: u32) -> PerToken {
         let count = |fixed: u32, each: u32| f64::from(each * steps + if first { fixed } else { 0 });
         let once = if first { 1.0 } else { 0.0 };
@@ -521,17 +600,16 @@ impl Executor for GpuExecutor {
     }
 
     fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
-        let mut patch = Patch::default();
-        let clear = self.changes(&plan.changes, &mut patch);
+        let mut posts = self.changes(&plan.changes);
         let ticket = Ticket(self.next);
         self.next += 1;
         if matches!(plan.work, Some(Work::Decode { .. })) {
             self.decode_plans += 1;
             if self.decode_plans == self.parts.fault_at {
-                patch.set(self.parts.layout.fault_word(), 1);
+                posts.patch.set(self.parts.layout.fault_word(), 1);
             }
         }
-        self.enqueue(ticket, plan.work, patch, &clear)?;
+        self.enqueue(ticket, plan.work, posts)?;
         Ok(ticket)
     }
 
@@ -547,8 +625,8 @@ impl Executor for GpuExecutor {
         Ok(progress)
     }
 
-    fn step_time(&self) -> Option<Duration> {
-        self.step_time
+    fn pace(&self) -> &Pace {
+        &self.pace
     }
 }
 

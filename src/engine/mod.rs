@@ -2,12 +2,14 @@
 //! Deliberately absent: Vulkan (only `executor` speaks to the actors), text, tokio.
 
 pub mod affinity;
+pub mod by_age;
 pub mod ceiling;
 pub mod executor;
 pub mod fake;
 pub mod gpu;
 pub mod host;
 mod matrices;
+pub mod pace;
 pub mod pages;
 pub mod prefix;
 pub mod replica;

@@ -1,22 +1,42 @@
-//! The pool of KV pages: which are free, and how many sequences hold each of the others.
-//! Deliberately absent: what is in a page.
+//! The pool of KV pages: which are free, how many sequences hold each of the others, and which hold tokens that
+//! another sequence may come with (the prefix cache). Deliberately absent: what a page's name is made of (`prefix`).
 
 use super::executor::Page;
-use std::collections::VecDeque;
+use super::prefix::PageKey;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// Pages by holders. A page is free exactly if nobody holds it.
+/// Pages by holders. A page is free exactly if nobody holds it; a free page keeps its name, and with it what was
+/// computed, until it is taken for something else: the longest free first.
 #[derive(Debug)]
 pub struct PagePool {
     /// Holders by page.
     holders: Vec<u32>,
-    /// Free pages, the longest free first: what was written last stays longest.
-    free: VecDeque<Page>,
+    /// Names by page.
+    names: Vec<Option<PageKey>>,
+    /// Pages by name; of several with the same content the first.
+    named: HashMap<PageKey, Page>,
+    /// Free, with no name.
+    blank: VecDeque<Page>,
+    /// Free, with a name, by when they were released.
+    kept: BTreeMap<u64, Page>,
+    /// Of the pages in `kept`: their place there.
+    released: Vec<u64>,
+    /// Grows with every release.
+    clock: u64,
 }
 
 impl PagePool {
     /// All of `pages` free.
     pub fn new(pages: u32) -> PagePool {
-        PagePool { holders: vec![0; pages as usize], free: (0..pages).map(Page).collect() }
+        PagePool {
+            holders: vec![0; pages as usize],
+            names: vec![None; pages as usize],
+            named: HashMap::new(),
+            blank: (0..pages).map(Page).collect(),
+            kept: BTreeMap::new(),
+            released: vec![0; pages as usize],
+            clock: 0,
+        }
     }
 
     /// Pages in all.
@@ -26,7 +46,7 @@ impl PagePool {
 
     /// Pages that nobody holds.
     pub fn free(&self) -> u32 {
-        self.free.len() as u32
+        (self.blank.len() + self.kept.len()) as u32
     }
 
     /// Pages that somebody holds.
@@ -34,35 +54,97 @@ impl PagePool {
         self.total() - self.free()
     }
 
-    /// `count` free pages, each with one holder from now on; `None`, and nothing taken, if
+    /// Free pages that still hold something that has a name.
+    pub fn cached(&self) -> u32 {
+        self.kept.len() as u32
+    }
+
+    /// Sequences that hold a page.
+    pub fn holders(&self, page: Page) -> u32 {
+        self.holders[page.0 as usize]
+    }
+
+    /// `count` free pages, each with one holder and no name from now on; `None`, and nothing taken, if
     /// there are fewer.
     pub fn take(&mut self, count: u32) -> Option<Vec<Page>> {
         if count > self.free() {
             return None;
         }
-        let pages: Vec<Page> = self.free.drain(..count as usize).collect();
-        for page in &pages {
+        let mut pages = Vec::with_capacity(count as usize);
+        for _ in 0..count {
+            let page = match self.blank.pop_front() {
+                Some(page) => page,
+                None => {
+                    let (_, page) = self.kept.pop_first().expect("the free pages were counted");
+                    let name = self.names[page.0 as usize].take().expect("a kept page has a name");
+                    self.named.remove(&name);
+                    page
+                }
+            };
             let holders = &mut self.holders[page.0 as usize];
             assert_eq!(*holders, 0, "a free page is held");
             *holders = 1;
+            pages.push(page);
         }
         Some(pages)
     }
 
-    /// One more holder of a page that is held.
+    /// The pages of the names from the first on, as far as there are any, and how many of them are free.
+    pub fn find(&self, names: &[PageKey]) -> (Vec<Page>, u32) {
+        let pages: Vec<Page> = names.iter().map_while(|name| self.named.get(name).copied()).collect();
+        let free = pages.iter().filter(|page| self.holders(**page) == 0).count();
+        (pages, free as u32)
+    }
+
+    /// One more holder of a page that [`PagePool::find`] gave.
     pub fn share(&mut self, page: Page) {
-        let holders = &mut self.holders[page.0 as usize];
-        assert!(*holders > 0, "a free page cannot be shared");
-        *holders += 1;
+        let at = page.0 as usize;
+        assert!(self.names[at].is_some(), "a page without a name cannot be shared");
+        if self.holders[at] == 0 {
+            let kept = self.kept.remove(&self.released[at]);
+            assert_eq!(kept, Some(page), "a free page with a name is kept");
+        }
+        self.holders[at] += 1;
+    }
+
+    /// Says what a held page holds; whoever comes with that finds it from now on. Where another page
+    /// holds the same, this one stays without a name.
+    pub fn name(&mut self, page: Page, name: PageKey) {
+        let at = page.0 as usize;
+        assert!(self.holders[at] > 0, "a free page is named");
+        assert!(self.names[at].is_none(), "a page is named twice");
+        if let std::collections::hash_map::Entry::Vacant(entry) = self.named.entry(name) {
+            entry.insert(page);
+            self.names[at] = Some(name);
+        }
     }
 
     /// One holder less; the last one frees it.
     pub fn release(&mut self, page: Page) {
-        let holders = &mut self.holders[page.0 as usize];
+        let at = page.0 as usize;
+        let holders = &mut self.holders[at];
         assert!(*holders > 0, "a free page cannot be released");
         *holders -= 1;
-        if *holders == 0 {
-            self.free.push_back(page);
+        if *holders > 0 {
+            return;
+        }
+        if self.names[at].is_some() {
+            self.released[at] = self.clock;
+            self.kept.insert(self.clock, page);
+            self.clock += 1;
+        } else {
+            self.blank.push_back(page);
+        }
+    }
+
+    /// Panics unless all that is kept twice agrees.
+    pub fn assert_consistent(&self) {
+        let free = self.holders.iter().filter(|holders| **holders == 0).count();
+        assert_eq!(free as u32, self.free(), "a page is neither free nor held, or both");
+        let named = self.names.iter().flatten().count();
+        assert_eq!(named, self.named.len(), "a name without a page, or with two");
+        for (name, page) in &self.named {
+            assert_eq!(self.names[page.0 as usize], Some(*name), "{page:?} has another name");
         }
     }
 }
@@ -70,6 +152,10 @@ impl PagePool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn key(number: u128) -> PageKey {
+        PageKey(number)
+    }
 
     #[test]
     fn taking_is_all_or_nothing() {
@@ -85,18 +171,45 @@ mod tests {
     fn a_shared_page_is_free_after_its_last_holder() {
         let mut pool = PagePool::new(1);
         let page = pool.take(1).unwrap()[0];
+        pool.name(page, key(1));
         pool.share(page);
         pool.release(page);
         assert_eq!(pool.free(), 0);
         pool.release(page);
-        assert_eq!(pool.free(), 1);
+        assert_eq!((pool.free(), pool.cached()), (1, 1));
+        pool.assert_consistent();
     }
 
     #[test]
-    fn the_longest_free_page_is_taken_first() {
+    fn a_free_page_is_found_until_it_is_taken_and_blank_ones_go_first() {
+        let mut pool = PagePool::new(3);
+        let pages = pool.take(2).unwrap();
+        pool.name(pages[0], key(1));
+        pool.name(pages[1], key(2));
+        pool.release(pages[1]);
+        pool.release(pages[0]);
+        assert_eq!(pool.find(&[key(1), key(2), key(3)]), (pages.clone(), 2));
+        assert_eq!(pool.find(&[key(3), key(1)]), (vec![], 0), "a name behind a gap is of no use");
+        // The blank page, then the one released first.
+        let taken = pool.take(2).unwrap();
+        assert!(!taken.contains(&pages[0]));
+        assert_eq!(taken[1], pages[1]);
+        assert_eq!(pool.find(&[key(1), key(2)]), (vec![pages[0]], 1));
+        pool.share(pages[0]);
+        assert_eq!(pool.find(&[key(1)]), (vec![pages[0]], 0));
+        assert_eq!((pool.free(), pool.cached()), (0, 0));
+        pool.assert_consistent();
+    }
+
+    #[test]
+    fn of_two_pages_with_one_content_the_first_is_found() {
         let mut pool = PagePool::new(2);
-        let first = pool.take(1).unwrap()[0];
-        pool.release(first);
-        assert_ne!(pool.take(1).unwrap()[0], first);
+        let pages = pool.take(2).unwrap();
+        pool.name(pages[0], key(1));
+        pool.name(pages[1], key(1));
+        assert_eq!(pool.find(&[key(1)]).0, [pages[0]]);
+        pool.release(pages[1]);
+        assert_eq!(pool.cached(), 0, "nobody can find it");
+        pool.assert_consistent();
     }
 }

@@ -2,16 +2,16 @@
 //! requests' sinks, and steps the one with the other. It never blocks on a client, and it knows
 //! neither text nor tokio.
 
+use super::by_age::ByAge;
 use super::executor::{ExecuteError, Executor};
 use super::host::{DeviceInfo, Load, StepRecord, SubmitError};
 use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, Timings, sample_id,
 };
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
-use super::sequence::SequenceId;
 use super::spans;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::error::Error;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -20,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Entries of the step ring: some seconds of plans at ten milliseconds each.
 pub const STEP_RING: usize = 1024;
@@ -36,6 +36,8 @@ pub struct ReplicaConfig {
     pub context: u32,
     /// Vocabulary size.
     pub vocabulary: u32,
+    /// Whether prompts are looked for in pages.
+    pub prefix_cache: bool,
 }
 
 /// A model on a device: an engine thread and its executor behind a bounded inbox. Dropped, it
@@ -123,6 +125,7 @@ impl Replica {
             device_uuid: device.uuid.clone(),
             replica: name.clone(),
             seed: split_mix(&mut seed),
+            prefix_cache: config.prefix_cache,
         };
         let wake = executor.wake().clone();
         let actor = Actor {
@@ -130,9 +133,10 @@ impl Replica {
             executor,
             wake,
             failed: None,
-            clients: HashMap::new(),
+            clients: ByAge::default(),
             steps: VecDeque::with_capacity(STEP_RING),
             step_number: 0,
+            busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
             started: Instant::now(),
         };
@@ -344,12 +348,14 @@ struct Actor {
     /// Why the executor is not used any more.
     failed: Option<String>,
     /// From submission until `Finished`.
-    clients: HashMap<SequenceId, Client>,
+    clients: ByAge<Client>,
     /// At most `STEP_RING`.
     steps: VecDeque<StepRecord>,
     step_number: u64,
     shared: Arc<Shared>,
     started: Instant,
+    /// Time that this thread has worked, and handed tokens out, and no step was charged with.
+    busy: (Duration, Duration),
 }
 
 impl Actor {
@@ -363,7 +369,7 @@ impl Actor {
         let why = "its engine thread has panicked".to_string();
         tracing::error!("{why}");
         self.shared.gate().closed = Some(why.clone());
-        for (_, client) in self.clients.drain() {
+        for client in self.clients.ids().into_iter().filter_map(|id| self.clients.remove(id)).collect::<Vec<_>>() {
             self.shared.gate().live.remove(&client.id);
             client.end(FinishReason::Error(why.clone()));
         }
@@ -391,8 +397,7 @@ impl Actor {
             self.turn();
         }
         let now = Instant::now();
-        let unfinished: Vec<SequenceId> = self.clients.keys().copied().collect();
-        for id in unfinished {
+        for id in self.clients.ids() {
             self.scheduler.abort_sequence(id, now);
         }
         self.deliver();
@@ -446,13 +451,18 @@ impl Actor {
     /// Takes in what the device says, gives it what is next, and only then tells the clients.
     fn turn(&mut self) {
         loop {
+            let start = Instant::now();
             if self.failed.is_none()
                 && let Err(error) = self.advance()
             {
                 self.fail(&error);
             }
             self.publish();
-            if !self.deliver() {
+            let planned = Instant::now();
+            self.busy.0 += planned - start;
+            let again = self.deliver();
+            self.busy.1 += planned.elapsed();
+            if !again {
                 return;
             }
         }
@@ -460,8 +470,13 @@ impl Actor {
 
     fn advance(&mut self) -> Result<(), ExecuteError> {
         while self.wake.try_recv().is_ok() {}
-        for progress in self.executor.poll()? {
+        for mut progress in self.executor.poll()? {
             let now = Instant::now();
+            if progress.steps > 0 {
+                let (scheduling, delivering) = std::mem::take(&mut self.busy);
+                progress.cost.schedule_us = scheduling.as_secs_f64() * 1e6;
+                progress.cost.deliver_us = delivering.as_secs_f64() * 1e6;
+            }
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 if self.steps.len() == STEP_RING {
                     self.steps.pop_front();
@@ -478,7 +493,7 @@ impl Actor {
             }
         }
         self.scheduler.expire(Instant::now());
-        while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.step_time()) {
+        while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.pace()) {
             let ticket = self.executor.submit(plan)?;
             self.scheduler.submitted(ticket);
         }
@@ -505,7 +520,7 @@ impl Actor {
         for output in self.scheduler.take_outputs() {
             let (id, event) = match output {
                 Output::Prefilled(id, cost) | Output::Decoded(id, cost) => {
-                    if let Some(client) = self.clients.get(&id) {
+                    if let Some(client) = self.clients.get(id) {
                         spans::record(&client.phase, &cost);
                     }
                     continue;
@@ -514,11 +529,11 @@ impl Actor {
             };
             if matches!(event, Event::Finished(_)) {
                 // The id is free before its user hears of the end.
-                if let Some(client) = self.clients.remove(&id) {
+                if let Some(client) = self.clients.remove(id) {
                     self.shared.gate().live.remove(&client.id);
                     client.finish(event);
                 }
-            } else if let Some(client) = self.clients.get_mut(&id)
+            } else if let Some(client) = self.clients.get_mut(id)
                 && !client.tell(event)
             {
                 gone.push(id);

@@ -205,6 +205,11 @@ pub struct PerToken {
     pub host_waits: f64,
     /// Host time spent on enqueueing, microseconds.
     pub enqueue_us: f64,
+    /// Host time of the engine's thread until the device has its next work: what it says taken in, what is next
+    /// planned and enqueued, microseconds.
+    pub schedule_us: f64,
+    /// Host time of the engine's thread for handing tokens to their clients' streams, microseconds.
+    pub deliver_us: f64,
     /// Device time, microseconds; 0 where the queue has no timestamps.
     pub gpu_us: f64,
     /// Flushes by reason.
@@ -221,6 +226,8 @@ impl PerToken {
         self.transfer_submits += other.transfer_submits * factor;
         self.host_waits += other.host_waits * factor;
         self.enqueue_us += other.enqueue_us * factor;
+        self.schedule_us += other.schedule_us * factor;
+        self.deliver_us += other.deliver_us * factor;
         self.gpu_us += other.gpu_us * factor;
         self.flushes.phase_boundary += other.flushes.phase_boundary * factor;
         self.flushes.readback += other.flushes.readback * factor;
@@ -319,6 +326,11 @@ pub fn sample_seed(seed: u64, index: u32) -> u64 {
 }
 
 impl Sampling {
+    /// Whether what was seen before changes the logits.
+    pub fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
     /// Whether every value is finite and in its range.
     pub fn validate(&self, vocabulary: u32) -> Result<(), RequestError> {
         let check = |field, given: f32, ok: bool, rule| {

@@ -7,14 +7,23 @@
 //! - A sequence joins with the pages of its whole history; pages for decoding are taken as the
 //!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
 //!   of the lowest priority loses its pages and is computed again later.
-//! - Prompt chunks and decode plans alternate while there are both.
+//! - A prompt plan takes in chunks of as many prompts as its tokens allow, and alternates with decode plans while
+//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, or as many times that as there are prompts
+//!   for each row that waits for it: who decodes hardly notices a prompt, and many prompts do not wait for a few rows.
+//! - A full page is named by its tokens and all before them as soon as a chunk that fills it is planned, or its
+//!   tokens are reported: whoever joins later with the same beginning, even in the same plan, shares it. Nobody
+//!   writes to a page that has a name, so nothing is ever copied; at least one token is always computed.
 //! - Two plans are in flight, so the device has the next one when it ends the first. A decode
 //!   plan is as many steps as make `PLAN_TIME`, or as many as make `PLAN_TOKENS` tokens where that
 //!   takes at most `PLAN_TIME_MAX`, and at least `PLAN_STEPS_MIN` where there is room, so that even a
 //!   slow device is submitted to less than once a token.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
-use super::executor::{Capacity, Change, Done, PAGE_TOKENS, Progress, Sampled, Slot, StepPlan, Ticket, Work};
+use super::by_age::ByAge;
+use super::executor::{
+    Capacity, Change, Chunk, Done, PAGE_TOKENS, Page, Progress, Sampled, Slot, StepPlan, Ticket, Work,
+};
+use super::pace::Pace;
 use super::pages::PagePool;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
 use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
@@ -37,6 +46,11 @@ pub const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
 pub const PLAN_STEPS_MIN: u32 = 2;
 /// Most steps of a decode plan.
 pub const PLAN_STEPS_MAX: u32 = 16;
+/// Decode steps that a prompt plan may last beside rows that decode: with their own step a row then waits three
+/// times as long for a token as without it.
+pub const PROMPT_STEPS: u32 = 2;
+/// Tokens that such a plan may have, where all that a step takes would last too long.
+const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 /// Admissions that may pass over whoever has waited longest before it is its turn.
 pub const PASSED_OVER_MAX: u32 = 7;
 
@@ -57,6 +71,8 @@ pub struct Setup {
     pub replica: String,
     /// Where the seeds of requests without one come from.
     pub seed: u64,
+    /// Whether prompts are looked for in pages.
+    pub prefix_cache: bool,
 }
 
 /// What the scheduler has to say, in order.
@@ -94,6 +110,12 @@ pub struct Counts {
     pub admitted: u32,
     /// Pages held.
     pub pages_used: u32,
+    /// Free pages that a prompt may still find.
+    pub pages_cached: u32,
+    /// Tokens of prompts that joined, since the start.
+    pub prompt_tokens: u64,
+    /// Of them found in pages.
+    pub cached_tokens: u64,
     /// Sequences that lost their pages, since the start.
     pub preemptions: u64,
 }
@@ -103,7 +125,8 @@ pub struct Counts {
 struct Flight {
     /// By `submitted`.
     ticket: Ticket,
-    prefill: bool,
+    /// Tokens of each slot's chunk; empty for decode steps.
+    chunks: Vec<u32>,
     /// Slots named, each once.
     slots: Vec<Slot>,
     /// Rows (decode) or tokens (prefill).
@@ -112,13 +135,19 @@ struct Flight {
     steps_left: u32,
 }
 
+impl Flight {
+    fn is_prefill(&self) -> bool {
+        !self.chunks.is_empty()
+    }
+}
+
 /// The state machine.
 #[derive(Debug)]
 pub struct Scheduler {
     setup: Setup,
     pool: PagePool,
     /// All that have not ended, and those that have and still hold a slot.
-    sequences: BTreeMap<SequenceId, Sequence>,
+    sequences: ByAge<Sequence>,
     /// Not ended, by the request's id.
     by_request: HashMap<String, SequenceId>,
     /// Not ended and with a deadline.
@@ -143,6 +172,8 @@ pub struct Scheduler {
     next_id: u64,
     turns: u64,
     preemptions: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
     seed: u64,
 }
 
@@ -167,11 +198,11 @@ impl Scheduler {
     pub fn new(setup: Setup) -> Scheduler {
         let capacity = &setup.capacity;
         assert!(setup.context <= capacity.usable_context(), "a context longer than the pages hold");
-        assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.run_ahead > 0);
+        assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
         Scheduler {
             pool: PagePool::new(capacity.pages),
-            sequences: BTreeMap::new(),
+            sequences: ByAge::default(),
             by_request: HashMap::new(),
             deadlines: BTreeSet::new(),
             ranked: BTreeSet::new(),
@@ -186,6 +217,8 @@ impl Scheduler {
             next_id: 0,
             turns: 0,
             preemptions: 0,
+            prompt_tokens: 0,
+            cached_tokens: 0,
             seed: setup.seed,
             setup,
         }
@@ -217,7 +250,7 @@ impl Scheduler {
 
     /// Ends a sequence as aborted unless it has ended.
     pub fn abort_sequence(&mut self, id: SequenceId, now: Instant) {
-        if self.sequences.get(&id).is_some_and(|sequence| !sequence.ended) {
+        if self.sequences.get(id).is_some_and(|sequence| !sequence.ended) {
             self.end(id, FinishReason::Aborted, now);
         }
     }
@@ -246,9 +279,9 @@ impl Scheduler {
         self.flights.clear();
         self.unnamed = None;
         self.leaves.clear();
-        let resident: Vec<SequenceId> = self.sequences.keys().copied().collect();
+        let resident = self.sequences.ids();
         for id in resident {
-            if let Some(sequence) = self.sequences.get_mut(&id) {
+            if let Some(sequence) = self.sequences.get_mut(id) {
                 sequence.in_flight = 0;
             }
             self.release(id);
@@ -267,6 +300,9 @@ impl Scheduler {
             waiting: self.waiting.len() as u32,
             admitted: (self.by_request.len() - self.waiting.len()) as u32,
             pages_used: self.pool.used(),
+            pages_cached: self.pool.cached(),
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
             preemptions: self.preemptions,
         }
     }
@@ -274,11 +310,12 @@ impl Scheduler {
     /// Panics unless all that is counted twice agrees: for simulations, after every step.
     /// Its cost grows with the slots, not with the queue.
     pub fn assert_consistent(&self) {
-        let mut held = BTreeSet::new();
+        let mut held: BTreeMap<Page, u32> = BTreeMap::new();
+        let mut open = Vec::new();
         let mut ended = 0;
         for (index, id) in self.slots.iter().enumerate() {
             let Some(id) = id else { continue };
-            let sequence = &self.sequences[id];
+            let sequence = &self.sequences[*id];
             let slot = Slot(index as u32);
             assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
             assert_ne!(sequence.state, State::Waiting, "{id:?} waits and holds {slot:?}");
@@ -291,10 +328,20 @@ impl Scheduler {
             let gone = sequence.state == State::Leaving && sequence.in_flight == 0;
             assert!(!gone, "{id:?} has left and holds {slot:?}");
             for &page in &sequence.pages {
-                assert!(held.insert(page), "{page:?} is held twice");
+                *held.entry(page).or_default() += 1;
+            }
+            if sequence.state != State::Leaving {
+                open.extend(&sequence.pages[sequence.first_open_page() as usize..]);
             }
         }
         assert_eq!(held.len() as u32, self.pool.used(), "pages are held by nobody with a slot");
+        for (&page, &holders) in &held {
+            assert_eq!(holders, self.pool.holders(page), "{page:?} has other holders than the pool knows");
+        }
+        for page in open {
+            assert_eq!(held[page], 1, "{page:?} is shared and will be written");
+        }
+        self.pool.assert_consistent();
         let resident = self.slots.iter().flatten().count();
         let waiting = self.waiting.len();
         assert_eq!(waiting, self.ranked.len());
@@ -309,21 +356,19 @@ impl Scheduler {
     }
 
     /// What the device should be given now, if anything; `submitted` must follow.
-    /// `step_time`: what one decode step took lately.
-    pub fn next_plan(&mut self, now: Instant, step_time: Option<Duration>) -> Option<StepPlan> {
+    /// `pace`: what steps took lately.
+    pub fn next_plan(&mut self, now: Instant, pace: &Pace) -> Option<StepPlan> {
         assert!(self.unnamed.is_none(), "the last plan was not submitted");
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
         }
-        let prompt = self.next_prompt();
-        let plan = match prompt {
-            Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, now)),
-            Some(prompt) => {
-                // Decoding may take pages that the prompt counts on: then it goes first.
-                let plan = self.plan_decode(step_time, true);
-                plan.or_else(|| self.still_next(prompt).map(|prompt| self.plan_prefill(prompt, now)))
-            }
-            None => self.plan_decode(step_time, false),
+        let prompts = self.next_prompt().is_some();
+        let plan = if prompts && !self.prefilled_last {
+            self.plan_prefill(pace, now)
+        } else {
+            // Decoding may take pages that a prompt counted on: who goes first is asked again.
+            let plan = self.plan_decode(pace, prompts);
+            plan.or_else(|| self.plan_prefill(pace, now))
         };
         plan.or_else(|| {
             let changes = self.take_leaves();
@@ -350,35 +395,35 @@ impl Scheduler {
         assert!(progress.steps <= flight.steps_left, "more steps reported than queued");
         flight.steps_left -= progress.steps;
         assert!(!progress.finished || flight.steps_left == 0, "a plan finished without all its steps");
-        let slots = flight.slots.clone();
         let completed = Completed {
-            phase: if flight.prefill { names::SPAN_PREFILL } else { names::SPAN_DECODE },
+            phase: if flight.is_prefill() { names::SPAN_PREFILL } else { names::SPAN_DECODE },
             rows: flight.rows,
             steps: progress.steps,
             cost: progress.cost,
         };
-        if progress.finished {
-            self.flights.remove(index);
-        }
+        // The flight is put back below, unless it has ended.
+        let flight = self.flights.remove(index).expect("it was found there");
 
-        if completed.phase == names::SPAN_PREFILL {
-            self.charge_prefill(slots[0], &completed);
+        if flight.is_prefill() {
+            self.charge_prefill(&flight, &completed);
         } else {
             self.charge_decode(&progress.tokens, &completed);
         }
         for sampled in progress.tokens {
-            assert!(slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
+            debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
             self.take_token(sampled, now);
         }
         if progress.finished {
-            for slot in slots {
+            for slot in flight.slots {
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
-                let sequence = self.sequences.get_mut(&id).expect("whoever holds a slot is known");
+                let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
                 sequence.in_flight -= 1;
                 if sequence.in_flight == 0 && sequence.state == State::Leaving {
                     self.release(id);
                 }
             }
+        } else {
+            self.flights.insert(index, flight);
         }
         (completed.steps > 0).then_some(completed)
     }
@@ -387,73 +432,117 @@ impl Scheduler {
 
     /// Who takes in the next chunk: the best of those that hold a slot, or whoever may join
     /// ahead of it.
-    fn next_prompt(&self) -> Option<Prompt> {
-        let resident =
-            self.residents().filter(|sequence| sequence.state == State::Prefill).min_by_key(|sequence| sequence.rank());
+    fn next_prompt(&mut self) -> Option<Prompt> {
+        let resident = self
+            .residents()
+            .filter(|sequence| sequence.state == State::Prefill)
+            .min_by_key(|sequence| sequence.rank())
+            .map(|sequence| (sequence.id, sequence.shielded, sequence.priority));
         match (resident, self.next_to_join()) {
-            (Some(resident), Some((joining, slot))) if !resident.shielded && resident.priority < joining.priority => {
-                Some(Prompt::Joining(joining.id, slot))
+            (Some((_, shielded, priority)), Some((joining, slot)))
+                if !shielded && priority < self.sequences[joining].priority =>
+            {
+                Some(Prompt::Joining(joining, slot))
             }
-            (Some(resident), _) => Some(Prompt::Resident(resident.id)),
-            (None, Some((joining, slot))) => Some(Prompt::Joining(joining.id, slot)),
+            (Some((resident, ..)), _) => Some(Prompt::Resident(resident)),
+            (None, Some((joining, slot))) => Some(Prompt::Joining(joining, slot)),
             (None, None) => None,
         }
     }
 
     /// The head of the queue, if there is a slot and there are pages for it. Nobody behind it
     /// goes first: a long prompt would wait for ever.
-    fn next_to_join(&self) -> Option<(&Sequence, Slot)> {
+    fn next_to_join(&mut self) -> Option<(SequenceId, Slot)> {
         let oldest = *self.waiting.first()?;
         let &(_, best) = self.ranked.first()?;
         let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
         let slot = self.slots.iter().position(Option::is_none)?;
-        let sequence = &self.sequences[&id];
-        if sequence.dumps_logits() && self.residents().any(Sequence::dumps_logits) {
+        // A page in reserve for everyone who runs: else who joins is preempted at once.
+        let reserve = self.slots.iter().flatten().count() as u32;
+        if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
             return None;
         }
-        // A page in reserve for everyone who runs: else who joins is preempted at once.
-        let reserve = self.residents().count() as u32;
-        let needed = pages_for(sequence.tokens.len() as u32) + reserve;
-        (needed <= self.pool.free()).then_some((sequence, Slot(slot as u32)))
+        let found = self.found(id);
+        let needed = pages_for(self.sequences[id].tokens.len() as u32) - found.0.len() as u32 + found.1 + reserve;
+        (needed <= self.pool.free()).then_some((id, Slot(slot as u32)))
     }
 
-    /// The same prompt, if it is still possible after a decode plan was tried.
-    fn still_next(&self, prompt: Prompt) -> Option<Prompt> {
-        match prompt {
-            Prompt::Resident(id) => (self.sequences[&id].state == State::Prefill).then_some(prompt),
-            Prompt::Joining(..) => self.next_prompt(),
+    /// The pages that hold the beginning of a waiting sequence's history already, and how many of them are free.
+    fn found(&mut self, id: SequenceId) -> (Vec<Page>, u32) {
+        if !self.setup.prefix_cache {
+            return (Vec::new(), 0);
         }
+        let sequence = self.sequences.get_mut(id).expect("a waiting sequence is known");
+        self.pool.find(sequence.wanted())
     }
 
-    fn plan_prefill(&mut self, prompt: Prompt, now: Instant) -> StepPlan {
+    /// Tokens that a prompt plan may have now: all that a step takes, or as many as rows that decode can wait for.
+    fn prompt_tokens_aim(&self, pace: &Pace) -> u32 {
+        let most = self.setup.capacity.prefill_chunk;
+        let rows = self.residents().filter(|s| s.state == State::Decode && !s.ended && s.undrawn() > 0).count();
+        let (Some(step), true) = (pace.step(), rows > 0) else { return most };
+        let prompts = self.residents().filter(|s| s.state == State::Prefill).count() + self.waiting.len();
+        let allowed = step * PROMPT_STEPS * (prompts / rows).max(1) as u32;
+        let fits = |tokens: u32| pace.chunk(tokens).is_none_or(|time| time <= allowed);
+        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
+        [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS))
+    }
+
+    /// The next prompt plan, if there is a prompt.
+    fn plan_prefill(&mut self, pace: &Pace, now: Instant) -> Option<StepPlan> {
+        let mut prompt = Some(self.next_prompt()?);
+        let mut left = self.prompt_tokens_aim(pace);
         let mut changes = self.take_leaves();
-        let id = match prompt {
-            Prompt::Resident(id) => id,
-            Prompt::Joining(id, slot) => {
-                self.admit(id, slot, &mut changes, now);
-                id
-            }
-        };
-        let turn = self.next_turn();
-        let sequence = self.sequences.get_mut(&id).expect("a prompt's sequence is known");
-        let slot = sequence.slot.expect("it has joined");
-        let (start, tokens, last) = sequence.next_chunk(self.setup.capacity.prefill_chunk);
-        sequence.in_flight += 1;
-        sequence.turn = turn;
+        let mut chunks: Vec<Chunk> = Vec::new();
+        while let Some(next) = prompt {
+            let id = match next {
+                Prompt::Resident(id) => id,
+                Prompt::Joining(id, slot) => {
+                    self.admit(id, slot, &mut changes, now);
+                    id
+                }
+            };
+            let turn = self.next_turn();
+            let sequence = self.sequences.get_mut(id).expect("a prompt's sequence is known");
+            let chunk = sequence.next_chunk(left);
+            sequence.in_flight += 1;
+            sequence.turn = turn;
+            self.name_pages(id);
+            left -= chunk.tokens.len() as u32;
+            chunks.push(chunk);
+            let room = left > 0 && chunks.len() < self.setup.capacity.prompts as usize;
+            prompt = if room { self.next_prompt() } else { None };
+        }
         self.prefilled_last = true;
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
-            prefill: true,
-            slots: vec![slot],
-            rows: tokens.len() as u32,
+            chunks: chunks.iter().map(|chunk| chunk.tokens.len() as u32).collect(),
+            slots: chunks.iter().map(|chunk| chunk.slot).collect(),
+            rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
         });
-        StepPlan { changes, work: Some(Work::Prefill { slot, tokens, start, last }) }
+        Some(StepPlan { changes, work: Some(Work::Prefill { chunks }) })
+    }
+
+    /// Lets others find what has become certain of a sequence's pages.
+    fn name_pages(&mut self, id: SequenceId) {
+        if self.setup.prefix_cache {
+            let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
+            for (page, name) in sequence.newly_full() {
+                self.pool.name(page, name);
+            }
+        }
     }
 
     fn admit(&mut self, id: SequenceId, slot: Slot, changes: &mut Vec<Change>, now: Instant) {
-        let sequence = self.sequences.get_mut(&id).expect("a joining sequence is known");
-        let pages = self.pool.take(pages_for(sequence.tokens.len() as u32)).expect("next_to_join counted the pages");
+        let (mut pages, _) = self.found(id);
+        let found = pages.len() as u32;
+        for page in &pages {
+            self.pool.share(*page);
+        }
+        let sequence = self.sequences.get_mut(id).expect("a joining sequence is known");
+        let missing = pages_for(sequence.tokens.len() as u32) - found;
+        pages.extend(self.pool.take(missing).expect("next_to_join counted the pages"));
         if self.waiting.first() == Some(&id) {
             sequence.shielded |= self.passed_over >= PASSED_OVER_MAX;
             self.passed_over = 0;
@@ -464,18 +553,20 @@ impl Scheduler {
         self.ranked.remove(&(Reverse(sequence.priority), id));
         let holder = self.slots[slot.0 as usize].replace(id);
         assert!(holder.is_none(), "the slot is held");
-        let params = sequence.join(slot, pages.clone());
-        changes.push(Change::Join { slot, params: Box::new(params) });
+        let (params, cached) = sequence.join(slot, pages.clone(), found);
+        changes.push(Change::Join { slot, params: Box::new(params), cached });
         changes.push(Change::Pages { slot, first: 0, pages });
         if sequence.started.is_none() {
             sequence.started = Some(now);
+            self.prompt_tokens += u64::from(sequence.prompt_tokens);
+            self.cached_tokens += u64::from(sequence.cached_tokens);
             let started = Started {
                 device_name: self.setup.device_name.clone(),
                 device_uuid: self.setup.device_uuid.clone(),
                 replica: self.setup.replica.clone(),
                 queue: now.saturating_duration_since(sequence.arrived),
                 prompt_tokens: sequence.prompt_tokens,
-                cached_tokens: 0,
+                cached_tokens: sequence.cached_tokens,
             };
             self.outputs.push(Output::Event(id, Event::Started(started)));
         }
@@ -485,8 +576,8 @@ impl Scheduler {
 
     /// The next decode plan, if anyone can decode. `beside_prompt`: prompts wait to alternate
     /// with it, so it is short.
-    fn plan_decode(&mut self, step_time: Option<Duration>, beside_prompt: bool) -> Option<StepPlan> {
-        let outstanding: u32 = self.flights.iter().filter(|f| !f.prefill).map(|f| f.steps_left).sum();
+    fn plan_decode(&mut self, pace: &Pace, beside_prompt: bool) -> Option<StepPlan> {
+        let outstanding: u32 = self.flights.iter().filter(|f| !f.is_prefill()).map(|f| f.steps_left).sum();
         let room = self.setup.capacity.run_ahead.saturating_sub(outstanding);
         if room == 0 {
             return None;
@@ -495,36 +586,37 @@ impl Scheduler {
         if rows.is_empty() {
             return None;
         }
-        let undrawn = rows.iter().map(|id| self.sequences[id].undrawn());
+        let undrawn = rows.iter().map(|&id| self.sequences[id].undrawn());
         // While someone waits for a slot, a plan ends with the first row that does.
         let useful = if self.waiting.is_empty() { undrawn.max() } else { undrawn.min() };
-        let dumps = rows.iter().any(|id| self.sequences[id].dumps_logits());
-        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(step_time, rows.len() as u32) };
+        let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
+        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(pace.step(), rows.len() as u32) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
 
         while steps > 1 && self.pages_missing(&rows, steps) > self.pool.free() {
             steps /= 2;
         }
         if self.pages_missing(&rows, steps) > self.pool.free() {
+            // The best first. Who finds no page then waits for those that are about to be released.
+            rows.sort_by_key(|&id| self.sequences[id].rank());
             self.preempt(&mut rows);
-        }
-        // Who finds no page now waits for those that are about to be released.
-        let mut free = self.pool.free();
-        rows.retain(|id| {
-            let missing = self.sequences[id].pages_missing(steps);
-            let fits = missing <= free;
-            free -= if fits { missing } else { 0 };
-            fits
-        });
-        if rows.is_empty() {
-            return None;
+            let mut free = self.pool.free();
+            rows.retain(|&id| {
+                let missing = self.sequences[id].pages_missing(steps);
+                let fits = missing <= free;
+                free -= if fits { missing } else { 0 };
+                fits
+            });
+            if rows.is_empty() {
+                return None;
+            }
         }
 
         let mut changes = self.take_leaves();
         let mut slots = Vec::with_capacity(rows.len());
         for id in &rows {
             let turn = self.next_turn();
-            let sequence = self.sequences.get_mut(id).expect("rows are known");
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
             let slot = sequence.slot.expect("rows hold slots");
             let missing = sequence.pages_missing(steps);
             if missing > 0 {
@@ -541,7 +633,7 @@ impl Scheduler {
         self.prefilled_last = false;
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
-            prefill: false,
+            chunks: Vec::new(),
             slots: slots.clone(),
             rows: slots.len() as u32,
             steps_left: steps,
@@ -549,8 +641,8 @@ impl Scheduler {
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps }) })
     }
 
-    /// Who can decode, best first, at most the largest bucket: where there are more, those that
-    /// have gone longest without.
+    /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket:
+    /// where there are more, those that have gone longest without.
     fn decode_rows(&self) -> Vec<SequenceId> {
         let mut rows: Vec<&Sequence> = self
             .residents()
@@ -562,8 +654,6 @@ impl Scheduler {
         if rows.len() > most {
             rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);
-        } else {
-            rows.sort_by_key(|sequence| sequence.rank());
         }
         rows.into_iter().map(|sequence| sequence.id).collect()
     }
@@ -584,20 +674,14 @@ impl Scheduler {
     }
 
     fn pages_missing(&self, rows: &[SequenceId], steps: u32) -> u32 {
-        rows.iter().map(|id| self.sequences[id].pages_missing(steps)).sum()
+        rows.iter().map(|&id| self.sequences[id].pages_missing(steps)).sum()
     }
 
     /// Takes pages from the youngest of the lowest priority until one step of the remaining
     /// rows finds its pages, now or when the unfinished plans are.
     fn preempt(&mut self, rows: &mut Vec<SequenceId>) {
         loop {
-            // Whoever has no token left to be drawn ends with the plans in flight.
-            let soon: u32 = self
-                .residents()
-                .filter(|s| s.state == State::Leaving || (s.state == State::Decode && s.undrawn() == 0))
-                .map(|s| s.pages.len() as u32)
-                .sum();
-            if self.pages_missing(rows, 1) <= self.pool.free() + soon {
+            if self.pages_missing(rows, 1) <= self.pool.free() + self.pages_free_soon() {
                 return;
             }
             let victim = self
@@ -608,7 +692,7 @@ impl Scheduler {
                 .id;
             rows.retain(|&id| id != victim);
             self.preemptions += 1;
-            let sequence = self.sequences.get_mut(&victim).expect("a victim is known");
+            let sequence = self.sequences.get_mut(victim).expect("a victim is known");
             sequence.preemptions += 1;
             sequence.state = State::Leaving;
             self.leaves.push(sequence.slot.expect("a victim holds a slot"));
@@ -618,18 +702,30 @@ impl Scheduler {
         }
     }
 
+    /// Pages that are free when the plans in flight are finished: those of who leaves, and of who has no token
+    /// left to be drawn, unless others hold them too.
+    fn pages_free_soon(&self) -> u32 {
+        let mut releases: HashMap<Page, u32> = HashMap::new();
+        let ends = |s: &&Sequence| s.state == State::Leaving || (s.state == State::Decode && s.undrawn() == 0);
+        for &page in self.residents().filter(ends).flat_map(|s| &s.pages) {
+            *releases.entry(page).or_default() += 1;
+        }
+        releases.into_iter().filter(|&(page, releases)| releases == self.pool.holders(page)).count() as u32
+    }
+
     // ---- what the device reports ----
 
-    fn charge_prefill(&mut self, slot: Slot, completed: &Completed) {
-        let Some(sequence) = self.holder(slot) else {
-            return;
-        };
-        // A preempted sequence's second prefill is not what its first token waited for.
-        if sequence.first_token.is_none() && !sequence.ended {
-            let cost = &mut sequence.prefill_cost;
-            cost.tokens += u64::from(completed.rows);
-            cost.steps += u64::from(completed.steps);
-            cost.sum.add(&completed.cost, 1.0);
+    /// Each sequence has its tokens' share of a step.
+    fn charge_prefill(&mut self, flight: &Flight, completed: &Completed) {
+        for (&slot, &tokens) in flight.slots.iter().zip(&flight.chunks) {
+            let Some(sequence) = self.holder(slot) else { continue };
+            // A preempted sequence's second prefill is not what its first token waited for.
+            if sequence.first_token.is_none() && !sequence.ended && completed.steps > 0 {
+                let cost = &mut sequence.prefill_cost;
+                cost.tokens += u64::from(tokens);
+                cost.steps += u64::from(completed.steps);
+                cost.sum.add(&completed.cost, f64::from(tokens) / f64::from(completed.rows));
+            }
         }
     }
 
@@ -668,6 +764,8 @@ impl Scheduler {
             sequence.decode_cost.tokens += 1;
         }
         let complete = sequence.output_tokens() >= sequence.max_tokens;
+        // Of a sequence that has lost its pages nothing is to be named.
+        let full = (sequence.tokens.len() as u32 - 1).is_multiple_of(PAGE_TOKENS) && sequence.state == State::Decode;
         let token = Token { index: 0, id: sampled.id, logprobs: sampled.logprobs, logits: sampled.logits };
         self.outputs.extend(prefilled.map(|cost| Output::Prefilled(id, cost)));
         self.outputs.push(Output::Event(id, Event::Token(token)));
@@ -677,6 +775,9 @@ impl Scheduler {
             None if complete => Some(FinishReason::Length),
             None => None,
         };
+        if full {
+            self.name_pages(id);
+        }
         if let Some(reason) = reason {
             self.end_as(id, reason, sampled.done.is_some(), now);
         }
@@ -690,7 +791,7 @@ impl Scheduler {
 
     /// The one place where a sequence ends. `stopped`: the device has marked its slot done.
     fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
-        let sequence = self.sequences.get_mut(&id).expect("an ending sequence is known");
+        let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
         sequence.ended = true;
         self.by_request.remove(&sequence.request);
@@ -708,7 +809,7 @@ impl Scheduler {
             index: 0,
             reason,
             prompt_tokens: sequence.prompt_tokens,
-            cached_tokens: 0,
+            cached_tokens: sequence.cached_tokens,
             output_tokens: sequence.output_tokens(),
             timings: sequence.timings(now),
             per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.steps),
@@ -718,7 +819,7 @@ impl Scheduler {
             State::Waiting => {
                 self.waiting.remove(&id);
                 self.ranked.remove(&(Reverse(sequence.priority), id));
-                self.sequences.remove(&id);
+                self.sequences.remove(id);
             }
             // Told to leave when it was preempted.
             State::Leaving => {}
@@ -737,9 +838,10 @@ impl Scheduler {
     /// No plan names the sequence any more: its slot and pages are free, and it is gone or
     /// back in the queue.
     fn release(&mut self, id: SequenceId) {
-        let sequence = self.sequences.get_mut(&id).expect("a released sequence is known");
+        let sequence = self.sequences.get_mut(id).expect("a released sequence is known");
         let (slot, pages) = sequence.leave();
-        for page in pages {
+        // The end first: of what is kept, a beginning is of use longer than what follows it.
+        for page in pages.into_iter().rev() {
             self.pool.release(page);
         }
         if let Some(slot) = slot {
@@ -747,7 +849,7 @@ impl Scheduler {
             assert_eq!(holder, Some(id), "a slot is released by its holder");
         }
         if sequence.ended {
-            self.sequences.remove(&id);
+            self.sequences.remove(id);
         } else {
             self.ranked.insert((Reverse(sequence.priority), id));
             self.waiting.insert(id);
@@ -757,12 +859,12 @@ impl Scheduler {
     // ---- small things ----
 
     fn residents(&self) -> impl Iterator<Item = &Sequence> {
-        self.slots.iter().flatten().map(|id| &self.sequences[id])
+        self.slots.iter().flatten().map(|&id| &self.sequences[id])
     }
 
     fn holder(&mut self, slot: Slot) -> Option<&mut Sequence> {
         let id = self.slots[slot.0 as usize]?;
-        self.sequences.get_mut(&id)
+        self.sequences.get_mut(id)
     }
 
     fn take_leaves(&mut self) -> Vec<Change> {
@@ -795,6 +897,7 @@ mod tests {
             pages,
             context: 256,
             prefill_chunk: 32,
+            prompts: 4,
             buckets: vec![1, 2, 4, 8],
             run_ahead: 32,
             vocabulary: 100,
@@ -807,6 +910,7 @@ mod tests {
             device_uuid: "0".into(),
             replica: "m/0".into(),
             seed: 1,
+            prefix_cache: false,
         }
     }
 
@@ -829,7 +933,7 @@ mod tests {
     struct Bench {
         scheduler: Scheduler,
         now: Instant,
-        step_time: Option<Duration>,
+        pace: Pace,
         tickets: u64,
         flights: VecDeque<(Ticket, Work)>,
     }
@@ -839,7 +943,7 @@ mod tests {
             Bench {
                 scheduler: Scheduler::new(setup),
                 now: Instant::now(),
-                step_time: Some(Duration::from_millis(1)),
+                pace: Pace::of_step(Duration::from_millis(1)),
                 tickets: 0,
                 flights: VecDeque::new(),
             }
@@ -850,7 +954,7 @@ mod tests {
         }
 
         fn plan(&mut self) -> Option<StepPlan> {
-            let plan = self.scheduler.next_plan(self.now, self.step_time)?;
+            let plan = self.scheduler.next_plan(self.now, &self.pace)?;
             self.tickets += 1;
             let ticket = Ticket(self.tickets);
             self.scheduler.submitted(ticket);
@@ -870,7 +974,9 @@ mod tests {
             let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
             let token = |slot| Sampled { slot, id: 7, done: None, logprobs: None, logits: None };
             let (steps, tokens) = match work {
-                Work::Prefill { slot, last, .. } => (1, last.then(|| token(slot)).into_iter().collect()),
+                Work::Prefill { chunks } => {
+                    (1, chunks.iter().filter(|chunk| chunk.last).map(|chunk| token(chunk.slot)).collect())
+                }
                 Work::Decode { slots, steps } => {
                     (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
                 }
@@ -891,6 +997,16 @@ mod tests {
         }
     }
 
+    /// Slot, first position, tokens and whether it is the last, of each chunk.
+    fn chunks(work: Option<Work>) -> Vec<(u32, u32, usize, bool)> {
+        match work {
+            Some(Work::Prefill { chunks }) => {
+                chunks.iter().map(|chunk| (chunk.slot.0, chunk.start, chunk.tokens.len(), chunk.last)).collect()
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn steps(work: Option<Work>) -> u32 {
         match work {
             Some(Work::Decode { steps, .. }) => steps,
@@ -905,13 +1021,11 @@ mod tests {
         let plan = bench.plan().unwrap();
         assert!(matches!(&plan.changes[0], Change::Join { slot: Slot(0), .. }));
         assert!(matches!(&plan.changes[1], Change::Pages { first: 0, pages, .. } if pages.len() == 5));
-        let Some(Work::Prefill { start: 0, tokens, last: false, .. }) = plan.work else { panic!() };
-        assert_eq!(tokens.len(), 32);
-        assert!(matches!(bench.work(), Some(Work::Prefill { start: 32, last: false, .. })));
+        assert_eq!(chunks(plan.work), [(0, 0, 32, false)]);
+        assert_eq!(chunks(bench.work()), [(0, 32, 32, false)]);
         assert_eq!(bench.plan(), None, "two plans are in flight");
         bench.complete();
-        let Some(Work::Prefill { start: 64, tokens, last: true, .. }) = bench.work() else { panic!() };
-        assert_eq!(tokens.len(), 6);
+        assert_eq!(chunks(bench.work()), [(0, 64, 6, true)]);
         bench.complete();
         assert_eq!(steps(bench.work()), 9, "one token comes from the prompt, nine from decoding");
     }
@@ -920,7 +1034,7 @@ mod tests {
     fn a_plan_lasts_ten_milliseconds_or_ten_tokens_and_two_fit_the_run_ahead() {
         for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (3_800, 10), (9_000, 4), (50_000, 2)] {
             let mut bench = Bench::new(setup(1, 16));
-            bench.step_time = Some(Duration::from_micros(micros));
+            bench.pace = Pace::of_step(Duration::from_micros(micros));
             bench.arrive(request("a", 1, 200));
             bench.plan();
             bench.complete();
@@ -929,7 +1043,7 @@ mod tests {
             assert_eq!(bench.plan(), None);
         }
         let mut unknown = Bench::new(setup(1, 16));
-        unknown.step_time = None;
+        unknown.pace = Pace::default();
         unknown.arrive(request("a", 1, 200));
         unknown.plan();
         unknown.complete();
@@ -959,7 +1073,10 @@ mod tests {
         // The device did not say that it was done (this one never does), so it is told.
         assert_eq!(bench.plan().unwrap().changes, [Change::Leave { slot: Slot(0) }]);
         assert!(bench.scheduler.is_idle());
-        assert_eq!(bench.scheduler.counts(), Counts::default());
+        assert_eq!(
+            bench.scheduler.counts(),
+            Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() }
+        );
     }
 
     #[test]
@@ -981,7 +1098,7 @@ mod tests {
         bench.complete();
         assert_eq!(bench.scheduler.counts().running, 0);
         assert!(bench.scheduler.take_outputs().is_empty(), "tokens after the end");
-        assert!(matches!(bench.work(), Some(Work::Prefill { slot: Slot(0), .. })));
+        assert_eq!(chunks(bench.work()), [(0, 0, 1, true)]);
     }
 
     #[test]
@@ -1029,7 +1146,7 @@ mod tests {
         let mut small = setup(3, 6);
         small.context = 96;
         let mut bench = Bench::new(small);
-        bench.step_time = Some(Duration::from_millis(10));
+        bench.pace = Pace::of_step(Duration::from_millis(10));
         bench.arrive(Request { priority: 1, ..request("first", 15, 60) });
         bench.arrive(request("second", 15, 60));
         bench.arrive(request("third", 15, 60));
@@ -1039,7 +1156,7 @@ mod tests {
             while let Some(plan) = bench.plan() {
                 for change in plan.changes {
                     match change {
-                        Change::Join { slot, params } => joined.push((slot, params.generated, params.max_tokens)),
+                        Change::Join { slot, params, .. } => joined.push((slot, params.generated, params.max_tokens)),
                         Change::Leave { slot } => left.push(slot),
                         Change::Pages { .. } => {}
                     }
@@ -1053,7 +1170,7 @@ mod tests {
         while !bench.scheduler.is_idle() {
             while let Some(plan) = bench.plan() {
                 for change in plan.changes {
-                    if let Change::Join { slot, params } = change {
+                    if let Change::Join { slot, params, .. } = change {
                         joined.push((slot, params.generated, params.max_tokens));
                     }
                 }
@@ -1075,7 +1192,7 @@ mod tests {
         let mut small = setup(2, 6);
         small.context = 96;
         let mut bench = Bench::new(small);
-        bench.step_time = Some(Duration::from_millis(10));
+        bench.pace = Pace::of_step(Duration::from_millis(10));
         bench.arrive(request("low", 15, 60));
         bench.scheduler.passed_over = PASSED_OVER_MAX;
         bench.plan();
@@ -1123,6 +1240,148 @@ mod tests {
     }
 
     #[test]
+    fn several_prompts_share_a_step_up_to_its_tokens_and_its_number_of_prompts() {
+        let mut bench = Bench::new(setup(8, 64));
+        for (id, prompt) in [("a", 10), ("b", 12), ("c", 40), ("d", 1), ("e", 1), ("f", 1), ("g", 1)] {
+            bench.arrive(request(id, prompt, 1));
+        }
+        assert_eq!(chunks(bench.work()), [(0, 0, 10, true), (1, 0, 12, true), (2, 0, 10, false)]);
+        let expected = [(2, 10, 30, true), (3, 0, 1, true), (4, 0, 1, true)];
+        assert_eq!(chunks(bench.work()), expected, "32 tokens");
+        bench.complete();
+        let plan = bench.plan().unwrap();
+        // Those whose only token came have left their slots.
+        assert_eq!(chunks(plan.work), [(0, 0, 1, true), (1, 0, 1, true)]);
+    }
+
+    #[test]
+    fn beside_rows_that_decode_a_prompt_plan_is_as_short_as_two_of_their_steps() {
+        let mut large = setup(8, 64);
+        large.capacity.prefill_chunk = 128;
+        let mut bench = Bench::new(large);
+        bench.arrive(request("a", 1, 200));
+        bench.plan();
+        bench.complete();
+        bench.pace.note_step(Duration::from_millis(4));
+        bench.pace.note_chunk(64, Duration::from_millis(9));
+        bench.pace.note_chunk(32, Duration::from_millis(6));
+        bench.arrive(request("b", 100, 10));
+        let taken = |work| chunks(work).iter().map(|chunk| chunk.2).sum::<usize>();
+        let decoded = bench.work();
+        assert_eq!(steps(decoded), 1);
+        assert_eq!(taken(bench.work()), 48, "64 would last nine milliseconds");
+        // More prompts than rows: they do not wait for its sake.
+        for id in ["c", "d", "e"] {
+            bench.arrive(request(id, 40, 10));
+        }
+        bench.complete();
+        assert_eq!(steps(bench.work()), 1);
+        bench.complete();
+        assert_eq!(taken(bench.work()), 128, "four prompts for one row");
+    }
+
+    fn cached(slots: u32, pages: u32) -> Bench {
+        Bench::new(Setup { prefix_cache: true, ..setup(slots, pages) })
+    }
+
+    fn counting(id: &str, prompt: u32) -> Request {
+        Request { prompt: (0..prompt).map(|i| i % 90).collect(), ..request(id, 1, 20) }
+    }
+
+    #[test]
+    fn prompts_with_one_beginning_share_its_full_pages_even_within_a_plan() {
+        let mut bench = cached(4, 16);
+        for id in ["a", "b"] {
+            bench.arrive(counting(id, 30));
+        }
+        let plan = bench.plan().unwrap();
+        let tables: Vec<&Vec<Page>> = plan
+            .changes
+            .iter()
+            .filter_map(|change| match change {
+                Change::Pages { pages, .. } => Some(pages),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(tables[0][0], tables[1][0]);
+        assert_ne!(tables[0][1], tables[1][1], "a page that grows is nobody else's");
+        assert_eq!(chunks(plan.work), [(0, 0, 30, true), (1, 16, 2, false)], "32 tokens");
+        assert_eq!(bench.scheduler.counts().pages_used, 3);
+        assert_eq!(bench.scheduler.counts().cached_tokens, 16);
+    }
+
+    #[test]
+    fn at_least_one_token_is_computed_and_another_salt_finds_nothing() {
+        let mut bench = cached(4, 16);
+        bench.arrive(counting("a", 32));
+        bench.plan();
+        bench.complete();
+        bench.arrive(counting("b", 32));
+        bench.arrive(Request { cache_salt: "x".into(), ..counting("c", 32) });
+        let work = loop {
+            match bench.work() {
+                Some(Work::Decode { .. }) => bench.complete(),
+                work => break work,
+            }
+        };
+        assert_eq!(chunks(work), [(1, 16, 16, true), (2, 0, 16, false)]);
+    }
+
+    #[test]
+    fn what_was_generated_is_found_by_the_next_turn_after_the_first_has_ended() {
+        let mut bench = cached(2, 16);
+        bench.arrive(Request { limits: Limits { max_tokens: Some(20), ..Limits::default() }, ..counting("a", 15) });
+        while !bench.scheduler.is_idle() {
+            while bench.plan().is_some() {}
+            if !bench.flights.is_empty() {
+                bench.complete();
+            }
+        }
+        let counts = bench.scheduler.counts();
+        assert_eq!((counts.pages_used, counts.pages_cached), (0, 2), "the last token was never written");
+        // Every token drawn was 7.
+        let mut next = counting("b", 15);
+        next.prompt.extend([7; 20]);
+        next.prompt.push(1);
+        bench.arrive(next);
+        assert_eq!(chunks(bench.work()), [(0, 32, 4, true)]);
+        let started = bench.scheduler.take_outputs().into_iter().find_map(|output| match output {
+            Output::Event(SequenceId(1), Event::Started(started)) => Some(started.cached_tokens),
+            _ => None,
+        });
+        assert_eq!(started, Some(32));
+    }
+
+    #[test]
+    fn a_preempted_sequence_finds_what_is_left_of_its_pages() {
+        let mut small = setup(2, 6);
+        small.context = 96;
+        small.prefix_cache = true;
+        let mut bench = Bench::new(small);
+        bench.pace = Pace::of_step(Duration::from_millis(10));
+        bench.arrive(counting("first", 15));
+        bench.arrive(Request { cache_salt: "x".into(), ..counting("second", 15) });
+        for request in ["first", "second"] {
+            let id = bench.scheduler.by_request[request];
+            bench.scheduler.sequences.get_mut(id).unwrap().max_tokens = 60;
+        }
+        let mut resumed = None;
+        while !bench.scheduler.is_idle() {
+            while let Some(plan) = bench.plan() {
+                if let Some(Work::Prefill { chunks }) = plan.work
+                    && bench.scheduler.preemptions > 0
+                {
+                    resumed.get_or_insert(chunks[0].start);
+                }
+            }
+            if !bench.flights.is_empty() {
+                bench.complete();
+            }
+        }
+        assert!(resumed.is_some_and(|start| start > 0 && start % PAGE_TOKENS == 0), "{resumed:?}");
+    }
+
+    #[test]
     fn a_request_that_dumps_logits_does_not_run_ahead_and_runs_one_at_a_time() {
         let mut bench = Bench::new(setup(2, 16));
         for id in ["a", "b"] {
@@ -1147,7 +1406,7 @@ mod tests {
         let mut narrow = setup(3, 32);
         narrow.capacity.buckets = vec![1, 2];
         let mut bench = Bench::new(narrow);
-        bench.step_time = Some(Duration::from_millis(10));
+        bench.pace = Pace::of_step(Duration::from_millis(10));
         for id in ["a", "b", "c"] {
             bench.arrive(request(id, 1, 150));
         }
@@ -1173,7 +1432,10 @@ mod tests {
         bench.scheduler.fail("gone", bench.now);
         assert_eq!(bench.finished(), vec![FinishReason::Error("gone".into()); 3]);
         assert!(bench.scheduler.is_idle());
-        assert_eq!(bench.scheduler.counts(), Counts::default());
+        assert_eq!(
+            bench.scheduler.counts(),
+            Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() }
+        );
         bench.scheduler.assert_consistent();
     }
 }

@@ -1,7 +1,8 @@
 //! One sequence: its tokens, what it holds on the device, and how far the device has been
 //! asked to go with it. Deliberately absent: which sequence goes next (`scheduler`).
 
-use super::executor::{PAGE_TOKENS, Page, Slot, SlotParams};
+use super::executor::{Chunk, PAGE_TOKENS, Page, Slot, SlotParams};
+use super::prefix::PageKey;
 use super::request::{PerToken, Request, Timings};
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
@@ -69,10 +70,18 @@ pub struct Sequence {
     pub pages: Vec<Page>,
     /// Plans that name it and are not finished.
     pub in_flight: u32,
+    /// Names of the full pages of `tokens`, as far as they were needed.
+    keys: Vec<PageKey>,
+    /// Where the chain of `keys` begins.
+    root: PageKey,
+    /// The first of `pages` whose content was not yet told to the pool.
+    unnamed: u32,
     /// Tokens of history that this stay on the device starts from; set on joining.
     history: u32,
-    /// Of them queued for prefill.
+    /// Of them queued for prefill, or found in pages.
     prefilled: u32,
+    /// Tokens of the prompt that its first stay found in pages.
+    pub cached_tokens: u32,
     /// Tokens that the device was asked to draw in this stay.
     drawn: u32,
     /// Grows with every row of a plan: who has the smallest has gone longest without.
@@ -121,6 +130,10 @@ impl Sequence {
             prompt_tokens,
             max_tokens,
             params,
+            keys: Vec::new(),
+            root: PageKey::root(&request.cache_salt),
+            unnamed: 0,
+            cached_tokens: 0,
             state: State::Waiting,
             shielded: false,
             ended: false,
@@ -156,45 +169,96 @@ impl Sequence {
         self.params.dump_logits
     }
 
-    /// Takes a slot and the pages of its whole history.
-    pub fn join(&mut self, slot: Slot, pages: Vec<Page>) -> SlotParams {
+    /// Names of the pages that could be found before it joins: all full ones, but never the last token's, which
+    /// has to be computed for something to be drawn from.
+    pub fn wanted(&mut self) -> &[PageKey] {
+        let pages = (self.tokens.len() - 1) / PAGE_TOKENS as usize;
+        self.extend_keys(pages);
+        &self.keys[..pages]
+    }
+
+    fn extend_keys(&mut self, pages: usize) {
+        while self.keys.len() < pages {
+            let at = self.keys.len() * PAGE_TOKENS as usize;
+            let before = self.keys.last().copied().unwrap_or(self.root);
+            self.keys.push(before.next(&self.tokens[at..at + PAGE_TOKENS as usize]));
+        }
+    }
+
+    /// Takes a slot and the pages of its whole history, of which the first `found` hold their tokens. Gives what
+    /// the device is told, and the tokens that its penalties have to hear of beside.
+    pub fn join(&mut self, slot: Slot, pages: Vec<Page>, found: u32) -> (SlotParams, Vec<u32>) {
         assert_eq!(self.state, State::Waiting);
         assert!(self.slot.is_none() && self.pages.is_empty() && self.in_flight == 0);
         self.state = State::Prefill;
         self.slot = Some(slot);
         self.pages = pages;
+        self.unnamed = found;
         self.history = self.tokens.len() as u32;
-        self.prefilled = 0;
+        self.prefilled = found * PAGE_TOKENS;
+        assert!(self.prefilled < self.history, "nothing is left to compute");
         self.drawn = 0;
         let generated = self.output_tokens();
-        SlotParams {
+        if self.started.is_none() {
+            self.cached_tokens = self.prefilled;
+        }
+        let params = SlotParams {
             generated,
             max_tokens: self.max_tokens - generated,
             min_tokens: self.params.min_tokens.saturating_sub(generated),
             ..self.params.clone()
-        }
+        };
+        let counted = if params.sampling.has_penalties() { self.prefilled } else { 0 };
+        (params, self.tokens[..counted as usize].to_vec())
+    }
+
+    /// Pages whose content has become certain since the last call, with their names: those that queued chunks
+    /// fill, and those that hold only tokens that were reported.
+    pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, PageKey)> {
+        let written = match self.state {
+            State::Prefill => self.prefilled,
+            // The token reported last is written by the step that draws the next one.
+            _ => self.prefilled.max(self.tokens.len() as u32 - 1),
+        };
+        let full = written / PAGE_TOKENS;
+        let first = std::mem::replace(&mut self.unnamed, full) as usize;
+        self.extend_keys(full as usize);
+        let range = first..full as usize;
+        self.pages[range.clone()].iter().copied().zip(self.keys[range].iter().copied())
+    }
+
+    /// The first of its pages that it may still write, as far as it was asked to go.
+    pub fn first_open_page(&self) -> u32 {
+        let queued = if self.state == State::Prefill { self.prefilled } else { self.history + self.drawn.max(1) - 1 };
+        queued / PAGE_TOKENS
     }
 
     /// Gives slot and pages back, to be released; an unfinished sequence is in the queue again.
     pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>) {
         assert_eq!(self.in_flight, 0, "an unfinished plan names the sequence");
         self.state = State::Waiting;
+        self.unnamed = 0;
         (self.slot.take(), std::mem::take(&mut self.pages))
     }
 
-    /// The next chunk of its history, of at most `chunk` tokens: position of the first, the
-    /// tokens, and whether it is the last. It counts as queued from now on.
-    pub fn next_chunk(&mut self, chunk: u32) -> (u32, Vec<u32>, bool) {
+    /// Tokens of its history that are not queued yet.
+    pub fn unqueued(&self) -> u32 {
+        self.history - self.prefilled
+    }
+
+    /// The next chunk of its history, of at most `most` tokens. It counts as queued from now on.
+    pub fn next_chunk(&mut self, most: u32) -> Chunk {
         assert_eq!(self.state, State::Prefill);
+        let slot = self.slot.expect("it has joined");
         let start = self.prefilled;
-        let end = self.history.min(start + chunk);
+        let end = self.history.min(start + most);
         self.prefilled = end;
         let last = end == self.history;
         if last {
             self.state = State::Decode;
             self.drawn = 1;
         }
-        (start, self.tokens[start as usize..end as usize].to_vec(), last)
+        Chunk { slot, tokens: self.tokens[start as usize..end as usize].to_vec(), start, last }
     }
 
     /// Tokens that the device may still be asked to draw.

@@ -29,6 +29,8 @@ macro_rules! phase_span {
             { names::BARRIERS } = Empty,
             { names::HOST_WAITS } = Empty,
             { names::ENQUEUE_US } = Empty,
+            { names::SCHEDULE_US } = Empty,
+            { names::DELIVER_US } = Empty,
             { names::GPU_US } = Empty,
             { names::FLUSHES_PHASE_BOUNDARY } = Empty,
             { names::FLUSHES_READBACK } = Empty,
@@ -60,6 +62,8 @@ pub fn record(span: &Span, cost: &PhaseCost) {
     span.record(names::BARRIERS, cost.sum.barriers);
     span.record(names::HOST_WAITS, cost.sum.host_waits);
     span.record(names::ENQUEUE_US, cost.sum.enqueue_us);
+    span.record(names::SCHEDULE_US, cost.sum.schedule_us);
+    span.record(names::DELIVER_US, cost.sum.deliver_us);
     span.record(names::GPU_US, cost.sum.gpu_us);
     span.record(names::FLUSHES_PHASE_BOUNDARY, cost.sum.flushes.phase_boundary);
     span.record(names::FLUSHES_READBACK, cost.sum.flushes.readback);

@@ -48,7 +48,7 @@ pub fn stages(
         config,
         weights: checkpoint.weights(),
         max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
-        state: StateLayout { slots: 2, rows: 1, chunk: 16, max_pages },
+        state: StateLayout { slots: 2, rows: 1, chunk: 16, prompts: 1, max_pages },
         pages: max_pages,
         kv_format: Format::F16,
         ring: RingLayout { steps: 16, rows: 1 },

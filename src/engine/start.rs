@@ -3,7 +3,7 @@
 //! Deliberately absent: what a request is.
 
 use super::executor::{Capacity, Executor, PAGE_TOKENS};
-use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts, PrefillRegions};
+use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts};
 use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
 use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
@@ -14,11 +14,12 @@ use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
 use crate::config::{self, Config};
 use crate::device::{Adapter, Device, DeviceError, Instance, InstanceOptions, Point, Selector};
+use crate::kernels::embed::rows_bytes;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, RegionError, buffer_sizes};
 use crate::kernels::sampling;
-use crate::kernels::shaders::{ClearCountsArgs, PatchArgs};
+use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
 use crate::kernels::skinny::Matrices;
 use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
@@ -298,6 +299,7 @@ fn serve_model(
             eos_ids: checkpoint.config.eos.clone(),
             context: executor.capacity().context,
             vocabulary: checkpoint.config.vocab,
+            prefix_cache: model.prefix_cache.unwrap_or(true),
         };
         let info = DeviceInfo {
             index: adapter.index,
@@ -332,8 +334,23 @@ const TAGS_TOLERANCE: f64 = 2e-3;
 const RUN_AHEAD: u32 = 32;
 /// Steps of the token ring: well above what can be queued.
 const RING_STEPS: u32 = 128;
-/// Pairs of a patch: the tokens of a chunk, its pages and a slot's words with room to spare.
-pub(super) const PATCH_PAIRS: u32 = 2048;
+/// Pairs of a patch: the tokens of a step of prompts, its pages and some slots' words. More take several patches.
+pub(super) const PATCH_PAIRS: u32 = 4096;
+/// Rows of an inbox's tokens seen.
+const SEEN_ROWS: u32 = 1024;
+/// Prompts that can share a step: more wait for the next one.
+const MOST_PROMPTS: u32 = 64;
+/// Sequences that run at once on a CPU driver where nobody says otherwise.
+const CPU_SLOTS: u32 = 4;
+/// Device memory for each sequence that runs at once on a GPU where nobody says otherwise, bytes, and how many at least and at most.
+const SLOT_MEMORY: u64 = 512 << 20;
+/// As [`SLOT_MEMORY`] says.
+const GPU_SLOTS: (u32, u32) = (8, 256);
+/// Pages that are planned where nobody says otherwise and memory suffices: for every sequence the longest context,
+/// but where that is more than so many tokens, as many longest contexts or so many tokens.
+const DEFAULT_CONTEXTS: u64 = 16;
+/// As [`DEFAULT_CONTEXTS`] says.
+const DEFAULT_KV_TOKENS: u64 = 1 << 19;
 /// Plans in flight are two; changes alone come on top.
 const INBOXES: usize = 16;
 /// Sequences that one decode step can have rows for.
@@ -439,15 +456,32 @@ impl Build<'_> {
     }
 
     fn buckets(&self) -> Vec<u32> {
-        let most = self.model.prefill_chunk.unwrap_or(if self.adapter.is_cpu() { 64 } else { 512 });
-        let mut buckets: Vec<u32> = [16, 64, 256, 1024].into_iter().filter(|rows| *rows < most).collect();
+        let most = self.model.prefill_chunk.unwrap_or(if self.adapter.is_cpu() { 64 } else { 2048 });
+        // Many steps of prompts are as long as rows that decode can wait for: there sizes lie close.
+        let sizes: &[u32] = if self.adapter.is_cpu() {
+            &[16, 64, 256, 1024]
+        } else {
+            &[16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048]
+        };
+        let mut buckets: Vec<u32> = sizes.iter().copied().filter(|rows| *rows < most).collect();
         buckets.push(most);
         buckets
     }
 
+    /// Sequences that run at once.
+    fn slots(&self) -> u32 {
+        self.model.slots.unwrap_or_else(|| {
+            if self.adapter.is_cpu() {
+                return CPU_SLOTS;
+            }
+            let fit = u32::try_from(self.station.device.budget().heap_bytes / SLOT_MEMORY).unwrap_or(u32::MAX);
+            1 << fit.clamp(GPU_SLOTS.0, GPU_SLOTS.1).ilog2()
+        })
+    }
+
     /// The model's recordings with that many KV pages.
     fn dense(&self, context: u32, pages: u32, chunk: u32) -> Dense<'_> {
-        let slots = self.model.slots.unwrap_or(1);
+        let slots = self.slots();
         let config = &self.checkpoint.config;
         let capabilities = &self.adapter.capabilities;
         Dense {
@@ -458,6 +492,7 @@ impl Build<'_> {
                 slots,
                 rows: slots.next_power_of_two(),
                 chunk,
+                prompts: slots.min(MOST_PROMPTS),
                 max_pages: context.div_ceil(PAGE_TOKENS),
             },
             pages,
@@ -576,16 +611,22 @@ impl Build<'_> {
             decode.insert(*rows, DecodeRegions { plain: region(plain.as_ref().unwrap_or(recording))?, carried });
         }
         let mut prefill = BTreeMap::new();
-        for (rows, part, head) in &recordings.prefill {
-            prefill.insert(*rows, PrefillRegions { part: region(part)?, head: region(head)? });
+        for (rows, layers) in &recordings.prefill {
+            prefill.insert(*rows, region(layers)?);
+        }
+        let mut first = BTreeMap::new();
+        for (rows, head) in &recordings.first {
+            first.insert(*rows, region(head)?);
         }
         let mut inboxes = Vec::new();
-        for (index, (apply, clear)) in recordings.inboxes.iter().enumerate() {
+        for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
             inboxes.push(Inbox {
                 patch: Arc::clone(table.require(&format!("inbox.{index}.patch"))?),
                 clear: Arc::clone(table.require(&format!("inbox.{index}.clear"))?),
+                seen: Arc::clone(table.require(&format!("inbox.{index}.seen"))?),
                 apply: region(apply)?,
                 clear_counts: region(clear)?,
+                mark_seen: region(mark)?,
             });
         }
         let dump_region = region(&recordings.dump)?;
@@ -609,6 +650,7 @@ impl Build<'_> {
             pages: dense.pages,
             context: dense.context,
             prefill_chunk: dense.state.chunk,
+            prompts: dense.state.prompts,
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
@@ -616,14 +658,17 @@ impl Build<'_> {
         let executor = GpuExecutor::new(Parts {
             capacity,
             layout: dense.state,
+            heads: dense.heads(),
             ring: dense.ring,
             ring_buffer: Arc::clone(table.require("ring")?),
             dump,
             dump_region,
             decode,
             prefill,
+            first,
             inboxes,
             patch_pairs: PATCH_PAIRS,
+            seen_rows: SEEN_ROWS,
             compute: Arc::clone(&self.station.compute),
             ready,
             device_name: self.adapter.name.clone(),
@@ -674,7 +719,10 @@ impl Build<'_> {
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
             (Some(pages), _) => Pages::Exactly(u64::from(pages)),
             (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
-            (None, None) => Pages::UpTo(context_pages * u64::from(probe.state.slots)),
+            (None, None) => {
+                let most = (context_pages * DEFAULT_CONTEXTS).max(DEFAULT_KV_TOKENS / u64::from(PAGE_TOKENS));
+                Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most))
+            }
         };
         // A context that was asked for is kept or refused; the model's own may shrink to the memory.
         let least = if asked { context_pages } else { context_pages.min(16) };
@@ -829,9 +877,22 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
 pub(super) struct Recordings {
     /// By rows; the second with barriers, where that is another.
     decode: Vec<(u32, Recording, Option<Recording>)>,
-    pub(super) prefill: Vec<(u32, Recording, Recording)>,
-    pub(super) inboxes: Vec<(Recording, Recording)>,
+    /// By rows.
+    pub(super) prefill: Vec<(u32, Recording)>,
+    /// By prompts.
+    first: Vec<(u32, Recording)>,
+    pub(super) inboxes: Vec<InboxRecordings>,
     dump: Recording,
+}
+
+/// What applies the changes in an inbox.
+pub(super) struct InboxRecordings {
+    /// Words of the state.
+    pub(super) apply: Recording,
+    /// Zeroes counts.
+    clear: Recording,
+    /// Enters tokens in counts.
+    mark: Recording,
 }
 
 impl Recordings {
@@ -846,34 +907,28 @@ impl Recordings {
             decode.push((rows, recording, plain));
             rows *= 2;
         }
-        let prefill = buckets
-            .iter()
-            .map(|&rows| {
-                (
-                    rows,
-                    dense.record(Shape::Prefill { rows, head: false }),
-                    dense.record(Shape::Prefill { rows, head: true }),
-                )
-            })
-            .collect();
+        let prefill = buckets.iter().map(|&rows| (rows, dense.record(Shape::Prefill { rows }))).collect();
+        let most = dense.state.prompts.next_power_of_two();
+        let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= most);
+        let first = sizes.map(|rows| (rows, dense.record(Shape::Head { rows }))).collect();
         let inboxes = (0..INBOXES).map(|index| inbox_recordings(dense, index)).collect();
         let mut dump = Recording::new("dump");
         let bytes = u64::from(dense.config.vocab) * 4;
         let from = dump.buffer("logits", bytes);
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
-        Recordings { decode, prefill, inboxes, dump }
+        Recordings { decode, prefill, first, inboxes, dump }
     }
 
     fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prefill = self.prefill.iter().flat_map(|(_, part, head)| [part, head]);
-        let inboxes = self.inboxes.iter().flat_map(|(apply, clear)| [apply, clear]);
-        decode.chain(prefill).chain(inboxes).chain([&self.dump]).collect()
+        let prompts = self.prefill.iter().chain(&self.first).map(|(_, recording)| recording);
+        let inboxes = self.inboxes.iter().flat_map(|inbox| [&inbox.apply, &inbox.clear, &inbox.mark]);
+        decode.chain(prompts).chain(inboxes).chain([&self.dump]).collect()
     }
 }
 
-fn inbox_recordings(dense: &Dense<'_>, index: usize) -> (Recording, Recording) {
+fn inbox_recordings(dense: &Dense<'_>, index: usize) -> InboxRecordings {
     let mut apply = Recording::new(format!("patch.{index}"));
     let inbox = apply.buffer(&format!("inbox.{index}.patch"), sampling::patch_bytes(PATCH_PAIRS));
     let target = dense.state.all(&mut apply);
@@ -889,5 +944,11 @@ fn inbox_recordings(dense: &Dense<'_>, index: usize) -> (Recording, Recording) {
     let args = ClearCountsArgs { inbox, counts, slots, vocabulary };
     let call = sampling::clear_counts("clear_counts".to_owned(), slots, args);
     clear.call(call);
-    (apply, clear)
+
+    let mut mark = Recording::new(format!("mark_seen.{index}"));
+    let rows = mark.buffer(&format!("inbox.{index}.seen"), rows_bytes(SEEN_ROWS));
+    let counts = mark.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
+    let args = MarkPromptArgs { rows, state: dense.state.slots(&mut mark), counts, row_count: SEEN_ROWS, vocabulary };
+    mark.call(sampling::mark_prompt("mark_seen".to_owned(), args));
+    InboxRecordings { apply, clear, mark }
 }

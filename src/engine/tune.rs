@@ -2,16 +2,17 @@
 //! the model's weights at one position, one choice changed at a time. For `ostinato tune`.
 //! Deliberately absent: the kept file (`tuned`), steps of several rows, prompts, and the rules' own choices.
 
-use super::start::{Build, PATCH_PAIRS, Prepared, Progress, StartError, Station};
+use super::start::{Build, InboxRecordings, PATCH_PAIRS, Prepared, Progress, StartError, Station};
 use super::tuned::{self, Bounds, MOST_AHEAD, MOST_TILES, Tuned};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::watcher::Outbox;
 use crate::config;
 use crate::device::{Adapter, Device, Instance, Point};
+use crate::kernels::embed::PromptRows;
 use crate::kernels::flash_decode::MOST_SPLITS;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
-use crate::kernels::sampling::Patch;
+use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
 use crate::kernels::state::{self, SlotInit};
 use crate::memory::{Buffer, Place, Table};
@@ -457,8 +458,8 @@ impl<'a> Bench<'a> {
         let fault = build.station.arena.buffer("tune.fault", to.bytes, Place::Readback)?;
         table.add(Arc::clone(&fault))?;
         let region = |recording: &Recording| Region::build(&device, recording, &table, &pipelines).map(Arc::new);
-        let (_, prompt, _) = recordings.prefill.last().expect("there is at least one bucket");
-        let (apply, _) = recordings.inboxes.first().expect("there is an inbox");
+        let (_, prompt) = recordings.prefill.last().expect("there is at least one bucket");
+        let InboxRecordings { apply, .. } = recordings.inboxes.first().expect("there is an inbox");
         let (check, prompt, apply) = (region(&check)?, region(prompt)?, region(apply)?);
         Ok(Bench {
             compute: Arc::clone(&build.station.compute),
@@ -551,11 +552,9 @@ impl<'a> Bench<'a> {
     }
 
     /// Writes words of the device state, which nothing uses meanwhile.
-    fn write(&mut self, patch: &Patch) -> Result<(), StartError> {
-        let words = patch.inbox();
-        for pairs in words[words.len() - patch.len() * 2..].chunks(PATCH_PAIRS as usize * 2) {
-            self.patch.write(0, bytemuck::cast_slice(&[pairs.len() as u32 / 2, 0, 0, 0]));
-            self.patch.write(16, bytemuck::cast_slice(pairs));
+    fn write(&mut self, patch: Patch) -> Result<(), StartError> {
+        for pairs in patch.into_pairs().chunks(PATCH_PAIRS as usize) {
+            self.patch.write(0, bytemuck::cast_slice(&patch_inbox(pairs)));
             self.run(&[Arc::clone(&self.apply)])?;
         }
         Ok(())
@@ -570,12 +569,15 @@ impl<'a> Bench<'a> {
         for page in 0..depth / 16 + 1 {
             patch.set(layout.page_word(0, page), page);
         }
-        self.write(&patch)?;
+        self.write(patch)?;
         for (index, some) in tokens.chunks(layout.chunk as usize).enumerate() {
             let mut patch = Patch::default();
-            patch.set_all(layout.chunk_word(0), &[0, index as u32 * layout.chunk, some.len() as u32, 0]);
-            patch.set_all(layout.token_word(0), some);
-            self.write(&patch)?;
+            let rows = PromptRows { slot: 0, start: index as u32 * layout.chunk, tokens: some, last: false };
+            // A single prompt's tiles begin at the first.
+            for (word, words) in layout.chunk_layout().describe(&[rows], |_| 0) {
+                patch.set_all(layout.chunk_word(word), &words);
+            }
+            self.write(patch)?;
             self.run(&[Arc::clone(&self.prompt)])?;
         }
         let mut patch = Patch::default();
@@ -585,7 +587,7 @@ impl<'a> Bench<'a> {
         patch.set(layout.slot_word(0, state::SLOT_POSITION), depth);
         patch.set(layout.batch_word(0), 0);
         patch.set(layout.fault_word(), 0);
-        self.write(&patch)
+        self.write(patch)
     }
 
     /// Microseconds of each of several steps in up to `rounds` rounds in which they take turns.
@@ -637,7 +639,7 @@ mod tests {
             config: &checkpoint.config,
             weights: checkpoint.weights(),
             max_buffer_bytes: 1 << 30,
-            state: StateLayout { slots: 1, rows: 1, chunk: 16, max_pages: 64 },
+            state: StateLayout { slots: 1, rows: 1, chunk: 16, prompts: 1, max_pages: 64 },
             pages: 64,
             kv_format: Format::F16,
             ring: RingLayout { steps: 16, rows: 1 },

@@ -25,8 +25,78 @@ pub struct Table {
     pub fragments: bool,
 }
 
-/// Words of a chunk descriptor before its tokens: slot, start, count, flags.
-pub const CHUNK_HEADER: u32 = 4;
+/// Where the parts of a prompt step's descriptor lie, words:
+/// - `{prompts, lasts, rows, 0}`;
+/// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, rows
+///   ascending; tiles are `flash`'s;
+/// - for each prompt whose last chunk this is, its last row, from which a token is drawn;
+/// - the token of each row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkLayout {
+    /// The most prompts of a step.
+    pub prompts: u32,
+}
+
+impl ChunkLayout {
+    /// Word of a prompt's four.
+    pub fn prompt(self, index: u32) -> u32 {
+        4 + 4 * index
+    }
+
+    /// Word of a last row.
+    pub fn last(self, index: u32) -> u32 {
+        self.prompt(self.prompts) + index
+    }
+
+    /// Word of a row's token.
+    pub fn token(self, row: u32) -> u32 {
+        self.last(self.prompts).next_multiple_of(4) + row
+    }
+
+    /// Bytes of a descriptor of at most `tokens` rows.
+    pub fn bytes(self, tokens: u32) -> u64 {
+        u64::from(self.token(tokens)) * 4
+    }
+
+    /// The words of a step's descriptor, each run with the word it begins at. `tiles`: of a prompt of so many rows.
+    ///
+    /// # Panics
+    /// If there are more prompts than the descriptor has room for.
+    pub fn describe(self, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<(u32, Vec<u32>)> {
+        assert!(prompts.len() <= self.prompts as usize, "{} prompts, at most {}", prompts.len(), self.prompts);
+        let (mut first_row, mut first_tile) = (0, 0);
+        let mut words = Vec::with_capacity(4 * prompts.len());
+        let (mut lasts, mut tokens) = (Vec::new(), Vec::new());
+        for prompt in prompts {
+            words.extend([prompt.slot, prompt.start, first_row, first_tile]);
+            first_row += prompt.tokens.len() as u32;
+            first_tile += tiles(prompt.tokens.len() as u32);
+            if prompt.last {
+                lasts.push(first_row - 1);
+            }
+            tokens.extend_from_slice(prompt.tokens);
+        }
+        vec![
+            (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, 0]),
+            (self.prompt(0), words),
+            (self.last(0), lasts),
+            (self.token(0), tokens),
+        ]
+    }
+}
+
+/// A prompt's part of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct PromptRows<'a> {
+    /// Whose.
+    pub slot: u32,
+    /// Position of the first token.
+    pub start: u32,
+    /// At least one.
+    pub tokens: &'a [u32],
+    /// A token is drawn from the last of them.
+    pub last: bool,
+}
 
 /// Writes `rows` and `x` for `rows` rows.
 ///
@@ -73,8 +143,12 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
         let (token, position, slot, valid) = if constants.prefill == 1 {
             let count = memory.u32(args.chunk, 2);
             let valid = row < count;
-            let token = if valid { memory.u32(args.chunk, CHUNK_HEADER + row) } else { 0 };
-            (token, memory.u32(args.chunk, 1) + row, memory.u32(args.chunk, 0), valid)
+            let token = if valid { memory.u32(args.chunk, args.tokens_at + row) } else { 0 };
+            let prompt =
+                |index: u32| std::array::from_fn::<u32, 4, _>(|i| memory.u32(args.chunk, 4 + 4 * index + i as u32));
+            let prompts = (0..memory.u32(args.chunk, 0)).map(prompt);
+            let [slot, start, first, _] = prompts.filter(|p| p[2] <= row).last().expect("the first begins at row 0");
+            (token, start + row - first, slot, valid)
         } else {
             let slot = memory.u32(args.batch, row);
             if slot == u32::MAX {
@@ -110,9 +184,4 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
 /// The bytes of a `rows` buffer.
 pub fn rows_bytes(rows: u32) -> u64 {
     u64::from(rows) * 16
-}
-
-/// Where a chunk's descriptor and tokens lie, for a chunk of at most `tokens`.
-pub fn chunk_bytes(tokens: u32) -> u64 {
-    u64::from(CHUNK_HEADER + tokens) * 4
 }

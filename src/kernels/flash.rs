@@ -21,11 +21,16 @@ pub fn flash_serves(heads: Heads) -> bool {
     heads.kv_format == Format::F16 && heads.dim.is_multiple_of(32) && (32..=256).contains(&heads.dim)
 }
 
-/// Attention of a chunk of up to `rows` rows, of which those in use are consecutive positions of one slot.
+/// Tiles of a prompt's `rows` rows: one workgroup of each KV head serves one.
+pub fn flash_tiles(heads: Heads, rows: u32) -> u32 {
+    (rows * heads.group()).div_ceil(THREADS / 2)
+}
+
+/// Attention of up to `rows` rows of up to `prompts` prompts.
 ///
 /// # Panics
 /// If [`flash_serves`] denies the heads or rows do not start at 16 bytes.
-pub fn flash(label: String, heads: Heads, rows: u32, matrices: Matrices, args: FlashArgs) -> Call {
+pub fn flash(label: String, heads: Heads, rows: u32, prompts: u32, matrices: Matrices, args: FlashArgs) -> Call {
     assert!(flash_serves(heads), "flash does not serve {heads:?}");
     assert!(
         args.stride.is_multiple_of(4) && args.output_stride.is_multiple_of(4),
@@ -43,7 +48,8 @@ pub fn flash(label: String, heads: Heads, rows: u32, matrices: Matrices, args: F
         label,
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: [heads.kv, (rows * heads.group()).div_ceil(THREADS / 2), 1],
+        // Each prompt but one may have a tile that is not full.
+        groups: [heads.kv, flash_tiles(heads, rows) + prompts.min(rows) - 1, 1],
     }
 }
 
@@ -53,12 +59,14 @@ pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let c = FlashConstants::from_values(&call.constants);
     let layer = Layer { d: c.d, rot: 0, kv_heads: c.kv_heads, qk_norm: false };
     let d = c.d as usize;
-    let in_use = memory.u32(a.count, 2);
-    for kvh in 0..c.kv_heads {
+    let [prompts, _, in_use, _] = std::array::from_fn(|i| memory.u32(a.chunk, i as u32));
+    for (index, kvh) in (0..prompts).flat_map(|index| (0..c.kv_heads).map(move |kvh| (index, kvh))) {
+        let [slot, start, first, _] = std::array::from_fn(|i| memory.u32(a.chunk, 4 + 4 * index + i as u32));
+        let end = if index + 1 < prompts { memory.u32(a.chunk, 4 + 4 * (index + 1) + 2) } else { in_use };
         // Of the tokens so far, one after the other.
         let (mut keys, mut values) = (Vec::new(), Vec::new());
-        for row in 0..in_use {
-            let [_, position, slot, _] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        for row in first..end {
+            let position = start + row - first;
             for t in (keys.len() / d) as u32..=position {
                 let page = memory.u32(a.pages, slot * a.max_pages + t / 16);
                 keys.extend((0..c.d).map(|i| f64::from(memory.f16(a.k, k_index(&layer, page, kvh, t % 16, i)))));

@@ -1,5 +1,5 @@
 //! Products of a weight matrix with rows of activations: `gemv` for few rows, `matmul` for
-//! many, one meaning for both; `take_last` between a prompt's last chunk and the LM head.
+//! many, one meaning for both; `take_last` between a step of prompts and the LM head.
 
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
@@ -150,15 +150,15 @@ impl Product {
     }
 }
 
-/// Copies the last row of a chunk and its row descriptor to the LM head's input.
-pub fn take_last(label: String, args: TakeLastArgs) -> Call {
+/// Copies the last rows of a step's prompts, at most `rows`, and their row descriptors to the LM head's input.
+pub fn take_last(label: String, rows: u32, args: TakeLastArgs) -> Call {
     let threads = 64;
     Call {
         kernel: "take_last",
         label,
         constants: TakeLastConstants { threads }.into_values(),
         args: args.into_args(),
-        groups: [args.x_stride.div_ceil(threads), 1, 1],
+        groups: [args.x_stride.div_ceil(threads), rows, 1],
     }
 }
 
@@ -269,13 +269,16 @@ pub(super) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
 
 pub(super) fn reference_take_last(call: &Call, memory: &mut HostMemory) {
     let a = TakeLastArgs::from_args(&call.args);
-    let last = memory.u32(a.count, 2) - 1;
-    for i in 0..a.x_stride {
-        let value = memory.u32(a.x, last * a.x_stride + i);
-        memory.set_u32(a.head_x, i, value);
-    }
-    for i in 0..4 {
-        let value = memory.u32(a.rows, last * 4 + i);
-        memory.set_u32(a.head_rows, i, value);
+    for head in 0..call.groups[1] {
+        let row = (head < memory.u32(a.chunk, 1)).then(|| memory.u32(a.chunk, a.last_at + head));
+        for i in 0..a.x_stride {
+            let value = row.map_or(0, |row| memory.u32(a.x, row * a.x_stride + i));
+            memory.set_u32(a.head_x, head * a.x_stride + i, value);
+        }
+        for i in 0..4 {
+            let nobody = if i == 2 { u32::MAX } else { 0 };
+            let value = row.map_or(nobody, |row| memory.u32(a.rows, row * 4 + i));
+            memory.set_u32(a.head_rows, head * 4 + i, value);
+        }
     }
 }

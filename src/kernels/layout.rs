@@ -2,7 +2,7 @@
 //! logit biases. One buffer, so that one patch kernel reaches all of it.
 //! Deliberately absent: the meaning of a slot's words (`state`).
 
-use super::embed::{CHUNK_HEADER, chunk_bytes};
+use super::embed::ChunkLayout;
 use super::recording::{Range, Recording};
 use super::state;
 
@@ -13,8 +13,10 @@ pub struct StateLayout {
     pub slots: u32,
     /// Rows of the largest decode bucket.
     pub rows: u32,
-    /// Tokens of the largest prompt chunk.
+    /// Prompt tokens of the largest step.
     pub chunk: u32,
+    /// Prompts that can share a step.
+    pub prompts: u32,
     /// Pages of the longest sequence.
     pub max_pages: u32,
 }
@@ -27,7 +29,7 @@ impl StateLayout {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
-            chunk_bytes(self.chunk),
+            self.chunk_layout().bytes(self.chunk),
             u64::from(self.slots) * u64::from(self.max_pages) * 4,
             u64::from(self.slots) * u64::from(state::BIAS_ENTRIES) * 8,
             4,
@@ -64,7 +66,12 @@ impl StateLayout {
         self.range(recording, 1)
     }
 
-    /// `{slot, start, count, flags}`, then token ids.
+    /// The parts of the descriptor of a step of prompts.
+    pub fn chunk_layout(&self) -> ChunkLayout {
+        ChunkLayout { prompts: self.prompts }
+    }
+
+    /// The descriptor of a step of prompts: see [`ChunkLayout`].
     pub fn chunk(&self, recording: &mut Recording) -> Range {
         self.range(recording, 2)
     }
@@ -104,11 +111,6 @@ impl StateLayout {
         (self.offsets()[2] / 4) as u32 + word
     }
 
-    /// Word offset of a token of the chunk.
-    pub fn token_word(&self, index: u32) -> u32 {
-        self.chunk_word(CHUNK_HEADER + index)
-    }
-
     /// Word offset of an entry of a slot's page table.
     pub fn page_word(&self, slot: u32, index: u32) -> u32 {
         (self.offsets()[3] / 4) as u32 + slot * self.max_pages + index
@@ -126,7 +128,7 @@ mod tests {
 
     #[test]
     fn parts_follow_each_other_without_overlap() {
-        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, max_pages: 9 };
+        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9 };
         let mut recording = Recording::new("test");
         let parts = [
             layout.slots(&mut recording),
@@ -141,6 +143,7 @@ mod tests {
         }
         assert_eq!(u64::from(layout.page_word(2, 8)) * 4 + 4, parts[3].offset + 3 * 9 * 4);
         assert!(u64::from(layout.bias_word(2, state::BIAS_ENTRIES * 2 - 1)) * 4 + 4 <= layout.bytes());
-        assert_eq!(u64::from(layout.token_word(16)) * 4 + 4, parts[2].offset + chunk_bytes(17));
+        let token = layout.chunk_word(layout.chunk_layout().token(16));
+        assert_eq!(u64::from(token) * 4 + 4, parts[2].offset + layout.chunk_layout().bytes(17));
     }
 }

@@ -10,7 +10,6 @@ use super::shaders::{
     MarkPromptConstants, PatchArgs, PatchConstants, SampleArgs, SampleConstants,
 };
 use super::state::*;
-use std::collections::BTreeMap;
 
 /// Words of an inbox before its entries; the first is their number.
 pub const INBOX_HEADER: u32 = 4;
@@ -66,28 +65,22 @@ pub fn sample_threads(max_invocations: u32) -> u32 {
     }
 }
 
-/// Words to change in a buffer: the content of an inbox of `patch`.
+/// Words to change in a buffer: what inboxes of `patch` are filled with.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Patch {
-    words: BTreeMap<u32, u32>,
+    /// Offset and value, in the order given.
+    words: Vec<[u32; 2]>,
 }
 
 impl Patch {
     /// A word; the last value of an offset counts.
     pub fn set(&mut self, offset: u32, value: u32) {
-        self.words.insert(offset, value);
+        self.words.push([offset, value]);
     }
 
     /// Consecutive words.
     pub fn set_all(&mut self, offset: u32, values: &[u32]) {
-        for (at, value) in (offset..).zip(values) {
-            self.set(at, *value);
-        }
-    }
-
-    /// Number of pairs.
-    pub fn len(&self) -> usize {
-        self.words.len()
+        self.words.extend((offset..).zip(values).map(|(at, value)| [at, *value]));
     }
 
     /// Whether nothing changes.
@@ -95,12 +88,23 @@ impl Patch {
         self.words.is_empty()
     }
 
-    /// The words of the inbox.
-    pub fn inbox(&self) -> Vec<u32> {
-        let mut inbox = vec![self.words.len() as u32, 0, 0, 0];
-        inbox.extend(self.words.iter().flat_map(|(offset, value)| [*offset, *value]));
-        inbox
+    /// The pairs, each offset once, ascending: a kernel applies them in any order.
+    pub fn into_pairs(self) -> Vec<[u32; 2]> {
+        let mut words = self.words;
+        // Equal offsets stay in the order given.
+        words.sort_by_key(|[offset, _]| *offset);
+        words.reverse();
+        words.dedup_by_key(|[offset, _]| *offset);
+        words.reverse();
+        words
     }
+}
+
+/// The words of an inbox of `patch`.
+pub fn patch_inbox(pairs: &[[u32; 2]]) -> Vec<u32> {
+    let mut inbox = vec![pairs.len() as u32, 0, 0, 0];
+    inbox.extend(pairs.iter().flatten());
+    inbox
 }
 
 /// The words of an inbox of `clear_counts`.

@@ -31,12 +31,15 @@ pub enum Shape {
         /// Rows of the bucket.
         rows: u32,
     },
-    /// Up to `rows` tokens of one prompt.
+    /// The layers over up to `rows` tokens of one prompt or several.
     Prefill {
         /// Rows of the bucket.
         rows: u32,
-        /// Whether a token is drawn from the last of them.
-        head: bool,
+    },
+    /// A token of each of up to `rows` prompts, drawn from their last rows after a prefill.
+    Head {
+        /// Rows of the bucket.
+        rows: u32,
     },
 }
 
@@ -45,15 +48,15 @@ impl Shape {
     pub fn name(self) -> String {
         match self {
             Shape::Decode { rows } => format!("decode.{rows}"),
-            Shape::Prefill { rows, head: true } => format!("prefill.{rows}"),
-            Shape::Prefill { rows, head: false } => format!("prefill.{rows}.part"),
+            Shape::Prefill { rows } => format!("prefill.{rows}"),
+            Shape::Head { rows } => format!("head.{rows}"),
         }
     }
 
     /// Rows of activations.
     pub fn rows(self) -> u32 {
         match self {
-            Shape::Decode { rows } | Shape::Prefill { rows, .. } => rows,
+            Shape::Decode { rows } | Shape::Prefill { rows } | Shape::Head { rows } => rows,
         }
     }
 }
@@ -510,10 +513,10 @@ impl Dense<'_> {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
-                (Shape::Decode { rows }, _) => {
+                (Shape::Decode { rows } | Shape::Head { rows }, _) => {
                     product.gemv(rows, self.gemv_threads(weight.cols), self.gemv_rows(weight.rows, norm.is_some()))
                 }
-                (Shape::Prefill { rows, .. }, _) => product.matmul(rows, step.chunk),
+                (Shape::Prefill { rows }, _) => product.matmul(rows, step.chunk),
             });
         }
     }
@@ -626,18 +629,20 @@ impl Dense<'_> {
         let mut recording = Recording::new(shape.name());
         let r = &mut recording;
         let rows = shape.rows();
+        let prefill = matches!(shape, Shape::Prefill { .. });
         let heads = self.heads();
         // Tagged words and plain ones never share memory: any plain word has some tag.
         let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
-        let logit_rows = if matches!(shape, Shape::Decode { .. }) { rows } else { 1 };
+        // A head reads what the largest step of prompts has left.
+        let x_rows = if matches!(shape, Shape::Head { .. }) { self.state.chunk } else { rows };
         let step = Step {
-            rows: r.buffer("rows", embed::rows_bytes(rows)),
-            x: Self::activations(r, &named("x"), rows, c.hidden),
+            rows: r.buffer("rows", embed::rows_bytes(x_rows)),
+            x: Self::activations(r, &named("x"), x_rows, c.hidden),
             qkv: Self::activations(r, &named("qkv"), rows, (heads.q + 2 * heads.kv) * heads.dim),
             attention: Self::activations(r, &named("attention.output"), rows, heads.q * heads.dim),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
-            logits: Self::activations(r, "logits", logit_rows, c.vocab),
+            logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
             fault: self.state.fault(r),
             generations: carries.then(RefCell::default),
             partials: r.buffer(
@@ -649,18 +654,24 @@ impl Dense<'_> {
             pages: self.state.pages(r),
             chunk: self.state.chunk(r),
         };
-        self.embed(r, shape, &step);
-        for layer in 0..c.layers {
-            self.layer(r, shape, &step, layer);
+        if !matches!(shape, Shape::Head { .. }) {
+            self.embed(r, shape, &step);
+            for layer in 0..c.layers {
+                self.layer(r, shape, &step, layer);
+            }
         }
-        self.head(r, shape, &step);
+        if prefill {
+            self.mark(r, shape, &step);
+        } else {
+            self.head(r, shape, &step);
+        }
         recording
     }
 
     fn embed(&self, r: &mut Recording, shape: Shape, step: &Step) {
         let from = match shape {
             Shape::Decode { .. } => RowsFrom::Batch,
-            Shape::Prefill { .. } => RowsFrom::Chunk,
+            _ => RowsFrom::Chunk,
         };
         let flow = step.flow(None, Some(step.x.range));
         let fragments = self.weight("embed").is_some_and(|w| self.in_fragments(w));
@@ -679,6 +690,7 @@ impl Dense<'_> {
                 part_first: first,
                 part_rows: table.rows,
                 x_tag: 0,
+                tokens_at: self.state.chunk_layout().token(0),
             };
             let layout = Table { format: table.format, fragments };
             let label = "embed".to_owned();
@@ -759,8 +771,7 @@ impl Dense<'_> {
             Some(matrices) => {
                 let args = FlashArgs {
                     qkv: step.qkv.range,
-                    rows: step.rows,
-                    count: step.chunk,
+                    chunk: step.chunk,
                     pages: step.pages,
                     k,
                     v,
@@ -769,7 +780,7 @@ impl Dense<'_> {
                     output_stride: step.attention.stride,
                     max_pages: self.state.max_pages,
                 };
-                flash::flash(name("attention"), heads, shape.rows(), matrices, args)
+                flash::flash(name("attention"), heads, shape.rows(), self.state.prompts, matrices, args)
             }
             None => call,
         });
@@ -787,43 +798,48 @@ impl Dense<'_> {
         self.product(r, shape, &name("down"), step, step.mlp, step.x, None, Epilogue::Residual);
     }
 
+    /// Times that each token was seen, for penalties.
+    fn counts(&self, r: &mut Recording) -> Range {
+        r.buffer("sampling.counts", u64::from(self.state.slots) * u64::from(self.config.vocab) * 4)
+    }
+
+    fn mark(&self, r: &mut Recording, shape: Shape, step: &Step) {
+        let (state, counts) = (self.state.slots(r), self.counts(r));
+        let vocabulary = self.config.vocab;
+        let args = MarkPromptArgs { rows: step.rows, state, counts, row_count: shape.rows(), vocabulary };
+        r.call(sampling::mark_prompt("mark_prompt".to_owned(), args));
+    }
+
     fn head(&self, r: &mut Recording, shape: Shape, step: &Step) {
         let c = self.config;
-        let (slots, bias) = (self.state.slots(r), self.state.bias(r));
-        let counts = r.buffer("sampling.counts", u64::from(self.state.slots) * u64::from(c.vocab) * 4);
-        if let Shape::Prefill { rows, head } = shape {
-            let args = MarkPromptArgs { rows: step.rows, state: slots, counts, row_count: rows, vocabulary: c.vocab };
-            r.call(sampling::mark_prompt("mark_prompt".to_owned(), args));
-            if !head {
-                return;
-            }
-        }
-        let (x, rows_range, rows) = match shape {
-            Shape::Decode { rows } => (step.x, step.rows, rows),
-            Shape::Prefill { .. } => {
-                let head_x = Self::activations(r, "head.x", 1, c.hidden);
-                let head_rows = r.buffer("head.rows", embed::rows_bytes(1));
+        let (slots, bias, counts) = (self.state.slots(r), self.state.bias(r), self.counts(r));
+        let rows = shape.rows();
+        let (x, rows_range) = match shape {
+            Shape::Decode { .. } => (step.x, step.rows),
+            _ => {
+                let head_x = Self::activations(r, "head.x", rows, c.hidden);
+                let head_rows = r.buffer("head.rows", embed::rows_bytes(rows));
                 let args = TakeLastArgs {
                     x: step.x.range,
                     rows: step.rows,
-                    count: step.chunk,
+                    chunk: step.chunk,
                     head_x: head_x.range,
                     head_rows,
                     x_stride: step.x.stride,
+                    last_at: self.state.chunk_layout().last(0),
                 };
-                r.call(take_last("take_last".to_owned(), args));
-                (head_x, head_rows, 1)
+                r.call(take_last("take_last".to_owned(), rows, args));
+                (head_x, head_rows)
             }
         };
         let logits = step.logits;
         let norm = self.vector(r, "final_norm");
         let name = if c.tied { "embed" } else { "lm_head" };
-        let batch = Shape::Decode { rows };
-        if self.packs(batch) && self.weight(name).is_some_and(|w| self.in_fragments(w)) {
-            let x = self.pack(r, batch, step, "head_pack".to_owned(), x, c.hidden, norm);
-            self.tiled(r, batch, name, step, x, Output::Rows(logits), Epilogue::Store);
+        if self.packs(shape) && self.weight(name).is_some_and(|w| self.in_fragments(w)) {
+            let x = self.pack(r, shape, step, "head_pack".to_owned(), x, c.hidden, norm);
+            self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store);
         } else {
-            self.product(r, batch, name, step, x, logits, norm, Epilogue::Store);
+            self.product(r, shape, name, step, x, logits, norm, Epilogue::Store);
         }
         let keys = r.buffer("sampling.keys", logits.range.bytes);
         let step_number = r.buffer("step", 4);

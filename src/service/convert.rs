@@ -63,6 +63,8 @@ pub fn cost(cost: &PerToken) -> proto::StepCost {
         transfer_submits: cost.transfer_submits,
         host_waits: cost.host_waits,
         enqueue_us: cost.enqueue_us,
+        schedule_us: cost.schedule_us,
+        deliver_us: cost.deliver_us,
         gpu_us: cost.gpu_us,
         flushes: Some(proto::Flushes {
             phase_boundary: cost.flushes.phase_boundary,

@@ -337,6 +337,8 @@ impl Generation {
         spans::set(span, names::PER_TOKEN_TRANSFER_SUBMITS, cost.transfer_submits);
         spans::set(span, names::PER_TOKEN_HOST_WAITS, cost.host_waits);
         spans::set(span, names::PER_TOKEN_ENQUEUE_US, cost.enqueue_us);
+        spans::set(span, names::PER_TOKEN_SCHEDULE_US, cost.schedule_us);
+        spans::set(span, names::PER_TOKEN_DELIVER_US, cost.deliver_us);
         spans::set(span, names::PER_TOKEN_GPU_US, cost.gpu_us);
     }
 

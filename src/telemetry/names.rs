@@ -81,6 +81,10 @@ pub const PER_TOKEN_TRANSFER_SUBMITS: &str = "ostinato.per_token.transfer_submit
 pub const PER_TOKEN_HOST_WAITS: &str = "ostinato.per_token.host_waits";
 /// The same: host time spent on enqueueing, microseconds.
 pub const PER_TOKEN_ENQUEUE_US: &str = "ostinato.per_token.enqueue_us";
+/// Microseconds of the engine's thread until the device has its next work.
+pub const PER_TOKEN_SCHEDULE_US: &str = "ostinato.per_token.schedule_us";
+/// Microseconds of the engine's thread for handing tokens out.
+pub const PER_TOKEN_DELIVER_US: &str = "ostinato.per_token.deliver_us";
 /// The same: device time, microseconds.
 pub const PER_TOKEN_GPU_US: &str = "ostinato.per_token.gpu_us";
 
@@ -100,6 +104,10 @@ pub const BARRIERS: &str = "ostinato.barriers";
 pub const HOST_WAITS: &str = "ostinato.host_waits";
 /// Host time spent on enqueueing, microseconds in all.
 pub const ENQUEUE_US: &str = "ostinato.enqueue_us";
+/// Microseconds of the engine's thread until the device has its next work.
+pub const SCHEDULE_US: &str = "ostinato.schedule_us";
+/// Microseconds of the engine's thread for handing tokens out.
+pub const DELIVER_US: &str = "ostinato.deliver_us";
 /// Device time, microseconds in all.
 pub const GPU_US: &str = "ostinato.gpu_us";
 /// Flushes at a phase boundary, in all.

@@ -10,6 +10,7 @@ use half::{bf16, f16};
 use ostinato::actors::compute::{Compute, Submission};
 use ostinato::actors::watcher::Outbox;
 use ostinato::device::Device;
+use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Range, Recording};
@@ -329,4 +330,14 @@ impl Random {
         }
         items
     }
+}
+
+/// The words of a step's descriptor from the first on; what it leaves open is poison.
+pub fn descriptor(layout: ChunkLayout, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<u32> {
+    let mut words = Vec::new();
+    for (at, part) in layout.describe(prompts, tiles) {
+        words.resize(at as usize, POISON);
+        words.extend(part);
+    }
+    words
 }

@@ -64,6 +64,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             pages: 512,
             context: 4096,
             prefill_chunk: 128,
+            prompts: 8,
             buckets: vec![1, 2],
             run_ahead: 4,
             vocabulary: VOCABULARY,
@@ -87,8 +88,13 @@ pub fn device(index: usize) -> DeviceInfo {
 /// A model with a replica on each given device.
 pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>, queue_limit: usize) -> ServedModel {
     let spawn = |(index, (on, fake)): (usize, (usize, FakeConfig))| {
-        let config =
-            ReplicaConfig { queue_limit, eos_ids: vec![END], context: fake.capacity.context, vocabulary: VOCABULARY };
+        let config = ReplicaConfig {
+            queue_limit,
+            eos_ids: vec![END],
+            context: fake.capacity.context,
+            vocabulary: VOCABULARY,
+            prefix_cache: true,
+        };
         let executor = Box::new(FakeExecutor::realtime_with(fake));
         Replica::spawn(format!("{name}/{index}"), device(on), executor, config).unwrap()
     };

@@ -1,0 +1,115 @@
+//! `ostinato bench --beside`: how long streams that decode wait for a token while a prompt is taken in.
+//! Deliberately absent: a server in between.
+
+use super::bench::tokens;
+use crate::engine::host::Replica;
+use crate::engine::request::{Event, FinishReason, Limits, Request, Sampling, SinkClosed};
+use anyhow::bail;
+use crossbeam_channel::{Receiver, unbounded};
+use std::time::{Duration, Instant};
+
+/// Tokens of each stream's own prompt.
+pub(super) const OWN_PROMPT: u32 = 128;
+/// Tokens that every stream draws before the prompt comes.
+const BEFORE: usize = 48;
+
+/// What the streams noticed.
+pub(super) struct Beside {
+    /// Seconds a step of the streams took before: the mean time between a stream's tokens.
+    pub(super) step: f64,
+    /// The longest time between two tokens of a stream until the prompt's first token, seconds.
+    pub(super) longest: f64,
+    /// From the prompt's arrival to its first token, seconds.
+    pub(super) first_token: f64,
+}
+
+fn ask(replica: &Replica, id: String, prompt: Vec<u32>, output: u32) -> anyhow::Result<Receiver<(Instant, Event)>> {
+    let (sender, events) = unbounded();
+    let request = Request {
+        prompt,
+        sampling: Sampling::default(),
+        limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
+        logprobs: None,
+        dump_logits: false,
+        priority: 0,
+        cache_salt: id.clone(),
+        id,
+        deadline: None,
+        span: tracing::Span::none(),
+    };
+    let sink = Box::new(move |event| sender.send((Instant::now(), event)).map_err(|_| SinkClosed));
+    replica.submit(request, sink)?;
+    Ok(events)
+}
+
+/// The next token's time.
+fn token(events: &Receiver<(Instant, Event)>) -> anyhow::Result<Instant> {
+    loop {
+        match events.recv_timeout(Duration::from_secs(600))? {
+            (at, Event::Token(_)) => return Ok(at),
+            (_, Event::Started(_)) => {}
+            (_, Event::Finished(finished)) => match finished.reason {
+                FinishReason::Error(why) => bail!("the run failed: {why}"),
+                reason => bail!("a stream ended ({reason:?}) before the prompt was taken in"),
+            },
+        }
+    }
+}
+
+/// `streams` decode; then a prompt of `prompt` tokens comes. `room` is what each may draw.
+pub(super) fn beside(
+    replica: &Replica,
+    vocabulary: u32,
+    streams: u32,
+    prompt: u32,
+    room: u32,
+    run: u32,
+) -> anyhow::Result<Beside> {
+    let ids: Vec<String> = (0..streams).map(|stream| format!("beside-{streams}-{run}-{stream}")).collect();
+    let events: Vec<_> = ids
+        .iter()
+        .zip(0..)
+        .map(|(id, stream)| ask(replica, id.clone(), tokens(OWN_PROMPT, vocabulary, run * 1000 + stream), room))
+        .collect::<anyhow::Result<_>>()?;
+    let mut last = Vec::new();
+    for events in &events {
+        last.push(token(events)?);
+    }
+    // From when all decode.
+    let from = *last.iter().max().expect("there are streams");
+    let mut gaps = Vec::new();
+    for (events, last) in events.iter().zip(&mut last) {
+        let mut counted = 0;
+        while counted < BEFORE {
+            let at = token(events)?;
+            if *last >= from {
+                gaps.push((at - *last).as_secs_f64());
+                counted += 1;
+            }
+            *last = at;
+        }
+    }
+    // Tokens of one report come together: a stream's time a token is the mean.
+    let step = gaps.iter().sum::<f64>() / gaps.len().max(1) as f64;
+    let begin = Instant::now();
+    let first = token(&ask(replica, format!("prompt-{streams}-{run}"), tokens(prompt, vocabulary, run), 1)?)?;
+    for id in &ids {
+        replica.abort(id);
+    }
+    let mut longest = 0f64;
+    for (events, last) in events.iter().zip(&mut last) {
+        while let Ok((at, event)) = events.recv_timeout(Duration::from_secs(60)) {
+            match event {
+                Event::Token(_) => {
+                    if *last <= first && at >= begin {
+                        longest = longest.max((at - *last).as_secs_f64());
+                    }
+                    *last = at;
+                }
+                Event::Finished(_) => break,
+                Event::Started(_) => {}
+            }
+        }
+    }
+    Ok(Beside { step, longest, first_token: (first - begin).as_secs_f64() })
+}

@@ -1,0 +1,98 @@
+//! How fast a device has been lately: what a decode step took, and a prompt token by the size of its chunk.
+//! Deliberately absent: clocks; who measures tells.
+
+use std::time::Duration;
+
+/// Chunks are told apart by powers of two up to `2^(SIZES - 1)` tokens.
+const SIZES: usize = 20;
+
+/// A new reading counts for this share of the mean.
+const SHARE: f64 = 0.25;
+
+/// A prompt's chunk is taken to last as long as a decode step and this many of its tokens as one more, where none
+/// as small was measured yet.
+const TOKENS_PER_STEP: f64 = 64.0;
+
+/// Where none of its size was measured, but a smaller one, a chunk is taken to last longer by this power of how much
+/// larger it is: large chunks' tokens are cheaper, and it is tried only if it is taken for short enough.
+const GROWTH: f64 = 0.75;
+
+/// What steps took lately.
+#[derive(Clone, Debug, Default)]
+pub struct Pace {
+    step: Option<Duration>,
+    /// Seconds a token, by size.
+    token: [Option<f64>; SIZES],
+}
+
+fn size(tokens: u32) -> usize {
+    (tokens.max(1).next_power_of_two().trailing_zeros() as usize).min(SIZES - 1)
+}
+
+impl Pace {
+    /// With a decode step's time known.
+    pub fn of_step(step: Duration) -> Pace {
+        Pace { step: Some(step), ..Pace::default() }
+    }
+
+    /// A decode step took so long.
+    pub fn note_step(&mut self, time: Duration) {
+        self.step = Some(time);
+    }
+
+    /// A chunk of `tokens` took so long.
+    pub fn note_chunk(&mut self, tokens: u32, time: Duration) {
+        let reading = time.as_secs_f64() / f64::from(tokens.max(1));
+        let mean = &mut self.token[size(tokens)];
+        *mean = Some(mean.map_or(reading, |mean| mean + SHARE * (reading - mean)));
+    }
+
+    /// What a decode step took lately; `None` before the first.
+    pub fn step(&self) -> Option<Duration> {
+        self.step
+    }
+
+    /// What a chunk of so many tokens should take; `None` if nothing was measured that could tell.
+    pub fn chunk(&self, tokens: u32) -> Option<Duration> {
+        let own = size(tokens);
+        let tokens = f64::from(tokens);
+        let smaller = (0..own).rev().find_map(|size| Some((self.token[size]?, f64::from(1u32 << size))));
+        let seconds = match (self.token[own], smaller, self.step) {
+            (Some(mean), ..) => mean * tokens,
+            (None, Some((mean, size)), _) => mean * size * (tokens / size).powf(GROWTH),
+            (None, None, Some(step)) => step.as_secs_f64() * (1.0 + tokens / TOKENS_PER_STEP),
+            (None, None, None) => return None,
+        };
+        Some(Duration::from_secs_f64(seconds))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_is_judged_by_those_of_its_size_or_smaller_or_by_a_step() {
+        let ms = Duration::from_millis;
+        let mut pace = Pace::default();
+        assert_eq!(pace.chunk(64), None);
+        pace.note_step(ms(4));
+        assert_eq!(pace.chunk(64), Some(ms(8)));
+        pace.note_chunk(128, ms(8));
+        assert_eq!(pace.chunk(128), Some(ms(8)));
+        let guess = pace.chunk(512).unwrap();
+        assert!(ms(16) < guess && guess < ms(32), "{guess:?} until one of its size was seen");
+        pace.note_chunk(512, ms(20));
+        assert_eq!(pace.chunk(512), Some(ms(20)));
+        pace.note_step(ms(2));
+        assert_eq!(pace.chunk(64), Some(ms(4)), "a larger one says nothing of it");
+    }
+
+    #[test]
+    fn readings_are_averaged() {
+        let mut pace = Pace::default();
+        pace.note_chunk(100, Duration::from_millis(100));
+        pace.note_chunk(100, Duration::from_millis(200));
+        assert_eq!(pace.chunk(100), Some(Duration::from_millis(125)));
+    }
+}

@@ -199,6 +199,9 @@ fn load_on_a_server_is_measured_as_its_clients_see_it() {
         assert_eq!((&replicas[0]["replica"], &replicas[0]["requests"]), (&"demo/0".into(), &requests.into()));
         assert_eq!(replicas[0]["uuid"], cpu());
     }
+    // One request after the other: the later four find the two pages that all begin with.
+    assert_eq!(streams[0]["cached_tokens"], 4 * 32, "{}", streams[0]);
+    assert_eq!(rate[0]["cached_tokens"], 0);
     // A stream that decodes alone: its window is from its first token to its last.
     let alone = &streams[0];
     assert!(alone["decode_tokens_per_second"].as_f64().unwrap() > 0.0, "{alone}");

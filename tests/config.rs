@@ -66,7 +66,12 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
     // The defaults that the comments show are the defaults.
-    let shown = ostinato::config::Server { listen: config.server.listen, ..Default::default() };
+    assert_eq!(config.server.client_limit, Some(32));
+    let shown = ostinato::config::Server {
+        listen: config.server.listen,
+        client_limit: config.server.client_limit,
+        ..Default::default()
+    };
     assert_eq!(config.server, shown);
     assert_eq!(config.telemetry.sample_ratio, 1.0);
     assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
@@ -81,6 +86,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
         [server]
         listen = "0.0.0.0:50051"
         queue_limit = -1
+        client_limit = 0
         drain_seconds = "soon"
         port = 5
 
@@ -111,6 +117,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert_eq!(find("server.listen").value.as_deref(), Some("0.0.0.0:50051"));
     assert!(find("server.listen").rule.contains("insecure"));
     assert_eq!(find("server.queue_limit").value.as_deref(), Some("-1"));
+    assert_eq!(find("server.client_limit").value.as_deref(), Some("0"));
     assert_eq!(find("server.drain_seconds").value.as_deref(), Some("\"soon\""));
     assert!(find("server.port").rule.contains("listen"));
     assert_eq!(find("telemetry.sample_ratio").value.as_deref(), Some("1.5"));
@@ -123,13 +130,13 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert!(find("models[1].replicas").rule.contains("given"));
     assert_eq!(find("models[1].memory_limit").value.as_deref(), Some("\"lots\""));
     assert_eq!(find("models[1].context").value.as_deref(), Some("0"));
-    assert_eq!(problems.len(), 15, "{problems:#?}");
+    assert_eq!(problems.len(), 16, "{problems:#?}");
     // Where a value came from is said.
     let source = find("server.drain_seconds").source.as_deref().unwrap();
     assert!(source.ends_with("ostinato.toml"), "{source}");
     // And the whole is one readable error.
     let text = ConfigError::Problems(problems.clone()).to_string();
-    assert!(text.starts_with("the configuration has 15 problems:\n  "), "{text}");
+    assert!(text.starts_with("the configuration has 16 problems:\n  "), "{text}");
 }
 
 #[test]

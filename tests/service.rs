@@ -811,3 +811,122 @@ async fn a_slow_reader_of_samples_loses_them_all() {
     assert!(status.message().contains("128 events"), "{status:?}");
     assert_eq!(samples.reasons(), [None; 4]);
 }
+
+// ---- limits of a client, and where its prompts go ----
+
+/// One model of two slots under a limit of requests a client.
+async fn limited(limit: u32, trust_client_header: bool) -> Served {
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(Duration::from_millis(5), b"a"))], 8)];
+    let options = Options { client_limit: Some(limit), trust_client_header, ..Options::default() };
+    serve_models(models, options).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_may_have_so_many_requests_unfinished() {
+    let served = limited(3, false).await;
+    let (mut client, mut other) = (served.client().await, served.client().await);
+    let first = client.generate(samples_request(2, 0, 4000)).await.unwrap();
+    served.busy("alpha/0", 2, 0).await;
+    // From another connection it is the same client, whatever it calls itself.
+    let mut request = Request::new(samples_request(2, 0, 4));
+    request.metadata_mut().insert("ostinato-client", "somebody else".parse().unwrap());
+    let status = other.generate(request).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+    let words = "client at 127.0.0.1 has 2 unfinished requests and asks for 2 more, at most 3";
+    assert_eq!(status.message(), words);
+    let second = other.generate(samples_request(1, 0, 4000)).await.unwrap();
+    let status = generate(&mut client, text_request("", "x", 1)).await.error.unwrap();
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+    // What is refused for another reason takes no place; who goes away leaves it.
+    drop((first, second));
+    served.idle("alpha/0", Duration::from_secs(1)).await;
+    for _ in 0..5 {
+        let status = generate(&mut client, text_request("", "x", 0)).await.error.unwrap();
+        assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+    }
+    let stream = client.generate(samples_request(3, 0, 4)).await.unwrap().into_inner();
+    assert_eq!(read_samples(stream, 3).await.reasons(), [Some(Reason::Length); 3]);
+
+    // Whoever has heard the end may ask again at once.
+    let served = limited(1, false).await;
+    let mut client = served.client().await;
+    for round in 0..30 {
+        let outcome = generate(&mut client, text_request("", "x", 1)).await;
+        assert!(outcome.error.is_none(), "round {round}: {:?}", outcome.error);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_trusted_gateway_names_its_clients() {
+    let served = limited(1, true).await;
+    let mut client = served.client().await;
+    let named = |name: &str| {
+        let mut request = Request::new(samples_request(1, 0, 4000));
+        request.metadata_mut().insert("ostinato-client", name.parse().unwrap());
+        request
+    };
+    let anna = client.generate(named("anna")).await.unwrap();
+    let berta = client.generate(named("berta")).await.unwrap();
+    let nameless = client.generate(samples_request(1, 0, 4000)).await.unwrap();
+    for (request, who) in [(named("anna"), "\"anna\""), (Request::new(samples_request(1, 0, 1)), "at 127.0.0.1")] {
+        let status = client.generate(request).await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+        assert!(status.message().contains(who), "{status:?}");
+    }
+    assert_eq!(client.generate(named("")).await.unwrap_err().code(), Code::InvalidArgument);
+    drop(anna);
+    let until = Instant::now() + Duration::from_secs(5);
+    while let Err(status) = client.generate(named("anna")).await {
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert!(Instant::now() < until, "her place is not free");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    drop((berta, nameless));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prompts_go_where_their_beginning_was_and_new_ones_take_turns() {
+    let served = two_models().await;
+    let mut client = served.client().await;
+    let mut ask = async |ids: &[u32], device: &str, salt: &str| {
+        let mut request = token_request("alpha", ids, 2);
+        request.device = device.to_owned();
+        request.cache_salt = salt.to_owned();
+        let started = generate(&mut client, request).await.started.expect("it is served");
+        // The one before must not count as load.
+        served.idle(&started.replica, Duration::from_secs(1)).await;
+        started.replica
+    };
+    let talk = |own: u32, length: usize| vec![own; length];
+    assert_eq!(ask(&talk(1, 64), "", "").await, "alpha/0");
+    assert_eq!(ask(&talk(2, 64), "", "").await, "alpha/1");
+    for length in [80, 100, 130, 200] {
+        assert_eq!(ask(&talk(2, length), "", "").await, "alpha/1");
+        assert_eq!(ask(&talk(1, length), "", "").await, "alpha/0");
+        assert_eq!(ask(&talk(1, length), "", "").await, "alpha/0");
+    }
+    // Another tenant's equal prompt is a new one, and a selector goes before what is remembered.
+    assert_eq!(ask(&talk(1, 200), "", "other").await, "alpha/1");
+    assert_eq!(ask(&talk(1, 200), "alpha/1", "").await, "alpha/1");
+    assert_eq!(ask(&talk(2, 200), "0", "").await, "alpha/0");
+
+    // Where its replica has no room it goes to the other, and only then is it refused.
+    let step = Duration::from_millis(5);
+    let both = vec![(0, fake(step, b"a")), (1, fake(step, b"b"))];
+    let served = serve_models(vec![model("alpha", None, both, 1)], Options::default()).await;
+    let mut client = served.client().await;
+    let mut streams = Vec::new();
+    let mut places = Vec::new();
+    for _ in 0..6 {
+        let mut stream = client.generate(token_request("", &[1; 2000], 1000)).await.unwrap().into_inner();
+        if let Ok(Ok(Some(message))) = tokio::time::timeout(Duration::from_millis(300), stream.message()).await
+            && let Some(proto::generate_response::Event::Started(started)) = message.event
+        {
+            places.push(started.replica);
+        }
+        streams.push(stream);
+    }
+    assert_eq!(places, ["alpha/0", "alpha/0", "alpha/1", "alpha/1"], "two run on each, and one waits");
+    let status = client.generate(token_request("", &[1; 2000], 1000)).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
+}

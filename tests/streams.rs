@@ -55,6 +55,18 @@ async fn samples_on_a_driver_are_what_single_requests_with_their_seeds_give() {
         let single = generate(&mut client, drawn(&ids, 20, sample_seed(42, index as u64), 1)).await;
         assert_eq!(&single.ids(), ids_of, "sample {index}");
         assert!(samples.ids()[..index].iter().all(|other| other != ids_of), "sample {index} is another's");
+        // They arrived together, and two full pages of the prompt are computed once.
+        let usage = samples.finished[index].as_ref().unwrap().usage.unwrap();
+        assert_eq!(usage.cached_tokens, if index == 0 { 0 } else { 32 }, "sample {index}");
+    }
+
+    // A tenant finds what it was computed for, and no other does.
+    let mut salted = drawn(&prompt(4, 40), 2, 0, 1);
+    for (salt, cached) in [("a", 0), ("a", 32), ("b", 0), ("", 0), ("b", 32)] {
+        salted.cache_salt = salt.to_owned();
+        let outcome = generate(&mut client, salted.clone()).await;
+        assert_eq!(outcome.started.as_ref().unwrap().cached_tokens, cached, "\"{salt}\"");
+        assert_eq!(outcome.finished.unwrap().usage.unwrap().cached_tokens, cached, "\"{salt}\"");
     }
 }
 

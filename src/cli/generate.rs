@@ -262,6 +262,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
         buffer: BUFFER,
         rpc: tracing::Span::none(),
         stop: CancellationToken::new(),
+        places: None,
         logits: Some(Box::new(move |row| {
             sink.lock().unwrap_or_else(PoisonError::into_inner).push(row);
         })),

@@ -51,7 +51,7 @@ pub(super) struct Load {
     #[arg(
         long,
         value_name = "ADDR",
-        conflicts_with_all = ["model", "device", "depth", "stages", "prefill_chunk", "kv_format", "tune"]
+        conflicts_with_all = ["model", "device", "depth", "seen", "beside", "stages", "prefill_chunk", "kv_format", "tune"]
     )]
     pub(super) server: Option<String>,
     /// The served model's name; left out: the server's only one.
@@ -522,16 +522,22 @@ fn print_header(model: &proto::Model, server: &str, plan: &Plan) {
     println!("{} at {server}: {lengths}, {} tokens shared, seed {}", model.name, plan.shared_prefix, plan.seed);
     println!();
     println!(
-        "{:<12} {:>8} {:>6} {:>10} {:>10} {:>10} {:>8} {:>7} {:<31} {:<31}",
-        "load", "requests", "errors", "output/s", "total/s", "decode/s", "stream/s", "cached", "first token", "gap"
-    );
-    println!(
-        "{:<12} {:>8} {:>6} {:>10} {:>10} {:>10} {:>8} {:>7} {:<31} {:<31}",
-        "", "", "", "", "", "", "", "", MS, MS
+        "{:<12} {:>8} {:>6} {:>9} {:>9} {:>9} {:>8} {:>8}   {:<11} {:>8} {:>8} {:>8} {:>8}",
+        "load",
+        "requests",
+        "errors",
+        "output/s",
+        "total/s",
+        "decode/s",
+        "stream/s",
+        "cached",
+        "ms",
+        "p50",
+        "p95",
+        "p99",
+        "max"
     );
 }
-
-const MS: &str = "    p50     p95     p99  max ms";
 
 fn print_row(row: &Row) {
     let load = match row.mode {
@@ -539,14 +545,8 @@ fn print_row(row: &Row) {
         Mode::Streams(streams) => format!("{streams} streams"),
         Mode::Rate(rate) => format!("{rate}/s"),
     };
-    let ms = |values: &Option<Percentiles>| match values {
-        None => format!("{:>31}", "-"),
-        Some(p) => {
-            format!("{:>7.1} {:>7.1} {:>7.1} {:>7.1}", p.p50 * 1e3, p.p95 * 1e3, p.p99 * 1e3, p.max * 1e3)
-        }
-    };
-    println!(
-        "{:<12} {:>8} {:>6} {:>10.1} {:>10.1} {:>10} {:>8} {:>7} {} {}",
+    let rates = format!(
+        "{:<12} {:>8} {:>6} {:>9.1} {:>9.1} {:>9} {:>8} {:>8}",
         load,
         row.requests,
         row.requests - row.completed,
@@ -555,20 +555,24 @@ fn print_row(row: &Row) {
         row.window.map_or("-".to_owned(), |window| format!("{:.1}", window.rate())),
         row.stream_rate.map_or("-".to_owned(), |rates| format!("{:.1}", rates.p50)),
         row.cached_tokens,
-        ms(&row.first_token),
-        ms(&row.gap),
     );
-    println!("{:<12} queue {}   token {}", "", ms(&row.queue), ms(&row.per_token));
+    let times = [("first token", row.first_token), ("gap", row.gap), ("a token", row.per_token), ("queue", row.queue)];
+    let width = rates.len();
+    for (index, (name, values)) in times.into_iter().enumerate() {
+        let shown = match values {
+            None => format!("{:>8} {:>8} {:>8} {:>8}", "-", "-", "-", "-"),
+            Some(p) => {
+                format!("{:>8.1} {:>8.1} {:>8.1} {:>8.1}", p.p50 * 1e3, p.p95 * 1e3, p.p99 * 1e3, p.max * 1e3)
+            }
+        };
+        println!("{:<width$}   {name:<11} {shown}", if index == 0 { rates.as_str() } else { "" });
+    }
     for ((replica, device, uuid), requests) in &row.replicas {
-        println!("{:<12} {replica} on {device} ({uuid}): {requests} requests", "");
+        println!("{:<12} {requests} on {replica}, {device} ({uuid})", "");
     }
     for (code, count) in &row.errors {
         let first = row.first_error.as_ref().filter(|error| code_name(error.code()) == *code);
-        println!(
-            "{:<12} {code}: {count}{}",
-            "",
-            first.map_or(String::new(), |e| format!(", such as: {}", e.message()))
-        );
+        println!("{:<12} {count} {code}{}", "", first.map_or(String::new(), |e| format!(", such as: {}", e.message())));
     }
 }
 

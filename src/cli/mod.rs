@@ -205,6 +205,7 @@ mod tests {
             "bench --served-model m",
             "bench --server a:1 --rate 5 --streams 2",
             "bench --server a:1 --model dir",
+            "bench --server a:1 --beside",
             "synth --out dir",
             "synth --arch a --config b --out dir",
         ] {

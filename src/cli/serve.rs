@@ -91,6 +91,8 @@ async fn listen(socket: TcpSocket, host: Arc<Host>, config: &Config) -> anyhow::
         drain: Duration::from_secs_f64(config.server.drain_seconds),
         max_message_bytes: usize::try_from(config.server.max_message_bytes.0).unwrap_or(usize::MAX),
         stream_buffer: config.server.stream_buffer as usize,
+        client_limit: config.server.client_limit,
+        trust_client_header: config.server.trust_client_header,
     };
     let stopped = serve(host, listener, options, signals()?).await?;
     match stopped.cut {

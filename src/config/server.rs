@@ -14,6 +14,12 @@ pub struct Server {
     pub insecure: bool,
     /// Requests that may wait for each replica; one more is `RESOURCE_EXHAUSTED`.
     pub queue_limit: u32,
+    /// Requests that a client may have unfinished, running or waiting, on all models together; samples of one
+    /// prompt count each, and one more is `RESOURCE_EXHAUSTED`. Unset: no limit. A client is an IP address.
+    pub client_limit: Option<u32>,
+    /// Where the metadata key `ostinato-client` is there, the client is whom it names. For a server that only a
+    /// gateway reaches: any other client could name itself anew for each request.
+    pub trust_client_header: bool,
     /// How long running streams may go on after SIGTERM.
     pub drain_seconds: f64,
     /// Largest message taken from a client, bytes.
@@ -28,6 +34,8 @@ impl Default for Server {
             listen: SocketAddr::from(([127, 0, 0, 1], 50051)),
             insecure: false,
             queue_limit: 64,
+            client_limit: None,
+            trust_client_header: false,
             drain_seconds: 30.0,
             max_message_bytes: super::Bytes(16 << 20),
             stream_buffer: 1024,
@@ -48,6 +56,9 @@ impl Server {
         }
         if !(1..=65_536).contains(&self.queue_limit) {
             problems.push(Problem::new("server.queue_limit", "must be between 1 and 65536", self.queue_limit));
+        }
+        if self.client_limit == Some(0) {
+            problems.push(Problem::new("server.client_limit", "must be at least 1, or left out for no limit", 0));
         }
         if !(0.0..=3600.0).contains(&self.drain_seconds) {
             problems.push(Problem::new("server.drain_seconds", "must be between 0 and 3600", self.drain_seconds));

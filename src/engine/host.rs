@@ -1,16 +1,20 @@
 //! What serves a configuration: its models' replicas, and the way from a request to one of
 //! them. Deliberately absent: opening devices and loading models.
 
+use super::affinity::{Affinity, Candidate};
+use super::prefix::PageKey;
 pub use super::replica::Replica;
 use super::request::RequestError;
 use crate::model::text::Text;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Everything that runs: dropped, it stops bottom to top.
 #[derive(Debug)]
 pub struct Host {
     /// In the configuration's order.
     pub models: Vec<ServedModel>,
+    /// Which replica was given what, a model each. Held while one prompt is routed.
+    affinities: Vec<Mutex<Affinity>>,
 }
 
 /// A model under its served name.
@@ -152,7 +156,8 @@ pub enum RouteError {
 impl Host {
     /// Of replicas that run.
     pub fn new(models: Vec<ServedModel>) -> Host {
-        Host { models }
+        let affinities = models.iter().map(|_| Mutex::default()).collect();
+        Host { models, affinities }
     }
 
     /// The replica for a request: the named model (empty: the only one), on the selected
@@ -161,32 +166,60 @@ impl Host {
     /// `device` is a replica's name, or a device's UUID, PCI address, index, or part of its
     /// name. Of several that fit it is the least loaded, of those that take requests if any do.
     pub fn route(&self, model: &str, device: &str) -> Result<(&ServedModel, &Replica), RouteError> {
-        let served = match self.models.as_slice() {
-            [only] if model.is_empty() => Some(only),
-            models => models.iter().find(|served| served.name == model),
+        let served = &self.models[self.find(model)?];
+        let replica = served.fitting(device)?.into_iter().min_by_key(|&replica| {
+            let replica = &served.replicas[replica];
+            let load = replica.load();
+            let pages_per_mille = load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
+            (replica.closed().is_some(), load.running + load.waiting, pages_per_mille)
+        });
+        Ok((served, &served.replicas[replica.expect("at least one fits")]))
+    }
+
+    /// The replica for `samples` requests of a prompt whose full pages have the names `keys`: as [`Host::route`], but
+    /// rather one that was given the prompt's beginning before, unless it is too busy ([`Affinity`] says when), and
+    /// one that has room for them rather than one that has not.
+    pub fn route_prompt(
+        &self,
+        model: &str,
+        device: &str,
+        keys: &[PageKey],
+        samples: usize,
+    ) -> Result<(&ServedModel, &Replica), RouteError> {
+        let model = self.find(model)?;
+        let served = &self.models[model];
+        let fitting = served.fitting(device)?;
+        if served.replicas.len() == 1 {
+            return Ok((served, &served.replicas[0]));
+        }
+        let candidate = |replica: usize| {
+            let asked = &served.replicas[replica];
+            let load = asked.load();
+            Candidate {
+                replica,
+                ready: asked.room() >= samples,
+                unfinished: asked.unfinished() as u32,
+                slots: asked.slots() as u32,
+                pages_tenths: (u64::from(load.pages_used) * 10 / u64::from(load.pages_total.max(1))) as u32,
+            }
         };
-        let served = served.ok_or_else(|| RouteError::UnknownModel {
+        let candidates: Vec<Candidate> = fitting.into_iter().map(candidate).collect();
+        // Whatever a panic left of it: it is a memory of what was chosen, and nothing is wrong that it says.
+        let mut affinity = self.affinities[model].lock().unwrap_or_else(PoisonError::into_inner);
+        let chosen = affinity.choose(&candidates, keys).expect("at least one fits");
+        Ok((served, &served.replicas[chosen]))
+    }
+
+    /// The place of the named model, or of the only one.
+    fn find(&self, model: &str) -> Result<usize, RouteError> {
+        let found = match self.models.as_slice() {
+            [_] if model.is_empty() => Some(0),
+            models => models.iter().position(|served| served.name == model),
+        };
+        found.ok_or_else(|| RouteError::UnknownModel {
             asked: model.to_string(),
             served: self.models.iter().map(|served| served.name.as_str()).collect::<Vec<_>>().join(", "),
-        })?;
-        let replica = fitting(&served.replicas, device)
-            .into_iter()
-            .min_by_key(|replica| {
-                let load = replica.load();
-                let pages_per_mille = load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
-                (replica.closed().is_some(), load.running + load.waiting, pages_per_mille)
-            })
-            .ok_or_else(|| RouteError::UnknownDevice {
-                model: served.name.clone(),
-                asked: device.to_string(),
-                available: served
-                    .replicas
-                    .iter()
-                    .map(|replica| format!("{} (\"{}\", {})", replica.name, replica.device.name, replica.device.uuid))
-                    .collect::<Vec<_>>()
-                    .join(", "),
-            })?;
-        Ok((served, replica))
+        })
     }
 
     /// Stops taking requests; those taken go on.
@@ -206,10 +239,29 @@ impl Host {
     }
 }
 
+impl ServedModel {
+    /// The replicas that a selector means, at least one.
+    fn fitting(&self, device: &str) -> Result<Vec<usize>, RouteError> {
+        let fitting = fitting(&self.replicas, device);
+        if !fitting.is_empty() {
+            return Ok(fitting);
+        }
+        let place =
+            |replica: &Replica| format!("{} (\"{}\", {})", replica.name, replica.device.name, replica.device.uuid);
+        Err(RouteError::UnknownDevice {
+            model: self.name.clone(),
+            asked: device.to_string(),
+            available: self.replicas.iter().map(place).collect::<Vec<_>>().join(", "),
+        })
+    }
+}
+
 /// The replicas that a selector means. The exact ways of naming go before part of a name, and
 /// a number is an index and nothing else: "3" must not find an "RTX 3060".
-fn fitting<'a>(replicas: &'a [Replica], selector: &str) -> Vec<&'a Replica> {
-    let find = |fits: &dyn Fn(&Replica) -> bool| replicas.iter().filter(|replica| fits(replica)).collect::<Vec<_>>();
+fn fitting(replicas: &[Replica], selector: &str) -> Vec<usize> {
+    let find = |fits: &dyn Fn(&Replica) -> bool| -> Vec<usize> {
+        replicas.iter().enumerate().filter(|(_, replica)| fits(replica)).map(|(index, _)| index).collect()
+    };
     if selector.is_empty() {
         return find(&|_| true);
     }

@@ -1,6 +1,7 @@
 //! Sequences, page tables, the pure scheduler and the step loop.
 //! Deliberately absent: Vulkan (only `executor` speaks to the actors), text, tokio.
 
+pub mod affinity;
 pub mod by_age;
 pub mod ceiling;
 pub mod executor;

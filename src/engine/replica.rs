@@ -223,6 +223,11 @@ impl Replica {
         }
     }
 
+    /// Requests that run at once.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
     /// Requests that it would take now; a request's samples count each.
     pub fn room(&self) -> usize {
         let gate = self.shared.gate();

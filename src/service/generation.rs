@@ -2,6 +2,7 @@
 //! out. Dropped before its end, it aborts what runs. Deliberately absent: gRPC; `ostinato generate`
 //! reads it in process.
 
+use super::clients::Places;
 use super::convert;
 use super::prepare::{Place, Prepared};
 use super::proto;
@@ -32,6 +33,8 @@ pub struct Surroundings {
     pub rpc: Span,
     /// Cancelled when the server's grace period is over.
     pub stop: CancellationToken,
+    /// The client's room for the samples, given back as they end.
+    pub places: Option<Places>,
     /// Takes each step's logits; the request must ask for them.
     pub logits: Option<LogitsSink>,
 }
@@ -55,6 +58,7 @@ pub struct Generation {
     /// Events of all samples that are kept.
     buffer: usize,
     stop: Pin<Box<WaitForCancellationFutureOwned>>,
+    places: Option<Places>,
     logits: Option<LogitsSink>,
 
     text: bool,
@@ -156,6 +160,7 @@ impl Generation {
             slow,
             buffer,
             stop: Box::pin(surroundings.stop.cancelled_owned()),
+            places: surroundings.places,
             logits: surroundings.logits,
             text,
             token_ids,
@@ -282,6 +287,10 @@ impl Generation {
         sample.finished = Some((word, finished.per_token));
         let output_tokens = sample.output_tokens;
         self.refusal = self.refusal.take().or(refusal);
+        // Before the client hears of it: it may ask again at once.
+        if let Some(places) = &mut self.places {
+            places.end_one();
+        }
         let last = self.samples.iter().all(|sample| sample.finished.is_some());
         if last {
             self.describe(&finished);
@@ -340,6 +349,7 @@ impl Generation {
     /// Nothing follows; the call's status is that of `refusal`, or OK.
     fn end(&mut self, refusal: Option<Refusal>) {
         self.ended = true;
+        self.places = None;
         let code = refusal.as_ref().map_or(tonic::Code::Ok, Refusal::code);
         spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, code as i64);
         if let Some(refusal) = refusal {

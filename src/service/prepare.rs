@@ -5,6 +5,7 @@
 use super::proto;
 use super::refusal::Refusal;
 use crate::engine::host::{Host, Replica, ServedModel};
+use crate::engine::prefix::page_keys;
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
 use crate::model::text::Text;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
@@ -28,14 +29,17 @@ pub struct Place {
 impl Place {
     /// Finds the place of a request's `model` and `device`.
     pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
-        let (served, replica) = host.route(model, device)?;
+        Ok(Place::of(host, host.route(model, device)?))
+    }
+
+    fn of(host: &Arc<Host>, (served, replica): (&ServedModel, &Replica)) -> Place {
         let model = host.models.iter().position(|other| std::ptr::eq(other, served));
         let replica = served.replicas.iter().position(|other| std::ptr::eq(other, replica));
-        Ok(Place {
+        Place {
             host: Arc::clone(host),
             model: model.expect("a routed model is the host's"),
             replica: replica.expect("a routed replica is its model's"),
-        })
+        }
     }
 
     /// Its model.
@@ -68,6 +72,19 @@ pub struct Prepared {
     pub token_ids: bool,
 }
 
+/// How many samples a message asks for.
+pub fn samples(message: &proto::GenerateRequest) -> Result<u32, Refusal> {
+    let samples = message.sampling.as_ref().and_then(|sampling| sampling.n).unwrap_or(1);
+    if (1..=MAX_SAMPLES).contains(&samples) {
+        return Ok(samples);
+    }
+    let rule = const {
+        assert!(MAX_SAMPLES == 64, "as the rule says");
+        "from 1 to 64"
+    };
+    Err(Refusal::Value { field: "sampling.n", value: samples.to_string(), rule })
+}
+
 /// Checks a message and turns it into a request; encodes its prompt.
 pub fn prepare(
     host: &Arc<Host>,
@@ -85,16 +102,8 @@ pub fn prepare(
             },
         });
     }
+    let samples = samples(&message)?;
     let sampling = message.sampling.unwrap_or_default();
-    let samples = sampling.n.unwrap_or(1);
-    if !(1..=MAX_SAMPLES).contains(&samples) {
-        let rule = const {
-            assert!(MAX_SAMPLES == 64, "as the rule says");
-            "from 1 to 64"
-        };
-        return Err(Refusal::Value { field: "sampling.n", value: samples.to_string(), rule });
-    }
-
     let place = Place::find(host, &message.model, &message.device)?;
     let stopping = message.stopping.unwrap_or_default();
     let output = message.output.unwrap_or_default();
@@ -134,6 +143,11 @@ pub fn prepare(
         Some(Prompt::Tokens(tokens)) => ("text_completion", tokens.ids),
         Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat)?.1),
     };
+
+    // Where its beginning may lie already, now that its tokens are known.
+    let several = place.model().replicas.len() > 1;
+    let keys = if several { page_keys(&message.cache_salt, &prompt) } else { Vec::new() };
+    let place = Place::of(host, host.route_prompt(&message.model, &message.device, &keys, samples as usize)?);
 
     let defaults = Sampling::default();
     let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();

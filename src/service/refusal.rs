@@ -49,6 +49,18 @@ pub enum Refusal {
         /// The message's field.
         field: &'static str,
     },
+    /// The client has as many unfinished requests as one may have.
+    #[error("client {client} has {unfinished} unfinished requests and asks for {asked} more, at most {limit}")]
+    ClientBusy {
+        /// Whom the limit counts for.
+        client: String,
+        /// What it has.
+        unfinished: u32,
+        /// Samples of this request.
+        asked: u32,
+        /// The bound.
+        limit: u32,
+    },
     /// The deadline passed while it ran or waited.
     #[error("the deadline passed after {output_tokens} tokens")]
     Deadline {
@@ -86,6 +98,7 @@ impl Refusal {
             Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
+            Refusal::ClientBusy { .. } => Code::ResourceExhausted,
             Refusal::Deadline { .. } => Code::DeadlineExceeded,
             Refusal::Slow { .. } => Code::ResourceExhausted,
             Refusal::Failed(_) => Code::Internal,

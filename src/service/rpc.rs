@@ -1,6 +1,7 @@
 //! The RPCs of `ostinato.v1.Ostinato`: a span each, metadata in, the host asked, a message or
 //! a status out. Deliberately absent: sockets.
 
+use super::clients::Clients;
 use super::generation::{Generation, Surroundings};
 use super::prepare::{self, Place};
 use super::proto;
@@ -25,14 +26,21 @@ pub const SERVICE: &str = "ostinato.v1.Ostinato";
 pub struct Rpc {
     host: Arc<Host>,
     stream_buffer: usize,
+    clients: Arc<Clients>,
     stop: CancellationToken,
     streams: TaskTracker,
 }
 
 impl Rpc {
     /// `stop` cuts the streams that are open when it is cancelled; `streams` counts them.
-    pub fn new(host: Arc<Host>, stream_buffer: usize, stop: CancellationToken, streams: TaskTracker) -> Rpc {
-        Rpc { host, stream_buffer, stop, streams }
+    pub fn new(
+        host: Arc<Host>,
+        stream_buffer: usize,
+        clients: Arc<Clients>,
+        stop: CancellationToken,
+        streams: TaskTracker,
+    ) -> Rpc {
+        Rpc { host, stream_buffer, clients, stop, streams }
     }
 }
 
@@ -116,12 +124,21 @@ impl Ostinato for Rpc {
         let span = rpc_span("Generate", request.metadata());
         let started = async {
             let deadline = deadline(request.metadata(), Instant::now())?;
+            let client = self.clients.identify(request.metadata(), request.remote_addr())?;
+            // Before its prompt is looked at: that costs more than the answer.
+            let places = self.clients.take(client, prepare::samples(request.get_ref())?)?;
             let host = Arc::clone(&self.host);
             let message = request.into_inner();
             let prepared = aside(move || prepare::prepare(&host, message, deadline)).await?;
             Generation::start(
                 prepared,
-                Surroundings { buffer: self.stream_buffer, rpc: span.clone(), stop: self.stop.clone(), logits: None },
+                Surroundings {
+                    buffer: self.stream_buffer,
+                    rpc: span.clone(),
+                    stop: self.stop.clone(),
+                    places,
+                    logits: None,
+                },
             )
         };
         match started.await {

@@ -2,6 +2,7 @@
 //! health says so first, new requests are refused, running streams go on for a while, then
 //! they are cut. Deliberately absent: signals, and where the host comes from.
 
+use super::clients::Clients;
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
 use super::rpc::{Rpc, SERVICE};
@@ -28,11 +29,21 @@ pub struct Options {
     pub max_message_bytes: usize,
     /// Events kept of each sample for a client that falls behind.
     pub stream_buffer: usize,
+    /// Requests that a client may have unfinished; `None`: any number.
+    pub client_limit: Option<u32>,
+    /// Whether `ostinato-client` in the metadata names the client.
+    pub trust_client_header: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { drain: Duration::from_secs(30), max_message_bytes: 16 << 20, stream_buffer: 1024 }
+        Options {
+            drain: Duration::from_secs(30),
+            max_message_bytes: 16 << 20,
+            stream_buffer: 1024,
+            client_limit: None,
+            trust_client_header: false,
+        }
     }
 }
 
@@ -64,7 +75,8 @@ pub async fn serve(
     let stop = CancellationToken::new();
     let closing = CancellationToken::new();
     let streams = TaskTracker::new();
-    let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, stop.clone(), streams.clone());
+    let clients = Arc::new(Clients::new(options.client_limit, options.trust_client_header));
+    let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, clients, stop.clone(), streams.clone());
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
     let reflection = || {

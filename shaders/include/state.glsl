@@ -7,7 +7,7 @@
 //   rows   [rows][4]                 token, position, slot, valid
 //   step   [1]                       number of the region in flight
 //   fault  [1]                       set when a kernel waited too long for tagged words
-//   ring   [ring_steps][ring_rows][ENTRY_WORDS]  host-visible
+//   ring   [ring_steps][ring_rows][ENTRY_WORDS], then [ring_steps][ring_rows][TOP_WORDS]  host-visible
 
 const uint SLOT_WORDS = 64u;
 const uint SLOT_ACTIVE = 0u;          // 0 idle, 1 running, 2 done
@@ -50,14 +50,14 @@ const uint BIAS_ENTRIES = 300u;
 const uint TOP_ENTRIES = 20u;
 const uint COUNT_PROMPT = 0x80000000u;
 
-const uint ENTRY_WORDS = 64u;
+const uint ENTRY_WORDS = 8u;
 const uint ENTRY_STEP = 0u;           // written last
 const uint ENTRY_SLOT = 1u;
 const uint ENTRY_TOKEN = 2u;          // TOKEN_NONE: the row was inactive
 const uint ENTRY_DONE = 3u;
 const uint ENTRY_LOGPROB = 4u;        // f32
 const uint ENTRY_TOP_COUNT = 5u;
-const uint ENTRY_TOP = 6u;            // pairs of id and f32 log probability, best first
+const uint TOP_WORDS = 40u;           // pairs of id and f32 log probability, best first
 
 const uint TOKEN_NONE = 0xffffffffu;
 const uint DONE_NO = 0u;

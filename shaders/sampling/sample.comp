@@ -562,7 +562,8 @@ void main() {
     uint slot = input_row.z;
     uint at = slot * SLOT_WORDS;
     uint number = args.step_number.v[0];
-    uint entry = ((number % args.ring_steps) * args.ring_rows + row) * ENTRY_WORDS;
+    uint place = (number % args.ring_steps) * args.ring_rows + row;
+    uint entry = place * ENTRY_WORDS;
     bool running = input_row.w != 0u && args.state.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
     bool fault = TAGGED != 0u && args.fault.v[0] != 0u;
     if (!running || fault) {
@@ -686,9 +687,10 @@ void main() {
     args.ring.v[entry + ENTRY_DONE] = done;
     args.ring.v[entry + ENTRY_LOGPROB] = floatBitsToUint(logprob);
     args.ring.v[entry + ENTRY_TOP_COUNT] = top_count;
+    uint top = args.ring_steps * args.ring_rows * ENTRY_WORDS + place * TOP_WORDS;
     for (uint i = 0u; i < top_count; i++) {
-        args.ring.v[entry + ENTRY_TOP + 2u * i] = top_ids[i];
-        args.ring.v[entry + ENTRY_TOP + 2u * i + 1u] = floatBitsToUint(top_values[i]);
+        args.ring.v[top + 2u * i] = top_ids[i];
+        args.ring.v[top + 2u * i + 1u] = floatBitsToUint(top_values[i]);
     }
     memoryBarrierBuffer();
     args.ring.v[entry + ENTRY_STEP] = number;

@@ -325,16 +325,20 @@ impl GpuExecutor {
         (rows, Arc::clone(carried.unwrap_or(&region.plain)))
     }
 
-    /// An entry of the ring; alternatives, which few ask for, are read only where there are some.
-    fn ring_entry(&self, at: usize) -> RingEntry {
-        let mut words = [0u32; state::ENTRY_WORDS as usize];
-        let (head, rest) = words.split_at_mut(state::ENTRY_TOP as usize);
-        self.parts.ring_buffer.read(at as u64 * 4, bytemuck::cast_slice_mut(head));
-        if head[state::ENTRY_TOKEN as usize] != state::TOKEN_NONE && head[state::ENTRY_TOP_COUNT as usize] > 0 {
-            let after = (at as u64 + u64::from(state::ENTRY_TOP)) * 4;
-            self.parts.ring_buffer.read(after, bytemuck::cast_slice_mut(rest));
-        }
-        RingEntry::read(&words)
+    /// The entries of a step's rows. Alternatives, which few ask for, are read only where there are some.
+    fn ring_entries(&self, step: u32, rows: u32) -> Vec<RingEntry> {
+        let RingLayout { steps, rows: ring_rows } = self.parts.ring;
+        let mut words = vec![0u32; (rows * state::ENTRY_WORDS) as usize];
+        let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
+        self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
+        let top = |row: u32| {
+            let mut words = [0u32; state::TOP_WORDS as usize];
+            let at = RingEntry::top_at(step, row, steps, ring_rows) as u64 * 4;
+            self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
+            words
+        };
+        let entries = words.chunks_exact(state::ENTRY_WORDS as usize).zip(0..);
+        entries.map(|(words, row)| RingEntry::read(words, || top(row))).collect()
     }
 
     /// The tokens of steps `from..to`, and the first step that drew none because of a fault: `to` if none is.
@@ -342,9 +346,7 @@ impl GpuExecutor {
         let mut tokens = Vec::new();
         for step in from..to {
             let number = pending.first_step.wrapping_add(step);
-            for row in 0..pending.rows {
-                let at = RingEntry::at(number, row, self.parts.ring.steps, self.parts.ring.rows);
-                let entry = self.ring_entry(at);
+            for (row, entry) in self.ring_entries(number, pending.rows).into_iter().enumerate() {
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }

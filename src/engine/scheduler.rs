@@ -9,7 +9,7 @@
 //!   of the lowest priority loses its pages and is computed again later.
 //! - A prompt plan takes in chunks of as many prompts as its tokens allow, and alternates with decode plans while
 //!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, or as many times that as there are prompts
-//!   for each row that waits for it: who decodes hardly notices a prompt, and many prompts do not wait for a few rows.
+//!   for each `ROWS_PER_PROMPT` rows: many rows hardly notice one prompt, and many prompts do not wait for a few rows.
 //! - A full page is named by its tokens and all before them as soon as a chunk that fills it is planned, or its
 //!   tokens are reported: whoever joins later with the same beginning, even in the same plan, shares it. Nobody
 //!   writes to a page that has a name, so nothing is ever copied; at least one token is always computed.
@@ -49,6 +49,10 @@ pub const PLAN_STEPS_MAX: u32 = 16;
 /// Decode steps that a prompt plan may last beside rows that decode: with their own step a row then waits three
 /// times as long for a token as without it.
 pub const PROMPT_STEPS: u32 = 2;
+/// So many rows' tokens may wait as long as one prompt: a prompt plan may last as many times [`PROMPT_STEPS`] as there
+/// are prompts for each so many rows. Many prompts that come together are taken in before much is decoded, which a
+/// larger batch then does for hardly more than a small one.
+const ROWS_PER_PROMPT: usize = 16;
 /// Tokens that such a plan may have, where all that a step takes would last too long.
 const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 /// Admissions that may pass over whoever has waited longest before it is its turn.
@@ -482,7 +486,7 @@ impl Scheduler {
         let rows = self.residents().filter(|s| s.state == State::Decode && !s.ended && s.undrawn() > 0).count();
         let (Some(step), true) = (pace.step(), rows > 0) else { return most };
         let prompts = self.residents().filter(|s| s.state == State::Prefill).count() + self.waiting.len();
-        let allowed = step * PROMPT_STEPS * (prompts / rows).max(1) as u32;
+        let allowed = step * PROMPT_STEPS * (prompts * ROWS_PER_PROMPT / rows).max(1) as u32;
         let fits = |tokens: u32| pace.chunk(tokens).is_none_or(|time| time <= allowed);
         let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
         [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS))

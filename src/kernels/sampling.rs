@@ -41,7 +41,7 @@ pub fn counts_bytes(slots: u32, vocabulary: u32) -> u64 {
 
 /// Bytes of `ring`.
 pub fn ring_bytes(ring_steps: u32, ring_rows: u32) -> u64 {
-    u64::from(ring_steps) * u64::from(ring_rows) * u64::from(ENTRY_WORDS) * 4
+    u64::from(ring_steps) * u64::from(ring_rows) * u64::from(ENTRY_WORDS + TOP_WORDS) * 4
 }
 
 /// Bytes of the inbox of a `patch` of at most `pairs`.
@@ -448,9 +448,10 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         memory.set_u32(args.ring, entry + ENTRY_DONE, done);
         memory.set_f32(args.ring, entry + ENTRY_LOGPROB, drawn.logprob);
         memory.set_u32(args.ring, entry + ENTRY_TOP_COUNT, drawn.top.len() as u32);
+        let top = RingEntry::top_at(number, row, args.ring_steps, args.ring_rows) as u32;
         for (i, (token, logprob)) in (0..).zip(drawn.top) {
-            memory.set_u32(args.ring, entry + ENTRY_TOP + 2 * i, token);
-            memory.set_f32(args.ring, entry + ENTRY_TOP + 2 * i + 1, logprob);
+            memory.set_u32(args.ring, top + 2 * i, token);
+            memory.set_f32(args.ring, top + 2 * i + 1, logprob);
         }
     }
 }

@@ -78,8 +78,8 @@ pub const TOP_ENTRIES: u32 = 20;
 /// Bit of a count: the token is in the prompt. The other bits: times in the output.
 pub const COUNT_PROMPT: u32 = 0x8000_0000;
 
-/// Words of a ring entry.
-pub const ENTRY_WORDS: u32 = 64;
+/// Words of a ring entry: few, so that the entries of a step lie close together.
+pub const ENTRY_WORDS: u32 = 8;
 /// The step's number; written last.
 pub const ENTRY_STEP: u32 = 0;
 /// The row's slot.
@@ -90,10 +90,10 @@ pub const ENTRY_TOKEN: u32 = 2;
 pub const ENTRY_DONE: u32 = 3;
 /// f32: log probability of the token.
 pub const ENTRY_LOGPROB: u32 = 4;
-/// Alternatives that follow.
+/// Alternatives that the entry has.
 pub const ENTRY_TOP_COUNT: u32 = 5;
-/// Pairs of token and f32 log probability, best first.
-pub const ENTRY_TOP: u32 = 6;
+/// Words of an entry's alternatives, which lie behind all entries: pairs of token and f32 log probability, best first.
+pub const TOP_WORDS: u32 = 40;
 
 /// The row was inactive.
 pub const TOKEN_NONE: u32 = 0xffff_ffff;
@@ -255,24 +255,35 @@ pub struct RingEntry {
 }
 
 impl RingEntry {
-    /// Word index of the entry of a step's row.
-    pub fn at(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
-        ((step % ring_steps) as usize * ring_rows as usize + row as usize) * ENTRY_WORDS as usize
+    fn place(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
+        (step % ring_steps) as usize * ring_rows as usize + row as usize
     }
 
-    /// Decodes an entry of `ENTRY_WORDS` words.
-    pub fn read(words: &[u32]) -> RingEntry {
+    /// Word index of the entry of a step's row.
+    pub fn at(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
+        RingEntry::place(step, row, ring_steps, ring_rows) * ENTRY_WORDS as usize
+    }
+
+    /// Word index of the alternatives of a step's row.
+    pub fn top_at(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
+        let entries = ring_steps as usize * ring_rows as usize * ENTRY_WORDS as usize;
+        entries + RingEntry::place(step, row, ring_steps, ring_rows) * TOP_WORDS as usize
+    }
+
+    /// Decodes an entry of `ENTRY_WORDS` words; `top` gives its `TOP_WORDS` alternatives where there are some.
+    pub fn read(words: &[u32], top: impl FnOnce() -> [u32; TOP_WORDS as usize]) -> RingEntry {
         let word = |at: u32| words[at as usize];
         let token = word(ENTRY_TOKEN);
         let running = token != TOKEN_NONE;
         let count = if running { word(ENTRY_TOP_COUNT).min(TOP_ENTRIES) } else { 0 };
+        let top = if count > 0 { top() } else { [0; TOP_WORDS as usize] };
         RingEntry {
             step: word(ENTRY_STEP),
             slot: word(ENTRY_SLOT),
             token: running.then_some(token),
             done: word(ENTRY_DONE),
             logprob: if running { f32::from_bits(word(ENTRY_LOGPROB)) } else { 0.0 },
-            top: (0..count).map(|i| (word(ENTRY_TOP + 2 * i), f32::from_bits(word(ENTRY_TOP + 2 * i + 1)))).collect(),
+            top: top.chunks_exact(2).take(count as usize).map(|pair| (pair[0], f32::from_bits(pair[1]))).collect(),
         }
     }
 }

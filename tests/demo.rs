@@ -136,7 +136,7 @@ impl Reply {
             match self.events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
                 Event::Started(_) => {}
                 Event::Token(token) => ids.push(token.id),
-                Event::Finished(finished) => return (ids, finished),
+                Event::Finished(finished) => return (ids, *finished),
             }
         }
     }

@@ -512,7 +512,7 @@ fn collect(events: &mpsc::Receiver<Event>) -> (Vec<u32>, Finished) {
                 assert_eq!(finished.output_tokens as usize, output.len());
                 let after = events.recv_timeout(PATIENCE);
                 assert!(after.is_err(), "{after:?} follows the end");
-                return (output, finished);
+                return (output, *finished);
             }
         }
     }

@@ -86,7 +86,7 @@ fn generate(host: &Host, prompt: &[u32], tokens: u32, dump: bool) -> (Vec<Token>
         match events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
             Event::Started(_) => {}
             Event::Token(token) => drawn.push(token),
-            Event::Finished(finished) => return (drawn, finished),
+            Event::Finished(finished) => return (drawn, *finished),
         }
     }
 }

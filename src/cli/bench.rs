@@ -344,7 +344,7 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
                 match event {
                     Event::Token(_) => arrivals.push(Instant::now(), 1),
                     Event::Finished(finished) => {
-                        sender.send((std::mem::take(&mut arrivals), finished)).map_err(|_| SinkClosed)?;
+                        sender.send((std::mem::take(&mut arrivals), *finished)).map_err(|_| SinkClosed)?;
                     }
                     Event::Started(_) => {}
                 }

@@ -325,28 +325,28 @@ impl GpuExecutor {
         (rows, Arc::clone(carried.unwrap_or(&region.plain)))
     }
 
-    /// The entries of a step's rows. Alternatives, which few ask for, are read only where there are some.
-    fn ring_entries(&self, step: u32, rows: u32) -> Vec<RingEntry> {
+    /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where there are some.
+    fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
         let RingLayout { steps, rows: ring_rows } = self.parts.ring;
-        let mut words = vec![0u32; (rows * state::ENTRY_WORDS) as usize];
         let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
-        self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
-        let top = |row: u32| {
+        self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(words));
+        let top = move |row: u32| {
             let mut words = [0u32; state::TOP_WORDS as usize];
             let at = RingEntry::top_at(step, row, steps, ring_rows) as u64 * 4;
             self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
             words
         };
         let entries = words.chunks_exact(state::ENTRY_WORDS as usize).zip(0..);
-        entries.map(|(words, row)| RingEntry::read(words, || top(row))).collect()
+        entries.map(move |(words, row)| RingEntry::read(words, || top(row)))
     }
 
     /// The tokens of steps `from..to`, and the first step that drew none because of a fault: `to` if none is.
     fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<(Vec<Sampled>, u32), ExecuteError> {
-        let mut tokens = Vec::new();
+        let mut tokens = Vec::with_capacity((pending.rows * (to - from)) as usize);
+        let mut words = vec![0u32; (pending.rows * state::ENTRY_WORDS) as usize];
         for step in from..to {
             let number = pending.first_step.wrapping_add(step);
-            for (row, entry) in self.ring_entries(number, pending.rows).into_iter().enumerate() {
+            for (row, entry) in self.ring_entries(number, &mut words).enumerate() {
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }

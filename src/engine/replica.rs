@@ -618,6 +618,6 @@ impl Client {
             timings: Timings::default(),
             per_token: PerToken::default(),
         };
-        self.finish(Event::Finished(finished));
+        self.finish(Event::Finished(Box::new(finished)));
     }
 }

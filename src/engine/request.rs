@@ -93,15 +93,16 @@ pub struct Limits {
 }
 
 /// What a replica says about a request, in order: one `Started`, tokens, one `Finished`.
-/// (A request that is refused or aborted in the queue gets only `Finished`.)
+/// (A request that is refused or aborted in the queue gets only `Finished`.) What comes once is boxed: tokens, which
+/// come by the hundred a step, are small.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The prompt is about to run.
-    Started(Started),
+    Started(Box<Started>),
     /// A token was drawn.
     Token(Token),
     /// Nothing follows.
-    Finished(Finished),
+    Finished(Box<Finished>),
 }
 
 /// The prompt is about to run.

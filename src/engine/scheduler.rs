@@ -85,9 +85,9 @@ pub enum Output {
     /// For the request's sink.
     Event(SequenceId, Event),
     /// The prompt is taken in (before the first token), or ended unfinished.
-    Prefilled(SequenceId, PhaseCost),
+    Prefilled(SequenceId, Box<PhaseCost>),
     /// Decoding ended (before `Finished`).
-    Decoded(SequenceId, PhaseCost),
+    Decoded(SequenceId, Box<PhaseCost>),
 }
 
 /// What a report of progress was about.
@@ -356,7 +356,9 @@ impl Scheduler {
 
     /// What there is to say since the last call, in order.
     pub fn take_outputs(&mut self) -> Vec<Output> {
-        std::mem::take(&mut self.outputs)
+        // As much room for the next step as this one took.
+        let room = self.outputs.len();
+        std::mem::replace(&mut self.outputs, Vec::with_capacity(room))
     }
 
     /// What the device should be given now, if anything; `submitted` must follow.
@@ -572,7 +574,7 @@ impl Scheduler {
                 prompt_tokens: sequence.prompt_tokens,
                 cached_tokens: sequence.cached_tokens,
             };
-            self.outputs.push(Output::Event(id, Event::Started(started)));
+            self.outputs.push(Output::Event(id, Event::Started(Box::new(started))));
         }
     }
 
@@ -771,7 +773,7 @@ impl Scheduler {
         // Of a sequence that has lost its pages nothing is to be named.
         let full = (sequence.tokens.len() as u32 - 1).is_multiple_of(PAGE_TOKENS) && sequence.state == State::Decode;
         let token = Token { index: 0, id: sampled.id, logprobs: sampled.logprobs, logits: sampled.logits };
-        self.outputs.extend(prefilled.map(|cost| Output::Prefilled(id, cost)));
+        self.outputs.extend(prefilled.map(|cost| Output::Prefilled(id, Box::new(cost))));
         self.outputs.push(Output::Event(id, Event::Token(token)));
         let reason = match sampled.done {
             Some(Done::Stop) => Some(FinishReason::Stop(sampled.id)),
@@ -804,10 +806,10 @@ impl Scheduler {
         }
         if sequence.first_token.is_some() {
             sequence.decode_cost.preemptions = sequence.preemptions;
-            self.outputs.push(Output::Decoded(id, sequence.decode_cost));
+            self.outputs.push(Output::Decoded(id, Box::new(sequence.decode_cost)));
         } else if sequence.started.is_some() {
             sequence.prefill_cost.preemptions = sequence.preemptions;
-            self.outputs.push(Output::Prefilled(id, sequence.prefill_cost));
+            self.outputs.push(Output::Prefilled(id, Box::new(sequence.prefill_cost)));
         }
         let finished = Finished {
             index: 0,
@@ -818,7 +820,7 @@ impl Scheduler {
             timings: sequence.timings(now),
             per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.steps),
         };
-        self.outputs.push(Output::Event(id, Event::Finished(finished)));
+        self.outputs.push(Output::Event(id, Event::Finished(Box::new(finished))));
         match sequence.state {
             State::Waiting => {
                 self.waiting.remove(&id);

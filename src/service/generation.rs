@@ -192,7 +192,7 @@ impl Generation {
                 self.send(Message::Started(message));
             }
             Event::Token(token) => self.take_token(token),
-            Event::Finished(finished) => self.finish(finished),
+            Event::Finished(finished) => self.finish(*finished),
         }
     }
 

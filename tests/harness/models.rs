@@ -68,7 +68,8 @@ pub fn collect(events: &Receiver<Event>) -> Generated {
             Event::Token(token) => drawn.push(token),
             Event::Finished(finished) => {
                 let tokens = drawn.iter().map(|token| token.id).collect();
-                return Generated { started: started.expect("it started before it ended"), tokens, drawn, finished };
+                let started = *started.expect("it started before it ended");
+                return Generated { started, tokens, drawn, finished: *finished };
             }
         }
     }

@@ -449,7 +449,7 @@ impl Executor for FakeExecutor {
             return Ok(ticket);
         };
         self.works += 1;
-        self.pace.note_step(self.config.step);
+        self.pace.note_step(1, self.config.step);
         if self.config.lost_after.is_some_and(|works| self.works > works) {
             return Err(ExecuteError::DeviceLost { device: "fake".to_string(), source: "it was told to".into() });
         }
@@ -465,6 +465,7 @@ impl Executor for FakeExecutor {
                 self.report(due, 0, Progress { ticket, steps: 1, tokens, finished: true, cost });
             }
             Work::Decode { slots, steps } => {
+                self.pace.note_step(slots.len() as u32, self.config.step);
                 let mut rows = self.decode(&slots, steps).into_iter();
                 let mut left = steps;
                 self.busy_until = start + self.config.step * steps;

@@ -418,7 +418,7 @@ impl GpuExecutor {
             if pending.prompt_tokens > 0 {
                 self.pace.note_chunk(pending.prompt_tokens, total);
             } else if pending.work == Kind::Sampled {
-                self.pace.note_step(total / pending.steps.max(1));
+                self.pace.note_step(pending.rows.max(1), total / pending.steps.max(1));
             }
         } else {
             self.pending.push_front(pending);

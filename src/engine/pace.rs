@@ -1,4 +1,4 @@
-//! How fast a device has been lately: what a decode step took, and a prompt token by the size of its chunk.
+//! How fast a device has been lately: what a decode step took by its rows, and a prompt token by the size of its chunk.
 //! Deliberately absent: clocks; who measures tells.
 
 use std::time::Duration;
@@ -21,6 +21,8 @@ const GROWTH: f64 = 0.75;
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
     step: Option<Duration>,
+    /// Of decode steps, by the size of their batch.
+    batch: [Option<Duration>; SIZES],
     /// Seconds a token, by size.
     token: [Option<f64>; SIZES],
 }
@@ -35,9 +37,21 @@ impl Pace {
         Pace { step: Some(step), ..Pace::default() }
     }
 
-    /// A decode step took so long.
-    pub fn note_step(&mut self, time: Duration) {
+    /// A decode step of `rows` rows took so long.
+    pub fn note_step(&mut self, rows: u32, time: Duration) {
         self.step = Some(time);
+        self.batch[size(rows)] = Some(time);
+    }
+
+    /// Rows of which a step draws most tokens a second, of `rows` that there are: all of them, or as many as fill the
+    /// next smaller power of two, where the larger step takes longer by more than its rows.
+    pub fn best_rows(&self, rows: u32) -> u32 {
+        let full = size(rows);
+        let fewer = 1u32 << full.saturating_sub(1);
+        match (self.batch[full], self.batch[full.saturating_sub(1)]) {
+            (Some(all), Some(some)) if full > 0 && some * rows < all * fewer => fewer,
+            _ => rows,
+        }
     }
 
     /// A chunk of `tokens` took so long.
@@ -76,7 +90,7 @@ mod tests {
         let ms = Duration::from_millis;
         let mut pace = Pace::default();
         assert_eq!(pace.chunk(64), None);
-        pace.note_step(ms(4));
+        pace.note_step(1, ms(4));
         assert_eq!(pace.chunk(64), Some(ms(8)));
         pace.note_chunk(128, ms(8));
         assert_eq!(pace.chunk(128), Some(ms(8)));
@@ -84,8 +98,22 @@ mod tests {
         assert!(ms(16) < guess && guess < ms(32), "{guess:?} until one of its size was seen");
         pace.note_chunk(512, ms(20));
         assert_eq!(pace.chunk(512), Some(ms(20)));
-        pace.note_step(ms(2));
+        pace.note_step(1, ms(2));
         assert_eq!(pace.chunk(64), Some(ms(4)), "a larger one says nothing of it");
+    }
+
+    #[test]
+    fn a_batch_that_hardly_fills_a_larger_step_is_served_in_turns() {
+        let us = Duration::from_micros;
+        let mut pace = Pace::default();
+        assert_eq!(pace.best_rows(9), 9, "nothing is known");
+        pace.note_step(8, us(675));
+        assert_eq!(pace.best_rows(9), 9, "the larger step has to be tried");
+        pace.note_step(9, us(995));
+        assert_eq!([8, 9, 11, 12, 16].map(|rows| pace.best_rows(rows)), [8, 8, 8, 12, 16]);
+        pace.note_step(16, us(700));
+        assert_eq!(pace.best_rows(9), 9);
+        assert_eq!(pace.best_rows(1), 1);
     }
 
     #[test]

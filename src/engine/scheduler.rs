@@ -8,8 +8,8 @@
 //!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
 //!   of the lowest priority loses its pages and is computed again later.
 //! - A prompt plan takes in chunks of as many prompts as its tokens allow, and alternates with decode plans while
-//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, or as many times that as there are prompts
-//!   for each `ROWS_PER_PROMPT` rows: many rows hardly notice one prompt, and many prompts do not wait for a few rows.
+//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, or longer where many prompts
+//!   wait (`MOST_ROWS_PER_PROMPT`): rows hardly notice one prompt, and many prompts do not wait for a few rows.
 //! - A full page is named by its tokens and all before them as soon as a chunk that fills it is planned, or its
 //!   tokens are reported: whoever joins later with the same beginning, even in the same plan, shares it. Nobody
 //!   writes to a page that has a name, so nothing is ever copied; at least one token is always computed.
@@ -49,10 +49,10 @@ pub const PLAN_STEPS_MAX: u32 = 16;
 /// Decode steps that a prompt plan may last beside rows that decode: with their own step a row then waits three
 /// times as long for a token as without it.
 pub const PROMPT_STEPS: u32 = 2;
-/// So many rows' tokens may wait as long as one prompt: a prompt plan may last as many times [`PROMPT_STEPS`] as there
-/// are prompts for each so many rows. Many prompts that come together are taken in before much is decoded, which a
-/// larger batch then does for hardly more than a small one.
-const ROWS_PER_PROMPT: usize = 16;
+/// With several prompts each counts for as many rows as there are prompts, at most so many, and a prompt plan may last
+/// as many times [`PROMPT_STEPS`] as they outweigh the rows: prompts that come together are taken in before much is
+/// decoded, which a larger batch then does for hardly more than a small one.
+const MOST_ROWS_PER_PROMPT: usize = 16;
 /// Tokens that such a plan may have, where all that a step takes would last too long.
 const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 /// Admissions that may pass over whoever has waited longest before it is its turn.
@@ -488,7 +488,8 @@ impl Scheduler {
         let rows = self.residents().filter(|s| s.state == State::Decode && !s.ended && s.undrawn() > 0).count();
         let (Some(step), true) = (pace.step(), rows > 0) else { return most };
         let prompts = self.residents().filter(|s| s.state == State::Prefill).count() + self.waiting.len();
-        let allowed = step * PROMPT_STEPS * (prompts * ROWS_PER_PROMPT / rows).max(1) as u32;
+        let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
+        let allowed = step * PROMPT_STEPS * weight.max(1) as u32;
         let fits = |tokens: u32| pace.chunk(tokens).is_none_or(|time| time <= allowed);
         let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
         [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS))
@@ -588,7 +589,7 @@ impl Scheduler {
         if room == 0 {
             return None;
         }
-        let mut rows = self.decode_rows();
+        let mut rows = self.decode_rows(pace);
         if rows.is_empty() {
             return None;
         }
@@ -647,16 +648,17 @@ impl Scheduler {
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps }) })
     }
 
-    /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket:
-    /// where there are more, those that have gone longest without.
-    fn decode_rows(&self) -> Vec<SequenceId> {
+    /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket, and no
+    /// more than the device serves best at once: where there are more, those that have gone longest without.
+    fn decode_rows(&self, pace: &Pace) -> Vec<SequenceId> {
         let mut rows: Vec<&Sequence> = self
             .residents()
             .filter(|sequence| sequence.state == State::Decode && !sequence.ended && sequence.undrawn() > 0)
             // Logits are read back before the next step overwrites them.
             .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
             .collect();
-        let most = *self.setup.capacity.buckets.last().expect("there are buckets") as usize;
+        let most = *self.setup.capacity.buckets.last().expect("there are buckets");
+        let most = pace.best_rows(most.min(rows.len() as u32)) as usize;
         if rows.len() > most {
             rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);
@@ -1268,7 +1270,7 @@ mod tests {
         bench.arrive(request("a", 1, 200));
         bench.plan();
         bench.complete();
-        bench.pace.note_step(Duration::from_millis(4));
+        bench.pace.note_step(1, Duration::from_millis(4));
         bench.pace.note_chunk(64, Duration::from_millis(9));
         bench.pace.note_chunk(32, Duration::from_millis(6));
         bench.arrive(request("b", 100, 10));
@@ -1425,6 +1427,25 @@ mod tests {
             bench.complete();
         }
         assert!(turns.iter().all(|&turns| turns >= 20), "{turns:?}");
+    }
+
+    #[test]
+    fn a_row_too_many_for_a_good_step_takes_turns_with_the_others() {
+        let mut bench = Bench::new(setup(5, 64));
+        bench.pace.note_step(4, Duration::from_millis(10));
+        bench.pace.note_step(5, Duration::from_millis(30));
+        for id in ["a", "b", "c", "d", "e"] {
+            bench.arrive(request(id, 1, 200));
+        }
+        let mut drawn = [0; 5];
+        for _ in 0..21 {
+            if let Work::Decode { slots, .. } = bench.work().unwrap() {
+                assert_eq!(slots.len(), 4);
+                slots.iter().for_each(|slot| drawn[slot.0 as usize] += 1);
+            }
+            bench.complete();
+        }
+        assert!(drawn.iter().all(|&drawn| (14..=17).contains(&drawn)), "{drawn:?}");
     }
 
     #[test]

@@ -264,8 +264,9 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
     let mut cases = Cases::new("take_last");
     let mut random = Random(2);
     let mut outputs = Vec::new();
-    // Rows, those of each prompt and whether it ends, rows of the dispatch.
-    let shapes: [(usize, &[(usize, bool)], u32, usize); 5] = [
+    // Rows, those of each prompt and whether it ends, rows of the dispatch, and floats of a row.
+    type Shape<'a> = (usize, &'a [(usize, bool)], u32, usize);
+    let shapes: [Shape<'_>; 5] = [
         (1, &[(1, true)], 1, 8),
         (16, &[(1, false), (3, true), (1, true), (2, false)], 2, 40),
         (16, &[(15, true)], 4, 152),

@@ -73,6 +73,12 @@ pub struct Load {
     pub pages_used: u32,
     /// KV pages in all.
     pub pages_total: u32,
+    /// Free pages that a prompt may still find.
+    pub pages_cached: u32,
+    /// Tokens of the prompts that have started.
+    pub prompt_tokens: u64,
+    /// Of them found in pages.
+    pub cached_tokens: u64,
 }
 
 /// One entry of the step ring.

@@ -17,7 +17,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -62,11 +62,14 @@ pub struct Replica {
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// Slots held. Written by the thread once a turn, like the next two.
+    /// Slots held. Written by the thread once a turn, like the next five.
     running: AtomicU32,
     /// Unfinished requests that have left the queue.
     admitted: AtomicU32,
     pages_used: AtomicU32,
+    pages_cached: AtomicU32,
+    prompt_tokens: AtomicU64,
+    cached_tokens: AtomicU64,
     /// Written once, at spawn.
     pages_total: AtomicU32,
 }
@@ -220,6 +223,9 @@ impl Replica {
             waiting: live.saturating_sub(self.shared.admitted.load(Relaxed)),
             pages_used: self.shared.pages_used.load(Relaxed),
             pages_total: self.shared.pages_total.load(Relaxed),
+            pages_cached: self.shared.pages_cached.load(Relaxed),
+            prompt_tokens: self.shared.prompt_tokens.load(Relaxed),
+            cached_tokens: self.shared.cached_tokens.load(Relaxed),
         }
     }
 
@@ -551,6 +557,9 @@ impl Actor {
         self.shared.running.store(counts.running, Relaxed);
         self.shared.admitted.store(counts.admitted, Relaxed);
         self.shared.pages_used.store(counts.pages_used, Relaxed);
+        self.shared.pages_cached.store(counts.pages_cached, Relaxed);
+        self.shared.prompt_tokens.store(counts.prompt_tokens, Relaxed);
+        self.shared.cached_tokens.store(counts.cached_tokens, Relaxed);
     }
 }
 

@@ -147,7 +147,7 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
             let prompt =
                 |index: u32| std::array::from_fn::<u32, 4, _>(|i| memory.u32(args.chunk, 4 + 4 * index + i as u32));
             let prompts = (0..memory.u32(args.chunk, 0)).map(prompt);
-            let [slot, start, first, _] = prompts.filter(|p| p[2] <= row).last().expect("the first begins at row 0");
+            let [slot, start, first, _] = prompts.rev().find(|p| p[2] <= row).expect("the first begins at row 0");
             (token, start + row - first, slot, valid)
         } else {
             let slot = memory.u32(args.batch, row);

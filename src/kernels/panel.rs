@@ -79,7 +79,9 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fol
         Fold::None => (0, 1, none, none, none, 0.0),
         Fold::Scale(x, epsilon) => (1, x.rows.cols / 16, x.squares, none, none, epsilon),
         Fold::Next(next, norm) => {
-            let fits = product.epilogue == Epilogue::Residual && weight.rows == next.rows.cols && weight.rows % 32 == 0;
+            let fits = product.epilogue == Epilogue::Residual
+                && weight.rows == next.rows.cols
+                && weight.rows.is_multiple_of(32);
             assert!(fits, "{:?} of {} rows leaves no rows to a norm", product.epilogue, weight.rows);
             (2, 1, next.squares, norm, next.rows.range, 0.0)
         }

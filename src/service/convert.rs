@@ -129,5 +129,8 @@ pub fn load(replica: &Replica) -> proto::ReplicaLoad {
         waiting: load.waiting,
         pages_used: load.pages_used,
         pages_total: load.pages_total,
+        pages_cached: load.pages_cached,
+        prompt_tokens: load.prompt_tokens,
+        cached_tokens: load.cached_tokens,
     }
 }

@@ -68,6 +68,11 @@ async fn samples_on_a_driver_are_what_single_requests_with_their_seeds_give() {
         assert_eq!(outcome.started.as_ref().unwrap().cached_tokens, cached, "\"{salt}\"");
         assert_eq!(outcome.finished.unwrap().usage.unwrap().cached_tokens, cached, "\"{salt}\"");
     }
+    let load = client.get_load(proto::GetLoadRequest::default()).await.unwrap().into_inner();
+    let load = &load.replicas[0];
+    // Two of the salted requests found 32 tokens each; samples found each other's before.
+    assert!(load.cached_tokens >= 64 && load.prompt_tokens >= load.cached_tokens + 3 * 40, "{load:?}");
+    assert!(load.pages_cached > 0 && load.pages_used + load.pages_cached <= load.pages_total, "{load:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

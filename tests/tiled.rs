@@ -49,6 +49,16 @@ fn check(cases: &Cases, reference: &HostMemory) {
     }
 }
 
+/// Compares the reference of products with their formula, and the drivers with the reference.
+fn check_products(cases: &Cases, made: &[(Logical, Tiled)]) {
+    let reference = cases.reference();
+    for (logical, product) in made {
+        let range = product.weight.range;
+        logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
+    }
+    check(cases, &reference);
+}
+
 fn bits(format: Format, value: f32) -> u16 {
     if format == Format::F16 { f16::from_f32(value).to_bits() } else { bf16::from_f32(value).to_bits() }
 }
@@ -304,12 +314,7 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
         cases.recording.call(product.call(*tile, 704, count));
         made.push((logical, product));
 
-        let reference = cases.reference();
-        for (logical, product) in made {
-            let range = product.weight.range;
-            logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
-        }
-        check(&cases, &reference);
+        check_products(&cases, &made);
     }
 }
 
@@ -346,12 +351,7 @@ fn panel_multiplies_the_rows_of_a_batch() {
             ));
             made.push((logical, product));
         }
-        let reference = cases.reference();
-        for (logical, product) in made {
-            let range = product.weight.range;
-            logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
-        }
-        check(&cases, &reference);
+        check_products(&cases, &made);
     }
 }
 
@@ -381,12 +381,7 @@ fn tiled_multiplies_the_rows_of_a_batch() {
                 made.push((logical, product));
             }
         }
-        let reference = cases.reference();
-        for (logical, product) in made {
-            let range = product.weight.range;
-            logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
-        }
-        check(&cases, &reference);
+        check_products(&cases, &made);
     }
 }
 

@@ -625,24 +625,9 @@ impl Dense<'_> {
         }
     }
 
-    /// A product of packed rows with every part of a weight.
+    /// A product of packed rows with every part of a weight; `fold`: a norm before or behind it that is no stage of its own.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     fn tiled(
-        &self,
-        recording: &mut Recording,
-        shape: Shape,
-        name: &str,
-        step: &Step,
-        x: Packed,
-        y: Output,
-        epilogue: Epilogue,
-    ) {
-        self.tiled_beside_norm(recording, shape, name, step, x, y, epilogue, Fold::None);
-    }
-
-    /// As `tiled`, with a norm before or behind the product that is no stage of its own.
-    #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
-    fn tiled_beside_norm(
         &self,
         recording: &mut Recording,
         shape: Shape,
@@ -721,15 +706,15 @@ impl Dense<'_> {
         let whole = self.weight(&name("gate_up")).is_none_or(|w| self.parts(w).len() == 1);
         let hidden = if whole {
             let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);
-            self.tiled_beside_norm(r, shape, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu, fold);
+            self.tiled(r, shape, &name("gate_up"), step, x, Output::Packed(hidden), Epilogue::SwiGlu, fold);
             hidden
         } else {
-            self.tiled_beside_norm(r, shape, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu, fold);
+            self.tiled(r, shape, &name("gate_up"), step, x, Output::Rows(step.mlp), Epilogue::SwiGlu, fold);
             self.pack(r, shape, step, name("down_pack"), step.mlp, c.intermediate, None)
         };
         let next = self.vector(r, &format!("layers.{}.attn_norm", layer + 1));
         let fold = Self::leaves(unscaled, next);
-        self.tiled_beside_norm(r, shape, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual, fold);
+        self.tiled(r, shape, &name("down"), step, hidden, Output::Rows(step.x), Epilogue::Residual, fold);
     }
 
     /// Where the rows of a decode step wait for a norm that the products around it fold in: each workgroup sums the
@@ -845,10 +830,10 @@ impl Dense<'_> {
         if let (Some(x), 1..) = (unscaled, layer) {
             let fold = Fold::Scale(x, c.rms_eps);
             let y = Output::Rows(step.qkv);
-            self.tiled_beside_norm(r, shape, &name("qkv"), step, x.rows, y, Epilogue::Store, fold);
+            self.tiled(r, shape, &name("qkv"), step, x.rows, y, Epilogue::Store, fold);
         } else if packs {
             let x = self.pack(r, shape, step, name("attn_pack"), step.x, c.hidden, attn_norm);
-            self.tiled(r, shape, &name("qkv"), step, x, Output::Rows(step.qkv), Epilogue::Store);
+            self.tiled(r, shape, &name("qkv"), step, x, Output::Rows(step.qkv), Epilogue::Store, Fold::None);
         } else {
             self.product(r, shape, &name("qkv"), step, step.x, step.qkv, attn_norm, Epilogue::Store);
         }
@@ -968,7 +953,7 @@ impl Dense<'_> {
             };
             let next = self.vector(r, &name("mlp_norm"));
             let fold = Self::leaves(unscaled, next);
-            self.tiled_beside_norm(r, shape, &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual, fold);
+            self.tiled(r, shape, &name("o"), step, x, Output::Rows(step.x), Epilogue::Residual, fold);
             self.mlp_of_packed(r, shape, step, layer);
             return;
         }
@@ -1017,7 +1002,7 @@ impl Dense<'_> {
         let name = if c.tied { "embed" } else { "lm_head" };
         if self.packs(shape) && self.weight(name).is_some_and(|w| self.in_fragments(w)) {
             let x = self.pack(r, shape, step, "head_pack".to_owned(), x, c.hidden, norm);
-            self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store);
+            self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store, Fold::None);
         } else {
             self.product(r, shape, name, step, x, logits, norm, Epilogue::Store);
         }

@@ -11,6 +11,7 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
+use harness::Random;
 use harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::host::Host;
@@ -230,6 +231,61 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
     }
     println!("{} of {streams} streams of up to {most_rows:?} rows draw what they draw alone", streams - parted);
     idle(replica);
+}
+
+/// Goal: sequences join, leave and are cancelled by the hundred, and some lose their pages, and nothing of them is left.
+/// Method: prompts that are beginnings of one greedy text, so that what each draws is known; pages for about two.
+#[test]
+fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, 9);
+    let replica = &host.models[0].replicas[0];
+    let known = expected(CHECKPOINT);
+    let text: Vec<u32> = known.prompt.iter().chain(&known.greedy).copied().collect();
+    let mut random = Random(99);
+    let mut completed = 0;
+    for wave in 0..5 {
+        let asks: Vec<Request> = (0..50)
+            .map(|index| {
+                let length = known.prompt.len() + random.below(30) as usize;
+                let tokens = 1 + random.below((text.len() - length) as u32);
+                let salt = ["", "apart", "too"][index % 3].to_owned();
+                Request { id: format!("{wave}.{index}"), cache_salt: salt, ..request(&text[..length], tokens) }
+            })
+            .collect();
+        let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
+        for (index, ask) in asks.iter().enumerate().filter(|(index, _)| index % 4 == 3) {
+            // Some in the queue, some while they run.
+            if index % 8 == 3 {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            replica.abort(&ask.id);
+        }
+        for (index, (ask, events)) in asks.iter().zip(&events).enumerate() {
+            let tokens: Vec<u32> = {
+                let mut tokens = Vec::new();
+                loop {
+                    match events.recv_timeout(Duration::from_secs(120)).expect("it goes on") {
+                        Event::Token(token) => tokens.push(token.id),
+                        Event::Finished(finished) => {
+                            let cut = finished.reason == FinishReason::Aborted;
+                            assert!(cut && index % 4 == 3 || finished.reason == FinishReason::Length, "{finished:?}");
+                            completed += u32::from(!cut);
+                            break tokens;
+                        }
+                        Event::Started(_) => {}
+                    }
+                }
+            };
+            let length = ask.prompt.len();
+            assert_eq!(tokens, text[length..length + tokens.len()], "request {}", ask.id);
+        }
+        idle(replica);
+    }
+    assert!((190..250).contains(&completed), "{completed} of 250 were not cancelled");
+    let load = replica.load();
+    assert_eq!((load.running, load.waiting, load.pages_used), (0, 0, 0), "{load:?}");
+    assert!(load.preemptions > 5 && load.cached_tokens > 0 && load.pages_cached > 0, "{load:?}");
 }
 
 #[test]

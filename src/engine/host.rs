@@ -79,6 +79,8 @@ pub struct Load {
     pub prompt_tokens: u64,
     /// Of them found in pages.
     pub cached_tokens: u64,
+    /// Sequences that lost their pages to others.
+    pub preemptions: u64,
 }
 
 /// One entry of the step ring.

@@ -62,7 +62,7 @@ pub struct Replica {
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// Slots held. Written by the thread once a turn, like the next five.
+    /// Slots held. Written by the thread once a turn, like the next six.
     running: AtomicU32,
     /// Unfinished requests that have left the queue.
     admitted: AtomicU32,
@@ -70,6 +70,7 @@ struct Shared {
     pages_cached: AtomicU32,
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
+    preemptions: AtomicU64,
     /// Written once, at spawn.
     pages_total: AtomicU32,
 }
@@ -226,6 +227,7 @@ impl Replica {
             pages_cached: self.shared.pages_cached.load(Relaxed),
             prompt_tokens: self.shared.prompt_tokens.load(Relaxed),
             cached_tokens: self.shared.cached_tokens.load(Relaxed),
+            preemptions: self.shared.preemptions.load(Relaxed),
         }
     }
 
@@ -560,6 +562,7 @@ impl Actor {
         self.shared.pages_cached.store(counts.pages_cached, Relaxed);
         self.shared.prompt_tokens.store(counts.prompt_tokens, Relaxed);
         self.shared.cached_tokens.store(counts.cached_tokens, Relaxed);
+        self.shared.preemptions.store(counts.preemptions, Relaxed);
     }
 }
 

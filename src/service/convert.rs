@@ -132,5 +132,6 @@ pub fn load(replica: &Replica) -> proto::ReplicaLoad {
         pages_cached: load.pages_cached,
         prompt_tokens: load.prompt_tokens,
         cached_tokens: load.cached_tokens,
+        preemptions: load.preemptions,
     }
 }

@@ -2,7 +2,7 @@
 //! read ceiling measured in the same run. Deliberately absent: a server in between (`load`).
 
 use super::arrivals::{Arrivals, Window};
-use super::beside::{OWN_PROMPT, beside};
+use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use crate::config::{Config, DEMO_PATH, Model};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
@@ -137,7 +137,9 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let most = args.streams.iter().copied().max().unwrap_or(1);
     let mut model = Model::new("bench", args.model.clone().unwrap_or_else(|| DEMO_PATH.into()), Some(&adapter.uuid));
     model.slots = Some(most + u32::from(args.beside));
-    let (longest, how) = if most > 1 && args.decode > 0 {
+    let (longest, how) = if args.beside {
+        (args.prompt + args.decode + beside::ROOM, "and")
+    } else if most > 1 && args.decode > 0 {
         (args.depth + args.prompt + args.decode + 16, "and")
     } else {
         (args.depth + args.prompt.max(args.decode + 1) + 16, "or")
@@ -326,19 +328,11 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
         .map(|stream| {
             let (sender, ended) = bounded(1);
             let id = format!("bench-{test_name}-{streams}-{seed}-{stream}");
-            let request = Request {
-                prompt: tokens(prompt, vocabulary, if seen { stream } else { seed * 1000 + stream }),
-                sampling: Sampling::default(),
-                limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
-                logprobs: None,
-                dump_logits: false,
-                priority: 0,
-                // No run finds another's pages: prompts are to be computed.
-                cache_salt: if seen { "seen".to_owned() } else { id.clone() },
-                id,
-                deadline: None,
-                span: tracing::Span::none(),
-            };
+            let prompt = tokens(prompt, vocabulary, if seen { stream } else { seed * 1000 + stream });
+            let mut request = request(id, prompt, output);
+            if seen {
+                request.cache_salt = "seen".to_owned();
+            }
             let mut arrivals = Arrivals::default();
             let sink = Box::new(move |event| {
                 match event {
@@ -386,6 +380,22 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
         },
         wave,
     })
+}
+
+/// One greedy generation of `output` tokens. It finds no other's pages: prompts are to be computed.
+pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
+    Request {
+        prompt,
+        sampling: Sampling::default(),
+        limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
+        logprobs: None,
+        dump_logits: false,
+        priority: 0,
+        cache_salt: id.clone(),
+        id,
+        deadline: None,
+        span: tracing::Span::none(),
+    }
 }
 
 /// What prompts cost since step `before`, a token.

@@ -1,9 +1,9 @@
 //! `ostinato bench --beside`: how long streams that decode wait for a token while a prompt is taken in.
 //! Deliberately absent: a server in between.
 
-use super::bench::tokens;
+use super::bench::{request, tokens};
 use crate::engine::host::Replica;
-use crate::engine::request::{Event, FinishReason, Limits, Request, Sampling, SinkClosed};
+use crate::engine::request::{Event, FinishReason, SinkClosed};
 use anyhow::bail;
 use crossbeam_channel::{Receiver, unbounded};
 use std::time::{Duration, Instant};
@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 pub(super) const OWN_PROMPT: u32 = 128;
 /// Tokens that every stream draws before the prompt comes.
 const BEFORE: usize = 48;
+/// Context that a stream needs beside what it may draw while the prompt is taken in.
+pub(super) const ROOM: u32 = OWN_PROMPT + 2 * BEFORE as u32 + 16;
 
 /// What the streams noticed.
 pub(super) struct Beside {
@@ -25,20 +27,8 @@ pub(super) struct Beside {
 
 fn ask(replica: &Replica, id: String, prompt: Vec<u32>, output: u32) -> anyhow::Result<Receiver<(Instant, Event)>> {
     let (sender, events) = unbounded();
-    let request = Request {
-        prompt,
-        sampling: Sampling::default(),
-        limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
-        logprobs: None,
-        dump_logits: false,
-        priority: 0,
-        cache_salt: id.clone(),
-        id,
-        deadline: None,
-        span: tracing::Span::none(),
-    };
     let sink = Box::new(move |event| sender.send((Instant::now(), event)).map_err(|_| SinkClosed));
-    replica.submit(request, sink)?;
+    replica.submit(request(id, prompt, output), sink)?;
     Ok(events)
 }
 

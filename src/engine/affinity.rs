@@ -1,6 +1,6 @@
 //! Which of a model's replicas a prompt is given to: one that was given its beginning before, for its pages may still
-//! lie there, unless that one is too busy or has no slot free while another has; else the least busy. A pure state machine: page names and loads in, a
-//! replica out. Deliberately absent: what the replicas really keep, which only they know.
+//! lie there, unless that one is too busy or has no slot free while another has; else the least busy. A pure state
+//! machine: page names and loads in, a replica out. Deliberately absent: what the replicas really keep, which only they know.
 
 use super::prefix::PageKey;
 use std::collections::HashMap;

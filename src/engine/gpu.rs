@@ -325,7 +325,8 @@ impl GpuExecutor {
         (rows, Arc::clone(carried.unwrap_or(&region.plain)))
     }
 
-    /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where there are some.
+    /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where
+    /// there are some.
     fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
         let RingLayout { steps, rows: ring_rows } = self.parts.ring;
         let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
@@ -428,8 +429,9 @@ impl GpuExecutor {
 }
 
 impl GpuExecutor {
-    /// The regions of a step of prompts, and what the device must know of it.
-    fn prompts(&self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32) {
+    /// The regions of a step of prompts, the rows that draw tokens, and the prompts' tokens; what the device must know
+    /// of the step is patched.
+    fn prompts(&self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32, u32) {
         let layout = self.parts.layout;
         let mut chunks: Vec<&Chunk> = chunks.iter().collect();
         // Only the first row's logits can be asked for.
@@ -451,7 +453,7 @@ impl GpuExecutor {
             regions.push(Arc::clone(first));
             rows = bucket;
         }
-        (regions, rows)
+        (regions, rows, tokens)
     }
 
     /// Queues work behind all earlier, after changes of the device's state.
@@ -461,8 +463,8 @@ impl GpuExecutor {
         let (work, steps, rows, mut step, flush) = match &planned {
             None => (Kind::Changes, 0, 0, Vec::new(), Flush::PhaseBoundary),
             Some(Work::Prefill { chunks }) => {
-                let (regions, rows) = self.prompts(chunks, &mut posts.patch);
-                prompt_tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                let (regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
+                prompt_tokens = tokens;
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
                 (kind, 1, rows, regions, Flush::PhaseBoundary)
             }

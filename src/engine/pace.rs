@@ -33,6 +33,7 @@ fn size(tokens: u32) -> usize {
 
 impl Pace {
     /// With a decode step's time known.
+    #[cfg(test)]
     pub fn of_step(step: Duration) -> Pace {
         Pace { step: Some(step), ..Pace::default() }
     }

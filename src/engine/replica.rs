@@ -377,7 +377,8 @@ impl Actor {
         let why = "its engine thread has panicked".to_string();
         tracing::error!("{why}");
         self.shared.gate().closed = Some(why.clone());
-        for client in self.clients.ids().into_iter().filter_map(|id| self.clients.remove(id)).collect::<Vec<_>>() {
+        for id in self.clients.ids() {
+            let Some(client) = self.clients.remove(id) else { continue };
             self.shared.gate().live.remove(&client.id);
             client.end(FinishReason::Error(why.clone()));
         }

@@ -189,12 +189,21 @@ impl Capacity {
 }
 
 /// Who takes in the next chunk.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 enum Prompt {
     /// Holds a slot.
     Resident(SequenceId),
     /// Joins with it.
-    Joining(SequenceId, Slot),
+    Joining(Joining),
+}
+
+/// Who may join: there are a slot and pages for it.
+#[derive(Debug)]
+struct Joining {
+    id: SequenceId,
+    slot: Slot,
+    /// Pages that hold the beginning of its history.
+    found: Vec<Page>,
 }
 
 impl Scheduler {
@@ -368,13 +377,13 @@ impl Scheduler {
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
         }
-        let prompts = self.next_prompt().is_some();
-        let plan = if prompts && !self.prefilled_last {
-            self.plan_prefill(pace, now)
-        } else {
-            // Decoding may take pages that a prompt counted on: who goes first is asked again.
-            let plan = self.plan_decode(pace, prompts);
-            plan.or_else(|| self.plan_prefill(pace, now))
+        let plan = match self.next_prompt() {
+            Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, pace, now)),
+            prompt => self.plan_decode(pace, prompt.is_some()).or_else(|| {
+                // Decoding may have taken pages that the prompt counted on: who goes first is asked again.
+                let prompt = self.next_prompt()?;
+                Some(self.plan_prefill(prompt, pace, now))
+            }),
         };
         plan.or_else(|| {
             let changes = self.take_leaves();
@@ -445,20 +454,19 @@ impl Scheduler {
             .min_by_key(|sequence| sequence.rank())
             .map(|sequence| (sequence.id, sequence.shielded, sequence.priority));
         match (resident, self.next_to_join()) {
-            (Some((_, shielded, priority)), Some((joining, slot)))
-                if !shielded && priority < self.sequences[joining].priority =>
+            (Some((_, shielded, priority)), Some(joining))
+                if !shielded && priority < self.sequences[joining.id].priority =>
             {
-                Some(Prompt::Joining(joining, slot))
+                Some(Prompt::Joining(joining))
             }
             (Some((resident, ..)), _) => Some(Prompt::Resident(resident)),
-            (None, Some((joining, slot))) => Some(Prompt::Joining(joining, slot)),
-            (None, None) => None,
+            (None, joining) => joining.map(Prompt::Joining),
         }
     }
 
     /// The head of the queue, if there is a slot and there are pages for it. Nobody behind it
     /// goes first: a long prompt would wait for ever.
-    fn next_to_join(&mut self) -> Option<(SequenceId, Slot)> {
+    fn next_to_join(&mut self) -> Option<Joining> {
         let oldest = *self.waiting.first()?;
         let &(_, best) = self.ranked.first()?;
         let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
@@ -468,9 +476,9 @@ impl Scheduler {
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
             return None;
         }
-        let found = self.found(id);
-        let needed = pages_for(self.sequences[id].tokens.len() as u32) - found.0.len() as u32 + found.1 + reserve;
-        (needed <= self.pool.free()).then_some((id, Slot(slot as u32)))
+        let (found, free) = self.found(id);
+        let needed = pages_for(self.sequences[id].tokens.len() as u32) - found.len() as u32 + free + reserve;
+        (needed <= self.pool.free()).then_some(Joining { id, slot: Slot(slot as u32), found })
     }
 
     /// The pages that hold the beginning of a waiting sequence's history already, and how many of them are free.
@@ -485,7 +493,7 @@ impl Scheduler {
     /// Tokens that a prompt plan may have now: all that a step takes, or as many as rows that decode can wait for.
     fn prompt_tokens_aim(&self, pace: &Pace) -> u32 {
         let most = self.setup.capacity.prefill_chunk;
-        let rows = self.residents().filter(|s| s.state == State::Decode && !s.ended && s.undrawn() > 0).count();
+        let rows = self.residents().filter(|sequence| sequence.decodes()).count();
         let (Some(step), true) = (pace.step(), rows > 0) else { return most };
         let prompts = self.residents().filter(|s| s.state == State::Prefill).count() + self.waiting.len();
         let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
@@ -495,17 +503,18 @@ impl Scheduler {
         [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS))
     }
 
-    /// The next prompt plan, if there is a prompt.
-    fn plan_prefill(&mut self, pace: &Pace, now: Instant) -> Option<StepPlan> {
-        let mut prompt = Some(self.next_prompt()?);
+    /// The next prompt plan, which begins with `prompt`.
+    fn plan_prefill(&mut self, prompt: Prompt, pace: &Pace, now: Instant) -> StepPlan {
+        let mut prompt = Some(prompt);
         let mut left = self.prompt_tokens_aim(pace);
         let mut changes = self.take_leaves();
         let mut chunks: Vec<Chunk> = Vec::new();
         while let Some(next) = prompt {
             let id = match next {
                 Prompt::Resident(id) => id,
-                Prompt::Joining(id, slot) => {
-                    self.admit(id, slot, &mut changes, now);
+                Prompt::Joining(joining) => {
+                    let id = joining.id;
+                    self.admit(joining, &mut changes, now);
                     id
                 }
             };
@@ -528,7 +537,7 @@ impl Scheduler {
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
         });
-        Some(StepPlan { changes, work: Some(Work::Prefill { chunks }) })
+        StepPlan { changes, work: Some(Work::Prefill { chunks }) }
     }
 
     /// Lets others find what has become certain of a sequence's pages.
@@ -541,8 +550,8 @@ impl Scheduler {
         }
     }
 
-    fn admit(&mut self, id: SequenceId, slot: Slot, changes: &mut Vec<Change>, now: Instant) {
-        let (mut pages, _) = self.found(id);
+    fn admit(&mut self, joining: Joining, changes: &mut Vec<Change>, now: Instant) {
+        let Joining { id, slot, found: mut pages } = joining;
         let found = pages.len() as u32;
         for page in &pages {
             self.pool.share(*page);
@@ -653,7 +662,7 @@ impl Scheduler {
     fn decode_rows(&self, pace: &Pace) -> Vec<SequenceId> {
         let mut rows: Vec<&Sequence> = self
             .residents()
-            .filter(|sequence| sequence.state == State::Decode && !sequence.ended && sequence.undrawn() > 0)
+            .filter(|sequence| sequence.decodes())
             // Logits are read back before the next step overwrites them.
             .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
             .collect();
@@ -694,7 +703,7 @@ impl Scheduler {
             }
             let victim = self
                 .residents()
-                .filter(|s| s.state == State::Prefill || (s.state == State::Decode && s.undrawn() > 0))
+                .filter(|s| s.state == State::Prefill || s.decodes())
                 .max_by_key(|s| s.rank())
                 .expect("one sequence alone always finds its pages")
                 .id;

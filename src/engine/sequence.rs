@@ -241,11 +241,6 @@ impl Sequence {
         (self.slot.take(), std::mem::take(&mut self.pages))
     }
 
-    /// Tokens of its history that are not queued yet.
-    pub fn unqueued(&self) -> u32 {
-        self.history - self.prefilled
-    }
-
     /// The next chunk of its history, of at most `most` tokens. It counts as queued from now on.
     pub fn next_chunk(&mut self, most: u32) -> Chunk {
         assert_eq!(self.state, State::Prefill);
@@ -265,6 +260,11 @@ impl Sequence {
     pub fn undrawn(&self) -> u32 {
         let before = self.history - self.prompt_tokens;
         self.max_tokens - before - self.drawn
+    }
+
+    /// Whether it can have a row of the next decode step: who has ended is leaving.
+    pub fn decodes(&self) -> bool {
+        self.state == State::Decode && self.undrawn() > 0
     }
 
     /// Pages to add so that `steps` more decode steps have somewhere to write.

@@ -66,6 +66,8 @@ struct World {
     nuisance: u64,
     /// Beginnings that prompts share; none if 0.
     beginnings: u64,
+    /// Every so many decode plans recurrent state is lost.
+    state_lost_every: Option<u64>,
 }
 
 #[derive(Default)]
@@ -99,6 +101,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         step,
         chunk: step * 3,
         parts: seed | 1,
+        state_lost_every: world.state_lost_every,
         ..FakeConfig::default()
     };
     let mut fake = FakeExecutor::simulated(config, epoch);
@@ -292,6 +295,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         buckets: buckets.to_vec(),
         run_ahead: 32,
         vocabulary: VOCABULARY,
+        snapshots: None,
     }
 }
 
@@ -306,6 +310,7 @@ fn thousands_of_requests_one_at_a_time() {
             priorities: 3,
             nuisance: 10,
             beginnings: 0,
+            state_lost_every: None,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
@@ -327,6 +332,7 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
             priorities: 3,
             nuisance: 10,
             beginnings: 6,
+            state_lost_every: None,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.preemptions > 100, "{outcome:?}");
@@ -348,11 +354,38 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
             priorities: 3,
             nuisance: 10,
             beginnings: 6,
+            state_lost_every: None,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.cached_tokens > 10_000, "{outcome:?}");
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
         assert!(outcome.running_most > 40, "{outcome:?}");
+    }
+}
+
+/// Prompts that begin alike find snapshots of the state; where it is lost, it is computed again.
+#[test]
+fn thousands_of_requests_with_recurrent_state() {
+    for (seed, snapshots, state_lost_every) in [(0, 12, None), (1, 3, Some(7)), (2, 0, Some(50))] {
+        let world = World {
+            name: "recurrent state",
+            requests: 4_000,
+            capacity: Capacity {
+                prefill_chunk: 192,
+                context: 400,
+                snapshots: Some(snapshots),
+                ..capacity(8, 60, &[1, 2, 4, 8])
+            },
+            gap_steps: 30,
+            priorities: 3,
+            nuisance: 20,
+            beginnings: 5,
+            state_lost_every,
+        };
+        let outcome = simulate(&world, seed);
+        assert_eq!(outcome.cached_tokens > 1_000, snapshots > 0, "{outcome:?}");
+        assert!(outcome.preemptions > 100, "{outcome:?}");
+        assert!(outcome.running_most > 5, "{outcome:?}");
     }
 }
 
@@ -367,6 +400,7 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
             priorities: 1,
             nuisance: 1_000_000,
             beginnings: 0,
+            state_lost_every: None,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.passed_over_most, 0);

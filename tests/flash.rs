@@ -34,7 +34,7 @@ const SLOTS: u32 = 3;
 const SLOT: u32 = 1;
 
 fn heads(group: u32, kv: u32, dim: u32) -> Heads {
-    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, kv_format: Format::F16 }
+    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, gated: group % 2 == 0, kv_format: Format::F16 }
 }
 
 /// How a device can multiply.
@@ -59,6 +59,8 @@ struct Chunk {
     values: Vec<f32>,
     /// `[row][q head][dim]`.
     queries: Vec<f32>,
+    /// `[row][q head][dim]`, read where the heads are gated.
+    gates: Vec<f32>,
 }
 
 impl Chunk {
@@ -80,6 +82,7 @@ impl Chunk {
             values,
             // Some tokens matter much more than others.
             queries: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
+            gates: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
         }
     }
 
@@ -87,7 +90,7 @@ impl Chunk {
         self.heads.q * self.heads.dim + 8
     }
 
-    /// softmax(q · Kᵀ / sqrt(D)) · V of one row and head.
+    /// softmax(q · Kᵀ / sqrt(D)) · V of one row and head, gated.
     fn attend(&self, row: u32, head: u32) -> Vec<f64> {
         let Heads { kv, dim, .. } = self.heads;
         let of = |all: &[f32], index: u32| -> Vec<f64> {
@@ -110,7 +113,9 @@ impl Chunk {
                 *sum += weight * value;
             }
         }
-        sums.into_iter().map(|sum| sum / total).collect()
+        let gates = of(&self.gates, row * self.heads.q + head);
+        let gate = |i: usize| if self.heads.gated { 1.0 + (-gates[i]).exp() } else { 1.0 };
+        sums.into_iter().enumerate().map(|(i, sum)| sum / total / gate(i)).collect()
     }
 
     /// Compares one row and head with the formula; the chunk's rows begin at row `first` of the step.
@@ -133,7 +138,7 @@ impl Chunk {
 fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
     let heads = chunks[0].heads;
     let Heads { q, kv, dim, .. } = heads;
-    let stride = (q + 2 * kv) * dim + 8;
+    let stride = (2 * q + 2 * kv) * dim + 8;
     // Rows behind the last in use, and pages that no table has.
     let used: u32 = chunks.iter().map(|chunk| chunk.length).sum();
     let rows = used + chunks.iter().map(|chunk| chunk.rows - chunk.length).max().unwrap_or(0);
@@ -151,6 +156,10 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
         for (row, query) in chunk.queries.chunks_exact((q * dim) as usize).enumerate() {
             let at = (first_row as usize + row) * stride as usize;
             qkv[at..at + query.len()].copy_from_slice(query);
+            if heads.gated {
+                let gates = &chunk.gates[row * query.len()..][..query.len()];
+                qkv[at + ((q + 2 * kv) * dim) as usize..][..gates.len()].copy_from_slice(gates);
+            }
         }
         for (at, page) in chunk.pages.iter().enumerate() {
             table[(slot * max_pages) as usize + at] = first_page + page;
@@ -167,12 +176,13 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
                 }
             }
         }
-        prompts.push(PromptRows { slot, start: chunk.start, tokens: &tokens[..chunk.length as usize], last: false });
+        let tokens = &tokens[..chunk.length as usize];
+        prompts.push(PromptRows { slot, start: chunk.start, tokens, last: false, from: None, keeps: &[] });
         first_row += chunk.length;
         first_page += chunk.pages.len() as u32 + 2;
     }
     let most = chunks.len() as u32 + 1;
-    let descriptor = descriptor(ChunkLayout { prompts: most }, &prompts, |rows| flash_tiles(heads, rows));
+    let descriptor = descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |rows| flash_tiles(heads, rows));
     let output_stride = chunks[0].output_stride();
     let args = FlashArgs {
         qkv: cases.floats("qkv", &qkv),

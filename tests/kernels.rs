@@ -28,7 +28,7 @@ use ostinato::kernels::state;
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
 use ostinato::kernels::tiled::{Packed, token_index};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
-use ostinato::model::dense;
+use ostinato::model::decoder;
 
 const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
 /// See the head of the file.
@@ -125,12 +125,14 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 start,
                 tokens,
                 last: false,
+                from: None,
+                keeps: &[],
             });
             let of_chunk: Vec<[u32; 4]> = prompts
                 .iter()
                 .flat_map(|p| (p.start..).zip(p.tokens).map(|(position, token)| [*token, position, p.slot, 1]))
                 .collect();
-            let layout = ChunkLayout { prompts: 5 };
+            let layout = ChunkLayout { prompts: 5, recurrent: true };
             // What lies behind a chunk's tokens is from an earlier chunk.
             let mut chunk = descriptor(layout, &prompts, |_| 0);
             chunk.extend((count..rows).map(|i| u32::MAX - i));
@@ -214,10 +216,10 @@ fn embed_rows_from_fragments_and_with_tags() {
                 random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(Format::Bf16, v)).collect();
             let tokens = [36, 0, 15, 16, 31, 32, 5, 22];
             let rows = tokens.len() as u32;
-            let prompt = PromptRows { slot: 7, start: 3, tokens: &tokens, last: false };
-            let layout = ChunkLayout { prompts: 1 };
+            let prompt = PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, from: None, keeps: &[] };
+            let layout = ChunkLayout { prompts: 1, recurrent: false };
             let chunk = descriptor(layout, &[prompt], |_| 0);
-            let stride = dense::stride(hidden);
+            let stride = decoder::stride(hidden);
             let chunk = cases.words("chunk", &chunk);
             let x = cases.output("x", (rows * stride) as usize, Expect::Exact);
             let rows_range = cases.output("rows", rows as usize * 4, Expect::Exact);
@@ -280,9 +282,16 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
         let tokens = vec![0; rows];
         let parts: Vec<PromptRows<'_>> = prompts
             .iter()
-            .map(|&(length, last)| PromptRows { slot: 0, start: 0, tokens: &tokens[..length], last })
+            .map(|&(length, last)| PromptRows {
+                slot: 0,
+                start: 0,
+                tokens: &tokens[..length],
+                last,
+                from: None,
+                keeps: &[],
+            })
             .collect();
-        let layout = ChunkLayout { prompts: 8 };
+        let layout = ChunkLayout { prompts: 8, recurrent: false };
         let mut wanted = Vec::new();
         let mut end = 0;
         for &(length, last) in prompts {
@@ -587,7 +596,7 @@ impl Logical {
     fn fragments(&self, cases: &mut Cases, flow: Flow) -> Product {
         let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
         let words = |values: Vec<f32>, tag: Option<u32>| values.into_iter().map(word(tag)).collect::<Vec<u32>>();
-        let (k_stride, y_stride) = (dense::stride(self.k), dense::stride(self.outputs()) + 32);
+        let (k_stride, y_stride) = (decoder::stride(self.k), decoder::stride(self.outputs()) + 32);
         let weight = cases.words("weight", &fragments(&self.w, self.n, self.k));
         let x = strided(&self.x, self.k, k_stride, if self.norm { 0.0 } else { 1.0e3 });
         let x = cases.words("x", &words(x, flow.input_carried.then_some(flow.input)));
@@ -712,7 +721,7 @@ struct Context {
     /// By slot, token, KV head: as cached.
     keys: Vec<Vec<Vec<f32>>>,
     values: Vec<Vec<Vec<f32>>>,
-    /// By row: q heads, k heads, v heads.
+    /// By row: q heads, k heads, v heads, gates.
     qkv: Vec<Vec<f32>>,
     q_norm: Vec<f32>,
     k_norm: Vec<f32>,
@@ -734,7 +743,7 @@ impl Context {
             let tokens = p.map_or(0, |p| p + 1);
             (0..tokens * kv).map(|_| (0..dim).map(|_| round(kv_format, random.float() * 2.0)).collect()).collect()
         };
-        let width = (q + 2 * kv) * dim;
+        let width = (q + 2 * kv + if heads.gated { q } else { 0 }) * dim;
         Context {
             heads,
             rows: rows.to_vec(),
@@ -867,11 +876,29 @@ impl Context {
             .map(|i| scores.iter().zip(&kv).map(|(s, (_, v))| (s - top).exp() / total * v[i]).sum())
             .collect()
     }
+
+    /// What the gates of a query head, if it has any, let through of its output.
+    fn gated(&self, row: usize, h: u32, output: Vec<f64>) -> Vec<f64> {
+        let Heads { q, kv, gated, .. } = self.heads;
+        if !gated {
+            return output;
+        }
+        let gates = self.head(row, q + 2 * kv + h);
+        output.into_iter().zip(gates).map(|(o, gate)| o / (1.0 + (-gate).exp())).collect()
+    }
 }
 
 /// Head counts and sizes, all that a model can ask for: GQA of 1, 3, 7 and 8.
 fn all_heads() -> Vec<Heads> {
-    let make = |(q, kv, dim, rot, qk_norm, kv_format)| Heads { q, kv, dim, rot, qk_norm, kv_format };
+    let make = |(q, kv, dim, rot, qk_norm, kv_format)| Heads {
+        q,
+        kv,
+        dim,
+        rot,
+        qk_norm,
+        gated: dim == 80 || rot < dim,
+        kv_format,
+    };
     [
         (1, 1, 8, 8, false, Format::F32),
         (7, 1, 8, 4, true, Format::F16),
@@ -967,7 +994,15 @@ fn append_normalises_rotates_and_fills_pages() {
 
 /// Heads that `flash_decode` serves: groups that leave lanes idle, and heads that are no whole share of them.
 fn flash_heads() -> Vec<Heads> {
-    let make = |(q, kv, dim, rot, qk_norm)| Heads { q, kv, dim, rot, qk_norm, kv_format: Format::F16 };
+    let make = |(q, kv, dim, rot, qk_norm)| Heads {
+        q,
+        kv,
+        dim,
+        rot,
+        qk_norm,
+        gated: rot < dim,
+        kv_format: Format::F16,
+    };
     [(7, 1, 64, 32, false), (6, 2, 128, 64, true), (3, 1, 32, 32, true), (8, 1, 32, 16, false), (5, 1, 96, 96, true)]
         .map(make)
         .to_vec()
@@ -1123,6 +1158,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 });
                 let query = if fused { context.prepared(row, h, &context.q_norm) } else { context.head(row, h) };
                 let wanted = context.attend(row, kv_head, &query, new.as_ref().map(|(k, v)| (&k[..], &v[..])));
+                let wanted = context.gated(row, h, wanted);
                 for i in 0..dim {
                     for o in outputs {
                         let found = match packs {

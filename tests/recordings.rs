@@ -33,7 +33,7 @@ use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format};
 use ostinato::model::checkpoint::Checkpoint;
-use ostinato::model::dense::{self, Dense, RingLayout, Shape};
+use ostinato::model::decoder::{self, Decoder, RingLayout, Shape};
 use ostinato::model::synth::{self, SynthOptions};
 use std::collections::HashMap;
 use std::path::Path;
@@ -51,12 +51,21 @@ fn open(name: &str) -> Checkpoint {
 }
 
 /// A replica's recordings, tuned as for a CPU driver, with small KV.
-fn dense<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_buffer_bytes: u64) -> Dense<'a> {
-    Dense {
+fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_buffer_bytes: u64) -> Decoder<'a> {
+    Decoder {
         config: &checkpoint.config,
         weights: checkpoint.weights(),
         max_buffer_bytes,
-        state: StateLayout { slots: 4, rows: 4, chunk: CHUNK, prompts: 2, max_pages: 8 },
+        state: StateLayout {
+            slots: 4,
+            rows: 4,
+            chunk: CHUNK,
+            prompts: 2,
+            max_pages: 8,
+            recurrent: checkpoint.config.delta.is_some(),
+        },
+        cells: 4,
+        drafts: 0,
         pages: 12,
         kv_format: Format::F32,
         ring: RING,
@@ -71,9 +80,9 @@ const WHOLE: u64 = 1 << 30;
 type Memory = HashMap<String, Vec<u32>>;
 
 /// The words of a weight's part, as the loader would bring them.
-fn weight_words(dense: &Dense<'_>) -> Memory {
+fn weight_words(decoder: &Decoder<'_>) -> Memory {
     let mut memory = Memory::new();
-    for weight in dense.weights {
+    for weight in decoder.weights {
         let files: Vec<Vec<u8>> = weight.sources.iter().map(|s| std::fs::read(&s.path).expect("a shard")).collect();
         let rows: Vec<pack::Rows<'_>> = weight
             .sources
@@ -81,15 +90,15 @@ fn weight_words(dense: &Dense<'_>) -> Memory {
             .zip(&files)
             .map(|(source, file)| pack::Rows {
                 bytes: &file[source.offset as usize..(source.offset + source.bytes()) as usize],
-                format: dense::format(source.dtype),
+                format: decoder::format(source.dtype),
                 rows: source.rows,
                 cols: source.cols,
                 first_row: source.first_row,
                 row_step: source.row_step,
             })
             .collect();
-        let packing = dense.packing(weight);
-        for part in dense.parts(weight) {
+        let packing = decoder.packing(weight);
+        for part in decoder.parts(weight) {
             let first = u64::from(part.first_row) * packing.row_bytes();
             let mut bytes = vec![0; part.bytes as usize];
             pack::pack(&packing, &rows, first..first + part.bytes, &mut bytes);
@@ -104,14 +113,14 @@ fn weight_words(dense: &Dense<'_>) -> Memory {
 }
 
 /// What a replica's memory is before its first step.
-fn initial(dense: &Dense<'_>, recordings: &[&Recording]) -> Memory {
-    let mut memory = weight_words(dense);
-    let c = dense.config;
-    let heads = dense.heads();
+fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
+    let mut memory = weight_words(decoder);
+    let c = decoder.config;
+    let heads = decoder.heads();
     for (name, bytes) in buffer_sizes(recordings) {
         let words = bytes.div_ceil(4) as usize;
         let row = |width: u32| {
-            let stride = dense::stride(width);
+            let stride = decoder::stride(width);
             (0..words).map(|i| if i as u32 % stride < width { POISON } else { 0 }).collect::<Vec<u32>>()
         };
         if memory.contains_key(&name) {
@@ -123,7 +132,7 @@ fn initial(dense: &Dense<'_>, recordings: &[&Recording]) -> Memory {
             "attention.output" => row(heads.q * heads.dim),
             "mlp.hidden" => row(c.intermediate),
             "logits" => row(c.vocab),
-            "rope" => dense.rope_table().iter().map(|v| v.to_bits()).collect(),
+            "rope" => decoder.rope_table().iter().map(|v| v.to_bits()).collect(),
             // Nobody clears pages.
             name if name.starts_with("kv.") || name == "attention.partials" => vec![POISON; words],
             _ => vec![0; words],
@@ -173,12 +182,12 @@ struct Recordings {
 }
 
 impl Recordings {
-    fn new(dense: &Dense<'_>) -> Recordings {
-        let rows = dense.state.chunk;
+    fn new(decoder: &Decoder<'_>) -> Recordings {
+        let rows = decoder.state.chunk;
         Recordings {
-            layers: dense.record(Shape::Prefill { rows }),
-            first: [1, 2].map(|rows| dense.record(Shape::Head { rows })),
-            decode: [1, 2, 4].map(|rows| dense.record(Shape::Decode { rows })).to_vec(),
+            layers: decoder.record(Shape::Prefill { rows }),
+            first: [1, 2].map(|rows| decoder.record(Shape::Head { rows })),
+            decode: [1, 2, 4].map(|rows| decoder.record(Shape::Decode { rows })).to_vec(),
         }
     }
 
@@ -199,20 +208,20 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(name: &str, bench: &'a Bench, dense: &Dense<'_>, recordings: &Recordings, interpreted: bool) -> Run<'a> {
+    fn new(name: &str, bench: &'a Bench, decoder: &Decoder<'_>, recordings: &Recordings, interpreted: bool) -> Run<'a> {
         let all = recordings.all();
-        let memory = initial(dense, &all);
+        let memory = initial(decoder, &all);
         let bound = bench.bind(&all);
         for (name, buffer) in bound.table.iter() {
             buffer.write(0, &bytemuck::cast_slice(&memory[name])[..buffer.bytes() as usize]);
         }
         Run {
             name: format!("{name} on {:?}", bench.driver),
-            layout: dense.state,
+            layout: decoder.state,
             bound,
             host: interpreted.then_some(memory),
-            heads: dense.heads(),
-            kv_format: dense.kv_format,
+            heads: decoder.heads(),
+            kv_format: decoder.kv_format,
             near: NEAR,
         }
     }
@@ -276,9 +285,12 @@ impl<'a> Run<'a> {
             let beside: &[u32] = if start == 0 { &[1, 2, 3] } else { &[] };
             let end = prompt.len().min(start + layout.chunk as usize - beside.len());
             let last = end == prompt.len();
-            let mut parts = vec![PromptRows { slot: SLOT, start: start as u32, tokens: &prompt[start..end], last }];
+            let (tokens, from) = (&prompt[start..end], (start > 0).then_some(SLOT));
+            let mut parts = vec![PromptRows { slot: SLOT, start: start as u32, tokens, last, from, keeps: &[] }];
             if start == 0 {
-                parts.insert(0, PromptRows { slot: BESIDE, start: 0, tokens: beside, last: true });
+                let beside =
+                    PromptRows { slot: BESIDE, start: 0, tokens: beside, last: true, from: None, keeps: &[] };
+                parts.insert(0, beside);
             }
             for (word, words) in layout.chunk_layout().describe(&parts, |rows| flash_tiles(self.heads, rows)) {
                 self.patch(layout.chunk_word(word), &words);
@@ -324,10 +336,10 @@ const CHECKPOINTS: [&str; 6] = ["llama-bias", "llama-deep", "llama-f32", "qwen3-
 
 fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
     let checkpoint = open(name);
-    let dense = dense(vulkan, bench.driver, &checkpoint, WHOLE);
-    let recordings = Recordings::new(&dense);
+    let decoder = decoder(vulkan, bench.driver, &checkpoint, WHOLE);
+    let recordings = Recordings::new(&decoder);
     let known = expected(name);
-    let mut run = Run::new(name, bench, &dense, &recordings, true);
+    let mut run = Run::new(name, bench, &decoder, &recordings, true);
     let tokens = run.generate(&recordings, &known.prompt);
     assert_eq!(tokens, known.greedy[..tokens.len()], "{name} on {:?}", bench.driver);
 }
@@ -374,15 +386,15 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 3]) {
     (synthetic, checkpoints)
 }
 
-fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: ByHand) -> Dense<'a> {
-    let mut dense = dense(vulkan, driver, checkpoint, WHOLE);
-    dense.state.chunk = way.chunk;
-    dense.kv_format = way.kv_format;
-    dense.tuning.fragments = Some(Matrices::ByHand);
-    dense.tuning.tags = way.tags;
+fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: ByHand) -> Decoder<'a> {
+    let mut decoder = decoder(vulkan, driver, checkpoint, WHOLE);
+    decoder.state.chunk = way.chunk;
+    decoder.kv_format = way.kv_format;
+    decoder.tuning.fragments = Some(Matrices::ByHand);
+    decoder.tuning.tags = way.tags;
     // Workgroups of 512, as for a GPU, are slow to compile for a CPU.
-    dense.tuning.flash_threads = 64;
-    dense
+    decoder.tuning.flash_threads = 64;
+    decoder
 }
 
 /// Tolerances: products cut activations to 2^-15 of themselves (`skinny`), which grows from layer to layer as
@@ -395,8 +407,8 @@ fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| names.contains(name)) {
         for way in ways {
-            let dense = by_hand(&vulkan, driver, checkpoint, *way);
-            let recordings = Recordings::new(&dense);
+            let decoder = by_hand(&vulkan, driver, checkpoint, *way);
+            let recordings = Recordings::new(&decoder);
             let (prompt, greedy) = match *name {
                 "tiny-llama" => ((3..40).collect(), None),
                 _ => {
@@ -404,7 +416,7 @@ fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
                     (known.prompt, Some(known.greedy))
                 }
             };
-            let mut run = Run::new(&format!("{name} {way:?}"), &bench, &dense, &recordings, true);
+            let mut run = Run::new(&format!("{name} {way:?}"), &bench, &decoder, &recordings, true);
             // Five layers of random weights make differences some times larger than trained ones do.
             run.near = way.near * if *name == "qwen3-deep" { 4.0 } else { 1.0 };
             let tokens = run.generate(&recordings, &prompt);
@@ -413,7 +425,7 @@ fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
                 assert_eq!(tokens, greedy[..tokens.len()], "{name} {way:?} on {driver:?}");
             }
             let state = run.words("state");
-            assert_eq!(state[dense.state.fault_word() as usize], 0, "{name} {way:?}: the fault word");
+            assert_eq!(state[decoder.state.fault_word() as usize], 0, "{name} {way:?}: the fault word");
         }
     }
 }
@@ -440,10 +452,10 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in &checkpoints {
         let way = ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
-        let dense = by_hand(&vulkan, Driver::first(), checkpoint, way);
+        let decoder = by_hand(&vulkan, Driver::first(), checkpoint, way);
         let carries = *name != "qwen3-deep";
         for rows in [1, 2, 4] {
-            let recording = dense.record(Shape::Decode { rows });
+            let recording = decoder.record(Shape::Decode { rows });
             let named = recording.buffers.iter().any(|b| b.name.starts_with("tagged."));
             assert_eq!(named, carries, "{name}: tags need widths of whole chunks");
             let count = |recording: &Recording| -> [usize; 2] {
@@ -473,7 +485,7 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
 #[test]
 fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     let mut recording = Recording::new("stuck");
-    let layout = StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8 };
+    let layout = StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, recurrent: false };
     let fault = layout.fault(&mut recording);
     let weight = recording.buffer("weight", 16 * 32 * 2);
     let [x, y] = [("x", 32), ("y", 32)].map(|(name, width)| recording.buffer(name, width * 4));
@@ -577,15 +589,15 @@ fn weights_in_parts_give_the_same_bits_as_whole_ones() {
         let checkpoint = open(name);
         let known = expected(name);
         let run = |max_buffer_bytes: u64| {
-            let dense = dense(&vulkan, bench.driver, &checkpoint, max_buffer_bytes);
-            for weight in dense.weights.iter().filter(|weight| weight.cols > 1) {
-                let parts = dense.parts(weight);
+            let decoder = decoder(&vulkan, bench.driver, &checkpoint, max_buffer_bytes);
+            for weight in decoder.weights.iter().filter(|weight| weight.cols > 1) {
+                let parts = decoder.parts(weight);
                 assert_eq!(parts.len() > 1, max_buffer_bytes < WHOLE, "{} in {} parts", weight.name, parts.len());
                 assert!(parts.iter().all(|part| part.bytes <= max_buffer_bytes));
                 assert_eq!(parts.iter().map(|part| part.rows).sum::<u32>(), weight.rows);
             }
-            let recordings = Recordings::new(&dense);
-            let mut run = Run::new(name, &bench, &dense, &recordings, false);
+            let recordings = Recordings::new(&decoder);
+            let mut run = Run::new(name, &bench, &decoder, &recordings, false);
             let tokens = run.generate(&recordings, &known.prompt);
             assert_eq!(tokens, known.greedy[..tokens.len()], "{name}, at most {max_buffer_bytes} bytes a buffer");
             let mut names = vec!["x", "qkv", "attention.output", "mlp.hidden", "logits", "head.x", "state", "ring"];
@@ -617,8 +629,8 @@ fn a_decode_step_has_five_dispatches_and_five_barriers_a_layer() {
     let bench = Bench::new(&vulkan, Driver::first());
     for (name, layers) in [("llama-deep", 5), ("qwen3-deep", 5), ("llama-bias", 1)] {
         let checkpoint = open(name);
-        let dense = dense(&vulkan, Driver::first(), &checkpoint, WHOLE);
-        let recordings = Recordings::new(&dense);
+        let decoder = decoder(&vulkan, Driver::first(), &checkpoint, WHOLE);
+        let recordings = Recordings::new(&decoder);
         for recording in &recordings.decode {
             let mut wanted = vec!["embed".to_owned()];
             for layer in 0..layers {
@@ -667,8 +679,8 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
     for name in CHECKPOINTS {
         let checkpoint = open(name);
         for max_buffer_bytes in [WHOLE, 4096] {
-            let dense = dense(&vulkan, Driver::first(), &checkpoint, max_buffer_bytes);
-            let recordings = Recordings::new(&dense);
+            let decoder = decoder(&vulkan, Driver::first(), &checkpoint, max_buffer_bytes);
+            let recordings = Recordings::new(&decoder);
             let mut names = std::collections::HashSet::new();
             for recording in recordings.all() {
                 assert!(names.insert(recording.name.clone()), "two recordings are called {}", recording.name);
@@ -711,7 +723,7 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
                         .all(|(label, line)| line.trim_start().starts_with(&format!("{label} = ")))
                 );
             }
-            let again = Recordings::new(&dense);
+            let again = Recordings::new(&decoder);
             for (one, other) in recordings.all().into_iter().zip(again.all()) {
                 assert_eq!(one, other);
                 assert_eq!(one.to_string(), other.to_string());

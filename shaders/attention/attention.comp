@@ -2,7 +2,8 @@
 #extension GL_GOOGLE_include_directive : require
 // o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position.
 //
-// qkv    [rows][stride] f32: q heads (, k heads, v heads)
+// qkv    [rows][stride] f32: q heads, k heads, v heads; GATED 1: then a gate for each value of the output, which
+//        its sigmoid multiplies
 // k, v   cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
@@ -27,6 +28,7 @@ layout(constant_id = 5) const uint QK_NORM = 0;
 layout(constant_id = 6) const uint FUSED = 1;
 layout(constant_id = 7) const uint WORKERS = 128; // the same as the workgroup's size
 layout(constant_id = 8) const uint TAGGED = 0;
+layout(constant_id = 9) const uint GATED = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
@@ -161,8 +163,16 @@ void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_ei
         value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
     }
 
-void write_output(uint at, float value) {
-    o.v[at] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
+// Value `i` of the KV head's query heads.
+void write_output(uint row, uint kvh, uint i, float value) {
+    if (GATED == 1u) {
+        uint from = row * stride + (KV_HEADS * (G + 2u) + kvh * G) * D + i, polls = 0u;
+        uvec4 words = qkv.v[from / 4u];
+        if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[from / 4u];
+        // A row without a sequence has waited for its gates; they may be anything.
+        if (value != 0.0) value /= 1.0 + exp(-uintBitsToFloat(words[from % 4u]));
+    }
+    o.v[row * output_stride + kvh * G * D + i] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
 }
 
 uint token_page(uint table, uint token) { return pages.v[table + token / 16u]; }
@@ -176,12 +186,11 @@ void main() {
     uint blocks = position / WORKERS + 1u;
     uint live = min(blocks, gl_NumWorkGroups.x);
     uint t = gl_LocalInvocationID.x;
-    uint out_base = row * output_stride + kvh * G * D;
     if (info.w == 0u) {
         if (TAGGED != 0u && split == 0u) {
             // Whoever waits for the output relies on the heads having been waited for.
             load_heads(row, kvh);
-            for (uint i = t; i < G * D; i += WORKERS) write_output(out_base + i, 0.0);
+            for (uint i = t; i < G * D; i += WORKERS) write_output(row, kvh, i, 0.0);
         }
         return;
     }
@@ -335,7 +344,7 @@ void main() {
     for (uint i = t; i < G * D; i += WORKERS) {
         float sum = 0.0;
         for (uint n = 0u; n < LANES; n++) sum += reduce_s[(n * G * D + i) / 4u][i % 4u];
-        if (live == 1u) write_output(out_base + i, sum / l_s[i / D]);
+        if (live == 1u) write_output(row, kvh, i, sum / l_s[i / D]);
         else partials.v[part + 2u * G + i] = sum;
     }
     if (live == 1u) return;
@@ -376,6 +385,6 @@ void main() {
         uint g = i / D;
         float sum = 0.0;
         for (uint s = 0u; s < live; s++) sum += p_s[g * WORKERS + s] * partials.v[parts + s * G * (D + 2u) + 2u * G + i];
-        write_output(out_base + i, sum / l_s[g]);
+        write_output(row, kvh, i, sum / l_s[g]);
     }
 }

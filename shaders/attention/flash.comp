@@ -3,11 +3,13 @@
 #pragma use_vulkan_memory_model
 // o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the pages of row r's prompt up to the position of row r.
 //
-// qkv    [rows][stride] f32: q heads, normalised and rotated; what follows them is not read
+// qkv    [rows][stride] f32: q heads, normalised and rotated; k and v heads, not read; GATED 1: then a gate for each
+//        value of the output, which its sigmoid multiplies
 // chunk  descriptor of the step: `kernels::embed::ChunkLayout`; rows of a prompt are consecutive positions
 // k, v   cache pages of f16: `kv.glsl`;  pages [slots][max_pages]
 // o      [rows][output_stride] f32; rows that are not in use are left as they are
 //
+// A prompt may be nobody's: then its rows are not in use.
 // A workgroup serves a tile of ROWS pairs of (row, query head) of one prompt and one KV head, counted through: pair
 // i is row i / G of the prompt, head i % G of the group. 32 lanes have 16 pairs. It goes over all tokens up to its last row's in blocks,
 // whose keys and values come through shared memory: keys of the next block are on their way while values
@@ -33,6 +35,7 @@ layout(constant_id = 2) const uint G = 4;
 layout(constant_id = 3) const uint KV_HEADS = 8;
 layout(constant_id = 4) const uint LANES = 128; // the same as the workgroup's size; a multiple of 32
 layout(constant_id = 5) const uint SPLITS = 1;  // workgroups that may share a tile
+layout(constant_id = 6) const uint GATED = 0;
 
 #include "fragments.glsl"
 
@@ -156,10 +159,22 @@ uvec2 pack4(vec4 x) { return uvec2(pack_pair(x.x, x.y), pack_pair(x.z, x.w)); }
 // Where a share's part of a lane begins.
 uint part_at(uint part) { return part * (D / 8u + 1u) * LANES + gl_LocalInvocationIndex; }
 
+// What dims 2t, 2t + 1, 2t + 8 and 2t + 9 of the 16 from `first` on of a row are divided by.
+vec4 gate(uint row, uint first, uint t) {
+    uint at = (row * stride + first + t * 2u) / 4u;
+    vec4 a = qkv.v[at], b = qkv.v[at + 2u];
+    return 1.0 + exp(-(t % 2u == 0u ? vec4(a.xy, b.xy) : vec4(a.zw, b.zw)));
+}
+
 // A lane's 16 dims from 16i on, of its first pair and its second.
 #define WRITE_OUTPUT(i, low_, high_) {                                                       \
         uvec2 at_ = ((prompt.z + row) * output_stride + head * D) / 2u + t + (i) * 8u;       \
         vec4 a_ = (low_) / l.x, b_ = (high_) / l.y;                                          \
+        if (GATED == 1u) {                                                                   \
+            uvec2 gates_ = (KV_HEADS * (G + 2u) + head) * D + (i) * 16u;                     \
+            a_ /= gate(prompt.z + row.x, gates_.x, t);                                       \
+            b_ /= gate(prompt.z + row.y, gates_.y, t);                                       \
+        }                                                                                    \
         if (pair.x < in_use * G) { o.v[at_.x] = a_.xy; o.v[at_.x + 4u] = a_.zw; }            \
         if (pair.y < in_use * G) { o.v[at_.y] = b_.xy; o.v[at_.y + 4u] = b_.zw; }            \
     }
@@ -176,7 +191,7 @@ void main() {
     uvec4 prompt = chunk.v[1u + low]; // slot, position of the first row, first row, first tile
     uint in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - prompt.z;
     uint tile = (number - prompt.w) * ROWS;
-    if (tile >= in_use * G) return;
+    if (tile >= in_use * G || prompt.x == 0xffffffffu) return;
     uint start = prompt.y;
     uint table = prompt.x * max_pages;
     uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // the last row's position

@@ -4,7 +4,8 @@
 // o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position, for one new token a
 // row, which it normalises, rotates and appends: the meaning of attention.comp with FUSED, on matrix blocks.
 //
-// qkv    [rows][stride] f32: q heads, k heads, v heads
+// qkv    [rows][stride] f32: q heads, k heads, v heads; GATED 1: then a gate for each value of the output, which its
+//        sigmoid multiplies
 // k, v   cache pages: `kv.glsl`, f16;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32; PACKED 1: 16-bit blocks as `pack_rows` leaves them, `output_stride` of 32 columns
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
@@ -35,6 +36,7 @@ layout(constant_id = 6) const uint QK_NORM = 0;
 layout(constant_id = 7) const uint TAGGED = 0;
 layout(constant_id = 8) const uint PLANNED = 0;
 layout(constant_id = 9) const uint PACKED = 0;
+layout(constant_id = 10) const uint GATED = 0;
 
 #include "fragments.glsl"
 
@@ -69,7 +71,7 @@ const uint HALF = ROT / 2u;
 const uint BLOCKS = D / 16u;
 const uint ROW = D / 8u + 1u;                     // of staged values: a step that spreads over the banks
 const uint STAGED = 16u * ROW;                    // of a group; as large as its output, with G at most 8
-const uint RAW = (G + 2u) * QUADS;
+const uint RAW = (G + 2u + GATED * G) * QUADS;
 const uint RAW_LOADS = (RAW + LANES - 1u) / LANES;
 const uint TURNED = (G + 1u) * QUADS;             // q and k
 const uint TURNED_LOADS = (TURNED + LANES - 1u) / LANES;
@@ -136,15 +138,17 @@ uint round_pair(float a, float b) {
 
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
-// Where four dims of the KV head's query heads, of its key or of its value begin in qkv.
+// Where four dims of the KV head's query heads, of its key, of its value or of its gates begin in qkv.
 uint head_quad(uint row, uint kvh, uint item) {
     uint head = item / QUADS;
     return row * stride / 4u + item % QUADS
-        + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
+        + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : head == G + 1u ? KV_HEADS * (G + 1u) + kvh
+            : KV_HEADS * (G + 2u) + kvh * G + head - (G + 2u)) * QUADS;
 }
 
 // Quad `quad` of the KV head's query heads.
 void write_output(uint row, uint kvh, uint quad, vec4 value) {
+    if (GATED == 1u) value /= 1.0 + exp(-raw_s[(G + 2u) * QUADS + quad]);
     if (PACKED == 0u) {
         o.v[(row * output_stride + kvh * G * D) / 4u + quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
         return;
@@ -182,6 +186,8 @@ void main() {
                 uint at = head_quad(row, kvh, i);
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault)) {}
             }
+            // What gates would multiply is zero.
+            EACH(i, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
             barrier();
             for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, kvh, i, vec4(0.0));
         }

@@ -46,7 +46,8 @@ void main() {
         }
         slot = chunk.v[4u + 4u * low];
         position = chunk.v[4u + 4u * low + 1u] + row - chunk.v[4u + 4u * low + 2u];
-        valid = row < chunk.v[2] ? 1u : 0u;
+        // A prompt may be nobody's.
+        valid = row < chunk.v[2] && slot != 0xffffffffu ? 1u : 0u;
         token = chunk.v[tokens_at + row];
     } else {
         slot = batch.v[row];

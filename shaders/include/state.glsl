@@ -36,6 +36,11 @@ const uint SLOT_REPETITION_INVERSE = 36u;  // f32: 1 / repetition
 const uint SLOT_MIN_P_LOG = 37u;           // f32: ln min_p, -inf for 0
 const uint SLOT_PROMPT_TOKENS = 38u;       // tokens from this position on are output (penalties, after a recompute)
 
+const uint SLOT_SETTLED = 39u;             // tokens that recurrent state in memory has taken in
+const uint SLOT_DRAFTS = 40u;              // 3 tokens drafted to follow SLOT_TOKEN
+
+const uint MOST_DRAFTS = 3u;
+
 const uint ACTIVE_IDLE = 0u;
 const uint ACTIVE_RUNNING = 1u;
 const uint ACTIVE_DONE = 2u;

@@ -42,6 +42,10 @@ layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint TAGGED = 0;
 // The only row also counts the step.
 layout(constant_id = 2) const uint COUNTS_STEP = 0;
+// Rows of a sequence, of which this call draws from the one with the number FIRST. With EVERY above 1 the rows behind the
+// first hold drafts: from each a token is drawn only if the one before drew just what it holds, as if there were no drafts.
+layout(constant_id = 3) const uint EVERY = 1;
+layout(constant_id = 4) const uint FIRST = 0;
 const uint THREADS = gl_WorkGroupSize.x;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer KeysInOut { uvec4 v[]; };
@@ -553,7 +557,7 @@ uint draw(uint at, uvec2 best) {
 
 void main() {
     thread = gl_LocalInvocationIndex;
-    row = gl_WorkGroupID.x;
+    row = gl_WorkGroupID.x * EVERY + FIRST;
     quads = (args.vocabulary + 3u) / 4u;
     first_quad = row * (args.row_stride / 4u);
     adjusted = false;
@@ -565,6 +569,8 @@ void main() {
     uint place = (number % args.ring_steps) * args.ring_rows + row;
     uint entry = place * ENTRY_WORDS;
     bool running = input_row.w != 0u && args.state.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
+    if (running && FIRST != 0u)
+        running = args.state.v[at + SLOT_TOKEN] == input_row.x && args.state.v[at + SLOT_POSITION] == input_row.y;
     bool fault = TAGGED != 0u && args.fault.v[0] != 0u;
     if (!running || fault) {
         if (thread == 0u) {
@@ -680,6 +686,8 @@ void main() {
     args.state.v[at + SLOT_POSITION] = input_row.y + 1u;
     args.state.v[at + SLOT_REMAINING] = remaining;
     args.state.v[at + SLOT_GENERATED] += 1u;
+    // Recurrent state takes in a row as it computes it, but drafts only once they are accepted.
+    if (FIRST == 0u) args.state.v[at + SLOT_SETTLED] = EVERY == 1u ? input_row.y + 1u : input_row.y;
     if (done != DONE_NO) args.state.v[at + SLOT_ACTIVE] = ACTIVE_DONE;
 
     args.ring.v[entry + ENTRY_SLOT] = slot;

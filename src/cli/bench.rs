@@ -13,7 +13,7 @@ use crate::engine::stages::{self, stages};
 use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
-use crate::model::dense::Shape;
+use crate::model::decoder::Shape;
 use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};

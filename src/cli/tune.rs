@@ -6,7 +6,7 @@ use crate::engine::start::{Progress, tuning};
 use crate::engine::tune::{self, Event, Options};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
-use crate::model::dense::Tuning;
+use crate::model::decoder::Tuning;
 use anyhow::{anyhow, bail};
 use serde_json::json;
 use std::path::PathBuf;

@@ -41,6 +41,9 @@ pub struct Model {
     pub prefill_chunk: Option<u32>,
     /// Whether prompts find pages of earlier ones with the same beginning; unset: yes.
     pub prefix_cache: Option<bool>,
+    /// Snapshots of recurrent state that each replica keeps for prompts with the same beginning, of models that have such
+    /// state; unset: the engine's choice.
+    pub snapshots: Option<u32>,
 }
 
 /// A number format of keys and values.
@@ -87,6 +90,7 @@ impl Model {
             memory_limit: None,
             prefill_chunk: None,
             prefix_cache: None,
+            snapshots: None,
         }
     }
 }

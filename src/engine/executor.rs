@@ -15,6 +15,13 @@ pub struct Page(pub u32);
 /// Tokens in a page.
 pub const PAGE_TOKENS: u32 = 16;
 
+/// A place for one sequence's recurrent state: cell `s` is slot `s`'s own, those behind the slots' are snapshots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Cell(pub u32);
+
+/// Recurrent state can be kept behind every so many tokens of a chunk.
+pub const STATE_TOKENS: u32 = 64;
+
 /// What an executor can hold.
 #[derive(Clone, Debug)]
 pub struct Capacity {
@@ -34,6 +41,8 @@ pub struct Capacity {
     pub run_ahead: u32,
     /// Vocabulary size.
     pub vocabulary: u32,
+    /// Cells for snapshots of recurrent state, behind the slots' own; `None`: the model has no such state.
+    pub snapshots: Option<u32>,
 }
 
 /// Sampling and stopping of a slot as the device holds them; set when the sequence joins.
@@ -101,6 +110,23 @@ pub struct Chunk {
     pub start: u32,
     /// The last chunk: a token is sampled from its last position and the slot decodes on from it.
     pub last: bool,
+    /// The cell whose recurrent state it continues, where that is not the slot's own: of a first chunk behind tokens
+    /// that were found in pages. A first chunk at position 0 begins without state.
+    pub restore: Option<Cell>,
+    /// Where else than in the slot's cell state is left; at most [`MOST_KEEPS`].
+    pub keeps: Vec<Keep>,
+}
+
+/// Snapshots that a chunk leaves, at most.
+pub const MOST_KEEPS: usize = 2;
+
+/// A snapshot that a chunk leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keep {
+    /// After so many of the chunk's tokens: a multiple of [`STATE_TOKENS`].
+    pub tokens: u32,
+    /// There.
+    pub cell: Cell,
 }
 
 /// Work of a plan.
@@ -170,6 +196,8 @@ pub struct Progress {
     pub tokens: Vec<Sampled>,
     /// The plan has nothing further to report.
     pub finished: bool,
+    /// The recurrent state of the plan's slots is lost: they have to leave and be computed again.
+    pub state_lost: bool,
     /// Sum (not mean) over the steps reported here.
     pub cost: PerToken,
 }
@@ -206,7 +234,7 @@ pub enum ExecuteError {
 /// when no slot that holds it can still be touched by an unfinished plan; a page that several slots hold is full
 /// of the same tokens for each, was queued to be written before or within the plan that reads it, and is written by
 /// nobody any more; no step is queued for a position without a page; decode steps queued and not reported are at
-/// most `run_ahead`.
+/// most `run_ahead`; within a plan no cell of a snapshot is both read and written, or written twice.
 /// A slot that asks for `dump_logits` has at most one unreported sample.
 pub trait Executor: Send {
     /// What it can hold.

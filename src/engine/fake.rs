@@ -1,11 +1,12 @@
 //! A device that is not there, for tests and simulations: it keeps the executor's contract to
 //! the letter, checks that the step loop keeps its side (and panics where it does not), and
 //! draws tokens that depend on every token before, read through the page table, so that a
-//! page lost, shared or overwritten changes the output. No model, no GPU.
+//! page lost, shared or overwritten changes the output. With recurrent state, each cell knows what it has taken in,
+//! which must be what the pages hold. No model, no GPU.
 
 use super::executor::{
-    Capacity, Change, Chunk, Done, ExecuteError, Executor, PAGE_TOKENS, Page, Progress, Sampled, Slot, SlotParams,
-    StepPlan, Ticket, Work,
+    Capacity, Cell, Change, Chunk, Done, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS,
+    Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
 };
 use super::pace::Pace;
 use super::request::{Flushes, PerToken, TokenLogprobs};
@@ -30,6 +31,8 @@ pub struct FakeConfig {
     pub parts: u64,
     /// The device is lost when this many plans with work were submitted.
     pub lost_after: Option<u64>,
+    /// Every so many decode plans recurrent state is lost with what the plan would have drawn.
+    pub state_lost_every: Option<u64>,
 }
 
 impl Default for FakeConfig {
@@ -44,12 +47,14 @@ impl Default for FakeConfig {
                 buckets: vec![1],
                 run_ahead: 32,
                 vocabulary: 256,
+                snapshots: None,
             },
             step: Duration::from_millis(1),
             chunk: Duration::from_millis(2),
             script: Vec::new(),
             parts: 0,
             lost_after: None,
+            state_lost_every: None,
         }
     }
 }
@@ -62,6 +67,11 @@ pub struct FakeExecutor {
     wake: Receiver<()>,
     memory: Vec<PageMemory>,
     slots: Vec<FakeSlot>,
+    /// What each cell's state has taken in; `None` where nothing was written, or a state was lost.
+    cells: Vec<Option<u64>>,
+    /// State was lost, and the step loop has not heard of it.
+    lost: bool,
+    decode_plans: u64,
     /// The last plan submitted.
     ticket: u64,
     /// The last plan with work that was reported finished.
@@ -193,6 +203,9 @@ impl FakeExecutor {
                 config.capacity.pages as usize
             ],
             slots: vec![empty; config.capacity.slots as usize],
+            cells: vec![None; (config.capacity.slots + config.capacity.snapshots.unwrap_or(0)) as usize],
+            lost: false,
+            decode_plans: 0,
             ticket: 0,
             finished: 0,
             steps_queued: 0,
@@ -289,24 +302,49 @@ impl FakeExecutor {
         assert!(!chunks.is_empty() && chunks.len() <= capacity.prompts as usize, "{} prompts in a step", chunks.len());
         let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).collect();
         assert_eq!(slots.len(), chunks.len(), "a slot twice in a plan");
+        let own = capacity.slots;
+        let kept: Vec<Cell> = chunks.iter().flat_map(|chunk| &chunk.keeps).map(|keep| keep.cell).collect();
+        let mut distinct: HashSet<Cell> = kept.iter().copied().collect();
+        assert_eq!(distinct.len(), kept.len(), "a cell is written twice in a plan");
+        distinct.extend(chunks.iter().filter_map(|chunk| chunk.restore));
+        let read: HashSet<Cell> = chunks.iter().filter_map(|chunk| chunk.restore).collect();
+        assert_eq!(distinct.len(), kept.len() + read.len(), "a cell is read and written in a plan");
+        assert!(distinct.iter().all(|cell| cell.0 >= own), "a snapshot in a slot's own cell");
         chunks.iter().flat_map(|chunk| self.chunk(chunk)).collect()
     }
 
     fn chunk(&mut self, chunk: &Chunk) -> Vec<Sampled> {
-        let &Chunk { slot, ref tokens, start, last } = chunk;
+        let &Chunk { slot, ref tokens, start, last, restore, ref keeps } = chunk;
         assert!(!tokens.is_empty(), "an empty chunk");
         let ticket = self.ticket;
         let s = self.slot(slot);
         assert!(s.joined && !s.done, "a chunk for {slot:?}, which does not run");
-        if s.written == 0 && start.is_multiple_of(PAGE_TOKENS) {
+        let first = s.written == 0;
+        if first && start.is_multiple_of(PAGE_TOKENS) {
             // What stands before the first chunk was found in pages.
             s.written = start;
         }
         assert_eq!(s.written, start, "a chunk of {slot:?} does not follow the one before");
         assert_eq!(s.drawn, 0, "a chunk for {slot:?}, which decodes");
         s.last_ticket = ticket;
-        for &token in tokens {
+        let stateful = self.config.capacity.snapshots.is_some();
+        assert!(stateful || (restore.is_none() && keeps.is_empty()), "state of a model without any");
+        assert!(restore.is_none() || (first && start > 0), "{slot:?} has state of its own");
+        assert!(!stateful || restore.is_some() || start == 0 || !first, "{slot:?} begins at {start} without state");
+        if first {
+            self.cells[slot.0 as usize] = match restore {
+                Some(cell) => Some(self.cells[cell.0 as usize].expect("a cell that is restored was written")),
+                None => Some(0),
+            };
+        }
+        assert!(keeps.len() <= MOST_KEEPS, "{} snapshots of a chunk", keeps.len());
+        assert!(keeps.iter().all(|keep| keep.tokens > 0 && keep.tokens.is_multiple_of(STATE_TOKENS)), "{keeps:?}");
+        assert!(keeps.iter().all(|keep| keep.tokens as usize <= tokens.len()), "{keeps:?} of {} tokens", tokens.len());
+        for (count, &token) in (1..).zip(tokens) {
             self.write(slot, token);
+            for keep in keeps.iter().filter(|keep| keep.tokens == count) {
+                self.cells[keep.cell.0 as usize] = self.cells[slot.0 as usize];
+            }
         }
         if !last {
             return Vec::new();
@@ -370,6 +408,8 @@ impl FakeExecutor {
             self.begin(page, slot, position);
         }
         self.memory[page.0 as usize].tokens[(position % PAGE_TOKENS) as usize] = token;
+        let state = &mut self.cells[slot.0 as usize];
+        *state = state.map(|taken| take_in(taken, token));
     }
 
     /// The slot writes to the page for the first time in this stay.
@@ -398,7 +438,13 @@ impl FakeExecutor {
             assert_ne!(token, POISON, "{slot:?} reads position {position}, which nobody has written");
             token
         });
-        let id = draw(history, &s.params, s.params.generated + s.drawn, vocabulary, &self.config.script);
+        let history: Vec<u32> = history.collect();
+        if self.config.capacity.snapshots.is_some() {
+            let state = history.iter().fold(0, |taken, token| take_in(taken, *token));
+            assert_eq!(self.cells[slot.0 as usize], Some(state), "the state of {slot:?} is of another history");
+        }
+        let index = s.params.generated + s.drawn;
+        let id = draw(history.into_iter(), &s.params, index, vocabulary, &self.config.script);
         let logprobs = s.params.logprobs.map(|top| TokenLogprobs {
             chosen: -0.5,
             top: (0..top).map(|i| ((id + i) % vocabulary, -0.5 - i as f32)).collect(),
@@ -462,10 +508,27 @@ impl Executor for FakeExecutor {
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
                 let due = self.busy_until;
-                self.report(due, 0, Progress { ticket, steps: 1, tokens, finished: true, cost });
+                let progress = Progress { ticket, steps: 1, tokens, finished: true, state_lost: false, cost };
+                self.report(due, 0, progress);
             }
             Work::Decode { slots, steps } => {
                 self.pace.note_step(slots.len() as u32, self.config.step);
+                self.decode_plans += 1;
+                let loses = self.config.state_lost_every.is_some_and(|every| self.decode_plans % every == 0);
+                if loses || self.lost {
+                    // What is queued behind draws nothing either.
+                    self.lost = true;
+                    self.busy_until = start + self.config.step * steps;
+                    self.steps_queued += steps;
+                    for &slot in &slots {
+                        self.cells[slot.0 as usize] = None;
+                        self.slot(slot).last_ticket = ticket.0;
+                    }
+                    let (tokens, cost) = (Vec::new(), cost(steps, 1.0));
+                    let progress = Progress { ticket, steps, tokens, finished: true, state_lost: true, cost };
+                    self.report(self.busy_until, steps, progress);
+                    return Ok(ticket);
+                }
                 let mut rows = self.decode(&slots, steps).into_iter();
                 let mut left = steps;
                 self.busy_until = start + self.config.step * steps;
@@ -476,7 +539,8 @@ impl Executor for FakeExecutor {
                     let due = start + self.config.step * (steps - left);
                     let tokens = rows.by_ref().take(part as usize).flatten().collect();
                     let cost = cost(part, submits);
-                    self.report(due, part, Progress { ticket, steps: part, tokens, finished: left == 0, cost });
+                    let finished = left == 0;
+                    self.report(due, part, Progress { ticket, steps: part, tokens, finished, state_lost: false, cost });
                 }
             }
         }
@@ -495,6 +559,9 @@ impl Executor for FakeExecutor {
             self.steps_queued -= decode_steps;
             if progress.finished {
                 self.finished = progress.ticket.0;
+            }
+            if progress.state_lost {
+                self.lost = false;
             }
             for sampled in &progress.tokens {
                 self.slot(sampled.slot).unreported -= 1;
@@ -517,6 +584,11 @@ impl Drop for Timer {
             let _ = thread.join();
         }
     }
+}
+
+/// What a state is that has taken in one token more.
+fn take_in(taken: u64, token: u32) -> u64 {
+    (taken ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
 }
 
 /// The next token: a mix of every token before, the seed if one is used, and the output index.

@@ -18,7 +18,7 @@ use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
 use crate::kernels::state::{self, RingEntry, SlotInit};
 use crate::memory::Buffer;
-use crate::model::dense::RingLayout;
+use crate::model::decoder::RingLayout;
 use crossbeam_channel::{Receiver, bounded};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -405,15 +405,22 @@ impl GpuExecutor {
                 let first = !pending.started;
                 pending.started = true;
                 let cost = pending.cost(&report, first, good - from);
-                let finished = report.last && pending.good >= pending.steps;
-                let progress = Progress { ticket: pending.ticket, steps: good - from, tokens, finished, cost };
+                // What a faulty step has made of recurrent state cannot be made again from it.
+                let state_lost =
+                    report.last && pending.good < pending.steps && self.parts.capacity.snapshots.is_some();
+                let finished = report.last && (pending.good >= pending.steps || state_lost);
+                let steps = if state_lost { pending.steps - from } else { good - from };
+                let progress = Progress { ticket: pending.ticket, steps, tokens, finished, state_lost, cost };
                 (finished || good > from).then_some(progress)
             }
         };
         if report.last {
             self.free_inboxes.append(&mut pending.inboxes);
             if pending.work == Kind::Sampled && pending.good < pending.steps {
-                self.run_again(&pending)?;
+                self.note_fault();
+                if self.parts.capacity.snapshots.is_none() {
+                    self.run_again(&pending)?;
+                }
             }
             let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
             if pending.prompt_tokens > 0 {
@@ -436,9 +443,20 @@ impl GpuExecutor {
         let mut chunks: Vec<&Chunk> = chunks.iter().collect();
         // Only the first row's logits can be asked for.
         chunks.sort_by_key(|chunk| !(chunk.last && self.dumps[chunk.slot.0 as usize]));
+        let keeps: Vec<Vec<(u32, u32)>> =
+            chunks.iter().map(|chunk| chunk.keeps.iter().map(|keep| (keep.tokens, keep.cell.0)).collect()).collect();
         let rows: Vec<PromptRows<'_>> = chunks
             .iter()
-            .map(|chunk| PromptRows { slot: chunk.slot.0, start: chunk.start, tokens: &chunk.tokens, last: chunk.last })
+            .zip(&keeps)
+            .map(|(chunk, keeps)| PromptRows {
+                slot: chunk.slot.0,
+                start: chunk.start,
+                tokens: &chunk.tokens,
+                last: chunk.last,
+                // A slot's own cell goes on from chunk to chunk.
+                from: chunk.restore.map(|cell| cell.0).or((chunk.start > 0).then_some(chunk.slot.0)),
+                keeps,
+            })
             .collect();
         for (word, words) in layout.chunk_layout().describe(&rows, |rows| flash_tiles(self.parts.heads, rows)) {
             patch.set_all(layout.chunk_word(word), &words);
@@ -536,17 +554,22 @@ impl GpuExecutor {
         self.parts.compute.submit(Submission { id, entries, waits, report_after, outbox: self.outbox.clone() });
     }
 
-    /// Submits the steps of a plan that drew nothing because a kernel had waited too long, with barriers, as
-    /// everything from now on. The device's state stands where the last good step left it. Plans that were
-    /// queued behind this one draw nothing either, as the fault word is set, and come here in their turn.
-    fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
+    /// A kernel had waited too long.
+    fn note_fault(&mut self) {
         if !self.faulted {
             self.faulted = true;
+
             tracing::warn!(
                 device = self.parts.device_name,
                 "a kernel waited too long for another's words: steps run with barriers from now on"
             );
         }
+    }
+
+    /// Submits the steps of a plan that drew nothing because a kernel had waited too long, with barriers, as
+    /// everything from now on. The device's state stands where the last good step left it. Plans that were
+    /// queued behind this one draw nothing either, as the fault word is set, and come here in their turn.
+    fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
         let mut posts = Posts::default();
         posts.patch.set(self.parts.layout.fault_word(), 0);
         let work = Work::Decode { slots: pending.slots.clone(), steps: pending.steps - pending.good };

@@ -81,6 +81,8 @@ pub struct Load {
     pub cached_tokens: u64,
     /// Sequences that lost their pages to others.
     pub preemptions: u64,
+    /// Snapshots of recurrent state that a prompt may find.
+    pub snapshots: u32,
 }
 
 /// One entry of the step ring.

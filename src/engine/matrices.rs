@@ -1,5 +1,5 @@
 //! How a device multiplies blocks: by its matrix units, if it has them and keeps elements where the kernels
-//! expect them. Deliberately absent: which kernels then run (`model::dense`).
+//! expect them. Deliberately absent: which kernels then run (`model::decoder`).
 
 use super::ceiling::time_regions;
 use super::start::StartError;

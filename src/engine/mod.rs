@@ -16,6 +16,7 @@ pub mod replica;
 pub mod request;
 pub mod scheduler;
 pub mod sequence;
+pub mod snapshots;
 pub mod spans;
 pub mod stages;
 pub mod start;

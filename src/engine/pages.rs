@@ -92,8 +92,13 @@ impl PagePool {
     /// The pages of the names from the first on, as far as there are any, and how many of them are free.
     pub fn find(&self, names: &[PageKey]) -> (Vec<Page>, u32) {
         let pages: Vec<Page> = names.iter().map_while(|name| self.named.get(name).copied()).collect();
-        let free = pages.iter().filter(|page| self.holders(**page) == 0).count();
-        (pages, free as u32)
+        let free = self.free_among(&pages);
+        (pages, free)
+    }
+
+    /// How many of the pages nobody holds.
+    pub fn free_among(&self, pages: &[Page]) -> u32 {
+        pages.iter().filter(|page| self.holders(**page) == 0).count() as u32
     }
 
     /// One more holder of a page that [`PagePool::find`] gave.

@@ -62,7 +62,7 @@ pub struct Replica {
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// Slots held. Written by the thread once a turn, like the next six.
+    /// Slots held. Written by the thread once a turn, like the next seven.
     running: AtomicU32,
     /// Unfinished requests that have left the queue.
     admitted: AtomicU32,
@@ -71,6 +71,7 @@ struct Shared {
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     preemptions: AtomicU64,
+    snapshots: AtomicU32,
     /// Written once, at spawn.
     pages_total: AtomicU32,
 }
@@ -225,6 +226,7 @@ impl Replica {
             pages_used: self.shared.pages_used.load(Relaxed),
             pages_total: self.shared.pages_total.load(Relaxed),
             pages_cached: self.shared.pages_cached.load(Relaxed),
+            snapshots: self.shared.snapshots.load(Relaxed),
             prompt_tokens: self.shared.prompt_tokens.load(Relaxed),
             cached_tokens: self.shared.cached_tokens.load(Relaxed),
             preemptions: self.shared.preemptions.load(Relaxed),
@@ -561,6 +563,7 @@ impl Actor {
         self.shared.admitted.store(counts.admitted, Relaxed);
         self.shared.pages_used.store(counts.pages_used, Relaxed);
         self.shared.pages_cached.store(counts.pages_cached, Relaxed);
+        self.shared.snapshots.store(counts.snapshots, Relaxed);
         self.shared.prompt_tokens.store(counts.prompt_tokens, Relaxed);
         self.shared.cached_tokens.store(counts.cached_tokens, Relaxed);
         self.shared.preemptions.store(counts.preemptions, Relaxed);

@@ -21,12 +21,14 @@
 
 use super::by_age::ByAge;
 use super::executor::{
-    Capacity, Change, Chunk, Done, PAGE_TOKENS, Page, Progress, Sampled, Slot, StepPlan, Ticket, Work,
+    Capacity, Cell, Change, Chunk, Done, Keep, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS, Sampled, Slot,
+    StepPlan, Ticket, Work,
 };
 use super::pace::Pace;
 use super::pages::PagePool;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
 use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
+use super::snapshots::{Found, Snapshots};
 use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -122,6 +124,8 @@ pub struct Counts {
     pub cached_tokens: u64,
     /// Sequences that lost their pages, since the start.
     pub preemptions: u64,
+    /// Snapshots of recurrent state that a prompt may find.
+    pub snapshots: u32,
 }
 
 /// A submitted plan with work.
@@ -150,6 +154,8 @@ impl Flight {
 pub struct Scheduler {
     setup: Setup,
     pool: PagePool,
+    /// Of models with recurrent state.
+    snapshots: Option<Snapshots>,
     /// All that have not ended, and those that have and still hold a slot.
     sequences: ByAge<Sequence>,
     /// Not ended, by the request's id.
@@ -202,8 +208,20 @@ enum Prompt {
 struct Joining {
     id: SequenceId,
     slot: Slot,
-    /// Pages that hold the beginning of its history.
-    found: Vec<Page>,
+    /// What holds the beginning of its history.
+    beginning: Beginning,
+}
+
+/// What a waiting sequence could start from.
+#[derive(Debug, Default)]
+struct Beginning {
+    pages: Vec<Page>,
+    /// Of the pages.
+    free: u32,
+    /// The recurrent state behind the pages, of models that have some.
+    restore: Option<Cell>,
+    /// Tokens whose pages are there, with or without the state behind them.
+    branch: u32,
 }
 
 impl Scheduler {
@@ -213,7 +231,10 @@ impl Scheduler {
         assert!(setup.context <= capacity.usable_context(), "a context longer than the pages hold");
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
+        let chunk = capacity.prefill_chunk;
+        assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");
         Scheduler {
+            snapshots: capacity.snapshots.map(|count| Snapshots::new(capacity.slots, count)),
             pool: PagePool::new(capacity.pages),
             sequences: ByAge::default(),
             by_request: HashMap::new(),
@@ -317,6 +338,7 @@ impl Scheduler {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,
             preemptions: self.preemptions,
+            snapshots: self.snapshots.as_ref().map_or(0, Snapshots::used),
         }
     }
 
@@ -377,6 +399,9 @@ impl Scheduler {
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
         }
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.next_plan();
+        }
         let plan = match self.next_prompt() {
             Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, pace, now)),
             prompt => self.plan_decode(pace, prompt.is_some()).or_else(|| {
@@ -428,6 +453,9 @@ impl Scheduler {
             debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
             self.take_token(sampled, now);
         }
+        if progress.state_lost {
+            self.recompute(&flight.slots);
+        }
         if progress.finished {
             for slot in flight.slots {
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
@@ -476,18 +504,48 @@ impl Scheduler {
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
             return None;
         }
-        let (found, free) = self.found(id);
-        let needed = pages_for(self.sequences[id].tokens.len() as u32) - found.len() as u32 + free + reserve;
-        (needed <= self.pool.free()).then_some(Joining { id, slot: Slot(slot as u32), found })
+        let beginning = self.beginning(id)?;
+        let missing = pages_for(self.sequences[id].tokens.len() as u32) - beginning.pages.len() as u32;
+        let needed = missing + beginning.free + reserve;
+        (needed <= self.pool.free()).then_some(Joining { id, slot: Slot(slot as u32), beginning })
     }
 
-    /// The pages that hold the beginning of a waiting sequence's history already, and how many of them are free.
-    fn found(&mut self, id: SequenceId) -> (Vec<Page>, u32) {
+    /// What holds the beginning of a waiting sequence's history already; `None` if the plan that is being made leaves
+    /// more of it for the next.
+    fn beginning(&mut self, id: SequenceId) -> Option<Beginning> {
         if !self.setup.prefix_cache {
-            return (Vec::new(), 0);
+            return Some(Beginning::default());
         }
         let sequence = self.sequences.get_mut(id).expect("a waiting sequence is known");
-        self.pool.find(sequence.wanted())
+        let wanted = sequence.wanted();
+        let (mut pages, free) = self.pool.find(wanted);
+        let branch = pages.len() as u32 * PAGE_TOKENS;
+        let Some(snapshots) = &self.snapshots else {
+            return Some(Beginning { pages, free, restore: None, branch });
+        };
+        let (usable, restore) = match snapshots.find(&wanted[..pages.len()]) {
+            Found::Soon(_) => return None,
+            Found::Ready(usable, cell) => (usable, Some(cell)),
+            Found::Nothing => (0, None),
+        };
+        pages.truncate(usable);
+        let free = self.pool.free_among(&pages);
+        Some(Beginning { pages, free, restore, branch })
+    }
+
+    /// Tokens of which a chunk that is not a prompt's last has a multiple.
+    fn chunk_unit(&self) -> u32 {
+        if self.snapshots.is_some() { STATE_TOKENS } else { 1 }
+    }
+
+    /// Tokens of a prompt that its next chunk could have.
+    fn unqueued(&self, prompt: &Prompt) -> u32 {
+        match prompt {
+            Prompt::Resident(id) => self.sequences[*id].unqueued(),
+            Prompt::Joining(Joining { id, beginning, .. }) => {
+                self.sequences[*id].tokens.len() as u32 - beginning.pages.len() as u32 * PAGE_TOKENS
+            }
+        }
     }
 
     /// Tokens that a prompt plan may have now: all that a step takes, or as many as rows that decode can wait for.
@@ -500,7 +558,8 @@ impl Scheduler {
         let allowed = step * PROMPT_STEPS * weight.max(1) as u32;
         let fits = |tokens: u32| pace.chunk(tokens).is_none_or(|time| time <= allowed);
         let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
-        [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS))
+        let aim = [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS));
+        aim.max(self.chunk_unit())
     }
 
     /// The next prompt plan, which begins with `prompt`.
@@ -509,7 +568,11 @@ impl Scheduler {
         let mut left = self.prompt_tokens_aim(pace);
         let mut changes = self.take_leaves();
         let mut chunks: Vec<Chunk> = Vec::new();
+        let unit = self.chunk_unit();
         while let Some(next) = prompt {
+            if left < unit.min(self.unqueued(&next)) {
+                break;
+            }
             let id = match next {
                 Prompt::Resident(id) => id,
                 Prompt::Joining(joining) => {
@@ -520,10 +583,11 @@ impl Scheduler {
             };
             let turn = self.next_turn();
             let sequence = self.sequences.get_mut(id).expect("a prompt's sequence is known");
-            let chunk = sequence.next_chunk(left);
+            let mut chunk = sequence.next_chunk(left, unit);
             sequence.in_flight += 1;
             sequence.turn = turn;
             self.name_pages(id);
+            chunk.keeps = self.keeps(id, &chunk);
             left -= chunk.tokens.len() as u32;
             chunks.push(chunk);
             let room = left > 0 && chunks.len() < self.setup.capacity.prompts as usize;
@@ -540,6 +604,15 @@ impl Scheduler {
         StepPlan { changes, work: Some(Work::Prefill { chunks }) }
     }
 
+    /// The snapshots that a chunk leaves.
+    fn keeps(&mut self, id: SequenceId, chunk: &Chunk) -> Vec<Keep> {
+        let Some(snapshots) = self.snapshots.as_mut().filter(|_| self.setup.prefix_cache) else { return Vec::new() };
+        let kept = self.sequences[id]
+            .keep_points(chunk)
+            .filter_map(|(point, name)| Some(Keep { tokens: point - chunk.start, cell: snapshots.keep(name)? }));
+        kept.take(MOST_KEEPS).collect()
+    }
+
     /// Lets others find what has become certain of a sequence's pages.
     fn name_pages(&mut self, id: SequenceId) {
         if self.setup.prefix_cache {
@@ -551,8 +624,11 @@ impl Scheduler {
     }
 
     fn admit(&mut self, joining: Joining, changes: &mut Vec<Change>, now: Instant) {
-        let Joining { id, slot, found: mut pages } = joining;
+        let Joining { id, slot, beginning: Beginning { mut pages, restore, branch, .. } } = joining;
         let found = pages.len() as u32;
+        if let (Some(snapshots), Some(cell)) = (&mut self.snapshots, restore) {
+            snapshots.read(cell);
+        }
         for page in &pages {
             self.pool.share(*page);
         }
@@ -570,6 +646,7 @@ impl Scheduler {
         let holder = self.slots[slot.0 as usize].replace(id);
         assert!(holder.is_none(), "the slot is held");
         let (params, cached) = sequence.join(slot, pages.clone(), found);
+        sequence.continue_state(restore, branch);
         changes.push(Change::Join { slot, params: Box::new(params), cached });
         changes.push(Change::Pages { slot, first: 0, pages });
         if sequence.started.is_none() {
@@ -715,6 +792,19 @@ impl Scheduler {
             self.leaves.push(sequence.slot.expect("a victim holds a slot"));
             if sequence.in_flight == 0 {
                 self.release(victim);
+            }
+        }
+    }
+
+    /// The slots' recurrent state is lost: whoever has not ended leaves and comes back.
+    fn recompute(&mut self, slots: &[Slot]) {
+        for &slot in slots {
+            let Some(sequence) = self.holder(slot) else { continue };
+            if matches!(sequence.state, State::Prefill | State::Decode) {
+                sequence.state = State::Leaving;
+                sequence.preemptions += 1;
+                self.preemptions += 1;
+                self.leaves.push(slot);
             }
         }
     }
@@ -918,6 +1008,7 @@ mod tests {
             buckets: vec![1, 2, 4, 8],
             run_ahead: 32,
             vocabulary: 100,
+            snapshots: None,
         };
         Setup {
             context: capacity.usable_context(),
@@ -999,7 +1090,8 @@ mod tests {
                 }
             };
             let cost = PerToken::default();
-            self.scheduler.progress(Progress { ticket, steps, tokens, finished: true, cost }, self.now);
+            let report = Progress { ticket, steps, tokens, finished: true, state_lost: false, cost };
+            self.scheduler.progress(report, self.now);
             self.scheduler.assert_consistent();
         }
 

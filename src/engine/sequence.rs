@@ -1,7 +1,7 @@
 //! One sequence: its tokens, what it holds on the device, and how far the device has been
 //! asked to go with it. Deliberately absent: which sequence goes next (`scheduler`).
 
-use super::executor::{Chunk, PAGE_TOKENS, Page, Slot, SlotParams};
+use super::executor::{Cell, Chunk, PAGE_TOKENS, Page, STATE_TOKENS, Slot, SlotParams};
 use super::prefix::PageKey;
 use super::request::{PerToken, Request, Timings};
 use std::cmp::Reverse;
@@ -80,6 +80,11 @@ pub struct Sequence {
     history: u32,
     /// Of them queued for prefill, or found in pages.
     prefilled: u32,
+    /// The cell that its next chunk's recurrent state comes from, if not the slot's own.
+    restore: Option<Cell>,
+    /// Tokens of history whose pages were found, as far as state can be kept: another sequence has begun alike, and
+    /// further ones may.
+    branch: u32,
     /// Tokens of the prompt that its first stay found in pages.
     pub cached_tokens: u32,
     /// Tokens that the device was asked to draw in this stay.
@@ -142,6 +147,8 @@ impl Sequence {
             in_flight: 0,
             history: 0,
             prefilled: 0,
+            restore: None,
+            branch: 0,
             drawn: 0,
             turn: 0,
             arrived: now,
@@ -183,6 +190,30 @@ impl Sequence {
             let before = self.keys.last().copied().unwrap_or(self.root);
             self.keys.push(before.next(&self.tokens[at..at + PAGE_TOKENS as usize]));
         }
+    }
+
+    /// Its first chunk continues the recurrent state of a cell; the pages of its first `branch` tokens are found.
+    pub fn continue_state(&mut self, restore: Option<Cell>, branch: u32) {
+        self.restore = restore;
+        self.branch = branch / STATE_TOKENS * STATE_TOKENS;
+    }
+
+    /// Positions behind which a chunk's recurrent state is worth keeping, the best first, and the names of the pages
+    /// before them: where the next turn of a conversation may go on, where another sequence has parted from this
+    /// one, and the end of a chunk of many.
+    pub fn keep_points(&self, chunk: &Chunk) -> impl Iterator<Item = (u32, PageKey)> + '_ {
+        let start = chunk.start;
+        let end = start + chunk.tokens.len() as u32;
+        let turn = (self.history - 1) / STATE_TOKENS * STATE_TOKENS;
+        let whole = if chunk.last { 0 } else { end };
+        let points = [turn, self.branch, whole].into_iter();
+        let inside = points.filter(move |point| start < *point && *point <= end);
+        inside.map(|point| (point, self.keys[(point / PAGE_TOKENS) as usize - 1]))
+    }
+
+    /// Tokens of its history that are neither queued nor found.
+    pub fn unqueued(&self) -> u32 {
+        self.history - self.prefilled
     }
 
     /// Takes a slot and the pages of its whole history, of which the first `found` hold their tokens. Gives what
@@ -241,19 +272,22 @@ impl Sequence {
         (self.slot.take(), std::mem::take(&mut self.pages))
     }
 
-    /// The next chunk of its history, of at most `most` tokens. It counts as queued from now on.
-    pub fn next_chunk(&mut self, most: u32) -> Chunk {
+    /// The next chunk of its history, of at most `most` tokens; if it is not the last, of a multiple of `unit`. It
+    /// counts as queued from now on.
+    pub fn next_chunk(&mut self, most: u32, unit: u32) -> Chunk {
         assert_eq!(self.state, State::Prefill);
         let slot = self.slot.expect("it has joined");
         let start = self.prefilled;
-        let end = self.history.min(start + most);
+        let end = if self.unqueued() <= most { self.history } else { start + most / unit * unit };
+        assert!(end > start, "a chunk of {most} tokens, at least {unit} are needed");
         self.prefilled = end;
         let last = end == self.history;
         if last {
             self.state = State::Decode;
             self.drawn = 1;
         }
-        Chunk { slot, tokens: self.tokens[start as usize..end as usize].to_vec(), start, last }
+        let tokens = self.tokens[start as usize..end as usize].to_vec();
+        Chunk { slot, tokens, start, last, restore: self.restore.take(), keeps: Vec::new() }
     }
 
     /// Tokens that the device may still be asked to draw.

@@ -15,7 +15,7 @@ use crate::kernels::state;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, Place, Table};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
-use crate::model::dense::{Dense, RingLayout, Shape, Tuning};
+use crate::model::decoder::{Decoder, RingLayout, Shape, Tuning};
 use std::sync::Arc;
 
 /// The step to time.
@@ -95,7 +95,8 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &Load, positions: &[u32
     }
     if let Shape::Prefill { rows } = load.shape {
         let tokens = vec![0; rows as usize];
-        let prompt = PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true };
+        let from = (load.position > 0).then_some(0);
+        let prompt = PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, from, keeps: &[] };
         for (word, words) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
             for (at, value) in (layout.chunk_word(word)..).zip(words) {
                 set(at, value);
@@ -141,11 +142,13 @@ pub fn stages(
     let max_pages = positions.iter().map(|position| pages_of(*position, load)).max().unwrap_or(1);
     let mut tuning = tuning(adapter, matrices, config.kv_heads, max_pages * 16);
     change(&mut tuning);
-    let dense = Dense {
+    let decoder = Decoder {
         config,
         weights: checkpoint.weights(),
         max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
-        state: StateLayout { slots: rows, rows, chunk, prompts: 1, max_pages },
+        state: StateLayout { slots: rows, rows, chunk, prompts: 1, max_pages, recurrent: config.delta.is_some() },
+        cells: rows,
+        drafts: 0,
         pages: positions.iter().map(|position| pages_of(*position, load)).sum(),
         kv_format: Format::F16,
         ring: RingLayout { steps: 16, rows },
@@ -154,14 +157,14 @@ pub fn stages(
     };
     let is_matrix = |w: &&WeightSpec| matches!(w.kind, WeightKind::Matrix);
     let weight_value_bytes = checkpoint.weights().iter().find(is_matrix).map_or(1, |w| w.dtype.bytes());
-    let whole = dense.record(load.shape);
+    let whole = decoder.record(load.shape);
     let step = whole.with_barriers();
     let base = groups(&step);
     let mut tried = Vec::new();
     for change in &load.tries {
-        let mut dense = dense.clone();
-        dense.tuning.set(change);
-        let step = dense.record(load.shape).with_barriers();
+        let mut decoder = decoder.clone();
+        decoder.tuning.set(change);
+        let step = decoder.record(load.shape).with_barriers();
         // What a change leaves as it is has its time already.
         for group in groups(&step) {
             if base.iter().all(|old| old.name != group.name || old.to_string() != group.to_string()) {
@@ -178,7 +181,7 @@ pub fn stages(
         let place = if name == "state" { Place::Upload { bar: true } } else { Place::DeviceLocal };
         let buffer = arena.buffer(&name, bytes, place)?;
         if name == "state" {
-            buffer.write(0, bytemuck::cast_slice(&state_words(&dense.state, dense.heads(), load, &positions)));
+            buffer.write(0, bytemuck::cast_slice(&state_words(&decoder.state, decoder.heads(), load, &positions)));
         } else {
             let to = init.buffer(&name, bytes);
             init.ops.push(Op::Fill { to, word: 0 });

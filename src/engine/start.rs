@@ -2,7 +2,7 @@
 //! memory, loads weights and records regions, bottom to top.
 //! Deliberately absent: what a request is.
 
-use super::executor::{Capacity, Executor, PAGE_TOKENS};
+use super::executor::{Capacity, Executor, PAGE_TOKENS, STATE_TOKENS};
 use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts};
 use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
 use super::matrices;
@@ -26,7 +26,8 @@ use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError
 use crate::memory::{Arena, Buffer, MappedFile, MemoryError, Place, StagingRing, Table};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
 use crate::model::demo;
-use crate::model::dense::{self, Dense, Part, RingLayout, Shape, Tuning};
+use crate::model::config::LayerKind;
+use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
 use crate::model::text::{Text, TextError};
 use std::collections::hash_map;
 use std::collections::{BTreeMap, HashMap};
@@ -346,6 +347,12 @@ const CPU_SLOTS: u32 = 4;
 const SLOT_MEMORY: u64 = 512 << 20;
 /// As [`SLOT_MEMORY`] says.
 const GPU_SLOTS: (u32, u32) = (8, 256);
+/// Snapshots of recurrent state on a CPU driver where nobody says otherwise.
+const CPU_SNAPSHOTS: u32 = 8;
+/// On a GPU they take at most one part in so many of its memory, and are at least and at most so many.
+const SNAPSHOT_SHARE: u64 = 32;
+/// As [`SNAPSHOT_SHARE`] says.
+const GPU_SNAPSHOTS: (u32, u32) = (8, 64);
 /// Pages that are planned where nobody says otherwise and memory suffices: for every sequence the longest context,
 /// but where that is more than so many tokens, as many longest contexts or so many tokens.
 const DEFAULT_CONTEXTS: u64 = 16;
@@ -405,7 +412,7 @@ pub(super) struct Build<'a> {
 
 /// A model whose buffers are allocated and whose weights are on their way.
 pub(super) struct Prepared<'a> {
-    pub(super) dense: Dense<'a>,
+    pub(super) decoder: Decoder<'a>,
     pub(super) recordings: Recordings,
     pub(super) table: Table,
     pub(super) pipelines: Pipelines,
@@ -426,6 +433,7 @@ pub(super) struct Loading {
 fn purpose(name: &str) -> Purpose {
     match name {
         "state" | "sampling.counts" | "step" | "rope" => Purpose::State,
+        name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
         "ring" | "dump" => Purpose::Ring,
         name if name.starts_with("kv.") => Purpose::KvPages,
         _ => Purpose::Scratch,
@@ -448,6 +456,11 @@ impl Build<'_> {
             if let Some(asked) = asked.filter(|asked| *asked > most) {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
+        }
+        if let (Some(_), Some(chunk)) = (c.delta, self.model.prefill_chunk.filter(|chunk| chunk % STATE_TOKENS != 0)) {
+            return Err(self.unsupported(format!(
+                "prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}"
+            )));
         }
         if !c.head_dim.is_multiple_of(8) {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
@@ -485,12 +498,29 @@ impl Build<'_> {
         })
     }
 
+    /// Snapshots of recurrent state, of models that have some.
+    fn snapshots(&self) -> Option<u32> {
+        let net = self.checkpoint.config.delta?;
+        let finds = self.model.prefix_cache.unwrap_or(true);
+        let own = || {
+            if self.adapter.is_cpu() {
+                return CPU_SNAPSHOTS;
+            }
+            let layers = self.checkpoint.config.layers_of(LayerKind::GatedDelta).count() as u64;
+            let heads = decoder::delta_heads(net);
+            let bytes = (layers * (heads.state_bytes(1) + heads.window_bytes(1))).max(1);
+            let fit = self.station.device.budget().heap_bytes / SNAPSHOT_SHARE / bytes;
+            u32::try_from(fit).unwrap_or(u32::MAX).clamp(GPU_SNAPSHOTS.0, GPU_SNAPSHOTS.1)
+        };
+        Some(if finds { self.model.snapshots.unwrap_or_else(own) } else { 0 })
+    }
+
     /// The model's recordings with that many KV pages.
-    fn dense(&self, context: u32, pages: u32, chunk: u32) -> Dense<'_> {
+    fn decoder(&self, context: u32, pages: u32, chunk: u32) -> Decoder<'_> {
         let slots = self.slots();
         let config = &self.checkpoint.config;
         let capabilities = &self.adapter.capabilities;
-        Dense {
+        Decoder {
             config,
             weights: self.checkpoint.weights(),
             max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
@@ -500,7 +530,10 @@ impl Build<'_> {
                 chunk,
                 prompts: slots.min(MOST_PROMPTS),
                 max_pages: context.div_ceil(PAGE_TOKENS),
+                recurrent: config.delta.is_some(),
             },
+            cells: slots + self.snapshots().unwrap_or(0),
+            drafts: 0,
             pages,
             kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
                 config::KvFormat::F16 => Format::F16,
@@ -538,23 +571,23 @@ impl Build<'_> {
         let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
 
         // Everything but the KV pool has its size before the pool is planned.
-        let probe = self.dense(wanted, 1, chunk);
+        let probe = self.decoder(wanted, 1, chunk);
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
         let pages = u32::try_from(plan.kv_pages()).unwrap_or(u32::MAX);
         let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
-        let dense = self.dense(context, pages, chunk);
-        let used = self.tuned.apply(&mut dense.tuning.clone());
+        let decoder = self.decoder(context, pages, chunk);
+        let used = self.tuned.apply(&mut decoder.tuning.clone());
         if used > 0 {
             self.progress.line(&format!("\"{}\": {used} workgroup shapes as `ostinato tune` found them", self.name));
         }
-        let recordings = Recordings::new(&dense, &buckets);
+        let recordings = Recordings::new(&decoder, &buckets);
         let all = recordings.all();
 
         let mut table = Table::new();
         let mut init = Recording::new("init");
         let weights: Vec<(&WeightSpec, Vec<Part>)> =
-            dense.weights.iter().map(|weight| (weight, dense.parts(weight))).collect();
+            decoder.weights.iter().map(|weight| (weight, decoder.parts(weight))).collect();
         for part in weights.iter().flat_map(|(_, parts)| parts) {
             table.add(self.station.arena.buffer(&part.name, part.bytes, Place::DeviceLocal)?)?;
         }
@@ -568,15 +601,17 @@ impl Build<'_> {
                 _ => Place::DeviceLocal,
             };
             let buffer = self.station.arena.buffer(&name, bytes, place)?;
-            if place == Place::DeviceLocal && !name.starts_with("kv.") && name != "rope" {
+            // Of a cache nothing is read that was not written.
+            let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
+            if place == Place::DeviceLocal && !cache && name != "rope" {
                 let to = init.buffer(&name, bytes);
                 init.ops.push(Op::Fill { to, word: 0 });
             }
             table.add(buffer)?;
         }
 
-        let load = self.load(&dense, &weights, &table)?;
-        let rope = dense.rope_table();
+        let load = self.load(&decoder, &weights, &table)?;
+        let rope = decoder.rope_table();
         let rope_buffer = table.require("rope")?;
         let rope_point =
             self.station.transfer.upload(&self.station.ring, rope_buffer, 0, bytemuck::cast_slice(&rope))?;
@@ -588,7 +623,7 @@ impl Build<'_> {
         })?;
         let init = Arc::new(Region::build(&self.station.device, &init, &table, &pipelines)?);
         let loading = Loading { init, weights: load, rope: rope_point, pipelines: pipelines.len(), started };
-        Ok(Prepared { dense, recordings, table, pipelines, loading })
+        Ok(Prepared { decoder, recordings, table, pipelines, loading })
     }
 
     /// Waits until a prepared model is loaded; gives the points after which it can run.
@@ -608,7 +643,7 @@ impl Build<'_> {
     }
 
     fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
-        let Prepared { dense, recordings, table, pipelines, loading } = self.prepare(cache)?;
+        let Prepared { decoder, recordings, table, pipelines, loading } = self.prepare(cache)?;
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
         let mut decode = BTreeMap::new();
@@ -638,34 +673,35 @@ impl Build<'_> {
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
         let ready = self.finish(loading)?;
-        self.test_tags(&dense, &table, &dump_region, &dump, &mut decode, &ready)?;
+        self.test_tags(&decoder, &table, &dump_region, &dump, &mut decode, &ready)?;
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
             self.name,
-            match dense.tuning.fragments {
+            match decoder.tuning.fragments {
                 None => "row after row",
                 Some(Matrices::ByHand) => "in fragments, multiplied by hand",
                 Some(Matrices::Cooperative) => "in fragments, on matrix units",
             },
             if overlaps { "overlap" } else { "run one after the other" }
         ));
-        let slots = dense.state.slots;
+        let slots = decoder.state.slots;
         let capacity = Capacity {
             slots,
-            pages: dense.pages,
-            context: dense.context,
-            prefill_chunk: dense.state.chunk,
-            prompts: dense.state.prompts,
+            pages: decoder.pages,
+            context: decoder.context,
+            prefill_chunk: decoder.state.chunk,
+            prompts: decoder.state.prompts,
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
+            snapshots: self.snapshots(),
         };
         let executor = GpuExecutor::new(Parts {
             capacity,
-            layout: dense.state,
-            heads: dense.heads(),
-            ring: dense.ring,
+            layout: decoder.state,
+            heads: decoder.heads(),
+            ring: decoder.ring,
             ring_buffer: Arc::clone(table.require("ring")?),
             dump,
             dump_region,
@@ -678,12 +714,12 @@ impl Build<'_> {
             compute: Arc::clone(&self.station.compute),
             ready,
             device_name: self.adapter.name.clone(),
-            fault_at: dense.tuning.fault_at,
+            fault_at: decoder.tuning.fault_at,
         });
         Ok(executor)
     }
 
-    fn plan(&self, probe: &Dense<'_>, buckets: &[u32], context: u32, asked: bool) -> Result<Plan, StartError> {
+    fn plan(&self, probe: &Decoder<'_>, buckets: &[u32], context: u32, asked: bool) -> Result<Plan, StartError> {
         let budget = self.station.device.budget();
         let capabilities = &self.adapter.capabilities;
         let limits = Limits {
@@ -711,15 +747,23 @@ impl Build<'_> {
             ),
             Entry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
         ];
-        for (wanted, side) in
-            [(Purpose::State, Side::Device), (Purpose::Scratch, Side::Device), (Purpose::Ring, Side::Host)]
-        {
+        for (wanted, side) in [
+            (Purpose::State, Side::Device),
+            (Purpose::Recurrent, Side::Device),
+            (Purpose::Scratch, Side::Device),
+            (Purpose::Ring, Side::Host),
+        ] {
             let of =
                 sizes.iter().filter(|(name, _)| purpose(name) == wanted).map(|(name, bytes)| (name.as_str(), *bytes));
-            entries.push(Entry::of_buffers(wanted, side, of));
+            let mut entry = Entry::of_buffers(wanted, side, of);
+            if wanted == Purpose::Recurrent {
+                let (slots, cells) = (probe.state.slots, u64::from(probe.cells));
+                entry.things = Some((cells, format!("{slots} slots and {} snapshots", cells - u64::from(slots))));
+            }
+            entries.push(entry);
         }
         let heads = probe.heads();
-        let layers = u64::from(probe.config.layers);
+        let layers = probe.config.layers_of(LayerKind::FullAttention).count() as u64;
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
         let page_bytes = heads.page_bytes() * 2 * layers;
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
@@ -737,12 +781,12 @@ impl Build<'_> {
             .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
     }
 
-    fn load(&self, dense: &Dense<'_>, weights: &[(&WeightSpec, Vec<Part>)], table: &Table) -> Result<Load, StartError> {
+    fn load(&self, decoder: &Decoder<'_>, weights: &[(&WeightSpec, Vec<Part>)], table: &Table) -> Result<Load, StartError> {
         let mut files: HashMap<Arc<Path>, Arc<MappedFile>> = HashMap::new();
         let mut tensors = Vec::new();
         for (weight, parts) in weights {
             for part in parts {
-                let whole = dense.packing(weight);
+                let whole = decoder.packing(weight);
                 let mut sources = Vec::new();
                 for source in &weight.sources {
                     let file = match files.get(&source.path) {
@@ -774,7 +818,7 @@ impl Build<'_> {
     /// relied on to barriers: a kernel waited in vain, or the logits differ.
     fn test_tags(
         &self,
-        dense: &Dense<'_>,
+        decoder: &Decoder<'_>,
         table: &Table,
         dump_region: &Arc<Region>,
         dump: &Buffer,
@@ -785,14 +829,14 @@ impl Build<'_> {
             return Ok(());
         }
         let mut look = Recording::new("look at fault");
-        let (from, to) = (dense.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
+        let (from, to) = (decoder.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
         look.ops.push(Op::Copy { from, to });
         // Words of the step with barriers have any tag: they must not be there when words are waited for.
         let mut reset = Recording::new("reset after test");
-        let mut clear = vec![dense.state.fault(&mut reset).part(0, 4), reset.buffer("step", 4)];
+        let mut clear = vec![decoder.state.fault(&mut reset).part(0, 4), reset.buffer("step", 4)];
         for rows in decode.keys() {
-            let carried = dense.record(Shape::Decode { rows: *rows });
-            let tagged = carried.buffers.iter().filter(|buffer| buffer.name.starts_with(dense::TAGGED));
+            let carried = decoder.record(Shape::Decode { rows: *rows });
+            let tagged = carried.buffers.iter().filter(|buffer| buffer.name.starts_with(decoder::TAGGED));
             clear.extend(tagged.map(|buffer| reset.buffer(&buffer.name, buffer.bytes)));
         }
         reset.ops.extend(clear.into_iter().map(|to| Op::Fill { to, word: 0 }));
@@ -803,7 +847,7 @@ impl Build<'_> {
         let (look, reset) = (region(&look)?, region(&reset)?);
         let logits = |of: &Arc<Region>| -> Result<Vec<f32>, StartError> {
             self.run_once(vec![Arc::clone(of), Arc::clone(dump_region)], ready.to_vec())?;
-            let mut logits = vec![0f32; dense.config.vocab as usize];
+            let mut logits = vec![0f32; decoder.config.vocab as usize];
             dump.read(0, bytemuck::cast_slice_mut(&mut logits));
             Ok(logits)
         };
@@ -860,7 +904,7 @@ impl Build<'_> {
 
 /// The rows of a source that lie in a part of its weight.
 fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source> {
-    let format = dense::format(source.dtype);
+    let format = decoder::format(source.dtype);
     let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
     let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
     let from = begin.saturating_sub(first).div_ceil(step);
@@ -876,6 +920,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
         format,
         first_row: (first + from * step - begin) as u32,
         row_step: source.row_step,
+        plus: source.plus,
     })
 }
 
@@ -902,24 +947,24 @@ pub(super) struct InboxRecordings {
 }
 
 impl Recordings {
-    fn new(dense: &Dense<'_>, buckets: &[u32]) -> Recordings {
+    fn new(decoder: &Decoder<'_>, buckets: &[u32]) -> Recordings {
         let mut decode = Vec::new();
         let mut rows = 1;
-        while rows <= dense.state.rows {
-            let recording = dense.record(Shape::Decode { rows });
+        while rows <= decoder.state.rows {
+            let recording = decoder.record(Shape::Decode { rows });
             // Where words carry their readiness, the same step with barriers stands by.
             let plain = recording.with_barriers();
             let plain = (plain != recording).then_some(plain);
             decode.push((rows, recording, plain));
             rows *= 2;
         }
-        let prefill = buckets.iter().map(|&rows| (rows, dense.record(Shape::Prefill { rows }))).collect();
-        let most = dense.state.prompts.next_power_of_two();
+        let prefill = buckets.iter().map(|&rows| (rows, decoder.record(Shape::Prefill { rows }))).collect();
+        let most = decoder.state.prompts.next_power_of_two();
         let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= most);
-        let first = sizes.map(|rows| (rows, dense.record(Shape::Head { rows }))).collect();
-        let inboxes = (0..INBOXES).map(|index| inbox_recordings(dense, index)).collect();
+        let first = sizes.map(|rows| (rows, decoder.record(Shape::Head { rows }))).collect();
+        let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
         let mut dump = Recording::new("dump");
-        let bytes = u64::from(dense.config.vocab) * 4;
+        let bytes = u64::from(decoder.config.vocab) * 4;
         let from = dump.buffer("logits", bytes);
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
@@ -934,16 +979,16 @@ impl Recordings {
     }
 }
 
-fn inbox_recordings(dense: &Dense<'_>, index: usize) -> InboxRecordings {
+fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
     let mut apply = Recording::new(format!("patch.{index}"));
     let inbox = apply.buffer(&format!("inbox.{index}.patch"), sampling::patch_bytes(PATCH_PAIRS));
-    let target = dense.state.all(&mut apply);
+    let target = decoder.state.all(&mut apply);
     let args = PatchArgs { inbox, target, capacity: PATCH_PAIRS, words: (target.bytes / 4) as u32 };
     let call = sampling::patch("patch".to_owned(), args);
     apply.call(call);
 
-    let slots = dense.state.slots;
-    let vocabulary = dense.config.vocab;
+    let slots = decoder.state.slots;
+    let vocabulary = decoder.config.vocab;
     let mut clear = Recording::new(format!("clear_counts.{index}"));
     let inbox = clear.buffer(&format!("inbox.{index}.clear"), sampling::clear_bytes(slots));
     let counts = clear.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
@@ -954,7 +999,7 @@ fn inbox_recordings(dense: &Dense<'_>, index: usize) -> InboxRecordings {
     let mut mark = Recording::new(format!("mark_seen.{index}"));
     let rows = mark.buffer(&format!("inbox.{index}.seen"), rows_bytes(SEEN_ROWS));
     let counts = mark.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
-    let args = MarkPromptArgs { rows, state: dense.state.slots(&mut mark), counts, row_count: SEEN_ROWS, vocabulary };
+    let args = MarkPromptArgs { rows, state: decoder.state.slots(&mut mark), counts, row_count: SEEN_ROWS, vocabulary };
     mark.call(sampling::mark_prompt("mark_seen".to_owned(), args));
     InboxRecordings { apply, clear, mark }
 }

@@ -17,7 +17,7 @@ use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
 use crate::kernels::state::{self, SlotInit};
 use crate::memory::{Buffer, Place, Table};
 use crate::model::checkpoint::Checkpoint;
-use crate::model::dense::{Dense, Shape, Tuning};
+use crate::model::decoder::{Decoder, Shape, Tuning};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -159,7 +159,7 @@ pub fn tune(
     bench.fill(options.depth)?;
 
     let bounds = Bounds::new(adapter, &checkpoint.config);
-    let mut knobs = knobs(&bench.dense, &rules, bounds, options.depth);
+    let mut knobs = knobs(&bench.decoder, &rules, bounds, options.depth);
     knobs.retain(|knob| !options.tune.iter().any(|change| change.split('=').next() == Some(knob.key.as_str())));
     let (rules, reference) = bench.reference(rules)?;
     let variant = tuned::variant(&rules);
@@ -224,15 +224,15 @@ pub fn tune(
 }
 
 /// What can be chosen for a model's step of one row, what decides about most bytes first.
-fn knobs(dense: &Dense<'_>, rules: &Tuning, bounds: Bounds, depth: u32) -> Vec<Knob> {
-    let step = Dense { tuning: rules.clone(), ..dense.clone() }.record(Shape::Decode { rows: 1 });
+fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: Bounds, depth: u32) -> Vec<Knob> {
+    let step = Decoder { tuning: rules.clone(), ..decoder.clone() }.record(Shape::Decode { rows: 1 });
     let mut knobs: Vec<Knob> = Vec::new();
     let mut add = |key: String, rule: String, values: Vec<String>, bytes: u64| {
         if let Some(knob) = knobs.iter_mut().find(|knob| knob.key == key) {
             knob.bytes += bytes;
             return;
         }
-        let Some(entry) = tuned::entry(&key, dense.config) else { return };
+        let Some(entry) = tuned::entry(&key, decoder.config) else { return };
         let candidates = values.into_iter().filter(|v| bounds.changed(rules, &key, v).is_some()).collect();
         knobs.push(Knob { key, entry, rule, candidates, bytes });
     };
@@ -423,7 +423,7 @@ impl Search<'_, '_> {
 
 /// A loaded model whose steps can be built anew and timed.
 struct Bench<'a> {
-    dense: Dense<'a>,
+    decoder: Decoder<'a>,
     device: Arc<Device>,
     device_name: String,
     compute: Arc<Compute>,
@@ -446,13 +446,13 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(build: &'a Build<'_>, prepared: Prepared<'a>, adapter: &Adapter) -> Result<Bench<'a>, StartError> {
-        let Prepared { dense, recordings, mut table, pipelines, loading } = prepared;
+        let Prepared { decoder, recordings, mut table, pipelines, loading } = prepared;
         let device = Arc::clone(&build.station.device);
         let mut check = Recording::new("check");
-        let from = check.buffer("logits", u64::from(dense.config.vocab) * 4);
+        let from = check.buffer("logits", u64::from(decoder.config.vocab) * 4);
         let to = check.buffer("dump", from.bytes);
         check.ops.push(Op::Copy { from, to });
-        let from = dense.state.fault(&mut check);
+        let from = decoder.state.fault(&mut check);
         let to = check.buffer("tune.fault", from.bytes);
         check.ops.push(Op::Copy { from, to });
         let fault = build.station.arena.buffer("tune.fault", to.bytes, Place::Readback)?;
@@ -472,7 +472,7 @@ impl<'a> Bench<'a> {
             check,
             fault,
             step_us: 1.0,
-            dense,
+            decoder,
             device,
             table,
             pipelines,
@@ -487,7 +487,7 @@ impl<'a> Bench<'a> {
     fn regions(&mut self, tunings: &[Tuning]) -> Result<Vec<Option<Arc<Region>>>, StartError> {
         let steps: Vec<Recording> = tunings
             .iter()
-            .map(|tuning| Dense { tuning: tuning.clone(), ..self.dense.clone() }.record(Shape::Decode { rows: 1 }))
+            .map(|tuning| Decoder { tuning: tuning.clone(), ..self.decoder.clone() }.record(Shape::Decode { rows: 1 }))
             .collect();
         let all: Vec<&Recording> = steps.iter().collect();
         let mut built = vec![true; steps.len()];
@@ -562,8 +562,8 @@ impl<'a> Bench<'a> {
 
     /// Fills a context with the keys and values of made-up tokens; `apply` then sets the step behind it.
     fn fill(&mut self, depth: u32) -> Result<(), StartError> {
-        let layout = self.dense.state;
-        let vocabulary = self.dense.config.vocab;
+        let layout = self.decoder.state;
+        let vocabulary = self.decoder.config.vocab;
         let tokens: Vec<u32> = (0..depth).map(|at| at.wrapping_mul(2_654_435_761) % vocabulary).collect();
         let mut patch = Patch::default();
         for page in 0..depth / 16 + 1 {
@@ -572,7 +572,9 @@ impl<'a> Bench<'a> {
         self.write(patch)?;
         for (index, some) in tokens.chunks(layout.chunk as usize).enumerate() {
             let mut patch = Patch::default();
-            let rows = PromptRows { slot: 0, start: index as u32 * layout.chunk, tokens: some, last: false };
+            let start = index as u32 * layout.chunk;
+            let from = (start > 0).then_some(0);
+            let rows = PromptRows { slot: 0, start, tokens: some, last: false, from, keeps: &[] };
             // A single prompt's tiles begin at the first.
             for (word, words) in layout.chunk_layout().describe(&[rows], |_| 0) {
                 patch.set_all(layout.chunk_word(word), &words);
@@ -611,7 +613,7 @@ impl<'a> Bench<'a> {
         if self.fault.load_u32(0) != 0 {
             return Ok(Err("a workgroup waited too long for another".to_owned()));
         }
-        let mut logits = vec![0f32; self.dense.config.vocab as usize];
+        let mut logits = vec![0f32; self.decoder.config.vocab as usize];
         self.logits.read(0, bytemuck::cast_slice_mut(&mut logits));
         Ok(Ok(logits))
     }
@@ -626,7 +628,7 @@ mod tests {
     use crate::kernels::skinny::Matrices;
     use crate::memory::pack::Format;
     use crate::model::demo;
-    use crate::model::dense::RingLayout;
+    use crate::model::decoder::RingLayout;
 
     fn of_demo(fragments: Option<Matrices>, depth: u32) -> Vec<Knob> {
         let mut adapter = Adapter::made_up(0, "Some GPU", AdapterKind::Discrete);
@@ -635,11 +637,13 @@ mod tests {
         adapter.capabilities.max_shared_bytes = 32 << 10;
         let checkpoint = Checkpoint::open(&demo::unpack(None).expect("a folder")).expect("the demo model");
         let rules = Tuning { fragments, splits: 8, ..tuning(&adapter, None, 4, 1024) };
-        let dense = Dense {
+        let decoder = Decoder {
             config: &checkpoint.config,
             weights: checkpoint.weights(),
             max_buffer_bytes: 1 << 30,
-            state: StateLayout { slots: 1, rows: 1, chunk: 16, prompts: 1, max_pages: 64 },
+            state: StateLayout { slots: 1, rows: 1, chunk: 16, prompts: 1, max_pages: 64, recurrent: false },
+            cells: 1,
+            drafts: 0,
             pages: 64,
             kv_format: Format::F16,
             ring: RingLayout { steps: 16, rows: 1 },
@@ -647,7 +651,7 @@ mod tests {
             tuning: rules.clone(),
         };
         let bounds = Bounds::new(&adapter, &checkpoint.config);
-        let knobs = knobs(&dense, &rules, bounds, depth);
+        let knobs = knobs(&decoder, &rules, bounds, depth);
         for knob in &knobs {
             assert!(knob.candidates.iter().all(|value| bounds.changed(&rules, &knob.key, value).is_some()));
         }

@@ -11,7 +11,7 @@ use crate::kernels::skinny::Matrices;
 use crate::memory::pack::Format;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
-use crate::model::dense::Tuning;
+use crate::model::decoder::Tuning;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
@@ -146,6 +146,7 @@ impl Bounds {
             dim: config.head_dim,
             rot: config.rope.rotary_dim,
             qk_norm: config.qk_norm,
+            gated: config.attention_gate,
             kv_format: Format::F16,
         };
         Bounds { threads: capabilities.max_invocations.min(capabilities.max_workgroup_size[0]), heads }

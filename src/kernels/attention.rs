@@ -23,6 +23,8 @@ pub struct Heads {
     pub rot: u32,
     /// Whether q and k are normalised a head.
     pub qk_norm: bool,
+    /// Whether the sigmoid of a gate, which stands behind the v heads, multiplies each value of the output.
+    pub gated: bool,
     /// Of cached keys and values: f16 or f32.
     pub kv_format: Format,
 }
@@ -82,6 +84,7 @@ pub fn attention(
         fused: u32::from(fused),
         workers: threads,
         tagged: flow.code(),
+        gated: u32::from(heads.gated),
     };
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
     let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);
@@ -138,6 +141,14 @@ fn norm_rope(
         let (a, b) = (head[j], head[j + half]);
         head[j] = a * c - b * s;
         head[j + half] = b * c + a * s;
+    }
+}
+
+/// What an output is multiplied by whose gate, if there are gates, is float `at` of qkv.
+pub(super) fn gate(gated: u32, memory: &HostMemory, qkv: Range, at: u32) -> f64 {
+    match gated {
+        0 => 1.0,
+        _ => 1.0 / (1.0 + (-f64::from(memory.f32(qkv, at))).exp()),
     }
 }
 
@@ -299,7 +310,9 @@ pub(super) fn attend(
                         f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)))
                     };
                     let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
-                    put(memory, row, h * c.d + i, (mixed / sum) as f32);
+                    let at = row * a.stride + (c.kv_heads * (c.g + 2) + h) * c.d + i;
+                    let gate = gate(c.gated, memory, a.qkv, at);
+                    put(memory, row, h * c.d + i, (mixed / sum * gate) as f32);
                 }
             }
         }

@@ -29,13 +29,22 @@ pub struct Table {
 /// - `{prompts, lasts, rows, tiles}`;
 /// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, rows
 ///   ascending; tiles are `flash`'s;
+/// - of models with recurrent state for each prompt {cell whose state it continues or `u32::MAX`, rows after which state
+///   is kept as well and the cell for that, twice, the first of its blocks of [`BLOCK_ROWS`] rows, 0, 0};
 /// - for each prompt whose last chunk this is, its last row, from which a token is drawn;
 /// - the token of each row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkLayout {
     /// The most prompts of a step.
     pub prompts: u32,
+    /// Whether the model has recurrent state.
+    pub recurrent: bool,
 }
+
+/// Rows of a prompt that recurrent state takes in at a time.
+pub const BLOCK_ROWS: u32 = 64;
+/// Words of a prompt's cells.
+const CELL_WORDS: u32 = 8;
 
 impl ChunkLayout {
     /// Word of a prompt's four.
@@ -43,9 +52,14 @@ impl ChunkLayout {
         4 + 4 * index
     }
 
+    /// Word of a prompt's eight about its cells.
+    pub fn cells(self, index: u32) -> u32 {
+        self.prompt(self.prompts) + CELL_WORDS * index
+    }
+
     /// Word of a last row.
     pub fn last(self, index: u32) -> u32 {
-        self.prompt(self.prompts) + index
+        self.cells(if self.recurrent { self.prompts } else { 0 }) + index
     }
 
     /// Word of a row's token.
@@ -64,13 +78,20 @@ impl ChunkLayout {
     /// If there are more prompts than the descriptor has room for.
     pub fn describe(self, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<(u32, Vec<u32>)> {
         assert!(prompts.len() <= self.prompts as usize, "{} prompts, at most {}", prompts.len(), self.prompts);
-        let (mut first_row, mut first_tile) = (0, 0);
-        let mut words = Vec::with_capacity(4 * prompts.len());
+        let (mut first_row, mut first_tile, mut first_block) = (0, 0, 0);
+        let (mut words, mut cells) = (Vec::with_capacity(4 * prompts.len()), Vec::new());
         let (mut lasts, mut tokens) = (Vec::new(), Vec::new());
         for prompt in prompts {
             words.extend([prompt.slot, prompt.start, first_row, first_tile]);
+            if self.recurrent {
+                let keep = |index: usize| prompt.keeps.get(index).copied().unwrap_or((0, u32::MAX));
+                let ((rows, cell), (more_rows, more_cell)) = (keep(0), keep(1));
+                let from = prompt.from.unwrap_or(u32::MAX);
+                cells.extend([from, rows, cell, more_rows, more_cell, first_block, 0, 0]);
+            }
             first_row += prompt.tokens.len() as u32;
             first_tile += tiles(prompt.tokens.len() as u32);
+            first_block += (prompt.tokens.len() as u32).div_ceil(BLOCK_ROWS);
             if prompt.last {
                 lasts.push(first_row - 1);
             }
@@ -79,6 +100,7 @@ impl ChunkLayout {
         vec![
             (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, first_tile]),
             (self.prompt(0), words),
+            (self.cells(0), cells),
             (self.last(0), lasts),
             (self.token(0), tokens),
         ]
@@ -96,6 +118,10 @@ pub struct PromptRows<'a> {
     pub tokens: &'a [u32],
     /// A token is drawn from the last of them.
     pub last: bool,
+    /// The cell whose recurrent state they continue; none at the beginning of a sequence.
+    pub from: Option<u32>,
+    /// Rows after which their state is kept, a multiple of [`BLOCK_ROWS`], and the cell for it; two at most.
+    pub keeps: &'a [(u32, u32)],
 }
 
 /// Writes `rows` and `x` for `rows` rows.
@@ -141,13 +167,13 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
     let format = if fragments { Format::Bf16 } else { format_of(call.kernel) };
     for row in 0..call.groups[1] {
         let (token, position, slot, valid) = if constants.prefill == 1 {
-            let count = memory.u32(args.chunk, 2);
-            let valid = row < count;
-            let token = if valid { memory.u32(args.chunk, args.tokens_at + row) } else { 0 };
             let prompt =
                 |index: u32| std::array::from_fn::<u32, 4, _>(|i| memory.u32(args.chunk, 4 + 4 * index + i as u32));
             let prompts = (0..memory.u32(args.chunk, 0)).map(prompt);
             let [slot, start, first, _] = prompts.rev().find(|p| p[2] <= row).expect("the first begins at row 0");
+            // A prompt may be nobody's.
+            let valid = row < memory.u32(args.chunk, 2) && slot != u32::MAX;
+            let token = if valid { memory.u32(args.chunk, args.tokens_at + row) } else { 0 };
             (token, start + row - first, slot, valid)
         } else {
             let slot = memory.u32(args.batch, row);

@@ -3,7 +3,7 @@
 //! (`attention`).
 
 use super::Format;
-use super::attention::{Heads, Layer, k_index, v_index};
+use super::attention::{Heads, Layer, gate, k_index, v_index};
 use super::host_memory::HostMemory;
 use super::recording::Call;
 use super::shaders::{FlashArgs, FlashConstants};
@@ -58,7 +58,15 @@ pub fn flash(
         args.output_stride
     );
     let constants =
-        FlashConstants { threads: THREADS, d: heads.dim, g: heads.group(), kv_heads: heads.kv, lanes: THREADS, splits };
+        FlashConstants {
+        threads: THREADS,
+        d: heads.dim,
+        g: heads.group(),
+        kv_heads: heads.kv,
+        lanes: THREADS,
+        splits,
+        gated: u32::from(heads.gated),
+    };
     Call {
         kernel: match matrices {
             Matrices::ByHand => "flash.plain",
@@ -82,6 +90,9 @@ pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     for (index, kvh) in (0..prompts).flat_map(|index| (0..c.kv_heads).map(move |kvh| (index, kvh))) {
         let [slot, start, first, _] = std::array::from_fn(|i| memory.u32(a.chunk, 4 + 4 * index + i as u32));
         let end = if index + 1 < prompts { memory.u32(a.chunk, 4 + 4 * (index + 1) + 2) } else { in_use };
+        if slot == u32::MAX {
+            continue;
+        }
         // Of the tokens so far, one after the other.
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for row in first..end {
@@ -105,7 +116,8 @@ pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
                     sums.iter_mut().zip(value).for_each(|(sum, v)| *sum += weight * v);
                 }
                 for (i, sum) in (0..).zip(sums) {
-                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (sum / total) as f32);
+                    let gate = gate(c.gated, memory, a.qkv, row * a.stride + (c.kv_heads * (c.g + 2) + h) * c.d + i);
+                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (sum / total * gate) as f32);
                 }
             }
         }

@@ -26,9 +26,10 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     let exchange = if matrices == Matrices::ByHand { threads * 32 } else { 0 };
     // Without shuffles wide enough, a value for each four dims.
     let joined = if matrices == Matrices::ByHand { 1 } else { 8 };
-    let sums = ((g + 2) + g) * (d / 4) / joined * 4;
+    let raw = g + 2 + if heads.gated { g } else { 0 };
+    let sums = (raw + g) * (d / 4) / joined * 4;
     let combined = 2 * g * MOST_SPLITS * 4 + (g * d / 4 + MOST_SPLITS) * 16;
-    4 * ((g + 2) * d + g * d + d + g + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
+    4 * (raw * d + g * d + d + g + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
 }
 
 /// How the workgroups of a batch's attention are shared out among its rows.
@@ -118,6 +119,7 @@ pub fn flash_decode(
         tagged: flow.code(),
         planned,
         packed: u32::from(packed),
+        gated: u32::from(heads.gated),
     };
     // The block is `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
@@ -150,6 +152,7 @@ pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         fused: 1,
         workers: c.threads,
         tagged: c.tagged,
+        gated: c.gated,
     };
     let [groups, _, rows] = call.groups;
     let word = |at: u32| memory.u32(args.rows, at);

@@ -19,6 +19,8 @@ pub struct StateLayout {
     pub prompts: u32,
     /// Pages of the longest sequence.
     pub max_pages: u32,
+    /// Whether the model has recurrent state.
+    pub recurrent: bool,
 }
 
 /// Parts are aligned for 16-byte loads.
@@ -68,7 +70,14 @@ impl StateLayout {
 
     /// The parts of the descriptor of a step of prompts.
     pub fn chunk_layout(&self) -> ChunkLayout {
-        ChunkLayout { prompts: self.prompts }
+        ChunkLayout { prompts: self.prompts, recurrent: self.recurrent }
+    }
+
+    /// The cells of a step's prompts: a part of its descriptor.
+    pub fn cells(&self, recording: &mut Recording) -> Range {
+        let layout = self.chunk_layout();
+        let first = u64::from(layout.cells(0)) * 4;
+        self.chunk(recording).part(first, u64::from(layout.last(0)) * 4 - first)
     }
 
     /// The descriptor of a step of prompts: see [`ChunkLayout`].
@@ -128,7 +137,7 @@ mod tests {
 
     #[test]
     fn parts_follow_each_other_without_overlap() {
-        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9 };
+        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9, recurrent: true };
         let mut recording = Recording::new("test");
         let parts = [
             layout.slots(&mut recording),

@@ -4,7 +4,9 @@
 pub mod attention;
 pub mod barriers;
 pub mod bench;
+pub mod delta;
 pub mod determinate;
+pub mod draft;
 pub mod embed;
 pub mod flash;
 pub mod flash_decode;
@@ -56,6 +58,15 @@ pub fn reference(kernel: &str) -> Reference {
         "take_last" => gemm::reference_take_last,
         "flash_decode" => flash_decode::reference_flash_decode,
         "plan_splits" => flash_decode::reference_plan_splits,
+        "delta_step" => delta::reference_delta_step,
+        "delta_blocks" => delta::reference_delta_blocks,
+        "delta_scan" => delta::reference_delta_scan,
+        "delta_gate" => delta::reference_delta_gate,
+        "verify_rows" => draft::reference_verify_rows,
+        "next_tokens" => draft::reference_next_tokens,
+        "shift_tokens" => draft::reference_shift_tokens,
+        "join_norms" => draft::reference_join_norms,
+        "store_draft" => draft::reference_store_draft,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => flash::reference_flash,

@@ -119,6 +119,25 @@ pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
 /// With `tagged`, rows of a step whose logits came by way of tagged words: none is drawn once `fault` is set.
 /// A single row counts the step itself and needs no `advance`.
 pub fn sample(label: String, rows: u32, threads: u32, tagged: bool, args: SampleArgs) -> Call {
+    let constants =
+        SampleConstants { threads, tagged: u32::from(tagged), counts_step: u32::from(rows == 1), every: 1, first: 0 };
+    sample_rows(label, rows, constants, args)
+}
+
+/// Draws from row `first` of the `every` rows of each of `sequences`, if the row before it drew the draft that it holds.
+pub fn sample_drafts(
+    label: String,
+    sequences: u32,
+    (every, first): (u32, u32),
+    threads: u32,
+    args: SampleArgs,
+) -> Call {
+    assert!(first < every, "row {first} of {every}");
+    let constants = SampleConstants { threads, tagged: 0, counts_step: 0, every, first };
+    sample_rows(label, sequences, constants, args)
+}
+
+fn sample_rows(label: String, rows: u32, constants: SampleConstants, args: SampleArgs) -> Call {
     debug_assert!(
         args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
         "rows are read 16 bytes at a time"
@@ -126,8 +145,7 @@ pub fn sample(label: String, rows: u32, threads: u32, tagged: bool, args: Sample
     Call {
         kernel: "sample",
         label,
-        constants: SampleConstants { threads, tagged: u32::from(tagged), counts_step: u32::from(rows == 1) }
-            .into_values(),
+        constants: constants.into_values(),
         args: args.into_args(),
         groups: [rows, 1, 1],
     }
@@ -389,11 +407,14 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     if constants.counts_step == 1 {
         memory.set_u32(args.step_number, 0, number.wrapping_add(1));
     }
-    for row in 0..call.groups[0] {
-        let [_, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
+    for sequence in 0..call.groups[0] {
+        let row = sequence * constants.every + constants.first;
+        let [token, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
         let entry = RingEntry::at(number, row, args.ring_steps, args.ring_rows) as u32;
         let at = slot.wrapping_mul(SLOT_WORDS);
-        if valid == 0 || fault || memory.u32(args.state, at + SLOT_ACTIVE) != ACTIVE_RUNNING {
+        let word = |word: u32| memory.u32(args.state, at + word);
+        let follows = || constants.first == 0 || (word(SLOT_TOKEN), word(SLOT_POSITION)) == (token, position);
+        if valid == 0 || fault || word(SLOT_ACTIVE) != ACTIVE_RUNNING || !follows() {
             memory.set_u32(args.ring, entry + ENTRY_STEP, number);
             memory.set_u32(args.ring, entry + ENTRY_SLOT, slot);
             memory.set_u32(args.ring, entry + ENTRY_TOKEN, TOKEN_NONE);
@@ -436,6 +457,9 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         state[SLOT_POSITION as usize] = position + 1;
         state[SLOT_REMAINING as usize] = remaining;
         state[SLOT_GENERATED as usize] += 1;
+        if constants.first == 0 {
+            state[SLOT_SETTLED as usize] = if constants.every == 1 { position + 1 } else { position };
+        }
         if done != DONE_NO {
             state[SLOT_ACTIVE as usize] = ACTIVE_DONE;
         }

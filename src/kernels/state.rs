@@ -52,6 +52,13 @@ pub const SLOT_REPETITION_INVERSE: u32 = 36;
 pub const SLOT_MIN_P_LOG: u32 = 37;
 /// Tokens from this position on count as output for the penalties (a sequence computed again).
 pub const SLOT_PROMPT_TOKENS: u32 = 38;
+/// Tokens that recurrent state in memory has taken in; more are known where drafts were accepted.
+pub const SLOT_SETTLED: u32 = 39;
+/// [`MOST_DRAFTS`] tokens drafted to follow `SLOT_TOKEN`.
+pub const SLOT_DRAFTS: u32 = 40;
+
+/// Tokens that can be drafted at a time.
+pub const MOST_DRAFTS: u32 = 3;
 
 /// Nothing runs in the slot.
 pub const ACTIVE_IDLE: u32 = 0;

@@ -11,8 +11,10 @@ pub enum Purpose {
     Weights,
     /// Pages of keys and values.
     KvPages,
-    /// Per-sequence state: slots, page tables, sampling parameters, recurrent state.
+    /// Per-sequence state: slots, page tables, sampling parameters.
     State,
+    /// Recurrent state of sequences, and snapshots of it.
+    Recurrent,
     /// Activations and partial sums, reused by every step.
     Scratch,
     /// The ring through which weights travel to the device.
@@ -27,6 +29,7 @@ impl fmt::Display for Purpose {
             Purpose::Weights => "weights",
             Purpose::KvPages => "kv pages",
             Purpose::State => "state",
+            Purpose::Recurrent => "recurrent state",
             Purpose::Scratch => "scratch",
             Purpose::Staging => "staging",
             Purpose::Ring => "ring",
@@ -90,6 +93,8 @@ pub struct Entry {
     pub largest: Option<(String, u64)>,
     /// Whose memory.
     pub side: Side,
+    /// How many equal things it holds, and what they are, for the table.
+    pub things: Option<(u64, String)>,
 }
 
 impl Entry {
@@ -103,7 +108,7 @@ impl Entry {
                 largest = Some((name, size));
             }
         }
-        Entry { purpose, bytes, largest: largest.map(|(name, size)| (name.to_owned(), size)), side }
+        Entry { purpose, bytes, largest: largest.map(|(name, size)| (name.to_owned(), size)), side, things: None }
     }
 }
 
@@ -258,6 +263,7 @@ impl Plan {
                 bytes: kv_pages * kv.page_bytes,
                 largest: Some(("kv pages".to_owned(), kv_pages * kv.page_bytes_in_largest_buffer)),
                 side: Side::Device,
+                things: None,
             });
             entries.sort_by_key(|entry| entry.purpose);
         }
@@ -305,6 +311,9 @@ impl fmt::Display for Plan {
                 Side::Host if !self.limits.unified => "host memory".to_owned(),
                 _ => String::new(),
             };
+            if let Some((count, what)) = &entry.things {
+                note = format!("{what} of {}", size(entry.bytes / (*count).max(1)));
+            }
             if entry.purpose == Purpose::KvPages {
                 note = format!(
                     "{} pages of {}{}",
@@ -385,7 +394,7 @@ mod tests {
     }
 
     fn entry(purpose: Purpose, bytes: u64, side: Side) -> Entry {
-        Entry { purpose, bytes, largest: None, side }
+        Entry { purpose, bytes, largest: None, side, things: None }
     }
 
     #[test]

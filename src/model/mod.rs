@@ -5,6 +5,6 @@
 pub mod checkpoint;
 pub mod config;
 pub mod demo;
-pub mod dense;
+pub mod decoder;
 pub mod synth;
 pub mod text;

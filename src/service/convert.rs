@@ -133,5 +133,6 @@ pub fn load(replica: &Replica) -> proto::ReplicaLoad {
         prompt_tokens: load.prompt_tokens,
         cached_tokens: load.cached_tokens,
         preemptions: load.preemptions,
+        snapshots: load.snapshots,
     }
 }

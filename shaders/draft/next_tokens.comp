@@ -1,0 +1,57 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// The descriptor of a drafting pass over rows that the model has computed: each row's token is the one behind it.
+//
+// rows   [ROWS] of token, position, slot, valid, those of a prompt side by side, EACH of them
+// slots  `state.glsl`: the token behind a slot's last row is the one that was drawn from it, which is at the slot's
+//        position; rows behind that were rejected
+// next   descriptor: `kernels::embed::ChunkLayout`, written but for the cells; its last rows are those that a token
+//        was drawn from
+// STEP   0: of the rows as they are      n: of one row a slot, n tokens on, with the n-th draft as its token
+// One workgroup; traffic a few hundred bytes.
+#include "common.glsl"
+#include "state.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint ROWS = 1;
+layout(constant_id = 2) const uint EACH = 1;
+layout(constant_id = 3) const uint TILES = 1;     // of a prompt's attention
+layout(constant_id = 4) const uint STEP = 0;
+
+layout(push_constant) uniform Args {
+    Words4In rows;
+    WordsIn slots;
+    WordsOut next;
+    uint last_at;     // words of the descriptor
+    uint tokens_at;
+};
+
+void main() {
+    for (uint row = gl_LocalInvocationID.x; row < ROWS; row += gl_WorkGroupSize.x) {
+        uvec4 info = rows.v[row];
+        uint index = row / EACH, at = info.w == 0u ? 0u : info.z * SLOT_WORDS;
+        uint position = STEP == 0u ? info.y : slots.v[at + SLOT_POSITION] + STEP - 1u;
+        if (row % EACH == 0u) {
+            uint drawn = slots.v[at + SLOT_POSITION];
+            // Of a slot that has ended nothing is drafted any more.
+            bool runs = info.w != 0u && slots.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
+            next.v[4u + 4u * index] = runs ? info.z : 0xffffffffu;
+            next.v[4u + 4u * index + 1u] = position;
+            next.v[4u + 4u * index + 2u] = row;
+            next.v[4u + 4u * index + 3u] = index * TILES;
+            next.v[last_at + index] = row + (STEP == 0u && runs ? min(drawn - info.y, EACH) - 1u : 0u);
+        }
+        uint token = slots.v[at + SLOT_DRAFTS + max(STEP, 1u) - 1u];
+        if (STEP == 0u) {
+            token = slots.v[at + SLOT_TOKEN];
+            if (position + 1u != slots.v[at + SLOT_POSITION]) token = rows.v[min(row + 1u, ROWS - 1u)].x;
+        }
+        next.v[tokens_at + row] = info.w == 0u ? 0u : token;
+        if (row == 0u) {
+            next.v[0] = ROWS / EACH;
+            next.v[1] = ROWS / EACH;
+            next.v[2] = ROWS;
+            next.v[3] = ROWS / EACH * TILES;
+        }
+    }
+}

@@ -1,0 +1,44 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// The descriptor of a step that verifies drafts: of each slot of the batch its next token and the tokens drafted to
+// follow it, as a prompt of EACH rows.
+//
+// slots, batch  `state.glsl`;  chunk  descriptor: `kernels::embed::ChunkLayout`, written but for the cells
+// A slot that does not run stands there as nobody's prompt. There are no last rows: a token may be drawn from each.
+// One workgroup; traffic a few hundred bytes.
+#include "common.glsl"
+#include "state.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint ROWS = 1;      // of the batch
+layout(constant_id = 2) const uint EACH = 2;      // rows of a slot
+layout(constant_id = 3) const uint TILES = 1;     // of a prompt's attention
+
+layout(push_constant) uniform Args {
+    WordsIn slots;
+    WordsIn batch;
+    WordsOut chunk;
+    uint tokens_at;   // word of the descriptor
+};
+
+void main() {
+    for (uint row = gl_LocalInvocationID.x; row < ROWS * EACH; row += gl_WorkGroupSize.x) {
+        uint index = row / EACH, offset = row % EACH, slot = batch.v[index];
+        bool runs = slot != 0xffffffffu && slots.v[min(slot, 0xffffu) * SLOT_WORDS + SLOT_ACTIVE] == ACTIVE_RUNNING;
+        uint at = runs ? slot * SLOT_WORDS : 0u;
+        if (offset == 0u) {
+            chunk.v[4u + 4u * index] = runs ? slot : 0xffffffffu;
+            chunk.v[4u + 4u * index + 1u] = runs ? slots.v[at + SLOT_POSITION] : 0u;
+            chunk.v[4u + 4u * index + 2u] = row;
+            chunk.v[4u + 4u * index + 3u] = index * TILES;
+        }
+        uint token = slots.v[at + (offset == 0u ? SLOT_TOKEN : SLOT_DRAFTS + offset - 1u)];
+        chunk.v[tokens_at + row] = runs ? token : 0u;
+        if (row == 0u) {
+            chunk.v[0] = ROWS;
+            chunk.v[1] = 0u;
+            chunk.v[2] = ROWS * EACH;
+            chunk.v[3] = ROWS * TILES;
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Gated-delta layers: their state and window, and their stages. Deliberately absent: the layers' MLPs (`mlp`).
+
+use super::{Block, Decoder, Mixed, Shape, Step};
+use crate::kernels::delta::{self, DeltaHeads, PromptOperands};
+use crate::kernels::recording::Recording;
+use crate::kernels::shaders::DeltaStepArgs;
+use crate::kernels::skinny::Matrices;
+use crate::model::config::DeltaNet;
+
+/// The heads of a configuration's gated-delta layers.
+pub fn delta_heads(net: DeltaNet) -> DeltaHeads {
+    DeltaHeads { key: net.key_heads, value: net.value_heads, key_dim: net.key_dim, value_dim: net.value_dim }
+}
+
+impl Decoder<'_> {
+    /// The stages up to the output projection; `cells`: what the names of the layer's states begin with.
+    pub(super) fn delta(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, cells: &str) -> Mixed {
+        let c = self.config;
+        let heads = delta_heads(c.delta.expect("a layer of this kind has a configuration"));
+        self.mixer_input(r, shape, step, block, "in_proj", step.projected);
+        let rows = shape.rows();
+        let width = heads.output();
+        // The output is packed for the next product where its rows are whole blocks of columns.
+        let packed = (self.packs_for(shape, &block.name("o")) && width.is_multiple_of(32))
+            .then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
+        let (y, y_stride) = match packed {
+            Some(packed) => (packed.range, packed.cols / 32),
+            None => (step.mixed.range, step.mixed.stride),
+        };
+        let mut vector = |part: &str| {
+            let name = block.name(part);
+            self.vector(r, &name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""))
+        };
+        let (conv, a_log, dt_bias, norm) =
+            (vector("conv"), vector("a_log"), vector("dt_bias"), vector("delta_norm"));
+        let state = r.buffer(&format!("{cells}.state"), heads.state_bytes(self.cells));
+        let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
+        let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);
+        if matches!(shape, Shape::Decode { .. }) {
+            let flow = step.flow(Some(x), packed.is_none().then_some(y));
+            let args = DeltaStepArgs {
+                x,
+                rows: step.rows,
+                conv,
+                a_log,
+                dt_bias,
+                norm,
+                state,
+                window,
+                y,
+                fault: step.fault,
+                stride,
+                y_stride,
+                epsilon,
+                x_tag: 0,
+                y_tag: 0,
+            };
+            r.call(delta::delta_step(block.name("delta"), heads, rows, packed.is_some(), flow, args));
+        } else {
+            let prompts = self.state.prompts.min(rows);
+            let operands = PromptOperands {
+                x,
+                stride,
+                chunk: step.chunk,
+                cells: self.state.cells(r),
+                conv,
+                a_log,
+                dt_bias,
+                norm,
+                epsilon,
+                state,
+                window,
+                scratch: r.buffer("scan", delta::scratch_bytes(heads, rows, prompts)),
+                y,
+                y_stride,
+            };
+            let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
+            let calls =
+                delta::delta_prompts(&block.name("delta"), heads, (rows, prompts), packed.is_some(), matrices, operands);
+            calls.into_iter().for_each(|call| r.call(call));
+        }
+        packed.map_or(Mixed::Rows(step.mixed), Mixed::Packed)
+    }
+}

@@ -1,0 +1,165 @@
+//! The two ends of a step: rows and their embeddings, and the LM head with the sampler.
+//! Deliberately absent: the layers between them.
+
+use super::{Decoder, Shape, Step};
+use crate::kernels::embed::{self, RowsFrom, Table};
+use crate::kernels::gemm::{Activations, Epilogue, take_last};
+use crate::kernels::panel::Fold;
+use crate::kernels::recording::{Range, Recording};
+use crate::kernels::sampling;
+use crate::kernels::shaders::{
+    AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
+};
+use crate::kernels::tiled::Output;
+
+impl Decoder<'_> {
+    /// The rows of a step and their embeddings.
+    pub(super) fn embed(&self, r: &mut Recording, shape: Shape, step: &Step) {
+        self.embed_into(r, shape, step, step.x, "embed");
+    }
+
+    /// The rows of a step, and their embeddings into `x`.
+    pub(super) fn embed_into(&self, r: &mut Recording, shape: Shape, step: &Step, x: Activations, label: &str) {
+        let decode = matches!(shape, Shape::Decode { .. });
+        let from = if decode { RowsFrom::Batch } else { RowsFrom::Chunk };
+        let flow = step.flow(None, Some(x.range));
+        let fragments = self.weight("embed").is_some_and(|w| self.in_fragments(w));
+        for (first, table) in self.matrix(r, "embed") {
+            let (slots, batch) = (self.state.slots(r), self.state.batch(r));
+            let args = EmbedRowsArgs {
+                embedding: table.range,
+                slots: if decode { slots } else { slots.none() },
+                batch: if decode { batch } else { batch.none() },
+                chunk: if decode { step.chunk.none() } else { step.chunk },
+                x: x.range,
+                rows: step.rows,
+                chunks: self.config.hidden.div_ceil(8),
+                x_stride: x.stride,
+                part_first: first,
+                part_rows: table.rows,
+                x_tag: 0,
+                tokens_at: self.state.chunk_layout().token(0),
+            };
+            let layout = Table { format: table.format, fragments };
+            r.call(embed::embed_rows(label.to_owned(), layout, from, shape.rows(), self.config.hidden, flow, args));
+        }
+    }
+
+    /// Times that each token was seen, for penalties.
+    fn counts(&self, r: &mut Recording) -> Range {
+        r.buffer("sampling.counts", u64::from(self.state.slots) * u64::from(self.config.vocab) * 4)
+    }
+
+    pub(super) fn mark(&self, r: &mut Recording, shape: Shape, step: &Step) {
+        let (state, counts) = (self.state.slots(r), self.counts(r));
+        let vocabulary = self.config.vocab;
+        let args = MarkPromptArgs { rows: step.rows, state, counts, row_count: shape.rows(), vocabulary };
+        r.call(sampling::mark_prompt("mark_prompt".to_owned(), args));
+    }
+
+    /// The logits of rows of `x` behind the norm of that name.
+    pub(super) fn lm_head(
+        &self,
+        r: &mut Recording,
+        shape: Shape,
+        step: &Step,
+        x: Activations,
+        norm: &str,
+        logits: Activations,
+    ) {
+        let c = self.config;
+        let norm = self.vector(r, norm);
+        let name = if c.tied { "embed" } else { "lm_head" };
+        if self.packs_for(shape, name) {
+            let x = self.pack(r, shape, step, "head_pack".to_owned(), x, c.hidden, norm);
+            self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store, Fold::None);
+        } else {
+            self.product(r, shape, name, step, x, logits, norm, Epilogue::Store);
+        }
+    }
+
+    /// The best tokens of parts of each row of logits; gives where they are.
+    pub(super) fn best(&self, r: &mut Recording, rows: u32, logits: Activations, name: &str, label: &str) -> Range {
+        let partials = r.buffer(name, sampling::partials_bytes(rows));
+        let args = ArgmaxArgs {
+            logits: logits.range,
+            partials,
+            vocabulary: self.config.vocab,
+            row_stride: logits.stride,
+            parts: sampling::ARGMAX_PARTS,
+        };
+        r.call(sampling::argmax(label.to_owned(), rows, self.tuning.argmax_threads, args));
+        partials
+    }
+
+    pub(super) fn head(&self, r: &mut Recording, shape: Shape, step: &Step) {
+        let c = self.config;
+        let (slots, bias, counts) = (self.state.slots(r), self.state.bias(r), self.counts(r));
+        let rows = shape.rows();
+        let (x, rows_range) = match shape {
+            Shape::Decode { .. } | Shape::Verify { .. } => (step.x, step.rows),
+            _ => {
+                let head_x = Self::activations(r, "head.x", rows, c.hidden);
+                let head_rows = r.buffer("head.rows", embed::rows_bytes(rows));
+                let args = TakeLastArgs {
+                    x: step.x.range,
+                    rows: step.rows,
+                    chunk: step.chunk,
+                    head_x: head_x.range,
+                    head_rows,
+                    x_stride: step.x.stride,
+                    last_at: self.state.chunk_layout().last(0),
+                };
+                r.call(take_last("take_last".to_owned(), rows, args));
+                (head_x, head_rows)
+            }
+        };
+        let logits = step.logits;
+        self.lm_head(r, shape, step, x, "final_norm", logits);
+        let keys = r.buffer("sampling.keys", logits.range.bytes);
+        let step_number = r.buffer("step", 4);
+        let ring = r.buffer("ring", self.ring.bytes());
+        let partials = self.best(r, rows, logits, "sampling.partials", "argmax");
+        let args = SampleArgs {
+            logits: logits.range,
+            partials,
+            rows: rows_range,
+            state: slots,
+            counts,
+            bias,
+            keys,
+            step_number,
+            ring,
+            vocabulary: c.vocab,
+            row_stride: logits.stride,
+            partial_count: sampling::ARGMAX_PARTS,
+            ring_steps: self.ring.steps,
+            ring_rows: self.ring.rows,
+            // Set before the last barrier by whoever sets it.
+            fault: step.fault,
+        };
+        let threads = self.tuning.sample_threads;
+        let advance = AdvanceArgs { step_number };
+        match shape {
+            Shape::Verify { sequences, drafts } => {
+                let each = drafts + 1;
+                for first in 0..each {
+                    let label = format!("sample.{first}");
+                    r.call(sampling::sample_drafts(label, sequences, (each, first), threads, args));
+                }
+                r.call(sampling::advance("advance".to_owned(), advance));
+                self.draft(r, step, x, rows_range, (sequences, each), drafts);
+            }
+            _ => {
+                let carried = step.generations.is_some();
+                r.call(sampling::sample("sample".to_owned(), rows, threads, carried, args));
+                if rows > 1 {
+                    r.call(sampling::advance("advance".to_owned(), advance));
+                }
+                if matches!(shape, Shape::Head { .. }) && self.drafts() {
+                    self.draft(r, step, x, rows_range, (rows, 1), self.drafts);
+                }
+            }
+        }
+    }
+}

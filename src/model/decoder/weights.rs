@@ -1,0 +1,74 @@
+//! How a decoder's weights lie in memory, and their buffers in a recording.
+//! Deliberately absent: where they come from (`checkpoint`).
+
+use super::{Decoder, Part, format, stride};
+use crate::kernels::gemm::Matrix;
+use crate::kernels::recording::{Range, Recording};
+use crate::memory::pack::{Format, Layout, Packing};
+use crate::model::checkpoint::{WeightKind, WeightSpec};
+use crate::model::config::Dtype;
+
+impl Decoder<'_> {
+    /// Whether a weight is packed in fragment order, as all matrices of a checkpoint in bfloat16 are where the
+    /// device reads that.
+    pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
+        let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
+        self.tuning.fragments.is_some()
+            && is_matrix(weight)
+            && self.weights.iter().all(|w| !is_matrix(w) || w.dtype == Dtype::Bf16)
+    }
+
+    /// How a weight is packed.
+    pub fn packing(&self, weight: &WeightSpec) -> Packing {
+        let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
+        let (rows, cols, layout, format) = match weight.kind {
+            WeightKind::Matrix if self.in_fragments(weight) => {
+                (weight.rows, weight.cols, Layout::Fragments, Format::Bf16)
+            }
+            WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), format(weight.dtype)),
+            // A value a row, so that sources can interleave; the padding, as far as that of activations goes,
+            // becomes zero.
+            WeightKind::Vector => (stride(weight.rows), 1, row_major(1), Format::F32),
+        };
+        Packing { rows, cols, layout, format }
+    }
+
+    /// The buffers of a weight, none larger than the device's largest.
+    pub fn parts(&self, weight: &WeightSpec) -> Vec<Part> {
+        let packing = self.packing(weight);
+        // Whole fragments, and an even number of rows, so that gate and up stay together.
+        let unit = packing.rows_of_unit().max(2);
+        let fit = u32::try_from(self.max_buffer_bytes / packing.row_bytes()).unwrap_or(u32::MAX) / unit * unit;
+        let fit = fit.max(unit);
+        let part = |name: String, first_row: u32, rows: u32| {
+            let bytes = Packing { rows, ..packing }.bytes();
+            Part { name, first_row, rows, bytes }
+        };
+        if packing.rows <= fit {
+            return vec![part(weight.name.clone(), 0, packing.rows)];
+        }
+        (0..packing.rows.div_ceil(fit))
+            .map(|i| part(format!("{}.part{i}", weight.name), i * fit, fit.min(packing.rows - i * fit)))
+            .collect()
+    }
+
+    pub(super) fn weight(&self, name: &str) -> Option<&WeightSpec> {
+        self.weights.iter().find(|w| w.name == name)
+    }
+
+    pub(super) fn vector(&self, recording: &mut Recording, name: &str) -> Option<Range> {
+        self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows)) * 4))
+    }
+
+    /// The parts of a matrix, each with its first row.
+    pub(super) fn matrix(&self, recording: &mut Recording, name: &str) -> Vec<(u32, Matrix)> {
+        let weight = self.weight(name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""));
+        self.parts(weight)
+            .into_iter()
+            .map(|part| {
+                let range = recording.buffer(&part.name, part.bytes);
+                (part.first_row, Matrix { range, format: format(weight.dtype), rows: part.rows, cols: weight.cols })
+            })
+            .collect()
+    }
+}

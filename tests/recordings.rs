@@ -86,6 +86,7 @@ fn weight_words(dense: &Dense<'_>) -> Memory {
                 cols: source.cols,
                 first_row: source.first_row,
                 row_step: source.row_step,
+                plus: source.plus,
             })
             .collect();
         let packing = dense.packing(weight);

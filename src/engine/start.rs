@@ -449,6 +449,9 @@ impl Build<'_> {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
         }
+        if c.delta.is_some() || c.experts.is_some() {
+            return Err(self.unsupported("gated delta nets and experts cannot be run yet".to_owned()));
+        }
         if !c.head_dim.is_multiple_of(8) {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
         }
@@ -876,6 +879,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
         format,
         first_row: (first + from * step - begin) as u32,
         row_step: source.row_step,
+        plus: source.plus,
     })
 }
 

@@ -421,7 +421,16 @@ fn odd_capacities() {
         for seed in seeds(2) {
             let capacity = capacity.clone();
             let world =
-                World { name, requests: 1_500, capacity, gap_steps: 8, priorities: 2, nuisance: 20, beginnings: 4 };
+                World {
+                    name,
+                    requests: 1_500,
+                    capacity,
+                    gap_steps: 8,
+                    priorities: 2,
+                    nuisance: 20,
+                    beginnings: 4,
+                    state_lost_every: None,
+                };
             simulate(&world, seed);
         }
     }
@@ -437,6 +446,7 @@ fn the_same_seed_is_the_same_simulation() {
         priorities: 3,
         nuisance: 10,
         beginnings: 3,
+        state_lost_every: None,
     };
     assert_eq!(format!("{:?}", simulate(&world, 7)), format!("{:?}", simulate(&world, 7)));
 }

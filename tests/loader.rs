@@ -64,7 +64,7 @@ fn bits(i: usize) -> u16 {
 /// Rows of the shard from number `first` on.
 fn source(file: &Arc<MappedFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
     let offset = 7 + 2 * first as u64;
-    Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step }
+    Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
 }
 
 fn words(bytes: &[u8]) -> Vec<u16> {

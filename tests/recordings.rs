@@ -95,6 +95,7 @@ fn weight_words(decoder: &Decoder<'_>) -> Memory {
                 cols: source.cols,
                 first_row: source.first_row,
                 row_step: source.row_step,
+                plus: source.plus,
             })
             .collect();
         let packing = decoder.packing(weight);

@@ -66,6 +66,8 @@ pub struct Source {
     pub first_row: u32,
     /// Packed rows from one row to the next; at least 1.
     pub row_step: u32,
+    /// Added to every number, in f32.
+    pub plus: f32,
 }
 
 impl Source {
@@ -485,25 +487,26 @@ impl Actor {
 /// Packs a part of a tensor from its files.
 fn fill(tensor: &LoadTensor, part: Range<u64>, out: &mut [u8]) -> Result<(), LoadError> {
     let rows = packed_rows(&tensor.packing, &part);
+    let mut sources = Vec::new();
     for source in &tensor.sources {
         let needed = source_rows(source, &rows);
+        if needed.is_empty() {
+            // Of the hundreds of experts that a tensor may come from, a part has rows of a few.
+            continue;
+        }
         let start = source.offset + u64::from(needed.start) * source.row_bytes();
         let end = source.offset + u64::from(needed.end) * source.row_bytes();
-        if start < end {
-            source.file.populate(start..end, &tensor.name)?;
-        }
-    }
-    let sources = tensor.sources.iter().map(|source| {
-        Ok(Rows {
+        source.file.populate(start..end, &tensor.name)?;
+        sources.push(Rows {
             bytes: source.file.bytes(source.range(), &tensor.name)?,
             format: source.format,
             rows: source.rows,
             cols: source.cols,
             first_row: source.first_row,
             row_step: source.row_step,
-        })
-    });
-    let sources: Vec<Rows<'_>> = sources.collect::<Result<_, MemoryError>>()?;
+            plus: source.plus,
+        });
+    }
     pack(&tensor.packing, &sources, part, out);
     Ok(())
 }
@@ -678,7 +681,8 @@ mod tests {
         std::fs::write(file.path(), [0; 8]).unwrap();
         let file = Arc::new(MappedFile::open(file.path()).unwrap());
         // Every second packed row from 1: 1, 3, 5, …, 19.
-        let source = Source { file, offset: 0, rows: 10, cols: 1, format: Format::Bf16, first_row: 1, row_step: 2 };
+        let source =
+            Source { file, offset: 0, rows: 10, cols: 1, format: Format::Bf16, first_row: 1, row_step: 2, plus: 0.0 };
         assert_eq!(source_rows(&source, &(0..1)), 0..0);
         assert_eq!(source_rows(&source, &(0..2)), 0..1);
         assert_eq!(source_rows(&source, &(2..6)), 1..3);

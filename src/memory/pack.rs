@@ -138,9 +138,16 @@ pub struct Rows<'a> {
     pub first_row: u32,
     /// Packed rows from one row to the next; at least 1.
     pub row_step: u32,
+    /// Added to every number, in f32, before it is rounded to the packed tensor's format.
+    pub plus: f32,
 }
 
 impl<'a> Rows<'a> {
+    /// The packed row `row`, if it is one of these.
+    fn line(&self, row: u32) -> Option<Line<'a>> {
+        Some(Line { bytes: self.find(row)?, format: self.format, plus: self.plus })
+    }
+
     /// The bytes of the row that becomes packed row `row`, if it is one of these.
     fn find(&self, row: u32) -> Option<&'a [u8]> {
         let from_first = row.checked_sub(self.first_row)?;
@@ -150,6 +157,32 @@ impl<'a> Rows<'a> {
         }
         let row_bytes = self.cols as usize * self.format.bytes();
         Some(&self.bytes[index as usize * row_bytes..][..row_bytes])
+    }
+}
+
+/// One row of a checkpoint's tensor.
+#[derive(Clone, Copy)]
+struct Line<'a> {
+    bytes: &'a [u8],
+    format: Format,
+    plus: f32,
+}
+
+impl Line<'_> {
+    /// Whether its numbers are those of the packed tensor, bit for bit.
+    fn is(&self, format: Format) -> bool {
+        self.format == format && self.plus == 0.0
+    }
+
+    /// How many numbers it has.
+    fn numbers(&self) -> usize {
+        self.bytes.len() / self.format.bytes()
+    }
+
+    /// Its numbers `range` in a packed tensor's format; `out` holds as many.
+    fn write(&self, range: Range<usize>, format: Format, out: &mut [u8]) {
+        let size = self.format.bytes();
+        convert(self.format, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
     }
 }
 
@@ -195,19 +228,12 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
             continue;
         }
         let (this, rest) = out.split_at_mut(out.len().min(row_bytes - at));
-        let found = sources.iter().find_map(|s| s.find(row).map(|bytes| (s.format, bytes)));
-        let filled = match found {
-            Some((format, bytes)) => {
+        let filled = match sources.iter().find_map(|s| s.line(row)) {
+            Some(line) => {
                 let (first, numbers) = (at / size, this.len() / size);
-                let have = bytes.len() / format.bytes();
-                let (from, to) = (first.min(have), (first + numbers).min(have));
+                let (from, to) = (first.min(line.numbers()), (first + numbers).min(line.numbers()));
                 let filled = (to - from) * size;
-                convert(
-                    format,
-                    &bytes[from * format.bytes()..to * format.bytes()],
-                    packing.format,
-                    &mut this[..filled],
-                );
+                line.write(from..to, packing.format, &mut this[..filled]);
                 filled
             }
             None => 0,
@@ -223,7 +249,7 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
 /// right in one source; `None` if there is not even one.
 fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) -> Option<&'a [u8]> {
     let source = sources.iter().find(|s| s.find(row).is_some())?;
-    let same = source.format == packing.format && source.cols == packing.padded_cols();
+    let same = source.line(row).is_some_and(|line| line.is(packing.format)) && source.cols == packing.padded_cols();
     let index = ((row - source.first_row) / source.row_step) as usize;
     let rows = if source.row_step == 1 { most.min(source.rows as usize - index) } else { most.min(1) };
     let row_bytes = packing.row_bytes() as usize;
@@ -243,15 +269,15 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
         let (block, first) = ((unit / chunks) as u32, (unit % chunks) as usize);
         let count = out.len().min(chunks as usize - first);
         let (here, rest) = out.split_at_mut(count);
-        let rows: [Option<(Format, &[u8])>; 16] = std::array::from_fn(|r| {
+        let rows: [Option<Line<'_>>; 16] = std::array::from_fn(|r| {
             let row = block * FRAGMENT_ROWS + r as u32;
-            sources.iter().find_map(|s| s.find(row).map(|bytes| (s.format, bytes)))
+            sources.iter().find_map(|s| s.line(row))
         });
         // Columns that all 16 rows have in the right format need no look at each number.
         let plain: usize = rows
             .iter()
             .map(|row| match row {
-                Some((format, bytes)) if *format == packing.format => bytes.len() / (2 * CHUNK),
+                Some(line) if line.is(packing.format) => line.bytes.len() / (2 * CHUNK),
                 _ => 0,
             })
             .min()
@@ -259,7 +285,7 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
         let (as_is, converted) = here.split_at_mut(plain.saturating_sub(first).min(count));
         if !as_is.is_empty() {
             let words = rows.map(|row| {
-                let bytes = row.map_or(&[][..], |(_, bytes)| bytes);
+                let bytes = row.map_or(&[][..], |line| line.bytes);
                 &bytes[first * 2 * CHUNK..][..as_is.len() * 2 * CHUNK]
             });
             for (i, target) in as_is.iter_mut().enumerate() {
@@ -271,15 +297,9 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
         for (i, target) in converted.iter_mut().enumerate() {
             let mut block = [[0u8; 2 * CHUNK]; 16];
             for (row, line) in rows.iter().zip(&mut block) {
-                let Some((format, bytes)) = row else { continue };
-                let have = bytes.len() / format.bytes();
-                let (a, b) = (((from + i) * CHUNK).min(have), ((from + i + 1) * CHUNK).min(have));
-                convert(
-                    *format,
-                    &bytes[a * format.bytes()..b * format.bytes()],
-                    packing.format,
-                    &mut line[..(b - a) * 2],
-                );
+                let Some(row) = row else { continue };
+                let (a, b) = (((from + i) * CHUNK).min(row.numbers()), ((from + i + 1) * CHUNK).min(row.numbers()));
+                row.write(a..b, packing.format, &mut line[..(b - a) * 2]);
             }
             weave(|r| &block[r], target);
         }
@@ -306,15 +326,15 @@ fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 64], out: &mut [u8; FRAGMENT_BYTES]
     }
 }
 
-/// Converts numbers; `from` and `out` hold equally many. By way of f32, which holds every
-/// number of the other formats: only the last step can round.
-fn convert(from_format: Format, from: &[u8], to_format: Format, out: &mut [u8]) {
+/// Converts numbers and adds `plus`; `from` and `out` hold equally many. By way of f32, which holds
+/// every number of the other formats: only the sum and the last step can round.
+fn convert(from_format: Format, from: &[u8], plus: f32, to_format: Format, out: &mut [u8]) {
     debug_assert_eq!(from.len() / from_format.bytes(), out.len() / to_format.bytes());
-    if from_format == to_format {
+    if from_format == to_format && plus == 0.0 {
         out.copy_from_slice(from);
         return;
     }
-    if (from_format, to_format) == (Format::Bf16, Format::F32) {
+    if (from_format, to_format) == (Format::Bf16, Format::F32) && plus == 0.0 {
         for (from, out) in from.as_chunks::<2>().0.iter().zip(out.as_chunks_mut::<4>().0) {
             *out = (u32::from(u16::from_le_bytes(*from)) << 16).to_le_bytes();
         }
@@ -326,6 +346,10 @@ fn convert(from_format: Format, from: &[u8], to_format: Format, out: &mut [u8]) 
     for (from, out) in blocks.zip(out.chunks_mut(BLOCK * to_format.bytes())) {
         let numbers = &mut numbers[..from.len() / from_format.bytes()];
         widen(from_format, from, numbers);
+        // A zero that is added would make -0 of a checkpoint a 0.
+        if plus != 0.0 {
+            numbers.iter_mut().for_each(|x| *x += plus);
+        }
         narrow(numbers, to_format, out);
     }
 }
@@ -465,7 +489,7 @@ mod tests {
         }
         let bytes: Vec<u8> = (0..rows * cols).flat_map(|i| (i as u16).to_le_bytes()).collect();
         let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
-        let source = Rows { bytes: &bytes, format: Format::Bf16, rows, cols, first_row: 0, row_step: 1 };
+        let source = Rows { bytes: &bytes, format: Format::Bf16, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
         let packed: Vec<u8> = truth.iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(whole(&packing, &[source]), packed);
     }
@@ -486,7 +510,8 @@ mod tests {
         let norm = tensor(Format::Bf16, 1, 7, |_, c| 1.0 + c as f32 / 128.0);
         let packing =
             Packing { rows: 1, cols: 7, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
-        let source = Rows { bytes: &norm, format: Format::Bf16, rows: 1, cols: 7, first_row: 0, row_step: 1 };
+        let source =
+            Rows { bytes: &norm, format: Format::Bf16, rows: 1, cols: 7, first_row: 0, row_step: 1, plus: 0.0 };
         let out = whole(&packing, &[source]);
         for c in 0..7 {
             assert_eq!(decode(Format::F32, &out[c * 4..]), 1.0 + c as f32 / 128.0);
@@ -505,22 +530,36 @@ mod tests {
         ];
         for (from, to) in cases {
             let mut out = [0; 2];
-            convert(Format::F32, &from.to_le_bytes(), Format::Bf16, &mut out);
+            convert(Format::F32, &from.to_le_bytes(), 0.0, Format::Bf16, &mut out);
             assert_eq!(u16::from_le_bytes(out), to, "{from:e}");
         }
         let mut out = [0; 2];
-        convert(Format::F32, &f32::from_bits(0x7f80_0001).to_le_bytes(), Format::Bf16, &mut out);
+        convert(Format::F32, &f32::from_bits(0x7f80_0001).to_le_bytes(), 0.0, Format::Bf16, &mut out);
         assert!(bf16::from_le_bytes(out).is_nan());
-        convert(Format::F32, &(1.0f32 + 1.0 / 1024.0).to_le_bytes(), Format::F16, &mut out);
+        convert(Format::F32, &(1.0f32 + 1.0 / 1024.0).to_le_bytes(), 0.0, Format::F16, &mut out);
         assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0 + 1.0 / 1024.0);
-        convert(Format::F32, &(1.0f32 + 1.0 / 2048.0).to_le_bytes(), Format::F16, &mut out);
+        convert(Format::F32, &(1.0f32 + 1.0 / 2048.0).to_le_bytes(), 0.0, Format::F16, &mut out);
         assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0, "tie to even");
+    }
+
+    /// As transformers does it: the weight to f32, then the sum.
+    #[test]
+    fn a_norm_stored_around_zero_is_one_more_in_f32() {
+        for bits in [0x0000u16, 0x8000, 0x3c23, 0xbf7f, 0x3f80, 0x0001] {
+            let weight = bf16::from_bits(bits);
+            let mut out = [0; 4];
+            convert(Format::Bf16, &weight.to_le_bytes(), 1.0, Format::F32, &mut out);
+            assert_eq!(f32::from_le_bytes(out), 1.0 + weight.to_f32(), "{bits:#x}");
+        }
+        let mut out = [0; 4];
+        convert(Format::F32, &(-0.0f32).to_le_bytes(), 0.0, Format::F32, &mut out);
+        assert!(f32::from_le_bytes(out).is_sign_negative(), "what nothing is added to stays as it is");
     }
 
     #[test]
     fn subnormal_halves_widen_exactly() {
         let mut out = [0; 4];
-        convert(Format::F16, &1u16.to_le_bytes(), Format::F32, &mut out);
+        convert(Format::F16, &1u16.to_le_bytes(), 0.0, Format::F32, &mut out);
         assert_eq!(f32::from_le_bytes(out), 2f32.powi(-24));
     }
 
@@ -546,6 +585,7 @@ mod tests {
             multiple in 1u32..20,
             format in formats(),
             cuts in prop::collection::vec(0.0f64..1.0, 0..5),
+            plus in prop_oneof![Just(0.0f32), Just(1.0), Just(-2.5)],
         ) {
             prop_assume!(!fragments || format != Format::F32);
             let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: multiple } };
@@ -566,13 +606,13 @@ mod tests {
                 tensor(*dtype, *count, cols, |r, c| value(first + r * step, c))
             }).collect();
             let sources: Vec<Rows<'_>> = places.iter().zip(&data).map(|((count, first, step, dtype), bytes)| Rows {
-                bytes, format: *dtype, rows: *count, cols, first_row: *first, row_step: *step,
+                bytes, format: *dtype, rows: *count, cols, first_row: *first, row_step: *step, plus,
             }).collect();
             let packing = Packing { rows, cols, layout, format };
             let covered = |row| places.iter().any(|(count, first, step, _)| {
                 row >= *first && (row - first) % step == 0 && (row - first) / step < *count
             });
-            let want = expected(&packing, |r, c| if covered(r) { value(r, c) } else { 0.0 });
+            let want = expected(&packing, |r, c| if covered(r) { value(r, c) + plus } else { 0.0 });
 
             let units = packing.bytes() / packing.unit_bytes();
             let mut cuts: Vec<u64> = cuts.iter().map(|c| (c * units as f64) as u64).collect();

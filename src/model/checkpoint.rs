@@ -3,20 +3,16 @@
 //! is reported at once. Deliberately absent: the tensors' bytes (the loader maps them by
 //! path and offset).
 
-use std::collections::{BTreeMap, BTreeSet};
+mod headers;
+mod weights;
+
+use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 
-use serde_json::Value;
-
-use super::config::{ConfigProblem, Dtype, LayerKind, ModelConfig};
-
-/// The longest header that a safetensors file may have; the format's own limit.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+use super::config::{ConfigProblem, Dtype, ModelConfig};
+use headers::Headers;
 
 /// One tensor of a safetensors file.
 #[derive(Clone, Debug, PartialEq)]
@@ -71,6 +67,8 @@ pub struct SourceRef {
     pub first_row: u32,
     /// Packed rows from one source row to the next.
     pub row_step: u32,
+    /// What is added to every element, in f32: 1 for the weights of norms that are stored around zero, else 0.
+    pub plus: f32,
 }
 
 impl SourceRef {
@@ -107,6 +105,16 @@ impl WeightSpec {
     pub fn bytes(&self) -> u64 {
         self.elements() * self.dtype.bytes()
     }
+
+    /// Whether it belongs to the block that predicts further tokens.
+    pub fn is_mtp(&self) -> bool {
+        self.name.starts_with("mtp.")
+    }
+
+    /// Whether it is one below the other what each expert has: `experts.gate_up` or `experts.down`.
+    pub fn is_of_experts(&self) -> bool {
+        self.name.contains(".experts.")
+    }
 }
 
 /// An opened checkpoint whose headers have been checked against its configuration.
@@ -134,7 +142,7 @@ impl Checkpoint {
         let config = read_config(dir, &mut problems);
         let headers = Headers::read(dir, &mut problems);
         let weights = match &config {
-            Some(config) => Specs { config, headers: &headers, problems: &mut problems, specs: Vec::new() }.build(),
+            Some(config) => weights::build(config, &headers, &mut problems),
             None => Vec::new(),
         };
         match config {
@@ -145,15 +153,32 @@ impl Checkpoint {
         }
     }
 
-    /// The packed weights: layer by layer, then `embed`, `final_norm` and, where the head is
-    /// not tied, `lm_head`.
+    /// The packed weights: layer by layer, then `embed`, `final_norm`, `lm_head` where the head is not tied, and
+    /// those of the block that predicts further tokens. In all of them norms' weights are what to multiply by
+    /// ([`SourceRef::plus`] makes them so), and sources keep the format of the checkpoint.
     ///
-    /// A full-attention layer `i` has, each under the prefix `layers.{i}.`: `attn_norm`, `qkv`
-    /// (q, k and v rows one after the other), `qkv.bias`, `q_norm`, `k_norm`, `o`, `o.bias`,
-    /// `mlp_norm`, `gate_up` (row 2j is the gate's row j, row 2j + 1 the up projection's),
-    /// `gate_up.bias`, `down`, `down.bias`; those that the configuration has.
+    /// A layer `i` has, each under the prefix `layers.{i}.`, those of these that the configuration asks for:
+    /// - with full attention: `attn_norm`, `qkv` (rows of q, k, v and the gate of what attention gives, one after the
+    ///   other, each head after head), `qkv.bias`, `q_norm`, `k_norm`, `o`, `o.bias`;
+    /// - with a gated delta net: `attn_norm`, `in_proj` (rows of q, k, v, z, b and a, one after the other), `conv`
+    ///   (vector; channel c's taps at `conv_kernel * c` on, the last the current token's; channels as `in_proj`'s
+    ///   q, k, v), `a_log` and `dt_bias` (`[value_heads]`), `delta_norm` (`[value_dim]`), `o`;
+    /// - dense: `mlp_norm`, `gate_up` (row 2j is the gate's row j, row 2j + 1 the up projection's), `gate_up.bias`,
+    ///   `down`, `down.bias`;
+    /// - with experts: `mlp_norm`, `router` (a row each expert, then the shared expert's gate), `experts.gate_up`
+    ///   (expert after expert, each like a dense `gate_up`), `experts.down` (expert after expert, `hidden` rows of
+    ///   `inner` each), and `shared.gate_up` and `shared.down` like a dense MLP's.
+    ///
+    /// The block that predicts further tokens, the first of `mtp_layers` if the checkpoint has it, is under the
+    /// prefix `mtp.`: `embed_norm`, `hidden_norm`, `fc` (`[hidden, 2 * hidden]`, the embedding's columns first),
+    /// `final_norm`, and what a layer with full attention has.
     pub fn weights(&self) -> &[WeightSpec] {
         &self.weights
+    }
+
+    /// Whether the block that predicts further tokens was saved too.
+    pub fn has_mtp(&self) -> bool {
+        self.weights.iter().any(WeightSpec::is_mtp)
     }
 
     /// Elements of all weights; a tied head counts once.
@@ -161,23 +186,37 @@ impl Checkpoint {
         self.weights.iter().map(WeightSpec::elements).sum()
     }
 
+    /// Elements of the weights that one token goes through: of experts the chosen ones, of the block that predicts
+    /// further tokens none. The embedding counts whole, as is usual.
+    pub fn active_parameters(&self) -> u64 {
+        self.active().map(|(weight, of, in_all)| weight.elements() / in_all * of).sum()
+    }
+
     /// Bytes of all weights in their target formats.
     pub fn weight_bytes(&self) -> u64 {
         self.weights.iter().map(WeightSpec::bytes).sum()
     }
 
-    /// Bytes of weights that one token at batch 1 reads: every layer, the head and one row of
-    /// the embedding; keys and values not included.
+    /// Bytes of weights that one token at batch 1 reads: every layer, of its experts the chosen ones, the head and
+    /// one row of the embedding; keys, values, states and blocks that predict further tokens not included.
     pub fn bytes_per_token(&self) -> u64 {
         let row = |weight: &WeightSpec| u64::from(weight.cols) * weight.dtype.bytes();
-        self.weights
-            .iter()
-            .map(|weight| match weight.name.as_str() {
+        self.active()
+            .map(|(weight, of, in_all)| match weight.name.as_str() {
                 "embed" if self.config.tied => weight.bytes() + row(weight),
                 "embed" => row(weight),
-                _ => weight.bytes(),
+                _ => weight.bytes() / in_all * of,
             })
             .sum()
+    }
+
+    /// The weights that a token may go through, and how many of how many equal parts of each it does.
+    fn active(&self) -> impl Iterator<Item = (&WeightSpec, u64, u64)> {
+        let experts = self.config.experts;
+        self.weights.iter().filter(|weight| !weight.is_mtp()).map(move |weight| match experts {
+            Some(experts) if weight.is_of_experts() => (weight, experts.chosen.into(), experts.count.into()),
+            _ => (weight, 1, 1),
+        })
     }
 }
 
@@ -312,336 +351,4 @@ fn read_text(path: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<Strin
             problems.push(CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() })
         })
         .ok()
-}
-
-/// The headers of all files, and which tensors were lost with a file that could not be read.
-#[derive(Default)]
-struct Headers {
-    files: Vec<CheckpointFile>,
-    tensors: BTreeMap<String, TensorInfo>,
-    /// Tensors whose file has a problem of its own: not reported once more, one by one.
-    lost: BTreeSet<String>,
-    /// A file that cannot be read may have held anything.
-    all_lost: bool,
-}
-
-impl Headers {
-    fn read(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Headers {
-        let mut headers = Headers::default();
-        let single = dir.join("model.safetensors");
-        let index = dir.join("model.safetensors.index.json");
-        if single.exists() {
-            match headers.read_file(&single, problems) {
-                Some(found) => headers.tensors.extend(found),
-                None => headers.all_lost = true,
-            }
-        } else if index.exists() {
-            headers.read_shards(dir, &index, problems);
-        } else {
-            problems.push(CheckpointProblem::NoWeights { dir: dir.to_owned(), others: other_weights(dir) });
-            headers.all_lost = true;
-        }
-        headers
-    }
-
-    fn read_shards(&mut self, dir: &Path, index: &Path, problems: &mut Vec<CheckpointProblem>) {
-        self.all_lost = true;
-        let Some(text) = read_text(index, problems) else {
-            return;
-        };
-        let mut bad = |reason: String| problems.push(CheckpointProblem::BadIndex { path: index.to_owned(), reason });
-        let parsed: Value = match serde_json::from_str(&text) {
-            Ok(parsed) => parsed,
-            Err(error) => return bad(error.to_string()),
-        };
-        let Some(map) = parsed.get("weight_map").and_then(Value::as_object) else {
-            return bad("weight_map is missing".to_owned());
-        };
-        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-        for (tensor, shard) in map {
-            match shard.as_str() {
-                // A name, not a way out of the directory.
-                Some(name) if Path::new(name).file_name().is_some_and(|file| file == name) => {
-                    shards.entry(name).or_default().push(tensor);
-                }
-                _ => return bad(format!("weight_map puts {tensor} into {shard}, which is not a file name")),
-            }
-        }
-        self.all_lost = false;
-        for (name, tensors) in shards {
-            let path = dir.join(name);
-            let found = if path.exists() {
-                self.read_file(&path, problems)
-            } else {
-                problems.push(CheckpointProblem::MissingShard { path, tensors: tensors.len() });
-                None
-            };
-            match found {
-                // The index has the last word on which shard a tensor is read from.
-                Some(found) => {
-                    self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(&name.as_str())))
-                }
-                None => self.lost.extend(tensors.into_iter().map(str::to_owned)),
-            }
-        }
-    }
-
-    /// The tensors of one file; `None` if it has a problem.
-    fn read_file(
-        &mut self,
-        path: &Path,
-        problems: &mut Vec<CheckpointProblem>,
-    ) -> Option<BTreeMap<String, TensorInfo>> {
-        match read_header(path, self.files.len()) {
-            Ok(header) => {
-                let (needs, has) = (header.end_of_data, header.file.bytes);
-                if has < needs {
-                    // The tensors are kept, so that their shapes and formats are checked too.
-                    problems.push(CheckpointProblem::Truncated { path: path.to_owned(), needs, has });
-                }
-                self.files.push(header.file);
-                Some(header.tensors)
-            }
-            Err(problem) => {
-                problems.push(problem);
-                None
-            }
-        }
-    }
-
-    /// The tensor of that name, with the prefix `model.` or without it.
-    fn find(&self, name: &str) -> Option<(&str, &TensorInfo)> {
-        let bare = name.strip_prefix("model.").unwrap_or(name);
-        [name, bare]
-            .into_iter()
-            .find_map(|name| self.tensors.get_key_value(name).map(|(name, info)| (name.as_str(), info)))
-    }
-
-    fn is_lost(&self, name: &str) -> bool {
-        let bare = name.strip_prefix("model.").unwrap_or(name);
-        self.all_lost || self.lost.contains(name) || self.lost.contains(bare)
-    }
-}
-
-/// What else lies in the directory that looks like weights, for the message.
-fn other_weights(dir: &Path) -> String {
-    let mut names: Vec<String> = std::fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .filter(|name| [".bin", ".pth", ".gguf", ".safetensors"].iter().any(|end| name.ends_with(end)))
-        .collect();
-    names.sort();
-    names.truncate(4);
-    if names.is_empty() { String::new() } else { format!(" (found {}, which is not read)", names.join(", ")) }
-}
-
-/// What one file says of itself.
-struct Header {
-    file: CheckpointFile,
-    tensors: BTreeMap<String, TensorInfo>,
-    /// The least length that the file must have.
-    end_of_data: u64,
-}
-
-/// Reads one safetensors header. Layout: u64 length of the header, its JSON, then the data
-/// that the header's offsets count from.
-fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
-    let unreadable =
-        |error: std::io::Error| CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() };
-    let bad = |reason: String| CheckpointProblem::BadHeader { path: path.to_owned(), reason };
-    let truncated = |needs: u64, has: u64| CheckpointProblem::Truncated { path: path.to_owned(), needs, has };
-
-    let mut file = File::open(path).map_err(unreadable)?;
-    let has = file.metadata().map_err(unreadable)?.len();
-    if has < 8 {
-        return Err(truncated(8, has));
-    }
-    let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(unreadable)?;
-    let length = u64::from_le_bytes(length);
-    if length > MAX_HEADER_BYTES {
-        return Err(bad(format!("a header of {length} bytes exceeds the limit of {MAX_HEADER_BYTES}")));
-    }
-    let data = 8 + length;
-    if has < data {
-        return Err(truncated(data, has));
-    }
-    let mut header = vec![0; length as usize];
-    file.read_exact(&mut header).map_err(unreadable)?;
-    let header: serde_json::Map<String, Value> =
-        serde_json::from_slice(&header).map_err(|error| bad(error.to_string()))?;
-
-    let mut tensors = BTreeMap::new();
-    let mut end_of_data = data;
-    for (name, entry) in &header {
-        if name == "__metadata__" {
-            continue;
-        }
-        let dtype = entry.get("dtype").and_then(Value::as_str);
-        let shape = numbers(entry.get("shape"));
-        let offsets = numbers(entry.get("data_offsets"));
-        let (Some(dtype), Some(shape), Some(&[begin, end])) = (dtype, shape, offsets.as_deref()) else {
-            return Err(bad(format!("the entry of tensor {name} is malformed")));
-        };
-        let (offset, file_end) = match (data.checked_add(begin), data.checked_add(end)) {
-            (Some(offset), Some(file_end)) if begin <= end => (offset, file_end),
-            _ => return Err(bad(format!("tensor {name} has the offsets {begin} and {end}"))),
-        };
-        if let Ok(known) = Dtype::from_str(dtype) {
-            let elements = shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
-            let bytes = elements.and_then(|elements| elements.checked_mul(known.bytes()));
-            if bytes != Some(end - begin) {
-                let held = end - begin;
-                return Err(bad(format!("tensor {name} of shape {shape:?} and dtype {dtype} has {held} bytes")));
-            }
-        }
-        end_of_data = end_of_data.max(file_end);
-        let info = TensorInfo { file: index, dtype: dtype.to_owned(), shape, offset, bytes: end - begin };
-        tensors.insert(name.clone(), info);
-    }
-    Ok(Header { file: CheckpointFile { path: path.into(), bytes: has }, tensors, end_of_data })
-}
-
-fn numbers(value: Option<&Value>) -> Option<Vec<u64>> {
-    value?.as_array()?.iter().map(Value::as_u64).collect()
-}
-
-/// Builds the list of packed weights, and notes what stands in the way.
-struct Specs<'a> {
-    config: &'a ModelConfig,
-    headers: &'a Headers,
-    problems: &'a mut Vec<CheckpointProblem>,
-    specs: Vec<WeightSpec>,
-}
-
-impl<'a> Specs<'a> {
-    fn build(mut self) -> Vec<WeightSpec> {
-        let c = self.config;
-        for (layer, kind) in c.layer_kinds.iter().enumerate() {
-            match kind {
-                LayerKind::FullAttention => self.full_attention(layer),
-            }
-            self.mlp(layer);
-        }
-        self.stacked("embed", &[("model.embed_tokens.weight", c.vocab)], Some(c.hidden));
-        self.stacked("final_norm", &[("model.norm.weight", c.hidden)], None);
-        if !c.tied {
-            self.stacked("lm_head", &[("lm_head.weight", c.vocab)], Some(c.hidden));
-        }
-        self.specs
-    }
-
-    fn full_attention(&mut self, layer: usize) {
-        let c = self.config;
-        let (q, kv) = (c.q_rows(), c.kv_rows());
-        let name = |part: &str| format!("layers.{layer}.{part}");
-        let tensor = |part: &str| format!("model.layers.{layer}.{part}");
-        let attention = |part: &str| format!("model.layers.{layer}.self_attn.{part}");
-
-        self.stacked(&name("attn_norm"), &[(&tensor("input_layernorm.weight"), c.hidden)], None);
-        let rows = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)];
-        let parts = rows.map(|(part, rows)| (attention(&format!("{part}.weight")), rows));
-        self.stacked(&name("qkv"), &borrowed(&parts), Some(c.hidden));
-        if c.attention_bias {
-            let parts = rows.map(|(part, rows)| (attention(&format!("{part}.bias")), rows));
-            self.stacked(&name("qkv.bias"), &borrowed(&parts), None);
-        }
-        if c.qk_norm {
-            self.stacked(&name("q_norm"), &[(&attention("q_norm.weight"), c.head_dim)], None);
-            self.stacked(&name("k_norm"), &[(&attention("k_norm.weight"), c.head_dim)], None);
-        }
-        self.stacked(&name("o"), &[(&attention("o_proj.weight"), c.hidden)], Some(q));
-        if c.attention_bias {
-            self.stacked(&name("o.bias"), &[(&attention("o_proj.bias"), c.hidden)], None);
-        }
-    }
-
-    fn mlp(&mut self, layer: usize) {
-        let c = self.config;
-        let name = |part: &str| format!("layers.{layer}.{part}");
-        let mlp = |part: &str| format!("model.layers.{layer}.mlp.{part}");
-
-        let norm = format!("model.layers.{layer}.post_attention_layernorm.weight");
-        self.stacked(&name("mlp_norm"), &[(&norm, c.hidden)], None);
-        let parts = ["gate_proj.weight", "up_proj.weight"].map(|part| (mlp(part), c.intermediate));
-        self.interleaved(&name("gate_up"), &borrowed(&parts), Some(c.hidden));
-        if c.mlp_bias {
-            let parts = ["gate_proj.bias", "up_proj.bias"].map(|part| (mlp(part), c.intermediate));
-            self.interleaved(&name("gate_up.bias"), &borrowed(&parts), None);
-        }
-        self.stacked(&name("down"), &[(&mlp("down_proj.weight"), c.hidden)], Some(c.intermediate));
-        if c.mlp_bias {
-            self.stacked(&name("down.bias"), &[(&mlp("down_proj.bias"), c.hidden)], None);
-        }
-    }
-
-    /// One part below the other. `cols` is `None` for a vector.
-    fn stacked(&mut self, name: &str, parts: &[(&str, u32)], cols: Option<u32>) {
-        let mut first_row = 0;
-        let placed = parts
-            .iter()
-            .map(|&(tensor, rows)| {
-                let place = (tensor, rows, first_row);
-                first_row += rows;
-                place
-            })
-            .collect();
-        self.push(name, placed, 1, cols);
-    }
-
-    /// A row of each part in turn; the parts have equally many.
-    fn interleaved(&mut self, name: &str, parts: &[(&str, u32)], cols: Option<u32>) {
-        let placed = parts.iter().zip(0..).map(|(&(tensor, rows), part)| (tensor, rows, part)).collect();
-        self.push(name, placed, parts.len() as u32, cols);
-    }
-
-    fn push(&mut self, name: &str, parts: Vec<(&str, u32, u32)>, row_step: u32, cols: Option<u32>) {
-        let rows = parts.iter().map(|(_, rows, _)| rows).sum();
-        let mut sources = Vec::with_capacity(parts.len());
-        for (tensor, rows, first_row) in parts {
-            if let Some((tensor, info, dtype)) = self.resolve(tensor, rows, cols) {
-                let path = self.headers.files[info.file].path.clone();
-                let (offset, cols) = (info.offset, cols.unwrap_or(1));
-                sources.push(SourceRef { tensor, path, offset, dtype, rows, cols, first_row, row_step });
-            }
-        }
-        let dtype = match (cols, sources.first()) {
-            (Some(_), Some(first)) if sources.iter().all(|source| source.dtype == first.dtype) => first.dtype,
-            _ => Dtype::F32,
-        };
-        let kind = if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector };
-        let spec = WeightSpec { name: name.to_owned(), rows, cols: cols.unwrap_or(1), kind, dtype, sources };
-        self.specs.push(spec);
-    }
-
-    /// The tensor, if it is there with the right shape and a format that we read.
-    fn resolve(&mut self, name: &str, rows: u32, cols: Option<u32>) -> Option<(String, &'a TensorInfo, Dtype)> {
-        let headers: &'a Headers = self.headers;
-        let Some((tensor, info)) = headers.find(name) else {
-            if !self.headers.is_lost(name) {
-                self.problems.push(CheckpointProblem::MissingTensor { tensor: name.to_owned() });
-            }
-            return None;
-        };
-        let expected: Vec<u64> = [Some(rows), cols].into_iter().flatten().map(u64::from).collect();
-        let fits = info.shape == expected;
-        if !fits {
-            let (tensor, shape) = (tensor.to_owned(), info.shape.clone());
-            self.problems.push(CheckpointProblem::Shape { tensor, shape, expected });
-        }
-        match Dtype::from_str(&info.dtype) {
-            Ok(dtype) => fits.then(|| (tensor.to_owned(), info, dtype)),
-            Err(_) => {
-                let (tensor, dtype) = (tensor.to_owned(), info.dtype.clone());
-                self.problems.push(CheckpointProblem::UnsupportedDtype { tensor, dtype });
-                None
-            }
-        }
-    }
-}
-
-fn borrowed<const N: usize>(parts: &[(String, u32); N]) -> [(&str, u32); N] {
-    parts.each_ref().map(|(name, rows)| (name.as_str(), *rows))
 }

@@ -105,15 +105,14 @@ impl Preset {
         let tiny = self.vocab < 100_000;
         let (bos, eos) = match self.architecture {
             _ if tiny => (json!(256), json!(258)),
-            Architecture::Qwen3 => (json!(151_643), json!(151_645)),
             Architecture::Llama => (json!(128_000), json!([128_001, 128_008, 128_009])),
+            _ => (json!(151_643), json!(151_645)),
         };
         let (model_type, eps, theta) = match self.architecture {
-            Architecture::Qwen3 => ("qwen3", 1e-6, 1e6),
             Architecture::Llama => ("llama", 1e-5, 5e5),
+            _ => ("qwen3", 1e-6, 1e6),
         };
         let scaling = match self.architecture {
-            Architecture::Qwen3 => Value::Null,
             Architecture::Llama => json!({
                 "factor": f64::from(self.rope_factor),
                 "high_freq_factor": 4.0,
@@ -121,6 +120,7 @@ impl Preset {
                 "original_max_position_embeddings": if tiny { 256 } else { 8192 },
                 "rope_type": "llama3",
             }),
+            _ => Value::Null,
         };
         let config = json!({
             "architectures": [self.architecture.name()],

@@ -1,0 +1,221 @@
+//! The headers of safetensors files: one file, or shards by an index. Whatever a file says of
+//! itself is checked before it is believed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+use std::str::FromStr;
+
+use serde_json::Value;
+
+use super::{CheckpointFile, CheckpointProblem, TensorInfo, read_text};
+use crate::model::config::Dtype;
+
+/// The longest header that a safetensors file may have; the format's own limit.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// The headers of all files, and which tensors were lost with a file that could not be read.
+#[derive(Default)]
+pub(super) struct Headers {
+    pub(super) files: Vec<CheckpointFile>,
+    pub(super) tensors: BTreeMap<String, TensorInfo>,
+    /// Tensors whose file has a problem of its own: not reported once more, one by one.
+    lost: BTreeSet<String>,
+    /// A file that cannot be read may have held anything.
+    all_lost: bool,
+}
+
+impl Headers {
+    pub(super) fn read(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Headers {
+        let mut headers = Headers::default();
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        if single.exists() {
+            match headers.read_file(&single, problems) {
+                Some(found) => headers.tensors.extend(found),
+                None => headers.all_lost = true,
+            }
+        } else if index.exists() {
+            headers.read_shards(dir, &index, problems);
+        } else {
+            problems.push(CheckpointProblem::NoWeights { dir: dir.to_owned(), others: other_weights(dir) });
+            headers.all_lost = true;
+        }
+        headers
+    }
+
+    fn read_shards(&mut self, dir: &Path, index: &Path, problems: &mut Vec<CheckpointProblem>) {
+        self.all_lost = true;
+        let Some(text) = read_text(index, problems) else {
+            return;
+        };
+        let mut bad = |reason: String| problems.push(CheckpointProblem::BadIndex { path: index.to_owned(), reason });
+        let parsed: Value = match serde_json::from_str(&text) {
+            Ok(parsed) => parsed,
+            Err(error) => return bad(error.to_string()),
+        };
+        let Some(map) = parsed.get("weight_map").and_then(Value::as_object) else {
+            return bad("weight_map is missing".to_owned());
+        };
+        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (tensor, shard) in map {
+            match shard.as_str() {
+                // A name, not a way out of the directory.
+                Some(name) if Path::new(name).file_name().is_some_and(|file| file == name) => {
+                    shards.entry(name).or_default().push(tensor);
+                }
+                _ => return bad(format!("weight_map puts {tensor} into {shard}, which is not a file name")),
+            }
+        }
+        self.all_lost = false;
+        for (name, tensors) in shards {
+            let path = dir.join(name);
+            let found = if path.exists() {
+                self.read_file(&path, problems)
+            } else {
+                problems.push(CheckpointProblem::MissingShard { path, tensors: tensors.len() });
+                None
+            };
+            match found {
+                // The index has the last word on which shard a tensor is read from.
+                Some(found) => {
+                    self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(&name.as_str())))
+                }
+                None => self.lost.extend(tensors.into_iter().map(str::to_owned)),
+            }
+        }
+    }
+
+    /// The tensors of one file; `None` if it has a problem.
+    fn read_file(
+        &mut self,
+        path: &Path,
+        problems: &mut Vec<CheckpointProblem>,
+    ) -> Option<BTreeMap<String, TensorInfo>> {
+        match read_header(path, self.files.len()) {
+            Ok(header) => {
+                let (needs, has) = (header.end_of_data, header.file.bytes);
+                if has < needs {
+                    // The tensors are kept, so that their shapes and formats are checked too.
+                    problems.push(CheckpointProblem::Truncated { path: path.to_owned(), needs, has });
+                }
+                self.files.push(header.file);
+                Some(header.tensors)
+            }
+            Err(problem) => {
+                problems.push(problem);
+                None
+            }
+        }
+    }
+
+    /// The tensor of that name, under any of its [`spellings`].
+    pub(super) fn find(&self, name: &str) -> Option<(&str, &TensorInfo)> {
+        spellings(name)
+            .find_map(|name| self.tensors.get_key_value(name.as_str()).map(|(name, info)| (name.as_str(), info)))
+    }
+
+    pub(super) fn is_lost(&self, name: &str) -> bool {
+        self.all_lost || spellings(name).any(|name| self.lost.contains(name.as_str()))
+    }
+}
+
+/// How a tensor may be called: as it is, without the prefix `model.`, with it (the blocks that predict further
+/// tokens), or as the text's part of a model that does more.
+fn spellings(name: &str) -> impl Iterator<Item = String> {
+    let bare = name.strip_prefix("model.").unwrap_or(name);
+    let mut written = vec![name.to_owned()];
+    for prefix in ["", "model.", "model.language_model.", "language_model.model.", "language_model."] {
+        let spelling = format!("{prefix}{bare}");
+        if spelling != name {
+            written.push(spelling);
+        }
+    }
+    written.into_iter()
+}
+
+/// What else lies in the directory that looks like weights, for the message.
+fn other_weights(dir: &Path) -> String {
+    let mut names: Vec<String> = std::fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|name| [".bin", ".pth", ".gguf", ".safetensors"].iter().any(|end| name.ends_with(end)))
+        .collect();
+    names.sort();
+    names.truncate(4);
+    if names.is_empty() { String::new() } else { format!(" (found {}, which is not read)", names.join(", ")) }
+}
+
+/// What one file says of itself.
+struct Header {
+    file: CheckpointFile,
+    tensors: BTreeMap<String, TensorInfo>,
+    /// The least length that the file must have.
+    end_of_data: u64,
+}
+
+/// Reads one safetensors header. Layout: u64 length of the header, its JSON, then the data
+/// that the header's offsets count from.
+fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
+    let unreadable =
+        |error: std::io::Error| CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() };
+    let bad = |reason: String| CheckpointProblem::BadHeader { path: path.to_owned(), reason };
+    let truncated = |needs: u64, has: u64| CheckpointProblem::Truncated { path: path.to_owned(), needs, has };
+
+    let mut file = File::open(path).map_err(unreadable)?;
+    let has = file.metadata().map_err(unreadable)?.len();
+    if has < 8 {
+        return Err(truncated(8, has));
+    }
+    let mut length = [0; 8];
+    file.read_exact(&mut length).map_err(unreadable)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES {
+        return Err(bad(format!("a header of {length} bytes exceeds the limit of {MAX_HEADER_BYTES}")));
+    }
+    let data = 8 + length;
+    if has < data {
+        return Err(truncated(data, has));
+    }
+    let mut header = vec![0; length as usize];
+    file.read_exact(&mut header).map_err(unreadable)?;
+    let header: serde_json::Map<String, Value> =
+        serde_json::from_slice(&header).map_err(|error| bad(error.to_string()))?;
+
+    let mut tensors = BTreeMap::new();
+    let mut end_of_data = data;
+    for (name, entry) in &header {
+        if name == "__metadata__" {
+            continue;
+        }
+        let dtype = entry.get("dtype").and_then(Value::as_str);
+        let shape = numbers(entry.get("shape"));
+        let offsets = numbers(entry.get("data_offsets"));
+        let (Some(dtype), Some(shape), Some(&[begin, end])) = (dtype, shape, offsets.as_deref()) else {
+            return Err(bad(format!("the entry of tensor {name} is malformed")));
+        };
+        let (offset, file_end) = match (data.checked_add(begin), data.checked_add(end)) {
+            (Some(offset), Some(file_end)) if begin <= end => (offset, file_end),
+            _ => return Err(bad(format!("tensor {name} has the offsets {begin} and {end}"))),
+        };
+        if let Ok(known) = Dtype::from_str(dtype) {
+            let elements = shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
+            let bytes = elements.and_then(|elements| elements.checked_mul(known.bytes()));
+            if bytes != Some(end - begin) {
+                let held = end - begin;
+                return Err(bad(format!("tensor {name} of shape {shape:?} and dtype {dtype} has {held} bytes")));
+            }
+        }
+        end_of_data = end_of_data.max(file_end);
+        let info = TensorInfo { file: index, dtype: dtype.to_owned(), shape, offset, bytes: end - begin };
+        tensors.insert(name.clone(), info);
+    }
+    Ok(Header { file: CheckpointFile { path: path.into(), bytes: has }, tensors, end_of_data })
+}
+
+fn numbers(value: Option<&Value>) -> Option<Vec<u64>> {
+    value?.as_array()?.iter().map(Value::as_u64).collect()
+}

@@ -1,0 +1,363 @@
+//! The packed weights of a model, and where in the checkpoint's tensors each row lies, in whichever
+//! of the published ways the tensors are laid out. Deliberately absent: the rows themselves.
+
+use std::str::FromStr;
+
+use super::headers::Headers;
+use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
+use crate::model::config::{Architecture, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
+
+/// The list of packed weights; what stands in the way goes to `problems`.
+pub(super) fn build(config: &ModelConfig, headers: &Headers, problems: &mut Vec<CheckpointProblem>) -> Vec<WeightSpec> {
+    Specs { config, headers, problems, specs: Vec::new() }.build()
+}
+
+/// Adjacent rows of a tensor, and where they go.
+#[derive(Clone, Copy)]
+struct Slice {
+    /// First row of the tensor.
+    from: u32,
+    rows: u32,
+    /// The packed row of that row, and packed rows from one to the next.
+    first_row: u32,
+    row_step: u32,
+}
+
+/// A tensor that a packed weight takes rows of. Seen as rows of as many columns as the packed weight has, whatever
+/// its dimensions.
+struct Origin {
+    tensor: String,
+    shape: Vec<u64>,
+    slices: Vec<Slice>,
+}
+
+impl Origin {
+    /// All `rows` of a matrix of `cols` columns (a vector where `None`), from packed row `first_row` on.
+    fn whole(tensor: String, rows: u32, cols: Option<u32>, first_row: u32) -> Origin {
+        Origin::cut(tensor, rows, cols, vec![Slice { from: 0, rows, first_row, row_step: 1 }])
+    }
+
+    fn cut(tensor: String, rows: u32, cols: Option<u32>, slices: Vec<Slice>) -> Origin {
+        let shape = [Some(rows), cols].into_iter().flatten().map(u64::from).collect();
+        Origin { tensor, shape, slices }
+    }
+}
+
+/// Builds the list of packed weights, and notes what stands in the way.
+struct Specs<'a> {
+    config: &'a ModelConfig,
+    headers: &'a Headers,
+    problems: &'a mut Vec<CheckpointProblem>,
+    specs: Vec<WeightSpec>,
+}
+
+impl<'a> Specs<'a> {
+    fn build(mut self) -> Vec<WeightSpec> {
+        let c = self.config;
+        for (layer, (kind, mlp)) in c.layer_kinds.iter().zip(&c.mlp_kinds).enumerate() {
+            let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
+            match (kind, &c.delta) {
+                (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(&to, &from, *delta),
+                _ => self.full_attention(&to, &from),
+            }
+            self.mlp(*mlp, &to, &from);
+        }
+        self.stacked("embed", &[("model.embed_tokens.weight", c.vocab)], Some(c.hidden));
+        self.norm("final_norm", "model.norm.weight", c.hidden);
+        if !c.tied {
+            self.stacked("lm_head", &[("lm_head.weight", c.vocab)], Some(c.hidden));
+        }
+        if c.mtp_layers > 0 && self.has("mtp.fc.weight") {
+            self.mtp();
+        }
+        self.specs
+    }
+
+    /// Whether a file has the tensor, or was to have it.
+    fn has(&self, tensor: &str) -> bool {
+        self.headers.find(tensor).is_some() || self.headers.is_lost(tensor)
+    }
+
+    /// The block that predicts further tokens.
+    fn mtp(&mut self) {
+        let c = self.config;
+        self.norm("mtp.embed_norm", "mtp.pre_fc_norm_embedding.weight", c.hidden);
+        self.norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", c.hidden);
+        self.stacked("mtp.fc", &[("mtp.fc.weight", c.hidden)], Some(2 * c.hidden));
+        let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
+        self.full_attention("mtp.", "mtp.layers.0.");
+        self.mlp(mlp, "mtp.", "mtp.layers.0.");
+        self.norm("mtp.final_norm", "mtp.norm.weight", c.hidden);
+    }
+
+    /// `to` and `from` begin the names of packed weights and of tensors, here and below.
+    fn full_attention(&mut self, to: &str, from: &str) {
+        let c = self.config;
+        let name = |part: &str| format!("{to}{part}");
+        let attention = |part: &str| format!("{from}self_attn.{part}");
+
+        self.norm(&name("attn_norm"), &format!("{from}input_layernorm.weight"), c.hidden);
+        self.qkv(&name("qkv"), from, "weight", Some(c.hidden));
+        if c.attention_bias {
+            self.qkv(&name("qkv.bias"), from, "bias", None);
+        }
+        if c.qk_norm {
+            self.norm(&name("q_norm"), &attention("q_norm.weight"), c.head_dim);
+            self.norm(&name("k_norm"), &attention("k_norm.weight"), c.head_dim);
+        }
+        self.stacked(&name("o"), &[(&attention("o_proj.weight"), c.hidden)], Some(c.q_rows()));
+        if c.attention_bias {
+            self.stacked(&name("o.bias"), &[(&attention("o_proj.bias"), c.hidden)], None);
+        }
+    }
+
+    /// Rows of q, k, v and, where there is one, the gate, which lies in q's tensor head by head: `head_dim` rows of
+    /// the query, then as many of its gate.
+    fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>) {
+        let c = self.config;
+        let tensor = |projection: &str| format!("{from}self_attn.{projection}.{part}");
+        let (q, kv, dim) = (c.q_rows(), c.kv_rows(), c.head_dim);
+        let queries = match c.attention_gate {
+            false => Origin::whole(tensor("q_proj"), q, cols, 0),
+            true => {
+                let gates = q + 2 * kv;
+                let slices = (0..c.heads).flat_map(|head| {
+                    let slice = |from, first_row| Slice { from, rows: dim, first_row, row_step: 1 };
+                    [slice(2 * head * dim, head * dim), slice((2 * head + 1) * dim, gates + head * dim)]
+                });
+                Origin::cut(tensor("q_proj"), 2 * q, cols, slices.collect())
+            }
+        };
+        let (keys, values) = (tensor("k_proj"), tensor("v_proj"));
+        let origins = vec![queries, Origin::whole(keys, kv, cols, q), Origin::whole(values, kv, cols, q + kv)];
+        self.push(name, cols, origins, 0.0);
+    }
+
+    fn gated_delta(&mut self, to: &str, from: &str, delta: DeltaNet) {
+        let c = self.config;
+        let name = |part: &str| format!("{to}{part}");
+        let tensor = |part: &str| format!("{from}linear_attn.{part}");
+
+        self.norm(&name("attn_norm"), &format!("{from}input_layernorm.weight"), c.hidden);
+        let grouped = self.has(&tensor("in_proj_qkvz.weight"))
+            || c.architecture == Architecture::Qwen3Next && !self.has(&tensor("in_proj_qkv.weight"));
+        let origins =
+            if grouped { grouped_projections(&tensor, delta, c.hidden) } else { projections(&tensor, delta, c.hidden) };
+        self.push(&name("in_proj"), Some(c.hidden), origins, 0.0);
+        let (channels, taps) = (delta.channels(), delta.conv_kernel);
+        let conv = Origin {
+            tensor: tensor("conv1d.weight"),
+            shape: [channels, 1, taps].map(u64::from).to_vec(),
+            slices: vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }],
+        };
+        self.push(&name("conv"), None, vec![conv], 0.0);
+        self.stacked(&name("a_log"), &[(&tensor("A_log"), delta.value_heads)], None);
+        self.stacked(&name("dt_bias"), &[(&tensor("dt_bias"), delta.value_heads)], None);
+        // The one norm of a hybrid that is not stored around zero.
+        self.stacked(&name("delta_norm"), &[(&tensor("norm.weight"), delta.value_dim)], None);
+        self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(delta.value_rows()));
+    }
+
+    fn mlp(&mut self, kind: MlpKind, to: &str, from: &str) {
+        let c = self.config;
+        self.norm(&format!("{to}mlp_norm"), &format!("{from}post_attention_layernorm.weight"), c.hidden);
+        match (kind, c.experts) {
+            (MlpKind::Experts, Some(experts)) => self.experts(experts, to, from),
+            _ => self.dense(to, &format!("{from}mlp."), c.intermediate, c.mlp_bias),
+        }
+    }
+
+    fn dense(&mut self, to: &str, from: &str, inner: u32, bias: bool) {
+        let hidden = self.config.hidden;
+        let name = |part: &str| format!("{to}{part}");
+        let mlp = |part: &str| format!("{from}{part}");
+        let parts = ["gate_proj.weight", "up_proj.weight"].map(|part| (mlp(part), inner));
+        self.interleaved(&name("gate_up"), &borrowed(&parts), Some(hidden));
+        if bias {
+            let parts = ["gate_proj.bias", "up_proj.bias"].map(|part| (mlp(part), inner));
+            self.interleaved(&name("gate_up.bias"), &borrowed(&parts), None);
+        }
+        self.stacked(&name("down"), &[(&mlp("down_proj.weight"), hidden)], Some(inner));
+        if bias {
+            self.stacked(&name("down.bias"), &[(&mlp("down_proj.bias"), hidden)], None);
+        }
+    }
+
+    fn experts(&mut self, experts: Experts, to: &str, from: &str) {
+        let hidden = self.config.hidden;
+        let name = |part: &str| format!("{to}{part}");
+        let tensor = |part: &str| format!("{from}mlp.{part}");
+
+        let (router, gate) = (tensor("gate.weight"), tensor("shared_expert_gate.weight"));
+        let mut rows = vec![(router.as_str(), experts.count)];
+        if experts.shared_inner.is_some() {
+            rows.push((gate.as_str(), 1));
+        }
+        self.stacked(&name("router"), &rows, Some(hidden));
+        let (count, inner) = (experts.count, experts.inner);
+        let fused = self.has(&tensor("experts.gate_up_proj"))
+            || self.config.architecture == Architecture::Qwen35Moe && !self.has(&tensor("experts.0.gate_proj.weight"));
+        // Rows of an expert's gate, and of its up projection, in turn.
+        let slice = |from: u32, expert: u32, part: u32| Slice {
+            from,
+            rows: inner,
+            first_row: 2 * inner * expert + part,
+            row_step: 2,
+        };
+        let (gate_up, down) = if fused {
+            // Of each expert first all rows of the gate, then those of the up projection.
+            let slices = (0..count).flat_map(|e| [slice(2 * inner * e, e, 0), slice(2 * inner * e + inner, e, 1)]);
+            let origin = |part: &str, rows: u32, cols: u32, slices: Vec<Slice>| {
+                vec![Origin { tensor: tensor(part), shape: [count, rows, cols].map(u64::from).to_vec(), slices }]
+            };
+            let all = Slice { from: 0, rows: count * hidden, first_row: 0, row_step: 1 };
+            (
+                origin("experts.gate_up_proj", 2 * inner, hidden, slices.collect()),
+                origin("experts.down_proj", hidden, inner, vec![all]),
+            )
+        } else {
+            let of = |expert: u32, part: &str| tensor(&format!("experts.{expert}.{part}.weight"));
+            let parts = [(0, "gate_proj"), (1, "up_proj")];
+            let gate_up = (0..count).flat_map(|e| {
+                parts.map(|(i, part)| Origin::cut(of(e, part), inner, Some(hidden), vec![slice(0, e, i)]))
+            });
+            let down = (0..count).map(|e| Origin::whole(of(e, "down_proj"), hidden, Some(inner), e * hidden));
+            (gate_up.collect(), down.collect())
+        };
+        self.push(&name("experts.gate_up"), Some(hidden), gate_up, 0.0);
+        self.push(&name("experts.down"), Some(inner), down, 0.0);
+        if let Some(inner) = experts.shared_inner {
+            self.dense(&name("shared."), &tensor("shared_expert."), inner, false);
+        }
+    }
+
+    /// The weights of a norm, as what is multiplied by.
+    fn norm(&mut self, name: &str, tensor: &str, rows: u32) {
+        let plus = match self.config.norm {
+            NormKind::Plain => 0.0,
+            NormKind::ZeroCentred => 1.0,
+        };
+        self.push(name, None, vec![Origin::whole(tensor.to_owned(), rows, None, 0)], plus);
+    }
+
+    /// One part below the other. `cols` is `None` for a vector.
+    fn stacked(&mut self, name: &str, parts: &[(&str, u32)], cols: Option<u32>) {
+        let mut first_row = 0;
+        let origins = parts.iter().map(|&(tensor, rows)| {
+            let origin = Origin::whole(tensor.to_owned(), rows, cols, first_row);
+            first_row += rows;
+            origin
+        });
+        let origins = origins.collect();
+        self.push(name, cols, origins, 0.0);
+    }
+
+    /// A row of each part in turn; the parts have equally many.
+    fn interleaved(&mut self, name: &str, parts: &[(&str, u32)], cols: Option<u32>) {
+        let row_step = parts.len() as u32;
+        let origins = parts.iter().zip(0..).map(|(&(tensor, rows), first_row)| {
+            Origin::cut(tensor.to_owned(), rows, cols, vec![Slice { from: 0, rows, first_row, row_step }])
+        });
+        self.push(name, cols, origins.collect(), 0.0);
+    }
+
+    fn push(&mut self, name: &str, cols: Option<u32>, origins: Vec<Origin>, plus: f32) {
+        let width = cols.unwrap_or(1);
+        let rows = origins.iter().flat_map(|origin| &origin.slices).map(|slice| slice.rows).sum();
+        let mut sources = Vec::with_capacity(origins.len());
+        for origin in origins {
+            let Some((tensor, info, dtype)) = self.resolve(&origin) else { continue };
+            let path = &self.headers.files[info.file].path;
+            sources.extend(origin.slices.iter().map(|slice| SourceRef {
+                tensor: tensor.clone(),
+                path: path.clone(),
+                offset: info.offset + u64::from(slice.from) * u64::from(width) * dtype.bytes(),
+                dtype,
+                rows: slice.rows,
+                cols: width,
+                first_row: slice.first_row,
+                row_step: slice.row_step,
+                plus,
+            }));
+        }
+        let dtype = match (cols, sources.first()) {
+            (Some(_), Some(first)) if sources.iter().all(|source| source.dtype == first.dtype) => first.dtype,
+            _ => Dtype::F32,
+        };
+        let kind = if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector };
+        self.specs.push(WeightSpec { name: name.to_owned(), rows, cols: width, kind, dtype, sources });
+    }
+
+    /// The tensor, if it is there with the right shape and a format that we read.
+    fn resolve(&mut self, origin: &Origin) -> Option<(String, &'a TensorInfo, Dtype)> {
+        let headers: &'a Headers = self.headers;
+        let name = &origin.tensor;
+        let Some((tensor, info)) = headers.find(name) else {
+            if !self.headers.is_lost(name) {
+                self.problems.push(CheckpointProblem::MissingTensor { tensor: name.clone() });
+            }
+            return None;
+        };
+        let fits = info.shape == origin.shape;
+        if !fits {
+            let (tensor, shape, expected) = (tensor.to_owned(), info.shape.clone(), origin.shape.clone());
+            self.problems.push(CheckpointProblem::Shape { tensor, shape, expected });
+        }
+        match Dtype::from_str(&info.dtype) {
+            Ok(dtype) => fits.then(|| (tensor.to_owned(), info, dtype)),
+            Err(_) => {
+                let (tensor, dtype) = (tensor.to_owned(), info.dtype.clone());
+                self.problems.push(CheckpointProblem::UnsupportedDtype { tensor, dtype });
+                None
+            }
+        }
+    }
+}
+
+/// The rows of `in_proj` as Qwen3.5 stores them: q, k and v in one tensor, z, b and a in one each.
+fn projections(tensor: &dyn Fn(&str) -> String, delta: DeltaNet, hidden: u32) -> Vec<Origin> {
+    let parts = [
+        ("in_proj_qkv.weight", delta.channels()),
+        ("in_proj_z.weight", delta.value_rows()),
+        ("in_proj_b.weight", delta.value_heads),
+        ("in_proj_a.weight", delta.value_heads),
+    ];
+    let mut first_row = 0;
+    let origin = |(part, rows): (&str, u32)| {
+        let origin = Origin::whole(tensor(part), rows, Some(hidden), first_row);
+        first_row += rows;
+        origin
+    };
+    parts.map(origin).into()
+}
+
+/// The rows of `in_proj` as Qwen3-Next stores them: for each key head its q, its k, and the v and z of the value
+/// heads that share it; in another tensor, for each key head, the b and a of those value heads.
+fn grouped_projections(tensor: &dyn Fn(&str) -> String, delta: DeltaNet, hidden: u32) -> Vec<Origin> {
+    let heads = delta.value_heads / delta.key_heads;
+    let (keys, values) = (delta.key_dim, heads * delta.value_dim);
+    // Rows of a group's parts, and where those of all groups begin in the packed weight.
+    let qkvz = [(keys, 0), (keys, delta.key_rows()), (values, 2 * delta.key_rows()), (values, delta.channels())];
+    let b = delta.channels() + delta.value_rows();
+    let ba = [(heads, b), (heads, b + delta.value_heads)];
+    let slices = |parts: &[(u32, u32)]| {
+        let mut from = 0;
+        let mut slices = Vec::new();
+        for group in 0..delta.key_heads {
+            for &(rows, begin) in parts {
+                slices.push(Slice { from, rows, first_row: begin + group * rows, row_step: 1 });
+                from += rows;
+            }
+        }
+        slices
+    };
+    let origin = |part: &str, rows: u32, slices: Vec<Slice>| Origin::cut(tensor(part), rows, Some(hidden), slices);
+    vec![
+        origin("in_proj_qkvz.weight", b, slices(&qkvz)),
+        origin("in_proj_ba.weight", 2 * delta.value_heads, slices(&ba)),
+    ]
+}
+
+fn borrowed<const N: usize>(parts: &[(String, u32); N]) -> [(&str, u32); N] {
+    parts.each_ref().map(|(name, rows)| (name.as_str(), *rows))
+}

@@ -4,6 +4,7 @@
 pub mod attention;
 pub mod barriers;
 pub mod bench;
+pub mod delta;
 pub mod determinate;
 pub mod embed;
 pub mod flash;
@@ -59,6 +60,10 @@ pub fn reference(kernel: &str) -> Reference {
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => flash::reference_flash,
+        "delta_step" => delta::reference_delta_step,
+        "delta_blocks" => delta::reference_delta_blocks,
+        "delta_scan" => delta::reference_delta_scan,
+        "delta_gate" => delta::reference_delta_gate,
         "lanes" => lanes::reference_lanes,
         "read_ceiling" => bench::reference_read_ceiling,
         "argmax" => sampling::reference_argmax,

@@ -74,8 +74,7 @@ vec4 convolved(uint index, uint quad) {
 const uint STEP = BLOCK_ROWS + 1u;
 shared vec2 sums_s[BLOCK_ROWS];                   // of ln α: whole numbers, then what is left
 shared float beta_s[BLOCK_ROWS];
-shared float matrix_s[BLOCK_ROWS * STEP];         // I + L, then E's left factor
-shared float solved_s[BLOCK_ROWS * STEP];
+shared float matrix_s[BLOCK_ROWS * STEP];         // what is added to I, then T
 
 void main() {
     uint h = gl_WorkGroupID.x, block = gl_WorkGroupID.y, i = gl_LocalInvocationIndex;
@@ -148,25 +147,28 @@ void main() {
         matrix_s[i * STEP + j] = j < i ? beta * dots * exp(min(between.x + between.y, 0.0)) : 0.0;
     }
     barrier();
-    // A thread has a column of T.
+    // A thread has a column of T, then a row of E.
+    float line[BLOCK_ROWS];
     for (uint r = 0u; r < BLOCK_ROWS; r++) {
         float value = r == i ? 1.0 : 0.0;
-        for (uint c = 0u; c < r; c++) value -= matrix_s[r * STEP + c] * solved_s[c * STEP + i];
-        solved_s[r * STEP + i] = value;
+        for (uint c = 0u; c < r; c++) value -= matrix_s[r * STEP + c] * line[c];
+        line[r] = value;
     }
     barrier();
+    for (uint r = 0u; r < BLOCK_ROWS; r++) matrix_s[r * STEP + i] = line[r];
+    barrier();
+    for (uint c = 0u; c < BLOCK_ROWS; c++) line[c] = 0.0;
     for (uint j = 0u; j < BLOCK_ROWS; j++) {
         float dots = 0.0;
         uint other = ((own * 2u + 1u) * BLOCK_ROWS + j) * KEY_QUADS;
         for (uint c = 0u; c < KEY_QUADS; c++) dots += dot(mixed.v[q_at + c], mixed.v[other + c]);
         vec2 between = sum - sums_s[j];
-        matrix_s[i * STEP + j] = j <= i ? dots * exp(min(between.x + between.y, 0.0)) : 0.0;
+        float factor = j <= i ? dots * exp(min(between.x + between.y, 0.0)) : 0.0;
+        for (uint c = 0u; c < BLOCK_ROWS; c++) line[c] += factor * matrix_s[j * STEP + c];
     }
     for (uint c = 0u; c < BLOCK_ROWS; c++) {
-        float value = 0.0;
-        for (uint j = 0u; j < BLOCK_ROWS; j++) value += matrix_s[i * STEP + j] * solved_s[j * STEP + c];
         uint at = (own * 2u * BLOCK_ROWS + i) * BLOCK_ROWS + c;
-        solved.v[at] = solved_s[i * STEP + c];
-        solved.v[at + BLOCK_ROWS * BLOCK_ROWS] = value;
+        solved.v[at] = matrix_s[i * STEP + c];
+        solved.v[at + BLOCK_ROWS * BLOCK_ROWS] = line[c];
     }
 }

@@ -1,0 +1,230 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#pragma use_vulkan_memory_model
+// One token of each row through the gated delta rule, its state read once and written once:
+//
+//   c = silu( Σ_j conv[channel][j] · u_{p-3+j} )                   q, k of the value head's key head; v
+//   q̂ = q · rsqrt(Σq² + 1e-6) / sqrt(key_dim),  k̂ = k · rsqrt(Σk² + 1e-6)
+//   α = exp(-exp(a_log) · softplus(a + dt_bias)),  β = σ(b)
+//   r = Sᵀk̂,  w = Sᵀq̂,  δ = β (v - α r),  o = α w + (q̂·k̂) δ,  S ← α S + k̂ δᵀ
+//   y = o · rsqrt(mean o² + ε) ⊙ norm ⊙ silu(z)
+//
+// x      [rows][stride] f32: q | k | v | z | b | a;  rows [rows][4]: token, position, slot (the cell), valid
+// conv   [channels][4], a_log, dt_bias [value heads], norm [value_dim]
+// state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
+// window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
+// y      [rows][y_stride] f32; PACKED 1: bfloat16 blocks as `pack_rows` leaves them, `y_stride` of 32 columns
+// TAGGED 1: x is tagged (`tags.glsl`); 3: y too, and a row without a sequence then still writes zeros
+//
+// One workgroup serves a value head of a row: a thread has four values' columns and KEY_DIM / GROUPS rows of
+// the state, which it asks for before it waits for x. The first value head of a key head writes that head's
+// u into the window. Traffic: 8 bytes a number of state.
+#include "common.glsl"
+#include "tags.glsl"
+#include "delta.glsl"
+// Of the fragments only the rounding is used.
+#define LANES 1
+#include "fragments.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint KEY_HEADS = 16;
+layout(constant_id = 2) const uint VALUE_HEADS = 32;
+layout(constant_id = 3) const uint KEY_DIM = 128;
+layout(constant_id = 4) const uint VALUE_DIM = 128;
+layout(constant_id = 5) const uint GROUPS = 8;     // of rows of the state; the workgroup has VALUE_DIM / 4 times as many threads
+layout(constant_id = 6) const uint TAGGED = 0;
+layout(constant_id = 7) const uint PACKED = 0;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
+
+layout(push_constant) uniform Args {
+    TaggedIn x;
+    Words4In rows;
+    Floats4In conv;
+    FloatsIn a_log;
+    FloatsIn dt_bias;
+    Floats4In norm;
+    Floats4InOut state;
+    Floats4InOut window;
+    TaggedOut y;
+    Fault fault;
+    uint stride;
+    uint y_stride;
+    float epsilon;
+    uint x_tag;
+    uint y_tag;
+};
+
+const uint KEY_QUADS = KEY_DIM / 4u;
+const uint QUADS = VALUE_DIM / 4u;
+const uint THREADS = QUADS * GROUPS;
+const uint EACH_ROWS = KEY_DIM / GROUPS;
+const uint ITEMS = 2u * KEY_QUADS + QUADS;        // quads of q, k and v
+const uint LOADS = (ITEMS + THREADS - 1u) / THREADS;
+const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
+const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM; // b, then a
+
+shared vec4 mixed_s[ITEMS];
+shared vec4 r_s[THREADS];
+shared vec4 w_s[THREADS];
+shared float gates_s[2];                          // b, a
+shared float squares_s[QUADS];
+
+// The channels of an item, in quads.
+uint channel_quad(uint h, uint item) {
+    uint kh = h / (VALUE_HEADS / KEY_HEADS);
+    if (item < KEY_QUADS) return kh * KEY_QUADS + item;
+    if (item < 2u * KEY_QUADS) return (KEY_HEADS + kh - 1u) * KEY_QUADS + item;
+    return (2u * KEY_HEADS - 2u) * KEY_QUADS + h * QUADS + item;
+}
+
+void wait_for(uint at, uint row_base, inout uvec4 words, inout uint polls) {
+    words = x.v[row_base + at];
+    if (TAGGED != 0u) while (poll_again(stale(words, x_tag) != 0u, polls, fault)) words = x.v[row_base + at];
+}
+
+// One word of the row.
+uint wait_for_one(uint at, uint row_base, inout uint polls) {
+    uint word;
+    do {
+        uvec4 words = x.v[row_base + at / 4u];
+        uint low = (at & 1u) == 0u ? words.x : words.y, high = (at & 1u) == 0u ? words.z : words.w;
+        word = (at & 2u) == 0u ? low : high;
+    } while (TAGGED != 0u && poll_again(stale(word, x_tag) != 0u, polls, fault));
+    return word;
+}
+
+void write_output(uint row, uint h, uint quad, vec4 value) {
+    if (PACKED == 0u) {
+        y.v[row * y_stride / 4u + h * QUADS + quad] = TAGGED == 3u ? tagged(value, y_tag) : floatBitsToUint(value);
+        return;
+    }
+    uint column = h * QUADS + quad;
+    uint word = (((row / 16u * y_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
+    uvec2 pairs = uvec2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
+    // Constant components: some drivers store a chosen one by way of the whole vector.
+    if (row % 16u < 8u) {
+        y.v[word].x = pairs.x;
+        y.v[word].z = pairs.y;
+    } else {
+        y.v[word].y = pairs.x;
+        y.v[word].w = pairs.y;
+    }
+}
+
+void main() {
+    uint h = gl_WorkGroupID.x, row = gl_WorkGroupID.y, i0 = gl_LocalInvocationIndex;
+    uint column = i0 % QUADS, group = i0 / QUADS;
+    uvec4 info = rows.v[row];
+    uint position = info.y, polls = 0u, row_base = row * (stride / 4u);
+    // Who writes the output also has z, and one thread both gates.
+    bool writes = group == GROUPS - 1u, gates = i0 == THREADS / 2u;
+    uint z_at = CHANNEL_QUADS + h * QUADS + column;
+    uvec4 words;
+    if (info.w == 0u) {
+        // Whoever waits for the output relies on the inputs having been waited for.
+        if (TAGGED != 0u) {
+            [[unroll]] for (uint n = 0u; n < LOADS; n++)
+                wait_for(channel_quad(h, min(i0 + n * THREADS, ITEMS - 1u)), row_base, words, polls);
+            if (writes) wait_for(z_at, row_base, words, polls);
+            if (gates) {
+                wait_for_one(GATES + h, row_base, polls);
+                wait_for_one(GATES + VALUE_HEADS + h, row_base, polls);
+            }
+            barrier();
+            if (writes) write_output(row, h, column, vec4(0.0));
+        }
+        return;
+    }
+
+    uint state_at = ((info.z * VALUE_HEADS + h) * KEY_DIM + group * EACH_ROWS) * QUADS + column;
+    vec4 s[EACH_ROWS];
+    [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = state.v[state_at + n * QUADS];
+    vec4 past[LOADS][3], weight[LOADS][4];
+    uint window_at = info.z * RING * CHANNEL_QUADS;
+    [[unroll]] for (uint n = 0u; n < LOADS; n++) {
+        uint at = channel_quad(h, min(i0 + n * THREADS, ITEMS - 1u));
+        [[unroll]] for (uint j = 0u; j < 3u; j++)
+            past[n][j] = window.v[window_at + (position + RING - 3u + j) % RING * CHANNEL_QUADS + at];
+        [[unroll]] for (uint e = 0u; e < 4u; e++) weight[n][e] = conv.v[at * 4u + e];
+    }
+    vec4 scale = writes ? norm.v[column] : vec4(0.0);
+    float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
+
+    bool first = h % (VALUE_HEADS / KEY_HEADS) == 0u;
+    [[unroll]] for (uint n = 0u; n < LOADS; n++) {
+        uint item = min(i0 + n * THREADS, ITEMS - 1u), at = channel_quad(h, item);
+        if (i0 + n * THREADS < ITEMS) {
+            wait_for(at, row_base, words, polls);
+            vec4 u = uintBitsToFloat(words);
+            // Before the first token there is nothing, whatever memory holds.
+            vec4 t0 = position >= 3u ? past[n][0] : vec4(0.0);
+            vec4 t1 = position >= 2u ? past[n][1] : vec4(0.0);
+            vec4 t2 = position >= 1u ? past[n][2] : vec4(0.0);
+            vec4 mixed = vec4(
+                dot(weight[n][0], vec4(t0.x, t1.x, t2.x, u.x)), dot(weight[n][1], vec4(t0.y, t1.y, t2.y, u.y)),
+                dot(weight[n][2], vec4(t0.z, t1.z, t2.z, u.z)), dot(weight[n][3], vec4(t0.w, t1.w, t2.w, u.w)));
+            mixed_s[item] = silu(mixed);
+            if (first || item >= 2u * KEY_QUADS) window.v[window_at + position % RING * CHANNEL_QUADS + at] = u;
+        }
+    }
+    vec4 z = vec4(0.0);
+    if (writes) {
+        wait_for(z_at, row_base, words, polls);
+        z = uintBitsToFloat(words);
+    }
+    if (gates) {
+        float b = uintBitsToFloat(wait_for_one(GATES + h, row_base, polls));
+        float a = uintBitsToFloat(wait_for_one(GATES + VALUE_HEADS + h, row_base, polls));
+        gates_s[0] = sigmoid(b);
+        gates_s[1] = exp(log_decay(a, a_log_h, dt_bias_h));
+    }
+    barrier();
+
+    // Each subgroup sums by itself.
+    vec3 sums = vec3(0.0);
+    for (uint n = 0u; n < (KEY_QUADS + gl_SubgroupSize - 1u) / gl_SubgroupSize; n++) {
+        uint quad = n * gl_SubgroupSize + gl_SubgroupInvocationID;
+        vec4 q = mixed_s[min(quad, KEY_QUADS - 1u)], k = mixed_s[KEY_QUADS + min(quad, KEY_QUADS - 1u)];
+        sums += quad < KEY_QUADS ? vec3(dot(q, q), dot(k, k), dot(q, k)) : vec3(0.0);
+    }
+    sums = subgroupAdd(sums);
+    float q_scale = inversesqrt(sums.x + L2_EPSILON) * inversesqrt(float(KEY_DIM)), k_scale = inversesqrt(sums.y + L2_EPSILON);
+    float beta = gates_s[0], alpha = gates_s[1];
+
+    vec4 r = vec4(0.0), w = vec4(0.0);
+    float key[EACH_ROWS];
+    [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+        uint at = group * EACH_ROWS + n;
+        float q = mixed_s[at / 4u][at % 4u];
+        key[n] = mixed_s[KEY_QUADS + at / 4u][at % 4u];
+        if (position == 0u) s[n] = vec4(0.0);
+        r += key[n] * s[n];
+        w += q * s[n];
+    }
+    r_s[i0] = r;
+    w_s[i0] = w;
+    barrier();
+    r = vec4(0.0);
+    [[unroll]] for (uint n = 0u; n < GROUPS; n++) r += r_s[n * QUADS + column];
+    vec4 delta = beta * (mixed_s[2u * KEY_QUADS + column] - alpha * k_scale * r);
+
+    vec4 o = vec4(0.0);
+    if (writes) {
+        w = vec4(0.0);
+        [[unroll]] for (uint n = 0u; n < GROUPS; n++) w += w_s[n * QUADS + column];
+        o = alpha * q_scale * w + q_scale * k_scale * sums.z * delta;
+    }
+    float square;
+    if (gl_SubgroupSize == QUADS) {
+        square = subgroupAdd(dot(o, o));
+    } else {
+        if (writes) squares_s[column] = dot(o, o);
+        barrier();
+        square = 0.0;
+        for (uint n = 0u; n < QUADS; n++) square += squares_s[n];
+    }
+    if (writes) write_output(row, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z));
+    delta *= k_scale;
+    [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = alpha * s[n] + key[n] * delta;
+}

@@ -1,0 +1,658 @@
+//! The gated delta rule: `delta_step` for one new token a row, and `delta_blocks`, `delta_scan` and `delta_gate`
+//! for rows of prompts. Deliberately absent: the projections before and after, and which cell belongs to whom.
+
+use super::Format;
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{
+    DeltaBlocksArgs, DeltaBlocksConstants, DeltaGateArgs, DeltaGateConstants, DeltaScanArgs, DeltaScanConstants,
+    DeltaStepArgs, DeltaStepConstants,
+};
+use super::skinny::Matrices;
+use super::tags::{Flow, tagged};
+use super::tiled::{TILE_TOKENS, token_index};
+use crate::memory::pack::FRAGMENT_COLS;
+
+/// Positions of a cell's window.
+pub const RING: u32 = 8;
+/// Rows of a prompt that are one step of its scan: states are kept at multiples of it.
+pub const BLOCK_ROWS: u32 = 64;
+/// Words of a prompt in `cells`.
+pub const CELL_WORDS: u32 = 8;
+const NO_CELL: u32 = u32::MAX;
+const L2_EPSILON: f64 = 1e-6;
+
+/// The heads of a gated-delta layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DeltaHeads {
+    /// Heads of q and k.
+    pub key: u32,
+    /// Heads of v, z, the state and the output: as many consecutive ones share each key head.
+    pub value: u32,
+    /// Numbers of a head of q or k.
+    pub key_dim: u32,
+    /// Numbers of a head of v.
+    pub value_dim: u32,
+}
+
+impl DeltaHeads {
+    /// Channels of the convolution: q, k and v.
+    pub fn channels(self) -> u32 {
+        2 * self.key * self.key_dim + self.value * self.value_dim
+    }
+
+    /// Columns of the merged projection: q, k, v, z, b and a.
+    pub fn projected(self) -> u32 {
+        self.channels() + self.value * self.value_dim + 2 * self.value
+    }
+
+    /// Columns of the output.
+    pub fn output(self) -> u32 {
+        self.value * self.value_dim
+    }
+
+    /// Bytes of as many cells' states.
+    pub fn state_bytes(self, cells: u32) -> u64 {
+        4 * u64::from(cells) * u64::from(self.value) * u64::from(self.key_dim * self.value_dim)
+    }
+
+    /// Bytes of as many cells' windows.
+    pub fn window_bytes(self, cells: u32) -> u64 {
+        4 * u64::from(cells) * u64::from(RING * self.channels())
+    }
+
+    fn group(self) -> u32 {
+        self.value / self.key
+    }
+}
+
+/// Whether the kernels serve such heads: dimensions that are multiples of 16 up to 128, and value heads that are
+/// a multiple of the key heads.
+pub fn delta_serves(heads: DeltaHeads) -> bool {
+    let dim = |dim: u32| dim.is_multiple_of(16) && (16..=128).contains(&dim);
+    heads.key > 0 && heads.value > 0 && heads.value.is_multiple_of(heads.key) && dim(heads.key_dim) && dim(heads.value_dim)
+}
+
+fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
+    assert!(delta_serves(heads), "the delta rule does not serve {heads:?}");
+    assert!(stride >= heads.projected() && stride.is_multiple_of(4), "rows of {stride} floats for {heads:?}");
+    match packed {
+        true => assert!(heads.output() == y_stride * FRAGMENT_COLS, "{y_stride} blocks of columns for {heads:?}"),
+        false => assert!(y_stride >= heads.output() && y_stride.is_multiple_of(4), "output rows of {y_stride} floats"),
+    }
+}
+
+/// One token of each of `rows` rows of a step. With `packed` the output is packed for the next product, and its
+/// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones.
+///
+/// # Panics
+/// If [`delta_serves`] denies the heads, strides do not fit them, or the output is both packed and tagged.
+pub fn delta_step(
+    label: String,
+    heads: DeltaHeads,
+    rows: u32,
+    packed: bool,
+    flow: Flow,
+    args: DeltaStepArgs,
+) -> Call {
+    check(heads, packed, args.stride, args.y_stride);
+    assert!(!packed || flow.output.is_none(), "packed words carry no tags");
+    let groups = step_groups(heads);
+    let constants = DeltaStepConstants {
+        threads: groups * heads.value_dim / 4,
+        key_heads: heads.key,
+        value_heads: heads.value,
+        key_dim: heads.key_dim,
+        value_dim: heads.value_dim,
+        groups,
+        tagged: flow.code(),
+        packed: u32::from(packed),
+    };
+    let args =
+        DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
+    let (x, y) = (args.x, args.y);
+    let call = Call {
+        kernel: "delta_step",
+        label,
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [heads.value, rows, 1],
+    };
+    flow.mark(call, x, y)
+}
+
+/// Groups of a state's rows in a workgroup of `delta_step`.
+fn step_groups(_heads: DeltaHeads) -> u32 {
+    8
+}
+
+/// Where a prompt's part of a step finds and leaves its state and window.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptCells {
+    /// The cell that the chunk continues; `None`: the sequence begins with it. No other prompt of the step may
+    /// write it.
+    pub from: Option<u32>,
+    /// Rows of the chunk and a cell: what holds after so many rows, a multiple of [`BLOCK_ROWS`] and at most the
+    /// chunk's, is left in the cell too. 0 rows: nothing.
+    pub keeps: [(u32, u32); 2],
+}
+
+/// The words of `cells` for prompts of so many rows each.
+///
+/// # Panics
+/// If something is to be kept where no block ends or behind a prompt's end.
+pub fn cell_words(prompts: &[(u32, PromptCells)]) -> Vec<u32> {
+    let mut first_block = 0;
+    let mut words = Vec::with_capacity(prompts.len() * CELL_WORDS as usize);
+    for &(rows, PromptCells { from, keeps }) in prompts {
+        for (at, cell) in keeps {
+            assert!(at.is_multiple_of(BLOCK_ROWS) && at <= rows, "keeping cell {cell} after {at} of {rows} rows");
+        }
+        let [(at0, keep0), (at1, keep1)] = keeps;
+        words.extend([from.unwrap_or(NO_CELL), at0, keep0, at1, keep1, first_block, 0, 0]);
+        first_block += rows.div_ceil(BLOCK_ROWS);
+    }
+    words
+}
+
+/// Blocks that a step of so many rows of so many prompts has at most.
+fn most_blocks(rows: u32, prompts: u32) -> u32 {
+    let prompts = prompts.min(rows).max(1);
+    // Each prompt's last may hold a single row.
+    ((rows - rows.min(prompts)) / BLOCK_ROWS + prompts).min(rows)
+}
+
+/// The scratch of a step's prompts, each part a multiple of 256 bytes.
+#[derive(Clone, Copy, Debug)]
+struct Scratch {
+    mixed: u64,
+    solved: u64,
+    values: u64,
+    gates: u64,
+    outputs: u64,
+}
+
+impl Scratch {
+    fn new(heads: DeltaHeads, rows: u32, prompts: u32) -> Scratch {
+        let row = u64::from(BLOCK_ROWS) * 4;
+        let blocks = u64::from(most_blocks(rows, prompts));
+        let value_blocks = blocks * u64::from(heads.value);
+        // By hand q and k of each value head; on matrix units q, k and kᵀ of each key head.
+        let mixed = u64::from(2 * heads.value).max(u64::from(3 * heads.key)) * u64::from(heads.key_dim);
+        Scratch {
+            mixed: blocks * mixed * row,
+            solved: value_blocks * u64::from(2 * BLOCK_ROWS) * row,
+            values: value_blocks * u64::from(heads.value_dim) * row,
+            gates: value_blocks * 4 * row,
+            outputs: (u64::from(rows) * u64::from(heads.output()) * 4).next_multiple_of(256),
+        }
+    }
+
+    fn sizes(self) -> [u64; 5] {
+        [self.mixed, self.solved, self.values, self.gates, self.outputs]
+    }
+}
+
+/// Bytes of the scratch of steps of up to `rows` rows of up to `prompts` prompts.
+pub fn scratch_bytes(heads: DeltaHeads, rows: u32, prompts: u32) -> u64 {
+    Scratch::new(heads, rows, prompts).sizes().iter().sum()
+}
+
+/// What the rows of a step's prompts are computed from, and where to.
+#[derive(Clone, Copy, Debug)]
+pub struct PromptOperands {
+    /// Rows of the merged projection, f32.
+    pub x: Range,
+    /// Floats of one of its rows, a multiple of 4.
+    pub stride: u32,
+    /// The step's descriptor ([`super::embed::ChunkLayout`]).
+    pub chunk: Range,
+    /// [`cell_words`] of its prompts.
+    pub cells: Range,
+    /// f32 `[channels][4]`.
+    pub conv: Range,
+    /// f32 `[value heads]`.
+    pub a_log: Range,
+    /// f32 `[value heads]`.
+    pub dt_bias: Range,
+    /// f32 `[value_dim]`.
+    pub norm: Range,
+    /// Of the norm.
+    pub epsilon: f32,
+    /// The layer's states, [`DeltaHeads::state_bytes`].
+    pub state: Range,
+    /// The layer's windows, [`DeltaHeads::window_bytes`].
+    pub window: Range,
+    /// Of [`scratch_bytes`], for this step alone.
+    pub scratch: Range,
+    /// The output.
+    pub y: Range,
+    /// Floats of one of its rows, a multiple of 4, or blocks of 32 columns where it is packed.
+    pub y_stride: u32,
+}
+
+/// The rows of up to `prompts` prompts, `rows` in all: three calls, each behind the one before. With `packed` the
+/// output is packed for the next product, zero behind the last row up to a multiple of 64.
+///
+/// # Panics
+/// If [`delta_serves`] denies the heads or strides do not fit them.
+pub fn delta_prompts(
+    label: &str,
+    heads: DeltaHeads,
+    (rows, prompts): (u32, u32),
+    packed: bool,
+    matrices: Matrices,
+    operands: PromptOperands,
+) -> [Call; 3] {
+    let o = operands;
+    check(heads, packed, o.stride, o.y_stride);
+    let mut offset = 0;
+    let [mixed, solved, values, gates, outputs] = Scratch::new(heads, rows, prompts).sizes().map(|bytes| {
+        let part = o.scratch.part(offset, bytes);
+        offset += bytes;
+        part
+    });
+    let DeltaHeads { key, value, key_dim, value_dim } = heads;
+    let name = |by_hand, cooperative| match matrices {
+        Matrices::ByHand => by_hand,
+        Matrices::Cooperative => cooperative,
+    };
+    let blocks = Call {
+        kernel: name("delta_blocks.plain", "delta_blocks"),
+        label: format!("{label}.blocks"),
+        constants: DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim }.into_values(),
+        args: DeltaBlocksArgs {
+            x: o.x,
+            chunk: o.chunk,
+            cells: o.cells,
+            conv: o.conv,
+            a_log: o.a_log,
+            dt_bias: o.dt_bias,
+            window: o.window,
+            mixed,
+            solved,
+            values,
+            gates,
+            stride: o.stride,
+        }
+        .into_args(),
+        groups: [value, most_blocks(rows, prompts), 1],
+    };
+    let scan = Call {
+        kernel: name("delta_scan.plain", "delta_scan"),
+        label: format!("{label}.scan"),
+        constants: DeltaScanConstants { key_heads: key, value_heads: value, key_dim, value_dim }.into_values(),
+        args: DeltaScanArgs {
+            x: o.x,
+            chunk: o.chunk,
+            cells: o.cells,
+            mixed,
+            solved,
+            values,
+            gates,
+            state: o.state,
+            window: o.window,
+            o: outputs,
+            stride: o.stride,
+        }
+        .into_args(),
+        groups: [value * scan_slices(heads, matrices), prompts.min(rows), 1],
+    };
+    let together = (256 / (value_dim / 4)).min(value);
+    let gate = Call {
+        kernel: "delta_gate",
+        label: format!("{label}.gate"),
+        constants: DeltaGateConstants {
+            threads: together * value_dim / 4,
+            value_heads: value,
+            value_dim,
+            together,
+            z: heads.channels(),
+            packed: u32::from(packed),
+        }
+        .into_values(),
+        args: DeltaGateArgs {
+            o: outputs,
+            x: o.x,
+            norm: o.norm,
+            count: o.chunk,
+            y: o.y,
+            stride: o.stride,
+            y_stride: o.y_stride,
+            epsilon: o.epsilon,
+        }
+        .into_args(),
+        groups: [value.div_ceil(together), rows.next_multiple_of(TILE_TOKENS) / 2, 1],
+    };
+    [blocks, scan, gate]
+}
+
+/// Workgroups that share a value head's columns.
+fn scan_slices(heads: DeltaHeads, _matrices: Matrices) -> u32 {
+    heads.value_dim / 16
+}
+
+fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+/// ln α of a token.
+fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
+    let x = f64::from(a) + f64::from(dt_bias);
+    -f64::from(a_log).exp() * (x.max(0.0) + (-x.abs()).exp().ln_1p())
+}
+
+fn sigmoid(x: f32) -> f64 {
+    1.0 / (1.0 + (-f64::from(x)).exp())
+}
+
+/// Scaled to length 1.
+fn unit(x: &[f64]) -> Vec<f64> {
+    let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() + L2_EPSILON).sqrt();
+    x.iter().map(|v| v * scale).collect()
+}
+
+/// The convolution and silu of a channel, from its last four inputs.
+fn mix(memory: &HostMemory, conv: Range, channel: u32, taps: [f64; 4]) -> f64 {
+    let weight = |j: u32| f64::from(memory.f32(conv, channel * 4 + j));
+    silu((0..).zip(taps).map(|(j, u)| weight(j) * u).sum())
+}
+
+/// A value head's q, k and v after the convolution; q and k scaled. `u` gives a channel's last four inputs.
+fn head_rows(
+    memory: &HostMemory,
+    heads: DeltaHeads,
+    conv: Range,
+    h: u32,
+    u: &dyn Fn(u32) -> [f64; 4],
+) -> [Vec<f64>; 3] {
+    let DeltaHeads { key, key_dim, value_dim, .. } = heads;
+    let kh = h / heads.group();
+    let run = |first: u32, count: u32| -> Vec<f64> {
+        (first..first + count).map(|channel| mix(memory, conv, channel, u(channel))).collect()
+    };
+    let q = unit(&run(kh * key_dim, key_dim)).iter().map(|v| v / f64::from(key_dim).sqrt()).collect();
+    let k = unit(&run((key + kh) * key_dim, key_dim));
+    [q, k, run(2 * key * key_dim + h * value_dim, value_dim)]
+}
+
+/// A head's output after its norm and gate.
+fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
+    let mean = o.iter().map(|v| v * v).sum::<f64>() / o.len() as f64;
+    let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
+    (0..)
+        .zip(o)
+        .map(|(i, v)| (v * scale * f64::from(memory.f32(norm, i)) * silu(f64::from(z(i)))) as f32)
+        .collect()
+}
+
+fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): (u32, u32, u32), value: f32) {
+    match packed {
+        0 => memory.set_f32(y, row * y_stride + column, value),
+        _ => {
+            let at = token_index(row, column, y_stride * FRAGMENT_COLS);
+            memory.set_number(Format::Bf16, y, at as u32, value);
+        }
+    }
+}
+
+/// In f64, nothing rounded but what is stored.
+pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
+    let a = DeltaStepArgs::from_args(&call.args);
+    let c = DeltaStepConstants::from_values(&call.constants);
+    let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let channels = heads.channels();
+    for row in 0..call.groups[1] {
+        let [_, position, cell, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        if valid == 0 {
+            for column in 0..if c.tagged == 0 { 0 } else { heads.output() } {
+                match c.tagged {
+                    3 => memory.set_u32(a.y, row * a.y_stride + column, tagged(0.0, a.y_tag)),
+                    _ => put(memory, a.y, c.packed, (row, column, a.y_stride), 0.0),
+                }
+            }
+            continue;
+        }
+        let ring = |position: u32, channel: u32| (cell * RING + position % RING) * channels + channel;
+        for channel in 0..channels {
+            let u = memory.u32(a.x, row * a.stride + channel);
+            memory.set_u32(a.window, ring(position, channel), u);
+        }
+        for h in 0..heads.value {
+            let gates = channels + heads.output() + h;
+            let beta = sigmoid(memory.f32(a.x, row * a.stride + gates));
+            let decay = memory.f32(a.x, row * a.stride + gates + heads.value);
+            let alpha = log_decay(decay, memory.f32(a.a_log, h), memory.f32(a.dt_bias, h)).exp();
+            let [q, k, v] = head_rows(memory, heads, a.conv, h, &|channel| {
+                std::array::from_fn(|j| match (position + j as u32).checked_sub(3) {
+                    Some(past) => f64::from(memory.f32(a.window, ring(past, channel))),
+                    None => 0.0,
+                })
+            });
+            let base = (cell * heads.value + h) * heads.key_dim * heads.value_dim;
+            let mut o = Vec::new();
+            for (column, v) in (0..).zip(v) {
+                let at = |d: usize| base + d as u32 * heads.value_dim + column;
+                let mut s: Vec<f64> = (0..k.len())
+                    .map(|d| if position == 0 { 0.0 } else { alpha * f64::from(memory.f32(a.state, at(d))) })
+                    .collect();
+                let delta = beta * (v - s.iter().zip(&k).map(|(s, k)| s * k).sum::<f64>());
+                s.iter_mut().zip(&k).for_each(|(s, k)| *s += k * delta);
+                o.push(s.iter().zip(&q).map(|(s, q)| s * q).sum());
+                s.iter().enumerate().for_each(|(d, s)| memory.set_f32(a.state, at(d), *s as f32));
+            }
+            let z = |i: u32| memory.f32(a.x, row * a.stride + channels + h * heads.value_dim + i);
+            for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
+                let column = h * heads.value_dim + i;
+                match c.tagged {
+                    3 => memory.set_u32(a.y, row * a.y_stride + column, tagged(value, a.y_tag)),
+                    _ => put(memory, a.y, c.packed, (row, column, a.y_stride), value),
+                }
+            }
+        }
+    }
+}
+
+/// A prompt of a step, as its descriptor and cells say.
+struct Prompt {
+    slot: u32,
+    start: u32,
+    first_row: u32,
+    rows: u32,
+    from: Option<u32>,
+    keeps: [(u32, u32); 2],
+    first_block: u32,
+}
+
+fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
+    let [prompts, _, in_use, _] = std::array::from_fn(|i| memory.u32(chunk, i as u32));
+    (0..prompts)
+        .map(|index| {
+            let [slot, start, first_row, _] = std::array::from_fn(|i| memory.u32(chunk, 4 + 4 * index + i as u32));
+            let end = if index + 1 < prompts { memory.u32(chunk, 4 + 4 * (index + 1) + 2) } else { in_use };
+            let [from, at0, keep0, at1, keep1, first_block, ..] =
+                std::array::from_fn::<u32, 8, _>(|i| memory.u32(cells, CELL_WORDS * index + i as u32));
+            Prompt {
+                slot,
+                start,
+                first_row,
+                rows: end - first_row,
+                from: (from != NO_CELL).then_some(from),
+                keeps: [(at0, keep0), (at1, keep1)],
+                first_block,
+            }
+        })
+        .collect()
+}
+
+/// What the variant by hand leaves, in f64 before it is stored.
+pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
+    let a = DeltaBlocksArgs::from_args(&call.args);
+    let c = DeltaBlocksConstants::from_values(&call.constants);
+    let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let channels = heads.channels();
+    let n = BLOCK_ROWS as usize;
+    for prompt in prompts_of(memory, a.chunk, a.cells) {
+        let u = |memory: &HostMemory, index: i64, channel: u32| {
+            let position = i64::from(prompt.start) + index;
+            match (u32::try_from(index), u32::try_from(position), prompt.from) {
+                (Ok(index), ..) => f64::from(memory.f32(a.x, (prompt.first_row + index) * a.stride + channel)),
+                (Err(_), Ok(p), Some(cell)) => {
+                    f64::from(memory.f32(a.window, (cell * RING + p % RING) * channels + channel))
+                }
+                _ => 0.0,
+            }
+        };
+        for (block, h) in (0..prompt.rows.div_ceil(BLOCK_ROWS)).flat_map(|b| (0..heads.value).map(move |h| (b, h))) {
+            let own = (prompt.first_block + block) * heads.value + h;
+            let mut sums = vec![0.0; n];
+            let mut betas = vec![0.0; n];
+            let [mut q, mut k, mut v] =
+                [heads.key_dim, heads.key_dim, heads.value_dim].map(|dim| vec![vec![0.0; dim as usize]; n]);
+            let mut sum = 0.0;
+            for i in 0..n {
+                let index = block * BLOCK_ROWS + i as u32;
+                if index < prompt.rows {
+                    let gates = (prompt.first_row + index) * a.stride + channels + heads.output() + h;
+                    betas[i] = sigmoid(memory.f32(a.x, gates));
+                    let decay = memory.f32(a.x, gates + heads.value);
+                    sum += log_decay(decay, memory.f32(a.a_log, h), memory.f32(a.dt_bias, h));
+                    [q[i], k[i], v[i]] = head_rows(memory, heads, a.conv, h, &|channel| {
+                        std::array::from_fn(|j| u(memory, i64::from(index) + j as i64 - 3, channel))
+                    });
+                }
+                sums[i] = sum;
+            }
+            let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            let mut t = vec![vec![0.0; n]; n];
+            for i in 0..n {
+                t[i][i] = 1.0;
+                for j in 0..i {
+                    let factor = betas[i] * dot(&k[i], &k[j]) * (sums[i] - sums[j]).exp();
+                    let (before, rest) = t.split_at_mut(i);
+                    rest[0].iter_mut().zip(&before[j]).for_each(|(t, above)| *t -= factor * above);
+                }
+            }
+            let mut e = vec![vec![0.0; n]; n];
+            for i in 0..n {
+                for j in 0..=i {
+                    let factor = dot(&q[i], &k[j]) * (sums[i] - sums[j]).exp();
+                    e[i].iter_mut().zip(&t[j]).for_each(|(e, t)| *e += factor * t);
+                }
+            }
+            v.iter_mut().zip(&betas).for_each(|(row, beta)| row.iter_mut().for_each(|v| *v *= beta));
+            let grown: Vec<f64> = sums.iter().map(|g| g.exp()).collect();
+            let gates = [
+                grown.clone(),
+                grown.iter().zip(&betas).map(|(g, beta)| g * beta).collect(),
+                sums.iter().map(|g| (sum - g).exp()).collect(),
+            ];
+            let mut store = |to: Range, first: u32, values: &mut dyn Iterator<Item = &f64>| {
+                (first..).zip(values).for_each(|(at, value)| memory.set_f32(to, at, *value as f32));
+            };
+            store(a.mixed, own * 2 * BLOCK_ROWS * heads.key_dim, &mut q.iter().chain(&k).flatten());
+            store(a.solved, own * 2 * BLOCK_ROWS * BLOCK_ROWS, &mut t.iter().chain(&e).flatten());
+            store(a.values, own * BLOCK_ROWS * heads.value_dim, &mut v.iter().flatten());
+            store(a.gates, own * 4 * BLOCK_ROWS, &mut gates.iter().flatten());
+        }
+    }
+}
+
+/// From what [`reference_delta_blocks`] left; the state stays in f64 until it is stored.
+pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
+    let a = DeltaScanArgs::from_args(&call.args);
+    let c = DeltaScanConstants::from_values(&call.constants);
+    let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let DeltaHeads { value, key_dim, value_dim, .. } = heads;
+    let (n, cell_floats) = (BLOCK_ROWS, value * key_dim * value_dim);
+    for prompt in prompts_of(memory, a.chunk, a.cells) {
+        let ends = [(prompt.rows, prompt.slot)].into_iter().chain(prompt.keeps).filter(|(end, _)| *end > 0);
+        for h in 0..value {
+            let at = |cell: u32, d: u32, column: u32| cell * cell_floats + (h * key_dim + d) * value_dim + column;
+            // [key dim][column]
+            let mut s: Vec<f64> = match prompt.from {
+                Some(cell) if prompt.start > 0 => (0..key_dim * value_dim)
+                    .map(|i| f64::from(memory.f32(a.state, at(cell, 0, i))))
+                    .collect(),
+                _ => vec![0.0; (key_dim * value_dim) as usize],
+            };
+            for block in 0..prompt.rows.div_ceil(n) {
+                let own = (prompt.first_block + block) * value + h;
+                let load = |range: Range, count: u32| -> Vec<f64> {
+                    (own * count..(own + 1) * count).map(|i| f64::from(memory.f32(range, i))).collect()
+                };
+                let (mixed, solved) = (load(a.mixed, 2 * n * key_dim), load(a.solved, 2 * n * n));
+                let (q, k) = mixed.split_at((n * key_dim) as usize);
+                let (t, e) = solved.split_at((n * n) as usize);
+                let (v, gates) = (load(a.values, n * value_dim), load(a.gates, 4 * n));
+                // left [rows][inner] times right [inner][value_dim]
+                let times = |left: &[f64], inner: u32, right: &[f64]| -> Vec<f64> {
+                    let mut out = Vec::with_capacity((n * value_dim) as usize);
+                    for row in left.chunks_exact(inner as usize) {
+                        let mut sums = vec![0.0; value_dim as usize];
+                        for (factor, other) in row.iter().zip(right.chunks_exact(value_dim as usize)) {
+                            sums.iter_mut().zip(other).for_each(|(sum, x)| *sum += factor * x);
+                        }
+                        out.extend(sums);
+                    }
+                    out
+                };
+                let (from_key, from_query) = (times(k, key_dim, &s), times(q, key_dim, &s));
+                let gate = |which: u32, i: usize| gates[which as usize * n as usize + i / value_dim as usize];
+                let r: Vec<f64> =
+                    v.iter().zip(from_key).enumerate().map(|(i, (v, x))| v - gate(1, i) * x).collect();
+                let (made, seen) = (times(t, n, &r), times(e, n, &r));
+                for i in 0..(prompt.rows - block * n).min(n) * value_dim {
+                    let row = prompt.first_row + block * n + i / value_dim;
+                    let o = gate(0, i as usize) * from_query[i as usize] + seen[i as usize];
+                    memory.set_f32(a.o, (row * value + h) * value_dim + i % value_dim, o as f32);
+                }
+                let decay = gates[n as usize - 1];
+                s.iter_mut().for_each(|s| *s *= decay);
+                for (i, made) in made.into_iter().enumerate() {
+                    let (token, column) = (i / value_dim as usize, i % value_dim as usize);
+                    for d in 0..key_dim as usize {
+                        s[d * value_dim as usize + column] += k[token * key_dim as usize + d] * gate(2, i) * made;
+                    }
+                }
+                let end = ((block + 1) * n).min(prompt.rows);
+                for (_, cell) in ends.clone().filter(|(at, _)| *at == end) {
+                    (0..).zip(&s).for_each(|(i, s)| memory.set_f32(a.state, at(cell, 0, i), *s as f32));
+                }
+            }
+        }
+        for ((end, cell), past) in ends.flat_map(|end| (1..=3).map(move |past| (end, past))) {
+            let index = i64::from(end) - past;
+            let Ok(position) = u32::try_from(i64::from(prompt.start) + index) else { continue };
+            let place = |cell: u32| (cell * RING + position % RING) * heads.channels();
+            for channel in 0..heads.channels() {
+                let word = match (u32::try_from(index), prompt.from) {
+                    (Ok(index), _) => memory.u32(a.x, (prompt.first_row + index) * a.stride + channel),
+                    (Err(_), Some(from)) if from != cell => memory.u32(a.window, place(from) + channel),
+                    _ => continue,
+                };
+                memory.set_u32(a.window, place(cell) + channel, word);
+            }
+        }
+    }
+}
+
+pub(super) fn reference_delta_gate(call: &Call, memory: &mut HostMemory) {
+    let a = DeltaGateArgs::from_args(&call.args);
+    let c = DeltaGateConstants::from_values(&call.constants);
+    let used = memory.u32(a.count, 2);
+    let width = c.value_heads * c.value_dim;
+    for (row, h) in (0..used).flat_map(|row| (0..c.value_heads).map(move |h| (row, h))) {
+        let first = h * c.value_dim;
+        let o: Vec<f64> = (0..c.value_dim).map(|i| f64::from(memory.f32(a.o, row * width + first + i))).collect();
+        let z = |i: u32| memory.f32(a.x, row * a.stride + c.z + first + i);
+        for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
+            put(memory, a.y, c.packed, (row, first + i, a.y_stride), value);
+        }
+    }
+    if c.packed == 1 {
+        for row in used..used.next_multiple_of(TILE_TOKENS) {
+            (0..width).for_each(|column| put(memory, a.y, 1, (row, column, a.y_stride), 0.0));
+        }
+    }
+}

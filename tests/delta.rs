@@ -411,6 +411,8 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
             start: part.before.past.len() as u32,
             tokens: &ids[..part.tokens.len()],
             last: false,
+            from: None,
+            keeps: &[],
         })
         .collect();
     let spoken: Vec<(u32, PromptCells)> = parts
@@ -428,7 +430,7 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
     let operands = PromptOperands {
         x: cases.floats("x", &layer.rows(&tokens)),
         stride: layer.stride,
-        chunk: cases.words("chunk", &descriptor(ChunkLayout { prompts: most }, &prompts, |_| 0)),
+        chunk: cases.words("chunk", &descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |_| 0)),
         cells: cases.words("cells", &cell_words(&spoken)),
         conv: cases.floats("conv", &layer.conv),
         a_log: cases.floats("a_log", &layer.a_log),

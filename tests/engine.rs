@@ -372,9 +372,9 @@ fn thousands_of_requests_with_recurrent_state() {
             requests: 4_000,
             capacity: Capacity {
                 prefill_chunk: 192,
-                context: 400,
+                context: 1200,
                 snapshots: Some(snapshots),
-                ..capacity(8, 60, &[1, 2, 4, 8])
+                ..capacity(8, 80, &[1, 2, 4, 8])
             },
             gap_steps: 30,
             priorities: 3,

@@ -8,6 +8,8 @@
 //            + 4g + t of 16 bytes holds columns 8t + 4h .. + 4 of rows g and g + 8 of the block, a pair of columns
 //            at a time: {g: 0, 1}, {g + 8: 0, 1}, {g: 2, 3}, {g + 8: 2, 3}. Rows not below `count[2]` (the chunk's
 //            length) and columns from k on are zero.
+// slots      EACH n: the row that is packed as row i is slots[i] / n, or none where there is none; nothing is done for
+//            tiles of TILE rows that `tiles` gives to no expert (`expert_plan`)
 //
 // One workgroup makes rows g and g + 8 of a block; a thread makes a 16-byte word from 16 bytes of each row a
 // step. Traffic: x once (with NORM twice, the second time from the near cache), 2 bytes written a value.
@@ -19,6 +21,8 @@
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint NORM = 0;
 layout(constant_id = 2) const uint ROWS = 0;      // in use; 0: as many as `count` says
+layout(constant_id = 3) const uint EACH = 0;      // slots of a row; 0: rows are packed in their order
+layout(constant_id = 4) const uint TILE = 16;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -26,6 +30,8 @@ layout(push_constant) uniform Args {
     Floats4In x;
     Floats4In norm;
     WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn slots;
+    WordsIn tiles;
     Words4Out packed;
     uint k;           // columns, for the mean
     uint chunks;      // blocks of 32 columns
@@ -33,6 +39,8 @@ layout(push_constant) uniform Args {
     uint x_stride;    // floats
     float epsilon;
 };
+
+const uint NOBODY = 0xffffffffu;
 
 // Squares of both rows by subgroup.
 shared vec2 partial[256];
@@ -49,8 +57,20 @@ void main() {
     if (pair >= pairs) return;
     uint block = pair / 8u, g = pair & 7u;
     uint low = block * 16u + g, high = low + 8u;
-    uint rows = ROWS != 0u ? ROWS : count.v[2];
-    bool low_used = low < rows, high_used = high < rows;
+    bool low_used, high_used;
+    if (EACH == 0u) {
+        uint rows = ROWS != 0u ? ROWS : count.v[2];
+        low_used = low < rows;
+        high_used = high < rows;
+    } else {
+        if (tiles.v[low / TILE] == NOBODY) return;
+        low = slots.v[low];
+        high = slots.v[high];
+        low_used = low != NOBODY;
+        high_used = high != NOBODY;
+        low = low_used ? low / EACH : 0u;
+        high = high_used ? high / EACH : 0u;
+    }
     uint words = chunks * 8u;
 
     vec2 scale = vec2(1.0);

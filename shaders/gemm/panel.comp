@@ -13,6 +13,8 @@
 // norm       FOLD 1: x is a row ⊙ a norm's weight; the product is scaled by rsqrt(mean row² + eps), whose squares
 //            are summed in `squares`   2 (residual): leaves y ⊙ norm packed in `next`, and its squares, so that
 //            the next norm is no stage of its own
+// experts    EXPERTS 1: a panel is of the expert that `tiles` says, whose weights are n rows each; without PACKED its
+//            rows go to rows `slots` of y, or nowhere (`expert_plan`)
 //
 // One workgroup computes TILES blocks of 16 rows of W for a panel: its groups of 32 lanes split K, AHEAD chunks
 // of 32 columns in flight each, and meet in shared memory one tile after the other. A lane's sums are of tokens
@@ -31,6 +33,7 @@ layout(constant_id = 7) const uint CHUNKS = 32;   // 32-column chunks of a padde
 layout(constant_id = 8) const uint PACKED = 0;
 layout(constant_id = 9) const uint FOLD = 0;
 layout(constant_id = 10) const uint PARTS = 1;    // of a row's squares, where they are read
+layout(constant_id = 11) const uint EXPERTS = 0;
 
 #include "fragments.glsl"
 
@@ -44,6 +47,8 @@ layout(push_constant) uniform Args {
     FloatsInOut squares; // [rows to a multiple of 16][blocks of 16 columns]: read with FOLD 1, written with 2
     FloatsIn norm;
     Words4InOut next;
+    WordsIn tiles;
+    WordsIn slots;
     uint n;           // rows of W
     uint rows;        // of x
     uint y_stride;    // floats, or blocks of 32 columns where y is packed
@@ -51,6 +56,7 @@ layout(push_constant) uniform Args {
     float epsilon;
 };
 
+const uint NOBODY = 0xffffffffu;
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 const uint ITEMS = BLOCKS * 64u;
@@ -100,9 +106,15 @@ void main() {
     uint blocks = (n + 15u) / 16u, panel = gl_WorkGroupID.y * BLOCKS, row_blocks = (rows + 15u) / 16u;
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILES;
     if (first >= blocks) return;
+    uint before = 0u;
+    if (EXPERTS == 1u) {
+        uint expert = tiles.v[gl_WorkGroupID.y];
+        if (expert == NOBODY) return;
+        before = expert * blocks;
+    }
 
     uint base[TILES], x_base[BLOCKS];
-    [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = min(first + j, blocks - 1u) * (CHUNKS * 64u) + LANE;
+    [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = (before + min(first + j, blocks - 1u)) * (CHUNKS * 64u) + LANE;
     [[unroll]] for (uint i = 0u; i < BLOCKS; i++) x_base[i] = min(panel + i, row_blocks - 1u) * (CHUNKS * 64u) + LANE;
     Sums sums[BLOCKS * TILES];
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
@@ -168,6 +180,10 @@ void main() {
             [[unroll]] for (uint s = 0u; s < GROUPS; s++) v += sums_s[s * ITEMS + item];
             if (FOLD == 1u) {
                 [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) if (item / LANES == turn) v *= scale[turn];
+            }
+            if (EXPERTS == 1u && PACKED == 0u) {
+                token = slots.v[token];
+                if (token == NOBODY) continue;
             }
             uint left = min(n - row, 4u);
             if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[row + e];

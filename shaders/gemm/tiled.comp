@@ -7,6 +7,8 @@
 // weight     [N padded to 16][K], `memory::pack::Layout::Fragments`
 // x          [rows padded to 64][K] as `pack_rows` writes it;  y [rows][y_stride] f32, or with PACKED (and swiglu)
 //            what `pack_rows` would make of it: the x of the next product
+// experts    EXPERTS 1: tiles of x are of the experts that `tiles` says, whose weights are N rows each; without PACKED
+//            their rows go to rows `slots` of y, or nowhere (`expert_plan`)
 //
 // One workgroup computes a tile of TILE_TOKENS rows of x by TILE_ROWS rows of W, each group of 32 lanes
 // GROUP_TOKENS by GROUP_ROWS of it. W goes from global memory to registers, the next 16 columns while these are
@@ -27,6 +29,7 @@ layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint PACKED = 0;
 layout(constant_id = 5) const uint ORDER = 8;
 layout(constant_id = 6) const uint ROWS = 0;      // of x in use; 0: as many as `count` says
+layout(constant_id = 7) const uint EXPERTS = 0;
 
 #if MATRIX == 1
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
@@ -46,8 +49,14 @@ layout(push_constant) uniform Args {
     FloatsIn bias;
     FloatsInOut y;
     WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn tiles;
+    WordsIn slots;
     uint y_stride;    // floats, a multiple of 4
 };
+
+const uint NOBODY = 0xffffffffu;
+// First word of the expert's weights.
+uint expert_words = 0u;
 
 // Blocks of 16 rows of x and of W in a group's part.
 const uint TOKEN_BLOCKS = GROUP_TOKENS / 16u;
@@ -78,7 +87,7 @@ uvec4 load_tokens(uint base, uint stage, uint i) {
 // Block `block + j` of W at a step; `base`: the lane's first word of block `block`.
 uvec4 load_weights(uint base, uint block, uint j, uint step_) {
     if (N % TILE_ROWS == 0u) return weight.v[base + step_ * 32u + j * BLOCK_WORDS];
-    return weight.v[min(block + j, WEIGHT_BLOCKS - 1u) * BLOCK_WORDS + step_ * 32u + LANE];
+    return weight.v[expert_words + min(block + j, WEIGHT_BLOCKS - 1u) * BLOCK_WORDS + step_ * 32u + LANE];
 }
 
 vec2 swiglu(vec4 v) { return v.xz / (1.0 + exp(-v.xz)) * v.yw; }
@@ -136,7 +145,12 @@ void main() {
     uint group_token = LANE_GROUP / (TILE_ROWS / GROUP_ROWS) * TOKEN_BLOCKS;
     uint row_block = rest / together * (TILE_ROWS / 16u) + LANE_GROUP % (TILE_ROWS / GROUP_ROWS) * ROW_BLOCKS;
     uint lane = gl_LocalInvocationIndex;
-    uint x_base = tile_block * BLOCK_WORDS + lane, w_base = row_block * BLOCK_WORDS + LANE;
+    if (EXPERTS == 1u) {
+        uint expert = tiles.v[ordered + rest % together];
+        if (expert == NOBODY) return;
+        expert_words = expert * (WEIGHT_BLOCKS * BLOCK_WORDS);
+    }
+    uint x_base = tile_block * BLOCK_WORDS + lane, w_base = expert_words + row_block * BLOCK_WORDS + LANE;
 
     Sums sums[TOKEN_BLOCKS][ROW_BLOCKS];
     [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++)
@@ -186,8 +200,14 @@ void main() {
             if (PACKED == 1u) {
                 store_packed(token, row, swiglu(low), swiglu(high), used);
             } else {
-                if (token < used) store(token, row, low);
-                if (token + 8u < used) store(token + 8u, row, high);
+                if (EXPERTS == 1u) {
+                    uint low_row = slots.v[token], high_row = slots.v[token + 8u];
+                    if (low_row != NOBODY) store(low_row, row, low);
+                    if (high_row != NOBODY) store(high_row, row, high);
+                } else {
+                    if (token < used) store(token, row, low);
+                    if (token + 8u < used) store(token + 8u, row, high);
+                }
             }
         }
     }

@@ -14,6 +14,7 @@ const uint MOST_POLLS = 20000u;
 const uint POLLS_BETWEEN_LOOKS = 256u;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer TaggedIn { volatile uvec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly buffer TaggedIn1 { volatile uint v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer TaggedOut { volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer TaggedInOut { volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly buffer TaggedOut2 { volatile uvec2 v[]; };

@@ -15,6 +15,7 @@ pub mod host_memory;
 pub mod interpreter;
 pub mod lanes;
 pub mod layout;
+pub mod moe;
 pub mod panel;
 pub mod recording;
 pub mod region;
@@ -70,6 +71,11 @@ pub fn reference(kernel: &str) -> Reference {
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => flash::reference_flash,
+        "expert_skinny" => moe::reference_expert_skinny,
+        "expert_choose" => moe::reference_expert_choose,
+        "expert_gemv" => moe::reference_expert_gemv,
+        "expert_plan" => moe::reference_expert_plan,
+        "expert_combine" => moe::reference_expert_combine,
         "lanes" => lanes::reference_lanes,
         "read_ceiling" => bench::reference_read_ceiling,
         "argmax" => sampling::reference_argmax,
@@ -84,7 +90,9 @@ pub fn reference(kernel: &str) -> Reference {
 
 /// Whether each workgroup of a kernel waits for all carried words that the kernel reads, not for a part.
 pub fn waits_for_all(kernel: &str) -> bool {
-    kernel.starts_with("skinny")
+    // What `expert_skinny` waits for in part, a row of x that chose another expert, the router's product of it has
+    // waited for, whose every word each workgroup waits for.
+    kernel.starts_with("skinny") || kernel.starts_with("expert_skinny")
 }
 
 /// Dispatch extents that cover `blocks` with no dimension above what every driver allows:

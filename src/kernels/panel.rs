@@ -3,6 +3,7 @@
 
 use super::gemm::{self, Epilogue};
 use super::host_memory::HostMemory;
+use super::moe::{NOBODY, Sorted};
 use super::recording::{Call, Range};
 use super::shaders::{PanelArgs, PanelConstants};
 use super::skinny::Matrices;
@@ -64,6 +65,25 @@ pub enum Fold {
 /// If formats are others than bfloat16, y is packed in other columns than the product gives, or a norm is folded
 /// that does not fit.
 pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fold_norm: Fold) -> Call {
+    of_rows(product, rows, matrices, config, fold_norm, None)
+}
+
+/// A product of rows sorted by expert, in tiles of as many rows as a panel of `config` has: `product.weight` is all
+/// experts' and its `rows` one expert's. Rows of floats go to the place of their choice: `[rows][chosen][stride]`;
+/// packed rows keep the padding of columns as it was.
+pub fn panel_sorted(product: &Tiled, sorted: &Sorted, matrices: Matrices, config: Config) -> Call {
+    assert_eq!(sorted.tile, 16 * config.blocks, "rows of a tile");
+    of_rows(product, sorted.slot_count(), matrices, config, Fold::None, Some(sorted))
+}
+
+fn of_rows(
+    product: &Tiled,
+    rows: u32,
+    matrices: Matrices,
+    config: Config,
+    fold_norm: Fold,
+    sorted: Option<&Sorted>,
+) -> Call {
     let weight = product.weight;
     assert_eq!((weight.format, product.x.format, product.x.cols), (Format::Bf16, Format::Bf16, weight.cols));
     let (y, y_stride, packed) = match product.y {
@@ -98,6 +118,7 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fol
         packed,
         fold: fold_code,
         parts,
+        experts: u32::from(sorted.is_some()),
     };
     let args = PanelArgs {
         weight: weight.range,
@@ -107,6 +128,8 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fol
         squares,
         norm,
         next,
+        tiles: sorted.map_or(none, |s| s.tiles),
+        slots: sorted.map_or(none, |s| s.slots),
         n: weight.rows,
         rows,
         y_stride,
@@ -133,8 +156,18 @@ pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
     let weight = |memory: &HostMemory, r, col| {
         f64::from(memory.weight(Format::Bf16, a.weight, fragment_index(r, col, k) as u32))
     };
+    let tile = 16 * c.blocks;
     let rows = if c.packed == 1 { a.rows.next_multiple_of(16) } else { a.rows };
     for row in 0..rows {
+        let (mut first, mut to) = (0, row);
+        if c.experts == 1 {
+            let expert = memory.u32(a.tiles, row / tile);
+            to = if expert == NOBODY { NOBODY } else { memory.u32(a.slots, row) };
+            if expert == NOBODY || (c.packed == 0 && to == NOBODY) {
+                continue;
+            }
+            first = expert * a.n;
+        }
         let x: Vec<f64> =
             (0..k).map(|col| f64::from(memory.weight(Format::Bf16, a.x, token_index(row, col, k) as u32))).collect();
         let scale = match c.fold {
@@ -146,12 +179,12 @@ pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
         };
         let v: Vec<f64> = (0..a.n)
             .map(|r| {
-                let dot: f64 = (0..k).zip(&x).map(|(col, x)| weight(memory, r, col) * x).sum();
+                let dot: f64 = (0..k).zip(&x).map(|(col, x)| weight(memory, first + r, col) * x).sum();
                 dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, r)) } else { 0.0 }
             })
             .collect();
         if c.packed == 0 {
-            gemm::finish(memory, c.epilogue, (a.y, None), row * a.y_stride, &v);
+            gemm::finish(memory, c.epilogue, (a.y, None), to * a.y_stride, &v);
             if c.fold == 2 {
                 let y: Vec<f32> = (0..a.n).map(|i| memory.f32(a.y, row * a.y_stride + i)).collect();
                 for (part, sixteen) in (0..).zip(y.chunks_exact(16)) {

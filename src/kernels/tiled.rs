@@ -4,6 +4,7 @@
 
 use super::gemm::{self, Activations, Epilogue, Matrix};
 use super::host_memory::HostMemory;
+use super::moe::{NOBODY, Sorted};
 use super::recording::{Call, Range};
 use super::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants};
 use super::{Format, fold, format_of};
@@ -57,15 +58,57 @@ pub fn pack_rows(
     rows: u32,
     count: Option<Range>,
 ) -> Call {
+    let rows_of = match count {
+        Some(count) => Rows::Counted(count),
+        None => Rows::All(rows),
+    };
+    packing(label, x, norm, packed, rows, rows_of)
+}
+
+/// Packs a row of x for each of the slots of its choices, after an RMS norm: rows in the order of the experts.
+/// Those of tiles that no expert has are left as they are.
+pub fn pack_sorted(label: String, x: Activations, norm: Option<(Range, f32)>, packed: Packed, sorted: &Sorted) -> Call {
+    packing(label, x, norm, packed, sorted.slot_count(), Rows::Sorted(sorted))
+}
+
+/// Which rows are packed.
+enum Rows<'a> {
+    /// The first of them.
+    All(u32),
+    /// As many as the chunk descriptor says.
+    Counted(Range),
+    /// By their slots.
+    Sorted(&'a Sorted),
+}
+
+fn packing(
+    label: String,
+    x: Activations,
+    norm: Option<(Range, f32)>,
+    packed: Packed,
+    rows: u32,
+    rows_of: Rows<'_>,
+) -> Call {
     let chunks = packed.cols.div_ceil(FRAGMENT_COLS);
-    let pairs = rows.next_multiple_of(TILE_TOKENS) / 2;
+    let none = x.range.none();
+    let (count, used, (slots, tiles), each, tile) = match rows_of {
+        Rows::All(rows) => (none, rows, (none, none), 0, 16),
+        Rows::Counted(count) => (count, 0, (none, none), 0, 16),
+        Rows::Sorted(sorted) => (none, 0, (sorted.slots, sorted.tiles), sorted.chosen, sorted.tile),
+    };
+    let (pairs, bytes) = match rows_of {
+        Rows::Sorted(sorted) => (rows / 2, sorted.packed_bytes(packed.cols)),
+        _ => (rows.next_multiple_of(TILE_TOKENS) / 2, Packed::bytes(rows, packed.cols)),
+    };
     let threads = (chunks * 8).next_power_of_two().clamp(32, 256);
-    let (weight, epsilon) = norm.unwrap_or((x.range.none(), 0.0));
+    let (weight, epsilon) = norm.unwrap_or((none, 0.0));
     let args = PackRowsArgs {
         x: x.range,
         norm: weight,
-        count: count.unwrap_or(x.range.none()),
-        packed: packed.range.part(0, Packed::bytes(rows, packed.cols)),
+        count,
+        slots,
+        tiles,
+        packed: packed.range.part(0, bytes),
         k: packed.cols,
         chunks,
         pairs,
@@ -79,12 +122,7 @@ pub fn pack_rows(
             Format::F32 => panic!("rows are packed in 16 bits"),
         },
         label,
-        constants: PackRowsConstants {
-            threads,
-            norm: u32::from(norm.is_some()),
-            rows: if count.is_some() { 0 } else { rows },
-        }
-        .into_values(),
+        constants: PackRowsConstants { threads, norm: u32::from(norm.is_some()), rows: used, each, tile }.into_values(),
         args: args.into_args(),
         groups: fold(pairs, 1),
     }
@@ -174,15 +212,22 @@ impl Tiled {
     /// If the formats differ or are f32, x has other columns than W, or y is packed without SwiGLU
     /// or in other columns than it gives: bugs of the caller.
     pub fn call(&self, tile: Tile, rows: u32, count: Range) -> Call {
-        self.for_rows(tile, rows, Some(count))
+        self.for_rows(tile, rows, Some(count), None)
     }
 
     /// For `rows` rows of x, all in use; see [`Tiled::call`].
     pub fn batch(&self, tile: Tile, rows: u32) -> Call {
-        self.for_rows(tile, rows, None)
+        self.for_rows(tile, rows, None, None)
     }
 
-    fn for_rows(&self, tile: Tile, rows: u32, count: Option<Range>) -> Call {
+    /// For rows sorted by expert, in tiles of [`TILE_TOKENS`]: `weight` is all experts' and `weight.rows` one expert's
+    /// rows. Rows of floats go to the place of their choice: `[rows][chosen][stride]`.
+    pub fn sorted(&self, tile: Tile, sorted: &Sorted) -> Call {
+        assert_eq!(sorted.tile, TILE_TOKENS, "rows of a tile");
+        self.for_rows(tile, sorted.slot_count(), None, Some(sorted))
+    }
+
+    fn for_rows(&self, tile: Tile, rows: u32, count: Option<Range>, sorted: Option<&Sorted>) -> Call {
         let Matrix { range: weight, format, rows: n, cols } = self.weight;
         assert_eq!((self.x.format, self.x.cols), (format, cols), "x of \"{}\"", self.label);
         let (y, y_stride, packed) = match self.y {
@@ -201,6 +246,7 @@ impl Tiled {
             packed,
             order: 8,
             rows: if count.is_some() { 0 } else { rows },
+            experts: u32::from(sorted.is_some()),
         };
         let args = TiledArgs {
             weight,
@@ -208,6 +254,8 @@ impl Tiled {
             bias: self.bias.unwrap_or(weight.none()),
             y,
             count: count.unwrap_or(weight.none()),
+            tiles: sorted.map_or(weight.none(), |s| s.tiles),
+            slots: sorted.map_or(weight.none(), |s| s.slots),
             y_stride,
         };
         Call {
@@ -233,13 +281,18 @@ impl Tiled {
 pub(super) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     let a = PackRowsArgs::from_args(&call.args);
     let c = PackRowsConstants::from_values(&call.constants);
-    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    let used = if c.rows == 0 && c.each == 0 { memory.u32(a.count, 2) } else { c.rows };
     for row in 0..a.pairs * 2 {
-        let mut x: Vec<f64> = match row < used {
-            true => (0..a.k).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect(),
-            false => vec![0.0; a.k as usize],
+        let from = match c.each {
+            0 => (row < used).then_some(row),
+            _ if memory.u32(a.tiles, row / c.tile) == NOBODY => continue,
+            each => Some(memory.u32(a.slots, row)).filter(|slot| *slot != NOBODY).map(|slot| slot / each),
         };
-        if c.norm == 1 && row < used {
+        let mut x: Vec<f64> = match from {
+            Some(row) => (0..a.k).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect(),
+            None => vec![0.0; a.k as usize],
+        };
+        if c.norm == 1 && from.is_some() {
             x = gemm::normed(memory, x, a.norm, a.epsilon);
         }
         set_row(memory, format_of(call.kernel), a.packed, row, a.chunks, &x);
@@ -252,11 +305,28 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     let c = TiledConstants::from_values(&call.constants);
     let format = format_of(call.kernel);
     let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
-    let weights: Vec<f64> = (0..c.n)
-        .flat_map(|r| (0..c.k).map(move |col| (r, col)))
-        .map(|(r, col)| f64::from(memory.weight(format, a.weight, fragment_index(r, col, c.k) as u32)))
-        .collect();
+    let weights_from = |memory: &HostMemory, first: u32| -> Vec<f64> {
+        (0..c.n)
+            .flat_map(|r| (0..c.k).map(move |col| (first + r, col)))
+            .map(|(r, col)| f64::from(memory.weight(format, a.weight, fragment_index(r, col, c.k) as u32)))
+            .collect()
+    };
+    let mut weights = if c.experts == 0 { weights_from(memory, 0) } else { Vec::new() };
     for row in 0..used {
+        let mut to = row;
+        if c.experts == 1 {
+            let expert = memory.u32(a.tiles, row / TILE_TOKENS);
+            if expert == NOBODY {
+                continue;
+            }
+            if row % TILE_TOKENS == 0 {
+                weights = weights_from(memory, expert * c.n.next_multiple_of(16));
+            }
+            to = memory.u32(a.slots, row);
+            if c.packed == 0 && to == NOBODY {
+                continue;
+            }
+        }
         let x: Vec<f64> =
             (0..c.k).map(|col| f64::from(memory.weight(format, a.x, token_index(row, col, c.k) as u32))).collect();
         let v: Vec<f64> = (0..c.n)
@@ -267,7 +337,7 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
             })
             .collect();
         if c.packed == 0 {
-            gemm::finish(memory, c.epilogue, (a.y, None), row * a.y_stride, &v);
+            gemm::finish(memory, c.epilogue, (a.y, None), to * a.y_stride, &v);
         } else {
             let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::swiglu(pair[0], pair[1])).collect();
             set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &y);

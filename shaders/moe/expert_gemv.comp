@@ -1,0 +1,140 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// The experts that `choices` name, on weights that lie row after row, in two stages:
+//
+// STAGE 0   y[r][j] = share(r, j) · swiglu( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ), and likewise for
+//           the shared expert, whose place is behind the others'
+// STAGE 1   y[r] += sum_j W[e(r, j)] · x[r][j] + Ws · x[r][CHOSEN]
+//
+// choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` leaves them
+// weight     [experts][n][chunks·8] in the variant's format, rows of gate and up alternate in STAGE 0
+// shared     [shared_n][shared_chunks·8], likewise
+// x          STAGE 0: [rows][x_stride] f32, the residual      STAGE 1: what STAGE 0 made
+// y          STAGE 0: [rows][y_stride] f32: CHOSEN parts of `part` floats each, then the shared expert's
+//            STAGE 1: [rows][y_stride] f32, the residual
+//
+// One workgroup computes ROWS rows of W for one row of x, and in STAGE 0 for one choice; its threads split K, 16 bytes
+// of each W row a thread and step. Rows not below `count[2]` and rows that chose nobody are left as they are.
+// Traffic: the weights of each choice once, x from the near cache.
+#include "common.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint STAGE = 0;
+layout(constant_id = 2) const uint CHOSEN = 2;
+layout(constant_id = 3) const uint SHARED = 0;
+layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: as many as `count` says
+layout(constant_id = 5) const uint ROWS = 2;      // of W, even
+
+layout(buffer_reference, std430, buffer_reference_align = 8) readonly restrict buffer ChoicesIn { uvec2 v[]; };
+
+layout(push_constant) uniform Args {
+    Words4In weight;
+    Words4In shared_weight;
+    Floats4In x;
+    Floats4In norm;
+    ChoicesIn choices;
+    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    FloatsInOut y;
+    uint n;           // rows of an expert's W, a multiple of ROWS
+    uint shared_n;
+    uint k;           // columns, for the mean
+    uint chunks;      // 8-value chunks of a padded row of an expert's W
+    uint shared_chunks;
+    uint part;        // floats of a choice in rows of what STAGE 0 makes, a multiple of 8
+    uint x_stride;    // floats
+    uint y_stride;    // floats
+    float epsilon;
+};
+
+const uint NOBODY = 0xffffffffu;
+
+// Sums of each subgroup: ROWS products, then the squares of x.
+shared float partial[256u * (ROWS + 1u)];
+
+// Word `at` of the shared expert's W or of the others'. Some drivers know no chosen address.
+uvec4 load(bool of_shared, uint at) {
+    uvec4 word;
+    if (SHARED == 1u && of_shared) word = shared_weight.v[at];
+    else word = weight.v[at];
+    return word;
+}
+
+// Eight values of W from chunk `at` on.
+void load8(bool of_shared, uint at, out vec4 a, out vec4 b) {
+#if WEIGHT == 2
+    a = uintBitsToFloat(load(of_shared, at * 2u));
+    b = uintBitsToFloat(load(of_shared, at * 2u + 1u));
+#else
+    unpack8(load(of_shared, at), a, b);
+#endif
+}
+
+void main() {
+    uint used = USED != 0u ? USED : count.v[2];
+    uint row = STAGE == 0u ? gl_WorkGroupID.y / (CHOSEN + SHARED) : gl_WorkGroupID.y;
+    uint choice = STAGE == 0u ? gl_WorkGroupID.y % (CHOSEN + SHARED) : 0u;
+    uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * ROWS;
+    bool of_shared = SHARED == 1u && choice == CHOSEN;
+    if (row >= used || first >= (of_shared ? shared_n : n)) return;
+    uvec2 chosen = choices.v[row * (CHOSEN + SHARED) + choice];
+    if (chosen.x == NOBODY) return;
+    uint t = gl_LocalInvocationID.x;
+
+    float acc[ROWS];
+    [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] = 0.0;
+    float square = 0.0;
+    uint xo = row * x_stride / 4u, yo = row * y_stride;
+    uint all = STAGE == 0u ? (of_shared ? shared_chunks : chunks) : CHOSEN * chunks + SHARED * shared_chunks;
+    for (uint i = t; i < all; i += gl_WorkGroupSize.x) {
+        uint c = i, base = 0u, each = of_shared ? shared_chunks : chunks, column = i;
+        bool other = of_shared;
+        if (STAGE == 0u) {
+            base = of_shared ? 0u : chosen.x * n;
+        } else {
+            uint j = i / chunks;
+            other = SHARED == 1u && j >= CHOSEN;
+            j = min(j, CHOSEN);
+            c = i - j * chunks;
+            if (other) each = shared_chunks;
+            base = other ? 0u : choices.v[row * (CHOSEN + SHARED) + j].x * n;
+            column = j * (part / 8u) + c;
+        }
+        vec4 xa = x.v[xo + column * 2u], xb = x.v[xo + column * 2u + 1u];
+        if (STAGE == 0u) {
+            square += dot(xa, xa) + dot(xb, xb);
+            xa *= norm.v[c * 2u];
+            xb *= norm.v[c * 2u + 1u];
+        }
+        [[unroll]] for (uint r = 0u; r < ROWS; r++) {
+            vec4 a, b;
+            load8(other, (base + first + r) * each + c, a, b);
+            acc[r] += dot(a, xa) + dot(b, xb);
+        }
+    }
+
+    [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] = subgroupAdd(acc[r]);
+    if (STAGE == 0u) square = subgroupAdd(square);
+    if (gl_NumSubgroups > 1u) {
+        if (subgroupElect()) {
+            [[unroll]] for (uint r = 0u; r < ROWS; r++) partial[gl_SubgroupID * (ROWS + 1u) + r] = acc[r];
+            partial[gl_SubgroupID * (ROWS + 1u) + ROWS] = square;
+        }
+        barrier();
+        if (t != 0u) return;
+        for (uint i = 1u; i < gl_NumSubgroups; i++) {
+            [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] += partial[i * (ROWS + 1u) + r];
+            square += partial[i * (ROWS + 1u) + ROWS];
+        }
+    } else if (t != 0u) {
+        return;
+    }
+    if (STAGE == 0u) {
+        float scale = inversesqrt(square / float(k) + epsilon), share = uintBitsToFloat(chosen.y);
+        [[unroll]] for (uint r = 0u; r < ROWS; r += 2u) {
+            float gate = acc[r] * scale, up = acc[r + 1u] * scale;
+            y.v[yo + choice * part + (first + r) / 2u] = gate / (1.0 + exp(-gate)) * up * share;
+        }
+    } else {
+        [[unroll]] for (uint r = 0u; r < ROWS; r++) y.v[yo + first + r] += acc[r];
+    }
+}

@@ -1,0 +1,384 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#pragma use_vulkan_memory_model
+// The experts of 1 to 8 · BLOCKS rows, on packed weights, in two stages with nothing between them but words:
+//
+// STAGE 0   for each expert e that a row r chooses, as its j-th:
+//           y[r][j] = share(r, j) · swiglu( Wgu[e] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
+//           and, for the shared expert, y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · swiglu( Ws · the same )
+// STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN]: one sum over all columns of all experts
+//
+// logits     [rows][logits_stride] f32: COUNT, and the shared expert's gate if there is one. Who is chosen and with
+//            which share: `experts.glsl`; each workgroup finds it by itself, for all rows.
+// weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`), rows of gate and up alternate
+// shared     [shared_n rows], likewise
+// x          STAGE 0: [rows][x_stride] f32, the residual      STAGE 1: what STAGE 0 made
+// y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32, padding is not written
+//            STAGE 1: [rows][y_stride] f32, the residual;  TAGGED 1: all of x, logits and y (`tags.glsl`)
+//
+// One workgroup computes TILES blocks of 16 rows of W, of one expert for all rows that chose it or (STAGE 1) of all
+// experts that any row chose; its groups of 32 lanes split K as those of `skinny` do, and a row's values stand in two
+// parts in a fragment as there. A row that did not choose an expert meets its weights with zeros. Workgroups for more
+// experts than are chosen leave once they know.
+// Traffic: each chosen expert's weights once, x once a workgroup from the far cache.
+#extension GL_KHR_shader_subgroup_vote : require
+#extension GL_KHR_shader_subgroup_shuffle : require
+#include "common.glsl"
+#include "determinate.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size, at least ROWS · CHOSEN
+layout(constant_id = 2) const uint STAGE = 0;
+layout(constant_id = 3) const uint COUNT = 8;
+layout(constant_id = 4) const uint CHOSEN = 2;    // at most 16
+layout(constant_id = 5) const uint NORMALISE = 0;
+layout(constant_id = 6) const uint SHARED = 0;
+layout(constant_id = 7) const uint TILES = 1;
+layout(constant_id = 8) const uint AHEAD = 2;     // a power of two
+layout(constant_id = 9) const uint ROWS = 1;      // at most 16
+layout(constant_id = 10) const uint COLUMNS = 32; // of an expert's matrix
+layout(constant_id = 11) const uint SHARED_COLUMNS = 32;
+layout(constant_id = 12) const uint TAGGED = 0;
+
+#include "fragments.glsl"
+#include "tags.glsl"
+
+layout(push_constant) uniform Args {
+    Words4In weight;
+    Words4In shared_weight;
+    TaggedIn x;
+    Floats4In norm;
+    TaggedIn logits;
+    TaggedInOut y;
+    Fault fault;
+    uint n;           // rows of an expert's matrix, a multiple of 16
+    uint shared_n;    // of the shared expert's
+    uint x_stride;    // floats
+    uint logits_stride;
+    uint y_stride;
+    float epsilon;
+    uint x_tag;
+    uint logits_tag;
+    uint old_tag;     // of y before it is added to
+    uint y_tag;
+};
+
+const uint GROUPS = LANES / 32u;
+const uint BLOCKS = (ROWS + 7u) / 8u;
+const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // of a block
+const uint KEPT = TOKENS * 4u;                    // lanes of a group whose sums are of tokens that exist
+const uint ITEMS = TILES * BLOCKS * KEPT;
+const uint QUADS = AHEAD * 8u;                    // four columns each, of a token in a round
+const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of them a lane
+const uint CHUNKS = (COLUMNS + 31u) / 32u;        // of 32 columns, of one expert's matrix
+const uint SHARED_CHUNKS = SHARED == 1u ? (SHARED_COLUMNS + 31u) / 32u : 0u;
+const uint PAIRS = ROWS * CHOSEN;
+// Lanes whose squares are added before they go to shared memory, and what is left of a token's then.
+#if MATRIX == 1
+const uint JOINED = ROWS == 1u || QUADS > 32u ? 32u : QUADS;
+const uint SQUARES = ROWS == 1u ? LOADS : QUADS / JOINED;
+#else
+const uint JOINED = 1u;
+const uint SQUARES = QUADS;
+#endif
+
+shared vec4 sums_s[GROUPS * ITEMS];
+shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both parts of four columns
+shared float squares_s[STAGE == 0u ? GROUPS * BLOCKS * TOKENS * SQUARES : 1u];
+shared uint ids_s[PAIRS];
+shared float shares_s[PAIRS];
+shared float gates_s[ROWS];
+shared uint first_s[PAIRS];                       // whether no pair before chose the same
+// Distinct experts: id, rows that chose it (a bit each), which of a row's choices it is (four bits a row).
+shared uvec4 list_s[PAIRS];
+shared uint distinct_s;
+#if MATRIX == 0
+shared uint keys_s[ROWS * COUNT];
+#endif
+
+#include "experts.glsl"
+
+#if MATRIX == 1
+#define PUT_TWO(at, words) TaggedOut2(y).v[(at) / 2u] = words;
+#else
+// Components are constant: some drivers store a chosen one by way of the whole vector.
+#define PUT_TWO(at, words) if ((at) % 4u == 0u) y.v[(at) / 4u].xy = words; else y.v[(at) / 4u].zw = words;
+#endif
+
+// Words of the shared expert's weights or of the others'. Not every driver knows a chosen address; on others a chosen
+// word would be a load of its own behind a branch.
+#if MATRIX == 1
+#define WEIGHTS_OF(other) Words4In from_ = SHARED == 1u && (other) ? shared_weight : weight;
+#define LOAD_WEIGHT(other, at) from_.v[at]
+#else
+#define WEIGHTS_OF(other)
+#define LOAD_WEIGHT(other, at) load_weight(other, at)
+uvec4 load_weight(bool other, uint at) {
+    uvec4 word;
+    if (SHARED == 1u && other) word = shared_weight.v[at];
+    else word = weight.v[at];
+    return word;
+}
+#endif
+
+uint word_of(uvec4 words, uint i) { return i == 0u ? words.x : i == 1u ? words.y : i == 2u ? words.z : words.w; }
+
+// Which of its choices an expert is for a row.
+uint choice_of(uvec4 entry, uint row) { return ((row < 8u ? entry.z : entry.w) >> (row % 8u * 4u)) & 15u; }
+
+#if MATRIX == 1
+#define LOGIT(at) TaggedIn1(logits).v[at]
+#else
+#define LOGIT(at) word_of(logits.v[(at) / 4u], (at) % 4u)
+#endif
+
+// Chooses for all rows; a subgroup takes every so manieth.
+void choose(inout uint polls) {
+    for (uint turn = 0u; turn < ROWS; turn += gl_NumSubgroups) {
+        uint row = turn + gl_SubgroupID;
+        if (row < ROWS) {
+            uint base = row * logits_stride, gate = 0u;
+            Candidates keys;
+            uint bad;
+            do {
+                bad = 0u;
+                EACH_CANDIDATE for (uint i = 0u; i < CANDIDATES; i++) {
+                    uint word = LOGIT(base + min(CANDIDATE(i), COUNT - 1u));
+                    if (TAGGED == 1u) bad |= stale(word, logits_tag);
+                    PUT_CANDIDATE(keys, row * COUNT, i, CANDIDATE(i) < COUNT ? key_of(uintBitsToFloat(word)) : 0u)
+                }
+                if (SHARED == 1u) gate = LOGIT(base + COUNT);
+                if (SHARED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
+            } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault));
+            choose_experts(keys, row * COUNT, row * CHOSEN);
+            if (SHARED == 1u && subgroupElect()) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(gate)));
+        }
+    }
+    barrier();
+    uint p = min(gl_LocalInvocationIndex, PAIRS - 1u);
+    if (ROWS == 1u) {
+        if (gl_LocalInvocationIndex < CHOSEN) list_s[p] = uvec4(ids_s[p], 1u, p, 0u);
+        if (gl_LocalInvocationIndex == 0u) distinct_s = CHOSEN;
+    } else {
+        uvec4 entry = uvec4(ids_s[p], 0u, 0u, 0u);
+        bool first = true;
+        for (uint q = 0u; q < PAIRS; q++) {
+            if (ids_s[q] != entry.x) continue;
+            uint row = q / CHOSEN, nibble = q % CHOSEN << (row % 8u * 4u);
+            entry.y |= 1u << row;
+            if (row < 8u) entry.z |= nibble;
+            else entry.w |= nibble;
+            if (q < p) first = false;
+        }
+        if (gl_LocalInvocationIndex < PAIRS) first_s[p] = first ? 1u : 0u;
+        barrier();
+        uint before = 0u;
+        for (uint q = 0u; q < PAIRS; q++) before += q < p ? first_s[q] : 0u;
+        if (gl_LocalInvocationIndex < PAIRS && first) list_s[before] = entry;
+        if (gl_LocalInvocationIndex == PAIRS - 1u) distinct_s = before + (first ? 1u : 0u);
+    }
+    barrier();
+}
+
+uint chunk_of(uint round, uint u) { return (round * AHEAD + u) * GROUPS + LANE_GROUP; }
+
+void main() {
+    uint polls = 0u;
+    uint group_number = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    uint g = LANE >> 2, t = LANE & 3u;
+
+    // Blocks of 16 rows of this matrix, the first of them that is ours, and which of the experts (STAGE 0).
+    uint blocks = n / 16u, first = group_number * TILES, number = 0u;
+    bool of_shared = false;
+    if (STAGE == 0u) {
+        uint shared_tiles = SHARED == 1u ? (shared_n / 16u + TILES - 1u) / TILES : 0u, tiles = (blocks + TILES - 1u) / TILES;
+        of_shared = group_number < shared_tiles;
+        if (of_shared) {
+            blocks = shared_n / 16u;
+        } else {
+            number = (group_number - shared_tiles) / tiles;
+            first = (group_number - shared_tiles) % tiles * TILES;
+        }
+    }
+    if (number >= PAIRS || first >= blocks) return;
+
+    uint item = gl_LocalInvocationIndex;
+    uint item_lane = item % KEPT, item_block = item / KEPT % BLOCKS, item_tile = item / (KEPT * BLOCKS);
+    uint item_token = item_block * 8u + (item_lane >> 2), item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
+    uint item_at = (item_token * y_stride + item_row) / 4u;
+    // What is added to, if it is there already.
+    uvec4 old = uvec4(0u);
+    if (STAGE == 1u && item < ITEMS && item_token < ROWS && first + item_tile < blocks) old = y.v[item_at];
+
+    choose(polls);
+    if (STAGE == 0u && !of_shared && number >= distinct_s) return;
+
+    // Rows that this expert is multiplied with.
+    uvec4 entry = list_s[number];
+    if (of_shared) entry = uvec4(0u, 0xffffu, 0u, 0u);
+    uint chunks = STAGE == 0u ? CHUNKS : distinct_s * CHUNKS + SHARED_CHUNKS;
+    uint rounds = (chunks + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
+
+    Sums sums[BLOCKS * TILES];
+    [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
+    float square[BLOCKS * LOADS];
+    [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
+
+    [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
+        // Past the last chunk the last one's weights meet zeros.
+        uvec4 w[AHEAD * TILES * 2u];
+        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+            uint chunk = min(chunk_of(round, u), chunks - 1u);
+            uint matrix = entry.x, each = CHUNKS;
+            bool other = STAGE == 0u && of_shared;
+            if (STAGE == 1u) {
+                uint d = chunk / CHUNKS;
+                other = SHARED == 1u && d >= distinct_s;
+                if (other) {
+                    d = distinct_s;
+                    each = SHARED_CHUNKS;
+                }
+                chunk -= d * CHUNKS;
+                matrix = other ? 0u : list_s[d].x;
+            }
+            WEIGHTS_OF(other)
+            [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                uint at = ((matrix * blocks + min(first + j, blocks - 1u)) * each + chunk) * 64u + LANE;
+                w[(u * TILES + j) * 2u] = LOAD_WEIGHT(other, at);
+                w[(u * TILES + j) * 2u + 1u] = LOAD_WEIGHT(other, at + 32u);
+            }
+        }
+        [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
+            uvec4 words[LOADS];
+            uint at[LOADS];
+            bool there[LOADS], any[LOADS];
+            vec4 scale[LOADS];
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                uint quad = i * 32u + LANE, chunk = chunk_of(round, quad % QUADS / 8u), row = b * 8u + quad / QUADS;
+                there[i] = quad < TOKENS * QUADS && chunk < chunks && row < ROWS;
+                row = min(row, ROWS - 1u);
+                chunk = min(chunk, chunks - 1u);
+                uint column = chunk * 8u + quad % 8u;
+                scale[i] = vec4(1.0);
+                if (STAGE == 0u) {
+                    there[i] = there[i] && (entry.y >> row & 1u) != 0u && (COLUMNS % 32u == 0u || column * 4u < COLUMNS);
+                    if (COLUMNS % 32u != 0u) column = min(column, COLUMNS / 4u - 1u);
+                    scale[i] = norm.v[column];
+                } else {
+                    uint d = chunk / CHUNKS, inside = (chunk % CHUNKS) * 32u + quad % 8u * 4u;
+                    if (SHARED == 1u && d >= distinct_s) {
+                        uint behind = (chunk - distinct_s * CHUNKS) * 8u + quad % 8u;
+                        there[i] = there[i] && behind * 4u < SHARED_COLUMNS;
+                        column = CHOSEN * CHUNKS * 8u + min(behind, SHARED_COLUMNS / 4u - 1u);
+                    } else {
+                        uvec4 of = list_s[d];
+                        there[i] = there[i] && (of.y >> row & 1u) != 0u && inside < COLUMNS;
+                        column = choice_of(of, row) * CHUNKS * 8u + min(inside, COLUMNS - 4u) / 4u;
+                    }
+                }
+                at[i] = row * (x_stride / 4u) + column;
+#if MATRIX == 1
+                any[i] = ROWS == 1u || subgroupAny(there[i]);
+#else
+                any[i] = true;
+#endif
+                words[i] = uvec4(0u);
+            }
+            if (TAGGED == 0u) {
+#if MATRIX == 1
+                // Loads that the near cache may serve: nobody writes x meanwhile where it is not tagged.
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) if (any[i]) words[i] = Words4In(x).v[at[i]];
+#else
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = x.v[at[i]];
+#endif
+            } else {
+                uint bad;
+                do {
+                    bad = 0u;
+                    [[unroll]] for (uint i = 0u; i < LOADS; i++) if (any[i]) words[i] = x.v[at[i]];
+                    [[unroll]] for (uint i = 0u; i < LOADS; i++) bad |= there[i] ? stale(words[i], x_tag) : 0u;
+                } while (poll_again(subgroupAny(bad != 0u), polls, fault));
+            }
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                vec4 value = there[i] ? uintBitsToFloat(words[i]) : vec4(0.0);
+                if (STAGE == 0u) {
+                    square[b * LOADS + i] += dot(value, value);
+                    if (COLUMNS % 32u == 0u) value *= scale[i];
+                    else value = there[i] ? value * scale[i] : vec4(0.0);
+                }
+                uvec4 parts;
+                split_pair(value.x, value.y, parts.x, parts.z);
+                split_pair(value.z, value.w, parts.y, parts.w);
+                if (i * 32u + LANE < TOKENS * QUADS) x_s[LANE_GROUP * (TOKENS * QUADS) + i * 32u + LANE] = parts;
+            }
+            LANES_BARRIER
+            uint own = LANE_GROUP * (TOKENS * QUADS) + min(g, TOKENS - 1u) * QUADS + t * 2u;
+            [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                    uvec4 parts = x_s[own + u * 8u + h];
+                    Tokens a;
+                    SET_TOKENS(a, parts.xy, parts.zw)
+                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                        Weights m;
+                        SET_WEIGHTS(m, w[(u * TILES + j) * 2u + h])
+                        MULTIPLY_ADD(sums[b * TILES + j], a, m)
+                    }
+                }
+            }
+            // Before the next parts overwrite these.
+            LANES_BARRIER
+        }
+    }
+
+    [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
+        if (STAGE == 0u) {
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                float sum = square[b * LOADS + i];
+                [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) sum += subgroupShuffleXor(sum, distance);
+                uint quad = i * 32u + LANE;
+                uint token = ROWS == 1u ? 0u : quad / QUADS, part = ROWS == 1u ? quad / JOINED : quad % QUADS / JOINED;
+                if (quad % JOINED == 0u && token < TOKENS && part < SQUARES)
+                    squares_s[((LANE_GROUP * BLOCKS + b) * TOKENS + token) * SQUARES + part] = sum;
+            }
+        }
+        if (LANE < KEPT) {
+            [[unroll]] for (uint j = 0u; j < TILES; j++)
+                sums_s[LANE_GROUP * ITEMS + (j * BLOCKS + b) * KEPT + LANE] =
+                    SUMS_LOW(sums[b * TILES + j]) + SUMS_HIGH(sums[b * TILES + j]);
+        }
+    }
+    barrier();
+
+    for (; item < ITEMS; item += LANES) {
+        item_lane = item % KEPT;
+        item_block = item / KEPT % BLOCKS;
+        item_tile = item / (KEPT * BLOCKS);
+        item_token = item_block * 8u + (item_lane >> 2);
+        item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
+        if (item_token >= ROWS || first + item_tile >= blocks) continue;
+        if (STAGE == 0u && (entry.y >> item_token & 1u) == 0u) continue;
+        item_at = (item_token * y_stride + item_row) / 4u;
+        if (STAGE == 1u && item >= LANES) old = y.v[item_at];
+        if (STAGE == 1u && TAGGED == 1u)
+            while (poll_again(stale(old, old_tag) != 0u, polls, fault)) old = y.v[item_at];
+
+        vec4 v = vec4(0.0);
+        [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];
+        if (STAGE == 0u) {
+            float sum = 0.0;
+            uint at = (item_block * TOKENS + (item_lane >> 2)) * SQUARES;
+            [[unroll]] for (uint i = 0u; i < GROUPS; i++)
+                [[unroll]] for (uint part = 0u; part < SQUARES; part++) sum += squares_s[i * (BLOCKS * TOKENS * SQUARES) + at + part];
+            v *= inversesqrt(sum / float(COLUMNS) + epsilon);
+            uint choice = of_shared ? CHOSEN : choice_of(entry, item_token);
+            float share = of_shared ? gates_s[item_token] : shares_s[item_token * CHOSEN + min(choice, CHOSEN - 1u)];
+            vec2 result = v.xz / (1.0 + exp(-v.xz)) * v.yw * share;
+            uint to = item_token * y_stride + choice * ((n / 2u + 31u) / 32u * 32u) + item_row / 2u;
+            uvec2 words = TAGGED == 1u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
+            PUT_TWO(to, words)
+        } else {
+            v += uintBitsToFloat(old);
+            y.v[item_at] = TAGGED == 1u ? tagged(v, y_tag) : floatBitsToUint(v);
+        }
+    }
+}

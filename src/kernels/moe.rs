@@ -1,0 +1,731 @@
+//! Mixtures of experts: who is chosen, and the MLP of those.
+//!
+//! - A few rows on weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], nothing else.
+//! - Weights row after row: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows.
+//! - Many rows in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::tiled::pack_sorted`],
+//!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`].
+//!
+//! Deliberately absent: the router's product and, for many rows, the shared expert's, which are products like others
+//! (`skinny`, `gemm`, `panel`, `tiled`).
+
+use super::determinate::{key_of, value_of};
+use super::gemm::{Activations, Epilogue, Matrix, swiglu};
+use super::host_memory::HostMemory;
+use super::panel;
+use super::recording::{Call, Range};
+use super::shaders::{
+    ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
+    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
+};
+use super::skinny::{Config, Matrices};
+use super::tags::{Flow, tagged};
+use super::tiled::{Output, Packed, Tile, Tiled};
+use super::{Format, fold, format_of};
+use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, fragment_index};
+
+/// In place of an expert or a row: there is none.
+pub const NOBODY: u32 = u32::MAX;
+/// Most experts that a row chooses.
+pub const MOST_CHOSEN: u32 = 16;
+/// Most rows of [`Mlp::few_gate_up`] and [`Mlp::few_down`].
+pub const MOST_FEW_ROWS: u32 = 16;
+
+/// The sizes of a layer of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Experts.
+    pub count: u32,
+    /// Of them for each row, at most [`MOST_CHOSEN`].
+    pub chosen: u32,
+    /// Values between an expert's two products, a multiple of 8.
+    pub inner: u32,
+    /// Values of a row, a multiple of 16.
+    pub hidden: u32,
+    /// As `inner`, of the expert that every row has, if there is one.
+    pub shared_inner: Option<u32>,
+    /// Whether the shares of a row's chosen experts are divided by their sum.
+    pub normalise: bool,
+}
+
+impl Shape {
+    /// Rows of the router: the experts, and the gate of the shared one.
+    pub fn logits(&self) -> u32 {
+        self.count + self.shared()
+    }
+
+    fn shared(&self) -> u32 {
+        u32::from(self.shared_inner.is_some())
+    }
+
+    /// Floats of a choice in rows of [`Shape::middle_stride`].
+    fn part(&self) -> u32 {
+        self.inner.next_multiple_of(FRAGMENT_COLS)
+    }
+
+    /// Floats of a row between the two products: of each chosen expert and the shared one, each padded to 32.
+    pub fn middle_stride(&self) -> u32 {
+        self.chosen * self.part() + self.shared_inner.unwrap_or(0).next_multiple_of(FRAGMENT_COLS)
+    }
+
+    /// Whether that has no padding, as tagged words must not.
+    pub fn middle_is_whole(&self) -> bool {
+        self.inner.is_multiple_of(FRAGMENT_COLS) && self.shared_inner.unwrap_or(0).is_multiple_of(FRAGMENT_COLS)
+    }
+
+    /// Bytes of the choices of so many rows: `[rows][chosen and shared]` of expert and share.
+    pub fn choices_bytes(&self, rows: u32) -> u64 {
+        u64::from(rows) * u64::from(self.chosen + self.shared()) * 8
+    }
+
+    /// Bytes of what the chosen experts make of so many rows, in rows of `stride` floats: `[rows][chosen][stride]`.
+    pub fn parts_bytes(&self, rows: u32, stride: u32) -> u64 {
+        u64::from(rows) * u64::from(self.chosen) * u64::from(stride) * 4
+    }
+
+    /// Tiles of `tile` rows that the choices of so many rows take at most.
+    pub fn most_tiles(&self, rows: u32, tile: u32) -> u32 {
+        let pairs = rows * self.chosen;
+        // Each expert that is chosen at all may leave all but one row of a tile empty.
+        (pairs + self.count.min(pairs) * (tile - 1)) / tile
+    }
+
+    fn assert_served(&self) {
+        assert!(
+            self.chosen <= self.count.min(MOST_CHOSEN)
+                && self.inner.is_multiple_of(8)
+                && self.hidden.is_multiple_of(FRAGMENT_ROWS)
+                && self.shared_inner.is_none_or(|inner| inner.is_multiple_of(8)),
+            "experts of {self:?}"
+        );
+    }
+}
+
+/// Choices of many rows, sorted by expert in tiles of rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Sorted {
+    /// `[most]`: the expert of each tile, [`NOBODY`] behind the last.
+    pub tiles: Range,
+    /// `[most][tile]`: row · chosen + which of its choices, or [`NOBODY`].
+    pub slots: Range,
+    /// Rows of a tile, a multiple of 16.
+    pub tile: u32,
+    /// Tiles there may be.
+    pub most: u32,
+    /// Choices of a row.
+    pub chosen: u32,
+}
+
+impl Sorted {
+    /// Bytes of `tiles` and of `slots` for so many rows.
+    pub fn bytes(shape: &Shape, rows: u32, tile: u32) -> [u64; 2] {
+        let most = u64::from(shape.most_tiles(rows, tile));
+        [most * 4, most * u64::from(tile) * 4]
+    }
+
+    /// For so many rows, in ranges of [`Sorted::bytes`].
+    pub fn new(shape: &Shape, rows: u32, tile: u32, tiles: Range, slots: Range) -> Sorted {
+        Sorted { tiles, slots, tile, most: shape.most_tiles(rows, tile), chosen: shape.chosen }
+    }
+
+    /// Rows of all tiles.
+    pub fn slot_count(&self) -> u32 {
+        self.most * self.tile
+    }
+
+    /// Bytes of packed rows of `cols` columns, one for each slot.
+    pub fn packed_bytes(&self, cols: u32) -> u64 {
+        2 * u64::from(self.slot_count()) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
+    }
+}
+
+/// What multiplies sorted rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grouped {
+    /// `panel`, for a few rows an expert.
+    Panel(Matrices, panel::Config),
+    /// `tiled`, for many, in tiles of [`super::tiled::TILE_TOKENS`].
+    Tiled(Tile),
+}
+
+/// Rows of x: all, or as many as a chunk descriptor says.
+#[derive(Clone, Copy, Debug)]
+pub struct Used {
+    /// Most of them.
+    pub rows: u32,
+    /// The descriptor; its word 2 is the number of rows in use.
+    pub count: Option<Range>,
+}
+
+impl Used {
+    /// The constant of kernels: 0 where the descriptor says.
+    fn constant(self) -> u32 {
+        if self.count.is_some() { 0 } else { self.rows }
+    }
+}
+
+/// The MLP of a layer of experts.
+#[derive(Clone, Debug)]
+pub struct Mlp {
+    /// What labels of calls begin with, for example `layers.3.`.
+    pub label: String,
+    /// Sizes.
+    pub shape: Shape,
+    /// `[count · 2 · inner][hidden]`, rows of gate and up alternate.
+    pub gate_up: Matrix,
+    /// `[count · hidden][inner]`.
+    pub down: Matrix,
+    /// The shared expert's two, if there is one.
+    pub shared: Option<(Matrix, Matrix)>,
+    /// The residual.
+    pub x: Activations,
+    /// The norm before the MLP: weight and epsilon.
+    pub norm: (Range, f32),
+    /// The router's product with the normed rows: [`Shape::logits`] floats of each.
+    pub logits: Activations,
+}
+
+/// One of the two products.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    GateUp,
+    Down,
+}
+
+impl Mlp {
+    /// Both matrices of a stage, with the rows of one expert of each.
+    fn matrices(&self, stage: Stage) -> (Matrix, Option<Matrix>, u32, u32) {
+        self.shape.assert_served();
+        let (experts, shared) = match stage {
+            Stage::GateUp => (self.gate_up, self.shared.map(|s| s.0)),
+            Stage::Down => (self.down, self.shared.map(|s| s.1)),
+        };
+        let (rows, cols) = match stage {
+            Stage::GateUp => (2 * self.shape.inner, self.shape.hidden),
+            Stage::Down => (self.shape.hidden, self.shape.inner),
+        };
+        let shared_rows = match stage {
+            Stage::GateUp => 2 * self.shape.shared_inner.unwrap_or(0),
+            Stage::Down => self.shape.hidden,
+        };
+        assert_eq!((experts.rows, experts.cols), (self.shape.count * rows, cols), "{} of experts", self.label);
+        assert_eq!(shared.is_some(), self.shape.shared_inner.is_some(), "{}: the shared expert", self.label);
+        (experts, shared, rows, shared_rows)
+    }
+
+    /// The first of two stages of a few rows on weights in fragment order: `middle`
+    /// ([`Shape::middle_stride`] floats a row) becomes what the chosen experts have between their products, times their
+    /// shares. `flow` is of x and `middle`, `logits` of the logits; both are tagged or neither is. The logits must be of
+    /// this x: they tell that all of it is there.
+    #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
+    pub fn few_gate_up(
+        &self,
+        middle: Activations,
+        rows: u32,
+        matrices: Matrices,
+        config: Config,
+        flow: Flow,
+        logits: Flow,
+        fault: Range,
+    ) -> Call {
+        self.few(Stage::GateUp, self.x, middle, rows, matrices, config, flow, logits, fault)
+    }
+
+    /// The second: x += the sum of what the experts make of `middle`. `flow` is of `middle` and x.
+    #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
+    pub fn few_down(
+        &self,
+        middle: Activations,
+        rows: u32,
+        matrices: Matrices,
+        config: Config,
+        flow: Flow,
+        logits: Flow,
+        fault: Range,
+    ) -> Call {
+        self.few(Stage::Down, middle, self.x, rows, matrices, config, flow, logits, fault)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of both stages")]
+    fn few(
+        &self,
+        stage: Stage,
+        x: Activations,
+        y: Activations,
+        rows: u32,
+        matrices: Matrices,
+        config: Config,
+        flow: Flow,
+        logits: Flow,
+        fault: Range,
+    ) -> Call {
+        let shape = &self.shape;
+        let (weight, shared, n, shared_n) = self.matrices(stage);
+        assert!(weight.format == Format::Bf16 && rows <= MOST_FEW_ROWS, "{rows} rows of {:?}", weight.format);
+        assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
+        let columns = weight.cols;
+        let tagged = flow.code() != 0;
+        assert!(!tagged || (flow.code() == 3 && logits.input_carried && shape.middle_is_whole()), "tags of {shape:?}");
+        let constants = ExpertSkinnyConstants {
+            threads: config.threads,
+            lanes: config.threads,
+            stage: u32::from(stage == Stage::Down),
+            count: shape.count,
+            chosen: shape.chosen,
+            normalise: u32::from(shape.normalise),
+            shared: shape.shared(),
+            tiles: config.tiles,
+            ahead: config.ahead,
+            rows,
+            columns,
+            shared_columns: shared.map_or(FRAGMENT_COLS, |s| s.cols),
+            tagged: u32::from(tagged),
+        };
+        let args = ExpertSkinnyArgs {
+            weight: weight.range,
+            shared_weight: shared.map_or(weight.range.none(), |s| s.range),
+            x: x.range,
+            norm: if stage == Stage::GateUp { self.norm.0 } else { x.range.none() },
+            logits: self.logits.range,
+            y: y.range,
+            // Whoever raises it and whoever looks, in whatever order, does right.
+            fault: fault.none(),
+            n,
+            shared_n,
+            x_stride: x.stride,
+            logits_stride: self.logits.stride,
+            y_stride: y.stride,
+            epsilon: self.norm.1,
+            x_tag: flow.input,
+            logits_tag: logits.input,
+            old_tag: flow.old,
+            y_tag: flow.output.unwrap_or(0),
+        };
+        let each = n.div_ceil(16 * config.tiles);
+        let groups = match stage {
+            Stage::GateUp => {
+                let of_shared = if shared.is_some() { shared_n.div_ceil(16 * config.tiles) } else { 0 };
+                (rows * shape.chosen).min(shape.count) * each + of_shared
+            }
+            Stage::Down => each,
+        };
+        let call = Call {
+            kernel: match matrices {
+                Matrices::ByHand => "expert_skinny.bf16.plain",
+                Matrices::Cooperative => "expert_skinny.bf16",
+            },
+            label: self.label_of(stage),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: fold(groups, 1),
+        };
+        let call = flow.mark(call, x.range, y.range);
+        if tagged { call.carry(self.logits.range) } else { call }
+    }
+
+    fn label_of(&self, stage: Stage) -> String {
+        let name = match stage {
+            Stage::GateUp => "experts.gate_up",
+            Stage::Down => "experts.down",
+        };
+        format!("{}{name}", self.label)
+    }
+
+    /// Who is chosen: `choices` ([`Shape::choices_bytes`]) of the rows in use. `valid` is a decode step's table of rows
+    /// (token, position, slot, valid); rows that are not valid choose nobody.
+    pub fn choose(&self, used: Used, valid: Option<Range>, choices: Range) -> Call {
+        const EACH: u32 = 4;
+        self.shape.assert_served();
+        let constants = ExpertChooseConstants {
+            threads: 32 * EACH,
+            count: self.shape.count,
+            chosen: self.shape.chosen,
+            normalise: u32::from(self.shape.normalise),
+            shared: self.shape.shared(),
+            rows: used.constant(),
+            valid: u32::from(valid.is_some()),
+            each: EACH,
+        };
+        let args = ExpertChooseArgs {
+            logits: self.logits.range,
+            rows: valid.unwrap_or(choices.none()),
+            count: used.count.unwrap_or(choices.none()),
+            choices: choices.part(0, self.shape.choices_bytes(used.rows)),
+            logits_stride: self.logits.stride,
+        };
+        Call {
+            kernel: "expert_choose",
+            label: format!("{}experts.choose", self.label),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: fold(used.rows.div_ceil(EACH), 1),
+        }
+    }
+
+    /// The first of two stages on weights that lie row after row; see [`Mlp::few_gate_up`].
+    pub fn gemv_gate_up(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
+        self.gemv(Stage::GateUp, self.x, middle, used, choices, threads)
+    }
+
+    /// The second; see [`Mlp::few_down`].
+    pub fn gemv_down(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
+        self.gemv(Stage::Down, middle, self.x, used, choices, threads)
+    }
+
+    fn gemv(&self, stage: Stage, x: Activations, y: Activations, used: Used, choices: Range, threads: u32) -> Call {
+        const ROWS: u32 = 4;
+        let shape = &self.shape;
+        let (weight, shared, n, shared_n) = self.matrices(stage);
+        let constants = ExpertGemvConstants {
+            threads,
+            stage: u32::from(stage == Stage::Down),
+            chosen: shape.chosen,
+            shared: shape.shared(),
+            used: used.constant(),
+            rows: ROWS,
+        };
+        let args = ExpertGemvArgs {
+            weight: weight.range,
+            shared_weight: shared.map_or(weight.range.none(), |s| s.range),
+            x: x.range,
+            norm: if stage == Stage::GateUp { self.norm.0 } else { x.range.none() },
+            choices: choices.part(0, shape.choices_bytes(used.rows)),
+            count: used.count.unwrap_or(choices.none()),
+            y: y.range,
+            n,
+            shared_n,
+            k: weight.cols,
+            chunks: weight.cols.div_ceil(8),
+            shared_chunks: shared.map_or(0, |s| s.cols.div_ceil(8)),
+            part: shape.part(),
+            x_stride: x.stride,
+            y_stride: y.stride,
+            epsilon: self.norm.1,
+        };
+        let (blocks, rows) = match stage {
+            Stage::GateUp => (n.max(shared_n).div_ceil(ROWS), used.rows * (shape.chosen + shape.shared())),
+            Stage::Down => (n.div_ceil(ROWS), used.rows),
+        };
+        assert!(rows <= 65_535, "{rows} rows of a dispatch");
+        Call {
+            kernel: match weight.format {
+                Format::Bf16 => "expert_gemv.bf16",
+                Format::F16 => "expert_gemv.f16",
+                Format::F32 => "expert_gemv.f32",
+            },
+            label: self.label_of(stage),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: fold(blocks, rows),
+        }
+    }
+
+    /// Sorts the choices of many rows by expert.
+    pub fn plan(&self, used: Used, choices: Range, sorted: &Sorted) -> Call {
+        let threads = 256;
+        let constants = ExpertPlanConstants {
+            threads,
+            lanes: threads,
+            count: self.shape.count,
+            chosen: self.shape.chosen,
+            shared: self.shape.shared(),
+            tile: sorted.tile,
+            most: sorted.most,
+            rows: used.constant(),
+        };
+        let args = ExpertPlanArgs {
+            choices: choices.part(0, self.shape.choices_bytes(used.rows)),
+            count: used.count.unwrap_or(choices.none()),
+            tiles: sorted.tiles,
+            slots: sorted.slots,
+        };
+        Call {
+            kernel: "expert_plan",
+            label: format!("{}experts.plan", self.label),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: [self.shape.count, 1, 1],
+        }
+    }
+
+    /// What the experts have between their products, of sorted rows that are packed; packed like them.
+    pub fn sorted_gate_up(&self, x: Packed, middle: Packed, sorted: &Sorted, how: Grouped) -> Call {
+        self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::SwiGlu, sorted, how)
+    }
+
+    /// What each chosen expert makes of a row: `parts`, [`Shape::parts_bytes`].
+    pub fn sorted_down(&self, middle: Packed, parts: Activations, sorted: &Sorted, how: Grouped) -> Call {
+        self.grouped(Stage::Down, middle, Output::Rows(parts), Epilogue::Store, sorted, how)
+    }
+
+    fn grouped(&self, stage: Stage, x: Packed, y: Output, epilogue: Epilogue, sorted: &Sorted, how: Grouped) -> Call {
+        let (weight, _, rows, _) = self.matrices(stage);
+        let product =
+            Tiled { label: self.label_of(stage), weight: Matrix { rows, ..weight }, x, bias: None, epilogue, y };
+        match how {
+            Grouped::Panel(matrices, config) => panel::panel_sorted(&product, sorted, matrices, config),
+            Grouped::Tiled(tile) => product.sorted(tile, sorted),
+        }
+    }
+
+    /// x += what the chosen experts made of a row, times their shares; `shared`: what the shared expert made of it.
+    pub fn combine(&self, used: Used, choices: Range, parts: Activations, shared: Option<Activations>) -> Call {
+        assert_eq!(shared.is_some(), self.shape.shared_inner.is_some(), "{}: the shared expert", self.label);
+        let threads = 128;
+        let constants = ExpertCombineConstants {
+            threads,
+            chosen: self.shape.chosen,
+            shared: self.shape.shared(),
+            rows: used.constant(),
+        };
+        let args = ExpertCombineArgs {
+            choices: choices.part(0, self.shape.choices_bytes(used.rows)),
+            parts: parts.range,
+            shared_rows: shared.map_or(parts.range.none(), |s| s.range),
+            x: self.x.range,
+            count: used.count.unwrap_or(choices.none()),
+            columns: self.shape.hidden,
+            parts_stride: parts.stride,
+            shared_stride: shared.map_or(0, |s| s.stride),
+            x_stride: self.x.stride,
+        };
+        Call {
+            kernel: "expert_combine",
+            label: format!("{}experts.combine", self.label),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: [(self.shape.hidden / 4).div_ceil(threads), used.rows, 1],
+        }
+    }
+}
+
+/// The experts of one row's logits with their shares, the first choice first.
+fn chosen_of(memory: &HostMemory, logits: Range, first: u32, [count, chosen, normalise]: [u32; 3]) -> Vec<(u32, f64)> {
+    let mut keys: Vec<(u32, u32)> = (0..count).map(|id| (key_of(memory.f32(logits, first + id)), id)).collect();
+    // Stable, so that the lowest of equals comes first.
+    keys.sort_by(|a, b| b.0.cmp(&a.0));
+    let part = |key: u32| (f64::from(value_of(key)) - f64::from(value_of(keys[0].0))).exp();
+    let among = if normalise == 1 { chosen } else { count };
+    let total: f64 = keys[..among as usize].iter().map(|(key, _)| part(*key)).sum();
+    keys[..chosen as usize].iter().map(|(key, id)| (*id, part(*key) / total)).collect()
+}
+
+fn sigmoid(x: f32) -> f64 {
+    1.0 / (1.0 + (-f64::from(x)).exp())
+}
+
+/// Matrices of experts as a reference reads them.
+struct Weights {
+    range: Range,
+    format: Format,
+    fragments: bool,
+    columns: u32,
+}
+
+impl Weights {
+    /// Row `row` of the matrix times x, of as many columns.
+    fn dot(&self, memory: &HostMemory, row: u32, x: &[f64]) -> f64 {
+        let padded = self.columns.next_multiple_of(if self.fragments { FRAGMENT_COLS } else { 8 });
+        let at = |i: u32| match self.fragments {
+            true => fragment_index(row, i, padded) as u32,
+            false => row * padded + i,
+        };
+        (0..self.columns).zip(x).map(|(i, x)| f64::from(memory.weight(self.format, self.range, at(i))) * x).sum()
+    }
+}
+
+/// What both kernels of both stages share.
+struct Stages {
+    down: bool,
+    weights: Weights,
+    shared: Option<Weights>,
+    x: Activations,
+    norm: (Range, f32),
+    y: Activations,
+    tag: Option<u32>,
+    n: u32,
+    shared_n: u32,
+}
+
+impl Stages {
+    /// One row of a stage; `choices`: experts with shares, the shared one's (`None`) last.
+    fn row(&self, memory: &mut HostMemory, row: u32, choices: &[(Option<u32>, f64)]) {
+        let of = |expert: Option<u32>| match expert {
+            Some(id) => (&self.weights, id * self.n, self.n),
+            None => (self.shared.as_ref().expect("a shared expert"), 0, self.shared_n),
+        };
+        let set = |memory: &mut HostMemory, at: u32, value: f64| match self.tag {
+            Some(tag) => memory.set_u32(self.y.range, at, tagged(value as f32, tag)),
+            None => memory.set_f32(self.y.range, at, value as f32),
+        };
+        let line = |memory: &HostMemory, first: u32, count: u32| -> Vec<f64> {
+            (first..first + count).map(|i| f64::from(memory.f32(self.x.range, row * self.x.stride + i))).collect()
+        };
+        if self.down {
+            let mut sums: Vec<f64> =
+                (0..self.n).map(|i| f64::from(memory.f32(self.y.range, row * self.y.stride + i))).collect();
+            for (place, (expert, _)) in (0..).zip(choices) {
+                let (weights, first, n) = of(*expert);
+                let x = line(memory, place * self.weights.columns.next_multiple_of(FRAGMENT_COLS), weights.columns);
+                for r in 0..n {
+                    sums[r as usize] += weights.dot(memory, first + r, &x);
+                }
+            }
+            for (i, sum) in (0..).zip(sums) {
+                set(memory, row * self.y.stride + i, sum);
+            }
+            return;
+        }
+        let x = super::gemm::normed(memory, line(memory, 0, self.weights.columns), self.norm.0, self.norm.1);
+        for (place, (expert, share)) in (0..).zip(choices) {
+            let (weights, first, n) = of(*expert);
+            let to = row * self.y.stride + place * (self.n / 2).next_multiple_of(FRAGMENT_COLS);
+            for i in 0..n / 2 {
+                let [gate, up] = [0, 1].map(|r| weights.dot(memory, first + 2 * i + r, &x));
+                set(memory, to + i, swiglu(gate, up) * share);
+            }
+        }
+    }
+}
+
+pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertSkinnyArgs::from_args(&call.args);
+    let c = ExpertSkinnyConstants::from_values(&call.constants);
+    let weights = |range, columns| Weights { range, format: Format::Bf16, fragments: true, columns };
+    let stages = Stages {
+        down: c.stage == 1,
+        weights: weights(a.weight, c.columns),
+        shared: (c.shared == 1)
+            .then(|| weights(a.shared_weight, if c.stage == 1 { c.shared_columns } else { c.columns })),
+        x: Activations { range: a.x, stride: a.x_stride },
+        norm: (a.norm, a.epsilon),
+        y: Activations { range: a.y, stride: a.y_stride },
+        tag: (c.tagged == 1).then_some(a.y_tag),
+        n: a.n,
+        shared_n: a.shared_n,
+    };
+    for row in 0..c.rows {
+        let first = row * a.logits_stride;
+        let chosen = chosen_of(memory, a.logits, first, [c.count, c.chosen, c.normalise]);
+        let mut choices: Vec<(Option<u32>, f64)> = chosen.into_iter().map(|(id, share)| (Some(id), share)).collect();
+        if c.shared == 1 {
+            choices.push((None, sigmoid(memory.f32(a.logits, first + c.count))));
+        }
+        stages.row(memory, row, &choices);
+    }
+}
+
+pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertGemvArgs::from_args(&call.args);
+    let c = ExpertGemvConstants::from_values(&call.constants);
+    let format = format_of(call.kernel);
+    let weights = |range, columns| Weights { range, format, fragments: false, columns };
+    let shared_columns = if c.stage == 1 { a.shared_chunks * 8 } else { a.k };
+    let stages = Stages {
+        down: c.stage == 1,
+        weights: weights(a.weight, a.k),
+        shared: (c.shared == 1).then(|| weights(a.shared_weight, shared_columns)),
+        x: Activations { range: a.x, stride: a.x_stride },
+        norm: (a.norm, a.epsilon),
+        y: Activations { range: a.y, stride: a.y_stride },
+        tag: None,
+        n: a.n,
+        shared_n: a.shared_n,
+    };
+    let used = if c.used == 0 { memory.u32(a.count, 2) } else { c.used };
+    for row in 0..used {
+        let at = row * (c.chosen + c.shared);
+        if memory.u32(a.choices, at * 2) == NOBODY {
+            continue;
+        }
+        let choices: Vec<(Option<u32>, f64)> = (0..c.chosen + c.shared)
+            .map(|j| {
+                let id = (j < c.chosen).then(|| memory.u32(a.choices, (at + j) * 2));
+                (id, f64::from(memory.f32(a.choices, (at + j) * 2 + 1)))
+            })
+            .collect();
+        stages.row(memory, row, &choices);
+    }
+}
+
+pub(super) fn reference_expert_choose(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertChooseArgs::from_args(&call.args);
+    let c = ExpertChooseConstants::from_values(&call.constants);
+    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    for row in 0..used {
+        let first = row * a.logits_stride;
+        let mut chosen = chosen_of(memory, a.logits, first, [c.count, c.chosen, c.normalise]);
+        if c.shared == 1 {
+            chosen.push((c.count, sigmoid(memory.f32(a.logits, first + c.count))));
+        }
+        let valid = c.valid == 0 || memory.u32(a.rows, row * 4 + 3) != 0;
+        for (j, (id, share)) in (0..).zip(chosen) {
+            let at = (row * (c.chosen + c.shared) + j) * 2;
+            memory.set_u32(a.choices, at, if valid { id } else { NOBODY });
+            memory.set_f32(a.choices, at + 1, if valid { share as f32 } else { 0.0 });
+        }
+    }
+}
+
+pub(super) fn reference_expert_plan(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertPlanArgs::from_args(&call.args);
+    let c = ExpertPlanConstants::from_values(&call.constants);
+    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    let mut tile = 0;
+    for expert in 0..c.count {
+        let pairs: Vec<u32> = (0..used * c.chosen)
+            .filter(|pair| {
+                let at = pair / c.chosen * (c.chosen + c.shared) + pair % c.chosen;
+                memory.u32(a.choices, at * 2) == expert
+            })
+            .collect();
+        for rows in pairs.chunks(c.tile as usize) {
+            memory.set_u32(a.tiles, tile, expert);
+            for i in 0..c.tile {
+                memory.set_u32(a.slots, tile * c.tile + i, rows.get(i as usize).copied().unwrap_or(NOBODY));
+            }
+            tile += 1;
+        }
+    }
+    for tile in tile..c.most {
+        memory.set_u32(a.tiles, tile, NOBODY);
+    }
+}
+
+pub(super) fn reference_expert_combine(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertCombineArgs::from_args(&call.args);
+    let c = ExpertCombineConstants::from_values(&call.constants);
+    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    for row in 0..used {
+        let first = row * (c.chosen + c.shared);
+        if memory.u32(a.choices, first * 2) == NOBODY {
+            continue;
+        }
+        let share = |memory: &HostMemory, j: u32| f64::from(memory.f32(a.choices, (first + j) * 2 + 1));
+        for column in 0..a.columns {
+            let mut sum = f64::from(memory.f32(a.x, row * a.x_stride + column));
+            for j in 0..c.chosen {
+                let part = memory.f32(a.parts, (row * c.chosen + j) * a.parts_stride + column);
+                sum += share(memory, j) * f64::from(part);
+            }
+            if c.shared == 1 {
+                sum += share(memory, c.chosen) * f64::from(memory.f32(a.shared_rows, row * a.shared_stride + column));
+            }
+            memory.set_f32(a.x, row * a.x_stride + column, sum as f32);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_choice_of_rows_takes_more_tiles_than_are_counted() {
+        let shape = Shape { count: 4, chosen: 2, inner: 8, hidden: 16, shared_inner: None, normalise: true };
+        assert_eq!(shape.most_tiles(1, 16), 2);
+        // 17 choices of one expert, and one each of the three others at 10 rows.
+        assert_eq!(shape.most_tiles(10, 16), 5);
+        assert_eq!(shape.most_tiles(64, 64), 5);
+        assert_eq!(Shape { count: 128, chosen: 8, ..shape }.most_tiles(2048, 64), 382);
+    }
+}

@@ -462,6 +462,16 @@ impl Build<'_> {
                 "prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}"
             )));
         }
+        let most = self.adapter.capabilities.max_allocation_bytes.min(self.adapter.capabilities.max_buffer_bytes);
+        for weight in self.checkpoint.weights().iter().filter(|weight| weight.name.contains(".experts.")) {
+            if weight.bytes() > most {
+                return Err(self.unsupported(format!(
+                    "\"{}\" has {} bytes, the device's buffers have at most {most}",
+                    weight.name,
+                    weight.bytes()
+                )));
+            }
+        }
         if !c.head_dim.is_multiple_of(8) {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
         }

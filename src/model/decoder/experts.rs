@@ -1,10 +1,130 @@
-//! MLPs of experts.
+//! MLPs of experts: the router, and the chosen experts' products, a few rows by themselves or many sorted by expert.
+//! Deliberately absent: who is chosen, which is the kernels' to find (`kernels::moe`).
 
-use super::{Block, Decoder, Shape, Step};
-use crate::kernels::recording::Recording;
+use super::{Block, Decoder, Shape, Step, products};
+use crate::kernels::gemm::{Activations, Epilogue, Matrix};
+use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
+use crate::kernels::panel::Fold;
+use crate::kernels::recording::{Range, Recording};
+use crate::kernels::skinny::Matrices;
+use crate::kernels::tiled::{self, Output, Packed};
+use crate::memory::pack::Format;
+use crate::model::config::Experts;
+
+/// Rows of an expert, on average, up to which its rows are a panel of 16, and one of 32; with more they are tiles.
+const MOST_ROWS_OF_PANEL: [u32; 2] = [16, 32];
 
 impl Decoder<'_> {
-    pub(super) fn experts(&self, _r: &mut Recording, _shape: Shape, _step: &Step, _block: &Block) {
-        todo!()
+    /// The sizes of a layer of experts.
+    pub(super) fn expert_shape(&self, experts: Experts) -> moe::Shape {
+        moe::Shape {
+            count: experts.count,
+            chosen: experts.chosen,
+            inner: experts.inner,
+            hidden: self.config.hidden,
+            shared_inner: experts.shared_inner,
+            normalise: experts.normalise,
+        }
+    }
+
+    fn one_matrix(&self, r: &mut Recording, name: &str) -> Matrix {
+        match self.matrix(r, name)[..] {
+            [(_, matrix)] => matrix,
+            ref parts => panic!("\"{name}\" is in {} parts: the start refuses that", parts.len()),
+        }
+    }
+
+    pub(super) fn experts(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block) {
+        let c = self.config;
+        let experts = self.expert_shape(c.experts.expect("a layer of this kind has a configuration"));
+        let rows = shape.rows();
+        let shared = experts
+            .shared_inner
+            .map(|_| (self.one_matrix(r, &block.name("shared.gate_up")), self.one_matrix(r, &block.name("shared.down"))));
+        let norm = self.vector(r, &block.name("mlp_norm")).expect("a layer has a norm");
+        let mlp = Mlp {
+            label: format!("{}.", block.prefix),
+            shape: experts,
+            gate_up: self.one_matrix(r, &block.name("experts.gate_up")),
+            down: self.one_matrix(r, &block.name("experts.down")),
+            shared,
+            x: step.x,
+            norm: (norm, c.rms_eps),
+            logits: step.router,
+        };
+        let router = block.name("router");
+        if self.packs_for(shape, &router) {
+            self.many_experts(r, shape, step, block, &mlp);
+            return;
+        }
+        self.product(r, shape, &router, step, step.x, step.router, Some(norm), Epilogue::Store);
+        match self.tuning.fragments.filter(|_| self.weight(&router).is_some_and(|w| self.in_fragments(w))) {
+            Some(matrices) => {
+                let [gate_up, down] = self.few_configs(&experts, rows, matrices);
+                let logits = step.flow(Some(step.router.range), None);
+                let flow = step.flow(Some(step.x.range), Some(step.middle.range));
+                r.call(mlp.few_gate_up(step.middle, rows, matrices, gate_up, flow, logits, step.fault));
+                let flow = step.flow(Some(step.middle.range), Some(step.x.range));
+                r.call(mlp.few_down(step.middle, rows, matrices, down, flow, logits, step.fault));
+            }
+            None => {
+                let (used, valid) = Self::used(shape, step);
+                let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
+                r.call(mlp.choose(used, valid, choices));
+                r.call(mlp.gemv_gate_up(used, choices, step.middle, self.gemv_threads(c.hidden)));
+                r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
+            }
+        }
+    }
+
+    /// The rows of a step that have experts, and what says which of them are valid.
+    fn used(shape: Shape, step: &Step) -> (Used, Option<Range>) {
+        let prompts = matches!(shape, Shape::Prefill { .. });
+        (Used { rows: shape.rows(), count: prompts.then_some(step.chunk) }, (!prompts).then_some(step.rows))
+    }
+
+    /// Many rows on weights in fragment order, sorted by expert.
+    fn many_experts(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, mlp: &Mlp) {
+        let c = self.config;
+        let rows = shape.rows();
+        let experts = mlp.shape;
+        let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
+        let (used, valid) = Self::used(shape, step);
+        let packed = self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, Some(mlp.norm.0));
+        self.tiled(r, shape, &block.name("router"), step, packed, Output::Rows(step.router), Epilogue::Store, Fold::None);
+        let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
+        r.call(mlp.choose(used, valid, choices));
+
+        let each = rows * experts.chosen / experts.count;
+        let panel = MOST_ROWS_OF_PANEL.iter().position(|most| each <= *most);
+        let tile = panel.map_or(tiled::TILE_TOKENS, |blocks| 16 * (blocks as u32 + 1));
+        let how = |weight_rows: u32, cols: u32| match panel {
+            Some(_) => Grouped::Panel(matrices, self.sorted_panel_config(weight_rows, cols, tile, matrices)),
+            None => Grouped::Tiled(products::tile_of(matrices, rows * experts.chosen, weight_rows, self.tuning.processors)),
+        };
+        let [tiles, slots] = Sorted::bytes(&experts, rows, tile);
+        let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
+        let sorted = Sorted::new(&experts, rows, tile, tiles, slots);
+        r.call(mlp.plan(used, choices, &sorted));
+        let mut packed_rows = |name: &str, cols: u32| Packed {
+            range: r.buffer(name, sorted.packed_bytes(cols)),
+            format: Format::Bf16,
+            cols,
+        };
+        let (x, middle) = (packed_rows("experts.x", c.hidden), packed_rows("experts.packed", experts.inner));
+        let stride = step.x.stride;
+        let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
+        r.call(tiled::pack_sorted(block.name("experts.pack"), step.x, Some(mlp.norm), x, &sorted));
+        r.call(mlp.sorted_gate_up(x, middle, &sorted, how(2 * experts.inner, c.hidden)));
+        r.call(mlp.sorted_down(middle, parts, &sorted, how(c.hidden, experts.inner)));
+        let shared = experts.shared_inner.map(|inner| {
+            let hidden = Self::packed(r, "shared.packed", rows, inner);
+            let output = Self::activations(r, "shared.output", rows, c.hidden);
+            let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
+            self.tiled(r, shape, &gate_up, step, packed, Output::Packed(hidden), Epilogue::SwiGlu, Fold::None);
+            self.tiled(r, shape, &down, step, hidden, Output::Rows(output), Epilogue::Store, Fold::None);
+            output
+        });
+        r.call(mlp.combine(used, choices, parts, shared));
     }
 }

@@ -179,6 +179,9 @@ struct Step {
     projected: Activations,
     mixed: Activations,
     mlp: Activations,
+    /// The router's logits, and what experts have between their products.
+    router: Activations,
+    middle: Activations,
     partials: Range,
     counters: Range,
     rope: Range,
@@ -257,11 +260,13 @@ impl Decoder<'_> {
         if c.mlp_kinds.contains(&MlpKind::Dense) {
             widths.push(c.intermediate);
         }
+        let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
         let experts = c.mlp_kinds.iter().filter(|kind| **kind == MlpKind::Experts).count();
         let dense = c.mlp_kinds.len() - experts;
         self.tuning.tags
             && matches!(shape, Shape::Decode { .. })
             && !self.packs(shape)
+            && whole
             && [attention, delta, experts, dense].iter().all(|layers| *layers != 1)
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
@@ -281,6 +286,7 @@ impl Decoder<'_> {
         // A head reads what the largest step of prompts has left.
         let x_rows = if matches!(shape, Shape::Head { .. }) { self.state.chunk } else { rows };
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
+        let experts = c.experts.map(|experts| self.expert_shape(experts));
         let chunk = match shape {
             Shape::Verify { sequences, drafts } => self.verify_rows(r, sequences, drafts + 1),
             _ => self.state.chunk(r),
@@ -293,6 +299,8 @@ impl Decoder<'_> {
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
+            router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
+            middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
             fault: self.state.fault(r),
             generations: carries.then(RefCell::default),

@@ -64,6 +64,9 @@ struct Synth {
     /// bf16, f16 or f32; the shape's own where it is left out.
     #[arg(long)]
     dtype: Option<Dtype>,
+    /// As many layers, of the same widths.
+    #[arg(long, value_name = "N")]
+    layers: Option<u32>,
     /// The most that one file of weights holds, such as 5GB.
     #[arg(long, value_name = "BYTES")]
     shard_size: Option<config::Bytes>,
@@ -99,9 +102,10 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
-            let Synth { shape: Shape { arch, config }, out, seed, dtype, shard_size } = args;
+            let Synth { shape: Shape { arch, config }, out, seed, dtype, layers, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
-            synth::run(arch.as_deref(), config.as_deref(), &out, seed, dtype, shard_bytes).map_err(anyhow::Error::from)
+            synth::run(arch.as_deref(), config.as_deref(), layers, &out, seed, dtype, shard_bytes)
+                .map_err(anyhow::Error::from)
         }
     };
     match result {

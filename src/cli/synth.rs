@@ -12,11 +12,12 @@ use crate::model::synth::{self, SynthError, SynthOptions};
 /// Between two plain lines of progress.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Writes the checkpoint of a preset or of a config.json into `out`. Progress goes to stderr,
+/// Writes the checkpoint of a preset or of a config.json, with its layers or as many as asked for, into `out`. Progress goes to stderr,
 /// one line of result to stdout.
 pub(crate) fn run(
     arch: Option<&str>,
     config: Option<&Path>,
+    layers: Option<u32>,
     out: &Path,
     seed: u64,
     dtype: Option<Dtype>,
@@ -30,6 +31,7 @@ pub(crate) fn run(
         }
         _ => return Err(SynthError::Shape),
     };
+    let text = layers.map_or(text.clone(), |layers| synth::with_layers(&text, layers));
     let defaults = SynthOptions::default();
     let options = SynthOptions { seed, dtype, shard_bytes: shard_bytes.unwrap_or(defaults.shard_bytes), ..defaults };
     let begun = Instant::now();

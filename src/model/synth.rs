@@ -2,6 +2,9 @@
 //! test with. The weights depend on the seed, the tensor's name and the element's index alone,
 //! not on threads or shards. Unlike the rest of `model`, this writes files, and with threads.
 
+mod presets;
+mod tensors;
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,150 +17,15 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::config::{Architecture, ConfigError, Dtype, ModelConfig};
+use super::config::{ConfigError, Dtype, ModelConfig};
+pub use presets::{PRESETS, Preset, preset, with_layers};
+use tensors::{Spread, tensors_of};
 
 /// Bytes that a thread fills and writes at once: large enough to make the system calls free,
 /// small enough to stay in a cache.
 const CHUNK_BYTES: u64 = 1 << 20;
 /// More threads than this do not make a disk faster.
 const MAX_THREADS: usize = 16;
-
-/// What may be asked for by name, with the shape.
-pub const PRESETS: [(&str, Preset); 8] = [
-    ("qwen3-0.6b", Preset::qwen3(1024, 3072, 28, 16, true)),
-    ("qwen3-1.7b", Preset::qwen3(2048, 6144, 28, 16, true)),
-    ("qwen3-4b", Preset::qwen3(2560, 9728, 36, 32, true)),
-    ("qwen3-8b", Preset::qwen3(4096, 12288, 36, 32, false)),
-    ("llama-3.2-1b", Preset::llama3(2048, 8192, 16, 64, 32, true)),
-    ("llama-3.1-8b", Preset::llama3(4096, 14336, 32, 128, 8, false)),
-    ("tiny-qwen3", Preset { vocab: 512, context: 2048, ..Preset::qwen3(128, 384, 4, 4, true).narrow(2, 64) }),
-    ("tiny-llama", Preset { vocab: 512, context: 2048, ..Preset::llama3(128, 352, 3, 32, 8, false).heads(4, 1) }),
-];
-
-/// The shape of a model that may be asked for by name.
-#[derive(Clone, Copy, Debug)]
-pub struct Preset {
-    architecture: Architecture,
-    hidden: u32,
-    intermediate: u32,
-    layers: u32,
-    heads: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    vocab: u32,
-    context: u32,
-    tied: bool,
-    /// Divisor of the low rotary frequencies (Llama).
-    rope_factor: u32,
-}
-
-impl Preset {
-    const fn qwen3(hidden: u32, intermediate: u32, layers: u32, heads: u32, tied: bool) -> Preset {
-        Preset {
-            architecture: Architecture::Qwen3,
-            hidden,
-            intermediate,
-            layers,
-            heads,
-            kv_heads: 8,
-            head_dim: 128,
-            vocab: 151_936,
-            context: 40_960,
-            tied,
-            rope_factor: 1,
-        }
-    }
-
-    const fn llama3(
-        hidden: u32,
-        intermediate: u32,
-        layers: u32,
-        head_dim: u32,
-        rope_factor: u32,
-        tied: bool,
-    ) -> Preset {
-        Preset {
-            architecture: Architecture::Llama,
-            hidden,
-            intermediate,
-            layers,
-            heads: 32,
-            kv_heads: 8,
-            head_dim,
-            vocab: 128_256,
-            context: 131_072,
-            tied,
-            rope_factor,
-        }
-    }
-
-    const fn narrow(self, kv_heads: u32, head_dim: u32) -> Preset {
-        Preset { kv_heads, head_dim, ..self }
-    }
-
-    const fn heads(self, heads: u32, kv_heads: u32) -> Preset {
-        Preset { heads, kv_heads, ..self }
-    }
-
-    /// The config.json of that shape.
-    pub fn config_json(&self) -> String {
-        // The ids of the released tokenizers, where the vocabulary has room for them.
-        let tiny = self.vocab < 100_000;
-        let (bos, eos) = match self.architecture {
-            _ if tiny => (json!(256), json!(258)),
-            Architecture::Llama => (json!(128_000), json!([128_001, 128_008, 128_009])),
-            _ => (json!(151_643), json!(151_645)),
-        };
-        let (model_type, eps, theta) = match self.architecture {
-            Architecture::Llama => ("llama", 1e-5, 5e5),
-            _ => ("qwen3", 1e-6, 1e6),
-        };
-        let scaling = match self.architecture {
-            Architecture::Llama => json!({
-                "factor": f64::from(self.rope_factor),
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": if tiny { 256 } else { 8192 },
-                "rope_type": "llama3",
-            }),
-            _ => Value::Null,
-        };
-        let config = json!({
-            "architectures": [self.architecture.name()],
-            "attention_bias": false,
-            "attention_dropout": 0.0,
-            "bos_token_id": bos,
-            "eos_token_id": eos,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "initializer_range": 0.02,
-            "intermediate_size": self.intermediate,
-            "max_position_embeddings": self.context,
-            "model_type": model_type,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "rms_norm_eps": eps,
-            "rope_scaling": scaling,
-            "rope_theta": theta,
-            "tie_word_embeddings": self.tied,
-            "torch_dtype": "bfloat16",
-            "use_cache": true,
-            "vocab_size": self.vocab,
-        });
-        format!("{config:#}\n")
-    }
-}
-
-/// The config.json of a preset.
-pub fn preset(name: &str) -> Result<String, SynthError> {
-    PRESETS
-        .iter()
-        .find(|(known, _)| *known == name)
-        .map(|(_, preset)| preset.config_json())
-        .ok_or_else(|| SynthError::UnknownArch(name.to_owned()))
-}
 
 /// How a checkpoint is written.
 #[derive(Clone, Debug)]
@@ -258,7 +126,7 @@ pub fn write(
         }
     }
 
-    let plan = Plan::new(&config, dtype, options.shard_bytes);
+    let plan = Plan::new(&config, root(config_json), dtype, options.shard_bytes);
     let small = small_files(config_json, &config, dtype, &plan)?;
     let mut guard = RemoveOnDrop { paths: Vec::new() };
     let mut shards = Vec::new();
@@ -289,6 +157,18 @@ pub fn write(
     })
 }
 
+/// Where a configuration of the text alone has its own object, it is one of a model that does more than text: its
+/// keys, and what the names of the text's tensors begin with.
+const TEXT: &str = "text_config";
+
+/// What the names of the tensors begin with, but for the head's and those of further tokens' blocks.
+fn root(config_json: &str) -> &'static str {
+    match serde_json::from_str::<Value>(config_json) {
+        Ok(config) if config.get(TEXT).is_some_and(Value::is_object) => "model.language_model.",
+        _ => "model.",
+    }
+}
+
 /// Files that must not stay behind if something goes wrong.
 struct RemoveOnDrop {
     paths: Vec<PathBuf>,
@@ -301,13 +181,6 @@ impl Drop for RemoveOnDrop {
             let _ = std::fs::remove_file(path);
         }
     }
-}
-
-/// How the elements of a tensor are distributed: normally.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Spread {
-    mean: f32,
-    deviation: f32,
 }
 
 /// One tensor and its place.
@@ -337,12 +210,12 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(config: &ModelConfig, dtype: Dtype, shard_bytes: u64) -> Plan {
+    fn new(config: &ModelConfig, root: &str, dtype: Dtype, shard_bytes: u64) -> Plan {
         let mut shards = Vec::new();
         let mut tensors: Vec<Planned> = Vec::new();
         let mut filled = 0;
         let mut total = 0;
-        for (name, shape, spread) in tensors_of(config) {
+        for (name, shape, spread) in tensors_of(config, root) {
             let bytes = shape.iter().product::<u64>() * dtype.bytes();
             if filled + bytes > shard_bytes && !tensors.is_empty() {
                 shards.push(Shard::new(std::mem::take(&mut tensors), filled, dtype));
@@ -400,57 +273,6 @@ impl Shard {
         }
         Shard { header, bytes, tensors }
     }
-}
-
-/// Every tensor of the model in the order of a Hugging Face file. Deviations keep activations
-/// near one: `1 / sqrt(inputs)` for projections, more for the head so that one token stands out.
-fn tensors_of(c: &ModelConfig) -> Vec<(String, Vec<u64>, Spread)> {
-    let mut list = Vec::new();
-    let (hidden, inner) = (u64::from(c.hidden), u64::from(c.intermediate));
-    let (q, kv) = (u64::from(c.q_rows()), u64::from(c.kv_rows()));
-    let mut matrix = |name: String, rows: u64, cols: u64, gain: f32| {
-        let spread = Spread { mean: 0.0, deviation: gain / (cols as f32).sqrt() };
-        list.push((name, vec![rows, cols], spread));
-    };
-    matrix("model.embed_tokens.weight".to_owned(), u64::from(c.vocab), hidden, 2.0);
-    for layer in 0..c.layers {
-        let name = |part: &str| format!("model.layers.{layer}.{part}.weight");
-        matrix(name("self_attn.q_proj"), q, hidden, 1.0);
-        matrix(name("self_attn.k_proj"), kv, hidden, 1.0);
-        matrix(name("self_attn.v_proj"), kv, hidden, 1.0);
-        matrix(name("self_attn.o_proj"), hidden, q, 1.0);
-        matrix(name("mlp.gate_proj"), inner, hidden, 1.0);
-        matrix(name("mlp.up_proj"), inner, hidden, 1.0);
-        matrix(name("mlp.down_proj"), hidden, inner, 1.0);
-    }
-    if !c.tied {
-        matrix("lm_head.weight".to_owned(), u64::from(c.vocab), hidden, 2.0);
-    }
-    let mut vector = |name: String, length: u64, mean: f32| {
-        list.push((name, vec![length], Spread { mean, deviation: 0.1 }));
-    };
-    for layer in 0..c.layers {
-        let name = |part: &str| format!("model.layers.{layer}.{part}");
-        vector(name("input_layernorm.weight"), hidden, 1.0);
-        vector(name("post_attention_layernorm.weight"), hidden, 1.0);
-        if c.qk_norm {
-            vector(name("self_attn.q_norm.weight"), u64::from(c.head_dim), 1.0);
-            vector(name("self_attn.k_norm.weight"), u64::from(c.head_dim), 1.0);
-        }
-        if c.attention_bias {
-            vector(name("self_attn.q_proj.bias"), q, 0.0);
-            vector(name("self_attn.k_proj.bias"), kv, 0.0);
-            vector(name("self_attn.v_proj.bias"), kv, 0.0);
-            vector(name("self_attn.o_proj.bias"), hidden, 0.0);
-        }
-        if c.mlp_bias {
-            vector(name("mlp.gate_proj.bias"), inner, 0.0);
-            vector(name("mlp.up_proj.bias"), inner, 0.0);
-            vector(name("mlp.down_proj.bias"), hidden, 0.0);
-        }
-    }
-    vector("model.norm.weight".to_owned(), hidden, 1.0);
-    list
 }
 
 /// A piece of one tensor, filled and written at once.
@@ -540,7 +362,7 @@ fn fill(
     })
 }
 
-/// Levels of the normal distribution that a weight may take.
+/// Levels of its distribution that a weight may take.
 const LEVELS: usize = 4096;
 
 /// The levels in a storage format: random bits select one. A weight then costs a quarter of a
@@ -553,8 +375,11 @@ enum Table {
 impl Table {
     fn new(dtype: Dtype, spread: Spread) -> Table {
         let level = |i: usize| {
-            let deviations = quantile((i as f64 + 0.5) / LEVELS as f64) as f32;
-            spread.mean + spread.deviation * deviations
+            let share = (i as f64 + 0.5) / LEVELS as f64;
+            match spread {
+                Spread::Normal { mean, deviation } => mean + deviation * quantile(share) as f32,
+                Spread::LogOfUniform { low, high } => (low + (high - low) * share as f32).ln(),
+            }
         };
         match dtype {
             Dtype::Bf16 => Table::Two(Box::new(std::array::from_fn(|i| half::bf16::from_f32(level(i)).to_bits()))),
@@ -674,8 +499,12 @@ fn small_files(
 
     // The text has been parsed before; the format is the only thing that may change.
     let mut config: Map<String, Value> = serde_json::from_str(config_json).unwrap_or_default();
-    let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-    config.insert(key.to_owned(), dtype.config_name().into());
+    let written = match config.get_mut(TEXT) {
+        Some(Value::Object(text)) => text,
+        _ => &mut config,
+    };
+    let key = if written.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+    written.insert(key.to_owned(), dtype.config_name().into());
     files.push(("config.json", format!("{:#}\n", Value::Object(config))));
     Ok(files)
 }
@@ -774,7 +603,7 @@ mod tests {
     fn presets_have_the_released_sizes() {
         let parameters = |name: &str| {
             let config = ModelConfig::parse(&preset(name).unwrap(), None).unwrap();
-            Plan::new(&config, Dtype::Bf16, u64::MAX).bytes / 2
+            Plan::new(&config, "model.", Dtype::Bf16, u64::MAX).bytes / 2
         };
         // As counted by transformers for the released checkpoints.
         assert_eq!(parameters("qwen3-0.6b"), 596_049_920);
@@ -783,13 +612,22 @@ mod tests {
         assert_eq!(parameters("qwen3-8b"), 8_190_735_360);
         assert_eq!(parameters("llama-3.2-1b"), 1_235_814_400);
         assert_eq!(parameters("llama-3.1-8b"), 8_030_261_248);
+        // As transformers counts the text of these shapes, and a block that predicts further tokens: one layer with
+        // attention, two norms' weights more than a layer's, a norm behind it and the projection of two rows to one.
+        assert_eq!(parameters("qwen3.5-0.8b"), 772_845_888);
+        assert_eq!(parameters("qwen3.5-2b"), 1_942_653_248);
+        assert_eq!(parameters("qwen3.5-4b"), 4_326_350_848);
+        assert_eq!(parameters("qwen3.5-9b"), 9_197_093_888);
+        assert_eq!(parameters("qwen3.5-35b-a3b"), 35_505_251_456);
+        assert_eq!(parameters("qwen3-next-80b-a3b"), 81_324_862_720);
+        assert_eq!(parameters("qwen3-30b-a3b"), 30_532_122_624);
         let error = preset("qwen9").unwrap_err().to_string();
         assert!(error.contains("\"qwen9\"") && error.contains("tiny-llama"), "{error}");
     }
 
     #[test]
     fn weights_are_normal_around_their_mean() {
-        let spread = Spread { mean: 1.0, deviation: 0.25 };
+        let spread = Spread::Normal { mean: 1.0, deviation: 0.25 };
         let mut buffer = vec![0; 4 * 100_000];
         Table::new(Dtype::F32, spread).fill(key(1, "x"), 0, &mut buffer);
         let values: Vec<f64> = buffer.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect();
@@ -805,9 +643,37 @@ mod tests {
         assert!(pairs.abs() < 0.015, "{pairs}");
     }
 
+    /// What a step keeps of a state, `exp(-exp(A_log) * softplus(a + dt_bias))`, where `a` is what its projection
+    /// gives for a normed input: mostly between 0.8 and 1, or a hybrid of random weights would remember nothing.
+    #[test]
+    fn states_of_random_hybrids_last_for_some_tokens() {
+        let config = ModelConfig::parse(&preset("qwen3.5-0.8b").unwrap(), None).unwrap();
+        let spread = |end: &str| {
+            let found = tensors_of(&config, "model.").into_iter().find(|(name, ..)| name.ends_with(end));
+            found.map(|(.., spread)| spread).unwrap_or_else(|| panic!("{end}"))
+        };
+        let draw = |spread: Spread, seed: u64| -> Vec<f32> {
+            let mut buffer = vec![0; 4 * 4096];
+            Table::new(Dtype::F32, spread).fill(key(seed, "x"), 0, &mut buffer);
+            buffer.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        let Spread::Normal { deviation, .. } = spread("in_proj_a.weight") else { panic!("a projection is normal") };
+        let a = draw(Spread::Normal { mean: 0.0, deviation: deviation * (config.hidden as f32).sqrt() }, 1);
+        let (a_log, bias) = (draw(spread("A_log"), 2), draw(spread("dt_bias"), 3));
+        assert!(a_log.iter().all(|x| (0.0..16f32.ln()).contains(x)));
+        let kept = a.iter().zip(&a_log).zip(&bias).map(|((a, a_log), bias)| {
+            let softplus = (a + bias).exp().ln_1p();
+            (-a_log.exp() * softplus).exp()
+        });
+        let kept: Vec<f32> = kept.collect();
+        let within = kept.iter().filter(|kept| (0.8..0.999).contains(*kept)).count() as f64 / kept.len() as f64;
+        assert!(within > 0.9, "{within}");
+        assert!(kept.iter().any(|kept| *kept < 0.8) && kept.iter().any(|kept| *kept > 0.99));
+    }
+
     #[test]
     fn pieces_and_formats_agree() {
-        let spread = Spread { mean: 0.0, deviation: 0.02 };
+        let spread = Spread::Normal { mean: 0.0, deviation: 0.02 };
         let (table, wide) = (Table::new(Dtype::Bf16, spread), Table::new(Dtype::F32, spread));
         let mut whole = vec![0; 2 * 1001];
         table.fill(7, 0, &mut whole);

@@ -194,7 +194,9 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
     let mscale = number("mscale", 0.0, None);
     let mscale_all_dim = number("mscale_all_dim", 0.0, None);
     if let Some(partial) = partial.filter(|partial| *partial > 1.0) {
-        reader.wrong("partial_rotary_factor", partial, "at most 1");
+        let own = parameters.get("partial_rotary_factor").is_some_and(|value| !value.is_null());
+        let key = if own { format!("{section}.partial_rotary_factor") } else { "partial_rotary_factor".to_owned() };
+        reader.wrong(&key, partial, "at most 1");
     }
     // A model-wide key beside the section has priority in transformers.
     let original = match reader.value("original_max_position_embeddings").and_then(Value::as_f64) {

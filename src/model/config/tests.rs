@@ -199,3 +199,203 @@ fn damaged_files_are_named() {
     assert!(error.to_string().contains("config.json is not valid"), "{error}");
     assert!(error.to_string().contains("generation_config.json is not valid: not an object"), "{error}");
 }
+
+const QWEN3_MOE: &str = r#"{
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true, "num_attention_heads": 32,
+    "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window": null,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_sliding_window": false, "vocab_size": 151936 }"#;
+
+const QWEN3_NEXT: &str = r#"{
+    "architectures": ["Qwen3NextForCausalLM"], "bos_token_id": 151643, "decoder_sparse_step": 1,
+    "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+    "moe_intermediate_size": 512, "norm_topk_prob": true, "num_attention_heads": 16, "num_experts": 512,
+    "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 151936 }"#;
+
+/// As a model that also sees is released: the text's keys in an object of their own.
+const QWEN35: &str = r#"{
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+    "text_config": {
+        "attention_bias": false, "attn_output_gate": true, "dtype": "bfloat16", "eos_token_id": 248044,
+        "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention",
+                        "linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144, "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": false, "num_attention_heads": 8, "num_hidden_layers": 6,
+        "num_key_value_heads": 2, "output_gate_type": "swish", "rms_norm_eps": 1e-06, "vocab_size": 248320,
+        "rope_parameters": {"mrope_interleaved": true, "mrope_section": [11, 11, 10], "rope_type": "default",
+                            "rope_theta": 10000000, "partial_rotary_factor": 0.25}},
+    "tie_word_embeddings": true,
+    "vision_config": {"depth": 12, "hidden_size": 768, "model_type": "qwen3_5"} }"#;
+
+/// The text of [`QWEN35`] with keys of its `text_config` replaced.
+fn with_text(changes: Value) -> String {
+    let mut outer: Value = serde_json::from_str(QWEN35).unwrap();
+    outer["text_config"] = serde_json::from_str(&with(&outer["text_config"].to_string(), changes)).unwrap();
+    outer.to_string()
+}
+
+#[test]
+fn reads_qwen3_moe() {
+    let c = ModelConfig::parse(QWEN3_MOE, None).unwrap();
+    assert_eq!(c.architecture, Architecture::Qwen3Moe);
+    let experts = Experts { count: 128, chosen: 8, inner: 768, shared_inner: None, normalise: true };
+    assert_eq!((c.experts, experts.router_rows()), (Some(experts), 128));
+    assert_eq!(c.mlp_kinds, vec![MlpKind::Experts; 48]);
+    assert_eq!((c.intermediate, c.delta, c.mtp_layers), (0, None, 0));
+    assert!(c.qk_norm && !c.attention_gate && c.norm == NormKind::Plain);
+    assert_eq!((c.rope.rotary_dim, c.qkv_rows()), (128, (32 + 2 * 4) * 128));
+    // The class default of transformers is another than what is released.
+    let c = ModelConfig::parse(&with(QWEN3_MOE, serde_json::json!({"norm_topk_prob": "<absent>"})), None).unwrap();
+    assert!(!c.experts.unwrap().normalise);
+}
+
+#[test]
+fn dense_layers_among_experts() {
+    let kinds = |changes: Value| {
+        let c = ModelConfig::parse(&with(QWEN3_MOE, changes), None).unwrap();
+        let dense: Vec<u32> =
+            (0..).zip(&c.mlp_kinds).filter(|(_, kind)| **kind == MlpKind::Dense).map(|(layer, _)| layer).collect();
+        (dense, c.intermediate, c.experts.is_some())
+    };
+    let odd: Vec<u32> = vec![0, 2, 4];
+    assert_eq!(kinds(serde_json::json!({"num_hidden_layers": 6, "decoder_sparse_step": 2})), (odd, 6144, true));
+    assert_eq!(kinds(serde_json::json!({"mlp_only_layers": [0, 47]})), (vec![0, 47], 6144, true));
+    assert_eq!(kinds(serde_json::json!({"num_hidden_layers": 2, "num_experts": 0})), (vec![0, 1], 6144, false));
+    let renamed =
+        serde_json::json!({"num_experts": "<absent>", "num_local_experts": 60, "intermediate_size": "<absent>"});
+    let c = ModelConfig::parse(&with(QWEN3_MOE, renamed), None).unwrap();
+    assert_eq!((c.experts.unwrap().count, c.intermediate), (60, 0));
+    // A dense layer needs its width.
+    let found = problems(&with(QWEN3_MOE, serde_json::json!({"mlp_only_layers": [3], "intermediate_size": null})));
+    assert_eq!(found, [ConfigProblem::Missing("intermediate_size".into())]);
+}
+
+#[test]
+fn reads_qwen3_next() {
+    let c = ModelConfig::parse(QWEN3_NEXT, None).unwrap();
+    assert_eq!((c.architecture, c.norm), (Architecture::Qwen3Next, NormKind::ZeroCentred));
+    assert_eq!(
+        c.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(),
+        (0..12).map(|i| 4 * i + 3).collect::<Vec<_>>()
+    );
+    assert_eq!(c.layers_of(LayerKind::GatedDelta).count(), 36);
+    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+    assert_eq!(c.delta, Some(delta));
+    assert_eq!((delta.key_rows(), delta.value_rows(), delta.channels()), (2048, 4096, 8192));
+    assert_eq!((delta.projected_rows(), delta.state_elements()), (8192 + 4096 + 64, 32 * 128 * 128));
+    let experts = Experts { count: 512, chosen: 10, inner: 512, shared_inner: Some(512), normalise: true };
+    assert_eq!((c.experts, experts.router_rows()), (Some(experts), 513));
+    assert!(c.attention_gate && c.qk_norm && !c.tied);
+    assert_eq!((c.rope.rotary_dim, c.qkv_rows(), c.mtp_layers), (64, 2 * 16 * 256 + 2 * 2 * 256, 1));
+    // Only layers with attention keep keys and values.
+    assert_eq!(c.kv_elements_per_token(), 2 * 12 * 512);
+}
+
+#[test]
+fn reads_the_text_of_qwen35() {
+    let c = ModelConfig::parse(QWEN35, None).unwrap();
+    assert_eq!((c.architecture, c.hidden, c.intermediate, c.vocab), (Architecture::Qwen35, 1024, 3584, 248_320));
+    assert_eq!(c.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(), [3, 5]);
+    assert_eq!((c.rope.theta, c.rope.rotary_dim, c.mtp_layers), (1e7, 64, 1));
+    assert_eq!((c.mlp_kinds.as_slice(), c.experts), (&[MlpKind::Dense; 6][..], None));
+    assert!(c.tied && c.attention_gate && c.norm == NormKind::ZeroCentred);
+    assert_eq!((c.eos.as_slice(), c.bos, c.dtype), (&[248_044][..], None, Some(Dtype::Bf16)));
+
+    // The text alone says the same, and so does the order of its layers by interval.
+    let mut text: Value = serde_json::from_str(QWEN35).unwrap();
+    text = text["text_config"].take();
+    text["tie_word_embeddings"] = true.into();
+    assert_eq!(ModelConfig::parse(&text.to_string(), None).unwrap(), c);
+    let interval = serde_json::json!({"layer_types": "<absent>", "full_attention_interval": 2});
+    let c = ModelConfig::parse(&with_text(interval), None).unwrap();
+    assert_eq!(c.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(), [1, 3, 5]);
+
+    // A tied head is one wherever it is said.
+    let said = |outer: Value, inner: Value| {
+        let mut config: Value = serde_json::from_str(QWEN35).unwrap();
+        config["tie_word_embeddings"] = outer;
+        config["text_config"]["tie_word_embeddings"] = inner;
+        ModelConfig::parse(&config.to_string(), None).unwrap().tied
+    };
+    assert!(said(false.into(), true.into()) && said(true.into(), false.into()) && said(Value::Null, true.into()));
+    assert!(!said(false.into(), false.into()) && !said(Value::Null, Value::Null));
+}
+
+#[test]
+fn reads_qwen35_with_experts_by_class_defaults() {
+    let absent = serde_json::json!({
+        "intermediate_size": "<absent>", "linear_num_key_heads": "<absent>", "linear_num_value_heads": "<absent>",
+        "linear_key_head_dim": "<absent>", "linear_value_head_dim": "<absent>", "head_dim": "<absent>",
+        "linear_conv_kernel_dim": "<absent>", "num_key_value_heads": "<absent>", "rope_parameters": "<absent>",
+        "mtp_use_dedicated_embeddings": true,
+    });
+    let mut config: Value = serde_json::from_str(&with_text(absent)).unwrap();
+    config["architectures"] = serde_json::json!(["Qwen3_5MoeForConditionalGeneration"]);
+    let c = ModelConfig::parse(&config.to_string(), None).unwrap();
+    let experts = Experts { count: 256, chosen: 8, inner: 512, shared_inner: Some(512), normalise: true };
+    assert_eq!((c.architecture, c.experts, c.intermediate), (Architecture::Qwen35Moe, Some(experts), 0));
+    assert_eq!((c.head_dim, c.kv_heads, c.rope.rotary_dim, c.rope.theta), (256, 2, 64, 10_000.0));
+    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+    assert_eq!((c.delta, c.mtp_layers), (Some(delta), 0));
+    config.as_object_mut().unwrap().remove("architectures");
+    config["model_type"] = "qwen3_5_moe".into();
+    config["text_config"]["model_type"] = "qwen3_5_moe_text".into();
+    assert_eq!(ModelConfig::parse(&config.to_string(), None).unwrap(), c);
+}
+
+#[test]
+fn hybrids_that_cannot_be_run_are_refused_with_every_reason() {
+    let found = problems(&with_text(serde_json::json!({
+        "linear_conv_kernel_dim": 3, "linear_num_value_heads": 24, "linear_key_head_dim": 40,
+        "linear_value_head_dim": 144, "output_gate_type": "sigmoid", "attn_output_gate": "yes",
+        "mtp_num_hidden_layers": -1, "num_hidden_layers": "<absent>", "eos_token_id": 248_320,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5},
+        "layer_types": ["linear_attention", "chunked_attention"],
+    })));
+    for key in [
+        "linear_conv_kernel_dim",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "output_gate_type",
+        "attn_output_gate",
+        "mtp_num_hidden_layers",
+        "eos_token_id",
+        "rope_parameters.partial_rotary_factor",
+    ] {
+        // Named as they stand in the file.
+        let named = format!("text_config.{key}");
+        let noted = found.iter().any(|p| matches!(p, ConfigProblem::Value { key: k, .. } if *k == named));
+        assert!(noted, "{named} is not among {found:#?}");
+    }
+    assert!(found.contains(&ConfigProblem::Missing("text_config.num_hidden_layers".into())), "{found:#?}");
+    assert!(found.contains(&ConfigProblem::UnsupportedLayer("chunked_attention".into())), "{found:#?}");
+    assert_eq!(found.len(), 11, "{found:#?}");
+
+    let one = |text: &str, changes: Value| match problems(&with(text, changes)).as_slice() {
+        [ConfigProblem::Value { key, .. }] => key.clone(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts_per_tok": 513})), "num_experts_per_tok");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"hidden_size": 2056})), "hidden_size");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"moe_intermediate_size": 516})), "moe_intermediate_size");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts": 1 << 20})), "num_experts");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"full_attention_interval": 0})), "full_attention_interval");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"mlp_only_layers": "none"})), "mlp_only_layers");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"partial_rotary_factor": 0.005})), "partial_rotary_factor");
+    assert_eq!(one(QWEN3_MOE, serde_json::json!({"partial_rotary_factor": 0.25})), "partial_rotary_factor");
+    let hybrid = serde_json::json!({"num_hidden_layers": 1, "layer_types": ["linear_attention"]});
+    assert_eq!(problems(&with(QWEN3_MOE, hybrid)), [ConfigProblem::UnsupportedLayer("linear_attention".into())]);
+}

@@ -1,0 +1,186 @@
+//! The tensors of a model as released checkpoints lay them out, and how their elements are
+//! distributed. Deviations keep activations near one: `1 / sqrt(inputs)` for projections, more for
+//! the head so that one token stands out.
+
+use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
+
+/// How the elements of a tensor are distributed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Spread {
+    /// Normally.
+    Normal { mean: f32, deviation: f32 },
+    /// As the logarithm of numbers that lie evenly between two.
+    LogOfUniform { low: f32, high: f32 },
+}
+
+/// Of norms' weights around their mean, and of biases around zero.
+const VECTOR_DEVIATION: f32 = 0.1;
+/// Of the router's logits for a normed input. Random routers are undecided: were it 1, the last expert chosen would
+/// weigh nearly as much as the first, and so would the change of text where rounding makes it another one.
+const ROUTER_GAIN: f32 = 4.0;
+/// Of what experts add; less than other blocks, for the same reason.
+const EXPERT_GAIN: f32 = 0.5;
+
+/// A tensor's name, shape and distribution.
+pub(super) type Tensor = (String, Vec<u64>, Spread);
+
+/// Every tensor of the model in the order of a Hugging Face file: matrices, then vectors. `root` begins the names
+/// of all but the head and the blocks that predict further tokens.
+pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
+    let mut list = List { config: c, matrices: Vec::new(), vectors: Vec::new() };
+    list.matrix(format!("{root}embed_tokens.weight"), c.vocab, c.hidden, 2.0);
+    for ((layer, kind), mlp) in (0..c.layers).zip(&c.layer_kinds).zip(&c.mlp_kinds) {
+        list.layer(&format!("{root}layers.{layer}."), *kind, *mlp);
+    }
+    if !c.tied {
+        list.matrix("lm_head.weight".to_owned(), c.vocab, c.hidden, 2.0);
+    }
+    list.norm(format!("{root}norm.weight"), c.hidden);
+    if c.mtp_layers > 0 {
+        list.matrix("mtp.fc.weight".to_owned(), c.hidden, 2 * c.hidden, 1.0);
+        let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
+        for layer in 0..c.mtp_layers {
+            list.layer(&format!("mtp.layers.{layer}."), LayerKind::FullAttention, mlp);
+        }
+        for norm in ["mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"] {
+            list.norm(norm.to_owned(), c.hidden);
+        }
+    }
+    list.matrices.append(&mut list.vectors);
+    list.matrices
+}
+
+struct List<'a> {
+    config: &'a ModelConfig,
+    matrices: Vec<Tensor>,
+    vectors: Vec<Tensor>,
+}
+
+impl List<'_> {
+    fn matrix(&mut self, name: String, rows: u32, cols: u32, gain: f32) {
+        let shape = [rows, cols].map(u64::from).to_vec();
+        self.matrices.push((name, shape, projection(cols, gain)));
+    }
+
+    fn vector(&mut self, name: String, length: u32, mean: f32) {
+        let spread = Spread::Normal { mean, deviation: VECTOR_DEVIATION };
+        self.vectors.push((name, vec![length.into()], spread));
+    }
+
+    /// A norm's weights, near one or, where they are stored around zero, near that.
+    fn norm(&mut self, name: String, length: u32) {
+        let mean = match self.config.norm {
+            NormKind::Plain => 1.0,
+            NormKind::ZeroCentred => 0.0,
+        };
+        self.vector(name, length, mean);
+    }
+
+    /// One layer, its names beginning with `at`.
+    fn layer(&mut self, at: &str, kind: LayerKind, mlp: MlpKind) {
+        let c = self.config;
+        match (kind, c.delta) {
+            (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(at, delta),
+            _ => self.full_attention(at),
+        }
+        match (mlp, c.experts) {
+            (MlpKind::Experts, Some(experts)) => self.experts(&format!("{at}mlp."), experts),
+            _ => self.dense(&format!("{at}mlp."), c.intermediate, c.mlp_bias),
+        }
+        self.norm(format!("{at}input_layernorm.weight"), c.hidden);
+        self.norm(format!("{at}post_attention_layernorm.weight"), c.hidden);
+    }
+
+    fn full_attention(&mut self, at: &str) {
+        let c = self.config;
+        let (q, kv) = (c.q_rows(), c.kv_rows());
+        // Of each head first the query, then its gate.
+        let q_and_gate = if c.attention_gate { 2 * q } else { q };
+        let name = |part: &str| format!("{at}self_attn.{part}");
+        self.matrix(name("q_proj.weight"), q_and_gate, c.hidden, 1.0);
+        self.matrix(name("k_proj.weight"), kv, c.hidden, 1.0);
+        self.matrix(name("v_proj.weight"), kv, c.hidden, 1.0);
+        self.matrix(name("o_proj.weight"), c.hidden, q, 1.0);
+        if c.qk_norm {
+            self.norm(name("q_norm.weight"), c.head_dim);
+            self.norm(name("k_norm.weight"), c.head_dim);
+        }
+        if c.attention_bias {
+            self.vector(name("q_proj.bias"), q_and_gate, 0.0);
+            self.vector(name("k_proj.bias"), kv, 0.0);
+            self.vector(name("v_proj.bias"), kv, 0.0);
+            self.vector(name("o_proj.bias"), c.hidden, 0.0);
+        }
+    }
+
+    /// What is forgotten at a step is `exp(A_log + a + dt_bias)` or so, its logarithm normal with a deviation near 1:
+    /// nine heads in ten keep 0.83 to 0.996 of their state.
+    fn gated_delta(&mut self, at: &str, delta: DeltaNet) {
+        let hidden = self.config.hidden;
+        let name = |part: &str| format!("{at}linear_attn.{part}");
+        let (values, heads) = (delta.value_rows(), delta.value_heads);
+        if self.config.architecture == Architecture::Qwen3Next {
+            // For each key head its q and k, and the v and z of its value heads; then their b and a.
+            self.matrix(name("in_proj_qkvz.weight"), delta.channels() + values, hidden, 1.0);
+            self.matrix(name("in_proj_ba.weight"), 2 * heads, hidden, 0.5);
+        } else {
+            self.matrix(name("in_proj_qkv.weight"), delta.channels(), hidden, 1.0);
+            self.matrix(name("in_proj_z.weight"), values, hidden, 1.0);
+            self.matrix(name("in_proj_b.weight"), heads, hidden, 1.0);
+            self.matrix(name("in_proj_a.weight"), heads, hidden, 0.5);
+        }
+        let taps = delta.conv_kernel;
+        let shape = [delta.channels(), 1, taps].map(u64::from).to_vec();
+        self.matrices.push((name("conv1d.weight"), shape, projection(taps, 1.0)));
+        self.matrix(name("out_proj.weight"), hidden, values, 1.0);
+        let length = vec![u64::from(heads)];
+        self.vectors.push((name("A_log"), length.clone(), Spread::LogOfUniform { low: 1.0, high: 16.0 }));
+        self.vectors.push((name("dt_bias"), length, Spread::Normal { mean: -5.5, deviation: 0.8 }));
+        self.vector(name("norm.weight"), delta.value_dim, 1.0);
+    }
+
+    fn dense(&mut self, at: &str, inner: u32, bias: bool) {
+        let hidden = self.config.hidden;
+        let name = |part: &str| format!("{at}{part}");
+        self.matrix(name("gate_proj.weight"), inner, hidden, 1.0);
+        self.matrix(name("up_proj.weight"), inner, hidden, 1.0);
+        self.matrix(name("down_proj.weight"), hidden, inner, 1.0);
+        if bias {
+            self.vector(name("gate_proj.bias"), inner, 0.0);
+            self.vector(name("up_proj.bias"), inner, 0.0);
+            self.vector(name("down_proj.bias"), hidden, 0.0);
+        }
+    }
+
+    fn experts(&mut self, at: &str, experts: Experts) {
+        let hidden = self.config.hidden;
+        let (count, inner) = (experts.count, experts.inner);
+        self.matrix(format!("{at}gate.weight"), count, hidden, ROUTER_GAIN);
+        if self.config.architecture == Architecture::Qwen35Moe {
+            // Of each expert first the rows of the gate, then those of the up projection.
+            let parts = [
+                ("gate_up_proj", [count, 2 * inner, hidden], projection(hidden, 1.0)),
+                ("down_proj", [count, hidden, inner], projection(inner, EXPERT_GAIN)),
+            ];
+            for (part, shape, spread) in parts {
+                self.matrices.push((format!("{at}experts.{part}"), shape.map(u64::from).to_vec(), spread));
+            }
+        } else {
+            for expert in 0..count {
+                let name = |part: &str| format!("{at}experts.{expert}.{part}.weight");
+                self.matrix(name("gate_proj"), inner, hidden, 1.0);
+                self.matrix(name("up_proj"), inner, hidden, 1.0);
+                self.matrix(name("down_proj"), hidden, inner, EXPERT_GAIN);
+            }
+        }
+        if let Some(inner) = experts.shared_inner {
+            self.dense(&format!("{at}shared_expert."), inner, false);
+            self.matrix(format!("{at}shared_expert_gate.weight"), 1, hidden, 1.0);
+        }
+    }
+}
+
+/// Of a matrix of that many columns.
+fn projection(cols: u32, gain: f32) -> Spread {
+    Spread::Normal { mean: 0.0, deviation: gain / (cols as f32).sqrt() }
+}

@@ -15,21 +15,40 @@
 // window [cells][8][channels]: of positions before the chunk, read from cell `from`
 // Rows behind a prompt's end are k = v = β = 0, ln α = 0, which leave the state as it is.
 //
+// MATRIX 1: cooperative matrices, one subgroup for each 16 rows. q̂, k̂, T and E go as pairs of bfloat16 whose sum
+// they are to 2^-17, in blocks of 16 × 16 of 2 × 512 bytes as `delta_scan` loads them: [most, rest][32 lanes][16
+// bytes], lane 4g + t with rows g and g + 8 (n), columns 2t, 2t + 1, 2t + 8 and 2t + 9 (k).
+//   mixed  [blocks][key heads]{ q̂ [4 of 16 rows][key_dim / 16], k̂ likewise, k̂ᵀ [key_dim / 16][4 of 16 rows] }
+//   solved [blocks][value heads]{ T, E [10 blocks on and below the diagonal] }
+//   values [blocks][value heads][value_dim / 16][4 of 16 rows][columns g, g + 8][32 lanes]: β v of four rows, f32
 // MATRIX 0: everything f32, row after row, q̂ and k̂ of each value head. A thread has one row.
 //   mixed  [blocks][value heads][2][64][key_dim]: q̂, k̂;     solved [blocks][value heads][2][64][64]: T, E
 //   values [blocks][value heads][64][value_dim]: β v
-//   gates  [blocks][value heads][4][64]: e^G, β e^G, e^{G_64 - G}, unused
+//   gates  [blocks][value heads][4][64]: e^G, β e^G, e^{G_64 - G}, unused (both)
 // Traffic: the head's channels once, a block's share of these once.
 #include "common.glsl"
 #include "delta.glsl"
 
+#if MATRIX == 1
+#extension GL_KHR_shader_subgroup_shuffle : require
+#define WEIGHT 0
+#include "fragments.glsl"
+layout(local_size_x = 128) in;
+#else
 layout(local_size_x = 64) in;
+#endif
 layout(constant_id = 0) const uint KEY_HEADS = 16;
 layout(constant_id = 1) const uint VALUE_HEADS = 32;
 layout(constant_id = 2) const uint KEY_DIM = 128;
 layout(constant_id = 3) const uint VALUE_DIM = 128;
 
+#if MATRIX == 1
+layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Mixed { uvec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Solved { uvec4 v[]; };
+#else
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Mixed { coherent vec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) writeonly restrict buffer Solved { float v[]; };
+#endif
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Floats4Out { vec4 v[]; };
 
 layout(push_constant) uniform Args {
@@ -41,7 +60,7 @@ layout(push_constant) uniform Args {
     FloatsIn dt_bias;
     Floats4In window;
     Mixed mixed;
-    FloatsOut solved;
+    Solved solved;
     Floats4Out values;
     FloatsOut gates;
     uint stride;
@@ -71,6 +90,304 @@ vec4 convolved(uint index, uint quad) {
     return silu(mixed);
 }
 
+#if MATRIX == 1
+#include "pairs.glsl"
+
+const uint PAIRS = KEY_DIM / 2u + 4u;             // words of a row: a step that spreads over the banks
+const uint V_STEP = VALUE_DIM + 4u;
+const uint STEP = BLOCK_ROWS + 4u;
+const uint KEY_BLOCKS = KEY_DIM / 16u;
+const uint HALF_WORDS = BLOCK_ROWS * PAIRS;
+const uint V_WORDS = BLOCK_ROWS * V_STEP;
+const uint ROWS_WORDS = 2u * HALF_WORDS > V_WORDS ? 2u * HALF_WORDS : V_WORDS;
+const uint SHARED = ROWS_WORDS > BLOCK_ROWS * STEP ? ROWS_WORDS : BLOCK_ROWS * STEP;
+
+shared uint words_s[SHARED];                      // v; then q, then k by parts; then I + L, which becomes T
+shared vec2 sums_s[BLOCK_ROWS];                   // of ln α: whole numbers, then what is left
+shared float beta_s[BLOCK_ROWS];
+
+#define MATRIX_AT(row, column) words_s[(row) * STEP + (column)]
+float matrix_at(uint row, uint column) { return uintBitsToFloat(MATRIX_AT(row, column)); }
+
+// Four words of a block: rows g and g + 8 from `row` on, columns 2t.. and 2t + 8.. from `block` · 16 on.
+uvec4 pairs_at(uint part, uint row, uint block, uint g, uint t) {
+    uint at = part * HALF_WORDS + (row + g) * PAIRS + block * 8u + t;
+    return uvec4(words_s[at], words_s[at + 4u], words_s[at + 8u * PAIRS], words_s[at + 8u * PAIRS + 4u]);
+}
+
+// The same of the transposed: rows are columns of k̂.
+uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
+    uint at = part * HALF_WORDS + (row + 2u * t) * PAIRS + block * 8u + g / 2u, shift = g % 2u * 16u;
+    uvec4 words;
+    [[unroll]] for (uint n = 0u; n < 4u; n++) {
+        uint from_here = at + (n & 1u) * 8u * PAIRS + (n >> 1) * 4u;
+        words[n] = ((words_s[from_here] >> shift) & 0xffffu) | ((words_s[from_here + PAIRS] >> shift) << 16);
+    }
+    return words;
+}
+
+// 16 rows' quad of channels from row `index` of the chunk on, after convolution and silu.
+#define MIX_ROWS(quad_)                                                                                        \
+    vec4 mixed_rows[16];                                                                                       \
+    {                                                                                                          \
+        uint quad = quad_, row_quads = stride / 4u;                                                            \
+        vec4 t0, t1, t2;                                                                                       \
+        if (index == 0u) {                                                                                     \
+            t0 = raw(-3, quad); t1 = raw(-2, quad); t2 = raw(-1, quad);                                        \
+        } else {                                                                                               \
+            /* A prompt's end may lie before the subgroup's rows: they are masked, but there to be read. */    \
+            t0 = x.v[(first_row + min(index - 3u, in_use - 1u)) * row_quads + quad];                           \
+            t1 = x.v[(first_row + min(index - 2u, in_use - 1u)) * row_quads + quad];                           \
+            t2 = x.v[(first_row + min(index - 1u, in_use - 1u)) * row_quads + quad];                           \
+        }                                                                                                      \
+        vec4 w0 = conv.v[quad * 4u], w1 = conv.v[quad * 4u + 1u], w2 = conv.v[quad * 4u + 2u], w3 = conv.v[quad * 4u + 3u]; \
+        [[unroll]] for (uint n = 0u; n < 16u; n++)                                                             \
+            mixed_rows[n] = x.v[(first_row + min(index + n, in_use - 1u)) * row_quads + quad];                 \
+        [[unroll]] for (uint n = 0u; n < 16u; n++) {                                                           \
+            vec4 u = mixed_rows[n];                                                                            \
+            vec4 mixed_ = vec4(dot(w0, vec4(t0.x, t1.x, t2.x, u.x)), dot(w1, vec4(t0.y, t1.y, t2.y, u.y)),     \
+                               dot(w2, vec4(t0.z, t1.z, t2.z, u.z)), dot(w3, vec4(t0.w, t1.w, t2.w, u.w)));    \
+            mixed_rows[n] = index + n < in_use ? silu(mixed_) : vec4(0.0);                                     \
+            t0 = t1; t1 = t2; t2 = u;                                                                          \
+        }                                                                                                      \
+    }
+
+// Those of q or k, scaled to length `length_`, into the subgroup's 16 rows by parts.
+#define STORE_ROWS(quad_, length_) {                                                                           \
+        MIX_ROWS(kh * KEY_QUADS + (quad_))                                                                     \
+        [[unroll]] for (uint n = 0u; n < 16u; n++) {                                                           \
+            float square = LANE < KEY_QUADS ? dot(mixed_rows[n], mixed_rows[n]) : 0.0;                         \
+            vec4 unit = mixed_rows[n] * (inversesqrt(subgroupAdd(square) + L2_EPSILON) * (length_));           \
+            uvec2 most, rest;                                                                                  \
+            split_four(unit, most, rest);                                                                      \
+            if (LANE < KEY_QUADS) {                                                                            \
+                uint at = (own_row + n) * PAIRS + LANE * 2u;                                                   \
+                words_s[at] = most.x;                                                                          \
+                words_s[at + 1u] = most.y;                                                                     \
+                words_s[at + HALF_WORDS] = rest.x;                                                             \
+                words_s[at + HALF_WORDS + 1u] = rest.y;                                                        \
+            }                                                                                                  \
+        }                                                                                                      \
+        LANES_BARRIER                                                                                          \
+    }
+
+float decay_between(vec2 after, vec2 before) {
+    vec2 d = after - before;
+    return exp(min(d.x + d.y, 0.0));
+}
+
+void main() {
+    uint h = gl_WorkGroupID.x, block = gl_WorkGroupID.y, i0 = gl_LocalInvocationIndex;
+    uint prompts = chunk.v[0].x, low = 0u, high = prompts;
+    while (high - low > 1u) {
+        uint middle = (low + high) / 2u;
+        if (cells.v[2u * middle + 1u].y <= block) low = middle; else high = middle;
+    }
+    uvec4 prompt = chunk.v[1u + low];
+    start = prompt.y;
+    first_row = prompt.z;
+    from = cells.v[2u * low].x;
+    in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - first_row;
+    uint first = (block - cells.v[2u * low + 1u].y) * BLOCK_ROWS;
+    if (first >= in_use) return;
+    uint kh = h / (VALUE_HEADS / KEY_HEADS), own = block * VALUE_HEADS + h;
+    uint group = LANE_GROUP, g = LANE >> 2, t = LANE & 3u, own_row = group * 16u, index = first + own_row;
+
+    if (i0 < BLOCK_ROWS) {
+        // Sums of whole numbers and of what is left of each are right to the last bits, however strong the decay.
+        uint row = first + i0;
+        uint at = (first_row + min(row, in_use - 1u)) * stride + GATES + h;
+        float b = FloatsIn(x).v[at], a = FloatsIn(x).v[at + VALUE_HEADS];
+        float l = log_decay(a, a_log.v[h], dt_bias.v[h]);
+        beta_s[i0] = row < in_use ? sigmoid(b) : 0.0;
+        sums_s[i0] = row < in_use ? vec2(ceil(l), l - ceil(l)) : vec2(0.0);
+    }
+    barrier();
+    vec2 sum_low = subgroupInclusiveAdd(sums_s[LANE]), sum_high = subgroupInclusiveAdd(sums_s[LANE + 32u]);
+    sum_high += subgroupShuffle(sum_low, 31u);
+    vec2 total = subgroupShuffle(sum_high, 31u);
+    barrier();
+    if (group == 0u) {
+        sums_s[LANE] = sum_low;
+        sums_s[LANE + 32u] = sum_high;
+    } else if (group < 3u) {
+        // A half of the rows each.
+        uint row = (group - 1u) * 32u + LANE;
+        vec2 sum = group == 1u ? sum_low : sum_high;
+        float grown = exp(sum.x + sum.y);
+        uint at = own * 4u * BLOCK_ROWS + row;
+        gates.v[at] = grown;
+        gates.v[at + BLOCK_ROWS] = beta_s[row] * grown;
+        gates.v[at + 2u * BLOCK_ROWS] = decay_between(total, sum);
+    }
+
+    {
+        // β v, by way of the subgroup's own part of the shared words.
+        uint base = own_row * V_STEP;
+        MIX_ROWS(2u * KEY_HEADS * KEY_QUADS + h * QUADS + min(LANE, QUADS - 1u))
+        if (LANE < QUADS) {
+            [[unroll]] for (uint n = 0u; n < 16u; n++) {
+                vec4 v = beta_s[own_row + n] * mixed_rows[n];
+                uint at = base + n * V_STEP + LANE * 4u;
+                words_s[at] = floatBitsToUint(v.x);
+                words_s[at + 1u] = floatBitsToUint(v.y);
+                words_s[at + 2u] = floatBitsToUint(v.z);
+                words_s[at + 3u] = floatBitsToUint(v.w);
+            }
+        }
+        LANES_BARRIER
+        uint to = (own * (VALUE_DIM / 16u) * 4u + group) * 64u + LANE;
+        [[unroll]] for (uint n = 0u; n < VALUE_DIM / 16u; n++) {
+            [[unroll]] for (uint e = 0u; e < 2u; e++) {
+                uint at = base + 2u * t * V_STEP + n * 16u + e * 8u + g;
+                values.v[to + n * 256u + e * 32u] = uintBitsToFloat(uvec4(words_s[at], words_s[at + V_STEP],
+                    words_s[at + 8u * V_STEP], words_s[at + 9u * V_STEP]));
+            }
+        }
+    }
+    // The parts of q and k lie elsewhere than those of v.
+    barrier();
+
+    bool keeps = h % (VALUE_HEADS / KEY_HEADS) == 0u;
+    uint mixed_at = (block * KEY_HEADS + kh) * 3u * 4u * KEY_BLOCKS * 64u + LANE;
+    STORE_ROWS(min(LANE, KEY_QUADS - 1u), inversesqrt(float(KEY_DIM)))
+    uvec4 q_most[KEY_BLOCKS], q_rest[KEY_BLOCKS];
+    [[unroll]] for (uint n = 0u; n < KEY_BLOCKS; n++) {
+        q_most[n] = pairs_at(0u, own_row, n, g, t);
+        q_rest[n] = pairs_at(1u, own_row, n, g, t);
+        if (keeps) {
+            uint at = mixed_at + (group * KEY_BLOCKS + n) * 64u;
+            mixed.v[at] = q_most[n];
+            mixed.v[at + 32u] = q_rest[n];
+        }
+    }
+    LANES_BARRIER
+    STORE_ROWS(KEY_HEADS * KEY_QUADS + min(LANE, KEY_QUADS - 1u), 1.0)
+    if (keeps) {
+        [[unroll]] for (uint n = 0u; n < KEY_BLOCKS; n++) {
+            uint at = mixed_at + (4u * KEY_BLOCKS + group * KEY_BLOCKS + n) * 64u;
+            mixed.v[at] = pairs_at(0u, own_row, n, g, t);
+            mixed.v[at + 32u] = pairs_at(1u, own_row, n, g, t);
+            at = mixed_at + (8u * KEY_BLOCKS + n * 4u + group) * 64u;
+            mixed.v[at] = turned_at(0u, own_row, n, g, t);
+            mixed.v[at + 32u] = turned_at(1u, own_row, n, g, t);
+        }
+    }
+    barrier();
+
+    Sums keys[4], queries[4];
+    [[unroll]] for (uint j = 0u; j < 4u; j++) keys[j] = queries[j] = NO_SUMS;
+    [[unroll]] for (uint n = 0u; n < KEY_BLOCKS; n++) {
+        Tokens k_most, k_rest, query_most, query_rest;
+        SET_WEIGHTS(k_most, pairs_at(0u, own_row, n, g, t))
+        SET_WEIGHTS(k_rest, pairs_at(1u, own_row, n, g, t))
+        SET_WEIGHTS(query_most, q_most[n])
+        SET_WEIGHTS(query_rest, q_rest[n])
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            if (j <= group) {
+                Weights other_most, other_rest;
+                SET_WEIGHTS(other_most, pairs_at(0u, j * 16u, n, g, t))
+                SET_WEIGHTS(other_rest, pairs_at(1u, j * 16u, n, g, t))
+                MULTIPLY_ADD_PARTS(keys[j], k_most, k_rest, other_most, other_rest)
+                MULTIPLY_ADD_PARTS(queries[j], query_most, query_rest, other_most, other_rest)
+            }
+        }
+    }
+    barrier();
+
+    // Of E's left factor a lane keeps rows g and g + 8 of its subgroup's; L goes to the others.
+    uvec4 left_most[4], left_rest[4];
+    vec2 sum_g = sums_s[own_row + g], sum_g8 = sums_s[own_row + g + 8u];
+    float beta_g = beta_s[own_row + g], beta_g8 = beta_s[own_row + g + 8u];
+    [[unroll]] for (uint j = 0u; j < 4u; j++) {
+        vec4 k_low = SUMS_LOW(keys[j]), k_high = SUMS_HIGH(keys[j]), q_low = SUMS_LOW(queries[j]), q_high = SUMS_HIGH(queries[j]);
+        [[unroll]] for (uint e = 0u; e < 4u; e++) {
+            uint column = j * 16u + 2u * t + (e & 1u) + (e >> 1) * 8u, row = own_row + g;
+            vec2 before = sums_s[column];
+            float d = decay_between(sum_g, before), d8 = decay_between(sum_g8, before);
+            MATRIX_AT(row, column) = floatBitsToUint(column < row ? beta_g * d * k_low[e] : 0.0);
+            MATRIX_AT(row + 8u, column) = floatBitsToUint(column < row + 8u ? beta_g8 * d8 * k_high[e] : 0.0);
+            q_low[e] = column <= row ? d * q_low[e] : 0.0;
+            q_high[e] = column <= row + 8u ? d8 * q_high[e] : 0.0;
+        }
+        split_block(q_low, q_high, left_most[j], left_rest[j]);
+    }
+    LANES_BARRIER
+    // Each block of 16 rows on the diagonal is solved by its subgroup, a column a lane.
+    {
+        float line[16];
+        uint column = LANE & 15u;
+        [[unroll]] for (uint r = 0u; r < 16u; r++) {
+            line[r] = r == column ? 1.0 : 0.0;
+            [[unroll]] for (uint c = 0u; c < r; c++) line[r] -= matrix_at(own_row + r, own_row + c) * line[c];
+        }
+        LANES_BARRIER
+        [[unroll]] for (uint r = 0u; r < 16u; r++) MATRIX_AT(own_row + r, own_row + column) = floatBitsToUint(line[r]);
+    }
+    barrier();
+    // Then the rows of blocks below, one after the other: T_i = -T_ii (Σ_j L_ij T_j).
+    [[unroll]] for (uint b = 1u; b < 4u; b++) {
+        uint r = i0 / 8u, c = i0 % 8u;
+        float product[6];
+        [[unroll]] for (uint n = 0u; n < 2u * b; n++) product[n] = 0.0;
+        for (uint k = 0u; k < 16u * b; k++) {
+            float l = matrix_at(16u * b + r, k);
+            [[unroll]] for (uint n = 0u; n < 2u * b; n++) product[n] += l * matrix_at(k, c + 8u * n);
+        }
+        barrier();
+        [[unroll]] for (uint n = 0u; n < 2u * b; n++) {
+            MATRIX_AT(16u * b + r, c + 8u * n) = floatBitsToUint(product[n]);
+            product[n] = 0.0;
+        }
+        barrier();
+        [[unroll]] for (uint k = 0u; k < 16u; k++) {
+            float l = matrix_at(16u * b + r, 16u * b + k);
+            [[unroll]] for (uint n = 0u; n < 2u * b; n++) product[n] -= l * matrix_at(16u * b + k, c + 8u * n);
+        }
+        barrier();
+        [[unroll]] for (uint n = 0u; n < 2u * b; n++) MATRIX_AT(16u * b + r, c + 8u * n) = floatBitsToUint(product[n]);
+        barrier();
+    }
+    uint solved_at = own * 2u * 10u * 64u + group * (group + 1u) / 2u * 64u + LANE;
+    [[unroll]] for (uint j = 0u; j < 4u; j++) {
+        if (j <= group) {
+            Sums sums = NO_SUMS;
+            [[unroll]] for (uint k = j; k < 4u; k++) {
+                if (k <= group) {
+                    vec4 a, b;
+                    [[unroll]] for (uint e = 0u; e < 4u; e++) {
+                        uint row = k * 16u + 2u * t + (e & 1u) + (e >> 1) * 8u;
+                        a[e] = matrix_at(row, j * 16u + g);
+                        b[e] = matrix_at(row, j * 16u + g + 8u);
+                    }
+                    uvec4 most, rest;
+                    split_block(a, b, most, rest);
+                    Tokens tokens_most, tokens_rest;
+                    Weights weights_most, weights_rest;
+                    SET_WEIGHTS(tokens_most, left_most[k])
+                    SET_WEIGHTS(tokens_rest, left_rest[k])
+                    SET_WEIGHTS(weights_most, most)
+                    SET_WEIGHTS(weights_rest, rest)
+                    MULTIPLY_ADD_PARTS(sums, tokens_most, tokens_rest, weights_most, weights_rest)
+                }
+            }
+            uvec4 most, rest;
+            split_block(SUMS_LOW(sums), SUMS_HIGH(sums), most, rest);
+            solved.v[solved_at + (10u + j) * 64u] = most;
+            solved.v[solved_at + (10u + j) * 64u + 32u] = rest;
+            vec4 a, b;
+            [[unroll]] for (uint e = 0u; e < 4u; e++) {
+                uint column = j * 16u + 2u * t + (e & 1u) + (e >> 1) * 8u;
+                a[e] = matrix_at(own_row + g, column);
+                b[e] = matrix_at(own_row + g + 8u, column);
+            }
+            split_block(a, b, most, rest);
+            solved.v[solved_at + j * 64u] = most;
+            solved.v[solved_at + j * 64u + 32u] = rest;
+        }
+    }
+}
+#else
 const uint STEP = BLOCK_ROWS + 1u;
 shared vec2 sums_s[BLOCK_ROWS];                   // of ln α: whole numbers, then what is left
 shared float beta_s[BLOCK_ROWS];
@@ -172,3 +489,4 @@ void main() {
         solved.v[at + BLOCK_ROWS * BLOCK_ROWS] = line[c];
     }
 }
+#endif

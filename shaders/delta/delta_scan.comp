@@ -13,40 +13,64 @@
 // window [cells][8][channels]: u of the last three positions is left in the same cells, at position % 8
 // output [rows][value heads · value_dim] f32: O
 //
-// One workgroup has 16 columns of values of a value head of a prompt. The first of them also writes windows:
-// of v, and of q and k if the head is the first of its key head. MATRIX 0: everything f32, by 64 threads.
+// One workgroup has 16 · TOGETHER columns of values of a value head of a prompt. The first of them also writes
+// windows: of v, and of q and k if the head is the first of its key head.
+// MATRIX 1: cooperative matrices, four subgroups for each 16 columns; everything transposed, so that what a lane
+// has of one product is what it puts into the next: Sᵀ K̂ᵀ, Rᵀ Tᵀ, Sᵀ Q̂ᵀ + Rᵀ Eᵀ, V'ᵀ K̂. Each of the four has a
+// quarter of the block's rows in all of these but the last, and there a quarter of the key dimension, which is
+// its part of the state; they exchange Sᵀ, Rᵀ and V'ᵀ by parts of bfloat16 through shared memory.
+// MATRIX 0: everything f32, by 64 threads.
 // Traffic: a block's share of the scratch once a workgroup, outputs once, states once a prompt.
 #include "common.glsl"
 #include "delta.glsl"
 
-layout(local_size_x = 64) in;
-layout(constant_id = 0) const uint KEY_HEADS = 16;
-layout(constant_id = 1) const uint VALUE_HEADS = 32;
-layout(constant_id = 2) const uint KEY_DIM = 128;
-layout(constant_id = 3) const uint VALUE_DIM = 128;
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint KEY_HEADS = 16;
+layout(constant_id = 2) const uint VALUE_HEADS = 32;
+layout(constant_id = 3) const uint KEY_DIM = 128;
+layout(constant_id = 4) const uint VALUE_DIM = 128;
+layout(constant_id = 5) const uint TOGETHER = 1;  // times 16 columns are a workgroup's
+
+#if MATRIX == 1
+#define WEIGHT 0
+#include "fragments.glsl"
+const uint THREADS = 128u * TOGETHER;
+#else
+const uint THREADS = 64u;
+#endif
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
+#if MATRIX == 1
+#define Mixed Words4In
+#define Parts Words4In
+#define State FloatsInOut
+#define Output FloatsOut
+#else
+#define Mixed Floats4In
+#define Parts FloatsIn
+#define State Floats4InOut
+#define Output Floats4Out
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Floats4Out { vec4 v[]; };
+#endif
 
 layout(push_constant) uniform Args {
     Floats4In x;
     Words4In chunk;
     Words4In cells;
-    Floats4In mixed;
-    FloatsIn solved;
+    Mixed mixed;
+    Parts solved;
     Floats4In values;
     FloatsIn gates;
-    Floats4InOut state;
+    State state;
     Floats4InOut window;
-    Floats4Out o;
+    Output o;
     uint stride;
 };
 
-const uint THREADS = 64u;
 const uint KEY_QUADS = KEY_DIM / 4u;
 const uint QUADS = VALUE_DIM / 4u;
 const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
-const uint SLICES = VALUE_DIM / 16u;
+const uint SLICES = VALUE_DIM / (16u * TOGETHER);
 
 uint first_row, start, from, in_use;
 
@@ -82,6 +106,197 @@ void write_windows(uint h, uint slot, uvec4 keeps) {
     }
 }
 
+#if MATRIX == 1
+#include "pairs.glsl"
+
+const uint KEY_BLOCKS = KEY_DIM / 16u;
+const uint OWN = (KEY_BLOCKS + 3u) / 4u;           // of them a subgroup's, every fourth
+
+shared uvec4 state_s[TOGETHER * KEY_BLOCKS * 64u]; // [columns][key_dim / 16][most, rest][32 lanes]
+shared uvec4 r_s[TOGETHER * 4u * 64u];             // [columns][quarter of rows][most, rest][32 lanes]
+shared uvec4 made_s[TOGETHER * 4u * 64u];
+
+#define SHARE(words, at, sums) {                                    \
+        uvec4 most_, rest_;                                         \
+        split_block(SUMS_LOW(sums), SUMS_HIGH(sums), most_, rest_); \
+        words[at] = most_;                                          \
+        words[(at) + 32u] = rest_;                                  \
+    }
+
+// Three products of parts into three sums, which need not wait for each other.
+#define THREE_SUMS(n_) Sums n_[3]; n_[0] = n_[1] = n_[2] = NO_SUMS;
+#define PRODUCT(a_, b_, n_, most_, rest_) {                                          \
+        Tokens x_most, x_rest;                                                      \
+        Weights y_most, y_rest;                                                     \
+        SET_WEIGHTS(x_most, a_)                                                     \
+        SET_WEIGHTS(x_rest, b_)                                                     \
+        SET_WEIGHTS(y_most, most_)                                                  \
+        SET_WEIGHTS(y_rest, rest_)                                                  \
+        MULTIPLY_ADD(n_[0], x_most, y_most)                                         \
+        MULTIPLY_ADD(n_[1], x_most, y_rest)                                         \
+        MULTIPLY_ADD(n_[2], x_rest, y_most)                                         \
+    }
+
+#define LOAD_ROWS(to, part) {                                                                            \
+        uint at_ = mixed_at + ((part) * 4u + quarter) * KEY_BLOCKS * 64u;                                \
+        [[unroll]] for (uint n = 0u; n < KEY_BLOCKS; n++) {                                              \
+            to[2u * n] = mixed.v[at_ + n * 64u];                                                         \
+            to[2u * n + 1u] = mixed.v[at_ + n * 64u + 32u];                                              \
+        }                                                                                                \
+    }
+
+void main() {
+    uint h = gl_WorkGroupID.x / SLICES, slice = gl_WorkGroupID.x % SLICES, number = gl_WorkGroupID.y;
+    uint prompts = chunk.v[0].x;
+    if (number >= prompts) return;
+    uvec4 prompt = chunk.v[1u + number], first = cells.v[2u * number], rest = cells.v[2u * number + 1u];
+    uint slot = prompt.x;
+    start = prompt.y;
+    first_row = prompt.z;
+    from = first.x;
+    in_use = (number + 1u < prompts ? chunk.v[2u + number].z : chunk.v[0].z) - first_row;
+    uvec4 keeps = uvec4(first.y, first.z, first.w, rest.x);
+
+    uint columns = LANE_GROUP / 4u, quarter = LANE_GROUP % 4u, g = LANE >> 2, t = LANE & 3u;
+    uint kh = h / (VALUE_HEADS / KEY_HEADS), column = (slice * TOGETHER + columns) * 16u + g;
+    uint blocks = (in_use + BLOCK_ROWS - 1u) / BLOCK_ROWS;
+
+    // Of a block: three sets of key blocks of its key head; what is its value head's own.
+    uint mixed_at = (rest.y * KEY_HEADS + kh) * 12u * KEY_BLOCKS * 64u + LANE;
+    uint own = rest.y * VALUE_HEADS + h;
+    uvec4 key_rows[2u * KEY_BLOCKS];
+    LOAD_ROWS(key_rows, 1u)
+
+    // Sᵀ: a lane has columns of values g and g + 8, key dimensions 2t, 2t + 1, 2t + 8 and 2t + 9 of each block.
+    Sums s[OWN];
+    bool begins = from == NO_CELL || start == 0u;
+    uint head_at = h * KEY_DIM * VALUE_DIM + 2u * t * VALUE_DIM + column, cell_floats = VALUE_HEADS * KEY_DIM * VALUE_DIM;
+#define STATE_AT(cell, n, e) ((cell) * cell_floats + head_at + ((quarter + 4u * (n)) * 16u + ((e) & 1) + (((e) >> 1) & 1) * 8u) * VALUE_DIM + ((e) >> 2) * 8u)
+    [[unroll]] for (uint n = 0u; n < OWN; n++) {
+        s[n] = NO_SUMS;
+        if (quarter + 4u * n < KEY_BLOCKS) {
+            if (!begins) {
+                [[unroll]] for (int e = 0; e < 8; e++) s[n][e] = state.v[STATE_AT(from, n, e)];
+            }
+            SHARE(state_s, (columns * KEY_BLOCKS + quarter + 4u * n) * 64u + LANE, s[n])
+        }
+    }
+    if (slice == 0u) write_windows(h, slot, keeps);
+    barrier();
+
+    for (uint block = 0u; block < blocks; block++) {
+        uvec4 query_rows[2u * KEY_BLOCKS];
+        LOAD_ROWS(query_rows, 0u)
+        uint values_at = (own * (VALUE_DIM / 16u) * 4u + (slice * TOGETHER + columns) * 4u + quarter) * 64u + LANE;
+        vec4 v_low = values.v[values_at], v_high = values.v[values_at + 32u];
+        uint gates_at = own * 4u * BLOCK_ROWS + quarter * 16u + 2u * t;
+#define GATE(n) vec4(gates.v[gates_at + (n) * 64u], gates.v[gates_at + (n) * 64u + 1u], gates.v[gates_at + (n) * 64u + 8u], gates.v[gates_at + (n) * 64u + 9u])
+        vec4 grown = GATE(0u), written = GATE(1u), left = GATE(2u);
+        float decay = gates.v[own * 4u * BLOCK_ROWS + BLOCK_ROWS - 1u];
+
+        THREE_SUMS(from_key)
+        [[unroll]] for (uint n = 0u; n < KEY_BLOCKS; n++) {
+            uint at = (columns * KEY_BLOCKS + n) * 64u + LANE;
+            PRODUCT(state_s[at], state_s[at + 32u], from_key, key_rows[2u * n], key_rows[2u * n + 1u])
+        }
+        // Blocks right of the diagonal's are zero: the diagonal's is loaded in their place.
+        uvec4 t_words[8], e_words[8];
+        uint solved_at = own * 20u * 64u + quarter * (quarter + 1u) / 2u * 64u + LANE;
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            uint at = solved_at + min(j, quarter) * 64u;
+            t_words[2u * j] = solved.v[at];
+            t_words[2u * j + 1u] = solved.v[at + 32u];
+            e_words[2u * j] = solved.v[at + 640u];
+            e_words[2u * j + 1u] = solved.v[at + 672u];
+        }
+        {
+            vec4 r_low = v_low - written * (SUMS_LOW(from_key[0]) + (SUMS_LOW(from_key[1]) + SUMS_LOW(from_key[2])));
+            vec4 r_high = v_high - written * (SUMS_HIGH(from_key[0]) + (SUMS_HIGH(from_key[1]) + SUMS_HIGH(from_key[2])));
+            uvec4 most, rest_words;
+            split_block(r_low, r_high, most, rest_words);
+            uint at = (columns * 4u + quarter) * 64u + LANE;
+            r_s[at] = most;
+            r_s[at + 32u] = rest_words;
+        }
+        THREE_SUMS(from_query)
+        [[unroll]] for (uint n = 0u; n < KEY_BLOCKS; n++) {
+            uint at = (columns * KEY_BLOCKS + n) * 64u + LANE;
+            PRODUCT(state_s[at], state_s[at + 32u], from_query, query_rows[2u * n], query_rows[2u * n + 1u])
+        }
+        vec4 o_low = grown * (SUMS_LOW(from_query[0]) + (SUMS_LOW(from_query[1]) + SUMS_LOW(from_query[2])));
+        vec4 o_high = grown * (SUMS_HIGH(from_query[0]) + (SUMS_HIGH(from_query[1]) + SUMS_HIGH(from_query[2])));
+        barrier();
+
+        uvec4 turned[OWN * 8u];
+        [[unroll]] for (uint n = 0u; n < OWN; n++) {
+            [[unroll]] for (uint j = 0u; j < 4u; j++) {
+                uint at = mixed_at + (8u * KEY_BLOCKS + min(quarter + 4u * n, KEY_BLOCKS - 1u) * 4u + j) * 64u;
+                turned[n * 8u + 2u * j] = mixed.v[at];
+                turned[n * 8u + 2u * j + 1u] = mixed.v[at + 32u];
+            }
+        }
+        THREE_SUMS(made)
+        THREE_SUMS(seen)
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            if (j <= quarter) {
+                uint at = (columns * 4u + j) * 64u + LANE;
+                PRODUCT(r_s[at], r_s[at + 32u], made, t_words[2u * j], t_words[2u * j + 1u])
+                PRODUCT(r_s[at], r_s[at + 32u], seen, e_words[2u * j], e_words[2u * j + 1u])
+            }
+        }
+        {
+            vec4 low = left * (SUMS_LOW(made[0]) + (SUMS_LOW(made[1]) + SUMS_LOW(made[2])));
+            vec4 high = left * (SUMS_HIGH(made[0]) + (SUMS_HIGH(made[1]) + SUMS_HIGH(made[2])));
+            uvec4 most, rest_words;
+            split_block(low, high, most, rest_words);
+            uint at = (columns * 4u + quarter) * 64u + LANE;
+            made_s[at] = most;
+            made_s[at + 32u] = rest_words;
+        }
+        barrier();
+
+        // The next block's keys: past the last they are the last's once more.
+        uint more = block + 1u < blocks ? 1u : 0u;
+        mixed_at += more * KEY_HEADS * 12u * KEY_BLOCKS * 64u;
+        own += more * VALUE_HEADS;
+        LOAD_ROWS(key_rows, 1u)
+        o_low += SUMS_LOW(seen[0]) + (SUMS_LOW(seen[1]) + SUMS_LOW(seen[2]));
+        o_high += SUMS_HIGH(seen[0]) + (SUMS_HIGH(seen[1]) + SUMS_HIGH(seen[2]));
+        uint row = block * BLOCK_ROWS + quarter * 16u + 2u * t;
+        [[unroll]] for (uint e = 0u; e < 4u; e++) {
+            uint index = row + (e & 1u) + (e >> 1) * 8u;
+            if (index < in_use) {
+                uint at = ((first_row + index) * VALUE_HEADS + h) * VALUE_DIM + column;
+                o.v[at] = o_low[e];
+                o.v[at + 8u] = o_high[e];
+            }
+        }
+        uint end = min((block + 1u) * BLOCK_ROWS, in_use);
+        [[unroll]] for (uint n = 0u; n < OWN; n++) {
+            if (quarter + 4u * n < KEY_BLOCKS) {
+                THREE_SUMS(added)
+                [[unroll]] for (uint j = 0u; j < 4u; j++) {
+                    uint at = (columns * 4u + j) * 64u + LANE;
+                    PRODUCT(made_s[at], made_s[at + 32u], added, turned[n * 8u + 2u * j], turned[n * 8u + 2u * j + 1u])
+                }
+                // Not into the state itself: the units cut what they add to a sum.
+                s[n] = s[n] * decay + (added[0] + (added[1] + added[2]));
+                SHARE(state_s, (columns * KEY_BLOCKS + quarter + 4u * n) * 64u + LANE, s[n])
+                if (end == in_use) {
+                    [[unroll]] for (int e = 0; e < 8; e++) state.v[STATE_AT(slot, n, e)] = s[n][e];
+                }
+                if (end == keeps.x) {
+                    [[unroll]] for (int e = 0; e < 8; e++) state.v[STATE_AT(keeps.y, n, e)] = s[n][e];
+                }
+                if (end == keeps.z) {
+                    [[unroll]] for (int e = 0; e < 8; e++) state.v[STATE_AT(keeps.w, n, e)] = s[n][e];
+                }
+            }
+        }
+        barrier();
+    }
+}
+#else
 shared vec4 state_s[KEY_DIM * 4u];
 shared vec4 r_s[BLOCK_ROWS * 4u];
 shared vec4 made_s[BLOCK_ROWS * 4u];
@@ -166,3 +381,4 @@ void main() {
         barrier();
     }
 }
+#endif

@@ -278,10 +278,12 @@ pub fn delta_prompts(
         .into_args(),
         groups: [value, most_blocks(rows, prompts), 1],
     };
+    let (threads, together) = scan_shape(heads, matrices);
     let scan = Call {
         kernel: name("delta_scan.plain", "delta_scan"),
         label: format!("{label}.scan"),
-        constants: DeltaScanConstants { key_heads: key, value_heads: value, key_dim, value_dim }.into_values(),
+        constants: DeltaScanConstants { threads, key_heads: key, value_heads: value, key_dim, value_dim, together }
+            .into_values(),
         args: DeltaScanArgs {
             x: o.x,
             chunk: o.chunk,
@@ -296,7 +298,7 @@ pub fn delta_prompts(
             stride: o.stride,
         }
         .into_args(),
-        groups: [value * scan_slices(heads, matrices), prompts.min(rows), 1],
+        groups: [value * value_dim / (16 * together), prompts.min(rows), 1],
     };
     let together = (256 / (value_dim / 4)).min(value);
     let gate = Call {
@@ -327,9 +329,15 @@ pub fn delta_prompts(
     [blocks, scan, gate]
 }
 
-/// Workgroups that share a value head's columns.
-fn scan_slices(heads: DeltaHeads, _matrices: Matrices) -> u32 {
-    heads.value_dim / 16
+/// Threads of a workgroup of `delta_scan`, and how many times 16 columns it has.
+fn scan_shape(heads: DeltaHeads, matrices: Matrices) -> (u32, u32) {
+    match matrices {
+        Matrices::ByHand => (64, 1),
+        Matrices::Cooperative => {
+            let together = if heads.value_dim.is_multiple_of(32) { 2 } else { 1 };
+            (128 * together, together)
+        }
+    }
 }
 
 fn silu(x: f64) -> f64 {

@@ -1,0 +1,30 @@
+// f32 values as pairs of bfloat16, whose products three by three are right to 2^-16 of themselves: for kernels on
+// cooperative matrices (`fragments.glsl` with MATRIX 1, WEIGHT 0). A value is its nearest bfloat16 and the nearest
+// to what is left.
+
+uint bits_of(bfloat16_t a, bfloat16_t b) { return pack32(u16vec2(bfloat16BitsToUintEXT(a), bfloat16BitsToUintEXT(b))); }
+
+void split_two(float a, float b, out uint most, out uint rest) {
+    bfloat16_t a_most = bfloat16_t(a), b_most = bfloat16_t(b);
+    most = bits_of(a_most, b_most);
+    rest = bits_of(bfloat16_t(a - float(a_most)), bfloat16_t(b - float(b_most)));
+}
+
+void split_four(vec4 x, out uvec2 most, out uvec2 rest) {
+    split_two(x.x, x.y, most.x, rest.x);
+    split_two(x.z, x.w, most.y, rest.y);
+}
+
+// A lane's eight values of a block of 16 x 16.
+void split_block(vec4 low, vec4 high, out uvec4 most, out uvec4 rest) {
+    split_two(low.x, low.y, most.x, rest.x);
+    split_two(low.z, low.w, most.y, rest.y);
+    split_two(high.x, high.y, most.z, rest.z);
+    split_two(high.z, high.w, most.w, rest.w);
+}
+
+#define MULTIPLY_ADD_PARTS(sums, a_most, a_rest, b_most, b_rest) { \
+        MULTIPLY_ADD(sums, a_rest, b_most)                         \
+        MULTIPLY_ADD(sums, a_most, b_rest)                         \
+        MULTIPLY_ADD(sums, a_most, b_most)                         \
+    }

@@ -74,7 +74,7 @@ impl Decoder<'_> {
                 y,
                 y_stride,
             };
-            let matrices = Matrices::ByHand;
+            let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
             let calls =
                 delta::delta_prompts(&block.name("delta"), heads, (rows, prompts), packed.is_some(), matrices, operands);
             calls.into_iter().for_each(|call| r.call(call));

@@ -238,7 +238,11 @@ enum Mixed {
 }
 
 impl Decoder<'_> {
+    /// Rows of so many floats; no memory where a model has none of them.
     fn activations(recording: &mut Recording, name: &str, rows: u32, width: u32) -> Activations {
+        if width == 0 {
+            return Activations { range: recording.buffer("step", 4).none(), stride: 0 };
+        }
         let stride = stride(width);
         Activations { range: recording.buffer(name, u64::from(rows) * u64::from(stride) * 4), stride }
     }

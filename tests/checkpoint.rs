@@ -1,7 +1,7 @@
 //! Checkpoints on disk: what `synth` writes is opened with the right list of weights, and what
 //! is broken is refused with every reason at once.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -76,6 +76,8 @@ fn pack(spec: &WeightSpec) -> Vec<f32> {
             Dtype::F16 => bytes.chunks(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
             Dtype::F32 => bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
         };
+        let values: Vec<f32> =
+            values.into_iter().map(|v| if source.plus == 0.0 { v } else { v + source.plus }).collect();
         for row in 0..source.rows {
             let to = (source.first_row + row * source.row_step) as usize * spec.cols as usize;
             let from = (row * source.cols) as usize;
@@ -180,6 +182,303 @@ fn weights_of_an_untied_llama_with_every_bias() {
     let embed = find("embed").unwrap();
     assert_eq!(checkpoint.bytes_per_token(), checkpoint.weight_bytes() - embed.bytes() + 2 * 128);
     assert_eq!(checkpoint.config.dtype, Some(Dtype::F16));
+}
+
+/// Every packed weight by name, element by element.
+fn packed(dir: &Path) -> BTreeMap<String, Vec<f32>> {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let packed: BTreeMap<_, _> = checkpoint.weights().iter().map(|w| (w.name.clone(), pack(w))).collect();
+    assert_eq!(packed.len(), checkpoint.weights().len());
+    packed
+}
+
+/// Writes a checkpoint anew with other tensors; all bf16.
+fn rewrite(dir: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<u8>)>) {
+    use safetensors::tensor::{Dtype, TensorView};
+    let views = tensors
+        .iter()
+        .map(|(name, (shape, bytes))| (name.as_str(), TensorView::new(Dtype::BF16, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
+}
+
+/// Every tensor by name with its shape.
+fn shaped(dir: &Path) -> BTreeMap<String, (Vec<usize>, Vec<u8>)> {
+    let bytes = fs::read(dir.join("model.safetensors")).unwrap();
+    let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    read.tensors().into_iter().map(|(name, view)| (name, (view.shape().to_vec(), view.data().to_vec()))).collect()
+}
+
+/// Rows `from` to `to` of a matrix of `cols` columns.
+fn rows(matrix: &[f32], from: usize, to: usize, cols: usize) -> Vec<f32> {
+    matrix[from * cols..to * cols].to_vec()
+}
+
+fn one_more(weights: &[f32]) -> Vec<f32> {
+    weights.iter().map(|w| 1.0 + w).collect()
+}
+
+#[test]
+fn weights_of_a_hybrid() {
+    let dir = written(&synth::preset("tiny-qwen3.5").unwrap(), SynthOptions::default());
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let c = checkpoint.config.clone();
+    let (raw, packed) = (tensors(dir.path()), packed(dir.path()));
+    assert!(raw.keys().all(|name| name.starts_with("model.language_model.") || name.starts_with("mtp.")), "{raw:?}");
+    let mut expected: BTreeSet<String> = ["embed", "final_norm"].map(str::to_owned).into();
+    let attention = ["attn_norm", "qkv", "q_norm", "k_norm", "o"];
+    let delta = ["attn_norm", "in_proj", "conv", "a_log", "dt_bias", "delta_norm", "o"];
+    let mlp = ["mlp_norm", "gate_up", "down"];
+    for layer in 0..4 {
+        let mixer = if layer == 3 { &attention[..] } else { &delta };
+        expected.extend(mixer.iter().chain(&mlp).map(|part| format!("layers.{layer}.{part}")));
+    }
+    let further = ["embed_norm", "hidden_norm", "fc", "final_norm"];
+    expected.extend(attention.iter().chain(&mlp).chain(&further).map(|part| format!("mtp.{part}")));
+    assert_eq!(packed.keys().cloned().collect::<BTreeSet<_>>(), expected);
+
+    // Projections one below the other; hidden is 128, 2 key heads and 4 value heads of 32 dimensions.
+    let tensor = |name: &str| bf16(&raw[&format!("model.language_model.layers.{name}")]);
+    let parts = ["qkv", "z", "b", "a"].map(|part| tensor(&format!("1.linear_attn.in_proj_{part}.weight")));
+    assert_eq!(parts.each_ref().map(|p| p.len() / 128), [256, 128, 4, 4]);
+    assert_eq!(packed["layers.1.in_proj"], parts.concat());
+    // Channel after channel, tap after tap, as they lie.
+    assert_eq!(packed["layers.1.conv"].len(), 256 * 4);
+    assert_eq!(packed["layers.1.conv"], tensor("1.linear_attn.conv1d.weight"));
+    assert_eq!(packed["layers.1.a_log"], tensor("1.linear_attn.A_log"));
+    assert_eq!(packed["layers.1.dt_bias"], tensor("1.linear_attn.dt_bias"));
+    assert_eq!(packed["layers.1.o"], tensor("1.linear_attn.out_proj.weight"));
+    // The gated norm alone is stored as it is used.
+    assert_eq!(packed["layers.1.delta_norm"], tensor("1.linear_attn.norm.weight"));
+    assert_eq!(packed["layers.1.attn_norm"], one_more(&tensor("1.input_layernorm.weight")));
+    assert_eq!(packed["layers.3.mlp_norm"], one_more(&tensor("3.post_attention_layernorm.weight")));
+    assert_eq!(packed["layers.3.q_norm"], one_more(&tensor("3.self_attn.q_norm.weight")));
+    assert_eq!(packed["layers.3.k_norm"], one_more(&tensor("3.self_attn.k_norm.weight")));
+    assert_eq!(packed["final_norm"], one_more(&bf16(&raw["model.language_model.norm.weight"])));
+
+    // Of each of the 4 heads of 64 the query, then keys, values, and of each head the gate.
+    let q = tensor("3.self_attn.q_proj.weight");
+    let mut qkv: Vec<f32> = (0..4).flat_map(|head| rows(&q, 128 * head, 128 * head + 64, 128)).collect();
+    qkv.extend(tensor("3.self_attn.k_proj.weight"));
+    qkv.extend(tensor("3.self_attn.v_proj.weight"));
+    qkv.extend((0..4).flat_map(|head| rows(&q, 128 * head + 64, 128 * head + 128, 128)));
+    assert_eq!(qkv.len() / 128, c.qkv_rows() as usize);
+    assert_eq!(packed["layers.3.qkv"], qkv);
+
+    assert!(checkpoint.has_mtp());
+    assert_eq!(packed["mtp.fc"], bf16(&raw["mtp.fc.weight"]));
+    assert_eq!(packed["mtp.embed_norm"], one_more(&bf16(&raw["mtp.pre_fc_norm_embedding.weight"])));
+    assert_eq!(packed["mtp.hidden_norm"], one_more(&bf16(&raw["mtp.pre_fc_norm_hidden.weight"])));
+    assert_eq!(packed["mtp.final_norm"], one_more(&bf16(&raw["mtp.norm.weight"])));
+    assert_eq!(packed["mtp.down"], bf16(&raw["mtp.layers.0.mlp.down_proj.weight"]));
+    let q = bf16(&raw["mtp.layers.0.self_attn.q_proj.weight"]);
+    assert_eq!(packed["mtp.qkv"][..64 * 128], q[..64 * 128]);
+    assert_eq!(packed["mtp.qkv"][64 * 128..128 * 128], q[128 * 128..192 * 128]);
+
+    let elements: u64 = raw.values().map(|bytes| bytes.len() as u64 / 2).sum();
+    let of_mtp: u64 = raw.iter().filter(|(n, _)| n.starts_with("mtp.")).map(|(_, b)| b.len() as u64 / 2).sum();
+    assert_eq!((checkpoint.parameters(), checkpoint.active_parameters()), (elements, elements - of_mtp));
+    let main = checkpoint.weights().iter().filter(|w| !w.is_mtp()).map(WeightSpec::bytes).sum::<u64>();
+    assert_eq!(checkpoint.bytes_per_token(), main + 2 * 128);
+}
+
+#[test]
+fn hybrids_under_every_name_and_without_further_tokens() {
+    let dir = written(&synth::preset("tiny-qwen3.5").unwrap(), SynthOptions::default());
+    let (all, reference) = (shaped(dir.path()), packed(dir.path()));
+    let renamed = |change: &dyn Fn(&str) -> Option<String>| {
+        let tensors = all.iter().filter_map(|(name, tensor)| Some((change(name)?, tensor.clone()))).collect();
+        rewrite(dir.path(), &tensors);
+        packed(dir.path())
+    };
+    let root = "model.language_model.";
+    for prefix in ["model.", "", "language_model.model.", "language_model."] {
+        let change =
+            |name: &str| Some(name.strip_prefix(root).map_or(name.to_owned(), |rest| format!("{prefix}{rest}")));
+        assert_eq!(renamed(&change), reference, "{prefix}");
+    }
+    let below = |name: &str| Some(if name.starts_with("mtp.") { format!("model.{name}") } else { name.to_owned() });
+    assert_eq!(renamed(&below), reference);
+    // Tensors of what we do not read are no trouble.
+    let mut more = all.clone();
+    more.insert("model.visual.blocks.0.norm1.weight".to_owned(), (vec![4], vec![0; 8]));
+    rewrite(dir.path(), &more);
+    assert_eq!(packed(dir.path()), reference);
+
+    let without = renamed(&|name| (!name.starts_with("mtp.")).then(|| name.to_owned()));
+    assert!(without.keys().all(|name| !name.starts_with("mtp.")) && without.len() < reference.len());
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    assert_eq!((checkpoint.has_mtp(), checkpoint.config.mtp_layers), (false, 1));
+    // A part of them is an error: what is missing is named.
+    rewrite(
+        dir.path(),
+        &all.iter().filter(|(n, _)| *n != "mtp.norm.weight").map(|(n, t)| (n.clone(), t.clone())).collect(),
+    );
+    assert_eq!(problems(dir.path()), [CheckpointProblem::MissingTensor { tensor: "mtp.norm.weight".into() }]);
+}
+
+/// Goal: a router, experts and a shared one from where they lie, and the numbers an operator sees. Also: one by one
+/// and all in one tensor are the same.
+#[test]
+fn experts_one_by_one_and_fused() {
+    let dir = written(&synth::preset("tiny-qwen3.5-moe").unwrap(), SynthOptions::default());
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let (all, fused) = (shaped(dir.path()), packed(dir.path()));
+    let tensor = |name: &str| bf16(&all[&format!("model.language_model.layers.2.mlp.{name}")].1);
+    // 8 experts of 64 and a shared one of 96 at a width of 128.
+    assert_eq!(fused["layers.2.router"], [tensor("gate.weight"), tensor("shared_expert_gate.weight")].concat());
+    let both = tensor("experts.gate_up_proj");
+    let interleaved: Vec<f32> = (0..8)
+        .flat_map(|e| (0..64).flat_map(move |j| [128 * e + j, 128 * e + 64 + j]))
+        .flat_map(|row| rows(&both, row, row + 1, 128))
+        .collect();
+    assert_eq!(fused["layers.2.experts.gate_up"], interleaved);
+    assert_eq!(fused["layers.2.experts.down"], tensor("experts.down_proj"));
+    assert_eq!(fused["layers.2.shared.down"], tensor("shared_expert.down_proj.weight"));
+    let (gate, up) = (tensor("shared_expert.gate_proj.weight"), tensor("shared_expert.up_proj.weight"));
+    for (j, pair) in fused["layers.2.shared.gate_up"].chunks(2 * 128).enumerate() {
+        assert_eq!((&pair[..128], &pair[128..]), (&gate[128 * j..128 * (j + 1)], &up[128 * j..128 * (j + 1)]));
+    }
+    let spec = |name: &str| checkpoint.weights().iter().find(|w| w.name == name).unwrap();
+    let shape = |name: &str| (spec(name).rows, spec(name).cols, spec(name).kind, spec(name).dtype);
+    assert_eq!(shape("mtp.experts.gate_up"), (8 * 2 * 64, 128, WeightKind::Matrix, Dtype::Bf16));
+    assert_eq!(shape("mtp.experts.down"), (8 * 128, 64, WeightKind::Matrix, Dtype::Bf16));
+    assert_eq!(shape("layers.0.router"), (9, 128, WeightKind::Matrix, Dtype::Bf16));
+
+    // 2 of 8 experts in 4 layers; no further tokens' block; of the untied embedding a row.
+    let of_experts = 4 * 8 * 3 * 64 * 128u64;
+    let main: Vec<&WeightSpec> = checkpoint.weights().iter().filter(|w| !w.is_mtp()).collect();
+    let elements: u64 = main.iter().map(|w| w.elements()).sum();
+    assert_eq!(main.iter().filter(|w| w.is_of_experts()).map(|w| w.elements()).sum::<u64>(), of_experts);
+    assert_eq!(checkpoint.active_parameters(), elements - of_experts / 8 * 6);
+    assert!(checkpoint.parameters() > elements);
+    let bytes: u64 = main.iter().map(|w| w.bytes()).sum();
+    assert_eq!(checkpoint.bytes_per_token(), bytes - 2 * of_experts / 8 * 6 - spec("embed").bytes() + 2 * 128);
+
+    let mut single = all.clone();
+    for (name, (shape, bytes)) in &all {
+        let Some((before, part)) = name.split_once(".experts.") else { continue };
+        single.remove(name);
+        let each = shape[1] * shape[2] * 2;
+        for (e, bytes) in bytes.chunks(each).enumerate() {
+            let mut put = |part: &str, rows: usize, bytes: &[u8]| {
+                let name = format!("{before}.experts.{e}.{part}.weight");
+                single.insert(name, (vec![rows, shape[2]], bytes.to_vec()));
+            };
+            if part == "down_proj" {
+                put("down_proj", shape[1], bytes);
+            } else {
+                put("gate_proj", shape[1] / 2, &bytes[..each / 2]);
+                put("up_proj", shape[1] / 2, &bytes[each / 2..]);
+            }
+        }
+    }
+    rewrite(dir.path(), &single);
+    assert_eq!(packed(dir.path()), fused);
+    single.remove("model.language_model.layers.1.mlp.experts.5.up_proj.weight");
+    rewrite(dir.path(), &single);
+    let tensor = "model.layers.1.mlp.experts.5.up_proj.weight".to_owned();
+    assert_eq!(problems(dir.path()), [CheckpointProblem::MissingTensor { tensor }]);
+}
+
+#[test]
+fn experts_beside_dense_layers() {
+    let changes = json!({"mlp_only_layers": [1], "intermediate_size": 88});
+    let dir = written(&config("tiny-qwen3-moe", changes), SynthOptions::default());
+    let raw = tensors(dir.path());
+    let packed = packed(dir.path());
+    assert!(packed.contains_key("layers.0.experts.down") && packed.contains_key("layers.2.router"));
+    assert!(!packed.contains_key("layers.1.router") && !packed.contains_key("layers.0.gate_up"));
+    assert_eq!(packed["layers.1.gate_up"].len(), 2 * 88 * 128);
+    assert_eq!(packed["layers.0.router"], bf16(&raw["model.layers.0.mlp.gate.weight"]));
+    let down: Vec<f32> =
+        (0..8).flat_map(|e| bf16(&raw[&format!("model.layers.2.mlp.experts.{e}.down_proj.weight")])).collect();
+    assert_eq!(packed["layers.2.experts.down"], down);
+    // Norms of this family are stored as they are used.
+    assert_eq!(packed["layers.0.attn_norm"], bf16(&raw["model.layers.0.input_layernorm.weight"]));
+}
+
+/// Goal: projections grouped by key head, as Qwen3-Next has them, and one below the other are the same. Method: the
+/// groups are taken apart by the definition and written the other way.
+#[test]
+fn grouped_and_separate_projections() {
+    let dir = written(&synth::preset("tiny-qwen3-next").unwrap(), SynthOptions::default());
+    let (all, grouped) = (shaped(dir.path()), packed(dir.path()));
+    // 2 key heads and 4 value heads of 32 dimensions.
+    let (groups, keys, values, row) = (2, 32, 2 * 32, 128 * 2);
+    let mut separate = all.clone();
+    for layer in 0..3 {
+        let name = |part: &str| format!("model.layers.{layer}.linear_attn.in_proj_{part}.weight");
+        let (_, qkvz) = separate.remove(&name("qkvz")).unwrap();
+        let (_, ba) = separate.remove(&name("ba")).unwrap();
+        // Of every group the rows from `from` on.
+        let take = |bytes: &[u8], of_group: usize, from: usize, rows: usize| -> Vec<u8> {
+            let groups = bytes.chunks(of_group * row);
+            groups.flat_map(|group| group[from * row..(from + rows) * row].to_vec()).collect()
+        };
+        let of_group = 2 * keys + 2 * values;
+        assert_eq!(qkvz.len(), groups * of_group * row);
+        let q = take(&qkvz, of_group, 0, keys);
+        let k = take(&qkvz, of_group, keys, keys);
+        let v = take(&qkvz, of_group, 2 * keys, values);
+        let parts = [
+            ("qkv", [q, k, v].concat()),
+            ("z", take(&qkvz, of_group, 2 * keys + values, values)),
+            ("b", take(&ba, 4, 0, 2)),
+            ("a", take(&ba, 4, 2, 2)),
+        ];
+        for (part, bytes) in parts {
+            separate.insert(name(part), (vec![bytes.len() / row, 128], bytes));
+        }
+    }
+    rewrite(dir.path(), &separate);
+    assert_eq!(packed(dir.path()), grouped);
+    assert!(Checkpoint::open(dir.path()).unwrap().has_mtp());
+    // Where neither is there, the family's own are asked for.
+    separate.retain(|name, _| !name.contains("layers.0.linear_attn.in_proj"));
+    rewrite(dir.path(), &separate);
+    let missing = |part: &str| CheckpointProblem::MissingTensor {
+        tensor: format!("model.layers.0.linear_attn.in_proj_{part}.weight"),
+    };
+    assert_eq!(problems(dir.path()), [missing("qkvz"), missing("ba")]);
+}
+
+#[test]
+fn shapes_of_hybrids_are_checked() {
+    let dir = written(&synth::preset("tiny-qwen3.5-moe").unwrap(), SynthOptions::default());
+    edit(dir.path(), "config.json", |config| {
+        config["text_config"]["linear_num_value_heads"] = 6.into();
+        config["text_config"]["num_experts"] = 9.into();
+    });
+    let found = problems(dir.path());
+    let shape = |name: &str, shape: &[u64], expected: &[u64]| CheckpointProblem::Shape {
+        tensor: format!("model.language_model.layers.0.{name}"),
+        shape: shape.to_vec(),
+        expected: expected.to_vec(),
+    };
+    for problem in [
+        shape("linear_attn.conv1d.weight", &[256, 1, 4], &[320, 1, 4]),
+        shape("linear_attn.in_proj_qkv.weight", &[256, 128], &[320, 128]),
+        shape("linear_attn.A_log", &[4], &[6]),
+        shape("mlp.experts.gate_up_proj", &[8, 128, 128], &[9, 128, 128]),
+        shape("mlp.experts.down_proj", &[8, 128, 64], &[9, 128, 64]),
+        shape("mlp.gate.weight", &[8, 128], &[9, 128]),
+    ] {
+        assert!(found.contains(&problem), "{problem:?} not in {found:#?}");
+    }
+}
+
+#[test]
+fn as_many_layers_as_asked_for() {
+    for (name, layers) in [("tiny-qwen3.5", 2), ("tiny-qwen3-moe", 5)] {
+        let text = synth::with_layers(&synth::preset(name).unwrap(), layers);
+        let dir = written(&text, SynthOptions { dtype: Some(Dtype::F32), ..SynthOptions::default() });
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        assert_eq!((checkpoint.config.layers, checkpoint.config.dtype), (layers, Some(Dtype::F32)), "{name}");
+        let bytes = fs::read(dir.path().join("model.safetensors")).unwrap();
+        let written = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let of_layers = checkpoint.tensors.keys().filter(|name| name.contains(&format!("layers.{}.", layers - 1)));
+        assert!(of_layers.count() > 0 && written.len() == checkpoint.tensors.len());
+    }
 }
 
 #[test]
@@ -332,7 +631,7 @@ fn a_seed_gives_the_same_weights_however_they_are_written() {
     assert_eq!(with(1, 200_000, 7), reference);
     let other = with(2, u64::MAX, 2);
     assert!(reference.iter().all(|(name, bytes)| other[name] != *bytes));
-    let distinct: std::collections::BTreeSet<&[u8]> = reference.values().map(|b| &b[..64]).collect();
+    let distinct: BTreeSet<&[u8]> = reference.values().map(|b| &b[..64]).collect();
     assert_eq!(distinct.len(), reference.len());
 }
 

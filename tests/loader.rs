@@ -167,6 +167,59 @@ fn a_plan_arrives_as_defined() {
     });
 }
 
+/// Goal: a tensor of many experts, each from two places of a shard, arrives with every row where it belongs though
+/// each part of it is made from a few of its sources only; a norm stored around zero arrives with its one. Method:
+/// slots that hold less than two experts, sources in no order.
+#[test]
+fn experts_and_norms_around_zero_arrive_as_defined() {
+    let (experts, inner, cols) = (40u32, 24u32, 72u32);
+    let vulkan = Vulkan::new();
+    let host = Host::new(&vulkan, Driver::first());
+    let (_keep, file) = shard(200_000);
+    let packing = Packing { rows: experts * 2 * inner, cols, layout: Layout::Fragments, format: Format::Bf16 };
+    let norm = Packing { rows: 96, cols: 1, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
+    let matrices = host.arena.buffer("experts", packing.bytes(), Place::DeviceLocal).unwrap();
+    let vector = host.arena.buffer("norm", norm.bytes(), Place::DeviceLocal).unwrap();
+    // Number of the shard that the first of an expert's gate (or of its up projection) is.
+    let first = |expert: u32, part: u32| ((2 * (expert * 17 % experts) + part) * inner * cols) as usize;
+    let sources = (0..experts).rev().flat_map(|expert| {
+        [1, 0].map(|part| source(&file, first(expert, part), inner, cols, 2 * inner * expert + part, 2))
+    });
+    let tensor = |name: &str, target: &Arc<_>, packing, sources| LoadTensor {
+        name: name.to_owned(),
+        target: Arc::clone(target),
+        offset: 0,
+        packing,
+        sources,
+    };
+    let scale = 150_000;
+    let around_zero = Source { plus: 1.0, ..source(&file, scale, 90, 1, 0, 1) };
+    let load = host.load(vec![
+        tensor("experts", &matrices, packing, sources.collect()),
+        tensor("norm", &vector, norm, vec![around_zero]),
+    ]);
+    load.wait().unwrap();
+
+    let mut want = vec![0u16; (packing.bytes() / 2) as usize];
+    for row in 0..packing.rows {
+        let (expert, part, of_part) = (row / (2 * inner), row % 2, row % (2 * inner) / 2);
+        for col in 0..cols {
+            let number = first(expert, part) + (of_part * cols + col) as usize;
+            want[fragment_index(row, col, packing.padded_cols())] = bits(number);
+        }
+    }
+    assert!(words(&host.transfer.read(&matrices, 0, matrices.bytes()).unwrap()) == want, "experts");
+    let got = host.transfer.read(&vector, 0, vector.bytes()).unwrap();
+    for (i, word) in got.chunks_exact(4).enumerate() {
+        let found = f32::from_le_bytes(word.try_into().unwrap());
+        let stored = f32::from_bits(u32::from(bits(scale + i)) << 16);
+        let wanted = if i < 90 { stored + 1.0 } else { 0.0 };
+        assert!(found == wanted || found.is_nan() && wanted.is_nan(), "norm {i}: {found}, not {wanted}");
+    }
+    drop(host);
+    vulkan.assert_clean();
+}
+
 /// Goal: a shard that ends too early is found before anything is copied, by name and both
 /// numbers, and everything taken is given back.
 #[test]

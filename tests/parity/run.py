@@ -11,8 +11,15 @@ prompt greedily (once per variant), and transformers judges the result with the 
                   counted up to the limit only.
   free-running    the reference's own greedy continuation, and the first index where the two texts part.
 
+Of a model that also sees, the text alone is compared. Mixtures of experts run their experts one after the other. A
+reference whose float32 weights would fill the device (or with --upcast) keeps them as stored, bfloat16, and widens each
+layer's while it runs: the same numbers, as every bfloat16 is a float32. `--layers N` compares shapes of the real widths
+with fewer layers. A random router that is undecided between the last expert it chooses and the next may choose another
+for a rounding: for every step the table's `route` is the least such gap in any layer at its position, in standard
+deviations of that router's logits.
+
 What `ostinato` must offer:
-  synth --arch NAME --out DIR
+  synth --arch NAME --out DIR [--layers N]
   generate --model DIR --tokens 1,2,3 --max-tokens N --temperature 0 --json --dump-logits FILE [--device SEL] [EXTRA]
      stdout has one JSON event a line; the generated ids are the `token_ids` of the `delta` events;
      FILE is safetensors with `logits` f32 [steps, vocab], the distribution that each generated token was taken from.
@@ -120,57 +127,131 @@ class Background(threading.Thread):
             raise Failed(f"cannot import the reference: {self.error}")
 
 
+def module_name(name):
+    """What transformers calls a tensor of a checkpoint, and which expert's part of it it is; None: not of the text."""
+    if name.startswith(("mtp.", "model.mtp.", "model.visual.")):
+        return None
+    name = name.replace("model.language_model.", "model.")
+    before, found, after = name.partition(".experts.")
+    if not found or not after[0].isdigit():
+        return name, None
+    expert, projection, _ = after.split(".")
+    fused = "down_proj" if projection == "down_proj" else "gate_up_proj"
+    return f"{before}.experts.{fused}", (int(expert), projection)
+
+
 class Reference:
     """The checkpoint in transformers, float32. Forward passes are kept per text: variants that agree share one."""
 
-    def __init__(self, folder, device):
+    def __init__(self, folder, device, upcast):
         import torch
         from safetensors import safe_open
         from transformers import AutoConfig, AutoModelForCausalLM
-        self.torch, self.device, self.passes, self.texts = torch, device, {}, {}
-        config = AutoConfig.from_pretrained(folder)
+        self.torch, self.device, self.passes, self.texts, self.margins = torch, device, {}, {}, {}
+        self.config = config = AutoConfig.from_pretrained(folder).get_text_config()
+        if hasattr(config, "num_experts"):
+            config._experts_implementation = "eager"
+        files = sorted(pathlib.Path(folder).glob("model*.safetensors"))
+        if upcast is None:
+            stored = sum(file.stat().st_size for file in files)
+            upcast = device.startswith("cuda") and 2 * stored > 0.8 * torch.cuda.mem_get_info()[0]
         # Made on the device with throw-away weights and then filled shard by shard: no float32 copy in host memory.
         previous = torch.get_default_dtype()
         try:
             with torch.device(device):
                 self.model = AutoModelForCausalLM.from_config(
-                    config, dtype=torch.float32, attn_implementation="eager").eval()
+                    config, dtype=torch.bfloat16 if upcast else torch.float32, attn_implementation="eager").eval()
         finally:
             torch.set_default_dtype(previous)
         self.model.tie_weights()
         want = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = set(want)
-        for file in sorted(pathlib.Path(folder).glob("model*.safetensors")):
+        missing, experts = set(want), {}
+        for file in files:
             with safe_open(file, framework="pt", device=device) as tensors:
                 for name in tensors.keys():
-                    if name not in want:
-                        raise Failed(f"{file.name}: {name} is no tensor of {config.architectures}")
+                    found = module_name(name)
+                    if found is None:
+                        continue
+                    target, part = found
+                    if target not in want:
+                        raise Failed(f"{file.name}: {name} is no tensor of {config.architectures or config.model_type}")
                     with torch.no_grad():
-                        value = tensors.get_tensor(name)
-                        if value.shape != want[name].shape:
-                            raise Failed(f"{name} is {list(value.shape)}, the model has {list(want[name].shape)}")
-                        want[name].copy_(value)
-                    missing.discard(name)
+                        value, place = tensors.get_tensor(name), want[target]
+                        if part is not None:
+                            expert, projection = part
+                            place = place[expert]
+                            if projection != "down_proj":
+                                place = place.chunk(2)[projection == "up_proj"]
+                            experts.setdefault(target, set()).add(part)
+                        if value.shape != place.shape:
+                            raise Failed(f"{name} is {list(value.shape)}, the model has {list(place.shape)}")
+                        place.copy_(value)
+                    missing.discard(target)
+        for target, parts in experts.items():
+            expected = want[target].shape[0] * (1 if target.endswith("down_proj") else 2)
+            if len(parts) != expected:
+                raise Failed(f"{target}: {len(parts)} of {expected} parts are there")
         if config.tie_word_embeddings:
             missing.discard("lm_head.weight")
         if missing:
             raise Failed(f"{folder} lacks {sorted(missing)[:5]} ({len(missing)} in all)")
+        if upcast:
+            self.widen()
+        self.routers = [m for m in self.model.modules() if type(m).__name__.endswith("TopKRouter")]
+
+    def widen(self):
+        """Weights stay bfloat16 but for the layer that runs. Rotary frequencies are float32 already."""
+        torch, kept = self.torch, {}
+
+        def before(module, *_):
+            if next(module.parameters()).dtype == torch.bfloat16 and not self.narrow:
+                kept[module] = [(p, p.data) for p in module.parameters()]
+                for p, data in kept[module]:
+                    p.data = data.float()
+
+        def after(module, *_):
+            for p, data in kept.pop(module, []):
+                p.data = data
+
+        self.narrow = False
+        body = self.model.model
+        for module in [body.embed_tokens, *body.layers, body.norm, self.model.lm_head]:
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+
+    def margin(self, prompt, tokens):
+        """For every step, how sure the least sure router was at its position; None where there are no routers."""
+        return self.margins.get((tuple(prompt), tuple(tokens)))
 
     def forced(self, prompt, tokens):
         key = (tuple(prompt), tuple(tokens))
         if key not in self.passes:
-            torch = self.torch
+            torch, least = self.torch, []
+
+            def look(router, _, result):
+                count = router.num_experts if hasattr(router, "num_experts") else self.config.num_experts
+                chosen = router.top_k if hasattr(router, "top_k") else self.config.num_experts_per_tok
+                logits = next(r for r in result if r.shape[-1] == count)[-len(tokens):].float()
+                if chosen < count:
+                    best = logits.sort(dim=-1, descending=True).values
+                    least.append((best[:, chosen - 1] - best[:, chosen]) / logits.std(dim=-1))
+
+            hooks = [router.register_forward_hook(look) for router in self.routers]
             with torch.no_grad():
                 ids = torch.tensor([prompt + tokens[:-1]], device=self.device)
                 out = self.model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens)).logits[0].float()
+            for hook in hooks:
+                hook.remove()
             self.passes[key] = out
+            if least:
+                self.margins[key] = torch.stack(least).min(dim=0).values.tolist()
         return self.passes[key]
 
     def free(self, prompt, steps):
         key = (tuple(prompt), steps)
         if key not in self.texts:
             from transformers.cache_utils import DynamicCache
-            torch, cache, out = self.torch, DynamicCache(), []
+            torch, cache, out = self.torch, DynamicCache(config=self.config), []
             ids = torch.tensor([prompt], device=self.device)
             with torch.no_grad():
                 for _ in range(steps):
@@ -185,6 +266,7 @@ class Reference:
         torch = self.torch
         buffers = {n: b.clone() for n, b in self.model.named_buffers()}
         f32, self.passes = self.passes, {}
+        self.narrow = True
         self.model.to(torch.bfloat16)
         for name, buffer in self.model.named_buffers():
             buffer.data = buffers[name]  # from_pretrained leaves the rotary frequencies in float32 too
@@ -295,7 +377,7 @@ def judge(args, name, folder, variants, clock, background):
     with clock(f"{name}: load reference"):
         if device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats()
-        reference = Reference(folder, device)
+        reference = Reference(folder, device, args.upcast)
     eos = eos_of(folder)
     texts = []
     for entry, prompt, tokens, dump in runs:
@@ -310,6 +392,9 @@ def judge(args, name, folder, variants, clock, background):
                     raise Failed(f"a token is outside the vocabulary of {vocab}")
                 ref = reference.forced(prompt, tokens)
                 result = {**entry, **compare(torch, logits, tokens, ref, args.limit), "tokens": tokens}
+                margins = reference.margin(prompt, tokens)
+                if margins is not None:
+                    result["route_margin_per_step"] = [float(f"{x:.3g}") for x in margins]
                 texts.append((prompt, tokens, result))
             if len(tokens) < args.tokens and tokens[-1] not in eos:
                 result["problems"].append(f"{len(tokens)} tokens instead of {args.tokens}, and no end of sequence")
@@ -344,15 +429,16 @@ def judge(args, name, folder, variants, clock, background):
 
 
 def table(results):
-    head = ["architecture", "variant", "prompt", "equal", "ties", "err max", "err median", "hf bf16", "parts at", "verdict"]
+    head = ["architecture", "variant", "prompt", "equal", "ties", "err max", "err median", "hf bf16", "route", "parts at", "verdict"]
     rows = [head]
     for r in results:
         verdict = "; ".join(r["problems"]) or "ok"
         if "failed" in r:
-            rows.append([r["arch"], r["variant"], str(r["prompt_len"]), "-", "-", "-", "-", "-", "-", verdict])
+            rows.append([r["arch"], r["variant"], str(r["prompt_len"]), *["-"] * 7, verdict])
             continue
         rows.append([r["arch"], r["variant"], str(r["prompt_len"]), f"{r['equal']}/{r['steps']}", str(r["ties"]),
                      short(r["error_max"]), short(r["error_median"]), short(r.get("hf_bf16_error_max")),
+                     short(min(r["route_margin_per_step"])) if "route_margin_per_step" in r else "-",
                      "never" if r["diverges_at"] is None else str(r["diverges_at"]), verdict])
     width = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     for row in rows:
@@ -373,6 +459,9 @@ def main():
     parser.add_argument("--device", help="passed on to `ostinato generate`")
     parser.add_argument("--variant", action="append", default=[], metavar="'NAME:EXTRA ARGS'",
                         help="may be repeated; without it one variant `default` with no extra arguments")
+    parser.add_argument("--layers", type=int, help="as many layers of the architectures' widths, not all")
+    parser.add_argument("--upcast", action="store_true", default=None,
+                        help="the reference keeps its weights in bfloat16 and widens each layer's while it runs")
     parser.add_argument("--synth-args", default="", help="extra arguments for `ostinato synth`")
     parser.add_argument("--limit", type=float, default=2e-3, help="largest relative logit error allowed at any step")
     parser.add_argument("--torch-device", default="cuda")
@@ -402,6 +491,7 @@ def main():
                 shutil.rmtree(folder, ignore_errors=True)
                 with clock(f"{name}: synth"):
                     command([args.ostinato, "synth", "--arch", name, "--out", str(folder)]
+                            + (["--layers", str(args.layers)] if args.layers else [])
                             + shlex.split(args.synth_args), args.timeout)
             results += judge(args, name, folder, variants, clock, background)
         except Failed as e:

@@ -175,7 +175,7 @@ def forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tenso
     out, sums = torch.empty_like(v), torch.empty_like(g)
     t, states = v.new_empty(rows * heads * length // C, C, C), v.new_empty(rows * heads * length // C, s["DK"], s["DV"])
     prepare_kernel[(length // C, rows * heads)](k, g, beta, sums, t, length, s["KH"], s["VH"], s["DK"], C, num_warps=1)
-    forward_kernel[(rows * heads,)](q, k, v, beta, sums, t, out, states, length, **s, num_warps=WARPS[0], num_stages=STAGES[0])
+    forward_kernel[(rows * heads,)](q, k, v, beta, sums, t, out, states, length, **s, num_warps=1, num_stages=1)
     return out, sums, t, states
 
 
@@ -191,7 +191,7 @@ def backward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.T
     (rows, length, heads, _), s = v.shape, sizes(k, v)
     dq, dk = v.new_empty(rows, length, heads, s["DK"]), v.new_empty(rows, length, heads, s["DK"])
     dv, dbeta, dg = torch.empty_like(v), torch.empty_like(beta), torch.empty_like(beta)
-    backward_kernel[(rows * heads,)](q, k, v, beta, sums, t, states, dout, dq, dk, dv, dbeta, dg, length, **s, num_warps=WARPS[1], num_stages=STAGES[1])
+    backward_kernel[(rows * heads,)](q, k, v, beta, sums, t, states, dout, dq, dk, dv, dbeta, dg, length, **s, num_warps=2, num_stages=1)
     dq, dk = (x.unflatten(2, (s["KH"], heads // s["KH"])).float().sum(3).to(q.dtype) for x in (dq, dk))
     return dq, dk, dv, dg, dbeta
 
@@ -207,7 +207,6 @@ def remember(ctx, inputs, output):
 
 
 forward_op.register_autograd(lambda ctx, dout, *_: backward_op(*ctx.saved_tensors, dout), setup_context=remember)
-WARPS, STAGES = [1, 1], [1, 1]
 
 
 def delta_rule(q, k, v, g, beta):

@@ -111,15 +111,16 @@ class GatedDelta(torch.nn.Module):
         b, t, _ = y.shape
         u, z, open, decay = linear(y, torch.cat((self.qkv, self.z, self.b, self.a))).split((self.qkv.shape[0], self.values, self.vh, self.vh), -1)
         # The convolution ends at its token and begins no earlier than the document.
-        taps = F.pad(u.float(), (0, 0, self.taps - 1, 0))
-        u = sum(taps[:, self.taps - 1 - back:self.taps - 1 - back + t] * self.conv[:, 0, self.taps - 1 - back] * (place.positions >= back)[..., None] for back in range(self.taps))
+        taps = F.pad(u, (0, 0, self.taps - 1, 0))
+        u = sum(taps[:, self.taps - 1 - back:self.taps - 1 - back + t].float() * self.conv[:, 0, self.taps - 1 - back] * (place.positions >= back)[..., None] for back in range(self.taps))
         q, k, v = F.silu(u).split((self.keys, self.keys, self.values), -1)
         direction = lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
         q, k = direction(q.view(b, t, self.kh, self.dk)) / math.sqrt(self.dk), direction(k.view(b, t, self.kh, self.dk))
         g = -self.a_log.exp() * F.softplus(decay.float() + self.dt_bias)
         g = torch.where((place.positions == 0)[..., None], torch.full_like(g, delta.RESET), g)
         rule = delta.delta_rule if y.is_cuda else delta.chunked
-        out = rule(q.to(y.dtype), k.to(y.dtype), v.reshape(b, t, self.vh, self.dv).to(y.dtype), g, torch.sigmoid(open.float()))
+        q, k, v = (x.to(y.dtype).contiguous() for x in (q, k, v.view(b, t, self.vh, self.dv)))
+        out = rule(q, k, v, g, torch.sigmoid(open.float()))
         out = unit(out) * self.norm * F.silu(z.view(b, t, self.vh, self.dv).float())
         return linear(out.flatten(2).to(y.dtype), self.o)
 

@@ -6,7 +6,8 @@ p, behind the final norm, and e_p+1 the embedding of the next token,
 
     x = fc [norm(e_p+1) ; norm(h_p)];   x = block(x) at position p;   logits of token p+2 = embedding . norm(x)
 
-To draft further, norm(x) takes the place of h and the drafted token that of the next one. All norms but that of the delta
+To draft further, norm(x) takes the place of h and the drafted token that of the next one; the block then attends to what it
+made of the main model's states up to p, and to its own drafts behind them. All norms but that of the delta
 rule's heads are zero-centred: they multiply by 1 + weight.
 """
 
@@ -52,7 +53,8 @@ def linear(x, w):
 
 
 class Place:
-    """What layers need to know of the tokens' places: positions within documents [rows, tokens], rotations, attention."""
+    """What layers need to know of the tokens' places: positions within documents [rows, tokens], rotations, attention
+    (which also gives the logarithm of what its softmax divides by, if asked)."""
 
     def __init__(self, c, positions, attend, dtype):
         d = int(c["head_dim"] * c["rope_parameters"]["partial_rotary_factor"])
@@ -154,6 +156,7 @@ class Model(torch.nn.Module):
         super().__init__()
         h = c["hidden_size"]
         self.c = c
+        self.drafts = 1  # how many tokens behind the next one `loss` drafts
         self.embed = torch.nn.Parameter(torch.randn(c["vocab_size"], h) * 0.02)
         self.layers = torch.nn.ModuleList(Layer(c, kind) for kind in c["layer_types"])
         self.final_norm = zeros(h)
@@ -176,22 +179,40 @@ class Model(torch.nn.Module):
     def logits(self, hidden, dtype):
         return linear(hidden.to(dtype), self.embed)
 
+    def step_ahead(self, hidden, following, place, own):
+        """One pass of the draft block over all tokens, each as if the text ended there. `own` holds the keys and values of
+        the passes before, the first of which are of the main model's states."""
+        layer, mixer = self.draft, self.draft.mixer
+        x = self.joined(hidden, following, place.dtype)
+        q, k, v, gate = mixer.parts(norm(x, layer.input_norm).to(place.dtype), place)
+        if not own:
+            heads = place.attend(q, k, v)
+        else:
+            heads, whole = place.attend(q, *own[0], lse=True)
+            behind = [[y.repeat_interleave(mixer.heads // mixer.kv, 1).float() for y in pair] for pair in (*own[1:], (k, v))]
+            part = torch.stack([whole.float()] + [(q.float() * key).sum(-1) / math.sqrt(mixer.d) for key, _ in behind], -1).softmax(-1)[..., None]
+            heads = (heads.float() * part[..., 0, :] + sum(value * part[..., i + 1, :] for i, (_, value) in enumerate(behind))).to(q.dtype)
+        x = layer.mlp(x + mixer.result(heads, gate).to(x.dtype), place.dtype)
+        return norm(x, self.draft_norm), own + [(k, v)]
+
     def forward(self, ids, positions, attend, dtype):
         return self.logits(self.hidden(ids, self.place(positions, attend, dtype)), dtype)
 
     def loss(self, ids, targets, weights, positions, attend, dtype):
-        """The mean loss of what is said, and that of the drafts of it."""
-        place = self.place(positions, attend, dtype)
-        hidden = self.hidden(ids, place)
-        drafts = norm(self.draft(self.joined(hidden, targets, dtype), place), self.draft_norm)
-        # A token behind the next one is drafted where all three are of one document: positions count on.
-        on = F.pad(positions[:, 1:] == positions[:, :-1] + 1, (0, 1))
-        later, later_weights = F.pad(targets[:, 1:], (0, 1)), F.pad(weights[:, 1:], (0, 1)) * on
-        losses = []
-        for states, wanted, count in ((hidden, targets, weights), (drafts, later, later_weights)):
-            each = F.cross_entropy(self.logits(states, dtype).float().flatten(0, 1), wanted.flatten(), reduction="none")
-            losses.append((each * count.flatten()).sum() / count.sum())
+        """The mean loss of what is said, and that of the first draft of it, of the second and so on."""
+        hidden, own = self.hidden(ids, self.place(positions, attend, dtype)), []
+        ahead = lambda x, n: F.pad(x[:, n:], (0, n))
+        losses = [self.mean_loss(hidden, targets, weights, dtype)]
+        for n in range(self.drafts):
+            hidden, own = self.step_ahead(hidden, ahead(targets, n), self.place(positions + n, attend, dtype), own)
+            # What is drafted counts where it is of the document that the draft begins in: where positions count on.
+            on = ahead(positions, n + 1) == positions + n + 1
+            losses.append(self.mean_loss(hidden, ahead(targets, n + 1), ahead(weights, n + 1) * on, dtype))
         return torch.stack(losses)
+
+    def mean_loss(self, hidden, targets, weights, dtype):
+        each = F.cross_entropy(self.logits(hidden, dtype).float().flatten(0, 1), targets.flatten(), reduction="none")
+        return (each * weights.flatten()).sum() / weights.sum()
 
     def tensors(self):
         """The weights under the names that transformers gives them."""
@@ -203,26 +224,15 @@ class Model(torch.nn.Module):
 
 
 @torch.no_grad()
-def drafts(model, ids, count):
-    """The greedy drafts of a text: [count, tokens], where [n, p] is draft n + 1 after the tokens up to p + 1, each made as
-    if the text ended there: from the main model's hidden states up to p, then from its own. ids: [1, tokens]."""
-    length = ids.shape[1] - 1
-    positions = torch.arange(length, device=ids.device)[None]
-    causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril()
-    attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
-    hidden = model.hidden(F.pad(ids[:, :-1], (0, -length % 64)), model.place(F.pad(positions, (0, -length % 64)), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), torch.float32))[:, :length]
-    following, layer, mixer, out, own = ids[:, 1:], model.draft, model.draft.mixer, [], []
+def drafts(model, ids, attend, count):
+    """The greedy drafts of a text: [count, tokens - 1], where [n, p] is draft n + 1 after the tokens up to p + 1, each made
+    as if the text ended there. ids: [1, tokens]; attend: causal attention over tokens - 1."""
+    positions, pad = torch.arange(ids.shape[1] - 1, device=ids.device)[None], (1 - ids.shape[1]) % 64
+    causal = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    hidden = model.hidden(F.pad(ids[:, :-1], (0, pad)), model.place(F.pad(positions, (0, pad), value=1), causal, torch.float32))[:, :positions.shape[1]]
+    following, own, out = ids[:, 1:], [], []
     for n in range(count):
-        x = model.joined(hidden, following, torch.float32)
-        q, k, v, gate = mixer.parts(norm(x, layer.input_norm), model.place(positions + n, attend, torch.float32))
-        share = mixer.heads // mixer.kv
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-        own.append((k, v))
-        # Draft n + 1 of p attends to the main model's positions up to p and to its own drafts' behind it.
-        scores = [(q @ own[0][0].mT).masked_fill(~causal, float("-inf"))] + [(q * k).sum(-1, keepdim=True) for k, _ in own[1:]]
-        part = (torch.cat(scores, -1) / math.sqrt(mixer.d)).softmax(-1)
-        heads = part[..., :length] @ own[0][1] + sum(part[..., length + i:length + i + 1] * v for i, (_, v) in enumerate(own[1:]))
-        hidden = norm(layer.mlp(x + mixer.result(heads, gate), torch.float32), model.draft_norm)
+        hidden, own = model.step_ahead(hidden, following, model.place(positions + n, attend, torch.float32), own)
         following = model.logits(hidden, torch.float32).argmax(-1)
         out.append(following[0])
     return torch.stack(out)

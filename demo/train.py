@@ -316,11 +316,24 @@ class Muon(torch.optim.Optimizer):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def masked_attention(mask):
-    """Attention under a mask: a BlockMask for flex attention, or a plain tensor of truth values."""
+    """Attention under a mask: a BlockMask for flex attention, or a plain tensor of truth values. Asked for it, it gives the
+    logarithm of the softmax's sum too."""
     if isinstance(mask, torch.Tensor):
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    from torch.nn.attention.flex_attention import flex_attention
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        def attend(q, k, v, lse=False):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            if not lse:
+                return out
+            scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
+            return out, scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
+    else:
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+        def attend(q, k, v, lse=False):
+            if not lse:
+                return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+            out, more = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+            return out, more.lse
+    return attend
 
 
 def mask_for(documents, kind, create):
@@ -357,6 +370,8 @@ def train(args):
     model = make(out)
     if args.start_from:
         restore(model, Path(args.start_from))
+    if isinstance(model, qwen35.Model):
+        model.drafts = args.drafts
     model.to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} weights on {torch.cuda.get_device_name() if cuda else 'cpu'}", flush=True)
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not model.embed]
@@ -532,24 +547,31 @@ def drafts(args):
         story = corpus.Story(rng)
         if story.held_out():
             chats["story"].append([corpus.message("user", f"Tell me a story about {corpus.a(story.slots['h'])}, {corpus.a(story.slots['o'])} and {corpus.a(story.slots['p'])}.")])
-    report, total = {}, torch.zeros(args.count + 1)
+    counts = defaultdict(lambda: torch.zeros(2, args.count))  # drafts right together with those before them, drafts in all
+    steps = defaultdict(lambda: torch.zeros(2, args.count))  # tokens after a reply's first one, steps that made them
     for kind, of_kind in chats.items():
-        counted = torch.zeros(args.count + 1)
         for chat, reply in zip(of_kind, replies(model, tokenizer, of_kind, 320, tokens=True)):
             prompt = tokenizer.encode(prompt_of(chat)).ids
             ids = torch.tensor([prompt + reply], device=model.device)
-            made = qwen35.drafts(ours, ids, args.count)
-            # After the prompt and n >= 1 tokens of the reply, draft d is of the token n + d - 1.
-            for n in range(1, len(reply)):
-                right = 0
-                while right < args.count and n + right < len(reply) and made[right, len(prompt) + n - 2] == reply[n + right]:
-                    right += 1
-                counted += torch.tensor([1] + [right > d for d in range(args.count)])
-        total += counted
-        report[kind] = [round(value, 4) for value in (counted[1:] / counted[0]).tolist()]
-    report["all"] = [round(value, 4) for value in (total[1:] / total[0]).tolist()]
-    for kind, shares in report.items():
-        print(f"{kind}: {' '.join(f'{100 * share:.1f} %' for share in shares)}; {1 + sum(shares):.2f} tokens a step", flush=True)
+            length = ids.shape[1] - 1
+            attend = masked_attention(torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril())
+            made = qwen35.drafts(ours, ids, attend, args.count)[:, len(prompt) - 1:].tolist()
+            right = []  # after each n + 1 tokens of the reply but the last, how many drafts hold
+            for n in range(len(reply) - 1):
+                held = 0
+                while held < args.count and n + held + 1 < len(reply) and made[held][n] == reply[n + held + 1]:
+                    held += 1
+                right.append(held)
+            for name in (kind, "all"):
+                for d in range(args.count):
+                    counts[name][:, d] += torch.tensor([sum(held > d for held in right), max(0, len(right) - d)])
+                    n = taken = 0
+                    while n < len(right):
+                        n, taken = n + 1 + min(right[n], d + 1), taken + 1
+                    steps[name][:, d] += torch.tensor([len(right), taken])
+    for kind in counts:
+        shares, pace = counts[kind][0] / counts[kind][1], steps[kind][0] / steps[kind][1]
+        print(f"{kind}: right {' '.join(f'{100 * share:.1f} %' for share in shares)}; tokens a step {' '.join(f'{value:.2f}' for value in pace)}", flush=True)
 
 
 def check(args):
@@ -615,26 +637,28 @@ def check_drafts(model, ids):
         return normal(x, "mtp.norm.weight"), cache
 
     length = ids.shape[1]
-    positions = torch.arange(length)[None]
-    place = model.place(positions, masked_attention(torch.ones(1, 1, length, length, dtype=torch.bool).tril()), torch.float32)
-    padded = F.pad(ids, (0, ROW - length))
-    hidden = model.hidden(padded, model.place(torch.arange(ROW)[None], masked_attention(torch.ones(1, 1, ROW, ROW, dtype=torch.bool).tril()), torch.float32))[0, :length]
-    cache, each, made = [], [], [[] for _ in range(3)]
+    causal = lambda n: masked_attention(torch.ones(1, 1, n, n, dtype=torch.bool).tril())
+    padded, whole = F.pad(ids, (0, ROW - length)), torch.arange(ROW)[None]
+    hidden = model.hidden(padded, model.place(whole, causal(ROW), torch.float32))[0, :length]
+    cache, each, made = [], [[], [], []], [[], [], []]
+    embedding = named["model.embed_tokens.weight"]
     for p in range(length - 1):
         state, cache = step(hidden[p].double(), ids[0, p + 1], p, cache)
-        scores, ahead = named["model.embed_tokens.weight"] @ state, cache
-        if p + 2 < length:
-            each.append(torch.logsumexp(scores, 0) - scores[ids[0, p + 2]])
+        drafted, told, ahead, ahead_told = state, state, cache, cache
         for n in range(3):
-            made[n].append(scores.argmax().item())
-            state, ahead = step(state, made[n][-1], p + n + 1, ahead)
-            scores = named["model.embed_tokens.weight"] @ state
+            if p + n + 2 < length:  # the text's own tokens, as training tells them
+                scores = embedding @ told
+                each[n].append(torch.logsumexp(scores, 0) - scores[ids[0, p + n + 2]])
+                told, ahead_told = step(told, ids[0, p + n + 2], p + n + 1, ahead_told)
+            made[n].append((embedding @ drafted).argmax().item())
+            drafted, ahead = step(drafted, made[n][-1], p + n + 1, ahead)
     said = torch.zeros(1, ROW)
     said[0, :length - 1] = 1
-    loss = model.loss(padded, F.pad(ids[:, 1:], (0, ROW - length + 1)).long(), said, torch.arange(ROW)[None], masked_attention(torch.ones(1, 1, ROW, ROW, dtype=torch.bool).tril()), torch.float32)[1].item()
-    expected = torch.stack(each).mean().item()
-    print(f"loss of drafts {loss:.6f}, by the formula {expected:.6f}")
-    assert abs(loss - expected) < 1e-4 and qwen35.drafts(model, ids, 3).tolist() == made
+    model.drafts = 3
+    losses = model.loss(padded, F.pad(ids[:, 1:], (0, ROW - length + 1)).long(), said, whole, causal(ROW), torch.float32)[1:]
+    expected = torch.stack([torch.stack(part).mean() for part in each])
+    print(f"losses of drafts {losses.tolist()}, by the formula {expected.tolist()}")
+    assert (losses - expected).abs().max() < 1e-4 and qwen35.drafts(model, ids, causal(length - 1), 3).tolist() == made
 
 
 def main():
@@ -652,7 +676,8 @@ def main():
     fit.add_argument("--steps", type=int, default=0, help="end after so many steps")
     fit.add_argument("--batch", type=int, default=256, help="rows of 1024 tokens in a step")
     fit.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices; a fifth of it for the rest")
-    fit.add_argument("--draft", type=float, default=0.2, help="weight of the loss of drafts, where the model makes drafts")
+    fit.add_argument("--draft", type=float, default=0.2, help="weight of each loss of drafts, where the model makes drafts")
+    fit.add_argument("--drafts", type=int, default=1, help="how many drafts at a time are trained")
     fit.add_argument("--workers", type=int, default=14, help="processes that write the corpus")
     fit.add_argument("--pool", type=int, default=2_000_000, help="rows kept for training")
     fit.add_argument("--attention", choices=["flex", "dense"], default="flex")

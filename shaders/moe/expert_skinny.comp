@@ -92,11 +92,6 @@ shared uint first_s[PAIRS];                       // whether no pair before chos
 // Distinct experts: id, rows that chose it (a bit each), which of a row's choices it is (four bits a row).
 shared uvec4 list_s[PAIRS];
 shared uint distinct_s;
-#if MATRIX == 0
-shared uint keys_s[COUNT];
-#else
-#include "experts.glsl"
-#endif
 
 #if MATRIX == 1
 #define PUT_TWO(at, words) TaggedOut2(y).v[(at) / 2u] = words;
@@ -124,63 +119,7 @@ uvec4 load_weight(bool other, uint at) {
 // Which of its choices an expert is for a row.
 uint choice_of(uvec4 entry, uint row) { return ((row < 8u ? entry.z : entry.w) >> (row % 8u * 4u)) & 15u; }
 
-#if MATRIX == 1
-// Chooses for all rows: 32 lanes take every so manieth.
-void choose_for_rows(inout uint polls) {
-    for (uint row = LANE_GROUP; row < ROWS; row += GROUPS) {
-        uint base = row * logits_stride, gate = 0u, bad;
-        Candidates keys;
-        do {
-            bad = 0u;
-            EACH_CANDIDATE for (uint i = 0u; i < CANDIDATES; i++) {
-                uint word = TaggedIn1(logits).v[base + min(CANDIDATE(i), COUNT - 1u)];
-                if (TAGGED == 1u) bad |= stale(word, logits_tag);
-                PUT_CANDIDATE(keys, 0u, i, CANDIDATE(i) < COUNT ? key_of(uintBitsToFloat(word)) : 0u)
-            }
-            if (SHARED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
-            if (SHARED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
-        } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault));
-        choose_experts(keys, 0u, row * CHOSEN);
-        if (SHARED == 1u && LANE == 0u) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(gate)));
-    }
-}
-#else
-uint logit(uint at, inout uint polls) {
-    uvec4 words = logits.v[at / 4u];
-    uint word = at % 4u == 0u ? words.x : at % 4u == 1u ? words.y : at % 4u == 2u ? words.z : words.w;
-    while (TAGGED == 1u && poll_again(stale(word, logits_tag) != 0u, polls, fault)) {
-        words = logits.v[at / 4u];
-        word = at % 4u == 0u ? words.x : at % 4u == 1u ? words.y : at % 4u == 2u ? words.z : words.w;
-    }
-    return word;
-}
-
-// Chooses row by row: a candidate is chosen if fewer than CHOSEN are before it. As many turns for each invocation,
-// with the last candidate again: a CPU driver counts the turns of loops between barriers.
-void choose_for_rows(inout uint polls) {
-    for (uint row = 0u; row < ROWS; row++) {
-        barrier();
-        for (uint turn = 0u; turn < COUNT; turn += LANES) {
-            uint id = min(turn + gl_LocalInvocationIndex, COUNT - 1u);
-            keys_s[id] = key_of(uintBitsToFloat(logit(row * logits_stride + id, polls)));
-        }
-        if (SHARED == 1u) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(logit(row * logits_stride + COUNT, polls))));
-        barrier();
-        for (uint turn = 0u; turn < COUNT; turn += LANES) {
-            uint id = min(turn + gl_LocalInvocationIndex, COUNT - 1u), key = keys_s[id], before = 0u;
-            for (uint other = 0u; other < COUNT; other++)
-                before += keys_s[other] > key || (keys_s[other] == key && other < id) ? 1u : 0u;
-            if (before < CHOSEN) ids_s[row * CHOSEN + before] = id;
-        }
-        barrier();
-        float most = value_of(keys_s[ids_s[row * CHOSEN]]), total = 0.0;
-        for (uint i = 0u; i < (NORMALISE == 1u ? CHOSEN : COUNT); i++)
-            total += exp(value_of(keys_s[NORMALISE == 1u ? ids_s[row * CHOSEN + i] : i]) - most);
-        uint place = row * CHOSEN + min(gl_LocalInvocationIndex, CHOSEN - 1u);
-        shares_s[place] = exp(value_of(keys_s[ids_s[place]]) - most) / total;
-    }
-}
-#endif
+#include "choose.glsl"
 
 // Who is chosen by whom, as all of the workgroup needs it.
 void choose(inout uint polls) {

@@ -15,7 +15,8 @@ use super::panel;
 use super::recording::{Call, Range};
 use super::shaders::{
     ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
-    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
+    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertRowArgs, ExpertRowConstants, ExpertSkinnyArgs,
+    ExpertSkinnyConstants,
 };
 use super::skinny::{Config, Matrices};
 use super::tags::{Flow, tagged};
@@ -322,6 +323,78 @@ impl Mlp {
         if tagged { call.carry(self.logits.range) } else { call }
     }
 
+    /// [`Mlp::few_gate_up`] of a single row, with `groups` workgroups of `threads` invocations, each 32 of which have
+    /// `ahead` chunks of 32 columns in flight.
+    #[expect(clippy::too_many_arguments, reason = "as of the other stages")]
+    pub fn row_gate_up(
+        &self,
+        middle: Activations,
+        matrices: Matrices,
+        (groups, threads, ahead): (u32, u32, u32),
+        flow: Flow,
+        logits: Flow,
+        fault: Range,
+    ) -> Call {
+        let shape = &self.shape;
+        let (weight, shared, n, shared_n) = self.matrices(Stage::GateUp);
+        assert!(weight.format == Format::Bf16, "a row of {:?}", weight.format);
+        let tagged = flow.code() != 0;
+        assert!(!tagged || (flow.code() == 3 && logits.input_carried && shape.middle_is_whole()), "tags of {shape:?}");
+        let constants = ExpertRowConstants {
+            threads,
+            lanes: threads,
+            count: shape.count,
+            chosen: shape.chosen,
+            normalise: u32::from(shape.normalise),
+            shared: shape.shared(),
+            ahead,
+            columns: weight.cols,
+            tagged: u32::from(tagged),
+        };
+        let args = ExpertRowArgs {
+            weight: weight.range,
+            shared_weight: shared.map_or(weight.range.none(), |s| s.range),
+            x: self.x.range,
+            norm: self.norm.0,
+            logits: self.logits.range,
+            y: middle.range,
+            // Whoever raises it and whoever looks, in whatever order, does right.
+            fault: fault.none(),
+            n,
+            shared_n,
+            epsilon: self.norm.1,
+            x_tag: flow.input,
+            logits_tag: logits.input,
+            y_tag: flow.output.unwrap_or(0),
+        };
+        let blocks = (shape.chosen * n + if shared.is_some() { shared_n } else { 0 }) / 16;
+        let call = Call {
+            kernel: match matrices {
+                Matrices::ByHand => "expert_row.bf16.plain",
+                Matrices::Cooperative => "expert_row.bf16",
+            },
+            label: self.label_of(Stage::GateUp),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: [groups.min(blocks), 1, 1],
+        };
+        let call = flow.mark(call, self.x.range, middle.range);
+        if tagged { call.carry(self.logits.range) } else { call }
+    }
+
+    /// Shared memory of a workgroup of the stages of a few rows, bytes.
+    pub fn few_shared_bytes(&self, rows: u32, matrices: Matrices, config: Config) -> u32 {
+        let (groups, blocks, tokens, quads) = (config.threads / 32, rows.div_ceil(8), rows.min(8), config.ahead * 8);
+        let squares = match matrices {
+            Matrices::ByHand => quads,
+            Matrices::Cooperative => quads.div_ceil(32),
+        };
+        let by_hand = config.threads * 32 + self.shape.count * 4;
+        let by_hand = if matrices == Matrices::ByHand { by_hand } else { 0 };
+        let (sums, x) = (config.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
+        groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + by_hand
+    }
+
     fn label_of(&self, stage: Stage) -> String {
         let name = match stage {
             Stage::GateUp => "experts.gate_up",
@@ -612,6 +685,29 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         }
         stages.row(memory, row, &choices);
     }
+}
+
+pub(super) fn reference_expert_row(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertRowArgs::from_args(&call.args);
+    let c = ExpertRowConstants::from_values(&call.constants);
+    let weights = |range| Weights { range, format: Format::Bf16, fragments: true, columns: c.columns };
+    let stages = Stages {
+        down: false,
+        weights: weights(a.weight),
+        shared: (c.shared == 1).then(|| weights(a.shared_weight)),
+        x: Activations { range: a.x, stride: 0 },
+        norm: (a.norm, a.epsilon),
+        y: Activations { range: a.y, stride: 0 },
+        tag: (c.tagged == 1).then_some(a.y_tag),
+        n: a.n,
+        shared_n: a.shared_n,
+    };
+    let chosen = chosen_of(memory, a.logits, 0, [c.count, c.chosen, c.normalise]);
+    let mut choices: Vec<(Option<u32>, f64)> = chosen.into_iter().map(|(id, share)| (Some(id), share)).collect();
+    if c.shared == 1 {
+        choices.push((None, sigmoid(memory.f32(a.logits, c.count))));
+    }
+    stages.row(memory, 0, &choices);
 }
 
 pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {

@@ -253,6 +253,8 @@ fn step_args(cases: &mut Cases, layer: &Layer, rows: &[[u32; 4]], x: &[u32], cel
         norm: cases.floats("norm", &layer.norm),
         state: cases.floats("state", &cells.state),
         window: cases.floats("window", &cells.window),
+        slots: y.none(),
+        pending: y.none(),
         y,
         fault: cases.words("fault", &[0]),
         stride: layer.stride,
@@ -321,7 +323,7 @@ fn step_cases(form: Form) {
         };
         let args = step_args(&mut cases, &layer, &rows, &x, &cells, y, form);
         cases.expect(args.state, Expect::Floats(STEP));
-        cases.recording.call(delta_step("delta".to_owned(), heads, count, form == Form::Packed, flow, args));
+        cases.recording.call(delta_step("delta".to_owned(), heads, count, form == Form::Packed, false, flow, args));
         made.push((layer, cells, rows, tokens, sequences, args));
     }
     let reference = cases.reference();
@@ -619,6 +621,8 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         norm: o.norm,
                         state: o.state,
                         window: o.window,
+                        slots: o.window.none(),
+                        pending: o.window.none(),
                         y: y.part(u64::from(row) * y_bytes, y_bytes),
                         fault,
                         stride: layer.stride,
@@ -627,7 +631,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         x_tag: 0,
                         y_tag: 0,
                     };
-                    cases.recording.call(delta_step(format!("token.{row}"), heads, 1, false, Flow::NONE, args));
+                    cases.recording.call(delta_step(format!("token.{row}"), heads, 1, false, false, Flow::NONE, args));
                 }
                 let memory = bench.run(&cases.recording, &cases.before());
                 let (mut worst, mut what) = (0.0f64, String::new());

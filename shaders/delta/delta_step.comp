@@ -14,6 +14,7 @@
 // state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
 // window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
 // y      [rows][y_stride] f32; PACKED 1: bfloat16 blocks as `pack_rows` leaves them, `y_stride` of 32 columns
+// PENDING 1: the state takes in first what `delta_verify` has left and was accepted: slots, pending as there
 // TAGGED 1: x is tagged (`tags.glsl`); 3: y too, and a row without a sequence then still writes zeros
 //
 // One workgroup serves a value head of a row: a thread has four values' columns and KEY_DIM / GROUPS rows of
@@ -22,6 +23,7 @@
 #include "common.glsl"
 #include "tags.glsl"
 #include "delta.glsl"
+#include "state.glsl"
 // Of the fragments only the rounding is used.
 #define LANES 1
 #include "fragments.glsl"
@@ -34,6 +36,7 @@ layout(constant_id = 4) const uint VALUE_DIM = 128;
 layout(constant_id = 5) const uint GROUPS = 8;     // of rows of the state; the workgroup has VALUE_DIM / 4 times as many threads
 layout(constant_id = 6) const uint TAGGED = 0;
 layout(constant_id = 7) const uint PACKED = 0;
+layout(constant_id = 8) const uint PENDING = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 
@@ -46,6 +49,8 @@ layout(push_constant) uniform Args {
     Floats4In norm;
     Floats4InOut state;
     Floats4InOut window;
+    WordsIn slots;
+    Floats4In pending;
     TaggedOut y;
     Fault fault;
     uint stride;
@@ -140,6 +145,19 @@ void main() {
     uint state_at = ((info.z * VALUE_HEADS + h) * KEY_DIM + group * EACH_ROWS) * QUADS + column;
     vec4 s[EACH_ROWS];
     [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = state.v[state_at + n * QUADS];
+    if (PENDING == 1u) {
+        const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
+        uint accepted = min(position - slots.v[info.z * SLOT_WORDS + SLOT_SETTLED], MOST_PENDING);
+        for (uint i = 0u; i < accepted; i++) {
+            uint at = ((info.z * VALUE_HEADS + h) * MOST_PENDING + i) * PENDING_QUADS;
+            vec4 taken = pending.v[at + KEY_QUADS + column];
+            float alpha = pending.v[at + KEY_QUADS + QUADS].x;
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                uint d = group * EACH_ROWS + n;
+                s[n] = alpha * s[n] + pending.v[at + d / 4u][d % 4u] * taken;
+            }
+        }
+    }
     vec4 past[LOADS][3], weight[LOADS][4];
     uint window_at = info.z * RING * CHANNEL_QUADS;
     [[unroll]] for (uint n = 0u; n < LOADS; n++) {

@@ -1,7 +1,7 @@
 //! The gated delta rule: `delta_step` for one new token a row, and `delta_blocks`, `delta_scan` and `delta_gate`
 //! for rows of prompts. Deliberately absent: the projections before and after, and which cell belongs to whom.
 
-use super::Format;
+use super::{Format, delta_verify};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -73,7 +73,7 @@ pub fn delta_serves(heads: DeltaHeads) -> bool {
     heads.key > 0 && heads.value > 0 && heads.value.is_multiple_of(heads.key) && dim(heads.key_dim) && dim(heads.value_dim)
 }
 
-fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
+pub(super) fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
     assert!(delta_serves(heads), "the delta rule does not serve {heads:?}");
     assert!(stride >= heads.projected() && stride.is_multiple_of(4), "rows of {stride} floats for {heads:?}");
     match packed {
@@ -83,7 +83,8 @@ fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
 }
 
 /// One token of each of `rows` rows of a step. With `packed` the output is packed for the next product, and its
-/// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones.
+/// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones. With `pending` the state
+/// first takes in what `delta_verify` has left and was accepted.
 ///
 /// # Panics
 /// If [`delta_serves`] denies the heads, strides do not fit them, or the output is both packed and tagged.
@@ -92,6 +93,7 @@ pub fn delta_step(
     heads: DeltaHeads,
     rows: u32,
     packed: bool,
+    pending: bool,
     flow: Flow,
     args: DeltaStepArgs,
 ) -> Call {
@@ -107,6 +109,7 @@ pub fn delta_step(
         groups,
         tagged: flow.code(),
         packed: u32::from(packed),
+        pending: u32::from(pending),
     };
     let args =
         DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
@@ -122,7 +125,7 @@ pub fn delta_step(
 }
 
 /// Groups of a state's rows in a workgroup of `delta_step`.
-fn step_groups(_heads: DeltaHeads) -> u32 {
+pub(super) fn step_groups(_heads: DeltaHeads) -> u32 {
     8
 }
 
@@ -345,12 +348,12 @@ fn silu(x: f64) -> f64 {
 }
 
 /// ln α of a token.
-fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
+pub(super) fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
     let x = f64::from(a) + f64::from(dt_bias);
     -f64::from(a_log).exp() * (x.max(0.0) + (-x.abs()).exp().ln_1p())
 }
 
-fn sigmoid(x: f32) -> f64 {
+pub(super) fn sigmoid(x: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(x)).exp())
 }
 
@@ -367,7 +370,7 @@ fn mix(memory: &HostMemory, conv: Range, channel: u32, taps: [f64; 4]) -> f64 {
 }
 
 /// A value head's q, k and v after the convolution; q and k scaled. `u` gives a channel's last four inputs.
-fn head_rows(
+pub(super) fn head_rows(
     memory: &HostMemory,
     heads: DeltaHeads,
     conv: Range,
@@ -385,7 +388,7 @@ fn head_rows(
 }
 
 /// A head's output after its norm and gate.
-fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
+pub(super) fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
     let mean = o.iter().map(|v| v * v).sum::<f64>() / o.len() as f64;
     let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
     (0..)
@@ -394,7 +397,7 @@ fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u
         .collect()
 }
 
-fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): (u32, u32, u32), value: f32) {
+pub(super) fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): (u32, u32, u32), value: f32) {
     match packed {
         0 => memory.set_f32(y, row * y_stride + column, value),
         _ => {
@@ -438,12 +441,19 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                 })
             });
             let base = (cell * heads.value + h) * heads.key_dim * heads.value_dim;
+            let value_dim = heads.value_dim as usize;
+            let mut before: Vec<f64> = (0..heads.key_dim * heads.value_dim)
+                .map(|i| if position == 0 { 0.0 } else { f64::from(memory.f32(a.state, base + i)) })
+                .collect();
+            if c.pending == 1 {
+                for index in 0..delta_verify::accepted(memory, a.slots, cell, position) {
+                    delta_verify::take_in(memory, heads, a.pending, (cell, h, index), &mut before);
+                }
+            }
             let mut o = Vec::new();
             for (column, v) in (0..).zip(v) {
                 let at = |d: usize| base + d as u32 * heads.value_dim + column;
-                let mut s: Vec<f64> = (0..k.len())
-                    .map(|d| if position == 0 { 0.0 } else { alpha * f64::from(memory.f32(a.state, at(d))) })
-                    .collect();
+                let mut s: Vec<f64> = (0..k.len()).map(|d| alpha * before[d * value_dim + column as usize]).collect();
                 let delta = beta * (v - s.iter().zip(&k).map(|(s, k)| s * k).sum::<f64>());
                 s.iter_mut().zip(&k).for_each(|(s, k)| *s += k * delta);
                 o.push(s.iter().zip(&q).map(|(s, q)| s * q).sum());

@@ -3,7 +3,8 @@
 use super::{Block, Decoder, Mixed, Shape, Step};
 use crate::kernels::delta::{self, DeltaHeads, PromptOperands};
 use crate::kernels::recording::Recording;
-use crate::kernels::shaders::DeltaStepArgs;
+use crate::kernels::delta_verify::delta_verify;
+use crate::kernels::shaders::{DeltaStepArgs, DeltaVerifyArgs};
 use crate::kernels::skinny::Matrices;
 use crate::model::config::DeltaNet;
 
@@ -36,7 +37,30 @@ impl Decoder<'_> {
         let state = r.buffer(&format!("{cells}.state"), heads.state_bytes(self.cells));
         let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
         let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);
-        if matches!(shape, Shape::Decode { .. }) {
+        let (slots, pending) = match self.drafts() {
+            true => (self.state.slots(r), r.buffer(&format!("{cells}.pending"), heads.pending_bytes(self.state.slots))),
+            false => (state.none(), state.none()),
+        };
+        if let Shape::Verify { sequences, drafts } = shape {
+            let args = DeltaVerifyArgs {
+                x,
+                rows: step.rows,
+                slots,
+                conv,
+                a_log,
+                dt_bias,
+                norm,
+                state,
+                window,
+                pending,
+                y,
+                stride,
+                y_stride,
+                epsilon,
+            };
+            let size = (sequences, drafts + 1);
+            r.call(delta_verify(block.name("delta"), heads, size, packed.is_some(), args));
+        } else if matches!(shape, Shape::Decode { .. }) {
             let flow = step.flow(Some(x), packed.is_none().then_some(y));
             let args = DeltaStepArgs {
                 x,
@@ -47,6 +71,8 @@ impl Decoder<'_> {
                 norm,
                 state,
                 window,
+                slots,
+                pending,
                 y,
                 fault: step.fault,
                 stride,
@@ -55,7 +81,8 @@ impl Decoder<'_> {
                 x_tag: 0,
                 y_tag: 0,
             };
-            r.call(delta::delta_step(block.name("delta"), heads, rows, packed.is_some(), flow, args));
+            let label = block.name("delta");
+            r.call(delta::delta_step(label, heads, rows, packed.is_some(), self.drafts(), flow, args));
         } else {
             let prompts = self.state.prompts.min(rows);
             let operands = PromptOperands {

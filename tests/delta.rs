@@ -413,6 +413,7 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
             start: part.before.past.len() as u32,
             tokens: &ids[..part.tokens.len()],
             last: false,
+            next: None,
             from: None,
             keeps: &[],
         })

@@ -7,7 +7,7 @@
 //!
 //! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
 
-use ostinato::engine::executor::{Capacity, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket};
+use ostinato::engine::executor::{Capacity, Drafts, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
 use ostinato::engine::pace::Pace;
@@ -295,6 +295,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         buckets: buckets.to_vec(),
         run_ahead: 32,
         vocabulary: VOCABULARY,
+        drafts: Drafts::default(),
         snapshots: None,
     }
 }
@@ -363,7 +364,8 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
     }
 }
 
-/// Prompts that begin alike find snapshots of the state; where it is lost, it is computed again.
+/// Prompts that begin alike find snapshots of the state; where it is lost, it is computed again. Without drafts, and with
+/// one or two that are right by chance.
 #[test]
 fn thousands_of_requests_with_recurrent_state() {
     for (seed, snapshots, state_lost_every) in [(0, 12, None), (1, 3, Some(7)), (2, 0, Some(50))] {
@@ -374,6 +376,7 @@ fn thousands_of_requests_with_recurrent_state() {
                 prefill_chunk: 192,
                 context: 1200,
                 snapshots: Some(snapshots),
+                drafts: Drafts { most: seed as u32, sequences: 4 },
                 ..capacity(8, 80, &[1, 2, 4, 8])
             },
             gap_steps: 30,

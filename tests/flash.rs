@@ -177,7 +177,7 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
             }
         }
         let tokens = &tokens[..chunk.length as usize];
-        prompts.push(PromptRows { slot, start: chunk.start, tokens, last: false, from: None, keeps: &[] });
+        prompts.push(PromptRows { slot, start: chunk.start, tokens, last: false, next: None, from: None, keeps: &[] });
         first_row += chunk.length;
         first_page += chunk.pages.len() as u32 + 2;
     }

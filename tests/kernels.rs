@@ -125,6 +125,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 start,
                 tokens,
                 last: false,
+                next: None,
                 from: None,
                 keeps: &[],
             });
@@ -216,7 +217,7 @@ fn embed_rows_from_fragments_and_with_tags() {
                 random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(Format::Bf16, v)).collect();
             let tokens = [36, 0, 15, 16, 31, 32, 5, 22];
             let rows = tokens.len() as u32;
-            let prompt = PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, from: None, keeps: &[] };
+            let prompt = PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, next: None, from: None, keeps: &[] };
             let layout = ChunkLayout { prompts: 1, recurrent: false };
             let chunk = descriptor(layout, &[prompt], |_| 0);
             let stride = decoder::stride(hidden);
@@ -287,6 +288,7 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
                 start: 0,
                 tokens: &tokens[..length],
                 last,
+                next: None,
                 from: None,
                 keeps: &[],
             })

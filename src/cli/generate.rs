@@ -374,6 +374,9 @@ impl Printer {
             rate(read, timings.prefill_seconds)
         );
         eprintln!("  output                {} tokens, {speed} tokens/s", usage.output_tokens);
+        if usage.drafted_tokens > 0 {
+            eprintln!("  drafts                {} tokens, {} right", usage.drafted_tokens, usage.accepted_tokens);
+        }
         eprintln!("  submits/token         {:.3}", cost.submits);
         eprintln!("  barriers/token        {:.1}", cost.barriers);
         eprintln!("  dispatches/token      {:.1}", cost.dispatches);
@@ -495,7 +498,7 @@ mod tests {
         assert!(text.ends_with(tail), "{text}");
         let finished = proto::Finished {
             reason: proto::FinishReason::Stop.into(),
-            usage: Some(proto::Usage { prompt_tokens: 5, cached_tokens: 2, output_tokens: 7 }),
+            usage: Some(proto::Usage { prompt_tokens: 5, cached_tokens: 2, output_tokens: 7, ..Default::default() }),
             timings: Some(proto::Timings {
                 queue_seconds: 0.001,
                 prefill_seconds: 0.5,

@@ -655,7 +655,12 @@ mod tests {
         let served = |sent: u64, tokens: &[u64], error: Option<Status>| {
             let mut arrivals = Arrivals::default();
             tokens.iter().for_each(|ms| arrivals.push(at(*ms), 2));
-            let usage = proto::Usage { prompt_tokens: 10, cached_tokens: 3, output_tokens: arrivals.tokens() as u32 };
+            let usage = proto::Usage {
+                prompt_tokens: 10,
+                cached_tokens: 3,
+                output_tokens: arrivals.tokens() as u32,
+                ..Default::default()
+            };
             let started = proto::Started { replica: "m/0".to_owned(), queue_seconds: 0.004, ..Default::default() };
             Served { sent: at(sent), ended: at(500), arrivals, started: Some(started), usage, error }
         };

@@ -44,6 +44,8 @@ pub struct Model {
     /// Snapshots of recurrent state that each replica keeps for prompts with the same beginning, of models that have such
     /// state; unset: the engine's choice.
     pub snapshots: Option<u32>,
+    /// Tokens that are drafted at a time, at most 3, of models that can draft; 0 none; unset: the engine's choice.
+    pub drafts: Option<u32>,
 }
 
 /// A number format of keys and values.
@@ -91,6 +93,7 @@ impl Model {
             prefill_chunk: None,
             prefix_cache: None,
             snapshots: None,
+            drafts: None,
         }
     }
 }

@@ -41,8 +41,19 @@ pub struct Capacity {
     pub run_ahead: u32,
     /// Vocabulary size.
     pub vocabulary: u32,
+    /// What can be drafted.
+    pub drafts: Drafts,
     /// Cells for snapshots of recurrent state, behind the slots' own; `None`: the model has no such state.
     pub snapshots: Option<u32>,
+}
+
+/// How far an executor drafts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Drafts {
+    /// Tokens of a sequence at a time, at most; 0: none.
+    pub most: u32,
+    /// Sequences that a step which verifies drafts can have.
+    pub sequences: u32,
 }
 
 /// Sampling and stopping of a slot as the device holds them; set when the sequence joins.
@@ -110,6 +121,8 @@ pub struct Chunk {
     pub start: u32,
     /// The last chunk: a token is sampled from its last position and the slot decodes on from it.
     pub last: bool,
+    /// The token behind it, where it is not the last chunk: drafting reads it.
+    pub next: Option<u32>,
     /// The cell whose recurrent state it continues, where that is not the slot's own: of a first chunk behind tokens
     /// that were found in pages. A first chunk at position 0 begins without state.
     pub restore: Option<Cell>,
@@ -144,6 +157,9 @@ pub enum Work {
         slots: Vec<Slot>,
         /// Steps to queue.
         steps: u32,
+        /// Not 0: each step verifies so many tokens that were drafted for each slot, and draws as many more than one as
+        /// are right. Every slot may write as many positions more than it draws.
+        drafts: u32,
     },
 }
 
@@ -169,6 +185,8 @@ pub struct Sampled {
     pub id: u32,
     /// The device marked the slot done with this token.
     pub done: Option<Done>,
+    /// Which of the step's drafts it is, counted from 1; 0: none of them.
+    pub draft: u32,
     /// If asked.
     pub logprobs: Option<TokenLogprobs>,
     /// If asked.
@@ -185,7 +203,7 @@ pub enum Done {
 }
 
 /// Progress of a plan that has work (plans of changes alone are not reported). A decode plan of several steps may be reported in parts, in order;
-/// every slot yields one `Sampled` a step until it is done, then none.
+/// every slot yields one `Sampled` a step until it is done, then none; with drafts up to as many more as there are.
 #[derive(Clone, Debug)]
 pub struct Progress {
     /// Which plan.

@@ -5,7 +5,7 @@
 //! which must be what the pages hold. No model, no GPU.
 
 use super::executor::{
-    Capacity, Cell, Change, Chunk, Done, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS,
+    Capacity, Cell, Change, Chunk, Done, Drafts, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS,
     Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
 };
 use super::pace::Pace;
@@ -47,6 +47,7 @@ impl Default for FakeConfig {
                 buckets: vec![1],
                 run_ahead: 32,
                 vocabulary: 256,
+                drafts: Drafts::default(),
                 snapshots: None,
             },
             step: Duration::from_millis(1),
@@ -72,6 +73,8 @@ pub struct FakeExecutor {
     /// State was lost, and the step loop has not heard of it.
     lost: bool,
     decode_plans: u64,
+    /// Decides which drafts are right.
+    luck: u64,
     /// The last plan submitted.
     ticket: u64,
     /// The last plan with work that was reported finished.
@@ -206,6 +209,7 @@ impl FakeExecutor {
             cells: vec![None; (config.capacity.slots + config.capacity.snapshots.unwrap_or(0)) as usize],
             lost: false,
             decode_plans: 0,
+            luck: config.parts,
             ticket: 0,
             finished: 0,
             steps_queued: 0,
@@ -314,7 +318,7 @@ impl FakeExecutor {
     }
 
     fn chunk(&mut self, chunk: &Chunk) -> Vec<Sampled> {
-        let &Chunk { slot, ref tokens, start, last, restore, ref keeps } = chunk;
+        let &Chunk { slot, ref tokens, start, last, restore, ref keeps, .. } = chunk;
         assert!(!tokens.is_empty(), "an empty chunk");
         let ticket = self.ticket;
         let s = self.slot(slot);
@@ -356,7 +360,9 @@ impl FakeExecutor {
         vec![self.sample(slot)]
     }
 
-    fn decode(&mut self, slots: &[Slot], steps: u32) -> Vec<Vec<Sampled>> {
+    fn decode(&mut self, slots: &[Slot], steps: u32, drafts: u32) -> Vec<Vec<Sampled>> {
+        let Drafts { most, sequences } = self.config.capacity.drafts;
+        assert!(drafts == 0 || (drafts <= most && slots.len() <= sequences as usize), "{drafts} drafts of {slots:?}");
         let capacity = &self.config.capacity;
         let most = *capacity.buckets.last().expect("a device has buckets");
         assert!(steps > 0 && !slots.is_empty(), "an empty plan");
@@ -376,13 +382,20 @@ impl FakeExecutor {
             .map(|_| {
                 let mut row = Vec::new();
                 for &slot in slots {
-                    if self.slot(slot).done {
-                        continue;
+                    // As many drafts are right as chance has it.
+                    let right = match drafts {
+                        0 => 0,
+                        _ => (split_mix(&mut self.luck) % u64::from(drafts + 1)) as u32,
+                    };
+                    for draft in 0..=right {
+                        if self.slot(slot).done {
+                            break;
+                        }
+                        let input = self.slot(slot).input.take().expect("a slot that decodes has drawn");
+                        self.write(slot, input);
+                        self.expect_sample(slot);
+                        row.push(Sampled { draft, ..self.sample(slot) });
                     }
-                    let input = self.slot(slot).input.take().expect("a slot that decodes has drawn");
-                    self.write(slot, input);
-                    self.expect_sample(slot);
-                    row.push(self.sample(slot));
                 }
                 row
             })
@@ -459,7 +472,7 @@ impl FakeExecutor {
         s.input = Some(id);
         let done = verdict(&s.params, id, s.drawn);
         s.done = done.is_some();
-        Sampled { slot, id, done, logprobs, logits }
+        Sampled { slot, id, done, draft: 0, logprobs, logits }
     }
 
     /// Where decode steps are cut into reports: at the end of each part.
@@ -511,8 +524,11 @@ impl Executor for FakeExecutor {
                 let progress = Progress { ticket, steps: 1, tokens, finished: true, state_lost: false, cost };
                 self.report(due, 0, progress);
             }
-            Work::Decode { slots, steps } => {
-                self.pace.note_step(slots.len() as u32, self.config.step);
+            Work::Decode { slots, steps, drafts } => {
+                match drafts {
+                    0 => self.pace.note_step(slots.len() as u32, self.config.step),
+                    _ => self.pace.note_verify(slots.len() as u32, drafts, self.config.step),
+                }
                 self.decode_plans += 1;
                 let loses = self.config.state_lost_every.is_some_and(|every| self.decode_plans % every == 0);
                 if loses || self.lost {
@@ -529,7 +545,7 @@ impl Executor for FakeExecutor {
                     self.report(self.busy_until, steps, progress);
                     return Ok(ticket);
                 }
-                let mut rows = self.decode(&slots, steps).into_iter();
+                let mut rows = self.decode(&slots, steps, drafts).into_iter();
                 let mut left = steps;
                 self.busy_until = start + self.config.step * steps;
                 while left > 0 {

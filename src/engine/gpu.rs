@@ -76,6 +76,8 @@ pub struct Parts {
     pub dump_region: Arc<Region>,
     /// By rows.
     pub decode: BTreeMap<u32, DecodeRegions>,
+    /// Steps that verify drafts, by drafts of a sequence and sequences.
+    pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
     /// The layers over a step of prompts, by rows.
     pub prefill: BTreeMap<u32, Arc<Region>>,
     /// What draws the first tokens of prompts, by their number.
@@ -161,6 +163,8 @@ struct Pending {
     prompt_tokens: u32,
     /// Of a decode plan, for the steps that have to be run again after a fault.
     slots: Vec<Slot>,
+    /// Tokens drafted for each of them.
+    drafts: u32,
     dump: bool,
     inboxes: Vec<usize>,
     /// Dispatches and barriers of the patches, and of each step.
@@ -366,6 +370,7 @@ impl GpuExecutor {
                 tokens.push(Sampled {
                     slot: Slot(entry.slot),
                     id,
+                    draft: row as u32 % (pending.drafts + 1),
                     done: match entry.done {
                         state::DONE_STOP => Some(Done::Stop),
                         state::DONE_LENGTH => Some(Done::Length),
@@ -426,7 +431,11 @@ impl GpuExecutor {
             if pending.prompt_tokens > 0 {
                 self.pace.note_chunk(pending.prompt_tokens, total);
             } else if pending.work == Kind::Sampled {
-                self.pace.note_step(pending.rows.max(1), total / pending.steps.max(1));
+                let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
+                match pending.drafts {
+                    0 => self.pace.note_step(pending.rows.max(1), time),
+                    drafts => self.pace.note_verify(pending.rows / each, drafts, time),
+                }
             }
         } else {
             self.pending.push_front(pending);
@@ -454,6 +463,7 @@ impl GpuExecutor {
                 tokens: &chunk.tokens,
                 last: chunk.last,
                 // A slot's own cell goes on from chunk to chunk.
+                next: chunk.next,
                 from: chunk.restore.map(|cell| cell.0).or((chunk.start > 0).then_some(chunk.slot.0)),
                 keeps,
             })
@@ -486,11 +496,18 @@ impl GpuExecutor {
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
                 (kind, 1, rows, regions, Flush::PhaseBoundary)
             }
-            Some(Work::Decode { slots, steps }) => {
-                let (rows, region) = self.rows_for(slots);
+            Some(Work::Decode { slots, steps, drafts }) => {
+                let (sequences, region) = match drafts {
+                    0 => self.rows_for(slots),
+                    _ => {
+                        let (sequences, region) = fitting(&self.parts.verify[drafts], slots.len() as u32);
+                        (sequences, Arc::clone(region))
+                    }
+                };
+                let rows = sequences * (drafts + 1);
                 let mut slots = slots.clone();
                 slots.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
-                for row in 0..rows {
+                for row in 0..sequences {
                     let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
                     if self.batch[row as usize] != slot {
                         self.batch[row as usize] = slot;
@@ -528,9 +545,9 @@ impl GpuExecutor {
             _ => 1,
         };
         let report_after = (1..=entries.len() as u32).filter(|entry| entry % every == 0).collect();
-        let slots = match planned {
-            Some(Work::Decode { slots, .. }) => slots,
-            _ => Vec::new(),
+        let (slots, drafts) = match planned {
+            Some(Work::Decode { slots, drafts, .. }) => (slots, drafts),
+            _ => (Vec::new(), 0),
         };
         let first_step = self.next_step;
         if work == Kind::Sampled {
@@ -538,7 +555,20 @@ impl GpuExecutor {
         }
         let changes = Pending::changes(ticket, applied.inboxes);
         let pending =
-            Pending { steps, first_step, rows, slots, work, prompt_tokens, dump, fixed, each, flush, ..changes };
+            Pending {
+            steps,
+            first_step,
+            rows,
+            slots,
+            drafts,
+            work,
+            prompt_tokens,
+            dump,
+            fixed,
+            each,
+            flush,
+            ..changes
+        };
         self.hand_over(pending, entries, report_after);
         Ok(())
     }
@@ -572,7 +602,7 @@ impl GpuExecutor {
     fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
         let mut posts = Posts::default();
         posts.patch.set(self.parts.layout.fault_word(), 0);
-        let work = Work::Decode { slots: pending.slots.clone(), steps: pending.steps - pending.good };
+        let work = Work::Decode { slots: pending.slots.clone(), steps: pending.steps - pending.good, drafts: 0 };
         self.enqueue(pending.ticket, Some(work), posts)
     }
 }
@@ -590,6 +620,7 @@ impl Pending {
             work: Kind::Changes,
             prompt_tokens: 0,
             slots: Vec::new(),
+            drafts: 0,
             dump: false,
             inboxes,
             fixed: (0, 0),

@@ -17,6 +17,7 @@ pub mod request;
 pub mod scheduler;
 pub mod sequence;
 pub mod snapshots;
+pub mod speculation;
 pub mod spans;
 pub mod stages;
 pub mod start;

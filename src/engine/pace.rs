@@ -1,7 +1,11 @@
 //! How fast a device has been lately: what a decode step took by its rows, and a prompt token by the size of its chunk.
 //! Deliberately absent: clocks; who measures tells.
 
+use crate::kernels::state;
 use std::time::Duration;
+
+/// Drafts of a sequence are told apart up to so many.
+const MOST_DRAFTS: usize = state::MOST_DRAFTS as usize;
 
 /// Chunks are told apart by powers of two up to `2^(SIZES - 1)` tokens.
 const SIZES: usize = 20;
@@ -23,6 +27,8 @@ pub struct Pace {
     step: Option<Duration>,
     /// Of decode steps, by the size of their batch.
     batch: [Option<Duration>; SIZES],
+    /// Of steps that verify drafts, by the size of their batch and the drafts of a sequence.
+    verify: [[Option<Duration>; MOST_DRAFTS]; SIZES],
     /// Seconds a token, by size.
     token: [Option<f64>; SIZES],
 }
@@ -42,6 +48,20 @@ impl Pace {
     pub fn note_step(&mut self, rows: u32, time: Duration) {
         self.step = Some(time);
         self.batch[size(rows)] = Some(time);
+    }
+
+    /// A step that verified `drafts` tokens of each of `sequences` sequences took so long.
+    pub fn note_verify(&mut self, sequences: u32, drafts: u32, time: Duration) {
+        self.verify[size(sequences)][drafts as usize - 1] = Some(time);
+    }
+
+    /// What a step took lately that verified `drafts` tokens of each of so many sequences, with 0 a step without
+    /// drafts.
+    pub fn verify(&self, sequences: u32, drafts: u32) -> Option<Duration> {
+        match drafts {
+            0 => self.batch[size(sequences)],
+            _ => self.verify[size(sequences)][drafts as usize - 1],
+        }
     }
 
     /// Rows of which a step draws most tokens a second, of `rows` that there are: all of them, or as many as fill the

@@ -631,6 +631,8 @@ impl Client {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: 0,
             output_tokens: self.output_tokens,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
             timings: Timings::default(),
             per_token: PerToken::default(),
         };

@@ -172,6 +172,10 @@ pub struct Finished {
     pub cached_tokens: u32,
     /// Tokens handed out.
     pub output_tokens: u32,
+    /// Tokens that were drafted to follow them.
+    pub drafted_tokens: u32,
+    /// Of the output: those that were drafted.
+    pub accepted_tokens: u32,
     /// Phases.
     pub timings: Timings,
     /// Mean over the request's decode steps.

@@ -29,6 +29,7 @@ use super::pages::PagePool;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
 use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
 use super::snapshots::{Found, Snapshots};
+use super::speculation::Speculation;
 use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -141,6 +142,11 @@ struct Flight {
     rows: u32,
     /// Steps not reported.
     steps_left: u32,
+    /// Tokens drafted a step.
+    drafts: u32,
+    /// With drafts: tokens that each slot may draw, and those that it was reported to have drawn.
+    reserved: u32,
+    drawn: Vec<u32>,
 }
 
 impl Flight {
@@ -156,6 +162,7 @@ pub struct Scheduler {
     pool: PagePool,
     /// Of models with recurrent state.
     snapshots: Option<Snapshots>,
+    speculation: Speculation,
     /// All that have not ended, and those that have and still hold a slot.
     sequences: ByAge<Sequence>,
     /// Not ended, by the request's id.
@@ -235,6 +242,7 @@ impl Scheduler {
         assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");
         Scheduler {
             snapshots: capacity.snapshots.map(|count| Snapshots::new(capacity.slots, count)),
+            speculation: Speculation::new(capacity.drafts),
             pool: PagePool::new(capacity.pages),
             sequences: ByAge::default(),
             by_request: HashMap::new(),
@@ -442,7 +450,7 @@ impl Scheduler {
             cost: progress.cost,
         };
         // The flight is put back below, unless it has ended.
-        let flight = self.flights.remove(index).expect("it was found there");
+        let mut flight = self.flights.remove(index).expect("it was found there");
 
         if flight.is_prefill() {
             self.charge_prefill(&flight, &completed);
@@ -451,15 +459,26 @@ impl Scheduler {
         }
         for sampled in progress.tokens {
             debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
-            self.take_token(sampled, now);
+            if flight.drafts > 0 {
+                let index = flight.slots.iter().position(|slot| *slot == sampled.slot);
+                flight.drawn[index.expect("a token of a slot that the plan names")] += 1;
+                self.speculation.note(flight.drafts, sampled.draft);
+            }
+            self.take_token(sampled, flight.drafts, now);
         }
         if progress.state_lost {
-            self.recompute(&flight.slots);
+            // What was queued behind it had the same fault.
+            let behind = self.flights.iter().filter(|flight| !flight.is_prefill()).flat_map(|flight| &flight.slots);
+            let slots: BTreeSet<Slot> = flight.slots.iter().chain(behind).copied().collect();
+            self.recompute(slots);
         }
         if progress.finished {
-            for slot in flight.slots {
+            for (index, slot) in flight.slots.into_iter().enumerate() {
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
                 let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+                if flight.drafts > 0 && sequence.state == State::Decode {
+                    sequence.undraw(flight.reserved - flight.drawn[index]);
+                }
                 sequence.in_flight -= 1;
                 if sequence.in_flight == 0 && sequence.state == State::Leaving {
                     self.release(id);
@@ -600,6 +619,9 @@ impl Scheduler {
             slots: chunks.iter().map(|chunk| chunk.slot).collect(),
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
+            drafts: 0,
+            reserved: 0,
+            drawn: Vec::new(),
         });
         StepPlan { changes, work: Some(Work::Prefill { chunks }) }
     }
@@ -679,17 +701,35 @@ impl Scheduler {
         if rows.is_empty() {
             return None;
         }
-        let undrawn = rows.iter().map(|&id| self.sequences[id].undrawn());
+        let undrawn = || rows.iter().map(|&id| self.sequences[id].undrawn());
         // While someone waits for a slot, a plan ends with the first row that does.
-        let useful = if self.waiting.is_empty() { undrawn.max() } else { undrawn.min() };
+        let useful = if self.waiting.is_empty() { undrawn().max() } else { undrawn().min() };
         let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
-        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(pace.step(), rows.len() as u32) };
+        let sequences = rows.len() as u32;
+        let mut drafts = if dumps { 0 } else { self.speculation.choose(sequences, pace) };
+        // What drafts are to follow has to fit the context too.
+        let least = undrawn().min().expect("there are rows");
+        if least < 2 * drafts + 1 {
+            drafts = 0;
+        }
+        let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
+        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(time, sequences) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
+        if drafts > 0 {
+            steps = steps.min((least - drafts) / (drafts + 1));
+            while steps > 0 && self.pages_missing(&rows, steps * (drafts + 1) + drafts) > self.pool.free() {
+                steps /= 2;
+            }
+            if steps == 0 {
+                (drafts, steps) = (0, 1);
+            }
+        }
+        let tokens = |steps: u32| if drafts > 0 { steps * (drafts + 1) + drafts } else { steps };
 
-        while steps > 1 && self.pages_missing(&rows, steps) > self.pool.free() {
+        while steps > 1 && self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
             steps /= 2;
         }
-        if self.pages_missing(&rows, steps) > self.pool.free() {
+        if self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
             // The best first. Who finds no page then waits for those that are about to be released.
             rows.sort_by_key(|&id| self.sequences[id].rank());
             self.preempt(&mut rows);
@@ -711,14 +751,14 @@ impl Scheduler {
             let turn = self.next_turn();
             let sequence = self.sequences.get_mut(*id).expect("rows are known");
             let slot = sequence.slot.expect("rows hold slots");
-            let missing = sequence.pages_missing(steps);
+            let missing = sequence.pages_missing(tokens(steps));
             if missing > 0 {
                 let pages = self.pool.take(missing).expect("the pages were counted");
                 let first = sequence.pages.len() as u32;
                 sequence.pages.extend_from_slice(&pages);
                 changes.push(Change::Pages { slot, first, pages });
             }
-            sequence.draw(steps);
+            sequence.draw(steps * (drafts + 1));
             sequence.in_flight += 1;
             sequence.turn = turn;
             slots.push(slot);
@@ -730,8 +770,11 @@ impl Scheduler {
             slots: slots.clone(),
             rows: slots.len() as u32,
             steps_left: steps,
+            drafts,
+            reserved: steps * (drafts + 1),
+            drawn: vec![0; slots.len()],
         });
-        Some(StepPlan { changes, work: Some(Work::Decode { slots, steps }) })
+        Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts }) })
     }
 
     /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket, and no
@@ -797,8 +840,8 @@ impl Scheduler {
     }
 
     /// The slots' recurrent state is lost: whoever has not ended leaves and comes back.
-    fn recompute(&mut self, slots: &[Slot]) {
-        for &slot in slots {
+    fn recompute(&mut self, slots: BTreeSet<Slot>) {
+        for slot in slots {
             let Some(sequence) = self.holder(slot) else { continue };
             if matches!(sequence.state, State::Prefill | State::Decode) {
                 sequence.state = State::Leaving;
@@ -845,6 +888,7 @@ impl Scheduler {
         for sampled in tokens {
             if let Some(sequence) = self.holder(sampled.slot)
                 && !sequence.ended
+                && sampled.draft == 0
             {
                 sequence.decode_cost.steps += 1;
                 sequence.decode_cost.sum.add(&completed.cost, step);
@@ -852,7 +896,8 @@ impl Scheduler {
         }
     }
 
-    fn take_token(&mut self, sampled: Sampled, now: Instant) {
+    /// `drafts`: how many were verified in the step that drew the token.
+    fn take_token(&mut self, sampled: Sampled, drafts: u32, now: Instant) {
         let Some(sequence) = self.holder(sampled.slot) else {
             return;
         };
@@ -861,6 +906,11 @@ impl Scheduler {
         }
         let id = sequence.id;
         sequence.tokens.push(sampled.id);
+        if sampled.draft > 0 {
+            sequence.accepted_tokens += 1;
+        } else {
+            sequence.drafted_tokens += drafts;
+        }
         sequence.last_token = Some(now);
         let mut prefilled = None;
         if sequence.first_token.is_none() {
@@ -918,8 +968,10 @@ impl Scheduler {
             prompt_tokens: sequence.prompt_tokens,
             cached_tokens: sequence.cached_tokens,
             output_tokens: sequence.output_tokens(),
+            drafted_tokens: sequence.drafted_tokens,
+            accepted_tokens: sequence.accepted_tokens,
             timings: sequence.timings(now),
-            per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.steps),
+            per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.tokens),
         };
         self.outputs.push(Output::Event(id, Event::Finished(Box::new(finished))));
         match sequence.state {
@@ -996,6 +1048,7 @@ pub fn split_mix(state: &mut u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::executor::Drafts;
     use crate::engine::request::{Limits, Sampling};
 
     fn setup(slots: u32, pages: u32) -> Setup {
@@ -1009,6 +1062,7 @@ mod tests {
             run_ahead: 32,
             vocabulary: 100,
             snapshots: None,
+            drafts: Drafts::default(),
         };
         Setup {
             context: capacity.usable_context(),
@@ -1080,12 +1134,12 @@ mod tests {
         /// The oldest plan is reported whole; every row draws token 7.
         fn complete(&mut self) {
             let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
-            let token = |slot| Sampled { slot, id: 7, done: None, logprobs: None, logits: None };
+            let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, logprobs: None, logits: None };
             let (steps, tokens) = match work {
                 Work::Prefill { chunks } => {
                     (1, chunks.iter().filter(|chunk| chunk.last).map(|chunk| token(chunk.slot)).collect())
                 }
-                Work::Decode { slots, steps } => {
+                Work::Decode { slots, steps, .. } => {
                     (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
                 }
             };
@@ -1174,7 +1228,7 @@ mod tests {
         // Positions 14, 15 and 16 are written; the fourth token never is.
         let plan = bench.plan().unwrap();
         assert!(matches!(&plan.changes[..], [Change::Pages { first: 1, pages, .. }] if pages.len() == 1));
-        assert_eq!(plan.work, Some(Work::Decode { slots: vec![Slot(0)], steps: 3 }));
+        assert_eq!(plan.work, Some(Work::Decode { slots: vec![Slot(0)], steps: 3, drafts: 0 }));
         bench.complete();
         assert_eq!(bench.plan(), None);
         bench.complete();
@@ -1500,7 +1554,7 @@ mod tests {
             for expected in [0, 1, 1] {
                 match bench.work().unwrap() {
                     Work::Prefill { .. } => assert_eq!(expected, 0),
-                    Work::Decode { steps, slots } => {
+                    Work::Decode { steps, slots, .. } => {
                         assert_eq!((steps, slots.len()), (expected, 1))
                     }
                 }

@@ -106,6 +106,10 @@ pub struct Sequence {
     pub decode_cost: PhaseCost,
     /// How often it lost its pages.
     pub preemptions: u32,
+    /// Tokens that were drafted for it, and those of its output that were drafts.
+    pub drafted_tokens: u32,
+    /// As `drafted_tokens` says.
+    pub accepted_tokens: u32,
 }
 
 impl Sequence {
@@ -158,6 +162,8 @@ impl Sequence {
             prefill_cost: PhaseCost::default(),
             decode_cost: PhaseCost::default(),
             preemptions: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
         }
     }
 
@@ -287,7 +293,8 @@ impl Sequence {
             self.drawn = 1;
         }
         let tokens = self.tokens[start as usize..end as usize].to_vec();
-        Chunk { slot, tokens, start, last, restore: self.restore.take(), keeps: Vec::new() }
+        let next = self.tokens.get(end as usize).copied();
+        Chunk { slot, tokens, start, last, next, restore: self.restore.take(), keeps: Vec::new() }
     }
 
     /// Tokens that the device may still be asked to draw.
@@ -301,18 +308,24 @@ impl Sequence {
         self.state == State::Decode && self.undrawn() > 0
     }
 
-    /// Pages to add so that `steps` more decode steps have somewhere to write.
-    pub fn pages_missing(&self, steps: u32) -> u32 {
+    /// Pages to add so that `tokens` more that are drawn have somewhere to be written.
+    pub fn pages_missing(&self, tokens: u32) -> u32 {
         // The token drawn last is written by the step that draws the next one.
         let written = self.history + self.drawn - 1;
-        let needed = (written + steps.min(self.undrawn())).div_ceil(PAGE_TOKENS);
+        let needed = (written + tokens.min(self.undrawn())).div_ceil(PAGE_TOKENS);
         needed.saturating_sub(self.pages.len() as u32)
     }
 
-    /// `steps` more decode steps count as queued.
-    pub fn draw(&mut self, steps: u32) {
+    /// The device was asked to draw up to `tokens` more.
+    pub fn draw(&mut self, tokens: u32) {
         assert_eq!(self.state, State::Decode);
-        self.drawn += steps.min(self.undrawn());
+        self.drawn += tokens.min(self.undrawn());
+    }
+
+    /// Of the tokens that it was asked for it has not drawn so many.
+    pub fn undraw(&mut self, tokens: u32) {
+        assert!(tokens < self.drawn, "{tokens} of {} tokens were not drawn", self.drawn);
+        self.drawn -= tokens;
     }
 
     /// Its phases as of its end at `now`.

@@ -80,6 +80,7 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &Load, positions: &[u32
         for (word, value) in [
             (state::SLOT_ACTIVE, state::ACTIVE_RUNNING),
             (state::SLOT_POSITION, *position),
+            (state::SLOT_SETTLED, *position),
             (state::SLOT_REMAINING, u32::MAX / 2),
             (state::SLOT_TOKEN, 1),
         ] {
@@ -96,7 +97,7 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &Load, positions: &[u32
     if let Shape::Prefill { rows } = load.shape {
         let tokens = vec![0; rows as usize];
         let from = (load.position > 0).then_some(0);
-        let prompt = PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, from, keeps: &[] };
+        let prompt = PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, next: None, from, keeps: &[] };
         for (word, words) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
             for (at, value) in (layout.chunk_word(word)..).zip(words) {
                 set(at, value);

@@ -2,7 +2,7 @@
 //! memory, loads weights and records regions, bottom to top.
 //! Deliberately absent: what a request is.
 
-use super::executor::{Capacity, Executor, PAGE_TOKENS, STATE_TOKENS};
+use super::executor::{Capacity, Drafts, Executor, PAGE_TOKENS, STATE_TOKENS};
 use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts};
 use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
 use super::matrices;
@@ -347,6 +347,15 @@ const CPU_SLOTS: u32 = 4;
 const SLOT_MEMORY: u64 = 512 << 20;
 /// As [`SLOT_MEMORY`] says.
 const GPU_SLOTS: (u32, u32) = (8, 256);
+/// Tokens that are drafted at a time, and sequences that a step which verifies them can have: with more sequences the
+/// rows of drafts cost what rows of other sequences would.
+const GPU_DRAFTS: u32 = 3;
+/// As [`GPU_DRAFTS`] says.
+const GPU_DRAFT_SEQUENCES: u32 = 4;
+/// As [`GPU_DRAFTS`] says, on a CPU driver, where every recording takes its time to build.
+const CPU_DRAFTS: u32 = 1;
+/// As [`CPU_DRAFTS`] says.
+const CPU_DRAFT_SEQUENCES: u32 = 1;
 /// Snapshots of recurrent state on a CPU driver where nobody says otherwise.
 const CPU_SNAPSHOTS: u32 = 8;
 /// On a GPU they take at most one part in so many of its memory, and are at least and at most so many.
@@ -525,6 +534,19 @@ impl Build<'_> {
         Some(if finds { self.model.snapshots.unwrap_or_else(own) } else { 0 })
     }
 
+    /// Tokens that are drafted at a time, at most.
+    fn drafts(&self) -> u32 {
+        if !self.checkpoint.has_mtp() {
+            return 0;
+        }
+        self.model.drafts.unwrap_or(if self.adapter.is_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
+    }
+
+    /// Sequences that a step which verifies drafts can have.
+    fn draft_sequences(&self) -> u32 {
+        (if self.adapter.is_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES }).min(self.slots())
+    }
+
     /// The model's recordings with that many KV pages.
     fn decoder(&self, context: u32, pages: u32, chunk: u32) -> Decoder<'_> {
         let slots = self.slots();
@@ -543,13 +565,16 @@ impl Build<'_> {
                 recurrent: config.delta.is_some(),
             },
             cells: slots + self.snapshots().unwrap_or(0),
-            drafts: 0,
+            drafts: self.drafts(),
             pages,
             kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
                 config::KvFormat::F16 => Format::F16,
                 config::KvFormat::F32 => Format::F32,
             }),
-            ring: RingLayout { steps: RING_STEPS, rows: slots.next_power_of_two() },
+            ring: RingLayout {
+                steps: RING_STEPS,
+                rows: slots.next_power_of_two().max(self.draft_sequences().next_power_of_two() * (self.drafts() + 1)),
+            },
             context,
             tuning: self.tuning(context),
         }
@@ -591,7 +616,7 @@ impl Build<'_> {
         if used > 0 {
             self.progress.line(&format!("\"{}\": {used} workgroup shapes as `ostinato tune` found them", self.name));
         }
-        let recordings = Recordings::new(&decoder, &buckets);
+        let recordings = Recordings::new(&decoder, &buckets, self.draft_sequences());
         let all = recordings.all();
 
         let mut table = Table::new();
@@ -661,6 +686,10 @@ impl Build<'_> {
             let carried = plain.as_ref().map(|_| region(recording)).transpose()?;
             decode.insert(*rows, DecodeRegions { plain: region(plain.as_ref().unwrap_or(recording))?, carried });
         }
+        let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
+        for (drafts, sequences, recording) in &recordings.verify {
+            verify.entry(*drafts).or_default().insert(*sequences, region(recording)?);
+        }
         let mut prefill = BTreeMap::new();
         for (rows, layers) in &recordings.prefill {
             prefill.insert(*rows, region(layers)?);
@@ -705,6 +734,7 @@ impl Build<'_> {
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
+            drafts: Drafts { most: decoder.drafts, sequences: self.draft_sequences() },
             snapshots: self.snapshots(),
         };
         let executor = GpuExecutor::new(Parts {
@@ -716,6 +746,7 @@ impl Build<'_> {
             dump,
             dump_region,
             decode,
+            verify,
             prefill,
             first,
             inboxes,
@@ -741,7 +772,7 @@ impl Build<'_> {
             unified: capabilities.unified_memory,
             reserve_bytes: plan::default_reserve(budget.heap_bytes),
         };
-        let recordings = Recordings::new(probe, buckets);
+        let recordings = Recordings::new(probe, buckets, self.draft_sequences());
         let weights: Vec<Part> = probe.weights.iter().flat_map(|weight| probe.parts(weight)).collect();
         let names: Vec<&str> = weights.iter().map(|part| part.name.as_str()).collect();
         let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
@@ -773,7 +804,8 @@ impl Build<'_> {
             entries.push(entry);
         }
         let heads = probe.heads();
-        let layers = probe.config.layers_of(LayerKind::FullAttention).count() as u64;
+        // The drafting block has pages of its own.
+        let layers = probe.config.layers_of(LayerKind::FullAttention).count() as u64 + u64::from(probe.drafts());
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
         let page_bytes = heads.page_bytes() * 2 * layers;
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
@@ -938,6 +970,8 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
 pub(super) struct Recordings {
     /// By rows; the second with barriers, where that is another.
     decode: Vec<(u32, Recording, Option<Recording>)>,
+    /// By drafts of a sequence and sequences.
+    verify: Vec<(u32, u32, Recording)>,
     /// By rows.
     pub(super) prefill: Vec<(u32, Recording)>,
     /// By prompts.
@@ -957,7 +991,7 @@ pub(super) struct InboxRecordings {
 }
 
 impl Recordings {
-    fn new(decoder: &Decoder<'_>, buckets: &[u32]) -> Recordings {
+    fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
         let mut decode = Vec::new();
         let mut rows = 1;
         while rows <= decoder.state.rows {
@@ -967,6 +1001,14 @@ impl Recordings {
             let plain = (plain != recording).then_some(plain);
             decode.push((rows, recording, plain));
             rows *= 2;
+        }
+        let mut verify = Vec::new();
+        for drafts in 1..=decoder.drafts {
+            let mut sequences = 1;
+            while sequences <= draft_sequences.next_power_of_two() {
+                verify.push((drafts, sequences, decoder.record(Shape::Verify { sequences, drafts })));
+                sequences *= 2;
+            }
         }
         let prefill = buckets.iter().map(|&rows| (rows, decoder.record(Shape::Prefill { rows }))).collect();
         let most = decoder.state.prompts.next_power_of_two();
@@ -978,14 +1020,15 @@ impl Recordings {
         let from = dump.buffer("logits", bytes);
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
-        Recordings { decode, prefill, first, inboxes, dump }
+        Recordings { decode, verify, prefill, first, inboxes, dump }
     }
 
     fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
         let prompts = self.prefill.iter().chain(&self.first).map(|(_, recording)| recording);
+        let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes = self.inboxes.iter().flat_map(|inbox| [&inbox.apply, &inbox.clear, &inbox.mark]);
-        decode.chain(prompts).chain(inboxes).chain([&self.dump]).collect()
+        decode.chain(verify).chain(prompts).chain(inboxes).chain([&self.dump]).collect()
     }
 }
 

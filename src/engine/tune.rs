@@ -574,7 +574,7 @@ impl<'a> Bench<'a> {
             let mut patch = Patch::default();
             let start = index as u32 * layout.chunk;
             let from = (start > 0).then_some(0);
-            let rows = PromptRows { slot: 0, start, tokens: some, last: false, from, keeps: &[] };
+            let rows = PromptRows { slot: 0, start, tokens: some, last: false, next: None, from, keeps: &[] };
             // A single prompt's tiles begin at the first.
             for (word, words) in layout.chunk_layout().describe(&[rows], |_| 0) {
                 patch.set_all(layout.chunk_word(word), &words);

@@ -30,7 +30,8 @@ pub struct Table {
 /// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, rows
 ///   ascending; tiles are `flash`'s;
 /// - of models with recurrent state for each prompt {cell whose state it continues or `u32::MAX`, rows after which state
-///   is kept as well and the cell for that, twice, the first of its blocks of [`BLOCK_ROWS`] rows, 0, 0};
+///   is kept as well and the cell for that, twice, the first of its blocks of [`BLOCK_ROWS`] rows, the token behind its last
+///   row if it is known, 0};
 /// - for each prompt whose last chunk this is, its last row, from which a token is drawn;
 /// - the token of each row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,7 +88,8 @@ impl ChunkLayout {
                 let keep = |index: usize| prompt.keeps.get(index).copied().unwrap_or((0, u32::MAX));
                 let ((rows, cell), (more_rows, more_cell)) = (keep(0), keep(1));
                 let from = prompt.from.unwrap_or(u32::MAX);
-                cells.extend([from, rows, cell, more_rows, more_cell, first_block, 0, 0]);
+                let next = prompt.next.unwrap_or(0);
+                cells.extend([from, rows, cell, more_rows, more_cell, first_block, next, 0]);
             }
             first_row += prompt.tokens.len() as u32;
             first_tile += tiles(prompt.tokens.len() as u32);
@@ -118,6 +120,8 @@ pub struct PromptRows<'a> {
     pub tokens: &'a [u32],
     /// A token is drawn from the last of them.
     pub last: bool,
+    /// The token behind the last of them, if it is known.
+    pub next: Option<u32>,
     /// The cell whose recurrent state they continue; none at the beginning of a sequence.
     pub from: Option<u32>,
     /// Rows after which their state is kept, a multiple of [`BLOCK_ROWS`], and the cell for it; two at most.

@@ -303,6 +303,8 @@ impl Generation {
                 prompt_tokens: finished.prompt_tokens,
                 cached_tokens: finished.cached_tokens,
                 output_tokens,
+                drafted_tokens: finished.drafted_tokens,
+                accepted_tokens: finished.accepted_tokens,
             }),
             timings: Some(convert::timings(&finished)),
             per_token: Some(convert::cost(&finished.per_token)),

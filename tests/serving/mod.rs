@@ -68,6 +68,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             buckets: vec![1, 2],
             run_ahead: 4,
             vocabulary: VOCABULARY,
+            drafts: Default::default(),
             snapshots: None,
         },
         step,

@@ -1,0 +1,135 @@
+//! How many tokens to draft: what a step that verifies drafts takes, and how often drafts were right, against a step
+//! without them. Pure bookkeeping. Deliberately absent: the drafts themselves, which only the device knows.
+
+use super::executor::Drafts;
+use super::pace::Pace;
+
+/// A new token counts for this share of the mean.
+const SHARE: f64 = 1.0 / 64.0;
+/// How often a draft is taken to be right before the first was seen.
+const UNSEEN: f64 = 0.5;
+/// Of so many plans one tries another number of drafts, to know how it would do now; where none are of use, of so many
+/// times `IDLE` as many.
+const EXPLORE: u64 = 32;
+/// As [`EXPLORE`] says.
+const IDLE: u64 = 8;
+
+/// Chooses, and learns.
+#[derive(Clone, Debug)]
+pub struct Speculation {
+    can: Drafts,
+    /// By draft: how often it was right where those before it were.
+    right: Vec<f64>,
+    /// Choices so far.
+    choices: u64,
+}
+
+impl Speculation {
+    /// For an executor that drafts so far.
+    pub fn new(can: Drafts) -> Speculation {
+        Speculation { can, right: vec![UNSEEN; can.most as usize], choices: 0 }
+    }
+
+    /// Tokens to draft for each of so many sequences.
+    pub fn choose(&mut self, sequences: u32, pace: &Pace) -> u32 {
+        if self.can.most == 0 || sequences > self.can.sequences {
+            return 0;
+        }
+        self.choices += 1;
+        // What has not been timed is tried first.
+        let times: Vec<Option<f64>> =
+            (0..=self.can.most).map(|drafts| pace.verify(sequences, drafts).map(|t| t.as_secs_f64())).collect();
+        if let Some(unknown) = times.iter().position(Option::is_none) {
+            return unknown as u32;
+        }
+        let mut best = (0, 0.0);
+        let (mut tokens, mut all_right) = (1.0, 1.0);
+        for (drafts, time) in (0u32..).zip(times.into_iter().flatten()) {
+            if drafts > 0 {
+                all_right *= self.right[drafts as usize - 1];
+                tokens += all_right;
+            }
+            let speed = tokens / time.max(1e-9);
+            if speed > best.1 {
+                best = (drafts, speed);
+            }
+        }
+        let every = if best.0 == 0 { EXPLORE * IDLE } else { EXPLORE };
+        match self.choices % every {
+            0 => (self.choices / every % u64::from(self.can.most + 1)) as u32,
+            _ => best.0,
+        }
+    }
+
+    /// A step that verified `drafts` drew its `draft`th draft, or with 0 a token behind none.
+    pub fn note(&mut self, drafts: u32, draft: u32) {
+        if draft > 0 {
+            self.right[draft as usize - 1] += SHARE;
+        }
+        // The next one counts as wrong until it is drawn.
+        if draft < drafts {
+            self.right[draft as usize] *= 1.0 - SHARE;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn timed(micros: [u64; 3]) -> Pace {
+        let mut pace = Pace::default();
+        pace.note_step(1, Duration::from_micros(micros[0]));
+        pace.note_verify(1, 1, Duration::from_micros(micros[1]));
+        pace.note_verify(1, 2, Duration::from_micros(micros[2]));
+        pace
+    }
+
+    fn usual(speculation: &mut Speculation, pace: &Pace) -> u32 {
+        let mut counts = [0; 4];
+        (0..15).for_each(|_| counts[speculation.choose(1, pace) as usize] += 1);
+        (0..4).max_by_key(|drafts| counts[*drafts as usize]).expect("there are choices")
+    }
+
+    #[test]
+    fn every_number_of_drafts_is_timed_before_one_is_preferred() {
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2 });
+        let mut pace = Pace::default();
+        assert_eq!(speculation.choose(1, &pace), 0);
+        pace.note_step(1, Duration::from_millis(2));
+        assert_eq!(speculation.choose(1, &pace), 1);
+        pace.note_verify(1, 1, Duration::from_millis(2));
+        assert_eq!(speculation.choose(1, &pace), 2);
+        assert_eq!(speculation.choose(3, &pace), 0, "more sequences than a verifying step has");
+    }
+
+    #[test]
+    fn drafts_are_as_many_as_are_worth_their_time() {
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2 });
+        let pace = timed([1000, 1200, 1500]);
+        for _ in 0..2000 {
+            // The first draft is right, the second wrong.
+            speculation.note(2, 0);
+            speculation.note(2, 1);
+        }
+        assert!(speculation.right[0] > 0.95 && speculation.right[1] < 0.05, "{:?}", speculation.right);
+        assert_eq!(usual(&mut speculation, &pace), 1);
+        assert_eq!(usual(&mut speculation, &timed([1000, 2100, 2500])), 0, "too slow");
+        for _ in 0..2000 {
+            (0..3).for_each(|draft| speculation.note(2, draft));
+        }
+        assert_eq!(usual(&mut speculation, &pace), 2);
+        for _ in 0..2000 {
+            speculation.note(2, 0);
+        }
+        assert_eq!(usual(&mut speculation, &pace), 0, "none is right any more");
+        let tried = (0..4 * EXPLORE * IDLE).filter(|_| speculation.choose(1, &pace) > 0).count();
+        assert!((1..=8).contains(&tried), "{tried} plans look whether that has changed");
+    }
+
+    #[test]
+    fn without_drafts_none_are_chosen() {
+        assert_eq!(Speculation::new(Drafts::default()).choose(1, &Pace::default()), 0);
+    }
+}

@@ -376,7 +376,7 @@ fn thousands_of_requests_with_recurrent_state() {
                 prefill_chunk: 192,
                 context: 1200,
                 snapshots: Some(snapshots),
-                drafts: Drafts { most: seed as u32, sequences: 4 },
+                drafts: Drafts { most: seed as u32, sequences: 4, always: seed == 2 },
                 ..capacity(8, 80, &[1, 2, 4, 8])
             },
             gap_steps: 30,

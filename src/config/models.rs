@@ -46,6 +46,8 @@ pub struct Model {
     pub snapshots: Option<u32>,
     /// Tokens that are drafted at a time, at most 3, of models that can draft; 0 none; unset: the engine's choice.
     pub drafts: Option<u32>,
+    /// Whether so many are drafted even where fewer would be faster; unset: no.
+    pub drafts_always: Option<bool>,
 }
 
 /// A number format of keys and values.
@@ -94,6 +96,7 @@ impl Model {
             prefix_cache: None,
             snapshots: None,
             drafts: None,
+            drafts_always: None,
         }
     }
 }

@@ -54,6 +54,8 @@ pub struct Drafts {
     pub most: u32,
     /// Sequences that a step which verifies drafts can have.
     pub sequences: u32,
+    /// As many as possible are drafted, whatever they cost.
+    pub always: bool,
 }
 
 /// Sampling and stopping of a slot as the device holds them; set when the sequence joins.

@@ -361,7 +361,7 @@ impl FakeExecutor {
     }
 
     fn decode(&mut self, slots: &[Slot], steps: u32, drafts: u32) -> Vec<Vec<Sampled>> {
-        let Drafts { most, sequences } = self.config.capacity.drafts;
+        let Drafts { most, sequences, .. } = self.config.capacity.drafts;
         assert!(drafts == 0 || (drafts <= most && slots.len() <= sequences as usize), "{drafts} drafts of {slots:?}");
         let capacity = &self.config.capacity;
         let most = *capacity.buckets.last().expect("a device has buckets");

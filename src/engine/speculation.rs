@@ -35,6 +35,9 @@ impl Speculation {
         if self.can.most == 0 || sequences > self.can.sequences {
             return 0;
         }
+        if self.can.always {
+            return self.can.most;
+        }
         self.choices += 1;
         // What has not been timed is tried first.
         let times: Vec<Option<f64>> =
@@ -94,7 +97,7 @@ mod tests {
 
     #[test]
     fn every_number_of_drafts_is_timed_before_one_is_preferred() {
-        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2 });
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false });
         let mut pace = Pace::default();
         assert_eq!(speculation.choose(1, &pace), 0);
         pace.note_step(1, Duration::from_millis(2));
@@ -106,7 +109,7 @@ mod tests {
 
     #[test]
     fn drafts_are_as_many_as_are_worth_their_time() {
-        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2 });
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false });
         let pace = timed([1000, 1200, 1500]);
         for _ in 0..2000 {
             // The first draft is right, the second wrong.

@@ -734,7 +734,11 @@ impl Build<'_> {
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
-            drafts: Drafts { most: decoder.drafts, sequences: self.draft_sequences() },
+            drafts: Drafts {
+                most: decoder.drafts,
+                sequences: self.draft_sequences(),
+                always: self.model.drafts_always.unwrap_or(false),
+            },
             snapshots: self.snapshots(),
         };
         let executor = GpuExecutor::new(Parts {

@@ -54,6 +54,9 @@ pub(crate) struct Bench {
     /// Most tokens of a prompt chunk.
     #[arg(long)]
     prefill_chunk: Option<u32>,
+    /// Tokens that a model which can draft tokens drafts at a time; 0 none. Left out: as many as pay
+    #[arg(long)]
+    drafts: Option<u32>,
     /// How keys and values are kept: f16 or f32.
     #[arg(long)]
     kv_format: Option<String>,
@@ -154,6 +157,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     model.kv_pages = Some((most + 1) * (longest.div_ceil(16) + 1) * if args.seen { 2 } else { 1 });
     model.context = Some(longest);
     model.prefill_chunk = args.prefill_chunk;
+    model.drafts = args.drafts;
+    model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     model.kv_format = match args.kv_format.as_deref() {
         None => None,
         Some("f16") => Some(crate::config::KvFormat::F16),

@@ -35,7 +35,7 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "SEL")]
     device: Option<String>,
     /// Asks a server instead of loading the model.
-    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits", "tune", "prefill_chunk"])]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits", "tune", "prefill_chunk", "drafts"])]
     server: Option<String>,
     #[command(flatten)]
     input: Input,
@@ -99,6 +99,9 @@ pub(crate) struct Generate {
     /// Most tokens of a prompt chunk.
     #[arg(long, value_name = "N")]
     prefill_chunk: Option<u32>,
+    /// Tokens that a model which can draft tokens drafts at a time; 0 none. Left out: as many as pay
+    #[arg(long)]
+    drafts: Option<u32>,
     /// Writes each step's logits to a safetensors file: `logits`, f32, [steps, vocabulary].
     #[arg(long, value_name = "FILE")]
     dump_logits: Option<PathBuf>,
@@ -244,6 +247,8 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     model.context = args.context;
     model.memory_limit = args.memory_limit;
     model.prefill_chunk = args.prefill_chunk;
+    model.drafts = args.drafts;
+    model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache_directory();
     config.runtime.tune = args.tune.clone();

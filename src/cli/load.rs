@@ -51,7 +51,7 @@ pub(super) struct Load {
     #[arg(
         long,
         value_name = "ADDR",
-        conflicts_with_all = ["model", "device", "depth", "seen", "beside", "stages", "prefill_chunk", "kv_format", "tune"]
+        conflicts_with_all = ["model", "device", "depth", "seen", "beside", "stages", "prefill_chunk", "drafts", "kv_format", "tune"]
     )]
     pub(super) server: Option<String>,
     /// The served model's name; left out: the server's only one.

@@ -1,0 +1,337 @@
+//! Goal: the kernels of speculation mean what their references say, on both CPU drivers or a GPU; and tokens of the gated
+//! delta rule that are verified, in part rejected and replayed leave what plain steps of the accepted ones would.
+//! Method: seeded cases with slots that run, have ended or do not exist, and poison wherever nothing is to be read or
+//! written; the state after verifying steps against `delta_step` on the accepted tokens alone, both on the device.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::{Bench, Cases, Expect, POISON, Random, descriptor};
+use ostinato::kernels::delta::{DeltaHeads, delta_step};
+use ostinato::kernels::delta_verify::{MOST_PENDING, delta_verify};
+use ostinato::kernels::draft::{self, VerifyRows};
+use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::shaders::{
+    DeltaStepArgs, DeltaVerifyArgs, JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, VerifyRowsArgs,
+};
+use ostinato::kernels::state::*;
+use ostinato::kernels::tags::Flow;
+
+const LAYOUT: ChunkLayout = ChunkLayout { prompts: 5, recurrent: true };
+const EPSILON: f32 = 1e-6;
+/// Sums of some dozens of f32, in another order.
+const SUMS: f32 = 1e-5;
+
+fn check(cases: &Cases) {
+    let vulkan = Vulkan::new();
+    let reference = cases.reference();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
+/// Words of slots: running, ended, idle, running.
+fn slots(positions: [u32; 4]) -> Vec<u32> {
+    let mut words = vec![POISON; 4 * SLOT_WORDS as usize];
+    let active = [ACTIVE_RUNNING, ACTIVE_DONE, ACTIVE_IDLE, ACTIVE_RUNNING];
+    for (slot, (position, active)) in positions.into_iter().zip(active).enumerate() {
+        let mut set = |word: u32, value: u32| words[slot * SLOT_WORDS as usize + word as usize] = value;
+        set(SLOT_ACTIVE, active);
+        set(SLOT_TOKEN, 100 + slot as u32);
+        set(SLOT_POSITION, position);
+        (0..MOST_DRAFTS).for_each(|i| set(SLOT_DRAFTS + i, 200 + 10 * slot as u32 + i));
+    }
+    words
+}
+
+#[test]
+fn rows_to_verify_and_rows_to_draft_from() {
+    let mut cases = Cases::new("rows of drafts");
+    for (each, batch) in [(2, vec![3, 0]), (4, vec![0, u32::MAX, 3, 1]), (1, vec![2])] {
+        cases.case(format!("{each}.{}", batch.len()));
+        let sequences = batch.len() as u32;
+        let rows = VerifyRows { sequences, each, tiles: 2 };
+        let slots = cases.words("slots", &slots([17, 5, 0, 40]));
+        let chunk = cases.output("chunk", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
+        let args = VerifyRowsArgs { slots, batch: cases.words("batch", &batch), chunk, tokens_at: LAYOUT.token(0) };
+        cases.recording.call(draft::verify_rows("verify_rows".to_owned(), rows, args));
+    }
+    // Of slot 3 the first two of three rows were accepted, of slot 0 all; slot 1 has ended, and one row is nobody's.
+    for (each, step) in [(3, 0), (1, 1), (1, 2)] {
+        cases.case(format!("next.{each}.{step}"));
+        let starts = [(3u32, 38u32), (0, 14), (1, 9), (u32::MAX, 0)];
+        let table: Vec<u32> = starts
+            .iter()
+            .flat_map(|&(slot, start)| {
+                (0..each).flat_map(move |t| [500 + 10 * (slot & 7) + t, start + t, slot, u32::from(slot != u32::MAX)])
+            })
+            .collect();
+        let next = cases.output("next", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
+        let args = NextTokensArgs {
+            rows: cases.words("rows", &table),
+            slots: cases.words("slots", &slots([17, 10, 0, 40])),
+            next,
+            last_at: LAYOUT.last(0),
+            tokens_at: LAYOUT.token(0),
+        };
+        let rows = VerifyRows { sequences: starts.len() as u32, each, tiles: 1 };
+        cases.recording.call(draft::next_tokens("next_tokens".to_owned(), rows, step, args));
+        let memory = cases.reference();
+        let word = |at: u32| memory.u32(next, at);
+        if step == 0 {
+            // The row that a token was drawn from, with that token; before it the drafts that were right.
+            assert_eq!([word(LAYOUT.last(0)), word(LAYOUT.last(1))], [1, 5]);
+            assert_eq!([0, 1, 3, 4, 5].map(|row| word(LAYOUT.token(row))), [531, 103, 501, 502, 100]);
+            assert_eq!([0, 1, 2, 3].map(|index| word(4 + 4 * index)), [3, 0, u32::MAX, u32::MAX]);
+        } else {
+            assert_eq!(word(LAYOUT.token(0)), 230 + step - 1, "the draft before is read");
+            assert_eq!(word(5), 40 + step - 1, "at the position behind the token drawn");
+        }
+    }
+    check(&cases);
+}
+
+#[test]
+fn tokens_of_prompts_shift_by_one() {
+    let mut cases = Cases::new("shift");
+    let lengths: [&[usize]; 3] = [&[1], &[5, 1, 70], &[64, 3]];
+    for (index, lengths) in lengths.into_iter().enumerate() {
+        cases.case(format!("{index}"));
+        let rows: usize = lengths.iter().sum();
+        let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i).collect();
+        let mut first = 0;
+        let prompts: Vec<PromptRows<'_>> = lengths
+            .iter()
+            .enumerate()
+            .map(|(slot, length)| {
+                let tokens = &tokens[first..first + length];
+                first += length;
+                let next = (slot != 1).then_some(7 + slot as u32);
+                PromptRows { slot: slot as u32, start: 3, tokens, last: slot == 1, next, from: None, keeps: &[] }
+            })
+            .collect();
+        let next = cases.output("next", LAYOUT.bytes(rows as u32 + 2) as usize / 4, Expect::Exact);
+        let args = ShiftTokensArgs {
+            chunk: cases.words("chunk", &descriptor(LAYOUT, &prompts, |_| 1)),
+            next,
+            cells_at: LAYOUT.cells(0),
+            last_at: LAYOUT.last(0),
+            tokens_at: LAYOUT.token(0),
+            rows: rows as u32,
+        };
+        cases.recording.call(draft::shift_tokens("shift_tokens".to_owned(), args));
+        let memory = cases.reference();
+        assert_eq!(memory.u32(next, LAYOUT.token(lengths[0] as u32 - 1)), 7, "the token behind a chunk");
+        if lengths[0] > 1 {
+            assert_eq!(memory.u32(next, LAYOUT.token(0)), 1001);
+        }
+    }
+    check(&cases);
+}
+
+#[test]
+fn norms_are_joined_and_the_best_token_is_kept() {
+    let mut cases = Cases::new("norms and drafts");
+    let mut random = Random(5);
+    for (rows, width) in [(1, 8), (3, 100), (4, 256)] {
+        cases.case(format!("{rows}.{width}"));
+        let (stride, y_stride) = (width + 4, 2 * width + 8);
+        let mut values = |name: &str, count: u32| cases.floats(name, &random.floats(count as usize));
+        let args = JoinNormsArgs {
+            e: values("e", rows * stride),
+            h: values("h", rows * stride),
+            e_norm: values("e_norm", width),
+            final_norm: values("final_norm", width),
+            h_norm: values("h_norm", width),
+            y: cases.output("y", (rows * y_stride) as usize, Expect::Floats(SUMS)),
+            width,
+            stride,
+            y_stride,
+            epsilon: EPSILON,
+        };
+        cases.recording.call(draft::join_norms("norms".to_owned(), rows, args));
+    }
+    for index in 0..MOST_DRAFTS {
+        cases.case(format!("draft.{index}"));
+        // A tie, a part without tokens, and a row whose logits are no numbers.
+        let partials = [
+            [(1.0f32, 5), (3.0, 40), (3.0, 21), (f32::NEG_INFINITY, TOKEN_NONE)],
+            [(f32::NAN, 3), (f32::NAN, 9), (f32::NEG_INFINITY, TOKEN_NONE), (f32::NAN, 30)],
+            [(-2.0, 5), (-1.0, 11), (-8.0, 21), (-3.0, 33)],
+        ];
+        let words: Vec<u32> = partials.iter().flatten().flat_map(|(value, token)| [value.to_bits(), *token]).collect();
+        let args = StoreDraftArgs {
+            partials: cases.words("partials", &words),
+            rows: cases.words("rows", &[1, 9, 3, 1, 1, 9, 0, 1, 1, 9, 1, 0]),
+            slots: cases.words("slots", &slots([1, 2, 3, 4])),
+            row_count: 3,
+            parts: 4,
+        };
+        cases.recording.call(draft::store_draft("store".to_owned(), index, args));
+        let memory = cases.reference();
+        assert_eq!(memory.u32(args.slots, 3 * SLOT_WORDS + SLOT_DRAFTS + index), 21, "the lower of equals");
+        assert_eq!(memory.u32(args.slots, SLOT_WORDS + SLOT_DRAFTS + index), 210 + index, "a row that is not valid");
+    }
+    check(&cases);
+}
+
+/// A layer's operands, and rows of its projection by position.
+struct Layer {
+    heads: DeltaHeads,
+    stride: u32,
+    vectors: [Range; 4],
+    rows: Vec<Vec<f32>>,
+}
+
+/// Buffers of one cell.
+struct Cell {
+    state: Range,
+    window: Range,
+    pending: Range,
+}
+
+impl Layer {
+    fn new(cases: &mut Cases, random: &mut Random, heads: DeltaHeads, tokens: u32) -> Layer {
+        let stride = heads.projected().next_multiple_of(4);
+        let mut values = |name: &str, count: u32| cases.floats(name, &random.floats(count as usize));
+        let vectors = [
+            values("conv", heads.channels() * 4),
+            values("a_log", heads.value),
+            values("dt_bias", heads.value),
+            values("norm", heads.value_dim),
+        ];
+        let rows = (0..tokens).map(|_| random.floats(stride as usize)).collect();
+        Layer { heads, stride, vectors, rows }
+    }
+
+    fn cell(&self, cases: &mut Cases, name: &str) -> Cell {
+        let mut buffer = |part: &str, bytes: u64| {
+            cases.output(&format!("{name}.{part}"), bytes as usize / 4, Expect::Floats(SUMS))
+        };
+        let state = buffer("state", self.heads.state_bytes(1));
+        let window = buffer("window", self.heads.window_bytes(1));
+        Cell { state, window, pending: buffer("pending", self.heads.pending_bytes(1)) }
+    }
+
+    fn x(&self, cases: &mut Cases, name: &str, positions: std::ops::Range<u32>) -> Range {
+        let rows: Vec<f32> = positions.flat_map(|p| self.rows[p as usize].clone()).collect();
+        cases.floats(name, &rows)
+    }
+
+    /// One plain step; `settled`: tokens that the state has taken in.
+    fn step(&self, cases: &mut Cases, name: &str, cell: &Cell, position: u32, settled: Option<u32>) -> Range {
+        let width = self.heads.output();
+        let mut words = vec![POISON; SLOT_WORDS as usize];
+        words[SLOT_SETTLED as usize] = settled.unwrap_or(POISON);
+        let [conv, a_log, dt_bias, norm] = self.vectors;
+        let args = DeltaStepArgs {
+            x: self.x(cases, &format!("{name}.x"), position..position + 1),
+            rows: cases.words(&format!("{name}.rows"), &[1, position, 0, 1]),
+            conv,
+            a_log,
+            dt_bias,
+            norm,
+            state: cell.state,
+            window: cell.window,
+            slots: cases.words(&format!("{name}.slots"), &words),
+            pending: cell.pending,
+            y: cases.output(&format!("{name}.y"), width as usize, Expect::Floats(SUMS)),
+            fault: cases.words(&format!("{name}.fault"), &[0]),
+            stride: self.stride,
+            y_stride: width,
+            epsilon: EPSILON,
+            x_tag: 0,
+            y_tag: 0,
+        };
+        let label = name.to_owned();
+        cases.recording.call(delta_step(label, self.heads, 1, false, settled.is_some(), Flow::NONE, args));
+        args.y
+    }
+
+    /// One verifying step from `position` on, of the rows of `positions`: those behind what was accepted are others'.
+    fn verify(&self, cases: &mut Cases, name: &str, cell: &Cell, position: u32, settled: u32, rows: &[Vec<f32>]) -> Range {
+        let (width, each) = (self.heads.output(), rows.len() as u32);
+        let mut words = vec![POISON; SLOT_WORDS as usize];
+        words[SLOT_SETTLED as usize] = settled;
+        let table: Vec<u32> = (0..each).flat_map(|t| [1, position + t, 0, 1]).collect();
+        let [conv, a_log, dt_bias, norm] = self.vectors;
+        let args = DeltaVerifyArgs {
+            x: cases.floats(&format!("{name}.x"), &rows.concat()),
+            rows: cases.words(&format!("{name}.rows"), &table),
+            slots: cases.words(&format!("{name}.slots"), &words),
+            conv,
+            a_log,
+            dt_bias,
+            norm,
+            state: cell.state,
+            window: cell.window,
+            pending: cell.pending,
+            y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
+            stride: self.stride,
+            y_stride: width,
+            epsilon: EPSILON,
+        };
+        cases.recording.call(delta_verify(name.to_owned(), self.heads, (1, each), false, args));
+        args.y
+    }
+}
+
+#[test]
+fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
+    let mut cases = Cases::new("delta_verify");
+    let mut random = Random(23);
+    let mut compared: Vec<(Range, Range, u32)> = Vec::new();
+    let shapes = [(1, 1, 16, 32), (2, 4, 32, 16), (1, 3, 48, 48)];
+    for (index, (key, value, key_dim, value_dim)) in shapes.into_iter().enumerate() {
+        let heads = DeltaHeads { key, value, key_dim, value_dim };
+        cases.case(format!("{heads:?}"));
+        let layer = Layer::new(&mut cases, &mut random, heads, 24);
+        let (plain, drafting) = (layer.cell(&mut cases, "plain"), layer.cell(&mut cases, "drafting"));
+        // Accepted tokens of each verifying step, of one more row than there are drafts.
+        let [mut position, mut settled] = [0, 0];
+        let mut outputs: Vec<(Range, u32)> = Vec::new();
+        for p in 0..2 {
+            outputs.push((layer.step(&mut cases, &format!("first.{p}"), &drafting, p, None), 0));
+            [position, settled] = [p + 1, p + 1];
+        }
+        let turns: [(u32, u32); 6] = [(2, 1), (4, 4), (3, 2), (1, 1), (4, 3), (2, 2)];
+        for (turn, (each, accepted)) in turns.into_iter().enumerate() {
+            // Rows behind the accepted ones are of tokens that were never drawn.
+            let rows: Vec<Vec<f32>> = (0..each)
+                .map(|t| match t < accepted {
+                    true => layer.rows[(position + t) as usize].clone(),
+                    false => random.floats(layer.stride as usize),
+                })
+                .collect();
+            let y = layer.verify(&mut cases, &format!("verify.{turn}"), &drafting, position, settled, &rows);
+            outputs.extend((0..accepted).map(|t| (y, t)));
+            settled = position;
+            position += accepted;
+        }
+        assert!(position - settled <= MOST_PENDING);
+        // A step without drafts takes in what is left.
+        outputs.push((layer.step(&mut cases, "last", &drafting, position, Some(settled)), 0));
+        for p in 0..=position {
+            let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, p, None);
+            let (drafted, row) = outputs[p as usize];
+            compared.push((drafted.part(u64::from(row * heads.output()) * 4, u64::from(heads.output()) * 4), y, p));
+        }
+        compared.push((drafting.state, plain.state, index as u32));
+    }
+    let vulkan = Vulkan::new();
+    let reference = cases.reference();
+    for driver in Driver::all() {
+        let bench = Bench::new(&vulkan, *driver);
+        cases.check(&bench, &reference);
+        let memory = bench.run(&cases.recording, &cases.before());
+        for (drafted, plain, position) in &compared {
+            for i in 0..(plain.bytes / 4) as u32 {
+                let [found, wanted] = [drafted, plain].map(|range| memory.f32(*range, i));
+                let near = (found - wanted).abs() <= 1e-4 * (1.0 + wanted.abs());
+                assert!(near, "{driver:?}, position {position}, value {i}: {found} instead of {wanted}");
+            }
+        }
+    }
+}

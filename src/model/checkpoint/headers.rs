@@ -58,12 +58,12 @@ impl Headers {
         let Some(map) = parsed.get("weight_map").and_then(Value::as_object) else {
             return bad("weight_map is missing".to_owned());
         };
-        let mut shards: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (tensor, shard) in map {
             match shard.as_str() {
                 // A name, not a way out of the directory.
                 Some(name) if Path::new(name).file_name().is_some_and(|file| file == name) => {
-                    shards.entry(name).or_default().push(tensor);
+                    shards.entry(name).or_default().insert(tensor);
                 }
                 _ => return bad(format!("weight_map puts {tensor} into {shard}, which is not a file name")),
             }
@@ -80,7 +80,7 @@ impl Headers {
             match found {
                 // The index has the last word on which shard a tensor is read from.
                 Some(found) => {
-                    self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(&name.as_str())))
+                    self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(name.as_str())))
                 }
                 None => self.lost.extend(tensors.into_iter().map(str::to_owned)),
             }

@@ -434,7 +434,7 @@ fn sparse_layers(reader: &mut Reader, layers: Option<u32>) -> Option<Vec<MlpKind
         Some(other) => reader.wrong("mlp_only_layers", other, "a list of layers"),
     }
     let (step, layers) = (step?, layers?);
-    let kind = |layer: u32| match (layer + 1) % step == 0 && !dense.contains(&u64::from(layer)) {
+    let kind = |layer: u32| match (layer + 1).is_multiple_of(step) && !dense.contains(&u64::from(layer)) {
         true => MlpKind::Experts,
         false => MlpKind::Dense,
     };
@@ -525,7 +525,7 @@ fn rope(
     let head_dim = head_dim?;
     let rotary_dim = (f64::from(head_dim) * partial) as u32;
     // A head of an odd size has been noted by itself.
-    if head_dim % 2 == 0 && (rotary_dim == 0 || rotary_dim % 2 != 0) {
+    if head_dim.is_multiple_of(2) && (rotary_dim == 0 || !rotary_dim.is_multiple_of(2)) {
         let rule = format!("such that it takes an even number of a head's {head_dim} dimensions");
         reader.wrong("partial_rotary_factor", partial, rule);
     }

@@ -107,10 +107,11 @@ fn sequences_that_lose_their_place_are_computed_again() {
     let vulkan = Vulkan::new();
     let name = "hybrid-long";
     let text = text(name);
-    let pages = (text.tokens.len() as u32).div_ceil(16);
+    let [all, prompt] = [text.tokens.len(), text.prompt].map(|tokens| (tokens as u32).div_ceil(16));
     let host = serve(&vulkan, name, |model, _| {
-        model.kv_pages = Some(2 * pages + 1);
-        model.context = Some(16 * pages);
+        // Two prompts find room, but not what they draw.
+        model.kv_pages = Some(2 * prompt + 3);
+        model.context = Some(16 * all);
         model.prefix_cache = Some(false);
     });
     let replica = replica(&host);
@@ -159,7 +160,8 @@ fn where_prompts_part_a_snapshot_is_left_for_the_next() {
     let vulkan = Vulkan::new();
     let name = "hybrid-long";
     let text = text(name);
-    let host = serve(&vulkan, name, |_, _| {});
+    // One chunk a prompt: else the end of each would be kept.
+    let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(640));
     let replica = replica(&host);
     let ask = |number: u32| {
         let mut tokens = text.tokens[..text.prompt].to_vec();

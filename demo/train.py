@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
-"""Trains, exports and measures the demo model.
+"""Trains, exports and measures the demo models.
 
     python3 train.py tokenizer OUT                      train the tokenizer and write the files around the model
+    python3 train.py hybrid OUT --tokenizer-of model    write the files around a model of the Qwen3.5 architecture
     python3 train.py train OUT --minutes 7              train (on a GPU), write OUT/model.safetensors
     python3 train.py evaluate OUT --tasks tasks.jsonl   measure a written model with transformers, in f32
-    python3 train.py check OUT                          compare this file's forward pass with that of transformers
+    python3 train.py drafts OUT                         measure how many drafts of the hybrid's own replies are right
+    python3 train.py check OUT                          compare the forward pass made here with that of transformers
 
 OUT is a folder such as `model`. Training makes its own corpus as it goes: worker processes write chats (corpus.py) and
 put them into rows of 1024 tokens, and the GPU trains on rows that it has mostly not seen before. The learning rate
 follows the clock, so that training ends when --minutes are over, however fast the machine is.
 
-How the committed model was made, on one NVIDIA H200 with 16 processor cores (torch 2.11, transformers 5.17):
+How `model` was made, on one NVIDIA H200 with 16 processor cores (torch 2.11, transformers 5.17):
 
     python3 train.py tokenizer model
     python3 train.py train first --minutes 7.4
@@ -19,7 +21,18 @@ How the committed model was made, on one NVIDIA H200 with 16 processor cores (to
 The first run took 444 s (7,219 steps, 1,892 M tokens, of which 961 M were made anew; 4.45 M tokens a second), the second
 123 s (1,228 steps, 322 M tokens). Between them the stories of the corpus changed: they began to lean on their hero (see
 `lean` in corpus.py; the commit before the model holds the corpus of the tokenizer and of the first run). `first` needs
-the files that `tokenizer` writes. The weights are f32 in training, with bf16 products, and are rounded to bf16 at the end.
+the files that `tokenizer` writes.
+
+How `hybrid` was made, on the same machine, with the corpus as it is:
+
+    python3 train.py hybrid second --tokenizer-of model; python3 train.py hybrid hybrid --tokenizer-of model
+    python3 train.py train second --minutes 8.3 --batch 192
+    python3 train.py train hybrid --start-from second --minutes 3.2 --batch 192 --lr 0.006 --seed 2 --drafts 3 --draft 0.3
+
+The first run took 498 s (6,439 steps, 1,266 M tokens, of which 724 M were made anew; 2.95 M tokens a second once compiled),
+the second 192 s (1,290 steps, 254 M tokens, 151 M made anew; 2.32 M tokens a second).
+
+The weights are f32 in training, with bf16 products, and are rounded to bf16 at the end.
 """
 
 import argparse
@@ -36,6 +49,8 @@ import torch
 import torch.nn.functional as F
 
 import corpus
+import delta
+import qwen35
 
 # 7 layers, 256 wide: 4.65 million weights.
 CONFIG = {
@@ -62,6 +77,13 @@ SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizer
 # ---------------------------------------------------------------------------------------------------------------------
+
+def configure_hybrid(out, like):
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (out / name).write_text((like / name).read_text())
+    (out / "config.json").write_text(json.dumps(qwen35.CONFIG, indent=2) + "\n")
+
 
 def train_tokenizer(out):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -235,7 +257,7 @@ class Model(torch.nn.Module):
     def loss(self, ids, targets, weights, positions, attend, dtype):
         logits = self(ids, positions, attend, dtype).float()
         each = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1), reduction="none")
-        return (each * weights.reshape(-1)).sum() / weights.sum()
+        return ((each * weights.reshape(-1)).sum() / weights.sum())[None]
 
     def tensors(self):
         """The weights under the names that transformers gives them."""
@@ -246,18 +268,25 @@ class Model(torch.nn.Module):
             named.update({f"model.layers.{i}.{name}.weight": value for name, value in names.items()})
         return named
 
-    def save(self, folder):
-        from safetensors.torch import save_file
-        save_file({name: value.detach().to(torch.bfloat16).cpu().contiguous() for name, value in self.tensors().items()}, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+def make(folder):
+    """A model with random weights as the folder's config.json says."""
+    c = json.loads((folder / "config.json").read_text())
+    return qwen35.Model(c) if c["model_type"] == "qwen3_5_text" else Model(c)
 
 
-    @torch.no_grad()
-    def load(self, folder):
-        from safetensors.torch import load_file
-        stored, names = load_file(str(folder / "model.safetensors")), self.tensors()
-        assert stored.keys() == names.keys()
-        for name, value in names.items():
-            value.copy_(stored[name].float())
+def save(model, folder):
+    from safetensors.torch import save_file
+    save_file({name: value.detach().to(torch.bfloat16).cpu().contiguous() for name, value in model.tensors().items()}, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def restore(model, folder):
+    from safetensors.torch import load_file
+    stored, names = load_file(str(folder / "model.safetensors")), model.tensors()
+    assert stored.keys() == names.keys()
+    for name, value in names.items():
+        value.copy_(stored[name].float())
 
 
 class Muon(torch.optim.Optimizer):
@@ -299,11 +328,24 @@ class Muon(torch.optim.Optimizer):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def masked_attention(mask):
-    """Attention under a mask: a BlockMask for flex attention, or a plain tensor of truth values."""
+    """Attention under a mask: a BlockMask for flex attention, or a plain tensor of truth values. Asked for it, it gives the
+    logarithm of the softmax's sum too."""
     if isinstance(mask, torch.Tensor):
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    from torch.nn.attention.flex_attention import flex_attention
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+        def attend(q, k, v, lse=False):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            if not lse:
+                return out
+            scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
+            return out, scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
+    else:
+        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+        def attend(q, k, v, lse=False):
+            if not lse:
+                return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+            out, more = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+            return out, more.lse
+    return attend
 
 
 def mask_for(documents, kind, create):
@@ -337,13 +379,15 @@ def train(args):
     for process in workers:
         process.start()
 
-    model = Model(CONFIG)
+    model = make(out)
     if args.start_from:
-        model.load(Path(args.start_from))
+        restore(model, Path(args.start_from))
+    if isinstance(model, qwen35.Model):
+        model.drafts = args.drafts
     model.to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} weights on {torch.cuda.get_device_name() if cuda else 'cpu'}", flush=True)
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
-    others = [model.embed, model.final_norm] + [p for p in model.layers.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not model.embed]
+    others = [p for p in model.parameters() if p.ndim != 2 or p is model.embed]
     muon = Muon(matrices, lr=args.lr)
     adam = torch.optim.AdamW(others, lr=args.lr * 0.2, betas=(0.9, 0.95), weight_decay=0.0, fused=cuda)
 
@@ -374,7 +418,7 @@ def train(args):
         refill()
         assert all(process.is_alive() for process in workers), "a worker died"
     print(f"first {filled} rows after {time.time() - started:.0f} s", flush=True)
-    order, step, begin, tokens, recent = [], 0, None, 0, []
+    step, begin, tokens = 0, None, 0
     deadline = started + args.minutes * 60
     fresh = 0  # rows of the pool not trained on yet start here
     while True:
@@ -386,10 +430,10 @@ def train(args):
         else:
             picked = torch.randint(0, filled, (args.batch,), device=device)
         ids, targets, weights, positions, documents = prepare(pool[picked])
-        loss = loss_of(ids, targets, weights, positions, mask_for(documents, kind, create_mask))
-        loss.backward()
+        losses = loss_of(ids, targets, weights, positions, mask_for(documents, kind, create_mask))  # of the model, and of its drafts if it makes any
+        (losses[0] + args.draft * losses[1:].sum()).backward()
         if begin is None:  # compiled: the clock of the schedule starts
-            recent.append(loss.item())
+            losses.tolist()
             begin = time.time()
             print(f"first step after {begin - started:.0f} s", flush=True)
         progress = min(1.0, (time.time() - begin) / max(1.0, deadline - begin))
@@ -402,15 +446,15 @@ def train(args):
         step += 1
         tokens += args.batch * ROW
         if step % args.log == 0:
-            value = loss.item()
+            values = [f"{value:.4f}" for value in losses.tolist()]
             if step % (10 * args.log) == 0 or step == args.log:
-                print(f"step {step} {time.time() - started:.0f} s loss {value:.4f} rate {rate:.3f} {tokens / (time.time() - begin) / 1e6:.2f} Mtok/s rows made {made} used fresh {fresh}", flush=True)
+                print(f"step {step} {time.time() - started:.0f} s loss {' '.join(values)} rate {rate:.3f} {tokens / (time.time() - begin) / 1e6:.2f} Mtok/s rows made {made} used fresh {fresh}", flush=True)
         if progress >= 1.0 or step == args.steps:
             break
     for process in workers:
         process.kill()
-    model.save(out)
-    print(f"{step} steps, {tokens / 1e6:.0f} M tokens, {made} rows made ({made * ROW / 1e6:.0f} M tokens), loss {loss.item():.4f}, {time.time() - started:.0f} s in all", flush=True)
+    save(model, out)
+    print(f"{step} steps, {tokens / 1e6:.0f} M tokens, {made} rows made ({made * ROW / 1e6:.0f} M tokens), loss {' '.join(f'{value:.4f}' for value in losses.tolist())}, {time.time() - started:.0f} s in all", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -424,8 +468,8 @@ STORY_PROMPTS = ["Tell me a story about a fox, a lantern and a river.", "Tell me
 
 def load(folder, device):
     from tokenizers import Tokenizer
-    from transformers import Qwen3ForCausalLM
-    model = Qwen3ForCausalLM.from_pretrained(str(folder), dtype=torch.float32).to(device).eval()
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).to(device).eval()
     return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -434,8 +478,8 @@ def prompt_of(messages):
 
 
 @torch.no_grad()
-def replies(model, tokenizer, chats, new_tokens, batch=256, **how):
-    """The model's replies to chats, in batches of like length."""
+def replies(model, tokenizer, chats, new_tokens, batch=256, tokens=False, **how):
+    """The model's replies to chats, in batches of like length: as text, or as tokens with the one that ends them."""
     encoded = [tokenizer.encode(prompt_of(chat)).ids for chat in chats]
     out = [None] * len(chats)
     order = sorted(range(len(chats)), key=lambda i: len(encoded[i]))
@@ -447,6 +491,9 @@ def replies(model, tokenizer, chats, new_tokens, batch=256, **how):
         got = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, eos_token_id=[STOP, END], pad_token_id=END, **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None, **how})
         for i, row in zip(part, got[:, width:].tolist()):
             stop = next((n for n, token in enumerate(row) if token in (STOP, END)), None)
+            if tokens:
+                out[i] = row[:stop + 1] if stop is not None else row
+                continue
             out[i] = tokenizer.decode(row[:stop]) if stop is not None else tokenizer.decode(row) + " …"
     return out
 
@@ -495,26 +542,167 @@ def evaluate(args):
     (folder / "evaluation.json").write_text(json.dumps(report, indent=1, ensure_ascii=False))
 
 
-def check(args):
-    """Writes a model with random weights where there is none, and compares the logits of both forward passes."""
+@torch.no_grad()
+def drafts(args):
+    """Of each token of the main model's greedy replies: how often the first, second and third greedy draft is right."""
     folder = Path(args.out)
-    ours = Model(CONFIG)
+    model, tokenizer = load(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    ours = make(folder)
+    restore(ours, folder)
+    ours.to(model.device)
+    tasks = [json.loads(line) for line in open(args.tasks, encoding="utf-8")]
+    rng, chats = random.Random(7), defaultdict(list)
+    for task in tasks:
+        if len(chats[task["kind"]]) < args.chats:
+            chats[task["kind"]].append(task["messages"])
+    while len(chats["story"]) < args.chats:
+        story = corpus.Story(rng)
+        if story.held_out():
+            chats["story"].append([corpus.message("user", f"Tell me a story about {corpus.a(story.slots['h'])}, {corpus.a(story.slots['o'])} and {corpus.a(story.slots['p'])}.")])
+    counts = defaultdict(lambda: torch.zeros(2, args.count))  # drafts right together with those before them, drafts in all
+    steps = defaultdict(lambda: torch.zeros(2, args.count))  # tokens after a reply's first one, steps that made them
+    for kind, of_kind in chats.items():
+        for chat, reply in zip(of_kind, replies(model, tokenizer, of_kind, 320, tokens=True)):
+            prompt = tokenizer.encode(prompt_of(chat)).ids
+            ids = torch.tensor([prompt + reply], device=model.device)
+            length = ids.shape[1] - 1
+            attend = masked_attention(torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril())
+            made = qwen35.drafts(ours, ids, attend, args.count)[:, len(prompt) - 1:].tolist()
+            right = []  # after each n + 1 tokens of the reply but the last, how many drafts hold
+            for n in range(len(reply) - 1):
+                held = 0
+                while held < args.count and n + held + 1 < len(reply) and made[held][n] == reply[n + held + 1]:
+                    held += 1
+                right.append(held)
+            for name in (kind, "all"):
+                for d in range(args.count):
+                    counts[name][:, d] += torch.tensor([sum(held > d for held in right), max(0, len(right) - d)])
+                    n = taken = 0
+                    while n < len(right):
+                        n, taken = n + 1 + min(right[n], d + 1), taken + 1
+                    steps[name][:, d] += torch.tensor([len(right), taken])
+    for kind in [*chats, "all"]:
+        shares, pace = counts[kind][0] / counts[kind][1], steps[kind][0] / steps[kind][1]
+        print(f"{kind}: right {' '.join(f'{100 * share:.1f} %' for share in shares)}; tokens a step {' '.join(f'{value:.2f}' for value in pace)}", flush=True)
+
+
+def check(args):
+    """Writes a model with random weights where there is none, and compares the logits of both forward passes: of whole
+    rows, and of rows of several documents with those of each document alone."""
+    torch.manual_seed(0)
+    folder = Path(args.out)
+    ours = make(folder)
     if not (folder / "model.safetensors").exists():
-        ours.save(folder)
-    ours.load(folder)
+        with torch.no_grad():
+            for value in ours.parameters():  # no norm is left at its neutral weight
+                if value.ndim == 1:
+                    value.add_(torch.randn_like(value) * 0.1)
+        save(ours, folder)
+    restore(ours, folder)
     theirs, _ = load(folder, "cpu")
     ids = torch.randint(3, 2048, (2, ROW))
-    positions = torch.arange(ROW).expand(2, -1)
+    documents = torch.stack([torch.zeros(ROW, dtype=torch.int), torch.searchsorted(torch.tensor([5, 64, 66, 301, 302, 700]), torch.arange(ROW), right=True).int()])
+    _, targets, weights, positions, documents = prepare(torch.stack([F.pad(x, (0, 1)).int() for x in (ids, torch.ones_like(ids), documents)], 1))
+    attend = masked_attention(mask_for(documents, "dense", None))
     with torch.no_grad():
-        difference = (ours(ids, positions, masked_attention(mask_for(torch.zeros_like(ids), "dense", None)), torch.float32) - theirs(ids).logits).abs().max().item()
-    print(f"largest difference of a logit: {difference:.2e}")
-    assert difference < 1e-3
+        got = ours(ids, positions, attend, torch.float32)
+        difference = (got[0] - theirs(ids[:1]).logits[0]).abs().max().item()
+        for document in documents[1].unique():
+            part = documents[1] == document
+            difference = max(difference, (got[1, part] - theirs(ids[1:, part]).logits[0]).abs().max().item())
+    print(f"largest logit {got.abs().max().item():.2f}, largest difference {difference:.2e}")
+    assert difference < 1e-3 + 1e-4 * got.abs().max().item()
+    if isinstance(ours, qwen35.Model):
+        check_rule()
+        check_drafts(ours, ids[:1, :40])
+
+
+def check_rule():
+    """Compares the forms of the gated delta rule, forward and backward. The kernels take part on a GPU, and elsewhere under
+    Triton's interpreter (TRITON_INTERPRET=1)."""
+    cuda = torch.cuda.is_available()
+    forms = [delta.recurrent, delta.chunked] + [delta.delta_rule] * (cuda or os.environ.get("TRITON_INTERPRET") == "1")
+    rows, length, dtype = 2, 128, torch.bfloat16 if cuda else torch.float32
+    random_of = lambda *shape: torch.randn(*shape, device="cuda" if cuda else "cpu")
+    q, k, v, wanted = F.normalize(random_of(rows, length, 2, 16) + 0.5, dim=-1) / 4, F.normalize(random_of(rows, length, 2, 16) + 0.7, dim=-1), random_of(rows, length, 4, 32), random_of(rows, length, 4, 32)
+    g, beta = -0.3 * torch.rand_like(v[..., 0]), torch.rand_like(v[..., 0])
+    g[:, 37] = g[1, 64] = g[0, 90] = delta.RESET
+    results = []
+    for form in forms:
+        given = [x.detach().requires_grad_() for x in (q.to(dtype), k.to(dtype), v.to(dtype), g, beta)]
+        out = form(*given)
+        (out.float() * wanted).sum().backward()
+        results.append([x.float() for x in (out.detach(), *(x.grad for x in given))])
+    errors = [max(((x - y).norm() / y.norm()).item() for x, y in zip(result, results[0])) for result in results[1:]]
+    print(f"delta rule: largest relative error of {', '.join(f'{form.__name__} {error:.1e}' for form, error in zip(forms[1:], errors))}")
+    assert max(errors) < (1e-2 if cuda else 1e-4)
+
+
+@torch.no_grad()
+def check_drafts(model, ids):
+    """Compares the loss of drafts with what the formula says, token by token in plain sums, and `drafts` with drafting
+    after the text's tokens one position at a time."""
+    named, c = {name: value.double() for name, value in model.tensors().items()}, model.c
+    normal = lambda x, name: x / (x.pow(2).mean() + c["rms_norm_eps"]).sqrt() * (1 + named[name])
+    d, rotated = c["head_dim"], int(c["head_dim"] * c["rope_parameters"]["partial_rotary_factor"])
+
+    def turn(x, p):
+        x = x.clone()
+        for i in range(rotated // 2):
+            angle = p * c["rope_parameters"]["rope_theta"] ** (-2 * i / rotated)
+            one, other = x[i].item(), x[i + rotated // 2].item()
+            x[i], x[i + rotated // 2] = one * math.cos(angle) - other * math.sin(angle), other * math.cos(angle) + one * math.sin(angle)
+        return x
+
+    def step(hidden, token, p, cache):
+        """One position through the draft block: behind it the norm, as drafts are made of it."""
+        w = lambda name: named["mtp.layers.0." + name + ".weight"]
+        x = named["mtp.fc.weight"] @ torch.cat((normal(named["model.embed_tokens.weight"][token], "mtp.pre_fc_norm_embedding.weight"), normal(hidden, "mtp.pre_fc_norm_hidden.weight")))
+        y = normal(x, "mtp.layers.0.input_layernorm.weight")
+        q, k, v = (w("self_attn.q_proj") @ y).view(-1, 2, d), (w("self_attn.k_proj") @ y).view(-1, d), (w("self_attn.v_proj") @ y).view(-1, d)
+        cache = cache + [(torch.stack([turn(normal(head, "mtp.layers.0.self_attn.k_norm.weight"), p) for head in k]), v)]
+        heads = []
+        for h in range(q.shape[0]):
+            kv, query = h // (q.shape[0] // k.shape[0]), turn(normal(q[h, 0], "mtp.layers.0.self_attn.q_norm.weight"), p)
+            part = torch.stack([query @ keys[kv] / math.sqrt(d) for keys, _ in cache]).softmax(0)
+            heads.append(sum(share * values[kv] for share, (_, values) in zip(part, cache)) * torch.sigmoid(q[h, 1]))
+        x = x + w("self_attn.o_proj") @ torch.cat(heads)
+        y = normal(x, "mtp.layers.0.post_attention_layernorm.weight")
+        x = x + w("mlp.down_proj") @ (F.silu(w("mlp.gate_proj") @ y) * (w("mlp.up_proj") @ y))
+        return normal(x, "mtp.norm.weight"), cache
+
+    length = ids.shape[1]
+    causal = lambda n: masked_attention(torch.ones(1, 1, n, n, dtype=torch.bool).tril())
+    padded, whole = F.pad(ids, (0, ROW - length)), torch.arange(ROW)[None]
+    hidden = model.hidden(padded, model.place(whole, causal(ROW), torch.float32))[0, :length]
+    cache, each, made = [], [[], [], []], [[], [], []]
+    embedding = named["model.embed_tokens.weight"]
+    for p in range(length - 1):
+        state, cache = step(hidden[p].double(), ids[0, p + 1], p, cache)
+        drafted, told, ahead, ahead_told = state, state, cache, cache
+        for n in range(3):
+            if p + n + 2 < length:  # the text's own tokens, as training tells them
+                scores = embedding @ told
+                each[n].append(torch.logsumexp(scores, 0) - scores[ids[0, p + n + 2]])
+                told, ahead_told = step(told, ids[0, p + n + 2], p + n + 1, ahead_told)
+            made[n].append((embedding @ drafted).argmax().item())
+            drafted, ahead = step(drafted, made[n][-1], p + n + 1, ahead)
+    said = torch.zeros(1, ROW)
+    said[0, :length - 1] = 1
+    model.drafts = 3
+    losses = model.loss(padded, F.pad(ids[:, 1:], (0, ROW - length + 1)).long(), said, whole, causal(ROW), torch.float32)[1:]
+    expected = torch.stack([torch.stack(part).mean() for part in each])
+    print(f"losses of drafts {losses.tolist()}, by the formula {expected.tolist()}")
+    assert (losses - expected).abs().max() < 1e-5 * expected.max() and qwen35.drafts(model, ids, causal(length - 1), 3).tolist() == made
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("tokenizer", help="train the tokenizer, write the configuration files").add_argument("out")
+    hybrid = commands.add_parser("hybrid", help="write the configuration files of the hybrid")
+    hybrid.add_argument("out")
+    hybrid.add_argument("--tokenizer-of", required=True, help="a folder with a tokenizer")
     commands.add_parser("check", help="compare with transformers").add_argument("out")
     fit = commands.add_parser("train", help="train the model")
     fit.add_argument("out")
@@ -523,6 +711,8 @@ def main():
     fit.add_argument("--steps", type=int, default=0, help="end after so many steps")
     fit.add_argument("--batch", type=int, default=256, help="rows of 1024 tokens in a step")
     fit.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices; a fifth of it for the rest")
+    fit.add_argument("--draft", type=float, default=0.2, help="weight of each loss of drafts, where the model makes drafts")
+    fit.add_argument("--drafts", type=int, default=1, help="how many drafts at a time are trained")
     fit.add_argument("--workers", type=int, default=14, help="processes that write the corpus")
     fit.add_argument("--pool", type=int, default=2_000_000, help="rows kept for training")
     fit.add_argument("--attention", choices=["flex", "dense"], default="flex")
@@ -535,11 +725,18 @@ def main():
     measure.add_argument("--stories", type=int, default=200)
     measure.add_argument("--show", type=int, default=4, help="samples to print")
     measure.add_argument("--wrong", type=int, default=20, help="wrong answers to print")
+    ahead = commands.add_parser("drafts", help="measure the drafts of a written hybrid")
+    ahead.add_argument("out")
+    ahead.add_argument("--tasks", default="tasks-heldout.jsonl")
+    ahead.add_argument("--chats", type=int, default=30, help="chats of each kind")
+    ahead.add_argument("--count", type=int, default=3, help="drafts at a time")
     args = parser.parse_args()
     if args.command == "tokenizer":
         train_tokenizer(Path(args.out))
+    elif args.command == "hybrid":
+        configure_hybrid(Path(args.out), Path(args.tokenizer_of))
     else:
-        {"train": train, "evaluate": evaluate, "check": check}[args.command](args)
+        {"train": train, "evaluate": evaluate, "check": check, "drafts": drafts}[args.command](args)
 
 
 if __name__ == "__main__":

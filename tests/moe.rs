@@ -30,10 +30,9 @@ const SPLIT: f32 = 1e-4;
 const ROUNDED: f32 = 1e-2;
 const TAGS: [u32; 4] = [5, 127, 1, 64];
 
-fn check(cases: &Cases, reference: &HostMemory) {
-    let vulkan = Vulkan::new();
+fn check(vulkan: &Vulkan, cases: &Cases, reference: &HostMemory) {
     for driver in Driver::all() {
-        cases.check(&Bench::new(&vulkan, *driver), reference);
+        cases.check(&Bench::new(vulkan, *driver), reference);
     }
 }
 
@@ -253,6 +252,7 @@ fn few() -> Vec<(Shape, u32, Logits, u32)> {
 
 #[test]
 fn a_few_rows_choose_and_run_their_experts() {
+    let vulkan = Vulkan::new();
     for matrices in ways() {
         let mut cases = Cases::new(&format!("few.{matrices:?}"));
         let mut random = Random(81);
@@ -283,13 +283,14 @@ fn a_few_rows_choose_and_run_their_experts() {
         for (layer, mlp, name) in made {
             layer.check_reference(&reference, mlp.x, 2e-6, &name);
         }
-        check(&cases, &reference);
+        check(&vulkan, &cases, &reference);
     }
 }
 
 /// Each stage by itself: a driver that runs one workgroup after the other cannot wait for words of a later one.
 #[test]
 fn a_few_rows_read_and_write_tagged_words() {
+    let vulkan = Vulkan::new();
     let shapes = [(shape([16, 8, 32, 64], Some(32), true), 1), (shape([8, 2, 32, 96], None, false), 8)];
     let (read, carried) = (Flow { input_carried: true, ..Flow::NONE }, TAGS);
     for matrices in ways() {
@@ -325,13 +326,14 @@ fn a_few_rows_read_and_write_tagged_words() {
             }
         }
         let reference = cases.reference();
-        check(&cases, &reference);
+        check(&vulkan, &cases, &reference);
     }
 }
 
 /// Words that never come: the wait ends and the fault word says so.
 #[test]
 fn a_wait_for_words_that_never_come_ends() {
+    let vulkan = Vulkan::new();
     for matrices in ways() {
         let mut cases = Cases::new(&format!("stale.{matrices:?}"));
         let mut random = Random(83);
@@ -346,7 +348,6 @@ fn a_wait_for_words_that_never_come_ends() {
         let config = Config { threads: 128, tiles: 1, ahead: 2 };
         cases.recording.call(mlp.few_down(middle, 1, *matrices, config, flow, logits, fault));
         let before = cases.before();
-        let vulkan = Vulkan::new();
         for driver in Driver::all() {
             let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
             assert_eq!(after.u32(fault, 0), 1, "{driver:?}");
@@ -362,6 +363,7 @@ fn valid_rows(cases: &mut Cases, rows: u32, nobody: u32) -> Range {
 
 #[test]
 fn rows_run_their_experts_on_weights_row_after_row() {
+    let vulkan = Vulkan::new();
     let list = [
         (shape([4, 2, 24, 48], Some(40), true), 1, 1, Logits::Random),
         (shape([16, 8, 8, 32], None, false), 7, 7, Logits::Ties),
@@ -393,7 +395,7 @@ fn rows_run_their_experts_on_weights_row_after_row() {
     for (layer, mlp, name) in made {
         layer.check_reference(&reference, mlp.x, 2e-6, &name);
     }
-    check(&cases, &reference);
+    check(&vulkan, &cases, &reference);
 }
 
 /// How many rows are multiplied: tiles of 16 and 32 by `panel`, of 64 by `tiled`.
@@ -411,6 +413,7 @@ fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
 
 #[test]
 fn many_rows_are_sorted_by_expert_and_put_together_again() {
+    let vulkan = Vulkan::new();
     let list = [
         (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random),
         (shape([16, 8, 32, 64], Some(32), true), 64, 41, Logits::Ties),
@@ -482,7 +485,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                     }
                 }
             }
-            check(&cases, &reference);
+            check(&vulkan, &cases, &reference);
         }
     }
 }

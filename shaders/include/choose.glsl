@@ -1,11 +1,20 @@
 // `choose_for_rows`: the experts of all ROWS rows in every workgroup, into `ids_s` and `shares_s` ([ROWS][CHOSEN]) and,
-// for the shared expert, `gates_s` ([ROWS]), once a barrier stands behind it. It waits for all logits where TAGGED is 1.
-// Needs `logits` [ROWS][logits_stride] and what `experts.glsl` needs. MATRIX 0: in uniform control flow.
+// for the shared expert, `gates_s` ([ROWS]), once a barrier stands behind it; shares are still to be divided by what
+// `total_of` says. It waits for all logits where TAGGED is 1. Needs `logits` [ROWS][logits_stride] and what
+// `experts.glsl` needs; where SHARES is false, shares are left out. MATRIX 0: in uniform control flow.
+// By row, of all experts, where the shares are not of the chosen ones alone.
+shared float totals_s[ROWS];
 #if MATRIX == 1
 #include "experts.glsl"
 #else
 shared uint keys_s[COUNT];
 #endif
+
+float total_of(uint row) {
+    float total = NORMALISE == 1u ? 0.0 : totals_s[row];
+    if (NORMALISE == 1u) [[unroll]] for (uint j = 0u; j < CHOSEN; j++) total += shares_s[row * CHOSEN + j];
+    return total;
+}
 
 #if MATRIX == 1
 // Chooses for all rows: 32 lanes take every so manieth.
@@ -15,15 +24,15 @@ void choose_for_rows(inout uint polls) {
         Candidates keys;
         do {
             bad = 0u;
-            EACH_CANDIDATE for (uint i = 0u; i < CANDIDATES; i++) {
+            [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
                 uint word = TaggedIn1(logits).v[base + min(CANDIDATE(i), COUNT - 1u)];
                 if (TAGGED == 1u) bad |= stale(word, logits_tag);
-                PUT_CANDIDATE(keys, 0u, i, CANDIDATE(i) < COUNT ? key_of(uintBitsToFloat(word)) : 0u)
+                keys[i] = CANDIDATE(i) < COUNT ? key_of(uintBitsToFloat(word)) : 0u;
             }
             if (SHARED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
             if (SHARED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
         } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault));
-        choose_experts(keys, 0u, row * CHOSEN);
+        choose_experts(keys, row, row * CHOSEN);
         if (SHARED == 1u && LANE == 0u) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(gate)));
     }
 }
@@ -57,10 +66,12 @@ void choose_for_rows(inout uint polls) {
         }
         barrier();
         float most = value_of(keys_s[ids_s[row * CHOSEN]]), total = 0.0;
-        for (uint i = 0u; i < (NORMALISE == 1u ? CHOSEN : COUNT); i++)
-            total += exp(value_of(keys_s[NORMALISE == 1u ? ids_s[row * CHOSEN + i] : i]) - most);
+        if (SHARES && NORMALISE == 0u) {
+            for (uint i = 0u; i < COUNT; i++) total += exp(value_of(keys_s[i]) - most);
+            totals_s[row] = total;
+        }
         uint place = row * CHOSEN + min(gl_LocalInvocationIndex, CHOSEN - 1u);
-        shares_s[place] = exp(value_of(keys_s[ids_s[place]]) - most) / total;
+        shares_s[place] = exp(value_of(keys_s[ids_s[place]]) - most);
     }
 }
 #endif

@@ -1,46 +1,77 @@
 // The experts that a row's router logits choose: the CHOSEN greatest, the lowest of equals first, each with its
-// share: softmax over all COUNT experts, over the chosen ones alone where NORMALISE is 1. A NaN counts as -inf, so
-// that whatever the logits are, the chosen are CHOSEN different experts below COUNT.
+// share: softmax over all COUNT experts, over the chosen ones alone where NORMALISE is 1. A NaN counts as -inf, so that
+// whatever the logits are, the chosen are CHOSEN different experts below COUNT.
 //
-// One subgroup chooses for one row. Its candidates are keys (`determinate.glsl`) as `Candidates`, which each
-// invocation fills with PUT_CANDIDATE: with MATRIX 1 (subgroups of 32) in registers, else in `keys_s` from `at` on,
-// where nobody but the invocation touches them, so that nothing needs a barrier. What was chosen goes to `ids_s` and
-// `shares_s` from `to` on, written by one invocation.
-// Needs constants COUNT, CHOSEN and NORMALISE.
+// One subgroup chooses for one row, among keys (`determinate.glsl`). Needs constants COUNT, CHOSEN and NORMALISE.
+//
+// MATRIX 1 (subgroups of 32): keys are in registers, as `Candidates`; ids go to `ids_s` and shares to `shares_s` from
+//     `to` on, the shares still to be divided by the sum of the chosen ones' or, with NORMALISE 0, by `totals_s[row]`
+// MATRIX 0 (subgroups of any width): keys are in `keys_s` from `at` on, where nobody touches those of an invocation but
+//     itself, so that nothing needs a barrier; what was chosen is written by one invocation, shares are divided
 
 #if MATRIX == 1
 #extension GL_KHR_shader_subgroup_ballot : require
-#define CHOICE_WIDTH 32u
-#else
-#define CHOICE_WIDTH gl_SubgroupSize
-#endif
+#extension GL_KHR_shader_subgroup_shuffle : require
 
-// Candidates of an invocation, and the i-th of them: neighbours have neighbouring experts.
-#if MATRIX == 1
-const uint CANDIDATES = (COUNT + CHOICE_WIDTH - 1u) / CHOICE_WIDTH;
-#else
-#define CANDIDATES ((COUNT + CHOICE_WIDTH - 1u) / CHOICE_WIDTH)
-#endif
-#define CANDIDATE(i) ((i) * CHOICE_WIDTH + gl_SubgroupInvocationID)
-
-#if MATRIX == 1
+// Candidates of a lane; the i-th is expert CANDIDATE(i).
+const uint CANDIDATES = (COUNT + 31u) / 32u;
+#define CANDIDATE(i) ((i) * 32u + gl_SubgroupInvocationID)
 #define Candidates uint[CANDIDATES]
-#define PUT_CANDIDATE(keys, at, i, key_) keys[i] = key_;
-#define GET_CANDIDATE(keys, at, i) keys[i]
-#define EACH_CANDIDATE [[unroll]]
-#else
-#define Candidates uint
-#define PUT_CANDIDATE(keys, at, i, key_) if (CANDIDATE(i) < COUNT) keys_s[(at) + CANDIDATE(i)] = key_;
-#define GET_CANDIDATE(keys, at, i) (CANDIDATE(i) < COUNT ? keys_s[(at) + min(CANDIDATE(i), COUNT - 1u)] : 0u)
-#define EACH_CANDIDATE [[dont_unroll]]
-#endif
 
-void choose_experts(inout Candidates keys, uint at, uint to) {
+// Only the CHOSEN lanes with the best best candidates can have one of the chosen, and only down to the last of these
+// best: few are left, each of which is compared with all others.
+void choose_experts(Candidates keys, uint row, uint to) {
+    uint best = 0u, best_id = COUNT;
+    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
+        // Experts ascend, so an equal one later is not before it.
+        if (keys[i] > best) {
+            best = keys[i];
+            best_id = CANDIDATE(i);
+        }
+    }
+    uint lanes_before = 0u;
+    [[unroll]] for (uint lane = 0u; lane < 32u; lane++) {
+        uint other = subgroupShuffle(best, lane), other_id = subgroupShuffle(best_id, lane);
+        lanes_before += other > best || (other == best && other_id < best_id) ? 1u : 0u;
+    }
+    uint least = subgroupShuffle(best, subgroupBallotFindLSB(subgroupBallot(lanes_before == CHOSEN - 1u)));
+    uint before[CANDIDATES];
+    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) before[i] = 0u;
+    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
+        uint left = subgroupBallot(lanes_before < CHOSEN && keys[i] >= least).x;
+        [[dont_unroll]] while (left != 0u) {
+            uint lane = findLSB(left), other = subgroupShuffle(keys[i], lane), other_id = i * 32u + lane;
+            left &= left - 1u;
+            [[unroll]] for (uint j = 0u; j < CANDIDATES; j++)
+                before[j] += other > keys[j] || (other == keys[j] && other_id < CANDIDATE(j)) ? 1u : 0u;
+        }
+    }
+    float most = value_of(subgroupMax(best));
+    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
+        if (lanes_before < CHOSEN && keys[i] >= least && before[i] < CHOSEN) {
+            ids_s[to + before[i]] = CANDIDATE(i);
+            if (SHARES) shares_s[to + before[i]] = exp(value_of(keys[i]) - most);
+        }
+    }
+    if (SHARES && NORMALISE == 0u) {
+        float total = 0.0;
+        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) if (keys[i] != 0u) total += exp(value_of(keys[i]) - most);
+        total = subgroupAdd(total);
+        if (subgroupElect()) totals_s[row] = total;
+    }
+}
+
+#else
+// Candidates of an invocation; the i-th is expert CANDIDATE(i).
+#define CANDIDATES ((COUNT + gl_SubgroupSize - 1u) / gl_SubgroupSize)
+#define CANDIDATE(i) ((i) * gl_SubgroupSize + gl_SubgroupInvocationID)
+
+void choose_experts(uint at, uint to) {
     float most = 0.0, total = 0.0;
-    [[dont_unroll]] for (uint j = 0u; j < CHOSEN; j++) {
+    for (uint j = 0u; j < CHOSEN; j++) {
         uint key = 0u, id = COUNT;
-        EACH_CANDIDATE for (uint i = 0u; i < CANDIDATES; i++) {
-            uint other = GET_CANDIDATE(keys, at, i);
+        for (uint i = 0u; i < CANDIDATES; i++) {
+            uint other = CANDIDATE(i) < COUNT ? keys_s[at + min(CANDIDATE(i), COUNT - 1u)] : 0u;
             // Experts ascend, so an equal one later never wins.
             if (other > key) {
                 key = other;
@@ -53,17 +84,14 @@ void choose_experts(inout Candidates keys, uint at, uint to) {
         if (j == 0u) {
             most = value;
             if (NORMALISE == 0u) {
-                EACH_CANDIDATE for (uint i = 0u; i < CANDIDATES; i++) {
-                    uint other = GET_CANDIDATE(keys, at, i);
-                    if (other != 0u) total += exp(value_of(other) - most);
-                }
+                for (uint i = 0u; i < CANDIDATES; i++)
+                    if (CANDIDATE(i) < COUNT) total += exp(value_of(keys_s[at + CANDIDATE(i)]) - most);
                 total = subgroupAdd(total);
             }
         }
         float part = exp(value - most);
         if (NORMALISE == 1u) total += part;
-        EACH_CANDIDATE for (uint i = 0u; i < CANDIDATES; i++)
-            if (CANDIDATE(i) == id) PUT_CANDIDATE(keys, at, i, 0u)
+        for (uint i = 0u; i < CANDIDATES; i++) if (CANDIDATE(i) == id) keys_s[at + id] = 0u;
         if (subgroupElect()) {
             ids_s[to + j] = min(id, COUNT - 1u);
             shares_s[to + j] = part;
@@ -72,3 +100,4 @@ void choose_experts(inout Candidates keys, uint at, uint to) {
     if (subgroupElect())
         for (uint j = 0u; j < CHOSEN; j++) shares_s[to + j] /= total;
 }
+#endif

@@ -46,10 +46,9 @@ void main() {
         if (own < EACH && row < used) {
             uint base = row * logits_stride, to = row * (CHOSEN + SHARED);
             bool valid = VALID == 0u || rows.v[row * 4u + 3u] != 0u;
-            uint keys = 0u;
             for (uint i = 0u; i < CANDIDATES; i++)
-                PUT_CANDIDATE(keys, own * COUNT, i, key_of(logits.v[base + min(CANDIDATE(i), COUNT - 1u)]))
-            choose_experts(keys, own * COUNT, own * CHOSEN);
+                if (CANDIDATE(i) < COUNT) keys_s[own * COUNT + CANDIDATE(i)] = key_of(logits.v[base + CANDIDATE(i)]);
+            choose_experts(own * COUNT, own * CHOSEN);
             if (subgroupElect()) {
                 for (uint j = 0u; j < CHOSEN; j++)
                     choices.v[to + j] = valid ? uvec2(ids_s[own * CHOSEN + j], floatBitsToUint(shares_s[own * CHOSEN + j])) : uvec2(NOBODY, 0u);

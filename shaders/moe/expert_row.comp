@@ -64,6 +64,7 @@ shared uint ids_s[CHOSEN];
 shared float shares_s[CHOSEN];
 shared float gates_s[1];
 
+const bool SHARES = true;
 #include "choose.glsl"
 
 #if MATRIX == 1
@@ -138,7 +139,7 @@ void finish(Sums sums, uint block, uint turn, float scale) {
         uint row = (other ? block : inside % each) * 16u + gl_LocalInvocationIndex * 4u;
         v *= scale;
         vec2 result = v.xz / (1.0 + exp(-v.xz)) * v.yw;
-        result *= SHARED == 1u && other ? gates_s[0] : shares_s[min(choice, CHOSEN - 1u)];
+        result *= SHARED == 1u && other ? gates_s[0] : shares_s[min(choice, CHOSEN - 1u)] / total_of(0u);
         uint to = choice * ((n / 2u + 31u) / 32u * 32u) + row / 2u;
         uvec2 words = TAGGED == 1u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
         PUT_TWO(to, words)

@@ -119,6 +119,7 @@ uvec4 load_weight(bool other, uint at) {
 // Which of its choices an expert is for a row.
 uint choice_of(uvec4 entry, uint row) { return ((row < 8u ? entry.z : entry.w) >> (row % 8u * 4u)) & 15u; }
 
+const bool SHARES = STAGE == 0u;
 #include "choose.glsl"
 
 // Who is chosen by whom, as all of the workgroup needs it.
@@ -341,7 +342,8 @@ void main() {
                 [[unroll]] for (uint part = 0u; part < SQUARES; part++) sum += squares_s[i * (BLOCKS * TOKENS * SQUARES) + at + part];
             v *= inversesqrt(sum / float(COLUMNS) + epsilon);
             uint choice = of_shared ? CHOSEN : choice_of(entry, item_token);
-            float share = of_shared ? gates_s[item_token] : shares_s[item_token * CHOSEN + min(choice, CHOSEN - 1u)];
+            float share = of_shared ? gates_s[item_token]
+                : shares_s[item_token * CHOSEN + min(choice, CHOSEN - 1u)] / total_of(item_token);
             vec2 result = v.xz / (1.0 + exp(-v.xz)) * v.yw * share;
             uint to = item_token * y_stride + choice * ((n / 2u + 31u) / 32u * 32u) + item_row / 2u;
             uvec2 words = TAGGED == 1u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);

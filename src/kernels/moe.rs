@@ -20,7 +20,7 @@ use super::shaders::{
 };
 use super::skinny::{Config, Matrices};
 use super::tags::{Flow, tagged};
-use super::tiled::{Output, Packed, Tile, Tiled};
+use super::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
 use super::{Format, fold, format_of};
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, fragment_index};
 
@@ -146,6 +146,23 @@ pub enum Grouped {
     Panel(Matrices, panel::Config),
     /// `tiled`, for many, in tiles of [`super::tiled::TILE_TOKENS`].
     Tiled(Tile),
+}
+
+impl Grouped {
+    /// What multiplies up to `rows` rows soonest, and the rows of its tiles: [`Sorted`] is made for these.
+    pub fn choose(shape: &Shape, rows: u32, matrices: Matrices) -> (u32, Grouped) {
+        let panel = |threads, tiles, ahead, blocks| {
+            (16 * blocks, Grouped::Panel(matrices, panel::Config { threads, tiles, ahead, blocks }))
+        };
+        // As measured for experts of 2048 hidden and 768 or 512 inner values on an H200, by rows an expert.
+        match (matrices, rows * shape.chosen / shape.count) {
+            (Matrices::ByHand, ..=32) => panel(128, 1, 1, 1),
+            (Matrices::ByHand, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
+            (Matrices::Cooperative, ..=12) => panel(128, 2, 4, 1),
+            (Matrices::Cooperative, ..=24) => panel(128, 4, 1, 2),
+            (Matrices::Cooperative, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Wide)),
+        }
+    }
 }
 
 /// Rows of x: all, or as many as a chunk descriptor says.
@@ -324,7 +341,7 @@ impl Mlp {
     }
 
     /// [`Mlp::few_gate_up`] of a single row, with `groups` workgroups of `threads` invocations, each 32 of which have
-    /// `ahead` chunks of 32 columns in flight.
+    /// `ahead` chunks of 32 columns in flight; best two of 512 invocations a processor, with all columns in flight.
     #[expect(clippy::too_many_arguments, reason = "as of the other stages")]
     pub fn row_gate_up(
         &self,
@@ -380,6 +397,26 @@ impl Mlp {
         };
         let call = flow.mark(call, self.x.range, middle.range);
         if tagged { call.carry(self.logits.range) } else { call }
+    }
+
+    /// The shapes of the workgroups of [`Mlp::few_gate_up`] and [`Mlp::few_down`] for so many rows, in `limit` bytes of
+    /// shared memory.
+    pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [Config; 2] {
+        let config = |threads: u32, tiles, ahead| Config { threads, tiles, ahead };
+        let wanted = match (matrices, rows) {
+            (Matrices::ByHand, _) => [config(128, 1, 2); 2],
+            (Matrices::Cooperative, 1) => [config(256, 3, 2), config(512, 1, 4)],
+            (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
+            (Matrices::Cooperative, _) => [config(128, 4, 4), config(256, 1, 4)],
+        };
+        wanted.map(|mut config| {
+            // Each choice of a row is an invocation's.
+            config.threads = config.threads.max((rows * self.shape.chosen).next_multiple_of(32));
+            while config.ahead > 1 && self.few_shared_bytes(rows, matrices, config) > limit {
+                config.ahead /= 2;
+            }
+            config
+        })
     }
 
     /// Shared memory of a workgroup of the stages of a few rows, bytes.

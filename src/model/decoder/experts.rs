@@ -1,7 +1,7 @@
 //! MLPs of experts: the router, and the chosen experts' products, a few rows by themselves or many sorted by expert.
 //! Deliberately absent: who is chosen, which is the kernels' to find (`kernels::moe`).
 
-use super::{Block, Decoder, Shape, Step, products};
+use super::{Block, Decoder, Shape, Step};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix};
 use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
 use crate::kernels::panel::Fold;
@@ -10,9 +10,6 @@ use crate::kernels::skinny::Matrices;
 use crate::kernels::tiled::{self, Output, Packed};
 use crate::memory::pack::Format;
 use crate::model::config::Experts;
-
-/// Rows of an expert, on average, up to which its rows are a panel of 16, and one of 32; with more they are tiles.
-const MOST_ROWS_OF_PANEL: [u32; 2] = [16, 32];
 
 impl Decoder<'_> {
     /// The sizes of a layer of experts.
@@ -60,10 +57,13 @@ impl Decoder<'_> {
         self.product(r, shape, &router, step, step.x, step.router, Some(norm), Epilogue::Store);
         match self.tuning.fragments.filter(|_| self.weight(&router).is_some_and(|w| self.in_fragments(w))) {
             Some(matrices) => {
-                let [gate_up, down] = self.few_configs(&experts, rows, matrices);
+                let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
                 let logits = step.flow(Some(step.router.range), None);
                 let flow = step.flow(Some(step.x.range), Some(step.middle.range));
-                r.call(mlp.few_gate_up(step.middle, rows, matrices, gate_up, flow, logits, step.fault));
+                r.call(match self.row_config(rows, matrices) {
+                    Some(config) => mlp.row_gate_up(step.middle, matrices, config, flow, logits, step.fault),
+                    None => mlp.few_gate_up(step.middle, rows, matrices, gate_up, flow, logits, step.fault),
+                });
                 let flow = step.flow(Some(step.middle.range), Some(step.x.range));
                 r.call(mlp.few_down(step.middle, rows, matrices, down, flow, logits, step.fault));
             }
@@ -75,6 +75,15 @@ impl Decoder<'_> {
                 r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
             }
         }
+    }
+
+    /// Workgroups of a single row's first stage, their invocations, and chunks of 32 columns that each 32 have in flight;
+    /// `None`: a single row is one of a few.
+    fn row_config(&self, rows: u32, matrices: Matrices) -> Option<(u32, u32, u32)> {
+        let threads = 512;
+        // Two workgroups a processor, with all columns in flight.
+        let ahead = self.config.hidden.div_ceil(32).div_ceil(threads / 32).min(8);
+        (rows == 1 && matrices == Matrices::Cooperative).then_some((2 * self.tuning.processors, threads, ahead))
     }
 
     /// The rows of a step that have experts, and what says which of them are valid.
@@ -95,13 +104,7 @@ impl Decoder<'_> {
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
         r.call(mlp.choose(used, valid, choices));
 
-        let each = rows * experts.chosen / experts.count;
-        let panel = MOST_ROWS_OF_PANEL.iter().position(|most| each <= *most);
-        let tile = panel.map_or(tiled::TILE_TOKENS, |blocks| 16 * (blocks as u32 + 1));
-        let how = |weight_rows: u32, cols: u32| match panel {
-            Some(_) => Grouped::Panel(matrices, self.sorted_panel_config(weight_rows, cols, tile, matrices)),
-            None => Grouped::Tiled(products::tile_of(matrices, rows * experts.chosen, weight_rows, self.tuning.processors)),
-        };
+        let (tile, how) = Grouped::choose(&experts, rows, matrices);
         let [tiles, slots] = Sorted::bytes(&experts, rows, tile);
         let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
         let sorted = Sorted::new(&experts, rows, tile, tiles, slots);
@@ -115,8 +118,8 @@ impl Decoder<'_> {
         let stride = step.x.stride;
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
         r.call(tiled::pack_sorted(block.name("experts.pack"), step.x, Some(mlp.norm), x, &sorted));
-        r.call(mlp.sorted_gate_up(x, middle, &sorted, how(2 * experts.inner, c.hidden)));
-        r.call(mlp.sorted_down(middle, parts, &sorted, how(c.hidden, experts.inner)));
+        r.call(mlp.sorted_gate_up(x, middle, &sorted, how));
+        r.call(mlp.sorted_down(middle, parts, &sorted, how));
         let shared = experts.shared_inner.map(|inner| {
             let hidden = Self::packed(r, "shared.packed", rows, inner);
             let output = Self::activations(r, "shared.output", rows, c.hidden);

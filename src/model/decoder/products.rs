@@ -3,7 +3,6 @@
 
 use super::{Decoder, Shape, Step, floats_from, outputs_from};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
-use crate::kernels::moe;
 use crate::kernels::panel::{self, Fold, Unscaled};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::skinny::{self, Matrices};
@@ -21,14 +20,6 @@ const NARROW: u32 = 2048;
 /// Rows of a prompt chunk up to which its products are those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
-/// The tile of a product of many rows.
-pub(super) fn tile_of(matrices: Matrices, rows: u32, weight_rows: u32, processors: u32) -> Tile {
-    match matrices {
-        Matrices::Cooperative => tiled::choose(rows, weight_rows, processors),
-        Matrices::ByHand => Tile::Plain,
-    }
-}
-
 impl Decoder<'_> {
     pub(super) fn gemv_threads(&self, cols: u32) -> u32 {
         cols.div_ceil(8).next_power_of_two().clamp(32.min(self.tuning.gemv_threads), self.tuning.gemv_threads)
@@ -43,15 +34,11 @@ impl Decoder<'_> {
 
     /// The shape of `skinny`'s workgroups for a product.
     pub(super) fn skinny_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
-        self.skinny_config_of(weight.rows, weight.cols, rows, matrices)
-    }
-
-    fn skinny_config_of(&self, rows_of_w: u32, cols: u32, rows: u32, matrices: Matrices) -> skinny::Config {
-        if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(rows_of_w, cols))) {
+        if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
             return *config;
         }
-        let chunks = cols.div_ceil(32);
-        let blocks = rows_of_w.div_ceil(16);
+        let chunks = weight.cols.div_ceil(32);
+        let blocks = weight.rows.div_ceil(16);
         let (threads, tiles, ahead) = match (matrices, rows) {
             // No more threads than every device runs.
             (Matrices::ByHand, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
@@ -144,14 +131,10 @@ impl Decoder<'_> {
 
     /// The shape of `panel`'s workgroups for a product.
     pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::Config {
-        self.panel_config_of(weight.rows, weight.cols, rows, matrices)
-    }
-
-    fn panel_config_of(&self, rows_of_w: u32, cols: u32, rows: u32, matrices: Matrices) -> panel::Config {
-        if let Some(config) = self.tuning.panel.get(&(rows_of_w, cols)) {
+        if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
             return *config;
         }
-        let (n, long) = (rows_of_w, cols >= 8192);
+        let (n, long) = (weight.rows, weight.cols >= 8192);
         // As `bench --stages --try` found them for the products of an 8B model; by hand, what every device runs.
         let (threads, tiles, ahead, blocks) = match (matrices, rows) {
             (Matrices::ByHand, _) => (256, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
@@ -167,24 +150,12 @@ impl Decoder<'_> {
             (_, 129..) if n <= 8192 => (64, 3, 2, 4),
             _ => (128, 2, 1, 8),
         };
-        let ahead = ahead.min(cols.div_ceil(32).div_ceil(threads / 32).next_power_of_two());
+        let ahead = ahead.min(weight.cols.div_ceil(32).div_ceil(threads / 32).next_power_of_two());
         let mut config = panel::Config { threads, tiles, ahead, blocks };
         while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
             config.threads /= 2;
         }
         config
-    }
-
-    /// The shapes of workgroups of the two products of a few rows with their experts.
-    pub(super) fn few_configs(&self, experts: &moe::Shape, rows: u32, matrices: Matrices) -> [skinny::Config; 2] {
-        [(2 * experts.inner * experts.chosen, experts.hidden), (experts.hidden, experts.middle_stride())].map(
-            |(rows_of_w, cols)| self.skinny_config_of(rows_of_w, cols, rows, matrices),
-        )
-    }
-
-    /// The shape of `panel`'s workgroups for rows sorted by expert, of as many rows a tile.
-    pub(super) fn sorted_panel_config(&self, rows_of_w: u32, cols: u32, tile: u32, matrices: Matrices) -> panel::Config {
-        panel::Config { blocks: tile / 16, ..self.panel_config_of(rows_of_w, cols, tile, matrices) }
     }
 
     /// The tile of a batch's product, where that is `tiled` and not `panel`.
@@ -235,7 +206,11 @@ impl Decoder<'_> {
             let batch_tile = self.batch_tile(&weight, rows, fold);
             recording.call(match (shape, batch_tile) {
                 (Shape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
-                    product.call(tile_of(matrices, rows, weight.rows, self.tuning.processors), rows, step.chunk)
+                    let tile = match matrices {
+                        Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
+                        Matrices::ByHand => Tile::Plain,
+                    };
+                    product.call(tile, rows, step.chunk)
                 }
                 (Shape::Decode { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows behind a chunk's end are zero.

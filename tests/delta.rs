@@ -6,8 +6,11 @@
 //!
 //! Tolerances: sums of up to 128 products, and outputs that are scaled to a root mean square near 1: 2e-5 for
 //! single tokens as for the other kernels. A prompt's rows pass through matrices that are inverted and multiplied;
-//! 1e-4 of the output is what a token by token computation may differ by. A block that is missed or a decay that
-//! is not applied moves outputs by 1e-2 and more.
+//! by hand 1e-4 is above twenty times what was found. On matrix units each operand is two bfloat16, right to
+//! 2^-17 of itself, not 2^-24, and the largest differences grow as much: to 2e-4 with usual gates and 7e-4 where
+//! nothing ever decays and outputs are small differences of large terms. 1e-3 is allowed there, and 1e-4 for the
+//! root mean square of all (5e-6 was found with usual gates). A block that is missed or a
+//! decay that is not applied moves outputs by 1e-2 and more.
 
 mod common;
 mod harness;
@@ -17,13 +20,14 @@ use harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::delta::{
     BLOCK_ROWS, DeltaHeads, PromptCells, PromptOperands, RING, cell_words, delta_prompts, delta_serves, delta_step,
-    scratch_bytes,
+    delta_verify, scratch_bytes,
 };
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::DeltaStepArgs;
 use ostinato::kernels::skinny::Matrices;
+use ostinato::kernels::state::{SLOT_SETTLED, SLOT_WORDS};
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
 use ostinato::kernels::tiled::{Packed, token_index};
 use ostinato::memory::pack::Format;
@@ -31,6 +35,8 @@ use ostinato::memory::pack::Format;
 /// See the head of the file.
 const STEP: f32 = 2e-5;
 const PROMPT: f32 = 1e-4;
+const PARTS: f32 = 1e-3;
+const PARTS_MEAN: f64 = 1e-4;
 const EPSILON: f32 = 1e-6;
 const CELLS: u32 = 7;
 
@@ -48,6 +54,11 @@ fn ways(bench: &Bench) -> Vec<Matrices> {
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::Bf16, accumulator: Component::F32 };
     let units = bench.device.adapter().capabilities.matrix_shapes.contains(&shape);
     if units { vec![Matrices::ByHand, Matrices::Cooperative] } else { vec![Matrices::ByHand] }
+}
+
+/// What a prompt's outputs and states may differ by.
+fn limit(matrices: Matrices) -> f32 {
+    if matrices == Matrices::ByHand { PROMPT } else { PARTS }
 }
 
 /// How strongly tokens decay and write.
@@ -242,7 +253,15 @@ enum Form {
 /// No tag of an operand, and not that of poison.
 const TAGS: [u32; 2] = [3, 77];
 
-fn step_args(cases: &mut Cases, layer: &Layer, rows: &[[u32; 4]], x: &[u32], cells: &Cells, y: Range, form: Form) -> DeltaStepArgs {
+fn step_args(
+    cases: &mut Cases,
+    layer: &Layer,
+    rows: &[[u32; 4]],
+    x: &[u32],
+    cells: &Cells,
+    y: Range,
+    form: Form,
+) -> DeltaStepArgs {
     let width = layer.heads.output();
     DeltaStepArgs {
         x: cases.words("x", x),
@@ -253,8 +272,8 @@ fn step_args(cases: &mut Cases, layer: &Layer, rows: &[[u32; 4]], x: &[u32], cel
         norm: cases.floats("norm", &layer.norm),
         state: cases.floats("state", &cells.state),
         window: cases.floats("window", &cells.window),
-        slots: y.none(),
         pending: y.none(),
+        slots: y.none(),
         y,
         fault: cases.words("fault", &[0]),
         stride: layer.stride,
@@ -323,7 +342,7 @@ fn step_cases(form: Form) {
         };
         let args = step_args(&mut cases, &layer, &rows, &x, &cells, y, form);
         cases.expect(args.state, Expect::Floats(STEP));
-        cases.recording.call(delta_step("delta".to_owned(), heads, count, form == Form::Packed, false, flow, args));
+        cases.recording.call(delta_step("delta".to_owned(), heads, count, form == Form::Packed, flow, args));
         made.push((layer, cells, rows, tokens, sequences, args));
     }
     let reference = cases.reference();
@@ -386,6 +405,121 @@ fn a_token_of_each_row_with_tagged_words() {
     step_cases(Form::Tagged);
 }
 
+/// Goal: tokens that are taken back leave nothing, and those that stay are counted once.
+/// Method: three steps of one recording, each of four sequences: three new tokens, of which two are accepted; four,
+/// of which one is; then one. One sequence begins, one goes on, of one the last token is none, one is not there.
+#[test]
+fn tokens_that_may_be_taken_back() {
+    let mut cases = Cases::new("delta_verify");
+    let mut random = Random(67);
+    let mut made = Vec::new();
+    for (heads, tags) in [(heads(1, 2, 128, 128), false), (heads(2, 4, 32, 16), true), (heads(1, 3, 48, 32), false)] {
+        let layer = Layer::new(&mut random, heads);
+        let mut cells = Cells::new(heads);
+        let mut sequences: Vec<Sequence> = Vec::new();
+        for (cell, start) in (0..).zip([0, 21, 2]) {
+            let mut sequence = Sequence::new(heads);
+            for token in layer.tokens(&mut random, Gates::Usual, start) {
+                sequence.step(&layer, &token);
+            }
+            sequence.state.iter_mut().for_each(|v| *v = f64::from(*v as f32));
+            cells.put(cell, &sequence);
+            sequences.push(sequence);
+        }
+        cases.case(format!("{heads:?}"));
+        let flow = match tags {
+            true => Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[1]) },
+            false => Flow::NONE,
+        };
+        let width = heads.output();
+        let pending = cases.output("pending", heads.pending_bytes(CELLS) as usize / 4, Expect::Floats(STEP));
+        let mut weights: Option<DeltaStepArgs> = None;
+        // Tokens of the step, and how many of those before it stay.
+        for (step, (tokens, accepted)) in [(3u32, 0usize), (4, 2), (1, 1)].into_iter().enumerate() {
+            cases.case(format!("{heads:?}.{step}"));
+            let (mut rows, mut inputs, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+            for (cell, sequence) in (0..).zip(&mut sequences) {
+                let position = sequence.past.len() as u32;
+                let mut tried = sequence.clone();
+                for n in 0..tokens {
+                    let valid = cell != 2 || n < 2;
+                    let token: Vec<f32> = layer
+                        .token(&mut random, Gates::Usual)
+                        .into_iter()
+                        .map(|v| if tags { f32::from_bits(tagged(v, flow.input)) } else { v })
+                        .collect();
+                    rows.push([9, position + n, cell, u32::from(valid)]);
+                    wanted.push(valid.then(|| tried.step(&layer, &token)));
+                    // Who is asked next knows how many of these stay.
+                    if n < [2, 1, 1][step] {
+                        sequence.step(&layer, &token);
+                    }
+                    inputs.push(token);
+                }
+            }
+            for _ in 0..tokens {
+                rows.push([9, 3, 4, 0]);
+                wanted.push(None);
+                inputs.push(
+                    layer
+                        .token(&mut random, Gates::Usual)
+                        .iter()
+                        .map(|v| f32::from_bits(tagged(*v, flow.input)))
+                        .collect(),
+                );
+            }
+            let words: Vec<u32> = layer.rows(&inputs).iter().map(|v| v.to_bits()).collect();
+            let expect = if tags { Expect::Tagged(3.0 * STEP) } else { Expect::Floats(STEP) };
+            let y = cases.output("y", rows.len() * (width + 4) as usize, expect);
+            let first = step_args(&mut cases, &layer, &rows, &words, &cells, y, Form::Rows);
+            // The steps share what the first began with.
+            let base = *weights.get_or_insert(first);
+            // What is pending comes before a sequence's first row.
+            let mut settled = vec![POISON; (CELLS * SLOT_WORDS) as usize];
+            for row in rows.iter().step_by(tokens as usize) {
+                settled[(row[2] * SLOT_WORDS + SLOT_SETTLED) as usize] = row[1] - accepted as u32;
+            }
+            let slots = cases.words("slots", &settled);
+            let args = DeltaStepArgs { state: base.state, window: base.window, pending, slots, ..first };
+            cases.expect(args.state, Expect::Floats(STEP));
+            let label = "delta".to_owned();
+            cases.recording.call(match tokens {
+                1 => delta_step(label, heads, 4, false, flow, args),
+                _ => delta_verify(label, heads, (4, tokens), false, flow, args),
+            });
+            made.push((heads, flow, args, wanted));
+        }
+        let base = weights.expect("there are steps");
+        made.push((heads, flow, base, Vec::new()));
+        let reference = cases.reference();
+        for (cell, sequence) in (0..).zip(&sequences) {
+            cells.check(&reference, (base.state, base.window), cell, sequence, 2e-6);
+        }
+    }
+    let reference = cases.reference();
+    for (heads, flow, args, wanted) in made {
+        for (row, wanted) in wanted.into_iter().enumerate() {
+            for i in 0..heads.output() {
+                let word = reference.u32(args.y, row as u32 * args.y_stride + i);
+                match (&wanted, flow.output) {
+                    (Some(wanted), tag) => {
+                        let (found, limit) = (f64::from(f32::from_bits(word)), if tag.is_some() { 1e-5 } else { 3e-6 });
+                        let wanted = wanted[i as usize];
+                        let near = (found - wanted).abs() <= limit * (1.0 + wanted.abs());
+                        assert!(near, "{heads:?}, row {row}, {i}: {found} instead of {wanted}");
+                    }
+                    (None, Some(tag)) => assert_eq!(word, tag, "{heads:?}, row {row} without a sequence"),
+                    (None, None) => assert_eq!(word, POISON, "{heads:?}, row {row} without a sequence"),
+                }
+            }
+        }
+    }
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
 /// A prompt's part of a step.
 struct Part {
     slot: u32,
@@ -445,11 +579,11 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
         scratch: cases.output("scratch", scratch, Expect::Any),
         y: match packed {
             true => cases.output("y", Packed::bytes(rows, width) as usize / 4, Expect::Bfloats(2f32.powi(-7))),
-            false => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(PROMPT)),
+            false => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(limit(matrices))),
         },
         y_stride: if packed { width / 32 } else { width + 4 },
     };
-    cases.expect(operands.state, Expect::Floats(PROMPT));
+    cases.expect(operands.state, Expect::Floats(limit(matrices)));
     for call in delta_prompts("delta", heads, (rows, most), packed, matrices, operands) {
         cases.recording.call(call);
     }
@@ -560,7 +694,8 @@ fn prompts_packed_for_the_next_product() {
     for (index, heads) in shapes().into_iter().filter(|heads| heads.output().is_multiple_of(32)).enumerate() {
         let layer = Layer::new(&mut random, heads);
         let lengths = [[5, 70], [59, 5], [16, 17]][index % 3];
-        let parts = (0..).zip(lengths).map(|(slot, length)| part(&mut random, &layer, Gates::Usual, 4 * slot, length, slot));
+        let parts =
+            (0..).zip(lengths).map(|(slot, length)| part(&mut random, &layer, Gates::Usual, 4 * slot, length, slot));
         let parts = parts.collect();
         steps.push((layer, parts));
     }
@@ -573,10 +708,7 @@ fn strong_decay_none_and_closed_gates() {
     let mut steps = Vec::new();
     for (index, gates) in [Gates::Strong, Gates::None, Gates::Closed, Gates::Strong].into_iter().enumerate() {
         let layer = Layer::new(&mut random, shapes()[index]);
-        let parts = vec![
-            part(&mut random, &layer, gates, 0, 140, 0),
-            part(&mut random, &layer, gates, 9, 66, 1),
-        ];
+        let parts = vec![part(&mut random, &layer, gates, 0, 140, 0), part(&mut random, &layer, gates, 9, 66, 1)];
         steps.push((layer, parts));
     }
     check_prompts("gates", false, &steps);
@@ -622,8 +754,8 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         norm: o.norm,
                         state: o.state,
                         window: o.window,
-                        slots: o.window.none(),
-                        pending: o.window.none(),
+                        pending: y.none(),
+                        slots: y.none(),
                         y: y.part(u64::from(row) * y_bytes, y_bytes),
                         fault,
                         stride: layer.stride,
@@ -632,20 +764,28 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         x_tag: 0,
                         y_tag: 0,
                     };
-                    cases.recording.call(delta_step(format!("token.{row}"), heads, 1, false, false, Flow::NONE, args));
+                    cases.recording.call(delta_step(format!("token.{row}"), heads, 1, false, Flow::NONE, args));
                 }
                 let memory = bench.run(&cases.recording, &cases.before());
-                let (mut worst, mut what) = (0.0f64, String::new());
+                let (mut worst, mut what, mut squares, mut count) = (0.0f64, String::new(), 0.0, 0.0);
                 let mut near = |found: f32, wanted: f32, place: String| {
                     let part = f64::from((found - wanted).abs()) / (1.0 + f64::from(wanted.abs()));
-                    assert!(part <= f64::from(PROMPT), "{matrices:?}, {place}: {found} in blocks, {wanted} by tokens");
+                    (squares, count) = (squares + part * part, count + 1.0);
+                    assert!(
+                        part <= f64::from(limit(matrices)),
+                        "{matrices:?}, {place}: {found} in blocks, {wanted} by tokens"
+                    );
                     if part > worst {
                         (worst, what) = (part, place);
                     }
                 };
                 for i in 0..heads.output() {
                     for row in 0..length {
-                        near(memory.f32(o.y, row * width + i), memory.f32(y, row * width + i), format!("row {row}, {i}"));
+                        near(
+                            memory.f32(o.y, row * width + i),
+                            memory.f32(y, row * width + i),
+                            format!("row {row}, {i}"),
+                        );
                     }
                     let row = (length + 1) * width + i;
                     near(memory.f32(y, row), memory.f32(y, row - width), format!("the next token, {i}"));
@@ -654,7 +794,9 @@ fn blocks_do_what_tokens_one_by_one_do() {
                 for i in 0..size {
                     near(memory.f32(o.state, i), memory.f32(o.state, size + i), format!("state {i}"));
                 }
-                println!("{heads:?}, {gates:?}, {matrices:?} on {driver:?}: {worst:.1e} at {what}");
+                let mean = f64::sqrt(squares / count);
+                println!("{heads:?}, {gates:?}, {matrices:?} on {driver:?}: {mean:.1e}, {worst:.1e} at {what}");
+                assert!(mean <= PARTS_MEAN, "{heads:?}, {matrices:?}: {mean:.1e}");
             }
         }
     }
@@ -663,7 +805,9 @@ fn blocks_do_what_tokens_one_by_one_do() {
 #[test]
 fn heads_that_are_served() {
     assert!(shapes().into_iter().chain([heads(16, 32, 128, 128), heads(16, 48, 128, 128)]).all(delta_serves));
-    for other in [heads(0, 0, 16, 16), heads(2, 3, 16, 16), heads(1, 1, 8, 16), heads(1, 1, 16, 144), heads(4, 2, 16, 16)] {
+    for other in
+        [heads(0, 0, 16, 16), heads(2, 3, 16, 16), heads(1, 1, 8, 16), heads(1, 1, 16, 144), heads(4, 2, 16, 16)]
+    {
         assert!(!delta_serves(other), "{other:?}");
     }
 }

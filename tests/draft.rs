@@ -8,13 +8,12 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use harness::{Bench, Cases, Expect, POISON, Random, descriptor};
-use ostinato::kernels::delta::{DeltaHeads, delta_step};
-use ostinato::kernels::delta_verify::{MOST_PENDING, delta_verify};
+use ostinato::kernels::delta::{DeltaHeads, MOST_PENDING, delta_step, delta_verify};
 use ostinato::kernels::draft::{self, VerifyRows};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{
-    DeltaStepArgs, DeltaVerifyArgs, JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, VerifyRowsArgs,
+    DeltaStepArgs, JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, VerifyRowsArgs,
 };
 use ostinato::kernels::state::*;
 use ostinato::kernels::tags::Flow;
@@ -207,28 +206,31 @@ impl Layer {
     }
 
     fn cell(&self, cases: &mut Cases, name: &str) -> Cell {
-        let mut buffer = |part: &str, bytes: u64| {
-            cases.output(&format!("{name}.{part}"), bytes as usize / 4, Expect::Floats(SUMS))
-        };
+        let mut buffer =
+            |part: &str, bytes: u64| cases.output(&format!("{name}.{part}"), bytes as usize / 4, Expect::Floats(SUMS));
         let state = buffer("state", self.heads.state_bytes(1));
         let window = buffer("window", self.heads.window_bytes(1));
         Cell { state, window, pending: buffer("pending", self.heads.pending_bytes(1)) }
     }
 
-    fn x(&self, cases: &mut Cases, name: &str, positions: std::ops::Range<u32>) -> Range {
-        let rows: Vec<f32> = positions.flat_map(|p| self.rows[p as usize].clone()).collect();
-        cases.floats(name, &rows)
-    }
-
-    /// One plain step; `settled`: tokens that the state has taken in.
-    fn step(&self, cases: &mut Cases, name: &str, cell: &Cell, position: u32, settled: Option<u32>) -> Range {
-        let width = self.heads.output();
+    /// A step of the tokens of `rows`, a plain one of a single token; `settled`: tokens that the state has taken in, where
+    /// others may be pending.
+    fn step(
+        &self,
+        cases: &mut Cases,
+        name: &str,
+        cell: &Cell,
+        (position, settled): (u32, Option<u32>),
+        rows: &[Vec<f32>],
+    ) -> Range {
+        let (width, each) = (self.heads.output(), rows.len() as u32);
         let mut words = vec![POISON; SLOT_WORDS as usize];
         words[SLOT_SETTLED as usize] = settled.unwrap_or(POISON);
+        let table: Vec<u32> = (0..each).flat_map(|t| [1, position + t, 0, 1]).collect();
         let [conv, a_log, dt_bias, norm] = self.vectors;
         let args = DeltaStepArgs {
-            x: self.x(cases, &format!("{name}.x"), position..position + 1),
-            rows: cases.words(&format!("{name}.rows"), &[1, position, 0, 1]),
+            x: cases.floats(&format!("{name}.x"), &rows.concat()),
+            rows: cases.words(&format!("{name}.rows"), &table),
             conv,
             a_log,
             dt_bias,
@@ -236,8 +238,8 @@ impl Layer {
             state: cell.state,
             window: cell.window,
             slots: cases.words(&format!("{name}.slots"), &words),
-            pending: cell.pending,
-            y: cases.output(&format!("{name}.y"), width as usize, Expect::Floats(SUMS)),
+            pending: if settled.is_some() { cell.pending } else { cell.pending.none() },
+            y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
             fault: cases.words(&format!("{name}.fault"), &[0]),
             stride: self.stride,
             y_stride: width,
@@ -246,34 +248,10 @@ impl Layer {
             y_tag: 0,
         };
         let label = name.to_owned();
-        cases.recording.call(delta_step(label, self.heads, 1, false, settled.is_some(), Flow::NONE, args));
-        args.y
-    }
-
-    /// One verifying step from `position` on, of the rows of `positions`: those behind what was accepted are others'.
-    fn verify(&self, cases: &mut Cases, name: &str, cell: &Cell, position: u32, settled: u32, rows: &[Vec<f32>]) -> Range {
-        let (width, each) = (self.heads.output(), rows.len() as u32);
-        let mut words = vec![POISON; SLOT_WORDS as usize];
-        words[SLOT_SETTLED as usize] = settled;
-        let table: Vec<u32> = (0..each).flat_map(|t| [1, position + t, 0, 1]).collect();
-        let [conv, a_log, dt_bias, norm] = self.vectors;
-        let args = DeltaVerifyArgs {
-            x: cases.floats(&format!("{name}.x"), &rows.concat()),
-            rows: cases.words(&format!("{name}.rows"), &table),
-            slots: cases.words(&format!("{name}.slots"), &words),
-            conv,
-            a_log,
-            dt_bias,
-            norm,
-            state: cell.state,
-            window: cell.window,
-            pending: cell.pending,
-            y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
-            stride: self.stride,
-            y_stride: width,
-            epsilon: EPSILON,
-        };
-        cases.recording.call(delta_verify(name.to_owned(), self.heads, (1, each), false, args));
+        cases.recording.call(match each {
+            1 => delta_step(label, self.heads, 1, false, Flow::NONE, args),
+            _ => delta_verify(label, self.heads, (1, each), false, Flow::NONE, args),
+        });
         args.y
     }
 }
@@ -293,7 +271,8 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
         let [mut position, mut settled] = [0, 0];
         let mut outputs: Vec<(Range, u32)> = Vec::new();
         for p in 0..2 {
-            outputs.push((layer.step(&mut cases, &format!("first.{p}"), &drafting, p, None), 0));
+            let row = std::slice::from_ref(&layer.rows[p as usize]);
+            outputs.push((layer.step(&mut cases, &format!("first.{p}"), &drafting, (p, None), row), 0));
             [position, settled] = [p + 1, p + 1];
         }
         let turns: [(u32, u32); 6] = [(2, 1), (4, 4), (3, 2), (1, 1), (4, 3), (2, 2)];
@@ -305,16 +284,19 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
                     false => random.floats(layer.stride as usize),
                 })
                 .collect();
-            let y = layer.verify(&mut cases, &format!("verify.{turn}"), &drafting, position, settled, &rows);
+            let at = (position, Some(settled));
+            let y = layer.step(&mut cases, &format!("verify.{turn}"), &drafting, at, &rows);
             outputs.extend((0..accepted).map(|t| (y, t)));
-            settled = position;
+            // A step of a single token takes it in at once.
+            settled = if each == 1 { position + 1 } else { position };
             position += accepted;
         }
         assert!(position - settled <= MOST_PENDING);
         // A step without drafts takes in what is left.
-        outputs.push((layer.step(&mut cases, "last", &drafting, position, Some(settled)), 0));
+        let row = |p: u32| std::slice::from_ref(&layer.rows[p as usize]);
+        outputs.push((layer.step(&mut cases, "last", &drafting, (position, Some(settled)), row(position)), 0));
         for p in 0..=position {
-            let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, p, None);
+            let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, (p, None), row(p));
             let (drafted, row) = outputs[p as usize];
             compared.push((drafted.part(u64::from(row * heads.output()) * 4, u64::from(heads.output()) * 4), y, p));
         }

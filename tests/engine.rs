@@ -423,17 +423,16 @@ fn odd_capacities() {
     for (name, capacity) in odd {
         for seed in seeds(2) {
             let capacity = capacity.clone();
-            let world =
-                World {
-                    name,
-                    requests: 1_500,
-                    capacity,
-                    gap_steps: 8,
-                    priorities: 2,
-                    nuisance: 20,
-                    beginnings: 4,
-                    state_lost_every: None,
-                };
+            let world = World {
+                name,
+                requests: 1_500,
+                capacity,
+                gap_steps: 8,
+                priorities: 2,
+                nuisance: 20,
+                beginnings: 4,
+                state_lost_every: None,
+            };
             simulate(&world, seed);
         }
     }

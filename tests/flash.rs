@@ -182,7 +182,8 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
         first_page += chunk.pages.len() as u32 + 2;
     }
     let most = chunks.len() as u32 + 1;
-    let descriptor = descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |rows| flash_tiles(heads, rows));
+    let descriptor =
+        descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |rows| flash_tiles(heads, rows));
     let output_stride = chunks[0].output_stride();
     let args = FlashArgs {
         qkv: cases.floats("qkv", &qkv),

@@ -64,10 +64,8 @@ fn prompts_in_chunks_and_side_by_side_draw_what_they_draw_alone() {
             });
             let replica = replica(&host);
             let lengths = [0, 1, 7, 30, 2, 15];
-            let events: Vec<_> = lengths
-                .iter()
-                .map(|&more| submit(replica, text.ask(&format!("r{more}"), more, 30)))
-                .collect();
+            let events: Vec<_> =
+                lengths.iter().map(|&more| submit(replica, text.ask(&format!("r{more}"), more, 30))).collect();
             for (&more, events) in lengths.iter().zip(&events) {
                 let generated = collect(events);
                 assert_eq!(generated.tokens, text.answer(more, 30), "{name}, chunks of {chunk}, {more} tokens more");

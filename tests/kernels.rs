@@ -217,7 +217,8 @@ fn embed_rows_from_fragments_and_with_tags() {
                 random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(Format::Bf16, v)).collect();
             let tokens = [36, 0, 15, 16, 31, 32, 5, 22];
             let rows = tokens.len() as u32;
-            let prompt = PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, next: None, from: None, keeps: &[] };
+            let prompt =
+                PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, next: None, from: None, keeps: &[] };
             let layout = ChunkLayout { prompts: 1, recurrent: false };
             let chunk = descriptor(layout, &[prompt], |_| 0);
             let stride = decoder::stride(hidden);
@@ -996,15 +997,8 @@ fn append_normalises_rotates_and_fills_pages() {
 
 /// Heads that `flash_decode` serves: groups that leave lanes idle, and heads that are no whole share of them.
 fn flash_heads() -> Vec<Heads> {
-    let make = |(q, kv, dim, rot, qk_norm)| Heads {
-        q,
-        kv,
-        dim,
-        rot,
-        qk_norm,
-        gated: rot < dim,
-        kv_format: Format::F16,
-    };
+    let make =
+        |(q, kv, dim, rot, qk_norm)| Heads { q, kv, dim, rot, qk_norm, gated: rot < dim, kv_format: Format::F16 };
     [(7, 1, 64, 32, false), (6, 2, 128, 64, true), (3, 1, 32, 32, true), (8, 1, 32, 16, false), (5, 1, 96, 96, true)]
         .map(make)
         .to_vec()

@@ -174,7 +174,8 @@ impl Layer {
         let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
         let bytes: Vec<u8> = values.iter().flat_map(|w| w.to_le_bytes()).collect();
         // By way of f32, which holds every value of the others.
-        let source = pack::Rows { bytes: &bytes, format: Format::F32, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
+        let source =
+            pack::Rows { bytes: &bytes, format: Format::F32, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
         let packing = Packing { rows, cols, layout, format: self.format };
         let mut words = vec![0u32; packing.bytes() as usize / 4];
         pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));

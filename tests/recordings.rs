@@ -287,10 +287,18 @@ impl<'a> Run<'a> {
             let end = prompt.len().min(start + layout.chunk as usize - beside.len());
             let last = end == prompt.len();
             let (tokens, from) = (&prompt[start..end], (start > 0).then_some(SLOT));
-            let mut parts = vec![PromptRows { slot: SLOT, start: start as u32, tokens, last, next: None, from, keeps: &[] }];
+            let mut parts =
+                vec![PromptRows { slot: SLOT, start: start as u32, tokens, last, next: None, from, keeps: &[] }];
             if start == 0 {
-                let beside =
-                    PromptRows { slot: BESIDE, start: 0, tokens: beside, last: true, next: None, from: None, keeps: &[] };
+                let beside = PromptRows {
+                    slot: BESIDE,
+                    start: 0,
+                    tokens: beside,
+                    last: true,
+                    next: None,
+                    from: None,
+                    keeps: &[],
+                };
                 parts.insert(0, beside);
             }
             for (word, words) in layout.chunk_layout().describe(&parts, |rows| flash_tiles(self.heads, rows)) {

@@ -118,47 +118,51 @@ uvec4 pairs_at(uint part, uint row, uint block, uint g, uint t) {
 // The same of the transposed: rows are columns of k̂.
 uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
     uint at = part * HALF_WORDS + (row + 2u * t) * PAIRS + block * 8u + g / 2u, shift = g % 2u * 16u;
-    uvec4 words;
-    [[unroll]] for (uint n = 0u; n < 4u; n++) {
-        uint from_here = at + (n & 1u) * 8u * PAIRS + (n >> 1) * 4u;
-        words[n] = ((words_s[from_here] >> shift) & 0xffffu) | ((words_s[from_here + PAIRS] >> shift) << 16);
-    }
-    return words;
+#define TURNED_PAIR(at_) (((words_s[at_] >> shift) & 0xffffu) | ((words_s[(at_) + PAIRS] >> shift) << 16))
+    return uvec4(TURNED_PAIR(at), TURNED_PAIR(at + 8u * PAIRS), TURNED_PAIR(at + 4u), TURNED_PAIR(at + 8u * PAIRS + 4u));
 }
 
-// 16 rows' quad of channels from row `index` of the chunk on, after convolution and silu.
-#define MIX_ROWS(quad_)                                                                                        \
-    vec4 mixed_rows[16];                                                                                       \
-    {                                                                                                          \
-        uint quad = quad_, row_quads = stride / 4u;                                                            \
-        vec4 t0, t1, t2;                                                                                       \
+// Calls `body` for each of the subgroup's 16 rows, from row `index` of the chunk on, with its number `n` and a quad
+// of its channels after convolution and silu, `mixed_row`. A loop of few rows a turn: all of them side by side
+// are more instructions than the processor keeps, and it then waits for each.
+#define EACH_ROW(quad_, body) {                                                                                \
+        uint quad = quad_, row_quads = stride / 4u, last_row = in_use - 1u;                                    \
+        vec4 w0 = conv.v[quad * 4u], w1 = conv.v[quad * 4u + 1u], w2 = conv.v[quad * 4u + 2u], w3 = conv.v[quad * 4u + 3u]; \
+        vec4 t0, t1, t2, next[4];                                                                              \
+        /* Rows behind a prompt's end are masked, but there is something to read for them. */                  \
+        [[unroll]] for (uint e_ = 0u; e_ < 4u; e_++)                                                           \
+            next[e_] = x.v[(first_row + min(index + e_, last_row)) * row_quads + quad];                        \
         if (index == 0u) {                                                                                     \
             t0 = raw(-3, quad); t1 = raw(-2, quad); t2 = raw(-1, quad);                                        \
         } else {                                                                                               \
-            /* A prompt's end may lie before the subgroup's rows: they are masked, but there to be read. */    \
-            t0 = x.v[(first_row + min(index - 3u, in_use - 1u)) * row_quads + quad];                           \
-            t1 = x.v[(first_row + min(index - 2u, in_use - 1u)) * row_quads + quad];                           \
-            t2 = x.v[(first_row + min(index - 1u, in_use - 1u)) * row_quads + quad];                           \
+            t0 = x.v[(first_row + min(index - 3u, last_row)) * row_quads + quad];                              \
+            t1 = x.v[(first_row + min(index - 2u, last_row)) * row_quads + quad];                              \
+            t2 = x.v[(first_row + min(index - 1u, last_row)) * row_quads + quad];                              \
         }                                                                                                      \
-        vec4 w0 = conv.v[quad * 4u], w1 = conv.v[quad * 4u + 1u], w2 = conv.v[quad * 4u + 2u], w3 = conv.v[quad * 4u + 3u]; \
-        [[unroll]] for (uint n = 0u; n < 16u; n++)                                                             \
-            mixed_rows[n] = x.v[(first_row + min(index + n, in_use - 1u)) * row_quads + quad];                 \
-        [[unroll]] for (uint n = 0u; n < 16u; n++) {                                                           \
-            vec4 u = mixed_rows[n];                                                                            \
-            vec4 mixed_ = vec4(dot(w0, vec4(t0.x, t1.x, t2.x, u.x)), dot(w1, vec4(t0.y, t1.y, t2.y, u.y)),     \
-                               dot(w2, vec4(t0.z, t1.z, t2.z, u.z)), dot(w3, vec4(t0.w, t1.w, t2.w, u.w)));    \
-            mixed_rows[n] = index + n < in_use ? silu(mixed_) : vec4(0.0);                                     \
-            t0 = t1; t1 = t2; t2 = u;                                                                          \
+        [[dont_unroll]] for (uint turn_ = 0u; turn_ < 16u; turn_ += 4u) {                                      \
+            vec4 now[4];                                                                                       \
+            [[unroll]] for (uint e_ = 0u; e_ < 4u; e_++) {                                                     \
+                now[e_] = next[e_];                                                                            \
+                next[e_] = x.v[(first_row + min(index + turn_ + 4u + e_, last_row)) * row_quads + quad];       \
+            }                                                                                                  \
+            [[unroll]] for (uint e_ = 0u; e_ < 4u; e_++) {                                                     \
+                uint n = turn_ + e_;                                                                           \
+                vec4 u = now[e_];                                                                              \
+                vec4 sums_ = vec4(dot(w0, vec4(t0.x, t1.x, t2.x, u.x)), dot(w1, vec4(t0.y, t1.y, t2.y, u.y)),  \
+                                  dot(w2, vec4(t0.z, t1.z, t2.z, u.z)), dot(w3, vec4(t0.w, t1.w, t2.w, u.w))); \
+                vec4 mixed_row = index + n < in_use ? silu(sums_) : vec4(0.0);                                 \
+                body                                                                                           \
+                t0 = t1; t1 = t2; t2 = u;                                                                      \
+            }                                                                                                  \
         }                                                                                                      \
     }
 
 // Those of q or k, scaled to length `length_`, into the subgroup's 16 rows by parts.
 #define STORE_ROWS(quad_, length_) {                                                                           \
-        MIX_ROWS(kh * KEY_QUADS + (quad_))                                                                     \
-        [[unroll]] for (uint n = 0u; n < 16u; n++) {                                                           \
-            float square = LANE < KEY_QUADS ? dot(mixed_rows[n], mixed_rows[n]) : 0.0;                         \
-            vec4 unit = mixed_rows[n] * (inversesqrt(subgroupAdd(square) + L2_EPSILON) * (length_));           \
-            uvec2 most, rest;                                                                                  \
+        EACH_ROW(kh * KEY_QUADS + (quad_),                                                                     \
+            float square = LANE < KEY_QUADS ? dot(mixed_row, mixed_row) : 0.0;                                 \
+            vec4 unit = mixed_row * (inversesqrt(subgroupAdd(square) + L2_EPSILON) * (length_));               \
+            uvec2 most; uvec2 rest;                                                                            \
             split_four(unit, most, rest);                                                                      \
             if (LANE < KEY_QUADS) {                                                                            \
                 uint at = (own_row + n) * PAIRS + LANE * 2u;                                                   \
@@ -166,8 +170,7 @@ uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
                 words_s[at + 1u] = most.y;                                                                     \
                 words_s[at + HALF_WORDS] = rest.x;                                                             \
                 words_s[at + HALF_WORDS + 1u] = rest.y;                                                        \
-            }                                                                                                  \
-        }                                                                                                      \
+            })                                                                                                 \
         LANES_BARRIER                                                                                          \
     }
 
@@ -224,17 +227,15 @@ void main() {
     {
         // β v, by way of the subgroup's own part of the shared words.
         uint base = own_row * V_STEP;
-        MIX_ROWS(2u * KEY_HEADS * KEY_QUADS + h * QUADS + min(LANE, QUADS - 1u))
-        if (LANE < QUADS) {
-            [[unroll]] for (uint n = 0u; n < 16u; n++) {
-                vec4 v = beta_s[own_row + n] * mixed_rows[n];
+        EACH_ROW(2u * KEY_HEADS * KEY_QUADS + h * QUADS + min(LANE, QUADS - 1u),
+            vec4 v = beta_s[own_row + n] * mixed_row;
+            if (LANE < QUADS) {
                 uint at = base + n * V_STEP + LANE * 4u;
                 words_s[at] = floatBitsToUint(v.x);
                 words_s[at + 1u] = floatBitsToUint(v.y);
                 words_s[at + 2u] = floatBitsToUint(v.z);
                 words_s[at + 3u] = floatBitsToUint(v.w);
-            }
-        }
+            })
         LANES_BARRIER
         uint to = (own * (VALUE_DIM / 16u) * 4u + group) * 64u + LANE;
         [[unroll]] for (uint n = 0u; n < VALUE_DIM / 16u; n++) {
@@ -300,16 +301,24 @@ void main() {
     vec2 sum_g = sums_s[own_row + g], sum_g8 = sums_s[own_row + g + 8u];
     float beta_g = beta_s[own_row + g], beta_g8 = beta_s[own_row + g + 8u];
     [[unroll]] for (uint j = 0u; j < 4u; j++) {
-        vec4 k_low = SUMS_LOW(keys[j]), k_high = SUMS_HIGH(keys[j]), q_low = SUMS_LOW(queries[j]), q_high = SUMS_HIGH(queries[j]);
-        [[unroll]] for (uint e = 0u; e < 4u; e++) {
-            uint column = j * 16u + 2u * t + (e & 1u) + (e >> 1) * 8u, row = own_row + g;
-            vec2 before = sums_s[column];
-            float d = decay_between(sum_g, before), d8 = decay_between(sum_g8, before);
-            MATRIX_AT(row, column) = floatBitsToUint(column < row ? beta_g * d * k_low[e] : 0.0);
-            MATRIX_AT(row + 8u, column) = floatBitsToUint(column < row + 8u ? beta_g8 * d8 * k_high[e] : 0.0);
-            q_low[e] = column <= row ? d * q_low[e] : 0.0;
-            q_high[e] = column <= row + 8u ? d8 * q_high[e] : 0.0;
-        }
+        // Constant components: a chosen one would go by way of memory.
+        uvec4 column = j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
+        uint row = own_row + g;
+        vec2 before_x = sums_s[column.x], before_y = sums_s[column.y], before_z = sums_s[column.z], before_w = sums_s[column.w];
+        vec4 d = vec4(decay_between(sum_g, before_x), decay_between(sum_g, before_y), decay_between(sum_g, before_z), decay_between(sum_g, before_w));
+        vec4 d8 = vec4(decay_between(sum_g8, before_x), decay_between(sum_g8, before_y), decay_between(sum_g8, before_z), decay_between(sum_g8, before_w));
+        vec4 k_low = mix(vec4(0.0), beta_g * d * SUMS_LOW(keys[j]), lessThan(column, uvec4(row)));
+        vec4 k_high = mix(vec4(0.0), beta_g8 * d8 * SUMS_HIGH(keys[j]), lessThan(column, uvec4(row + 8u)));
+        MATRIX_AT(row, column.x) = floatBitsToUint(k_low.x);
+        MATRIX_AT(row, column.y) = floatBitsToUint(k_low.y);
+        MATRIX_AT(row, column.z) = floatBitsToUint(k_low.z);
+        MATRIX_AT(row, column.w) = floatBitsToUint(k_low.w);
+        MATRIX_AT(row + 8u, column.x) = floatBitsToUint(k_high.x);
+        MATRIX_AT(row + 8u, column.y) = floatBitsToUint(k_high.y);
+        MATRIX_AT(row + 8u, column.z) = floatBitsToUint(k_high.z);
+        MATRIX_AT(row + 8u, column.w) = floatBitsToUint(k_high.w);
+        vec4 q_low = mix(vec4(0.0), d * SUMS_LOW(queries[j]), lessThanEqual(column, uvec4(row)));
+        vec4 q_high = mix(vec4(0.0), d8 * SUMS_HIGH(queries[j]), lessThanEqual(column, uvec4(row + 8u)));
         split_block(q_low, q_high, left_most[j], left_rest[j]);
     }
     LANES_BARRIER
@@ -340,7 +349,7 @@ void main() {
             product[n] = 0.0;
         }
         barrier();
-        [[unroll]] for (uint k = 0u; k < 16u; k++) {
+        for (uint k = 0u; k < 16u; k++) {
             float l = matrix_at(16u * b + r, 16u * b + k);
             [[unroll]] for (uint n = 0u; n < 2u * b; n++) product[n] -= l * matrix_at(16u * b + k, c + 8u * n);
         }
@@ -354,12 +363,10 @@ void main() {
             Sums sums = NO_SUMS;
             [[unroll]] for (uint k = j; k < 4u; k++) {
                 if (k <= group) {
-                    vec4 a, b;
-                    [[unroll]] for (uint e = 0u; e < 4u; e++) {
-                        uint row = k * 16u + 2u * t + (e & 1u) + (e >> 1) * 8u;
-                        a[e] = matrix_at(row, j * 16u + g);
-                        b[e] = matrix_at(row, j * 16u + g + 8u);
-                    }
+                    uint row = k * 16u + 2u * t, column = j * 16u + g;
+                    vec4 a = vec4(matrix_at(row, column), matrix_at(row + 1u, column), matrix_at(row + 8u, column), matrix_at(row + 9u, column));
+                    column += 8u;
+                    vec4 b = vec4(matrix_at(row, column), matrix_at(row + 1u, column), matrix_at(row + 8u, column), matrix_at(row + 9u, column));
                     uvec4 most, rest;
                     split_block(a, b, most, rest);
                     Tokens tokens_most, tokens_rest;
@@ -375,12 +382,10 @@ void main() {
             split_block(SUMS_LOW(sums), SUMS_HIGH(sums), most, rest);
             solved.v[solved_at + (10u + j) * 64u] = most;
             solved.v[solved_at + (10u + j) * 64u + 32u] = rest;
-            vec4 a, b;
-            [[unroll]] for (uint e = 0u; e < 4u; e++) {
-                uint column = j * 16u + 2u * t + (e & 1u) + (e >> 1) * 8u;
-                a[e] = matrix_at(own_row + g, column);
-                b[e] = matrix_at(own_row + g + 8u, column);
-            }
+            uint row = own_row + g, column = j * 16u + 2u * t;
+            vec4 a = vec4(matrix_at(row, column), matrix_at(row, column + 1u), matrix_at(row, column + 8u), matrix_at(row, column + 9u));
+            row += 8u;
+            vec4 b = vec4(matrix_at(row, column), matrix_at(row, column + 1u), matrix_at(row, column + 8u), matrix_at(row, column + 9u));
             split_block(a, b, most, rest);
             solved.v[solved_at + j * 64u] = most;
             solved.v[solved_at + j * 64u + 32u] = rest;

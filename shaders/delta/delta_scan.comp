@@ -172,11 +172,15 @@ void main() {
     bool begins = from == NO_CELL || start == 0u;
     uint head_at = h * KEY_DIM * VALUE_DIM + 2u * t * VALUE_DIM + column, cell_floats = VALUE_HEADS * KEY_DIM * VALUE_DIM;
 #define STATE_AT(cell, n, e) ((cell) * cell_floats + head_at + ((quarter + 4u * (n)) * 16u + ((e) & 1) + (((e) >> 1) & 1) * 8u) * VALUE_DIM + ((e) >> 2) * 8u)
+// Constant elements: a chosen one would go by way of memory.
+#define EIGHT(what) what(0) what(1) what(2) what(3) what(4) what(5) what(6) what(7)
+#define LOAD_ONE(e) s[n][e] = state.v[STATE_AT(from, n, e)];
+#define STORE_ONE(e) state.v[STATE_AT(cell, n, e)] = s[n][e];
     [[unroll]] for (uint n = 0u; n < OWN; n++) {
         s[n] = NO_SUMS;
         if (quarter + 4u * n < KEY_BLOCKS) {
             if (!begins) {
-                [[unroll]] for (int e = 0; e < 8; e++) s[n][e] = state.v[STATE_AT(from, n, e)];
+                EIGHT(LOAD_ONE)
             }
             SHARE(state_s, (columns * KEY_BLOCKS + quarter + 4u * n) * 64u + LANE, s[n])
         }
@@ -263,14 +267,16 @@ void main() {
         o_low += SUMS_LOW(seen[0]) + (SUMS_LOW(seen[1]) + SUMS_LOW(seen[2]));
         o_high += SUMS_HIGH(seen[0]) + (SUMS_HIGH(seen[1]) + SUMS_HIGH(seen[2]));
         uint row = block * BLOCK_ROWS + quarter * 16u + 2u * t;
-        [[unroll]] for (uint e = 0u; e < 4u; e++) {
-            uint index = row + (e & 1u) + (e >> 1) * 8u;
-            if (index < in_use) {
-                uint at = ((first_row + index) * VALUE_HEADS + h) * VALUE_DIM + column;
-                o.v[at] = o_low[e];
-                o.v[at + 8u] = o_high[e];
-            }
+#define WRITE_ROW(index_, low_, high_)                                                \
+        if (index_ < in_use) {                                                        \
+            uint at = ((first_row + index_) * VALUE_HEADS + h) * VALUE_DIM + column;  \
+            o.v[at] = low_;                                                           \
+            o.v[at + 8u] = high_;                                                     \
         }
+        WRITE_ROW(row, o_low.x, o_high.x)
+        WRITE_ROW(row + 1u, o_low.y, o_high.y)
+        WRITE_ROW(row + 8u, o_low.z, o_high.z)
+        WRITE_ROW(row + 9u, o_low.w, o_high.w)
         uint end = min((block + 1u) * BLOCK_ROWS, in_use);
         [[unroll]] for (uint n = 0u; n < OWN; n++) {
             if (quarter + 4u * n < KEY_BLOCKS) {
@@ -282,14 +288,15 @@ void main() {
                 // Not into the state itself: the units cut what they add to a sum.
                 s[n] = s[n] * decay + (added[0] + (added[1] + added[2]));
                 SHARE(state_s, (columns * KEY_BLOCKS + quarter + 4u * n) * 64u + LANE, s[n])
+                uint cell;
                 if (end == in_use) {
-                    [[unroll]] for (int e = 0; e < 8; e++) state.v[STATE_AT(slot, n, e)] = s[n][e];
+                    cell = slot; EIGHT(STORE_ONE)
                 }
                 if (end == keeps.x) {
-                    [[unroll]] for (int e = 0; e < 8; e++) state.v[STATE_AT(keeps.y, n, e)] = s[n][e];
+                    cell = keeps.y; EIGHT(STORE_ONE)
                 }
                 if (end == keeps.z) {
-                    [[unroll]] for (int e = 0; e < 8; e++) state.v[STATE_AT(keeps.w, n, e)] = s[n][e];
+                    cell = keeps.w; EIGHT(STORE_ONE)
                 }
             }
         }

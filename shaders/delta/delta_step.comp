@@ -1,7 +1,8 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// One token of each row through the gated delta rule, its state read once and written once:
+// One token of each row, or a few of each sequence, through the gated delta rule; the state is read once and
+// written once:
 //
 //   c = silu( Σ_j conv[channel][j] · u_{p-3+j} )                   q, k of the value head's key head; v
 //   q̂ = q · rsqrt(Σq² + 1e-6) / sqrt(key_dim),  k̂ = k · rsqrt(Σk² + 1e-6)
@@ -14,12 +15,18 @@
 // state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
 // window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
 // y      [rows][y_stride] f32; PACKED 1: bfloat16 blocks as `pack_rows` leaves them, `y_stride` of 32 columns
-// PENDING 1: the state takes in first what `delta_verify` has left and was accepted: slots, pending as there
 // TAGGED 1: x is tagged (`tags.glsl`); 3: y too, and a row without a sequence then still writes zeros
 //
-// One workgroup serves a value head of a row: a thread has four values' columns and KEY_DIM / GROUPS rows of
-// the state, which it asks for before it waits for x. The first value head of a key head writes that head's
-// u into the window. Traffic: 8 bytes a number of state.
+// Speculation. PENDING 1: the state in memory has taken in SLOT_SETTLED tokens (slots: `state.glsl`) and lags behind the
+//   first row's position by the first tokens of
+//   pending [cells][value heads][4][key_dim + value_dim + 4] f32: k̂, δ, α
+// which come before the row's own. TOKENS > 1: so many rows on end are a sequence's tokens at positions on end, those
+// without one behind the others; the state is left where the pending tokens lead, and the new tokens, of which
+// some may be taken back, are left pending instead.
+//
+// One workgroup serves a value head of a row, or of TOKENS rows: a thread has four values' columns and KEY_DIM /
+// GROUPS rows of the state, which it asks for before it waits for x. The first value head of a key head writes
+// that head's u into the window. Traffic: 8 bytes a number of state.
 #include "common.glsl"
 #include "tags.glsl"
 #include "delta.glsl"
@@ -36,7 +43,8 @@ layout(constant_id = 4) const uint VALUE_DIM = 128;
 layout(constant_id = 5) const uint GROUPS = 8;     // of rows of the state; the workgroup has VALUE_DIM / 4 times as many threads
 layout(constant_id = 6) const uint TAGGED = 0;
 layout(constant_id = 7) const uint PACKED = 0;
-layout(constant_id = 8) const uint PENDING = 0;
+layout(constant_id = 8) const uint TOKENS = 1;     // at most 4
+layout(constant_id = 9) const uint PENDING = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 
@@ -49,8 +57,8 @@ layout(push_constant) uniform Args {
     Floats4In norm;
     Floats4InOut state;
     Floats4InOut window;
+    Floats4InOut pending;
     WordsIn slots;
-    Floats4In pending;
     TaggedOut y;
     Fault fault;
     uint stride;
@@ -69,11 +77,17 @@ const uint LOADS = (ITEMS + THREADS - 1u) / THREADS;
 const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
 const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM; // b, then a
 
-shared vec4 mixed_s[ITEMS];
+const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
+
+shared vec4 mixed_s[TOKENS * ITEMS];
 shared vec4 r_s[THREADS];
 shared vec4 w_s[THREADS];
-shared float gates_s[2];                          // b, a
+shared float gates_s[TOKENS * 2u];                 // β, α
 shared float squares_s[QUADS];
+
+float component(vec4 quad, uint at) {
+    return (at & 2u) == 0u ? ((at & 1u) == 0u ? quad.x : quad.y) : ((at & 1u) == 0u ? quad.z : quad.w);
+}
 
 // The channels of an item, in quads.
 uint channel_quad(uint h, uint item) {
@@ -118,46 +132,41 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
 }
 
 void main() {
-    uint h = gl_WorkGroupID.x, row = gl_WorkGroupID.y, i0 = gl_LocalInvocationIndex;
+    uint h = gl_WorkGroupID.x, first_row = gl_WorkGroupID.y * TOKENS, i0 = gl_LocalInvocationIndex;
     uint column = i0 % QUADS, group = i0 / QUADS;
-    uvec4 info = rows.v[row];
-    uint position = info.y, polls = 0u, row_base = row * (stride / 4u);
+    uvec4 info = rows.v[first_row];
+    uint position = info.y, polls = 0u;
     // Who writes the output also has z, and one thread both gates.
     bool writes = group == GROUPS - 1u, gates = i0 == THREADS / 2u;
     uint z_at = CHANNEL_QUADS + h * QUADS + column;
     uvec4 words;
-    if (info.w == 0u) {
+    // Rows with a sequence come first.
+    uint valid = min(info.w, 1u);
+    [[unroll]] for (uint n = 1u; n < TOKENS; n++) valid += valid == n ? min(rows.v[first_row + n].w, 1u) : 0u;
+    if (TAGGED != 0u && valid < TOKENS) {
         // Whoever waits for the output relies on the inputs having been waited for.
-        if (TAGGED != 0u) {
-            [[unroll]] for (uint n = 0u; n < LOADS; n++)
-                wait_for(channel_quad(h, min(i0 + n * THREADS, ITEMS - 1u)), row_base, words, polls);
-            if (writes) wait_for(z_at, row_base, words, polls);
-            if (gates) {
-                wait_for_one(GATES + h, row_base, polls);
-                wait_for_one(GATES + VALUE_HEADS + h, row_base, polls);
+        [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
+            uint row_base = (first_row + token) * (stride / 4u);
+            if (token >= valid) {
+                [[unroll]] for (uint n = 0u; n < LOADS; n++)
+                    wait_for(channel_quad(h, min(i0 + n * THREADS, ITEMS - 1u)), row_base, words, polls);
+                if (writes) wait_for(z_at, row_base, words, polls);
+                if (gates) {
+                    wait_for_one(GATES + h, row_base, polls);
+                    wait_for_one(GATES + VALUE_HEADS + h, row_base, polls);
+                }
             }
-            barrier();
-            if (writes) write_output(row, h, column, vec4(0.0));
         }
-        return;
+        barrier();
+        [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
+            if (writes && token >= valid) write_output(first_row + token, h, column, vec4(0.0));
+        }
     }
+    if (valid == 0u) return;
 
     uint state_at = ((info.z * VALUE_HEADS + h) * KEY_DIM + group * EACH_ROWS) * QUADS + column;
     vec4 s[EACH_ROWS];
     [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = state.v[state_at + n * QUADS];
-    if (PENDING == 1u) {
-        const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
-        uint accepted = min(position - slots.v[info.z * SLOT_WORDS + SLOT_SETTLED], MOST_PENDING);
-        for (uint i = 0u; i < accepted; i++) {
-            uint at = ((info.z * VALUE_HEADS + h) * MOST_PENDING + i) * PENDING_QUADS;
-            vec4 taken = pending.v[at + KEY_QUADS + column];
-            float alpha = pending.v[at + KEY_QUADS + QUADS].x;
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-                uint d = group * EACH_ROWS + n;
-                s[n] = alpha * s[n] + pending.v[at + d / 4u][d % 4u] * taken;
-            }
-        }
-    }
     vec4 past[LOADS][3], weight[LOADS][4];
     uint window_at = info.z * RING * CHANNEL_QUADS;
     [[unroll]] for (uint n = 0u; n < LOADS; n++) {
@@ -168,81 +177,128 @@ void main() {
     }
     vec4 scale = writes ? norm.v[column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
-
-    bool first = h % (VALUE_HEADS / KEY_HEADS) == 0u;
-    [[unroll]] for (uint n = 0u; n < LOADS; n++) {
-        uint item = min(i0 + n * THREADS, ITEMS - 1u), at = channel_quad(h, item);
-        if (i0 + n * THREADS < ITEMS) {
-            wait_for(at, row_base, words, polls);
-            vec4 u = uintBitsToFloat(words);
-            // Before the first token there is nothing, whatever memory holds.
-            vec4 t0 = position >= 3u ? past[n][0] : vec4(0.0);
-            vec4 t1 = position >= 2u ? past[n][1] : vec4(0.0);
-            vec4 t2 = position >= 1u ? past[n][2] : vec4(0.0);
-            vec4 mixed = vec4(
-                dot(weight[n][0], vec4(t0.x, t1.x, t2.x, u.x)), dot(weight[n][1], vec4(t0.y, t1.y, t2.y, u.y)),
-                dot(weight[n][2], vec4(t0.z, t1.z, t2.z, u.z)), dot(weight[n][3], vec4(t0.w, t1.w, t2.w, u.w)));
-            mixed_s[item] = silu(mixed);
-            if (first || item >= 2u * KEY_QUADS) window.v[window_at + position % RING * CHANNEL_QUADS + at] = u;
+    uint pending_at = (info.z * VALUE_HEADS + h) * 4u * PENDING_QUADS;
+    if (PENDING == 1u) {
+        uint count = position == 0u ? 0u : min(position - slots.v[info.z * SLOT_WORDS + SLOT_SETTLED], MOST_PENDING);
+        if (position == 0u) {
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
+        }
+        for (uint token = 0u; token < count; token++) {
+            uint at = pending_at + token * PENDING_QUADS;
+            vec4 delta = pending.v[at + KEY_QUADS + column];
+            float alpha = pending.v[at + KEY_QUADS + QUADS].x;
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                uint d = group * EACH_ROWS + n;
+                s[n] = alpha * s[n] + component(pending.v[at + d / 4u], d) * delta;
+            }
+        }
+        if (TOKENS > 1u && (count > 0u || position == 0u)) {
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
         }
     }
-    vec4 z = vec4(0.0);
-    if (writes) {
-        wait_for(z_at, row_base, words, polls);
-        z = uintBitsToFloat(words);
-    }
-    if (gates) {
-        float b = uintBitsToFloat(wait_for_one(GATES + h, row_base, polls));
-        float a = uintBitsToFloat(wait_for_one(GATES + VALUE_HEADS + h, row_base, polls));
-        gates_s[0] = sigmoid(b);
-        gates_s[1] = exp(log_decay(a, a_log_h, dt_bias_h));
+
+    bool first = h % (VALUE_HEADS / KEY_HEADS) == 0u;
+    vec4 z[TOKENS];
+    [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
+        uint row_base = (first_row + token) * (stride / 4u);
+        z[token] = vec4(0.0);
+        if (token < valid) {
+            [[unroll]] for (uint n = 0u; n < LOADS; n++) {
+                uint item = min(i0 + n * THREADS, ITEMS - 1u), at = channel_quad(h, item);
+                if (i0 + n * THREADS < ITEMS) {
+                    wait_for(at, row_base, words, polls);
+                    vec4 u = uintBitsToFloat(words);
+                    // Before the first token there is nothing, whatever memory holds.
+                    vec4 t0 = position + token >= 3u ? past[n][0] : vec4(0.0);
+                    vec4 t1 = position + token >= 2u ? past[n][1] : vec4(0.0);
+                    vec4 t2 = position + token >= 1u ? past[n][2] : vec4(0.0);
+                    vec4 mixed = vec4(
+                        dot(weight[n][0], vec4(t0.x, t1.x, t2.x, u.x)), dot(weight[n][1], vec4(t0.y, t1.y, t2.y, u.y)),
+                        dot(weight[n][2], vec4(t0.z, t1.z, t2.z, u.z)), dot(weight[n][3], vec4(t0.w, t1.w, t2.w, u.w)));
+                    mixed_s[token * ITEMS + item] = silu(mixed);
+                    if (first || item >= 2u * KEY_QUADS)
+                        window.v[window_at + (position + token) % RING * CHANNEL_QUADS + at] = u;
+                    past[n][0] = t1;
+                    past[n][1] = t2;
+                    past[n][2] = u;
+                }
+            }
+            if (writes) {
+                wait_for(z_at, row_base, words, polls);
+                z[token] = uintBitsToFloat(words);
+            }
+            if (gates) {
+                float b = uintBitsToFloat(wait_for_one(GATES + h, row_base, polls));
+                float a = uintBitsToFloat(wait_for_one(GATES + VALUE_HEADS + h, row_base, polls));
+                gates_s[token * 2u] = sigmoid(b);
+                gates_s[token * 2u + 1u] = exp(log_decay(a, a_log_h, dt_bias_h));
+            }
+        }
     }
     barrier();
 
-    // Each subgroup sums by itself.
-    vec3 sums = vec3(0.0);
-    for (uint n = 0u; n < (KEY_QUADS + gl_SubgroupSize - 1u) / gl_SubgroupSize; n++) {
-        uint quad = n * gl_SubgroupSize + gl_SubgroupInvocationID;
-        vec4 q = mixed_s[min(quad, KEY_QUADS - 1u)], k = mixed_s[KEY_QUADS + min(quad, KEY_QUADS - 1u)];
-        sums += quad < KEY_QUADS ? vec3(dot(q, q), dot(k, k), dot(q, k)) : vec3(0.0);
-    }
-    sums = subgroupAdd(sums);
-    float q_scale = inversesqrt(sums.x + L2_EPSILON) * inversesqrt(float(KEY_DIM)), k_scale = inversesqrt(sums.y + L2_EPSILON);
-    float beta = gates_s[0], alpha = gates_s[1];
+    [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
+        if (token < valid) {
+            uint own = token * ITEMS;
+            // Each subgroup sums by itself.
+            vec3 sums = vec3(0.0);
+            for (uint n = 0u; n < (KEY_QUADS + gl_SubgroupSize - 1u) / gl_SubgroupSize; n++) {
+                uint quad = n * gl_SubgroupSize + gl_SubgroupInvocationID;
+                vec4 q = mixed_s[own + min(quad, KEY_QUADS - 1u)], k = mixed_s[own + KEY_QUADS + min(quad, KEY_QUADS - 1u)];
+                sums += quad < KEY_QUADS ? vec3(dot(q, q), dot(k, k), dot(q, k)) : vec3(0.0);
+            }
+            sums = subgroupAdd(sums);
+            float q_scale = inversesqrt(sums.x + L2_EPSILON) * inversesqrt(float(KEY_DIM)), k_scale = inversesqrt(sums.y + L2_EPSILON);
+            float beta = gates_s[token * 2u], alpha = gates_s[token * 2u + 1u];
 
-    vec4 r = vec4(0.0), w = vec4(0.0);
-    float key[EACH_ROWS];
-    [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-        uint at = group * EACH_ROWS + n;
-        float q = mixed_s[at / 4u][at % 4u];
-        key[n] = mixed_s[KEY_QUADS + at / 4u][at % 4u];
-        if (position == 0u) s[n] = vec4(0.0);
-        r += key[n] * s[n];
-        w += q * s[n];
-    }
-    r_s[i0] = r;
-    w_s[i0] = w;
-    barrier();
-    r = vec4(0.0);
-    [[unroll]] for (uint n = 0u; n < GROUPS; n++) r += r_s[n * QUADS + column];
-    vec4 delta = beta * (mixed_s[2u * KEY_QUADS + column] - alpha * k_scale * r);
+            vec4 r = vec4(0.0), w = vec4(0.0);
+            float key[EACH_ROWS];
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                uint at = group * EACH_ROWS + n;
+                float q = mixed_s[own + at / 4u][at % 4u];
+                key[n] = mixed_s[own + KEY_QUADS + at / 4u][at % 4u];
+                // Not before the wait for x, which would then wait for the state first.
+                if (PENDING == 0u && position == 0u) s[n] = vec4(0.0);
+                r += key[n] * s[n];
+                w += q * s[n];
+            }
+            r_s[i0] = r;
+            w_s[i0] = w;
+            barrier();
+            r = vec4(0.0);
+            [[unroll]] for (uint n = 0u; n < GROUPS; n++) r += r_s[n * QUADS + column];
+            vec4 delta = beta * (mixed_s[own + 2u * KEY_QUADS + column] - alpha * k_scale * r);
 
-    vec4 o = vec4(0.0);
-    if (writes) {
-        w = vec4(0.0);
-        [[unroll]] for (uint n = 0u; n < GROUPS; n++) w += w_s[n * QUADS + column];
-        o = alpha * q_scale * w + q_scale * k_scale * sums.z * delta;
+            vec4 o = vec4(0.0);
+            if (writes) {
+                w = vec4(0.0);
+                [[unroll]] for (uint n = 0u; n < GROUPS; n++) w += w_s[n * QUADS + column];
+                o = alpha * q_scale * w + q_scale * k_scale * sums.z * delta;
+            }
+            float square;
+            if (gl_SubgroupSize == QUADS) {
+                square = subgroupAdd(dot(o, o));
+            } else {
+                if (writes) squares_s[column] = dot(o, o);
+                barrier();
+                square = 0.0;
+                for (uint n = 0u; n < QUADS; n++) square += squares_s[n];
+            }
+            if (writes)
+                write_output(first_row + token, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z[token]));
+            if (TOKENS > 1u) {
+                uint at = pending_at + token * PENDING_QUADS;
+                for (uint n = i0; n < KEY_QUADS; n += THREADS) pending.v[at + n] = k_scale * mixed_s[own + KEY_QUADS + n];
+                if (writes) pending.v[at + KEY_QUADS + column] = delta;
+                if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, 0.0, 0.0, 0.0);
+            }
+            delta *= k_scale;
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                s[n] = alpha * s[n] + key[n] * delta;
+                if (TOKENS == 1u) state.v[state_at + n * QUADS] = s[n];
+            }
+            // The next token's sums are put where these were read.
+            if (TOKENS > 1u) barrier();
+        }
     }
-    float square;
-    if (gl_SubgroupSize == QUADS) {
-        square = subgroupAdd(dot(o, o));
-    } else {
-        if (writes) squares_s[column] = dot(o, o);
-        barrier();
-        square = 0.0;
-        for (uint n = 0u; n < QUADS; n++) square += squares_s[n];
-    }
-    if (writes) write_output(row, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z));
-    delta *= k_scale;
-    [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = alpha * s[n] + key[n] * delta;
 }

@@ -12,8 +12,8 @@ use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Re
 use crate::engine::stages::{self, stages};
 use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
-use crate::model::demo;
 use crate::model::decoder::Shape;
+use crate::model::demo;
 use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};

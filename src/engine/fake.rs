@@ -5,8 +5,8 @@
 //! which must be what the pages hold. No model, no GPU.
 
 use super::executor::{
-    Capacity, Cell, Change, Chunk, Done, Drafts, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS,
-    Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
+    Capacity, Cell, Change, Chunk, Done, Drafts, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress,
+    STATE_TOKENS, Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
 };
 use super::pace::Pace;
 use super::request::{Flushes, PerToken, TokenLogprobs};

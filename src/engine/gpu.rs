@@ -411,8 +411,7 @@ impl GpuExecutor {
                 pending.started = true;
                 let cost = pending.cost(&report, first, good - from);
                 // What a faulty step has made of recurrent state cannot be made again from it.
-                let state_lost =
-                    report.last && pending.good < pending.steps && self.parts.capacity.snapshots.is_some();
+                let state_lost = report.last && pending.good < pending.steps && self.parts.capacity.snapshots.is_some();
                 let finished = report.last && (pending.good >= pending.steps || state_lost);
                 let steps = if state_lost { pending.steps - from } else { good - from };
                 let progress = Progress { ticket: pending.ticket, steps, tokens, finished, state_lost, cost };
@@ -554,8 +553,7 @@ impl GpuExecutor {
             self.next_step = self.next_step.wrapping_add(steps);
         }
         let changes = Pending::changes(ticket, applied.inboxes);
-        let pending =
-            Pending {
+        let pending = Pending {
             steps,
             first_step,
             rows,

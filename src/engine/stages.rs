@@ -97,7 +97,8 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &Load, positions: &[u32
     if let Shape::Prefill { rows } = load.shape {
         let tokens = vec![0; rows as usize];
         let from = (load.position > 0).then_some(0);
-        let prompt = PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, next: None, from, keeps: &[] };
+        let prompt =
+            PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, next: None, from, keeps: &[] };
         for (word, words) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
             for (at, value) in (layout.chunk_word(word)..).zip(words) {
                 set(at, value);

@@ -25,9 +25,9 @@ use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
 use crate::memory::{Arena, Buffer, MappedFile, MemoryError, Place, StagingRing, Table};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
-use crate::model::demo;
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
+use crate::model::demo;
 use crate::model::text::{Text, TextError};
 use std::collections::hash_map;
 use std::collections::{BTreeMap, HashMap};
@@ -467,9 +467,8 @@ impl Build<'_> {
             }
         }
         if let (Some(_), Some(chunk)) = (c.delta, self.model.prefill_chunk.filter(|chunk| chunk % STATE_TOKENS != 0)) {
-            return Err(self.unsupported(format!(
-                "prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}"
-            )));
+            return Err(self
+                .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
         }
         let most = self.adapter.capabilities.max_allocation_bytes.min(self.adapter.capabilities.max_buffer_bytes);
         for weight in self.checkpoint.weights().iter().filter(|weight| weight.name.contains(".experts.")) {
@@ -827,7 +826,12 @@ impl Build<'_> {
             .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
     }
 
-    fn load(&self, decoder: &Decoder<'_>, weights: &[(&WeightSpec, Vec<Part>)], table: &Table) -> Result<Load, StartError> {
+    fn load(
+        &self,
+        decoder: &Decoder<'_>,
+        weights: &[(&WeightSpec, Vec<Part>)],
+        table: &Table,
+    ) -> Result<Load, StartError> {
         let mut files: HashMap<Arc<Path>, Arc<MappedFile>> = HashMap::new();
         let mut tensors = Vec::new();
         for (weight, parts) in weights {

@@ -627,8 +627,8 @@ mod tests {
     use crate::kernels::layout::StateLayout;
     use crate::kernels::skinny::Matrices;
     use crate::memory::pack::Format;
-    use crate::model::demo;
     use crate::model::decoder::RingLayout;
+    use crate::model::demo;
 
     fn of_demo(fragments: Option<Matrices>, depth: u32) -> Vec<Knob> {
         let mut adapter = Adapter::made_up(0, "Some GPU", AdapterKind::Discrete);

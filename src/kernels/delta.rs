@@ -1,7 +1,7 @@
 //! The gated delta rule: `delta_step` for one new token a row, and `delta_blocks`, `delta_scan` and `delta_gate`
 //! for rows of prompts. Deliberately absent: the projections before and after, and which cell belongs to whom.
 
-use super::{Format, delta_verify};
+use super::Format;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -9,6 +9,7 @@ use super::shaders::{
     DeltaStepArgs, DeltaStepConstants,
 };
 use super::skinny::Matrices;
+use super::state::{SLOT_SETTLED, SLOT_WORDS};
 use super::tags::{Flow, tagged};
 use super::tiled::{TILE_TOKENS, token_index};
 use crate::memory::pack::FRAGMENT_COLS;
@@ -17,6 +18,8 @@ use crate::memory::pack::FRAGMENT_COLS;
 pub const RING: u32 = 8;
 /// Rows of a prompt that are one step of its scan: states are kept at multiples of it.
 pub const BLOCK_ROWS: u32 = 64;
+/// Tokens of a sequence that [`delta_verify`] takes, and that may be pending, at most.
+pub const MOST_PENDING: u32 = 4;
 /// Words of a prompt in `cells`.
 pub const CELL_WORDS: u32 = 8;
 const NO_CELL: u32 = u32::MAX;
@@ -61,6 +64,16 @@ impl DeltaHeads {
         4 * u64::from(cells) * u64::from(RING * self.channels())
     }
 
+    /// Bytes of as many cells' pending tokens.
+    pub fn pending_bytes(self, cells: u32) -> u64 {
+        4 * u64::from(cells) * u64::from(self.value * MOST_PENDING) * u64::from(self.pending_floats())
+    }
+
+    /// k̂, δ and α of a head's token, with padding.
+    fn pending_floats(self) -> u32 {
+        self.key_dim + self.value_dim + 4
+    }
+
     fn group(self) -> u32 {
         self.value / self.key
     }
@@ -70,10 +83,14 @@ impl DeltaHeads {
 /// a multiple of the key heads.
 pub fn delta_serves(heads: DeltaHeads) -> bool {
     let dim = |dim: u32| dim.is_multiple_of(16) && (16..=128).contains(&dim);
-    heads.key > 0 && heads.value > 0 && heads.value.is_multiple_of(heads.key) && dim(heads.key_dim) && dim(heads.value_dim)
+    heads.key > 0
+        && heads.value > 0
+        && heads.value.is_multiple_of(heads.key)
+        && dim(heads.key_dim)
+        && dim(heads.value_dim)
 }
 
-pub(super) fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
+fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
     assert!(delta_serves(heads), "the delta rule does not serve {heads:?}");
     assert!(stride >= heads.projected() && stride.is_multiple_of(4), "rows of {stride} floats for {heads:?}");
     match packed {
@@ -83,23 +100,46 @@ pub(super) fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32)
 }
 
 /// One token of each of `rows` rows of a step. With `packed` the output is packed for the next product, and its
-/// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones. With `pending` the state
-/// first takes in what `delta_verify` has left and was accepted.
+/// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones.
+///
+/// Where `args.pending` has bytes ([`DeltaHeads::pending_bytes`]), each cell's first pending tokens go before the row's: as
+/// many as its position is behind the slot's settled tokens. Then none is pending any more, which the sampler notes.
 ///
 /// # Panics
 /// If [`delta_serves`] denies the heads, strides do not fit them, or the output is both packed and tagged.
-pub fn delta_step(
+pub fn delta_step(label: String, heads: DeltaHeads, rows: u32, packed: bool, flow: Flow, args: DeltaStepArgs) -> Call {
+    step(label, heads, (rows, 1), packed, flow, args)
+}
+
+/// `tokens` tokens, of which some may be taken back, of each of `sequences` sequences: as many rows on end, at
+/// positions on end, those without one behind the others. States are brought to where the pending tokens lead that were
+/// accepted; the new tokens are then pending.
+///
+/// # Panics
+/// As [`delta_step`]; if there are not 2 to 4 tokens, or no pending tokens' buffer.
+pub fn delta_verify(
     label: String,
     heads: DeltaHeads,
-    rows: u32,
+    (sequences, tokens): (u32, u32),
     packed: bool,
-    pending: bool,
+    flow: Flow,
+    args: DeltaStepArgs,
+) -> Call {
+    assert!((2..=MOST_PENDING).contains(&tokens) && args.pending.bytes > 0, "{tokens} tokens of a sequence");
+    step(label, heads, (sequences, tokens), packed, flow, args)
+}
+
+fn step(
+    label: String,
+    heads: DeltaHeads,
+    (sequences, tokens): (u32, u32),
+    packed: bool,
     flow: Flow,
     args: DeltaStepArgs,
 ) -> Call {
     check(heads, packed, args.stride, args.y_stride);
     assert!(!packed || flow.output.is_none(), "packed words carry no tags");
-    let groups = step_groups(heads);
+    let groups = STEP_GROUPS;
     let constants = DeltaStepConstants {
         threads: groups * heads.value_dim / 4,
         key_heads: heads.key,
@@ -109,25 +149,24 @@ pub fn delta_step(
         groups,
         tagged: flow.code(),
         packed: u32::from(packed),
-        pending: u32::from(pending),
+        tokens,
+        pending: u32::from(args.pending.bytes > 0),
     };
-    let args =
-        DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
+    let args = DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
     let (x, y) = (args.x, args.y);
     let call = Call {
         kernel: "delta_step",
         label,
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: [heads.value, rows, 1],
+        groups: [heads.value, sequences, 1],
     };
     flow.mark(call, x, y)
 }
 
-/// Groups of a state's rows in a workgroup of `delta_step`.
-pub(super) fn step_groups(_heads: DeltaHeads) -> u32 {
-    8
-}
+/// Groups of a state's rows in a workgroup of `delta_step`: with 8 a thread has 16 rows of the largest heads on their
+/// way at once, and a workgroup is of whole subgroups for every head that is served.
+const STEP_GROUPS: u32 = 8;
 
 /// Where a prompt's part of a step finds and leaves its state and window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -348,12 +387,12 @@ fn silu(x: f64) -> f64 {
 }
 
 /// ln α of a token.
-pub(super) fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
+fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
     let x = f64::from(a) + f64::from(dt_bias);
     -f64::from(a_log).exp() * (x.max(0.0) + (-x.abs()).exp().ln_1p())
 }
 
-pub(super) fn sigmoid(x: f32) -> f64 {
+fn sigmoid(x: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(x)).exp())
 }
 
@@ -370,7 +409,7 @@ fn mix(memory: &HostMemory, conv: Range, channel: u32, taps: [f64; 4]) -> f64 {
 }
 
 /// A value head's q, k and v after the convolution; q and k scaled. `u` gives a channel's last four inputs.
-pub(super) fn head_rows(
+fn head_rows(
     memory: &HostMemory,
     heads: DeltaHeads,
     conv: Range,
@@ -388,16 +427,13 @@ pub(super) fn head_rows(
 }
 
 /// A head's output after its norm and gate.
-pub(super) fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
+fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
     let mean = o.iter().map(|v| v * v).sum::<f64>() / o.len() as f64;
     let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
-    (0..)
-        .zip(o)
-        .map(|(i, v)| (v * scale * f64::from(memory.f32(norm, i)) * silu(f64::from(z(i)))) as f32)
-        .collect()
+    (0..).zip(o).map(|(i, v)| (v * scale * f64::from(memory.f32(norm, i)) * silu(f64::from(z(i)))) as f32).collect()
 }
 
-pub(super) fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): (u32, u32, u32), value: f32) {
+fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): (u32, u32, u32), value: f32) {
     match packed {
         0 => memory.set_f32(y, row * y_stride + column, value),
         _ => {
@@ -407,65 +443,103 @@ pub(super) fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, 
     }
 }
 
-/// In f64, nothing rounded but what is stored.
+/// In f64, nothing rounded but what is stored: a pending token's k̂, δ and α among it.
 pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     let a = DeltaStepArgs::from_args(&call.args);
     let c = DeltaStepConstants::from_values(&call.constants);
     let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let channels = heads.channels();
-    for row in 0..call.groups[1] {
-        let [_, position, cell, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
-        if valid == 0 {
+    for first_row in (0..call.groups[1]).map(|sequence| sequence * c.tokens) {
+        let info = |memory: &HostMemory, row: u32| std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        let [_, start, cell, _] = info(memory, first_row);
+        let rows = first_row..first_row + c.tokens;
+        let valid = rows.clone().take_while(|row| info(memory, *row)[3] != 0).count() as u32;
+        for row in rows.start + valid..rows.end {
             for column in 0..if c.tagged == 0 { 0 } else { heads.output() } {
                 match c.tagged {
                     3 => memory.set_u32(a.y, row * a.y_stride + column, tagged(0.0, a.y_tag)),
                     _ => put(memory, a.y, c.packed, (row, column, a.y_stride), 0.0),
                 }
             }
+        }
+        if valid == 0 {
             continue;
         }
         let ring = |position: u32, channel: u32| (cell * RING + position % RING) * channels + channel;
-        for channel in 0..channels {
-            let u = memory.u32(a.x, row * a.stride + channel);
-            memory.set_u32(a.window, ring(position, channel), u);
+        for (row, channel) in (0..valid).flat_map(|n| (0..channels).map(move |channel| (n, channel))) {
+            let u = memory.u32(a.x, (first_row + row) * a.stride + channel);
+            memory.set_u32(a.window, ring(start + row, channel), u);
         }
-        for h in 0..heads.value {
-            let gates = channels + heads.output() + h;
-            let beta = sigmoid(memory.f32(a.x, row * a.stride + gates));
-            let decay = memory.f32(a.x, row * a.stride + gates + heads.value);
-            let alpha = log_decay(decay, memory.f32(a.a_log, h), memory.f32(a.dt_bias, h)).exp();
-            let [q, k, v] = head_rows(memory, heads, a.conv, h, &|channel| {
-                std::array::from_fn(|j| match (position + j as u32).checked_sub(3) {
-                    Some(past) => f64::from(memory.f32(a.window, ring(past, channel))),
-                    None => 0.0,
+        let pending = match c.pending == 1 && start > 0 {
+            true => start.wrapping_sub(memory.u32(a.slots, cell * SLOT_WORDS + SLOT_SETTLED)).min(MOST_PENDING),
+            false => 0,
+        };
+        for h in 0..value {
+            let at = |d: usize, column: usize| ((cell * value + h) * key_dim + d as u32) * value_dim + column as u32;
+            let pending_at = |token: u32| ((cell * value + h) * MOST_PENDING + token) * heads.pending_floats();
+            // [key dim][column]
+            let mut s: Vec<Vec<f64>> = (0..key_dim as usize)
+                .map(|d| {
+                    let load = |column| f64::from(memory.f32(a.state, at(d, column)));
+                    (0..value_dim as usize).map(|column| if start == 0 { 0.0 } else { load(column) }).collect()
                 })
-            });
-            let base = (cell * heads.value + h) * heads.key_dim * heads.value_dim;
-            let value_dim = heads.value_dim as usize;
-            let mut before: Vec<f64> = (0..heads.key_dim * heads.value_dim)
-                .map(|i| if position == 0 { 0.0 } else { f64::from(memory.f32(a.state, base + i)) })
                 .collect();
-            if c.pending == 1 {
-                for index in 0..delta_verify::accepted(memory, a.slots, cell, position) {
-                    delta_verify::take_in(memory, heads, a.pending, (cell, h, index), &mut before);
+            let advance = |s: &mut [Vec<f64>], k: &[f64], delta: &[f64], alpha: f64| {
+                for (row, k) in s.iter_mut().zip(k) {
+                    row.iter_mut().zip(delta).for_each(|(s, delta)| *s = alpha * *s + k * delta);
+                }
+            };
+            for token in 0..pending {
+                let all: Vec<f64> = (0..heads.pending_floats())
+                    .map(|i| f64::from(memory.f32(a.pending, pending_at(token) + i)))
+                    .collect();
+                let (k, rest) = all.split_at(key_dim as usize);
+                advance(&mut s, k, &rest[..value_dim as usize], rest[value_dim as usize]);
+            }
+            let store = |memory: &mut HostMemory, s: &[Vec<f64>]| {
+                for (d, row) in s.iter().enumerate() {
+                    row.iter().enumerate().for_each(|(column, s)| memory.set_f32(a.state, at(d, column), *s as f32));
+                }
+            };
+            if c.tokens > 1 && (pending > 0 || start == 0) {
+                store(memory, &s);
+            }
+            for token in 0..valid {
+                let (row, position) = (first_row + token, start + token);
+                let gates = row * a.stride + channels + heads.output() + h;
+                let beta = sigmoid(memory.f32(a.x, gates));
+                let decay = memory.f32(a.x, gates + value);
+                let alpha = log_decay(decay, memory.f32(a.a_log, h), memory.f32(a.dt_bias, h)).exp();
+                let [q, k, v] = head_rows(memory, heads, a.conv, h, &|channel| {
+                    std::array::from_fn(|j| match (position + j as u32).checked_sub(3) {
+                        Some(past) => f64::from(memory.f32(a.window, ring(past, channel))),
+                        None => 0.0,
+                    })
+                });
+                let dots = |s: &[Vec<f64>], x: &[f64], column: usize| -> f64 {
+                    s.iter().zip(x).map(|(row, x)| row[column] * x).sum()
+                };
+                let delta: Vec<f64> =
+                    v.iter().enumerate().map(|(column, v)| beta * (v - alpha * dots(&s, &k, column))).collect();
+                advance(&mut s, &k, &delta, alpha);
+                let o: Vec<f64> = (0..value_dim as usize).map(|column| dots(&s, &q, column)).collect();
+                if c.tokens > 1 {
+                    for (i, value) in (0..).zip(k.iter().chain(&delta).chain(&[alpha, 0.0, 0.0, 0.0])) {
+                        memory.set_f32(a.pending, pending_at(token) + i, *value as f32);
+                    }
+                }
+                let z = |i: u32| memory.f32(a.x, row * a.stride + channels + h * value_dim + i);
+                for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
+                    let column = h * value_dim + i;
+                    match c.tagged {
+                        3 => memory.set_u32(a.y, row * a.y_stride + column, tagged(value, a.y_tag)),
+                        _ => put(memory, a.y, c.packed, (row, column, a.y_stride), value),
+                    }
                 }
             }
-            let mut o = Vec::new();
-            for (column, v) in (0..).zip(v) {
-                let at = |d: usize| base + d as u32 * heads.value_dim + column;
-                let mut s: Vec<f64> = (0..k.len()).map(|d| alpha * before[d * value_dim + column as usize]).collect();
-                let delta = beta * (v - s.iter().zip(&k).map(|(s, k)| s * k).sum::<f64>());
-                s.iter_mut().zip(&k).for_each(|(s, k)| *s += k * delta);
-                o.push(s.iter().zip(&q).map(|(s, q)| s * q).sum());
-                s.iter().enumerate().for_each(|(d, s)| memory.set_f32(a.state, at(d), *s as f32));
-            }
-            let z = |i: u32| memory.f32(a.x, row * a.stride + channels + h * heads.value_dim + i);
-            for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
-                let column = h * heads.value_dim + i;
-                match c.tagged {
-                    3 => memory.set_u32(a.y, row * a.y_stride + column, tagged(value, a.y_tag)),
-                    _ => put(memory, a.y, c.packed, (row, column, a.y_stride), value),
-                }
+            if c.tokens == 1 {
+                store(memory, &s);
             }
         }
     }
@@ -589,9 +663,9 @@ pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
             let at = |cell: u32, d: u32, column: u32| cell * cell_floats + (h * key_dim + d) * value_dim + column;
             // [key dim][column]
             let mut s: Vec<f64> = match prompt.from {
-                Some(cell) if prompt.start > 0 => (0..key_dim * value_dim)
-                    .map(|i| f64::from(memory.f32(a.state, at(cell, 0, i))))
-                    .collect(),
+                Some(cell) if prompt.start > 0 => {
+                    (0..key_dim * value_dim).map(|i| f64::from(memory.f32(a.state, at(cell, 0, i)))).collect()
+                }
                 _ => vec![0.0; (key_dim * value_dim) as usize],
             };
             for block in 0..prompt.rows.div_ceil(n) {
@@ -617,8 +691,7 @@ pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
                 };
                 let (from_key, from_query) = (times(k, key_dim, &s), times(q, key_dim, &s));
                 let gate = |which: u32, i: usize| gates[which as usize * n as usize + i / value_dim as usize];
-                let r: Vec<f64> =
-                    v.iter().zip(from_key).enumerate().map(|(i, (v, x))| v - gate(1, i) * x).collect();
+                let r: Vec<f64> = v.iter().zip(from_key).enumerate().map(|(i, (v, x))| v - gate(1, i) * x).collect();
                 let (made, seen) = (times(t, n, &r), times(e, n, &r));
                 for i in 0..(prompt.rows - block * n).min(n) * value_dim {
                     let row = prompt.first_row + block * n + i / value_dim;

@@ -43,13 +43,7 @@ pub fn next_tokens(label: String, rows: VerifyRows, step: u32, args: NextTokensA
     assert!(step == 0 || (step <= MOST_DRAFTS && rows.each == 1), "step {step} of {} rows a sequence", rows.each);
     let VerifyRows { sequences, each, tiles } = rows;
     let constants = NextTokensConstants { threads: 32, rows: sequences * each, each, tiles, step };
-    Call {
-        kernel: "next_tokens",
-        label,
-        constants: constants.into_values(),
-        args: args.into_args(),
-        groups: [1, 1, 1],
-    }
+    Call { kernel: "next_tokens", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
 }
 
 /// Describes the drafting pass over a step of prompts.
@@ -104,8 +98,7 @@ pub(super) fn reference_verify_rows(call: &Call, memory: &mut HostMemory) {
         let slot = memory.u32(a.batch, index);
         let runs = slot != u32::MAX && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
         let word = |memory: &HostMemory, word| if runs { slot_word(memory, a.slots, slot, word) } else { 0 };
-        let prompt =
-            [if runs { slot } else { u32::MAX }, word(memory, SLOT_POSITION), index * c.each, index * c.tiles];
+        let prompt = [if runs { slot } else { u32::MAX }, word(memory, SLOT_POSITION), index * c.each, index * c.tiles];
         for (i, word) in (0..).zip(prompt) {
             memory.set_u32(a.chunk, 4 + 4 * index + i, word);
         }
@@ -170,9 +163,7 @@ pub(super) fn reference_shift_tokens(call: &Call, memory: &mut HostMemory) {
 
 pub(super) fn reference_join_norms(call: &Call, memory: &mut HostMemory) {
     let a = JoinNormsArgs::from_args(&call.args);
-    let norm = |memory: &HostMemory, x: Vec<f64>, weight: Range| {
-        super::gemm::normed(memory, x, weight, a.epsilon)
-    };
+    let norm = |memory: &HostMemory, x: Vec<f64>, weight: Range| super::gemm::normed(memory, x, weight, a.epsilon);
     for row in 0..call.groups[0] {
         let values = |memory: &HostMemory, range| -> Vec<f64> {
             (0..a.width).map(|i| f64::from(memory.f32(range, row * a.stride + i))).collect()

@@ -57,8 +57,7 @@ pub fn flash(
         args.stride,
         args.output_stride
     );
-    let constants =
-        FlashConstants {
+    let constants = FlashConstants {
         threads: THREADS,
         d: heads.dim,
         g: heads.group(),

@@ -5,7 +5,6 @@ pub mod attention;
 pub mod barriers;
 pub mod bench;
 pub mod delta;
-pub mod delta_verify;
 pub mod determinate;
 pub mod draft;
 pub mod embed;
@@ -61,7 +60,6 @@ pub fn reference(kernel: &str) -> Reference {
         "flash_decode" => flash_decode::reference_flash_decode,
         "plan_splits" => flash_decode::reference_plan_splits,
         "delta_step" => delta::reference_delta_step,
-        "delta_verify" => delta_verify::reference_delta_verify,
         "delta_blocks" => delta::reference_delta_blocks,
         "delta_scan" => delta::reference_delta_scan,
         "delta_gate" => delta::reference_delta_gate,

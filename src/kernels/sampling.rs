@@ -142,13 +142,7 @@ fn sample_rows(label: String, rows: u32, constants: SampleConstants, args: Sampl
         args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
         "rows are read 16 bytes at a time"
     );
-    Call {
-        kernel: "sample",
-        label,
-        constants: constants.into_values(),
-        args: args.into_args(),
-        groups: [rows, 1, 1],
-    }
+    Call { kernel: "sample", label, constants: constants.into_values(), args: args.into_args(), groups: [rows, 1, 1] }
 }
 
 /// Parts that `argmax` divides a row of logits into.

@@ -4,7 +4,7 @@
 
 pub mod checkpoint;
 pub mod config;
-pub mod demo;
 pub mod decoder;
+pub mod demo;
 pub mod synth;
 pub mod text;

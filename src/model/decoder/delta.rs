@@ -3,8 +3,7 @@
 use super::{Block, Decoder, Mixed, Shape, Step};
 use crate::kernels::delta::{self, DeltaHeads, PromptOperands};
 use crate::kernels::recording::Recording;
-use crate::kernels::delta_verify::delta_verify;
-use crate::kernels::shaders::{DeltaStepArgs, DeltaVerifyArgs};
+use crate::kernels::shaders::DeltaStepArgs;
 use crate::kernels::skinny::Matrices;
 use crate::model::config::DeltaNet;
 
@@ -32,8 +31,7 @@ impl Decoder<'_> {
             let name = block.name(part);
             self.vector(r, &name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""))
         };
-        let (conv, a_log, dt_bias, norm) =
-            (vector("conv"), vector("a_log"), vector("dt_bias"), vector("delta_norm"));
+        let (conv, a_log, dt_bias, norm) = (vector("conv"), vector("a_log"), vector("dt_bias"), vector("delta_norm"));
         let state = r.buffer(&format!("{cells}.state"), heads.state_bytes(self.cells));
         let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
         let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);
@@ -41,26 +39,7 @@ impl Decoder<'_> {
             true => (self.state.slots(r), r.buffer(&format!("{cells}.pending"), heads.pending_bytes(self.state.slots))),
             false => (state.none(), state.none()),
         };
-        if let Shape::Verify { sequences, drafts } = shape {
-            let args = DeltaVerifyArgs {
-                x,
-                rows: step.rows,
-                slots,
-                conv,
-                a_log,
-                dt_bias,
-                norm,
-                state,
-                window,
-                pending,
-                y,
-                stride,
-                y_stride,
-                epsilon,
-            };
-            let size = (sequences, drafts + 1);
-            r.call(delta_verify(block.name("delta"), heads, size, packed.is_some(), args));
-        } else if matches!(shape, Shape::Decode { .. }) {
+        if let Shape::Decode { .. } | Shape::Verify { .. } = shape {
             let flow = step.flow(Some(x), packed.is_none().then_some(y));
             let args = DeltaStepArgs {
                 x,
@@ -81,8 +60,13 @@ impl Decoder<'_> {
                 x_tag: 0,
                 y_tag: 0,
             };
-            let label = block.name("delta");
-            r.call(delta::delta_step(label, heads, rows, packed.is_some(), self.drafts(), flow, args));
+            let (label, packed) = (block.name("delta"), packed.is_some());
+            r.call(match shape {
+                Shape::Verify { sequences, drafts } => {
+                    delta::delta_verify(label, heads, (sequences, drafts + 1), packed, flow, args)
+                }
+                _ => delta::delta_step(label, heads, rows, packed, flow, args),
+            });
         } else {
             let prompts = self.state.prompts.min(rows);
             let operands = PromptOperands {
@@ -102,8 +86,14 @@ impl Decoder<'_> {
                 y_stride,
             };
             let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
-            let calls =
-                delta::delta_prompts(&block.name("delta"), heads, (rows, prompts), packed.is_some(), matrices, operands);
+            let calls = delta::delta_prompts(
+                &block.name("delta"),
+                heads,
+                (rows, prompts),
+                packed.is_some(),
+                matrices,
+                operands,
+            );
             calls.into_iter().for_each(|call| r.call(call));
         }
         packed.map_or(Mixed::Rows(step.mixed), Mixed::Packed)

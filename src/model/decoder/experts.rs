@@ -35,9 +35,9 @@ impl Decoder<'_> {
         let c = self.config;
         let experts = self.expert_shape(c.experts.expect("a layer of this kind has a configuration"));
         let rows = shape.rows();
-        let shared = experts
-            .shared_inner
-            .map(|_| (self.one_matrix(r, &block.name("shared.gate_up")), self.one_matrix(r, &block.name("shared.down"))));
+        let shared = experts.shared_inner.map(|_| {
+            (self.one_matrix(r, &block.name("shared.gate_up")), self.one_matrix(r, &block.name("shared.down")))
+        });
         let norm = self.vector(r, &block.name("mlp_norm")).expect("a layer has a norm");
         let mlp = Mlp {
             label: format!("{}.", block.prefix),
@@ -100,7 +100,16 @@ impl Decoder<'_> {
         let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
         let (used, valid) = Self::used(shape, step);
         let packed = self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, Some(mlp.norm.0));
-        self.tiled(r, shape, &block.name("router"), step, packed, Output::Rows(step.router), Epilogue::Store, Fold::None);
+        self.tiled(
+            r,
+            shape,
+            &block.name("router"),
+            step,
+            packed,
+            Output::Rows(step.router),
+            Epilogue::Store,
+            Fold::None,
+        );
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
         r.call(mlp.choose(used, valid, choices));
 

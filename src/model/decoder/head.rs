@@ -7,9 +7,7 @@ use crate::kernels::gemm::{Activations, Epilogue, take_last};
 use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::shaders::{
-    AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
-};
+use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
 use crate::kernels::tiled::Output;
 
 impl Decoder<'_> {

@@ -10,7 +10,9 @@ use crate::kernels::gemm::{Activations, Epilogue, take_last};
 use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::shaders::{JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, TakeLastArgs, VerifyRowsArgs};
+use crate::kernels::shaders::{
+    JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, TakeLastArgs, VerifyRowsArgs,
+};
 use crate::kernels::tiled::Output;
 
 /// What the names of the block's weights begin with.
@@ -62,9 +64,8 @@ impl Decoder<'_> {
         let embedded = Self::activations(r, "draft.embedded", rows, c.hidden);
         self.embed_into(r, shape, step, embedded, "draft_embed");
         let joined = Self::activations(r, "draft.joined", rows, 2 * c.hidden);
-        let mut norm = |name: &str| {
-            self.vector(r, name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""))
-        };
+        let mut norm =
+            |name: &str| self.vector(r, name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""));
         let (e_norm, final_norm, h_norm) = (norm("mtp.embed_norm"), norm(final_norm), norm("mtp.hidden_norm"));
         let args = JoinNormsArgs {
             e: embedded.range,
@@ -155,8 +156,13 @@ impl Decoder<'_> {
             let logits = Self::activations(r, "draft.logits", sequences, c.vocab);
             self.lm_head(r, shape, &draft, head_x, "mtp.final_norm", logits);
             let partials = self.best(r, sequences, logits, "draft.partials", "draft_argmax");
-            let args =
-                StoreDraftArgs { partials, rows: head_rows, slots, row_count: sequences, parts: sampling::ARGMAX_PARTS };
+            let args = StoreDraftArgs {
+                partials,
+                rows: head_rows,
+                slots,
+                row_count: sequences,
+                parts: sampling::ARGMAX_PARTS,
+            };
             r.call(draft::store_draft("store_draft".to_owned(), index, args));
             (h, rows, each, norm) = (head_x, head_rows, 1, "mtp.final_norm");
         }

@@ -110,9 +110,11 @@ impl Decoder<'_> {
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
                 (Shape::Prefill { rows }, _) => product.matmul(rows, step.chunk),
-                (shape, _) => {
-                    product.gemv(shape.rows(), self.gemv_threads(weight.cols), self.gemv_rows(weight.rows, norm.is_some()))
-                }
+                (shape, _) => product.gemv(
+                    shape.rows(),
+                    self.gemv_threads(weight.cols),
+                    self.gemv_rows(weight.rows, norm.is_some()),
+                ),
             });
         }
     }

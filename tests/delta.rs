@@ -7,10 +7,10 @@
 //! Tolerances: sums of up to 128 products, and outputs that are scaled to a root mean square near 1: 2e-5 for
 //! single tokens as for the other kernels. A prompt's rows pass through matrices that are inverted and multiplied;
 //! by hand 1e-4 is above twenty times what was found. On matrix units each operand is two bfloat16, right to
-//! 2^-17 of itself, not 2^-24, and the largest differences grow as much: to 2e-4 with usual gates and 7e-4 where
-//! nothing ever decays and outputs are small differences of large terms. 1e-3 is allowed there, and 1e-4 for the
-//! root mean square of all (5e-6 was found with usual gates). A block that is missed or a
-//! decay that is not applied moves outputs by 1e-2 and more.
+//! 2^-17 of itself, not 2^-24, and the largest differences grow as much: to 1.4e-4 with usual gates and 3.6e-4 where
+//! nothing ever decays and outputs are small differences of large terms; their root mean squares are 3.3e-6 and
+//! 2.2e-5. 6e-4 and 5e-5 are allowed. A block that is missed or a decay that is not applied moves outputs by 1e-2
+//! and more.
 
 mod common;
 mod harness;
@@ -35,8 +35,8 @@ use ostinato::memory::pack::Format;
 /// See the head of the file.
 const STEP: f32 = 2e-5;
 const PROMPT: f32 = 1e-4;
-const PARTS: f32 = 1e-3;
-const PARTS_MEAN: f64 = 1e-4;
+const PARTS: f32 = 6e-4;
+const PARTS_MEAN: f64 = 5e-5;
 const EPSILON: f32 = 1e-6;
 const CELLS: u32 = 7;
 

@@ -123,7 +123,7 @@ shared uvec4 made_s[TOGETHER * 4u * 64u];
         words[(at) + 32u] = rest_;                                  \
     }
 
-// Three products of parts into three sums, which need not wait for each other.
+// Four products of parts into three sums, which need not wait for each other.
 #define THREE_SUMS(n_) Sums n_[3]; n_[0] = n_[1] = n_[2] = NO_SUMS;
 #define PRODUCT(a_, b_, n_, most_, rest_) {                                          \
         Tokens x_most, x_rest;                                                      \
@@ -134,6 +134,7 @@ shared uvec4 made_s[TOGETHER * 4u * 64u];
         SET_WEIGHTS(y_rest, rest_)                                                  \
         MULTIPLY_ADD(n_[0], x_most, y_most)                                         \
         MULTIPLY_ADD(n_[1], x_most, y_rest)                                         \
+        MULTIPLY_ADD(n_[1], x_rest, y_rest)                                         \
         MULTIPLY_ADD(n_[2], x_rest, y_most)                                         \
     }
 

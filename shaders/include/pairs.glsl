@@ -1,4 +1,4 @@
-// f32 values as pairs of bfloat16, whose products three by three are right to 2^-16 of themselves: for kernels on
+// f32 values as pairs of bfloat16, whose four products together are right to 2^-17 of themselves: for kernels on
 // cooperative matrices (`fragments.glsl` with MATRIX 1, WEIGHT 0). A value is its nearest bfloat16 and the nearest
 // to what is left.
 
@@ -24,6 +24,7 @@ void split_block(vec4 low, vec4 high, out uvec4 most, out uvec4 rest) {
 }
 
 #define MULTIPLY_ADD_PARTS(sums, a_most, a_rest, b_most, b_rest) { \
+        MULTIPLY_ADD(sums, a_rest, b_rest)                         \
         MULTIPLY_ADD(sums, a_rest, b_most)                         \
         MULTIPLY_ADD(sums, a_most, b_rest)                         \
         MULTIPLY_ADD(sums, a_most, b_most)                         \

@@ -15,8 +15,7 @@ use super::panel;
 use super::recording::{Call, Range};
 use super::shaders::{
     ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
-    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertRowArgs, ExpertRowConstants, ExpertSkinnyArgs,
-    ExpertSkinnyConstants,
+    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
 };
 use super::skinny::{Config, Matrices};
 use super::tags::{Flow, tagged};
@@ -340,72 +339,13 @@ impl Mlp {
         if tagged { call.carry(self.logits.range) } else { call }
     }
 
-    /// [`Mlp::few_gate_up`] of a single row, with `groups` workgroups of `threads` invocations, each 32 of which have
-    /// `ahead` chunks of 32 columns in flight; best two of 512 invocations a processor, with all columns in flight.
-    #[expect(clippy::too_many_arguments, reason = "as of the other stages")]
-    pub fn row_gate_up(
-        &self,
-        middle: Activations,
-        matrices: Matrices,
-        (groups, threads, ahead): (u32, u32, u32),
-        flow: Flow,
-        logits: Flow,
-        fault: Range,
-    ) -> Call {
-        let shape = &self.shape;
-        let (weight, shared, n, shared_n) = self.matrices(Stage::GateUp);
-        assert!(weight.format == Format::Bf16, "a row of {:?}", weight.format);
-        let tagged = flow.code() != 0;
-        assert!(!tagged || (flow.code() == 3 && logits.input_carried && shape.middle_is_whole()), "tags of {shape:?}");
-        let constants = ExpertRowConstants {
-            threads,
-            lanes: threads,
-            count: shape.count,
-            chosen: shape.chosen,
-            normalise: u32::from(shape.normalise),
-            shared: shape.shared(),
-            ahead,
-            columns: weight.cols,
-            tagged: u32::from(tagged),
-        };
-        let args = ExpertRowArgs {
-            weight: weight.range,
-            shared_weight: shared.map_or(weight.range.none(), |s| s.range),
-            x: self.x.range,
-            norm: self.norm.0,
-            logits: self.logits.range,
-            y: middle.range,
-            // Whoever raises it and whoever looks, in whatever order, does right.
-            fault: fault.none(),
-            n,
-            shared_n,
-            epsilon: self.norm.1,
-            x_tag: flow.input,
-            logits_tag: logits.input,
-            y_tag: flow.output.unwrap_or(0),
-        };
-        let blocks = (shape.chosen * n + if shared.is_some() { shared_n } else { 0 }) / 16;
-        let call = Call {
-            kernel: match matrices {
-                Matrices::ByHand => "expert_row.bf16.plain",
-                Matrices::Cooperative => "expert_row.bf16",
-            },
-            label: self.label_of(Stage::GateUp),
-            constants: constants.into_values(),
-            args: args.into_args(),
-            groups: [groups.min(blocks), 1, 1],
-        };
-        let call = flow.mark(call, self.x.range, middle.range);
-        if tagged { call.carry(self.logits.range) } else { call }
-    }
-
     /// The shapes of the workgroups of [`Mlp::few_gate_up`] and [`Mlp::few_down`] for so many rows, in `limit` bytes of
     /// shared memory.
     pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [Config; 2] {
         let config = |threads: u32, tiles, ahead| Config { threads, tiles, ahead };
         let wanted = match (matrices, rows) {
             (Matrices::ByHand, _) => [config(128, 1, 2); 2],
-            (Matrices::Cooperative, 1) => [config(256, 3, 2), config(512, 1, 4)],
+            (Matrices::Cooperative, 1) => [config(256, 4, 2), config(512, 1, 4)],
             (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
             (Matrices::Cooperative, _) => [config(128, 4, 4), config(512, 1, 2)],
         };
@@ -612,7 +552,7 @@ impl Mlp {
 fn chosen_of(memory: &HostMemory, logits: Range, first: u32, [count, chosen, normalise]: [u32; 3]) -> Vec<(u32, f64)> {
     let mut keys: Vec<(u32, u32)> = (0..count).map(|id| (key_of(memory.f32(logits, first + id)), id)).collect();
     // Stable, so that the lowest of equals comes first.
-    keys.sort_by(|a, b| b.0.cmp(&a.0));
+    keys.sort_by_key(|(key, _)| std::cmp::Reverse(*key));
     let part = |key: u32| (f64::from(value_of(key)) - f64::from(value_of(keys[0].0))).exp();
     let among = if normalise == 1 { chosen } else { count };
     let total: f64 = keys[..among as usize].iter().map(|(key, _)| part(*key)).sum();
@@ -722,29 +662,6 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         }
         stages.row(memory, row, &choices);
     }
-}
-
-pub(super) fn reference_expert_row(call: &Call, memory: &mut HostMemory) {
-    let a = ExpertRowArgs::from_args(&call.args);
-    let c = ExpertRowConstants::from_values(&call.constants);
-    let weights = |range| Weights { range, format: Format::Bf16, fragments: true, columns: c.columns };
-    let stages = Stages {
-        down: false,
-        weights: weights(a.weight),
-        shared: (c.shared == 1).then(|| weights(a.shared_weight)),
-        x: Activations { range: a.x, stride: 0 },
-        norm: (a.norm, a.epsilon),
-        y: Activations { range: a.y, stride: 0 },
-        tag: (c.tagged == 1).then_some(a.y_tag),
-        n: a.n,
-        shared_n: a.shared_n,
-    };
-    let chosen = chosen_of(memory, a.logits, 0, [c.count, c.chosen, c.normalise]);
-    let mut choices: Vec<(Option<u32>, f64)> = chosen.into_iter().map(|(id, share)| (Some(id), share)).collect();
-    if c.shared == 1 {
-        choices.push((None, sigmoid(memory.f32(a.logits, c.count))));
-    }
-    stages.row(memory, 0, &choices);
 }
 
 pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {

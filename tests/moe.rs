@@ -270,13 +270,6 @@ fn a_few_rows_choose_and_run_their_experts() {
             let config = Config { threads: 128, tiles, ahead: 2 };
             let fault = cases.words("fault", &[0]);
             cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
-            if rows == 1 {
-                // The other way to the same.
-                let range = cases.output("row_middle", stride as usize, Expect::Floats(SPLIT));
-                let middle = Activations { range, stride };
-                let groups = (1 + shape.count % 7, 64, tiles);
-                cases.recording.call(mlp.row_gate_up(middle, *matrices, groups, Flow::NONE, Flow::NONE, fault));
-            }
             cases.recording.call(mlp.few_down(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
             made.push((layer, mlp, name));
         }
@@ -316,13 +309,6 @@ fn a_few_rows_read_and_write_tagged_words() {
                     cases.expect(middle.range, Expect::Tagged(SPLIT));
                     let flow = Flow { input: carried[0], old: carried[3], output: Some(carried[2]), ..read };
                     cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, flow, logits, fault));
-                    if rows == 1 {
-                        let range = cases.words("row_middle", &words);
-                        cases.expect(range, Expect::Tagged(SPLIT));
-                        let middle = Activations { range, stride };
-                        let groups = (3, 64, 1);
-                        cases.recording.call(mlp.row_gate_up(middle, *matrices, groups, flow, logits, fault));
-                    }
                 }
             }
         }

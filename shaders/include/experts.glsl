@@ -10,54 +10,39 @@
 //     itself, so that nothing needs a barrier; what was chosen is written by one invocation, shares are divided
 
 #if MATRIX == 1
-#extension GL_KHR_shader_subgroup_ballot : require
-#extension GL_KHR_shader_subgroup_shuffle : require
-
 // Candidates of a lane; the i-th is expert CANDIDATE(i).
 const uint CANDIDATES = (COUNT + 31u) / 32u;
 #define CANDIDATE(i) ((i) * 32u + gl_SubgroupInvocationID)
 #define Candidates uint[CANDIDATES]
 
-// Only the CHOSEN lanes with the best best candidates can have one of the chosen, and only down to the last of these
-// best: few are left, each of which is compared with all others.
 void choose_experts(Candidates keys, uint row, uint to) {
-    uint best = 0u, best_id = COUNT;
-    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
-        // Experts ascend, so an equal one later is not before it.
-        if (keys[i] > best) {
-            best = keys[i];
-            best_id = CANDIDATE(i);
+    float most = 0.0;
+    [[dont_unroll]] for (uint j = 0u; j < CHOSEN; j++) {
+        uint key = 0u, id = COUNT;
+        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
+            // Experts ascend, so an equal one later never wins.
+            if (keys[i] > key) {
+                key = keys[i];
+                id = CANDIDATE(i);
+            }
         }
-    }
-    uint lanes_before = 0u;
-    [[unroll]] for (uint lane = 0u; lane < 32u; lane++) {
-        uint other = subgroupShuffle(best, lane), other_id = subgroupShuffle(best_id, lane);
-        lanes_before += other > best || (other == best && other_id < best_id) ? 1u : 0u;
-    }
-    uint least = subgroupShuffle(best, subgroupBallotFindLSB(subgroupBallot(lanes_before == CHOSEN - 1u)));
-    uint before[CANDIDATES];
-    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) before[i] = 0u;
-    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
-        uint left = subgroupBallot(lanes_before < CHOSEN && keys[i] >= least).x;
-        [[dont_unroll]] while (left != 0u) {
-            uint lane = findLSB(left), other = subgroupShuffle(keys[i], lane), other_id = i * 32u + lane;
-            left &= left - 1u;
-            [[unroll]] for (uint j = 0u; j < CANDIDATES; j++)
-                before[j] += other > keys[j] || (other == keys[j] && other_id < CANDIDATE(j)) ? 1u : 0u;
+        uint best = subgroupMax(key);
+        id = min(subgroupMin(key == best ? id : COUNT), COUNT - 1u);
+        if (j == 0u) {
+            most = value_of(best);
+            if (SHARES && NORMALISE == 0u) {
+                float total = 0.0;
+                [[unroll]] for (uint i = 0u; i < CANDIDATES; i++)
+                    if (keys[i] != 0u) total += exp(value_of(keys[i]) - most);
+                total = subgroupAdd(total);
+                if (subgroupElect()) totals_s[row] = total;
+            }
         }
-    }
-    float most = value_of(subgroupMax(best));
-    [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
-        if (lanes_before < CHOSEN && keys[i] >= least && before[i] < CHOSEN) {
-            ids_s[to + before[i]] = CANDIDATE(i);
-            if (SHARES) shares_s[to + before[i]] = exp(value_of(keys[i]) - most);
+        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) if (CANDIDATE(i) == id) keys[i] = 0u;
+        if (subgroupElect()) {
+            ids_s[to + j] = id;
+            if (SHARES) shares_s[to + j] = exp(value_of(best) - most);
         }
-    }
-    if (SHARES && NORMALISE == 0u) {
-        float total = 0.0;
-        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) if (keys[i] != 0u) total += exp(value_of(keys[i]) - most);
-        total = subgroupAdd(total);
-        if (subgroupElect()) totals_s[row] = total;
     }
 }
 

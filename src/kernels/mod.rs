@@ -71,7 +71,6 @@ pub fn reference(kernel: &str) -> Reference {
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => flash::reference_flash,
-        "expert_row" => moe::reference_expert_row,
         "expert_skinny" => moe::reference_expert_skinny,
         "expert_choose" => moe::reference_expert_choose,
         "expert_gemv" => moe::reference_expert_gemv,
@@ -93,7 +92,7 @@ pub fn reference(kernel: &str) -> Reference {
 pub fn waits_for_all(kernel: &str) -> bool {
     // What `expert_skinny` waits for in part, a row of x that chose another expert, the router's product of it has
     // waited for, whose every word each workgroup waits for.
-    ["skinny", "expert_skinny", "expert_row"].iter().any(|family| kernel.starts_with(family))
+    kernel.starts_with("skinny") || kernel.starts_with("expert_skinny")
 }
 
 /// Dispatch extents that cover `blocks` with no dimension above what every driver allows:

@@ -60,10 +60,7 @@ impl Decoder<'_> {
                 let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
                 let logits = step.flow(Some(step.router.range), None);
                 let flow = step.flow(Some(step.x.range), Some(step.middle.range));
-                r.call(match self.row_config(rows, matrices) {
-                    Some(config) => mlp.row_gate_up(step.middle, matrices, config, flow, logits, step.fault),
-                    None => mlp.few_gate_up(step.middle, rows, matrices, gate_up, flow, logits, step.fault),
-                });
+                r.call(mlp.few_gate_up(step.middle, rows, matrices, gate_up, flow, logits, step.fault));
                 let flow = step.flow(Some(step.middle.range), Some(step.x.range));
                 r.call(mlp.few_down(step.middle, rows, matrices, down, flow, logits, step.fault));
             }
@@ -75,15 +72,6 @@ impl Decoder<'_> {
                 r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
             }
         }
-    }
-
-    /// Workgroups of a single row's first stage, their invocations, and chunks of 32 columns that each 32 have in flight;
-    /// `None`: a single row is one of a few.
-    fn row_config(&self, rows: u32, matrices: Matrices) -> Option<(u32, u32, u32)> {
-        let threads = 512;
-        // Two workgroups a processor, with all columns in flight.
-        let ahead = self.config.hidden.div_ceil(32).div_ceil(threads / 32).min(8);
-        (rows == 1 && matrices == Matrices::Cooperative).then_some((2 * self.tuning.processors, threads, ahead))
     }
 
     /// The rows of a step that have experts, and what says which of them are valid.

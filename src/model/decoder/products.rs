@@ -13,7 +13,8 @@ use crate::model::config::MlpKind;
 /// Rows up to which products take rows of floats: every workgroup reads all of them, which narrow models
 /// bear longer than the packing of rows as a stage of its own.
 const MOST_SKINNY_ROWS: u32 = 8;
-/// As [`MOST_SKINNY_ROWS`], for models of at most [`NARROW`] hidden values.
+/// As [`MOST_SKINNY_ROWS`], for models of at most [`NARROW`] hidden values; but each row of a few reads its experts for
+/// itself, so that many rows are sorted by expert from there on.
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
 /// See [`MOST_SKINNY_ROWS_NARROW`].
 const NARROW: u32 = 2048;
@@ -121,7 +122,7 @@ impl Decoder<'_> {
 
     /// Whether a shape's products take rows of activations that are packed for them.
     pub(super) fn packs(&self, shape: Shape) -> bool {
-        let narrow = self.config.hidden <= NARROW;
+        let narrow = self.config.hidden <= NARROW && self.config.experts.is_none();
         let most = if narrow { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
         self.tuning.fragments.is_some() && shape.rows() > most
     }

@@ -146,7 +146,7 @@ pub fn stages(
     change(&mut tuning);
     let decoder = Decoder {
         config,
-        weights: checkpoint.weights(),
+        weights: checkpoint.weights_without_mtp(),
         max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
         state: StateLayout { slots: rows, rows, chunk, prompts: 1, max_pages, recurrent: config.delta.is_some() },
         cells: rows,

@@ -553,7 +553,7 @@ impl Build<'_> {
         let capabilities = &self.adapter.capabilities;
         Decoder {
             config,
-            weights: self.checkpoint.weights(),
+            weights: if self.drafts() > 0 { self.checkpoint.weights() } else { self.checkpoint.weights_without_mtp() },
             max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
             state: StateLayout {
                 slots,

@@ -176,6 +176,12 @@ impl Checkpoint {
         &self.weights
     }
 
+    /// The packed weights without those of the block that predicts further tokens.
+    pub fn weights_without_mtp(&self) -> &[WeightSpec] {
+        let end = self.weights.iter().position(WeightSpec::is_mtp).unwrap_or(self.weights.len());
+        &self.weights[..end]
+    }
+
     /// Whether the block that predicts further tokens was saved too.
     pub fn has_mtp(&self) -> bool {
         self.weights.iter().any(WeightSpec::is_mtp)

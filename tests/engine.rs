@@ -780,6 +780,7 @@ fn served(name: &str, replicas: Vec<Replica>) -> ServedModel {
         weight_bytes: 0,
         bytes_per_token: 0,
         parameters: 0,
+        active_parameters: 0,
     };
     ServedModel { name: name.into(), info, text: None, replicas }
 }

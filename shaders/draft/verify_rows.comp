@@ -24,8 +24,9 @@ layout(push_constant) uniform Args {
 void main() {
     for (uint row = gl_LocalInvocationID.x; row < ROWS * EACH; row += gl_WorkGroupSize.x) {
         uint index = row / EACH, offset = row % EACH, slot = batch.v[index];
-        bool runs = slot != 0xffffffffu && slots.v[min(slot, 0xffffu) * SLOT_WORDS + SLOT_ACTIVE] == ACTIVE_RUNNING;
-        uint at = runs ? slot * SLOT_WORDS : 0u;
+        bool there = slot != 0xffffffffu;
+        uint at = there ? slot * SLOT_WORDS : 0u;
+        bool runs = there && slots.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
         if (offset == 0u) {
             chunk.v[4u + 4u * index] = runs ? slot : 0xffffffffu;
             chunk.v[4u + 4u * index + 1u] = runs ? slots.v[at + SLOT_POSITION] : 0u;

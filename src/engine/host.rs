@@ -47,6 +47,8 @@ pub struct ModelInfo {
     pub bytes_per_token: u64,
     /// Parameters.
     pub parameters: u64,
+    /// Of them those that one token goes through: of experts the chosen ones.
+    pub active_parameters: u64,
 }
 
 /// Identity of a device.

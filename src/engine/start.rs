@@ -321,6 +321,7 @@ fn serve_model(
             weight_bytes: checkpoint.weight_bytes(),
             bytes_per_token: checkpoint.bytes_per_token(),
             parameters: checkpoint.parameters(),
+            active_parameters: checkpoint.active_parameters(),
         },
         text: text.map(Arc::new),
         replicas,
@@ -541,9 +542,10 @@ impl Build<'_> {
         self.model.drafts.unwrap_or(if self.adapter.is_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
     }
 
-    /// Sequences that a step which verifies drafts can have.
+    /// Sequences that a step which verifies drafts can have: a power of two.
     fn draft_sequences(&self) -> u32 {
-        (if self.adapter.is_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES }).min(self.slots())
+        let most = if self.adapter.is_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES };
+        1 << most.min(self.slots()).ilog2()
     }
 
     /// The model's recordings with that many KV pages.
@@ -559,7 +561,8 @@ impl Build<'_> {
                 slots,
                 rows: slots.next_power_of_two(),
                 chunk,
-                prompts: slots.min(MOST_PROMPTS),
+                // Steps that draw from several prompts have as many rows as a power of two.
+                prompts: slots.next_power_of_two().min(MOST_PROMPTS),
                 max_pages: context.div_ceil(PAGE_TOKENS),
                 recurrent: config.delta.is_some(),
             },
@@ -572,7 +575,7 @@ impl Build<'_> {
             }),
             ring: RingLayout {
                 steps: RING_STEPS,
-                rows: slots.next_power_of_two().max(self.draft_sequences().next_power_of_two() * (self.drafts() + 1)),
+                rows: slots.next_power_of_two().max(self.draft_sequences() * (self.drafts() + 1)),
             },
             context,
             tuning: self.tuning(context),
@@ -729,7 +732,7 @@ impl Build<'_> {
             pages: decoder.pages,
             context: decoder.context,
             prefill_chunk: decoder.state.chunk,
-            prompts: decoder.state.prompts,
+            prompts: slots.min(MOST_PROMPTS),
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             vocabulary: self.checkpoint.config.vocab,
@@ -1013,14 +1016,13 @@ impl Recordings {
         let mut verify = Vec::new();
         for drafts in 1..=decoder.drafts {
             let mut sequences = 1;
-            while sequences <= draft_sequences.next_power_of_two() {
+            while sequences <= draft_sequences {
                 verify.push((drafts, sequences, decoder.record(Shape::Verify { sequences, drafts })));
                 sequences *= 2;
             }
         }
         let prefill = buckets.iter().map(|&rows| (rows, decoder.record(Shape::Prefill { rows }))).collect();
-        let most = decoder.state.prompts.next_power_of_two();
-        let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= most);
+        let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
         let first = sizes.map(|rows| (rows, decoder.record(Shape::Head { rows }))).collect();
         let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
         let mut dump = Recording::new("dump");

@@ -97,6 +97,7 @@ pub fn model(model: &ServedModel) -> proto::Model {
         weight_bytes: model.info.weight_bytes,
         bytes_per_token: model.info.bytes_per_token,
         parameters: model.info.parameters,
+        active_parameters: model.info.active_parameters,
         has_tokenizer: model.text.is_some(),
         has_chat_template: model.text.as_ref().is_some_and(|text| text.has_chat()),
         replicas: model

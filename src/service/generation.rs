@@ -96,6 +96,8 @@ struct Sample {
     stopped: Option<String>,
     /// Why it ended, in one word, and what its steps cost.
     finished: Option<(&'static str, PerToken)>,
+    /// Tokens that were drafted for it, and those that were right.
+    drafts: (u32, u32),
 }
 
 impl std::fmt::Debug for Generation {
@@ -149,6 +151,7 @@ impl Generation {
             delta: proto::Delta::default(),
             delta_tokens: 0,
             output_tokens: 0,
+            drafts: (0, 0),
             stopped: None,
             finished: None,
         });
@@ -285,6 +288,7 @@ impl Generation {
             }
         };
         sample.finished = Some((word, finished.per_token));
+        sample.drafts = (finished.drafted_tokens, finished.accepted_tokens);
         let output_tokens = sample.output_tokens;
         self.refusal = self.refusal.take().or(refusal);
         // Before the client hears of it: it may ask again at once.
@@ -332,6 +336,11 @@ impl Generation {
         spans::set(span, names::GEN_AI_USAGE_INPUT_TOKENS, i64::from(finished.prompt_tokens));
         spans::set(span, names::GEN_AI_USAGE_OUTPUT_TOKENS, i64::from(self.output_tokens()));
         spans::set(span, names::CACHED_TOKENS, i64::from(finished.cached_tokens));
+        let [drafted, accepted] = self.samples.iter().fold([0, 0], |[drafted, accepted], sample| {
+            [drafted + i64::from(sample.drafts.0), accepted + i64::from(sample.drafts.1)]
+        });
+        spans::set(span, names::DRAFTED_TOKENS, drafted);
+        spans::set(span, names::ACCEPTED_TOKENS, accepted);
         spans::set(span, names::PER_TOKEN_SUBMITS, cost.submits);
         spans::set(span, names::PER_TOKEN_DISPATCHES, cost.dispatches);
         spans::set(span, names::PER_TOKEN_BARRIERS, cost.barriers);

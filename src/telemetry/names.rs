@@ -67,6 +67,10 @@ pub const DEVICE_UUID: &str = "ostinato.device.uuid";
 pub const REPLICA: &str = "ostinato.replica";
 /// Prompt tokens that came from the prefix cache.
 pub const CACHED_TOKENS: &str = "ostinato.cached_tokens";
+/// Tokens that were drafted to follow those of the output.
+pub const DRAFTED_TOKENS: &str = "ostinato.drafted_tokens";
+/// Of the output: those that were drafted.
+pub const ACCEPTED_TOKENS: &str = "ostinato.accepted_tokens";
 /// Mean over the request's decode steps: submissions to the compute queue.
 pub const PER_TOKEN_SUBMITS: &str = "ostinato.per_token.submits";
 /// The same: dispatches.

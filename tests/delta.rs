@@ -19,10 +19,9 @@ use common::{Driver, Vulkan};
 use harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::delta::{
-    BLOCK_ROWS, DeltaHeads, PromptCells, PromptOperands, RING, cell_words, delta_prompts, delta_serves, delta_step,
-    delta_verify, scratch_bytes,
+    DeltaHeads, PromptOperands, RING, delta_prompts, delta_serves, delta_step, delta_verify, scratch_bytes,
 };
-use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::DeltaStepArgs;
@@ -548,13 +547,9 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
             tokens: &ids[..part.tokens.len()],
             last: false,
             next: None,
-            from: None,
-            keeps: &[],
+            from: part.from,
+            keeps: &part.keeps,
         })
-        .collect();
-    let spoken: Vec<(u32, PromptCells)> = parts
-        .iter()
-        .map(|part| (part.tokens.len() as u32, PromptCells { from: part.from, keeps: part.keeps }))
         .collect();
     let most = parts.len() as u32 + 1;
     let used = ids.len() as u32;
@@ -564,11 +559,14 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
     tokens.resize(rows as usize, vec![f32::from_bits(POISON); heads.projected() as usize]);
     let width = heads.output();
     let scratch = scratch_bytes(heads, rows, most) as usize / 4;
+    let layout = ChunkLayout { prompts: most, recurrent: true };
+    let chunk = cases.words("chunk", &descriptor(layout, &prompts, |_| 0));
+    let cells_at = u64::from(layout.cells(0)) * 4;
     let operands = PromptOperands {
         x: cases.floats("x", &layer.rows(&tokens)),
         stride: layer.stride,
-        chunk: cases.words("chunk", &descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |_| 0)),
-        cells: cases.words("cells", &cell_words(&spoken)),
+        chunk,
+        cells: chunk.part(cells_at, u64::from(layout.last(0)) * 4 - cells_at),
         conv: cases.floats("conv", &layer.conv),
         a_log: cases.floats("a_log", &layer.a_log),
         dt_bias: cases.floats("dt_bias", &layer.dt_bias),
@@ -814,12 +812,27 @@ fn heads_that_are_served() {
 
 #[test]
 fn cells_are_laid_out_by_blocks() {
-    let cells = |from, keeps| PromptCells { from, keeps };
-    let words = cell_words(&[
-        (1, cells(None, [(0, 0); 2])),
-        (BLOCK_ROWS + 1, cells(Some(9), [(64, 3), (0, 0)])),
-        (BLOCK_ROWS, cells(Some(0), [(0, 0), (64, 4)])),
-    ]);
-    let wanted = [[u32::MAX, 0, 0, 0, 0, 0, 0, 0], [9, 64, 3, 0, 0, 1, 0, 0], [0, 0, 0, 64, 4, 3, 0, 0]];
-    assert_eq!(words, wanted.concat());
+    let layout = ChunkLayout { prompts: 4, recurrent: true };
+    let tokens = [5; BLOCK_ROWS as usize + 1];
+    let prompt = |rows: u32, next, from, keeps| PromptRows {
+        slot: 0,
+        start: 0,
+        tokens: &tokens[..rows as usize],
+        last: false,
+        next,
+        from,
+        keeps,
+    };
+    let words = descriptor(
+        layout,
+        &[
+            prompt(1, None, None, &[]),
+            prompt(BLOCK_ROWS + 1, Some(77), Some(9), &[(64, 3)]),
+            prompt(BLOCK_ROWS, None, Some(0), &[(0, 0), (64, 4)]),
+        ],
+        |_| 0,
+    );
+    let none = u32::MAX;
+    let wanted = [[none, 0, none, 0, none, 0, 0, 0], [9, 64, 3, 0, none, 1, 77, 0], [0, 0, 0, 64, 4, 3, 0, 0]];
+    assert_eq!(words[layout.cells(0) as usize..][..24], wanted.concat());
 }

@@ -3,6 +3,7 @@
 
 use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
+use crate::kernels::embed::BLOCK_ROWS;
 
 /// A row of the batch that a running sequence holds; index below `Capacity::slots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -20,7 +21,7 @@ pub const PAGE_TOKENS: u32 = 16;
 pub struct Cell(pub u32);
 
 /// Recurrent state can be kept behind every so many tokens of a chunk.
-pub const STATE_TOKENS: u32 = 64;
+pub const STATE_TOKENS: u32 = BLOCK_ROWS;
 
 /// What an executor can hold.
 #[derive(Clone, Debug)]

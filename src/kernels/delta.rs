@@ -2,6 +2,7 @@
 //! for rows of prompts. Deliberately absent: the projections before and after, and which cell belongs to whom.
 
 use super::Format;
+use super::embed::{BLOCK_ROWS, CELL_WORDS};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -16,12 +17,8 @@ use crate::memory::pack::FRAGMENT_COLS;
 
 /// Positions of a cell's window.
 pub const RING: u32 = 8;
-/// Rows of a prompt that are one step of its scan: states are kept at multiples of it.
-pub const BLOCK_ROWS: u32 = 64;
 /// Tokens of a sequence that [`delta_verify`] takes, and that may be pending, at most.
 pub const MOST_PENDING: u32 = 4;
-/// Words of a prompt in `cells`.
-pub const CELL_WORDS: u32 = 8;
 const NO_CELL: u32 = u32::MAX;
 const L2_EPSILON: f64 = 1e-6;
 
@@ -168,35 +165,6 @@ fn step(
 /// way at once, and a workgroup is of whole subgroups for every head that is served.
 const STEP_GROUPS: u32 = 8;
 
-/// Where a prompt's part of a step finds and leaves its state and window.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PromptCells {
-    /// The cell that the chunk continues; `None`: the sequence begins with it. No other prompt of the step may
-    /// write it.
-    pub from: Option<u32>,
-    /// Rows of the chunk and a cell: what holds after so many rows, a multiple of [`BLOCK_ROWS`] and at most the
-    /// chunk's, is left in the cell too. 0 rows: nothing.
-    pub keeps: [(u32, u32); 2],
-}
-
-/// The words of `cells` for prompts of so many rows each.
-///
-/// # Panics
-/// If something is to be kept where no block ends or behind a prompt's end.
-pub fn cell_words(prompts: &[(u32, PromptCells)]) -> Vec<u32> {
-    let mut first_block = 0;
-    let mut words = Vec::with_capacity(prompts.len() * CELL_WORDS as usize);
-    for &(rows, PromptCells { from, keeps }) in prompts {
-        for (at, cell) in keeps {
-            assert!(at.is_multiple_of(BLOCK_ROWS) && at <= rows, "keeping cell {cell} after {at} of {rows} rows");
-        }
-        let [(at0, keep0), (at1, keep1)] = keeps;
-        words.extend([from.unwrap_or(NO_CELL), at0, keep0, at1, keep1, first_block, 0, 0]);
-        first_block += rows.div_ceil(BLOCK_ROWS);
-    }
-    words
-}
-
 /// Blocks that a step of so many rows of so many prompts has at most.
 fn most_blocks(rows: u32, prompts: u32) -> u32 {
     let prompts = prompts.min(rows).max(1);
@@ -249,7 +217,7 @@ pub struct PromptOperands {
     pub stride: u32,
     /// The step's descriptor ([`super::embed::ChunkLayout`]).
     pub chunk: Range,
-    /// [`cell_words`] of its prompts.
+    /// The part about its prompts' cells.
     pub cells: Range,
     /// f32 `[channels][4]`.
     pub conv: Range,

@@ -45,7 +45,7 @@ pub struct ChunkLayout {
 /// Rows of a prompt that recurrent state takes in at a time.
 pub const BLOCK_ROWS: u32 = 64;
 /// Words of a prompt's cells.
-const CELL_WORDS: u32 = 8;
+pub(super) const CELL_WORDS: u32 = 8;
 
 impl ChunkLayout {
     /// Word of a prompt's four.
@@ -76,7 +76,8 @@ impl ChunkLayout {
     /// The words of a step's descriptor, each run with the word it begins at. `tiles`: of a prompt of so many rows.
     ///
     /// # Panics
-    /// If there are more prompts than the descriptor has room for.
+    /// If there are more prompts than the descriptor has room for, or state is to be kept where no block ends or behind a
+    /// prompt's end.
     pub fn describe(self, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<(u32, Vec<u32>)> {
         assert!(prompts.len() <= self.prompts as usize, "{} prompts, at most {}", prompts.len(), self.prompts);
         let (mut first_row, mut first_tile, mut first_block) = (0, 0, 0);
@@ -85,6 +86,12 @@ impl ChunkLayout {
         for prompt in prompts {
             words.extend([prompt.slot, prompt.start, first_row, first_tile]);
             if self.recurrent {
+                let rows = prompt.tokens.len();
+                assert!(prompt.keeps.len() <= 2, "{} snapshots of a prompt", prompt.keeps.len());
+                for &(at, cell) in prompt.keeps {
+                    let ends = at.is_multiple_of(BLOCK_ROWS) && at as usize <= rows;
+                    assert!(ends, "keeping cell {cell} after {at} of {rows} rows");
+                }
                 let keep = |index: usize| prompt.keeps.get(index).copied().unwrap_or((0, u32::MAX));
                 let ((rows, cell), (more_rows, more_cell)) = (keep(0), keep(1));
                 let from = prompt.from.unwrap_or(u32::MAX);

@@ -312,6 +312,33 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
 }
 
 #[test]
+fn drafts_and_chunks_that_a_model_cannot_have_are_refused_with_both_numbers() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    // The first has a block that drafts and recurrent state, the second neither.
+    let [hybrid, dense] = ["hybrid-one", "llama-plain"].map(|name| model(&vulkan, &fixture(name)));
+    let drafts = |model: &Model, drafts: u32| Model { drafts: Some(drafts), ..model.clone() };
+    let chunk = Model { prefill_chunk: Some(100), ..hybrid.clone() };
+    for (wrong, names) in [
+        (drafts(&hybrid, 4), ["drafts", "4", "3"]),
+        (drafts(&hybrid, u32::MAX), ["drafts", "4294967295", "3"]),
+        (drafts(&dense, 2), ["drafts", "2", "only 0"]),
+        (chunk, ["prefill_chunk", "100", "64"]),
+    ] {
+        let error = refused(&vulkan, vec![wrong]);
+        assert!(matches!(&error, StartError::Unsupported { model, .. } if model == "m"), "{error:?}");
+        assert_names(&error.to_string(), &names);
+    }
+    // None is always possible, and a chunk of any size without such state.
+    let dense = Model { prefill_chunk: Some(100), ..drafts(&dense, 0) };
+    let host = start(&vulkan, vec![dense]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    answers(&host.models[0].replicas[0], "llama-plain");
+    drop(host);
+    assert_no_actor_lives();
+    works(&vulkan, "hybrid-one");
+}
+
+#[test]
 fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
     let _turn = turn();
     let vulkan = Vulkan::new();

@@ -65,6 +65,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(model.context, Some(32768));
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
+    assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));
     // The defaults that the comments show are the defaults.
     assert_eq!(config.server.client_limit, Some(32));
     let shown = ostinato::config::Server {
@@ -140,6 +141,33 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
 }
 
 #[test]
+fn what_concerns_recurrent_state_and_drafts_is_read_and_left_to_the_engine_where_nothing_is_said() {
+    let model = |more: &str| {
+        let text = format!("[[models]]\nname = \"m\"\npath = \"demo-hybrid\"\nreplicas = [{{}}]\n{more}");
+        read(&text).unwrap().models.remove(0)
+    };
+    let left_out = model("");
+    assert_eq!((left_out.snapshots, left_out.drafts, left_out.drafts_always), (None, None, None));
+    let said = model("snapshots = 12\ndrafts = 2\ndrafts_always = true\n");
+    assert_eq!((said.snapshots, said.drafts, said.drafts_always), (Some(12), Some(2), Some(true)));
+    // None of either is a choice, too.
+    let none = model("snapshots = 0\ndrafts = 0\ndrafts_always = false\n");
+    assert_eq!((none.snapshots, none.drafts, none.drafts_always), (Some(0), Some(0), Some(false)));
+    assert_eq!(said.path, PathBuf::from("demo-hybrid"), "a model of the program is not beside the file");
+
+    let found = problems(
+        "[[models]]\nname = \"m\"\npath = \"p\"\nreplicas = [{}]\nsnapshots = -1\ndrafts = \"all\"\ndrafts_always = 2\n",
+    );
+    for (key, value) in
+        [("models[0].snapshots", "-1"), ("models[0].drafts", "\"all\""), ("models[0].drafts_always", "2")]
+    {
+        let problem = found.iter().find(|problem| problem.key == key).unwrap_or_else(|| panic!("{key}: {found:#?}"));
+        assert_eq!(problem.value.as_deref(), Some(value));
+    }
+    assert_eq!(found.len(), 3, "{found:#?}");
+}
+
+#[test]
 fn a_table_where_a_list_belongs_and_a_value_where_a_table_belongs_are_reported() {
     let found = problems("models = 3\nserver = []\n");
     let keys: Vec<&str> = found.iter().map(|problem| problem.key.as_str()).collect();
@@ -192,12 +220,17 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
         name = "demo"
         path = "embedded:demo"
         replicas = [{}]
+        [[models]]
+        name = "b"
+        path = "./demo"
+        replicas = [{}]
         "#,
     );
     let config = from_sources(&sources).unwrap();
     assert_eq!(config.models[0].path, folder.path().join("checkpoints/a"));
     assert_eq!(config.models[1].path, PathBuf::from("embedded:demo"));
     assert_eq!(config.models[1].replicas, [Replica::default()]);
+    assert_eq!(config.models[2].path, folder.path().join("demo"), "a folder, whatever its name");
 
     sources.models = ["a=/b@1", "a=/b@2", "c=d@cpu"].map(|text| text.parse().unwrap()).into();
     let config = from_sources(&sources).unwrap();
@@ -205,11 +238,11 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
     assert_eq!(config.models[0].context, Some(4096), "what is not an argument stays");
     let devices: Vec<_> = config.models[0].replicas.iter().map(|replica| replica.device.as_deref()).collect();
     assert_eq!(devices, [Some("1"), Some("2")], "the same name twice is two replicas");
-    assert_eq!(config.models[2], Model::new("c", "d", Some("cpu")));
+    assert_eq!(config.models[3], Model::new("c", "d", Some("cpu")));
 
     sources.models = ["c=/d", "c=/e"].map(|text| text.parse().unwrap()).into();
     let error = from_sources(&sources).unwrap_err().to_string();
-    assert!(error.contains("models[3].name must differ from models[2].name"), "{error}");
+    assert!(error.contains("models[4].name must differ from models[3].name"), "{error}");
 }
 
 /// Method: a child process, as the environment of this one is shared by all tests.

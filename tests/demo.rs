@@ -1,6 +1,7 @@
-//! Goal: the demo model answers at least 95 % of the held-out tasks of each kind exactly, tells a
-//! story with all that was asked for, and costs what decoding should cost, on lavapipe. Method:
-//! the embedded model is served in process without the validation layer (the other tests run the
+//! Goal: each demo model answers at least 95 % of the held-out tasks of each kind exactly, tells a
+//! story with all that was asked for, and costs what decoding should cost, on lavapipe; and the hybrid answers the same
+//! tasks exactly when it drafts tokens. Method:
+//! the embedded models are served in process without the validation layer (the other tests run the
 //! same recordings under it); prompts are rendered and replies decoded as `generate --chat` does.
 //!
 //! `OSTINATO_DEMO_TASKS` is how many tasks of each kind are tried: a number, or `all`.
@@ -8,7 +9,7 @@
 mod common;
 
 use common::{Driver, Vulkan};
-use ostinato::config::{Config, DEMO_PATH, Model};
+use ostinato::config::{Config, DEMO_HYBRID_PATH, DEMO_PATH, Model};
 use ostinato::engine::host::Host;
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Sampling, SinkClosed};
 use ostinato::engine::start::{Quiet, start_on};
@@ -20,8 +21,11 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Tasks of each kind, unless the environment says otherwise.
-const TASKS: usize = 30;
+/// Tasks of each kind, unless the environment says otherwise: of each model side by side, and of those that a model
+/// which drafts answers one after the other.
+const TASKS: usize = 20;
+/// As [`TASKS`] says.
+const DRAFTED_TASKS: usize = 3;
 /// Of a hundred tasks of a kind, so many must be answered exactly.
 const LEAST_PERCENT: usize = 95;
 /// As the file of tasks was made.
@@ -31,25 +35,25 @@ const SLOTS: u32 = 8;
 /// Barriers of a decode step for each layer, those of embedding and sampling included.
 const BARRIERS_PER_LAYER: f64 = 6.0;
 
-#[derive(serde::Deserialize)]
+#[derive(Debug, PartialEq, serde::Deserialize)]
 struct Task {
     kind: String,
     messages: Vec<Message>,
     answer: String,
 }
 
-#[derive(serde::Deserialize)]
+#[derive(Debug, PartialEq, serde::Deserialize)]
 struct Message {
     role: String,
     content: String,
 }
 
-/// The first tasks of each kind, in the file's order.
-fn tasks() -> Vec<Task> {
+/// The first tasks of each kind, in the file's order; `few` of each unless the environment says otherwise.
+fn tasks(few: usize) -> Vec<Task> {
     let most = match std::env::var("OSTINATO_DEMO_TASKS") {
         Ok(text) if text == "all" => usize::MAX,
         Ok(text) => text.parse().expect("OSTINATO_DEMO_TASKS is a number or \"all\""),
-        Err(_) => TASKS,
+        Err(_) => few,
     };
     assert!(most > 0, "no tasks show nothing");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/tasks-heldout.jsonl");
@@ -68,7 +72,7 @@ fn tasks() -> Vec<Task> {
     tasks
 }
 
-/// The demo model on lavapipe.
+/// A demo model on lavapipe.
 struct Demo {
     host: Host,
     text: Text,
@@ -77,14 +81,20 @@ struct Demo {
 }
 
 impl Demo {
-    fn serve(slots: u32) -> Demo {
+    /// `drafts`: whether tokens are drafted in every step that can have drafts; else in none.
+    fn serve(path: &str, slots: u32, drafts: bool) -> Demo {
         let vulkan = Vulkan::without_validation();
         let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let folder = demo::unpack(Some(cache)).expect("a folder for the demo model");
+        let folder = demo::unpack(Path::new(path), Some(cache)).expect("a folder for the demo model");
         let text = Text::load(&folder).expect("the demo model's tokenizer").expect("it has one");
         let layers = Checkpoint::open(&folder).expect("the demo model").config.layers;
-        let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(Driver::Lavapipe).uuid));
+        let mut model = Model::new("demo", path, Some(&vulkan.adapter(Driver::Lavapipe).uuid));
         model.slots = Some(slots);
+        match drafts {
+            // As many as a CPU driver has by itself.
+            true => model.drafts_always = Some(true),
+            false => model.drafts = Some(0),
+        }
         let mut config = Config { models: vec![model], ..Config::default() };
         config.runtime.cache_directory = Some(cache.to_owned());
         let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
@@ -142,20 +152,28 @@ impl Reply {
     }
 }
 
-#[test]
-fn held_out_tasks_are_answered_exactly() {
-    let demo = Demo::serve(SLOTS);
-    let tasks = tasks();
+/// How tasks of a model went.
+struct Outcome {
+    /// By task, in order.
+    exact: Vec<bool>,
+    drafted: u32,
+    accepted: u32,
+}
+
+/// Asks them, `together` at once, and fails where fewer of a kind than it takes are answered exactly.
+fn answer(demo: &Demo, tasks: &[Task], together: usize) -> Outcome {
     let started = Instant::now();
     let mut table: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+    let mut outcome = Outcome { exact: Vec::new(), drafted: 0, accepted: 0 };
     let mut tokens = 0;
-    // The slots stay busy and no queue's limit is met.
-    for (first, some) in tasks.chunks(SLOTS as usize * 2).enumerate() {
+    for (first, some) in tasks.chunks(together).enumerate() {
         let replies: Vec<Reply> =
             some.iter().enumerate().map(|(i, task)| demo.submit(format!("task-{first}-{i}"), &task.messages)).collect();
         for (task, reply) in some.iter().zip(replies) {
             let (ids, finished) = reply.wait();
             tokens += ids.len();
+            outcome.drafted += finished.drafted_tokens;
+            outcome.accepted += finished.accepted_tokens;
             let text = demo.decode(&ids);
             let exact = text == task.answer && matches!(finished.reason, FinishReason::Stop(_));
             if !exact {
@@ -165,6 +183,7 @@ fn held_out_tasks_are_answered_exactly() {
             let (right, all) = table.entry(&task.kind).or_default();
             *right += usize::from(exact);
             *all += 1;
+            outcome.exact.push(exact);
         }
     }
     println!("{:<24} {:>5} {:>5}", "kind", "exact", "of");
@@ -175,11 +194,34 @@ fn held_out_tasks_are_answered_exactly() {
     for (kind, (right, all)) in &table {
         assert!(right * 100 >= all * LEAST_PERCENT, "{kind}: {right} of {all} are exact, not {LEAST_PERCENT} %");
     }
+    outcome
 }
 
 #[test]
-fn a_story_names_what_was_asked_for_and_decoding_costs_what_it_should() {
-    let demo = Demo::serve(1);
+fn held_out_tasks_are_answered_exactly() {
+    // The slots stay busy and no queue's limit is met.
+    answer(&Demo::serve(DEMO_PATH, SLOTS, false), &tasks(TASKS), SLOTS as usize * 2);
+}
+
+#[test]
+fn the_hybrid_answers_held_out_tasks_exactly_and_the_same_with_drafts() {
+    let plain = answer(&Demo::serve(DEMO_HYBRID_PATH, SLOTS, false), &tasks(TASKS), SLOTS as usize * 2);
+    assert_eq!(plain.drafted, 0);
+    // Drafts are for one sequence at a time here.
+    let few = tasks(DRAFTED_TASKS);
+    let drafting = answer(&Demo::serve(DEMO_HYBRID_PATH, 1, true), &few, 1);
+    println!("{} of {} drafts were right", drafting.accepted, drafting.drafted);
+    assert!(drafting.drafted > 0);
+    assert!(drafting.accepted * 10 >= drafting.drafted * 8, "the tasks are easily drafted");
+    let all = tasks(TASKS);
+    for (task, exact) in few.iter().zip(&drafting.exact) {
+        let number = all.iter().position(|other| other == task).expect("the first tasks of a kind are the same");
+        assert_eq!(*exact, plain.exact[number], "{task:?}");
+    }
+}
+
+/// A story that names what it was asked for.
+fn story(demo: &Demo) -> Finished {
     let things = ["fox", "lantern", "river"];
     let content = format!("Tell me a story about a {}, a {} and a {}.", things[0], things[1], things[2]);
     let ask = [Message { role: "user".to_owned(), content }];
@@ -191,13 +233,32 @@ fn a_story_names_what_was_asked_for_and_decoding_costs_what_it_should() {
     }
     assert!(matches!(finished.reason, FinishReason::Stop(_)), "{:?}", finished.reason);
     assert!(ids.len() > 100, "{} tokens do not show the steady state", ids.len());
+    finished
+}
 
-    let cost = &finished.per_token;
-    assert_eq!(cost.descriptor_updates, 0.0);
-    assert_eq!(cost.transfer_submits, 0.0);
-    assert!(cost.host_waits <= 1.0, "{} host waits a token", cost.host_waits);
-    assert!(cost.submits > 0.0 && cost.submits < 1.0, "{} submissions a token", cost.submits);
-    assert!(cost.dispatches > 0.0);
-    let barriers = cost.barriers / f64::from(demo.layers);
-    assert!(barriers > 0.0 && barriers <= BARRIERS_PER_LAYER, "{barriers} barriers a layer");
+#[test]
+fn a_story_names_what_was_asked_for_and_decoding_costs_what_it_should() {
+    for path in [DEMO_PATH, DEMO_HYBRID_PATH] {
+        let demo = Demo::serve(path, 1, false);
+        let cost = story(&demo).per_token;
+        assert_eq!(cost.descriptor_updates, 0.0);
+        assert_eq!(cost.transfer_submits, 0.0);
+        assert!(cost.host_waits <= 1.0, "{} host waits a token", cost.host_waits);
+        assert!(cost.submits > 0.0 && cost.submits < 1.0, "{} submissions a token", cost.submits);
+        assert!(cost.dispatches > 0.0);
+        let barriers = cost.barriers / f64::from(demo.layers);
+        assert!(barriers > 0.0 && barriers <= BARRIERS_PER_LAYER, "{path}: {barriers} barriers a layer");
+    }
+}
+
+#[test]
+fn most_of_a_story_is_drafted() {
+    let finished = story(&Demo::serve(DEMO_HYBRID_PATH, 1, true));
+    // With one draft at a time, at most every other token is one.
+    let (drafted, accepted) = (finished.drafted_tokens, finished.accepted_tokens);
+    assert!(
+        accepted * 5 > finished.output_tokens * 2,
+        "{accepted} of {} tokens, {drafted} drafts",
+        finished.output_tokens
+    );
 }

@@ -30,14 +30,8 @@ fn serve(vulkan: &Vulkan, drafts: u32, slots: u32) -> Host {
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-const QUESTIONS: [&str; 6] = [
-    "What is 347 + 285?",
-    "Reverse the word lantern.",
-    "Spell lantern.",
-    "Sort these words: pear, apple, fig, grape, cherry",
-    "What is 96 + 904?",
-    "Sort these words: river, anchor, candle",
-];
+const QUESTIONS: [&str; 3] =
+    ["What is 347 + 285?", "Reverse the word lantern.", "Sort these words: pear, apple, fig, grape, cherry"];
 
 fn requests(temperature: f32) -> Vec<Request> {
     let text = Text::load(&folder()).expect("the tokenizer").expect("there is one");
@@ -84,9 +78,10 @@ fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
 fn drafts_save_steps_and_change_no_token() {
     let vulkan = Vulkan::new();
     let plain = serve(&vulkan, 0, 2);
-    for drafts in [1, 3] {
+    // Drawn with a seed where most can go wrong.
+    for (drafts, temperatures) in [(1, &[0.0][..]), (3, &[0.0, 0.3])] {
         let drafting = serve(&vulkan, drafts, 2);
-        for temperature in [0.0, 0.3] {
+        for &temperature in temperatures {
             let requests = requests(temperature);
             let wanted = run(&plain, &requests, false);
             assert!(wanted.iter().all(|one| one.finished.drafted_tokens == 0));
@@ -117,10 +112,10 @@ fn drafts_end_where_the_context_does() {
     let [plain, drafting] = [0, 3].map(|drafts| serve(&vulkan, drafts, 1));
     let mut request = requests(0.0).swap_remove(0);
     request.limits = Limits { max_tokens: None, ignore_eos: true, ..Limits::default() };
-    let [wanted, found] = [&plain, &drafting].map(|host| run(host, std::slice::from_ref(&request), false));
+    let found = run(&drafting, std::slice::from_ref(&request), false);
     assert_eq!(found[0].tokens.len() + request.prompt.len(), 256, "all of the context is used");
     // What follows an answer is nothing that the model is sure of.
-    let answer = 12;
-    assert_eq!(found[0].tokens[..answer], wanted[0].tokens[..answer]);
-    assert_eq!(found[0].tokens.len(), wanted[0].tokens.len());
+    request.limits.max_tokens = Some(12);
+    let wanted = run(&plain, &[request], false);
+    assert_eq!(found[0].tokens[..12], wanted[0].tokens);
 }

@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Driver, Vulkan};
-use ostinato::config::{Config, DEMO_PATH, KvFormat, Model};
+use ostinato::config::{self, Config, KvFormat, Model};
 use ostinato::engine::host::Host;
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Sampling, Token};
 use ostinato::engine::start::{Quiet, start_on};
@@ -49,7 +49,7 @@ fn expected(folder: &Path) -> Expected {
         greedy: ids("greedy"),
         steps: ids("logit_steps").iter().map(|s| *s as usize).collect(),
         logits: values.chunks_exact(width).map(<[f32]>::to_vec).collect(),
-        // The demo model's file has no rounding: a trained model is held to the exact limit either way.
+        // Files of the demo models have no rounding: a trained model is held to the exact limit either way.
         f16_kv: json["rounding"]["f16_kv"].as_f64().unwrap_or(EXACT / 3.0),
     }
 }
@@ -57,7 +57,10 @@ fn expected(folder: &Path) -> Expected {
 fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat) -> Host {
     let uuid = vulkan.adapter(driver).uuid;
     let own = folder.join("config.json").exists();
-    let path = if own { folder } else { Path::new(DEMO_PATH) };
+    // What is expected of a model of the program lies in a folder of its name.
+    let name = folder.file_name().map(Path::new).and_then(config::embedded);
+    let path =
+        if own { folder } else { Path::new(name.expect("a fixture is a checkpoint or of a model of the program")) };
     let mut model = Model::new("fixture", path, Some(&uuid));
     model.kv_format = Some(kv);
     let config = Config { models: vec![model], ..Config::default() };

@@ -36,7 +36,8 @@ fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Ve
 
 /// Tunes with few values; gives what happened and the file that was kept.
 fn tune_demo(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, changes: &[&str]) -> (Vec<Event>, std::path::PathBuf) {
-    let checkpoint = Checkpoint::open(&demo::unpack(Some(cache)).expect("a folder")).expect("the demo model");
+    let checkpoint =
+        Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), Some(cache)).expect("a folder")).expect("the demo model");
     let changes: Vec<String> = changes.iter().map(|change| (*change).to_owned()).collect();
     let options =
         Options { depth: 20, time: Duration::from_secs(5), candidates: 1, tune: &changes, cache: Some(cache) };

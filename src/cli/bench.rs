@@ -4,7 +4,7 @@
 use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
-use crate::config::{Config, DEMO_PATH, Model};
+use crate::config::{Config, Model};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
@@ -24,9 +24,9 @@ use std::time::{Duration, Instant};
 /// What to measure.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Bench {
-    /// A checkpoint's folder; without it the embedded demo model.
-    #[arg(long)]
-    model: Option<PathBuf>,
+    /// A checkpoint's folder; or an embedded demo model, `demo` or `demo-hybrid`.
+    #[arg(long, default_value = "demo")]
+    model: PathBuf,
     /// UUID, PCI address, name, index, or `cpu`.
     #[arg(long)]
     device: Option<String>,
@@ -129,16 +129,14 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let adapter = select(&adapters, selector.as_ref())?.clone();
     let ceiling = read_ceiling(&instance, &adapter)?;
 
-    let path = match &args.model {
-        Some(path) => path.clone(),
-        None => demo::unpack(cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?,
-    };
+    let path =
+        demo::unpack(&args.model, cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?;
     let checkpoint = Checkpoint::open(&path)?;
     if args.stages {
         return print_stages(args, &instance, &adapter, &checkpoint, ceiling);
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
-    let mut model = Model::new("bench", args.model.clone().unwrap_or_else(|| DEMO_PATH.into()), Some(&adapter.uuid));
+    let mut model = Model::new("bench", args.model.clone(), Some(&adapter.uuid));
     model.slots = Some(most + u32::from(args.beside));
     let (longest, how) = if args.beside {
         (args.prompt + args.decode + beside::ROOM, "and")

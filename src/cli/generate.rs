@@ -27,8 +27,8 @@ const BUFFER: usize = 1 << 16;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Generate {
-    /// A checkpoint's folder; with --server the served model's name. Left out: the embedded
-    /// demo model, or the server's only one.
+    /// A checkpoint's folder, or an embedded demo model, `demo` or `demo-hybrid`; with --server the served model's name.
+    /// Left out: `demo`, or the server's only one.
     #[arg(long, value_name = "DIR")]
     model: Option<String>,
     /// UUID, PCI address, index, name, or `cpu`. Left out: the only GPU, or the server's choice.

@@ -24,10 +24,9 @@ pub(crate) struct Serve {
     /// A configuration file (TOML); `deploy/ostinato.toml` shows every key.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// A model, where its checkpoint is, and the device that it runs on (UUID, PCI address,
-    /// index, name or `cpu`; left out: the only GPU). It replaces the file's model of that name
-    /// or adds one; the same name again is another replica. Without any model, the embedded
-    /// demo model is served.
+    /// A model, where its checkpoint is (or an embedded demo model, `demo` or `demo-hybrid`), and the device that it
+    /// runs on (UUID, PCI address, index, name or `cpu`; left out: the only GPU). It replaces the file's model of that
+    /// name or adds one; the same name again is another replica. Without any model, `demo` is served.
     #[arg(long, value_name = "NAME=DIR[@DEVICE]")]
     model: Vec<Model>,
     /// Address and port of the endpoint; port 0 takes a free one.

@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 /// What to tune.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Tune {
-    /// A checkpoint's folder; without it the embedded demo model.
-    #[arg(long)]
-    model: Option<PathBuf>,
+    /// A checkpoint's folder; or an embedded demo model, `demo` or `demo-hybrid`.
+    #[arg(long, default_value = "demo")]
+    model: PathBuf,
     /// UUID, PCI address, name, index, or `cpu`.
     #[arg(long)]
     device: Option<String>,
@@ -48,10 +48,8 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
         bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
     }
-    let path = match &args.model {
-        Some(path) => path.clone(),
-        None => demo::unpack(cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?,
-    };
+    let path =
+        demo::unpack(&args.model, cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?;
     let checkpoint = Checkpoint::open(&path)?;
     let options = Options {
         depth: args.depth,

@@ -131,8 +131,7 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
 
 /// A model's folder in a file is relative to that file.
 fn resolve(folder: &Path, model: &mut Model) {
-    let embedded = model.path.as_os_str() == super::DEMO_PATH;
-    if !model.path.as_os_str().is_empty() && !embedded {
+    if !model.path.as_os_str().is_empty() && super::embedded(&model.path).is_none() {
         model.path = folder.join(&model.path);
     }
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
-pub use models::{DEMO_PATH, KvFormat, Model, ParseModelError, Replica};
+pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, Model, ParseModelError, Replica, embedded};
 pub use server::Server;
 pub use telemetry::Telemetry;
 

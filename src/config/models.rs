@@ -3,11 +3,22 @@
 use super::Bytes;
 use super::load::Problem;
 use serde::Deserialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// The `path` of the model that is part of the program.
+/// The `path` of the model that is part of the program: a dense one.
 pub const DEMO_PATH: &str = "embedded:demo";
+/// The `path` of the other one: a hybrid of gated delta nets and attention, which drafts tokens ahead.
+pub const DEMO_HYBRID_PATH: &str = "embedded:demo-hybrid";
+
+/// Which model of the program a `path` stands for, as [`DEMO_PATH`] or [`DEMO_HYBRID_PATH`]: those, or what follows their
+/// colon. A folder of such a name is reached as `./demo`.
+pub fn embedded(path: &Path) -> Option<&'static str> {
+    // Not by the path's components, for which `demo` and `demo/` are the same.
+    let given = path.as_os_str();
+    let known = [DEMO_PATH, DEMO_HYBRID_PATH];
+    known.into_iter().find(|known| given == *known || known.strip_prefix("embedded:").is_some_and(|name| given == name))
+}
 
 /// The longest name of a model: it is part of span names and of replica names.
 const MAX_NAME: usize = 128;
@@ -19,7 +30,7 @@ pub struct Model {
     /// What clients call it.
     #[serde(default)]
     pub name: String,
-    /// A checkpoint's folder, relative to the configuration file; or `embedded:demo`.
+    /// A checkpoint's folder, relative to the configuration file; or a model of the program, see [`embedded`].
     #[serde(default)]
     pub path: PathBuf,
     /// One for each place that it runs at; at least one.
@@ -196,6 +207,19 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_programs_models_have_two_names_each_and_folders_of_those_names_a_dot() {
+        for (name, path) in [("demo", DEMO_PATH), ("demo-hybrid", DEMO_HYBRID_PATH)] {
+            assert_eq!(embedded(Path::new(name)), Some(path));
+            assert_eq!(embedded(Path::new(path)), Some(path));
+            for folder in [format!("./{name}"), format!("{name}/"), format!("/{name}"), format!("./{path}")] {
+                assert_eq!(embedded(Path::new(&folder)), None, "{folder}");
+            }
+        }
+        assert_eq!(embedded(Path::new("embedded:other")), None);
+        assert_eq!(embedded(Path::new("")), None);
+    }
 
     #[test]
     fn a_model_argument_is_split_at_the_first_equals_and_the_last_at() {

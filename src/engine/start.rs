@@ -21,6 +21,7 @@ use crate::kernels::region::{Pipelines, Region, RegionError, buffer_sizes};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
 use crate::kernels::skinny::Matrices;
+use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
 use crate::memory::{Arena, Buffer, MappedFile, MemoryError, Place, StagingRing, Table};
@@ -147,7 +148,7 @@ pub enum StartError {
     /// The host has no thread left.
     #[error("an engine thread could not be started")]
     Thread(#[source] std::io::Error),
-    /// The embedded model could not be unpacked.
+    /// An embedded model could not be unpacked.
     #[error("the embedded demo model could not be unpacked to {path}")]
     Demo {
         /// Where.
@@ -261,12 +262,8 @@ fn serve_model(
     stations: &mut HashMap<usize, Station>,
     progress: &dyn Progress,
 ) -> Result<ServedModel, StartError> {
-    let path = if model.path == Path::new(config::DEMO_PATH) {
-        demo::unpack(config.runtime.cache_directory.as_deref())
-            .map_err(|(path, source)| StartError::Demo { path, source })?
-    } else {
-        model.path.clone()
-    };
+    let path = demo::unpack(&model.path, config.runtime.cache_directory.as_deref())
+        .map_err(|(path, source)| StartError::Demo { path, source })?;
     let checkpoint = Checkpoint::open(&path).map_err(|source| StartError::Checkpoint {
         model: model.name.clone(),
         path: path.clone(),
@@ -466,6 +463,15 @@ impl Build<'_> {
             if let Some(asked) = asked.filter(|asked| *asked > most) {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
+        }
+        let drafts = self.model.drafts.unwrap_or(0);
+        if drafts > MOST_DRAFTS {
+            return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
+        }
+        if drafts > 0 && !self.checkpoint.has_mtp() {
+            return Err(self.unsupported(format!(
+                "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is possible"
+            )));
         }
         if let (Some(_), Some(chunk)) = (c.delta, self.model.prefill_chunk.filter(|chunk| chunk % STATE_TOKENS != 0)) {
             return Err(self

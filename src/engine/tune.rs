@@ -622,6 +622,7 @@ impl<'a> Bench<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::DEMO_PATH;
     use crate::device::AdapterKind;
     use crate::engine::start::tuning;
     use crate::kernels::layout::StateLayout;
@@ -635,7 +636,8 @@ mod tests {
         adapter.capabilities.max_invocations = 512;
         adapter.capabilities.max_workgroup_size = [1024; 3];
         adapter.capabilities.max_shared_bytes = 32 << 10;
-        let checkpoint = Checkpoint::open(&demo::unpack(None).expect("a folder")).expect("the demo model");
+        let checkpoint =
+            Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), None).expect("a folder")).expect("the demo model");
         let rules = Tuning { fragments, splits: 8, ..tuning(&adapter, None, 4, 1024) };
         let decoder = Decoder {
             config: &checkpoint.config,

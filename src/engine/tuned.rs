@@ -259,6 +259,7 @@ fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(S
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::DEMO_PATH;
     use crate::device::AdapterKind;
     use crate::engine::start::tuning;
     use crate::model::demo;
@@ -268,7 +269,7 @@ mod tests {
     }
 
     fn demo_model() -> Checkpoint {
-        Checkpoint::open(&demo::unpack(None).expect("a folder")).expect("the demo model")
+        Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), None).expect("a folder")).expect("the demo model")
     }
 
     fn adapter() -> Adapter {

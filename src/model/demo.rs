@@ -1,30 +1,46 @@
-//! The demo model that is part of the program, so that a first run needs no download.
-//! Deliberately absent: how it was trained (`demo/`).
+//! The demo models that are part of the program, so that a first run needs no download.
+//! Deliberately absent: how they were trained (`demo/`).
 
+use crate::config;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The files of the checkpoint.
-const FILES: [(&str, &[u8]); 5] = [
-    ("config.json", include_bytes!("../../demo/model/config.json")),
-    ("generation_config.json", include_bytes!("../../demo/model/generation_config.json")),
-    ("model.safetensors", include_bytes!("../../demo/model/model.safetensors")),
-    ("tokenizer.json", include_bytes!("../../demo/model/tokenizer.json")),
-    ("tokenizer_config.json", include_bytes!("../../demo/model/tokenizer_config.json")),
-];
+/// A checkpoint's files by name.
+type Files = [(&'static str, &'static [u8]); 5];
 
-/// Writes the checkpoint under `cache` (or the system's temporary folder), unless it is there
-/// already, and gives its folder. An error names the path.
-pub fn unpack(cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
+/// The files in a folder of `demo/`.
+macro_rules! files {
+    ($folder:literal) => {
+        [
+            ("config.json", include_bytes!(concat!("../../demo/", $folder, "/config.json"))),
+            ("generation_config.json", include_bytes!(concat!("../../demo/", $folder, "/generation_config.json"))),
+            ("model.safetensors", include_bytes!(concat!("../../demo/", $folder, "/model.safetensors"))),
+            ("tokenizer.json", include_bytes!(concat!("../../demo/", $folder, "/tokenizer.json"))),
+            ("tokenizer_config.json", include_bytes!(concat!("../../demo/", $folder, "/tokenizer_config.json"))),
+        ]
+    };
+}
+
+/// By the path that stands for the model.
+const MODELS: [(&str, &str, Files); 2] =
+    [(config::DEMO_PATH, "demo", files!("model")), (config::DEMO_HYBRID_PATH, "demo-hybrid", files!("hybrid"))];
+
+/// The folder of the checkpoint that `path` stands for: the path itself, but where it is [`config::embedded`], that model's files
+/// are written under `cache` (or the system's temporary folder), unless they are there already. An error names the path.
+pub fn unpack(path: &Path, cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
+    let embedded = config::embedded(path);
+    let Some((_, name, files)) = MODELS.iter().find(|(path, ..)| embedded == Some(*path)) else {
+        return Ok(path.to_owned());
+    };
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
-    for byte in FILES.iter().flat_map(|(_, bytes)| bytes.iter()) {
+    for byte in files.iter().flat_map(|(_, bytes)| bytes.iter()) {
         hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     }
     let base = cache.map_or_else(std::env::temp_dir, Path::to_owned);
-    let folder = base.join(format!("ostinato-demo-{hash:016x}"));
+    let folder = base.join(format!("ostinato-{name}-{hash:016x}"));
     let whole =
-        FILES.iter().all(|(name, bytes)| folder.join(name).metadata().is_ok_and(|m| m.len() == bytes.len() as u64));
+        files.iter().all(|(name, bytes)| folder.join(name).metadata().is_ok_and(|m| m.len() == bytes.len() as u64));
     if whole {
         return Ok(folder);
     }
@@ -33,7 +49,7 @@ pub fn unpack(cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     let write = || -> io::Result<()> {
         std::fs::create_dir_all(&folder)?;
-        for (name, bytes) in FILES {
+        for (name, bytes) in files {
             let aside = folder.join(format!(".{name}.{}.{call}", std::process::id()));
             std::fs::write(&aside, bytes)?;
             std::fs::rename(&aside, folder.join(name))?;
@@ -47,18 +63,44 @@ pub fn unpack(cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::checkpoint::Checkpoint;
+    use crate::model::config::Architecture;
 
     #[test]
     fn threads_that_unpack_at_once_all_find_whole_files() {
         let cache = tempfile::tempdir().expect("a folder");
-        let folders: Vec<PathBuf> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..4).map(|_| scope.spawn(|| unpack(Some(cache.path())))).collect();
-            threads.into_iter().map(|t| t.join().expect("no panic").expect("unpacked")).collect()
-        });
-        for folder in folders {
-            for (name, bytes) in FILES {
-                assert_eq!(std::fs::read(folder.join(name)).expect(name), bytes, "{name}");
+        for (path, name, files) in MODELS {
+            let folders: Vec<PathBuf> = std::thread::scope(|scope| {
+                let unpack = || unpack(Path::new(path), Some(cache.path()));
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(unpack)).collect();
+                threads.into_iter().map(|t| t.join().expect("no panic").expect("unpacked")).collect()
+            });
+            for folder in folders {
+                for (file, bytes) in files {
+                    assert_eq!(std::fs::read(folder.join(file)).expect(file), bytes, "{file} of {name}");
+                }
             }
+        }
+    }
+
+    #[test]
+    fn each_name_is_its_model_and_a_folder_is_itself() {
+        let cache = tempfile::tempdir().expect("a folder");
+        let open = |path: &str| {
+            let folder = unpack(Path::new(path), Some(cache.path())).expect("unpacked");
+            (Checkpoint::open(&folder).expect("a checkpoint"), folder)
+        };
+        for (names, architecture, drafts) in [
+            (["demo", config::DEMO_PATH], Architecture::Qwen3, false),
+            (["demo-hybrid", config::DEMO_HYBRID_PATH], Architecture::Qwen35, true),
+        ] {
+            let [(checkpoint, folder), (_, other)] = names.map(open);
+            assert_eq!(folder, other);
+            assert!(folder.starts_with(cache.path()), "{}", folder.display());
+            assert_eq!((checkpoint.config.architecture, checkpoint.has_mtp()), (architecture, drafts), "{names:?}");
+        }
+        for path in ["./demo", "/models/demo-hybrid", "elsewhere"] {
+            assert_eq!(unpack(Path::new(path), Some(cache.path())).expect("nothing to do"), Path::new(path));
         }
     }
 }

@@ -115,6 +115,8 @@ pub enum Expect {
     Floats(f32),
     /// f32 that carry a tag: likewise, and the tags are equal.
     Tagged(f32),
+    /// Pairs of a number, bit for bit, and an f32, likewise.
+    Pairs(f32),
     /// Pairs of f16, likewise.
     Halves(f32),
     /// Pairs of bfloat16, likewise.
@@ -182,7 +184,12 @@ pub fn compare(
                     assert_eq!(tags[0], tags[1], "{}: {:#010x} has another tag", place(), found[i]);
                     near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit);
                 }
-                Expect::Floats(limit) => near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit),
+                Expect::Pairs(_) if i % 2 == 0 => {
+                    panic!("{}: {:#010x} instead of {:#010x}", place(), found[i], wanted[i])
+                }
+                Expect::Floats(limit) | Expect::Pairs(limit) => {
+                    near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit);
+                }
                 Expect::Halves(limit) | Expect::Bfloats(limit) => {
                     for shift in [0, 16] {
                         let half = |word: u32| match expect {

@@ -34,7 +34,7 @@ const SLOTS: u32 = 3;
 const SLOT: u32 = 1;
 
 fn heads(group: u32, kv: u32, dim: u32) -> Heads {
-    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, gated: group % 2 == 0, kv_format: Format::F16 }
+    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, gated: group.is_multiple_of(2), kv_format: Format::F16 }
 }
 
 /// How a device can multiply.

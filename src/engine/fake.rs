@@ -530,7 +530,7 @@ impl Executor for FakeExecutor {
                     _ => self.pace.note_verify(slots.len() as u32, drafts, self.config.step),
                 }
                 self.decode_plans += 1;
-                let loses = self.config.state_lost_every.is_some_and(|every| self.decode_plans % every == 0);
+                let loses = self.config.state_lost_every.is_some_and(|every| self.decode_plans.is_multiple_of(every));
                 if loses || self.lost {
                     // What is queued behind draws nothing either.
                     self.lost = true;

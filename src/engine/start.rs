@@ -473,7 +473,9 @@ impl Build<'_> {
                 "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is possible"
             )));
         }
-        if let (Some(_), Some(chunk)) = (c.delta, self.model.prefill_chunk.filter(|chunk| chunk % STATE_TOKENS != 0)) {
+        if let (Some(_), Some(chunk)) =
+            (c.delta, self.model.prefill_chunk.filter(|chunk| !chunk.is_multiple_of(STATE_TOKENS)))
+        {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
         }

@@ -139,7 +139,7 @@ pub struct Change<'a> {
 }
 
 /// Fails where a buffer differs by more than it may. A word that the reference leaves as it
-/// was must be left by the device too, bit for bit, whatever is expected of the others.
+/// was must be left by the device too, bit for bit, whatever is expected of the others, but for tagged ones.
 pub fn compare(
     recording: &Recording,
     what: &str,

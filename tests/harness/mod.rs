@@ -139,7 +139,8 @@ pub struct Change<'a> {
 }
 
 /// Fails where a buffer differs by more than it may. A word that the reference leaves as it
-/// was must be left by the device too, bit for bit, whatever is expected of the others, but for tagged ones.
+/// was must be left by the device too, whatever is expected of the others: bit for bit, or as near as two ways to compute
+/// the same row are.
 pub fn compare(
     recording: &Recording,
     what: &str,

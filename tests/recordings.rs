@@ -539,8 +539,8 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 6]) {
         ("tiny-llama", written("tiny-llama", 0, false)),
         ("demo-hybrid", Checkpoint::open(&demo.join("hybrid")).expect("the hybrid demo model")),
         ("tiny-qwen3-moe", written("tiny-qwen3-moe", 0, false)),
-        // A seed that agrees. Of 0 to 6, 0 and 4 choose other experts at chunk 32, and 1 leaves its tolerance while decoding for a
-        // reason that is not known: a choice between two experts that nearly tie would do it, but nobody has looked.
+        // A seed that agrees. Where the last expert chosen and the next nearly tie, sums in another order choose otherwise: of 0 to 6
+        // it is so with 1 (3e-4 between logits of 3.6, while decoding), and 0 and 4 choose otherwise at chunk 32.
         ("tiny-qwen3.5-moe", written("tiny-qwen3.5-moe", 2, true)),
         ("qwen3-deep", open("qwen3-deep")),
     ];

@@ -1,13 +1,15 @@
 //! Owns the compute queue: submits regions in the order asked and has their completion
 //! watched. Does not allocate, does not record, does not decide what runs.
 
-use super::watcher::{DeviceTime, Outbox, Report, Watch, Watcher};
-use crate::device::{Batch, Commands, Device, DeviceError, Entry, Point, Queries, Role};
+use super::stamps::Stamps;
+use super::timeline::FlushReason;
+use super::watcher::{Outbox, Report, Run, Watch, Watcher};
+use crate::device::{Batch, Commands, Device, DeviceError, Entry, Point, Role};
 use crate::kernels::region::Region;
+use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 /// Work for the queue: entries run in order, each is complete at a point of its own.
 #[derive(Debug)]
@@ -18,6 +20,8 @@ pub struct Submission {
     pub entries: Vec<Vec<Arc<Region>>>,
     /// Points of other queues that must be reached first.
     pub waits: Vec<Point>,
+    /// Why it ends where it does.
+    pub flush: FlushReason,
     /// Entries (counted from 1) after which a report is wanted, ascending; the last always is.
     pub report_after: Vec<u32>,
     /// Where reports go.
@@ -41,19 +45,28 @@ enum Message {
 /// on its own limit, and then waiting is all there is to do.
 const INBOX: usize = 64;
 
-/// Submissions whose timestamps can be pending at once; further ones go untimed.
-const STAMPS: u32 = 32;
+/// How much of a submission is told apart by timestamps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GpuTime {
+    /// Nothing: no timestamps are written.
+    Off,
+    /// Regions, and runs of the same region one after the other as one.
+    #[default]
+    Phases,
+    /// Each run of a region.
+    Regions,
+}
 
 impl Compute {
     /// Starts the thread and the watcher behind it.
-    pub fn spawn(device: Arc<Device>) -> Result<Compute, DeviceError> {
-        let stamps = Stamps::new(&device)?;
+    pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, DeviceError> {
+        let stamps = if gpu_time == GpuTime::Off { None } else { Stamps::new(&device)? };
         let (sender, inbox) = bounded(INBOX);
         let thread = std::thread::Builder::new()
             .name("compute".to_owned())
             .spawn(move || {
                 let watcher = Watcher::spawn(Arc::clone(&device));
-                Actor { device, watcher, stamps }.run(&inbox);
+                Actor { device, watcher, stamps, gpu_time }.run(&inbox);
             })
             .expect("the host can start a thread");
         Ok(Compute { inbox: Some(sender), thread: Some(thread) })
@@ -81,6 +94,7 @@ struct Actor {
     device: Arc<Device>,
     watcher: Watcher,
     stamps: Option<Stamps>,
+    gpu_time: GpuTime,
 }
 
 impl Actor {
@@ -91,39 +105,46 @@ impl Actor {
     }
 
     fn submit(&mut self, submission: Submission) {
-        let start = Instant::now();
-        let Submission { id, entries, waits, mut report_after, outbox } = submission;
+        let begin = Moment::now();
+        let Submission { id, entries, waits, flush, mut report_after, outbox } = submission;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);
-        let stamp = self.stamps.as_mut().and_then(Stamps::take);
-        let mut batch = Batch { entries: Vec::with_capacity(report_after.len()), waits };
-        let mut commands: Vec<Commands> = stamp.iter().map(|stamp| stamp.pair.begin.clone()).collect();
+        let mut runs = self.runs(&entries);
+        let stamps = self.stamps.as_mut().and_then(|stamps| {
+            // A stamp before the first and one behind each; in need, around all of them.
+            if stamps.free() <= runs.len() as u64 {
+                runs = whole(&entries);
+            }
+            let count = runs.len() as u64 + 1;
+            (stamps.free() >= count).then(|| stamps.take(count))
+        });
+        let stamp = |index: usize| Some(self.stamps.as_ref()?.commands(stamps.as_ref()?, index as u64));
+        let mut batch = Batch { entries: Vec::with_capacity(report_after.len()), waits: waits.clone() };
+        let mut commands: Vec<Commands> = stamp(0).into_iter().collect();
         // Entries that nobody hears of end with the next that somebody does: a signal costs the host and the
         // device about a microsecond each.
+        let (mut run, mut left) = (0, runs.first().map_or(0, |run| run.regions));
         for (done, regions) in (1..).zip(&entries) {
-            commands.extend(regions.iter().map(|region| region.commands().clone()));
-            if done == count {
-                commands.extend(stamp.iter().map(|stamp| stamp.pair.end.clone()));
+            for region in regions {
+                commands.push(region.commands().clone());
+                left -= 1;
+                if left == 0 {
+                    run += 1;
+                    commands.extend(stamp(run));
+                    left = runs.get(run).map_or(0, |run| run.regions);
+                }
             }
             if report_after[batch.entries.len()] == done {
                 batch.entries.push(Entry { commands: std::mem::take(&mut commands) });
             }
         }
         let result = self.device.queue(Role::Compute).submit(batch);
-        let enqueue = start.elapsed();
+        let enqueue = (begin, Moment::now());
         let last = match result {
             Ok(last) => last,
             Err(error) => {
-                let report = Report {
-                    id,
-                    entries: 0,
-                    last: true,
-                    host_waits: 0,
-                    enqueue,
-                    device_time: None,
-                    result: Err(error),
-                };
+                let report = Report::failed(id, enqueue, error);
                 let _ = outbox.reports.send(report);
                 let _ = outbox.wake.try_send(());
                 return;
@@ -135,71 +156,33 @@ impl Actor {
             id,
             reports: report_after.into_iter().enumerate().map(|(index, entry)| (entry, point(index))).collect(),
             enqueue,
-            device_time: stamp.map(|stamp| Box::new(move || stamp.read()) as DeviceTime),
+            waits,
+            flush,
+            runs,
+            stamps,
+            regions: entries.into_iter().flatten().collect(),
             outbox,
         });
     }
-}
 
-/// Timestamps around submissions: a ring of query pairs with their command buffers, all
-/// recorded once. A pair in use returns to the ring when it is dropped.
-struct Stamps {
-    free: Receiver<Pair>,
-    back: Sender<Pair>,
-}
-
-#[derive(Clone)]
-struct Pair {
-    begin: Commands,
-    end: Commands,
-    queries: Queries,
-    first: u32,
-}
-
-struct Stamp {
-    pair: Pair,
-    back: Sender<Pair>,
-}
-
-impl Stamps {
-    /// `None` where the compute queue has no timestamps.
-    fn new(device: &Device) -> Result<Option<Stamps>, DeviceError> {
-        let queries = match Queries::new(device, STAMPS * 2) {
-            Ok(queries) => queries,
-            Err(DeviceError::Unsupported { .. }) => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let (back, free) = bounded(STAMPS as usize);
-        for index in 0..STAMPS {
-            let first = index * 2;
-            let begin = Commands::record(device, Role::Compute, |encoder| {
-                encoder.reset(&queries, first, 2);
-                encoder.timestamp(&queries, first);
-            })?;
-            let end = Commands::record(device, Role::Compute, |encoder| encoder.timestamp(&queries, first + 1))?;
-            let _ = back.send(Pair { begin, end, queries: queries.clone(), first });
+    /// What is told apart of a submission.
+    fn runs(&self, entries: &[Vec<Arc<Region>>]) -> Vec<Run> {
+        let mut runs: Vec<Run> = Vec::new();
+        for region in entries.iter().flatten() {
+            match runs.last_mut() {
+                Some(last) if self.gpu_time == GpuTime::Phases && last.name == *region.shared_name() => {
+                    last.regions += 1;
+                }
+                _ => runs.push(Run { name: Arc::clone(region.shared_name()), regions: 1 }),
+            }
         }
-        Ok(Some(Stamps { free, back }))
-    }
-
-    fn take(&mut self) -> Option<Stamp> {
-        Some(Stamp { pair: self.free.try_recv().ok()?, back: self.back.clone() })
+        runs
     }
 }
 
-impl Stamp {
-    /// Device time between the two stamps of a finished submission.
-    fn read(&self) -> Option<Duration> {
-        match self.pair.queries.read(self.pair.first, 2).ok()?[..] {
-            [Some(begin), Some(end)] => Some(Duration::from_nanos(end.saturating_sub(begin))),
-            _ => None,
-        }
-    }
-}
-
-impl Drop for Stamp {
-    fn drop(&mut self) {
-        // The ring has room for every pair there is.
-        let _ = self.back.try_send(self.pair.clone());
-    }
+/// A submission as one run, under the name of its last region.
+fn whole(entries: &[Vec<Arc<Region>>]) -> Vec<Run> {
+    let regions = entries.iter().flatten().count() as u32;
+    let last = entries.iter().flatten().last();
+    last.map(|last| Run { name: Arc::clone(last.shared_name()), regions }).into_iter().collect()
 }

@@ -1,27 +1,41 @@
 //! Owns the host's waiting: turns timeline progress into messages, in the order of
 //! submission. Never submits, never decides what runs.
 
+use super::gpu_clock::GpuClock;
+use super::stamps::Taken;
+use super::timeline::{FlushReason, RegionSpan, SubmissionRecord};
 use crate::device::{Device, DeviceError, Point};
+use crate::kernels::region::Region;
+use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Reads a finished submission's device time, where its timestamps were written.
-pub type DeviceTime = Box<dyn FnOnce() -> Option<Duration> + Send>;
+/// Consecutive regions of a submission that are told as one.
+pub(super) struct Run {
+    pub(super) name: Arc<str>,
+    pub(super) regions: u32,
+}
 
 /// What to watch: a submission's points and where to say that they were reached.
-pub struct Watch {
+pub(super) struct Watch {
     /// The submission's number, handed back.
-    pub id: u64,
+    pub(super) id: u64,
     /// Reports to make, ascending: entries completed by then, and the point that says so.
-    pub reports: Vec<(u32, Point)>,
-    /// Host time that enqueueing took.
-    pub enqueue: Duration,
-    /// Reads the device time of the whole submission once it is complete.
-    pub device_time: Option<DeviceTime>,
+    pub(super) reports: Vec<(u32, Point)>,
+    /// When enqueueing began and ended.
+    pub(super) enqueue: (Moment, Moment),
+    /// What it waited for, and why it ended.
+    pub(super) waits: Vec<Point>,
+    pub(super) flush: FlushReason,
+    /// What is told apart, and a stamp before the first of them and behind each.
+    pub(super) runs: Vec<Run>,
+    pub(super) stamps: Option<Taken>,
+    /// Its regions, in order.
+    pub(super) regions: Vec<Arc<Region>>,
     /// Where reports go.
-    pub outbox: Outbox,
+    pub(super) outbox: Outbox,
 }
 
 impl std::fmt::Debug for Watch {
@@ -54,8 +68,26 @@ pub struct Report {
     pub enqueue: Duration,
     /// Device time of the submission; in the last report, where the queue has timestamps.
     pub device_time: Option<Duration>,
+    /// When everything happened; in the last report.
+    pub record: Option<Box<SubmissionRecord>>,
     /// What the wait ended in.
     pub result: Result<(), DeviceError>,
+}
+
+impl Report {
+    /// Of a submission that the driver did not take.
+    pub(super) fn failed(id: u64, (begin, end): (Moment, Moment), error: DeviceError) -> Report {
+        Report {
+            id,
+            entries: 0,
+            last: true,
+            host_waits: 0,
+            enqueue: end.since(begin),
+            device_time: None,
+            record: None,
+            result: Err(error),
+        }
+    }
 }
 
 /// Handle of the watcher of a device's compute queue.
@@ -83,13 +115,18 @@ impl Watcher {
         let (sender, inbox) = bounded(INBOX);
         let thread = std::thread::Builder::new()
             .name("watcher".to_owned())
-            .spawn(move || Actor { device }.run(&inbox))
+            .spawn(move || {
+                let capabilities = &device.adapter().capabilities;
+                let clock = GpuClock::new(capabilities.timestamp_bits, capabilities.timestamp_period_ns);
+                let calibrates = capabilities.calibrated_timestamps;
+                Actor { device, clock, calibrates }.run(&inbox);
+            })
             .expect("the host can start a thread");
         Watcher { inbox: Some(sender), thread: Some(thread) }
     }
 
     /// Reports behind everything watched before.
-    pub fn watch(&self, watch: Watch) {
+    pub(super) fn watch(&self, watch: Watch) {
         if let Some(inbox) = &self.inbox {
             // The thread lives as long as the handle.
             let _ = inbox.send(watch);
@@ -108,35 +145,103 @@ impl Drop for Watcher {
 
 struct Actor {
     device: Arc<Device>,
+    clock: GpuClock,
+    /// The driver reads both clocks together.
+    calibrates: bool,
 }
 
 impl Actor {
-    fn run(self, inbox: &Receiver<Watch>) {
+    fn run(mut self, inbox: &Receiver<Watch>) {
         while let Ok(watch) = inbox.recv() {
             self.follow(watch);
         }
     }
 
-    fn follow(&self, watch: Watch) {
-        let Watch { id, reports, enqueue, mut device_time, outbox } = watch;
+    fn follow(&mut self, mut watch: Watch) {
+        let reports = std::mem::take(&mut watch.reports);
         let count = reports.len();
         for (index, (entries, point)) in reports.into_iter().enumerate() {
             let last = index + 1 == count;
             let (result, host_waits) = if last { self.reach(point) } else { (self.look_for(point), 0) };
             let failed = result.is_err();
-            let device_time = match device_time.take() {
-                Some(read) if last && !failed => read(),
-                kept => {
-                    device_time = kept;
-                    None
-                }
+            let mut report = Report {
+                id: watch.id,
+                entries,
+                last: last || failed,
+                host_waits,
+                enqueue: Duration::ZERO,
+                device_time: None,
+                record: None,
+                result,
             };
-            let enqueue = if last { enqueue } else { Duration::ZERO };
-            let report = Report { id, entries, last: last || failed, host_waits, enqueue, device_time, result };
-            let _ = outbox.reports.send(report);
-            let _ = outbox.wake.try_send(());
+            if last {
+                report.enqueue = watch.enqueue.1.since(watch.enqueue.0);
+            }
+            if last && !failed {
+                let record = self.record(&mut watch, point, host_waits);
+                report.device_time = record.device_span().map(|(begin, end)| end.since(begin));
+                report.record = Some(Box::new(record));
+            }
+            let _ = watch.outbox.reports.send(report);
+            let _ = watch.outbox.wake.try_send(());
             if failed {
                 return;
+            }
+        }
+    }
+
+    /// What is known of a submission that has finished.
+    fn record(&mut self, watch: &mut Watch, point: Point, host_waits: u32) -> SubmissionRecord {
+        let seen = Moment::now();
+        // Dropped here: its stamps are free again.
+        let stamps = watch.stamps.take();
+        let times = stamps.as_ref().and_then(Taken::read).filter(|times| times.len() == watch.runs.len() + 1);
+        let (mut regions, mut clock) = (Vec::new(), None);
+        if let Some([first, .., last]) = times.as_deref() {
+            self.read_clock((*first, *last), (watch.enqueue.0, seen));
+            clock = self.clock.quality(*last);
+            let place = |time: u64| self.clock.place(time).unwrap_or(seen);
+            let ends = times.iter().flatten().skip(1);
+            let mut begin = place(*first);
+            for (run, end) in watch.runs.iter().zip(ends) {
+                let end = place(*end);
+                regions.push(RegionSpan {
+                    name: Arc::clone(&run.name),
+                    runs: run.regions,
+                    begin,
+                    end,
+                    kernels: Vec::new(),
+                });
+                begin = end;
+            }
+        }
+        let sum = |count: fn(&Region) -> u32| watch.regions.iter().map(|region| count(region)).sum();
+        SubmissionRecord {
+            enqueue: watch.enqueue,
+            point,
+            waits: std::mem::take(&mut watch.waits),
+            flush: watch.flush,
+            seen,
+            host_waits,
+            regions,
+            clock,
+            dispatches: sum(Region::dispatches),
+            barriers: sum(Region::barriers),
+        }
+    }
+
+    /// Keeps the device's clock; the device's `span` lay between two moments.
+    fn read_clock(&mut self, span: (u64, u64), between: (Moment, Moment)) {
+        if !self.calibrates {
+            self.clock.bound(span, between);
+        } else if self.clock.is_due(between.1) {
+            match self.device.calibrate() {
+                Ok(calibration) => self.clock.calibrate(calibration),
+                Err(error) => {
+                    // Said once: what follows is estimated.
+                    tracing::warn!(%error, "the device's clock cannot be read");
+                    self.calibrates = false;
+                }
             }
         }
     }

@@ -13,7 +13,7 @@ pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
 pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, Model, ParseModelError, Replica, embedded};
 pub use server::Server;
-pub use telemetry::Telemetry;
+pub use telemetry::{GpuTime, Telemetry};
 
 /// Everything that can be configured.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]

@@ -14,11 +14,26 @@ pub struct Telemetry {
     pub sample_ratio: f64,
     /// What is logged to stderr, in `tracing`'s filter syntax.
     pub log: String,
+    /// How much of the device's work is told apart by timestamps.
+    pub gpu_time: GpuTime,
+}
+
+/// How much of the device's work is told apart by timestamps.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GpuTime {
+    /// Nothing: none are written, and device times are missing everywhere.
+    Off,
+    /// Phases of a submission: changes, prompts, the head, all decode steps together.
+    #[default]
+    Phases,
+    /// Each step by itself.
+    Regions,
 }
 
 impl Default for Telemetry {
     fn default() -> Telemetry {
-        Telemetry { otlp_endpoint: None, sample_ratio: 1.0, log: "info".to_owned() }
+        Telemetry { otlp_endpoint: None, sample_ratio: 1.0, log: "info".to_owned(), gpu_time: GpuTime::default() }
     }
 }
 

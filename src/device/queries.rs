@@ -46,8 +46,17 @@ impl Queries {
     /// flight: the caller has seen its point. [`crate::device::Encoder::reset`] does the same
     /// in a recording's order.
     pub fn reset(&self) {
-        // SAFETY: hostQueryReset is part of the baseline; the range is the whole pool.
-        unsafe { self.0.logical.raw.reset_query_pool(self.0.raw, 0, self.0.count) };
+        self.reset_range(0, self.0.count);
+    }
+
+    /// As [`Queries::reset`], of `count` from `first` on.
+    ///
+    /// # Panics
+    /// Where the range does not lie in the pool.
+    pub fn reset_range(&self, first: u32, count: u32) {
+        self.assert_has(first, count);
+        // SAFETY: hostQueryReset is part of the baseline; the range lies in the pool, checked above.
+        unsafe { self.0.logical.raw.reset_query_pool(self.0.raw, first, count) };
     }
 
     /// Timestamps `first .. first + count` in nanoseconds of the device's clock; `None` for one

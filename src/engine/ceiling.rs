@@ -2,7 +2,8 @@
 //! Deliberately absent: models.
 
 use super::start::StartError;
-use crate::actors::compute::{Compute, Submission};
+use crate::actors::compute::{Compute, GpuTime, Submission};
+use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::device::{Adapter, Device, Instance};
 use crate::kernels::bench;
@@ -45,7 +46,7 @@ pub(super) fn time_regions(
     repeats: usize,
 ) -> Result<Vec<f64>, StartError> {
     const WARM: usize = 2;
-    let compute = Compute::spawn(Arc::clone(device))?;
+    let compute = Compute::spawn(Arc::clone(device), GpuTime::Phases)?;
     let mut medians = Vec::new();
     for region in regions {
         let (reports, done) = crossbeam_channel::bounded(repeats + WARM);
@@ -56,6 +57,7 @@ pub(super) fn time_regions(
                 id,
                 entries: vec![vec![Arc::clone(region)]],
                 waits: Vec::new(),
+                flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
             });

@@ -3,6 +3,7 @@
 
 use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
+use crate::actors::timeline::SubmissionRecord;
 use crate::kernels::embed::BLOCK_ROWS;
 
 /// A row of the batch that a running sequence holds; index below `Capacity::slots`.
@@ -175,6 +176,18 @@ pub struct StepPlan {
     pub work: Option<Work>,
 }
 
+impl StepPlan {
+    /// The slots that its work is for.
+    pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        let (chunks, slots): (&[Chunk], &[Slot]) = match &self.work {
+            Some(Work::Prefill { chunks }) => (chunks, &[]),
+            Some(Work::Decode { slots, .. }) => (&[], slots),
+            None => (&[], &[]),
+        };
+        chunks.iter().map(|chunk| chunk.slot).chain(slots.iter().copied())
+    }
+}
+
 /// Names a submitted plan; grows by one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
@@ -221,6 +234,8 @@ pub struct Progress {
     pub state_lost: bool,
     /// Sum (not mean) over the steps reported here.
     pub cost: PerToken,
+    /// With the last report: every submission that the plan took, in order.
+    pub submissions: Vec<SubmissionRecord>,
 }
 
 /// What running a step can end in.

@@ -11,6 +11,9 @@ use super::executor::{
 use super::pace::Pace;
 use super::request::{Flushes, PerToken, TokenLogprobs};
 use super::scheduler::split_mix;
+use crate::actors::timeline::{ClockQuality, FlushReason, RegionSpan, SubmissionRecord};
+use crate::device::{Point, Role};
+use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{HashSet, VecDeque};
 use std::thread::JoinHandle;
@@ -83,6 +86,8 @@ pub struct FakeExecutor {
     steps_queued: u32,
     /// Not reported, in order; complete at their time.
     reports: VecDeque<Report>,
+    /// Of the plan whose last report is to come.
+    submission: Option<SubmissionRecord>,
     /// When the device has done all it was given.
     busy_until: Instant,
     parts: u64,
@@ -214,6 +219,7 @@ impl FakeExecutor {
             finished: 0,
             steps_queued: 0,
             reports: VecDeque::new(),
+            submission: None,
             busy_until: now,
             parts: config.parts,
             works: 0,
@@ -480,11 +486,33 @@ impl FakeExecutor {
         if self.parts == 0 { steps } else { 1 + (split_mix(&mut self.parts) % u64::from(steps)) as u32 }
     }
 
-    fn report(&mut self, due: Instant, decode_steps: u32, progress: Progress) {
+    fn report(&mut self, due: Instant, decode_steps: u32, mut progress: Progress) {
+        if progress.finished {
+            progress.submissions.extend(self.submission.take());
+        }
         if let Clock::Real(Timer { times: Some(times), .. }) = &self.clock {
             times.send(due).expect("the timer lives as long as its inbox");
         }
         self.reports.push_back(Report { due, decode_steps, progress });
+    }
+
+    /// What a device would have told of a submission that begins at `start`.
+    fn submission(&self, ticket: Ticket, name: String, runs: u32, start: Instant, took: Duration) -> SubmissionRecord {
+        let (now, begin) = (Moment::of(self.now()), Moment::of(start));
+        let end = begin.plus(took);
+        let flush = if name.starts_with("decode") { FlushReason::Readback } else { FlushReason::PhaseBoundary };
+        SubmissionRecord {
+            enqueue: (now, now),
+            point: Point { role: Role::Compute, value: ticket.0 },
+            waits: Vec::new(),
+            flush,
+            seen: end,
+            host_waits: 1,
+            regions: vec![RegionSpan { name: name.into(), runs, begin, end, kernels: Vec::new() }],
+            clock: Some(ClockQuality::Estimated { error: Duration::ZERO }),
+            dispatches: 10 * runs,
+            barriers: 8 * runs,
+        }
     }
 
     fn slot(&mut self, slot: Slot) -> &mut FakeSlot {
@@ -516,15 +544,27 @@ impl Executor for FakeExecutor {
         match work {
             Work::Prefill { chunks } => {
                 let count = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                self.submission =
+                    Some(self.submission(ticket, format!("prefill.{count}"), 1, start, self.config.chunk));
                 let tokens = self.prefill(&chunks);
                 self.pace.note_chunk(count, self.config.chunk);
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
                 let due = self.busy_until;
-                let progress = Progress { ticket, steps: 1, tokens, finished: true, state_lost: false, cost };
+                let progress = Progress {
+                    ticket,
+                    steps: 1,
+                    tokens,
+                    finished: true,
+                    state_lost: false,
+                    cost,
+                    submissions: Vec::new(),
+                };
                 self.report(due, 0, progress);
             }
             Work::Decode { slots, steps, drafts } => {
+                let (name, took) = (format!("decode.{}", slots.len()), self.config.step * steps);
+                self.submission = Some(self.submission(ticket, name, steps, start, took));
                 match drafts {
                     0 => self.pace.note_step(slots.len() as u32, self.config.step),
                     _ => self.pace.note_verify(slots.len() as u32, drafts, self.config.step),
@@ -541,7 +581,15 @@ impl Executor for FakeExecutor {
                         self.slot(slot).last_ticket = ticket.0;
                     }
                     let (tokens, cost) = (Vec::new(), cost(steps, 1.0));
-                    let progress = Progress { ticket, steps, tokens, finished: true, state_lost: true, cost };
+                    let progress = Progress {
+                        ticket,
+                        steps,
+                        tokens,
+                        finished: true,
+                        state_lost: true,
+                        cost,
+                        submissions: Vec::new(),
+                    };
                     self.report(self.busy_until, steps, progress);
                     return Ok(ticket);
                 }
@@ -556,7 +604,19 @@ impl Executor for FakeExecutor {
                     let tokens = rows.by_ref().take(part as usize).flatten().collect();
                     let cost = cost(part, submits);
                     let finished = left == 0;
-                    self.report(due, part, Progress { ticket, steps: part, tokens, finished, state_lost: false, cost });
+                    self.report(
+                        due,
+                        part,
+                        Progress {
+                            ticket,
+                            steps: part,
+                            tokens,
+                            finished,
+                            state_lost: false,
+                            cost,
+                            submissions: Vec::new(),
+                        },
+                    );
                 }
             }
         }

@@ -8,6 +8,7 @@ use super::executor::{
 use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
 use crate::actors::compute::{Compute, Submission};
+use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::{Outbox, Report};
 use crate::device::Point;
 use crate::kernels::attention::Heads;
@@ -121,6 +122,8 @@ pub struct GpuExecutor {
     /// A kernel waited too long for a word: steps have run with barriers since.
     faulted: bool,
     decode_plans: u32,
+    /// Of plans that are not finished: the submissions that are, in order.
+    submissions: VecDeque<(Ticket, SubmissionRecord)>,
 }
 
 /// Changes of the device's state that a plan brings.
@@ -170,7 +173,7 @@ struct Pending {
     /// Dispatches and barriers of the patches, and of each step.
     fixed: (u32, u32),
     each: (u32, u32),
-    flush: Flush,
+    flush: FlushReason,
     submitted: Instant,
     started: bool,
 }
@@ -183,13 +186,6 @@ enum Kind {
     Prompts,
     /// Tokens are drawn.
     Sampled,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Flush {
-    PhaseBoundary,
-    Readback,
-    CrossQueue,
 }
 
 impl GpuExecutor {
@@ -213,6 +209,7 @@ impl GpuExecutor {
             pace: Pace::default(),
             faulted: false,
             decode_plans: 0,
+            submissions: VecDeque::new(),
             parts,
         }
     }
@@ -319,6 +316,13 @@ impl GpuExecutor {
         }
     }
 
+    /// The submissions of a plan that is finished; those of changes alone, which nobody asks for, go with the next.
+    fn submissions_of(&mut self, ticket: Ticket) -> Vec<SubmissionRecord> {
+        let (of, kept) = self.submissions.drain(..).partition::<Vec<_>, _>(|(of, _)| of.0 <= ticket.0);
+        self.submissions = kept.into();
+        of.into_iter().map(|(_, record)| record).collect()
+    }
+
     fn early_finished(&self) -> usize {
         self.early.iter().filter(|report| report.last).count()
     }
@@ -384,7 +388,7 @@ impl GpuExecutor {
         Ok((tokens, to))
     }
 
-    fn take(&mut self, report: Report) -> Result<Option<Progress>, ExecuteError> {
+    fn take(&mut self, mut report: Report) -> Result<Option<Progress>, ExecuteError> {
         if let Err(error) = report.result {
             let device = self.parts.device_name.clone();
             return Err(match error.is_lost() {
@@ -394,6 +398,9 @@ impl GpuExecutor {
         }
         let mut pending = self.pending.pop_front().unwrap_or_else(|| panic!("report {} has no submission", report.id));
         assert_eq!(pending.ticket.0, report.id, "reports come in the order of submission");
+        if let Some(record) = report.record.take() {
+            self.submissions.push_back((pending.ticket, *record));
+        }
         let (from, to) = (pending.entries, report.entries);
         pending.entries = to;
         let progress = match pending.work {
@@ -414,7 +421,15 @@ impl GpuExecutor {
                 let state_lost = report.last && pending.good < pending.steps && self.parts.capacity.snapshots.is_some();
                 let finished = report.last && (pending.good >= pending.steps || state_lost);
                 let steps = if state_lost { pending.steps - from } else { good - from };
-                let progress = Progress { ticket: pending.ticket, steps, tokens, finished, state_lost, cost };
+                let progress = Progress {
+                    ticket: pending.ticket,
+                    steps,
+                    tokens,
+                    finished,
+                    state_lost,
+                    cost,
+                    submissions: if finished { self.submissions_of(pending.ticket) } else { Vec::new() },
+                };
                 (finished || good > from).then_some(progress)
             }
         };
@@ -488,12 +503,12 @@ impl GpuExecutor {
         let layout = self.parts.layout;
         let mut prompt_tokens = 0;
         let (work, steps, rows, mut step, flush) = match &planned {
-            None => (Kind::Changes, 0, 0, Vec::new(), Flush::PhaseBoundary),
+            None => (Kind::Changes, 0, 0, Vec::new(), FlushReason::PhaseBoundary),
             Some(Work::Prefill { chunks }) => {
                 let (regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
                 prompt_tokens = tokens;
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
-                (kind, 1, rows, regions, Flush::PhaseBoundary)
+                (kind, 1, rows, regions, FlushReason::PhaseBoundary)
             }
             Some(Work::Decode { slots, steps, drafts }) => {
                 let (sequences, region) = match drafts {
@@ -513,7 +528,7 @@ impl GpuExecutor {
                         posts.patch.set(layout.batch_word(row), slot);
                     }
                 }
-                (Kind::Sampled, *steps, rows, vec![region], Flush::Readback)
+                (Kind::Sampled, *steps, rows, vec![region], FlushReason::Readback)
             }
         };
         let applied = self.post(ticket, posts)?;
@@ -575,11 +590,12 @@ impl GpuExecutor {
     fn hand_over(&mut self, mut pending: Pending, entries: Vec<Vec<Arc<Region>>>, report_after: Vec<u32>) {
         let waits = std::mem::take(&mut self.parts.ready);
         if !waits.is_empty() {
-            pending.flush = Flush::CrossQueue;
+            pending.flush = FlushReason::CrossQueue;
         }
-        let id = pending.ticket.0;
+        let (id, flush) = (pending.ticket.0, pending.flush);
         self.pending.push_back(pending);
-        self.parts.compute.submit(Submission { id, entries, waits, report_after, outbox: self.outbox.clone() });
+        let outbox = self.outbox.clone();
+        self.parts.compute.submit(Submission { id, entries, waits, flush, report_after, outbox });
     }
 
     /// A kernel had waited too long.
@@ -623,7 +639,7 @@ impl Pending {
             inboxes,
             fixed: (0, 0),
             each: (0, 0),
-            flush: Flush::PhaseBoundary,
+            flush: FlushReason::PhaseBoundary,
             submitted: Instant::now(),
             started: false,
         }
@@ -642,9 +658,9 @@ impl Pending {
             ..PerToken::default()
         };
         match self.flush {
-            Flush::PhaseBoundary => cost.flushes.phase_boundary = once,
-            Flush::Readback => cost.flushes.readback = once,
-            Flush::CrossQueue => cost.flushes.cross_queue = once,
+            FlushReason::PhaseBoundary => cost.flushes.phase_boundary = once,
+            FlushReason::Readback => cost.flushes.readback = once,
+            FlushReason::CrossQueue => cost.flushes.cross_queue = once,
         }
         cost
     }

@@ -5,14 +5,25 @@ use super::affinity::{Affinity, Candidate};
 use super::prefix::PageKey;
 pub use super::replica::Replica;
 use super::request::RequestError;
+use crate::actors::timeline::SubmissionRecord;
+use crate::actors::transfer::Transfer;
+use crate::device::Device;
+use crate::memory::plan::{Purpose, Side};
 use crate::model::text::Text;
+use crate::telemetry::clock::Moment;
+use crate::telemetry::requests::Requests;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// Everything that runs: dropped, it stops bottom to top.
 #[derive(Debug)]
 pub struct Host {
     /// In the configuration's order.
     pub models: Vec<ServedModel>,
+    /// The devices that they run on.
+    pub devices: Vec<ServedDevice>,
+    /// Requests that have ended.
+    pub ended: Requests,
     /// Which replica was given what, a model each. Held while one prompt is routed.
     affinities: Vec<Mutex<Affinity>>,
 }
@@ -87,10 +98,10 @@ pub struct Load {
     pub snapshots: u32,
 }
 
-/// One entry of the step ring.
+/// One entry of the step ring: a plan, from its making to its last token.
 #[derive(Clone, Debug)]
 pub struct StepRecord {
-    /// Grows by one a completed plan report.
+    /// Grows by one a finished plan.
     pub number: u64,
     /// `prefill` or `decode`.
     pub phase: &'static str,
@@ -99,9 +110,80 @@ pub struct StepRecord {
     /// Steps that this record sums up.
     pub steps: u32,
     /// When it completed, since the replica's start.
-    pub at: std::time::Duration,
+    pub at: Duration,
     /// What it cost, summed over the steps.
     pub cost: super::request::PerToken,
+    /// Tokens that it drew.
+    pub tokens: u32,
+    /// When the engine had made the plan.
+    pub planned: Moment,
+    /// When the engine had taken in its last report.
+    pub taken: Moment,
+    /// The requests that had rows in it and had not ended when it was finished, by id.
+    pub requests: Vec<Arc<str>>,
+    /// What it took on the compute queue, in order.
+    pub submissions: Vec<SubmissionRecord>,
+    /// As of its end: sequences that hold a slot, and those in the queue.
+    pub running: u32,
+    /// As `running` says.
+    pub waiting: u32,
+    /// As of its end: KV pages in use.
+    pub pages_used: u32,
+}
+
+/// A device that something is served on.
+#[derive(Debug)]
+pub struct ServedDevice {
+    /// Which.
+    pub info: DeviceInfo,
+    /// What its memory was planned for.
+    pub memory: Vec<MemoryUse>,
+    /// Its submissions to the transfer queue; `None`: it has no such queue (a fake).
+    pub transfer: Option<Arc<Transfer>>,
+    /// The device itself; `None`: it is a fake.
+    pub device: Option<Arc<Device>>,
+}
+
+/// A line of a memory plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Whose: `MODEL/INDEX`.
+    pub replica: String,
+    /// What for.
+    pub purpose: Purpose,
+    /// Bytes.
+    pub bytes: u64,
+    /// In the device's own memory, or the host's.
+    pub side: Side,
+}
+
+/// A request that is not finished, as the scheduler sees one sample of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RequestView {
+    /// The request's id; samples after the first have a mark and their index behind it.
+    pub id: String,
+    /// `waiting`, `prefill`, `decode` or `leaving`.
+    pub phase: &'static str,
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Of the history that this stay on the device computes or found: tokens queued so far.
+    pub prefilled_tokens: u32,
+    /// Prompt tokens found in the prefix cache.
+    pub cached_tokens: u32,
+    /// Output tokens reported.
+    pub output_tokens: u32,
+    /// Most output tokens.
+    pub max_tokens: u32,
+    /// KV pages held.
+    pub pages: u32,
+    /// How often it lost its pages.
+    pub preemptions: u32,
+    /// Submission until now.
+    pub age: Duration,
+    /// Submission to its first chunk; until now for one that waits.
+    pub queued: Duration,
+    /// Submission to its first token.
+    pub first_token: Option<Duration>,
 }
 
 /// Why a replica did not take a request.
@@ -166,10 +248,22 @@ pub enum RouteError {
 }
 
 impl Host {
-    /// Of replicas that run.
+    /// Of replicas that run, on the devices that they name: for fakes, of which no more is known.
     pub fn new(models: Vec<ServedModel>) -> Host {
+        let mut devices: Vec<ServedDevice> = Vec::new();
+        for replica in models.iter().flat_map(|model| &model.replicas) {
+            if devices.iter().all(|device| device.info != replica.device) {
+                let info = replica.device.clone();
+                devices.push(ServedDevice { info, memory: Vec::new(), transfer: None, device: None });
+            }
+        }
+        Host::on(models, devices)
+    }
+
+    /// Of replicas that run on these devices.
+    pub fn on(models: Vec<ServedModel>, devices: Vec<ServedDevice>) -> Host {
         let affinities = models.iter().map(|_| Mutex::default()).collect();
-        Host { models, affinities }
+        Host { models, devices, ended: Requests::default(), affinities }
     }
 
     /// The replica for a request: the named model (empty: the only one), on the selected
@@ -246,7 +340,8 @@ impl Host {
         self.replicas().map(Replica::unfinished).sum()
     }
 
-    fn replicas(&self) -> impl Iterator<Item = &Replica> {
+    /// All replicas, model after model.
+    pub fn replicas(&self) -> impl Iterator<Item = &Replica> {
         self.models.iter().flat_map(|served| &served.replicas)
     }
 }

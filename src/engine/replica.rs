@@ -4,14 +4,16 @@
 
 use super::by_age::ByAge;
 use super::executor::{ExecuteError, Executor};
-use super::host::{DeviceInfo, Load, StepRecord, SubmitError};
+use super::host::{DeviceInfo, Load, RequestView, StepRecord, SubmitError};
+pub use super::observe::STEP_RING;
+use super::observe::{Observer, Reported};
 use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, Timings, sample_id,
 };
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::spans;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -21,9 +23,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-/// Entries of the step ring: some seconds of plans at ten milliseconds each.
-pub const STEP_RING: usize = 1024;
 
 /// What a replica is told of its model and its operator's wishes.
 #[derive(Clone, Debug)]
@@ -139,11 +138,9 @@ impl Replica {
             wake,
             failed: None,
             clients: ByAge::default(),
-            steps: VecDeque::with_capacity(STEP_RING),
-            step_number: 0,
+            observer: Observer::new(Instant::now()),
             busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
-            started: Instant::now(),
         };
         let thread =
             std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
@@ -256,11 +253,29 @@ impl Replica {
 
     /// The last steps, oldest first, at most `last`.
     pub fn steps(&self, last: usize) -> Vec<StepRecord> {
+        self.ask(move |actor| actor.observer.last(last))
+    }
+
+    /// The steps from `number` on that are kept, oldest first.
+    pub fn steps_from(&self, number: u64) -> Vec<StepRecord> {
+        self.ask(move |actor| actor.observer.from(number))
+    }
+
+    /// Requests that are not finished, oldest first, each sample by itself.
+    pub fn requests(&self) -> Vec<RequestView> {
+        self.ask(|actor| actor.scheduler.views(Instant::now()))
+    }
+
+    /// Asks the thread; a thread that has ended has nothing to tell.
+    fn ask<T: Default + Send + 'static>(&self, question: impl FnOnce(&Actor) -> T + Send + 'static) -> T {
         let (reply, answer) = bounded(1);
-        match self.inbox.send(Message::Steps { last, reply }) {
-            // A thread that has ended has no steps to tell.
+        let ask = Message::Ask(Box::new(move |actor| {
+            // Whoever asked may have gone.
+            let _ = reply.send(question(actor));
+        }));
+        match self.inbox.send(ask) {
             Ok(()) => answer.recv().unwrap_or_default(),
-            Err(_) => Vec::new(),
+            Err(_) => T::default(),
         }
     }
 
@@ -321,10 +336,8 @@ enum Message {
     /// The samples of one request.
     Submit(Vec<Submission>),
     Abort(String),
-    Steps {
-        last: usize,
-        reply: Sender<Vec<StepRecord>>,
-    },
+    /// To look at something, between two turns.
+    Ask(Box<dyn FnOnce(&Actor) + Send>),
 }
 
 enum Wake {
@@ -340,6 +353,8 @@ enum Wake {
 /// Who asked, and hears of it.
 struct Client {
     id: String,
+    /// The same, for records.
+    name: Arc<str>,
     sample: Sample,
     sink: Sink,
     /// The sink has failed: nothing further is sent.
@@ -359,11 +374,8 @@ struct Actor {
     failed: Option<String>,
     /// From submission until `Finished`.
     clients: ByAge<Client>,
-    /// At most `STEP_RING`.
-    steps: VecDeque<StepRecord>,
-    step_number: u64,
+    observer: Observer,
     shared: Arc<Shared>,
-    started: Instant,
     /// Time that this thread has worked, and handed tokens out, and no step was charged with.
     busy: (Duration, Duration),
 }
@@ -437,11 +449,7 @@ impl Actor {
             // What has failed has ended all it knew.
             Message::Abort(_) if self.failed.is_some() => {}
             Message::Abort(id) => self.scheduler.abort(&id, Instant::now()),
-            Message::Steps { last, reply } => {
-                let skip = self.steps.len().saturating_sub(last);
-                // Whoever asked may have gone.
-                let _ = reply.send(self.steps.iter().skip(skip).cloned().collect());
-            }
+            Message::Ask(question) => question(self),
         }
     }
 
@@ -488,25 +496,22 @@ impl Actor {
                 progress.cost.schedule_us = scheduling.as_secs_f64() * 1e6;
                 progress.cost.deliver_us = delivering.as_secs_f64() * 1e6;
             }
+            let reported = Reported::of(&mut progress);
             if let Some(completed) = self.scheduler.progress(progress, now) {
-                if self.steps.len() == STEP_RING {
-                    self.steps.pop_front();
-                }
-                self.steps.push_back(StepRecord {
-                    number: self.step_number,
-                    phase: completed.phase,
-                    rows: completed.rows,
-                    steps: completed.steps,
-                    at: now.saturating_duration_since(self.started),
-                    cost: completed.cost,
-                });
-                self.step_number += 1;
+                let clients = &self.clients;
+                let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
+                self.observer.reported(reported, completed, self.scheduler.counts(), name);
             }
         }
         self.scheduler.expire(Instant::now());
         while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.pace()) {
+            let sequences = plan.slots().filter_map(|slot| self.scheduler.holder_id(slot)).collect();
+            let works = plan.work.is_some();
             let ticket = self.executor.submit(plan)?;
             self.scheduler.submitted(ticket);
+            if works {
+                self.observer.planned(ticket, sequences);
+            }
         }
         Ok(())
     }
@@ -575,6 +580,7 @@ impl Client {
         let Submission { request, sample, sink, queue, .. } = submission;
         let client = Client {
             id: request.id.clone(),
+            name: request.id.as_str().into(),
             sample,
             sink,
             gone: false,

@@ -24,6 +24,7 @@ use super::executor::{
     Capacity, Cell, Change, Chunk, Done, Keep, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS, Sampled, Slot,
     StepPlan, Ticket, Work,
 };
+use super::host::RequestView;
 use super::pace::Pace;
 use super::pages::PagePool;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
@@ -335,6 +336,18 @@ impl Scheduler {
         self.sequences.is_empty() && self.flights.is_empty() && self.leaves.is_empty()
     }
 
+    /// Who holds a slot.
+    pub fn holder_id(&self, slot: Slot) -> Option<SequenceId> {
+        self.slots[slot.0 as usize]
+    }
+
+    /// All that have not ended, oldest first.
+    pub fn views(&self, now: Instant) -> Vec<RequestView> {
+        let mut ids: Vec<SequenceId> = self.by_request.values().copied().collect();
+        ids.sort_unstable();
+        ids.into_iter().filter_map(|id| Some(self.sequences.get(id)?.view(now))).collect()
+    }
+
     /// What is going on.
     pub fn counts(&self) -> Counts {
         Counts {
@@ -472,7 +485,8 @@ impl Scheduler {
             let slots: BTreeSet<Slot> = flight.slots.iter().chain(behind).copied().collect();
             self.recompute(slots);
         }
-        if progress.finished {
+        let finished = progress.finished;
+        if finished {
             for (index, slot) in flight.slots.into_iter().enumerate() {
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
                 let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
@@ -487,7 +501,7 @@ impl Scheduler {
         } else {
             self.flights.insert(index, flight);
         }
-        (completed.steps > 0).then_some(completed)
+        (completed.steps > 0 || finished).then_some(completed)
     }
 
     // ---- prompts ----
@@ -1144,7 +1158,8 @@ mod tests {
                 }
             };
             let cost = PerToken::default();
-            let report = Progress { ticket, steps, tokens, finished: true, state_lost: false, cost };
+            let report =
+                Progress { ticket, steps, tokens, finished: true, state_lost: false, cost, submissions: Vec::new() };
             self.scheduler.progress(report, self.now);
             self.scheduler.assert_consistent();
         }

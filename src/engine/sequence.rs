@@ -2,8 +2,10 @@
 //! asked to go with it. Deliberately absent: which sequence goes next (`scheduler`).
 
 use super::executor::{Cell, Chunk, PAGE_TOKENS, Page, STATE_TOKENS, Slot, SlotParams};
+use super::host::RequestView;
 use super::prefix::PageKey;
 use super::request::{PerToken, Request, Timings};
+use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
@@ -326,6 +328,31 @@ impl Sequence {
     pub fn undraw(&mut self, tokens: u32) {
         assert!(tokens < self.drawn, "{tokens} of {} tokens were not drawn", self.drawn);
         self.drawn -= tokens;
+    }
+
+    /// As others see it.
+    pub fn view(&self, now: Instant) -> RequestView {
+        let since = |moment: Instant| moment.saturating_duration_since(self.arrived);
+        RequestView {
+            id: self.request.clone(),
+            phase: match self.state {
+                State::Waiting => "waiting",
+                State::Prefill => names::SPAN_PREFILL,
+                State::Decode if self.first_token.is_none() => names::SPAN_PREFILL,
+                State::Decode => names::SPAN_DECODE,
+                State::Leaving => "leaving",
+            },
+            prompt_tokens: self.prompt_tokens,
+            prefilled_tokens: if self.state == State::Waiting { 0 } else { self.prefilled },
+            cached_tokens: self.cached_tokens,
+            output_tokens: self.output_tokens(),
+            max_tokens: self.max_tokens,
+            pages: self.pages.len() as u32,
+            preemptions: self.preemptions,
+            age: since(now),
+            queued: since(self.started.unwrap_or(now)),
+            first_token: self.first_token.map(since),
+        }
     }
 
     /// Its phases as of its end at `now`.

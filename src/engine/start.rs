@@ -4,12 +4,13 @@
 
 use super::executor::{Capacity, Drafts, Executor, PAGE_TOKENS, STATE_TOKENS};
 use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts};
-use super::host::{DeviceInfo, Host, ModelInfo, ServedModel};
+use super::host::{DeviceInfo, Host, MemoryUse, ModelInfo, ServedDevice, ServedModel};
 use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
 use super::tuned::Tuned;
-use crate::actors::compute::{Compute, Submission};
+use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
+use crate::actors::timeline::FlushReason;
 use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
 use crate::config::{self, Config};
@@ -30,11 +31,11 @@ use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
 use crate::model::demo;
 use crate::model::text::{Text, TextError};
-use std::collections::hash_map;
+use std::collections::btree_map;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Says what a start does and how far it is.
@@ -186,6 +187,8 @@ pub(super) struct Station {
     ring: StagingRing,
     loader: Loader,
     matrices: Option<Matrices>,
+    /// What its memory was planned for, by all that was built on it.
+    memory: Mutex<Vec<MemoryUse>>,
 }
 
 /// Slots of the staging ring and bytes of each: enough to keep a transfer queue busy while
@@ -194,7 +197,12 @@ const STAGING: (usize, usize) = (16, 16 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
 
 impl Station {
-    pub(super) fn open(instance: &Instance, adapter: &Adapter, cache: Option<&Path>) -> Result<Station, StartError> {
+    pub(super) fn open(
+        instance: &Instance,
+        adapter: &Adapter,
+        cache: Option<&Path>,
+        gpu_time: GpuTime,
+    ) -> Result<Station, StartError> {
         let device = Device::open(instance, adapter)?;
         let arena = Arena::new(&device)?;
         let (slots, bytes) = staging(adapter);
@@ -203,13 +211,52 @@ impl Station {
         let matrices = matrices::probe(&device, &arena, cache)?;
         Ok(Station {
             matrices,
-            compute: Arc::new(Compute::spawn(Arc::clone(&device))?),
+            memory: Mutex::default(),
+            compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
             ring,
             transfer,
             arena,
             device,
         })
+    }
+
+    /// Keeps what a replica's memory was planned for.
+    fn note_memory(&self, replica: &str, plan: &Plan) {
+        let uses = plan.entries().iter().map(|entry| MemoryUse {
+            replica: replica.to_owned(),
+            purpose: entry.purpose,
+            bytes: entry.bytes,
+            side: entry.side,
+        });
+        self.memory.lock().unwrap_or_else(PoisonError::into_inner).extend(uses);
+    }
+
+    /// The device as those see it who look at it; the loader ends here.
+    fn served(self) -> ServedDevice {
+        ServedDevice {
+            info: device_info(self.device.adapter()),
+            memory: self.memory.into_inner().unwrap_or_else(PoisonError::into_inner),
+            transfer: Some(self.transfer),
+            device: Some(self.device),
+        }
+    }
+}
+
+fn gpu_time(asked: config::GpuTime) -> GpuTime {
+    match asked {
+        config::GpuTime::Off => GpuTime::Off,
+        config::GpuTime::Phases => GpuTime::Phases,
+        config::GpuTime::Regions => GpuTime::Regions,
+    }
+}
+
+fn device_info(adapter: &Adapter) -> DeviceInfo {
+    DeviceInfo {
+        index: adapter.index,
+        name: adapter.name.clone(),
+        uuid: adapter.uuid.clone(),
+        pci: adapter.pci.clone(),
     }
 }
 
@@ -233,12 +280,13 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
             model.replicas.iter().map(|replica| choose(&adapters, &model.name, replica.device.as_deref())).collect();
         chosen.push(replicas?);
     }
-    let mut stations: HashMap<usize, Station> = HashMap::new();
+    let mut stations: BTreeMap<usize, Station> = BTreeMap::new();
     let mut models = Vec::new();
     for (model, adapters) in config.models.iter().zip(chosen) {
         models.push(serve_model(instance, config, model, &adapters, &mut stations, progress)?);
     }
-    Ok(Host::new(models))
+    let devices = stations.into_values().map(Station::served).collect();
+    Ok(Host::on(models, devices))
 }
 
 fn choose<'a>(adapters: &'a [Adapter], model: &str, given: Option<&str>) -> Result<&'a Adapter, StartError> {
@@ -259,7 +307,7 @@ fn serve_model(
     config: &Config,
     model: &config::Model,
     adapters: &[&Adapter],
-    stations: &mut HashMap<usize, Station>,
+    stations: &mut BTreeMap<usize, Station>,
     progress: &dyn Progress,
 ) -> Result<ServedModel, StartError> {
     let path = demo::unpack(&model.path, config.runtime.cache_directory.as_deref())
@@ -277,10 +325,10 @@ fn serve_model(
     let mut context = checkpoint.config.context;
     for (index, adapter) in adapters.iter().enumerate() {
         let station = match stations.entry(adapter.index) {
-            hash_map::Entry::Occupied(entry) => &*entry.into_mut(),
-            hash_map::Entry::Vacant(entry) => {
+            btree_map::Entry::Occupied(entry) => &*entry.into_mut(),
+            btree_map::Entry::Vacant(entry) => {
                 let cache = config.runtime.cache_directory.as_deref();
-                &*entry.insert(Station::open(instance, adapter, cache)?)
+                &*entry.insert(Station::open(instance, adapter, cache, gpu_time(config.telemetry.gpu_time))?)
             }
         };
         let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
@@ -299,13 +347,7 @@ fn serve_model(
             vocabulary: checkpoint.config.vocab,
             prefix_cache: model.prefix_cache.unwrap_or(true),
         };
-        let info = DeviceInfo {
-            index: adapter.index,
-            name: adapter.name.clone(),
-            uuid: adapter.uuid.clone(),
-            pci: adapter.pci.clone(),
-        };
-        let replica = Replica::spawn(&name, info, Box::new(executor), replica_config);
+        let replica = Replica::spawn(&name, device_info(adapter), Box::new(executor), replica_config);
         replicas.push(replica.map_err(StartError::Thread)?);
     }
     Ok(ServedModel {
@@ -619,6 +661,7 @@ impl Build<'_> {
         let probe = self.decoder(wanted, 1, chunk);
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
+        self.station.note_memory(self.name, &plan);
         let pages = u32::try_from(plan.kv_pages()).unwrap_or(u32::MAX);
         let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
         let decoder = self.decoder(context, pages, chunk);
@@ -950,6 +993,7 @@ impl Build<'_> {
             id: 0,
             entries: vec![regions],
             waits,
+            flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox: Outbox { reports, wake },
         });

@@ -4,7 +4,8 @@
 
 use super::start::{Build, InboxRecordings, PATCH_PAIRS, Prepared, Progress, StartError, Station};
 use super::tuned::{self, Bounds, MOST_AHEAD, MOST_TILES, Tuned};
-use crate::actors::compute::{Compute, Submission};
+use crate::actors::compute::{Compute, GpuTime, Submission};
+use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config;
 use crate::device::{Adapter, Device, Instance, Point};
@@ -135,7 +136,7 @@ pub fn tune(
 ) -> Result<Outcome, StartError> {
     let mut model = config::Model::new("tune", "", Some(&adapter.uuid));
     model.context = Some(options.depth.saturating_add(16));
-    let station = Station::open(instance, adapter, options.cache)?;
+    let station = Station::open(instance, adapter, options.cache, GpuTime::Phases)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
     let of = |tune| Build {
@@ -536,6 +537,7 @@ impl<'a> Bench<'a> {
                     id: 0,
                     entries: vec![vec![Arc::clone(region)]],
                     waits: std::mem::take(&mut self.ready),
+                    flush: FlushReason::PhaseBoundary,
                     report_after: Vec::new(),
                     outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
                 });

@@ -159,7 +159,7 @@ fn as_call(op: &Op) -> Option<&Call> {
 /// A recorded command buffer and what it is made of.
 #[derive(Debug)]
 pub struct Region {
-    name: String,
+    name: Arc<str>,
     commands: Commands,
     dispatches: u32,
     barriers: u32,
@@ -229,11 +229,16 @@ impl Region {
                 encoder.barrier_host();
             }
         })?;
-        Ok(Region { name: recording.name.clone(), commands, dispatches, barriers: count, _buffers: buffers })
+        Ok(Region { name: recording.name.as_str().into(), commands, dispatches, barriers: count, _buffers: buffers })
     }
 
     /// The recording's name.
     pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The recording's name, to be kept.
+    pub fn shared_name(&self) -> &Arc<str> {
         &self.name
     }
 

@@ -9,6 +9,8 @@ use super::proto;
 use super::refusal::Refusal;
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, SinkClosed, Token};
 use crate::model::text::assembler::{Assembler, Output};
+use crate::telemetry::clock::Moment;
+use crate::telemetry::requests::Ended;
 use crate::telemetry::{names, spans};
 use proto::generate_response::Event as Message;
 use std::collections::VecDeque;
@@ -77,6 +79,10 @@ pub struct Generation {
     rpc: Span,
     /// Ends with the stream, not with the call that began it.
     inference: Span,
+    /// For the record of ended requests.
+    operation: &'static str,
+    submitted: Moment,
+    last_finished: Option<Finished>,
 }
 
 /// What is known of one sample.
@@ -139,6 +145,7 @@ impl Generation {
             })
         };
         let sinks = (0..samples).map(|_| sink()).collect();
+        let submitted = Moment::now();
         if let Err(error) = place.replica().submit_samples(&request, sinks) {
             let refusal = Refusal::from(error);
             spans::fail(&inference, refusal.kind(), &refusal.to_string());
@@ -173,6 +180,9 @@ impl Generation {
             ended: false,
             rpc: surroundings.rpc,
             inference,
+            operation,
+            submitted,
+            last_finished: None,
         })
     }
 
@@ -299,6 +309,7 @@ impl Generation {
         if last {
             self.describe(&finished);
         }
+        self.last_finished = Some(finished.clone());
         self.send(Message::Finished(proto::Finished {
             index,
             reason: reason.into(),
@@ -362,6 +373,7 @@ impl Generation {
         self.ended = true;
         self.places = None;
         let code = refusal.as_ref().map_or(tonic::Code::Ok, Refusal::code);
+        self.note_end(refusal.as_ref().map(Refusal::kind));
         spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, code as i64);
         if let Some(refusal) = refusal {
             let message = refusal.to_string();
@@ -372,6 +384,31 @@ impl Generation {
         // Both end now, not when the transport lets go of the stream.
         self.inference = Span::none();
         self.rpc = Span::none();
+    }
+
+    /// Keeps what the request was like; `error` is the `error.type` of a call that failed.
+    fn note_end(&self, error: Option<&'static str>) {
+        let at = Moment::now();
+        let first = self.samples.iter().find_map(|sample| sample.finished).map(|(word, _)| word);
+        let finished = self.last_finished.as_ref();
+        let timings = finished.map(|finished| finished.timings).unwrap_or_default();
+        let drawn = finished.map_or(0, |finished| finished.output_tokens);
+        self.place.host().ended.note(Ended {
+            at,
+            id: self.id.clone(),
+            model: self.place.model().name.clone(),
+            replica: self.place.replica().name.clone(),
+            operation: self.operation,
+            reason: first.unwrap_or("aborted"),
+            error,
+            input_tokens: finished.map_or(0, |finished| finished.prompt_tokens),
+            cached_tokens: finished.map_or(0, |finished| finished.cached_tokens),
+            output_tokens: self.output_tokens(),
+            queue: timings.queue,
+            first_token: (drawn > 0).then(|| timings.queue + timings.prefill),
+            per_token: (drawn > 1).then(|| timings.decode / (drawn - 1)),
+            whole: at.since(self.submitted),
+        });
     }
 
     /// The engine let go of a sink without a `Finished`: its reader was too slow, or the thread
@@ -435,6 +472,7 @@ impl Drop for Generation {
         if !self.ended {
             // Queued or running, its rows are free after the step in flight.
             self.place.replica().abort(&self.id);
+            self.note_end(Some(super::refusal::code_name(tonic::Code::Cancelled)));
             let reasons: Vec<&str> =
                 self.samples.iter().map(|sample| sample.finished.map_or("aborted", |(word, _)| word)).collect();
             spans::set_list(&self.inference, names::GEN_AI_RESPONSE_FINISH_REASONS, &reasons);

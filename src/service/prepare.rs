@@ -47,6 +47,11 @@ impl Place {
         &self.host.models[self.model]
     }
 
+    /// The host that owns both.
+    pub fn host(&self) -> &Host {
+        &self.host
+    }
+
     /// Its replica.
     pub fn replica(&self) -> &Replica {
         &self.model().replicas[self.replica]

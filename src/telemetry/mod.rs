@@ -1,8 +1,10 @@
 //! Every span, metric and attribute name; the OTLP exporter. Knows no models, and uses no
 //! other module of ours: what is configured comes in as plain values.
 
+pub mod clock;
 pub mod names;
 pub mod otlp;
+pub mod requests;
 pub mod spans;
 
 use tracing_subscriber::layer::SubscriberExt;

@@ -7,7 +7,8 @@ pub mod models;
 
 use crate::common::{Driver, Vulkan};
 use half::{bf16, f16};
-use ostinato::actors::compute::{Compute, Submission};
+use ostinato::actors::compute::{Compute, GpuTime, Submission};
+use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::Outbox;
 use ostinato::device::Device;
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
@@ -37,7 +38,7 @@ impl Bench {
     pub fn new(vulkan: &Vulkan, driver: Driver) -> Bench {
         let device = vulkan.device(driver);
         let arena = Arena::new(&device).expect("an arena");
-        let compute = Compute::spawn(Arc::clone(&device)).expect("a compute actor");
+        let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases).expect("a compute actor");
         Bench { driver, device, arena, compute }
     }
 
@@ -100,7 +101,14 @@ impl Bound<'_> {
         let (reports, done) = crossbeam_channel::bounded(1);
         let (wake, _woken) = crossbeam_channel::bounded(1);
         let outbox = Outbox { reports, wake };
-        self.bench.compute.submit(Submission { id: 0, entries, waits: Vec::new(), report_after: Vec::new(), outbox });
+        self.bench.compute.submit(Submission {
+            id: 0,
+            entries,
+            waits: Vec::new(),
+            flush: FlushReason::PhaseBoundary,
+            report_after: Vec::new(),
+            outbox,
+        });
         let report = done.recv_timeout(Duration::from_secs(240)).expect("the device finishes");
         report.result.expect("the device is alive");
     }

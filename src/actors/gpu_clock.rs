@@ -1,0 +1,202 @@
+//! Where a device's timestamps lie on the host's clock: by calibration about once a second where the driver can, else
+//! between what is known of submissions. Pure but for the reading handed in. Deliberately absent: timestamps' origin.
+
+use super::timeline::ClockQuality;
+use crate::device::Calibration;
+use crate::telemetry::clock::Moment;
+use std::time::Duration;
+
+/// Between two calibrations, once the clocks' rate is known.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// The first interval; each is twice the one before.
+const FIRST_INTERVAL: Duration = Duration::from_millis(8);
+/// What two clocks may drift apart before their rate was measured.
+const UNKNOWN_DRIFT: f64 = 1e-4;
+/// The same after: what changes from one second to the next.
+const KNOWN_DRIFT: f64 = 2e-6;
+/// No clock is that far off: a rate beyond it is a broken reading.
+const MOST_DRIFT: f64 = 1e-3;
+
+/// A device's clock as the host sees it.
+#[derive(Debug)]
+pub(super) struct GpuClock {
+    /// Nanoseconds after which timestamps begin again; 0: never.
+    range: u64,
+    /// The last calibration, or a place of this device's time that others are told from.
+    last: Option<Calibration>,
+    /// How much more the host's clock counts than the device's, and how sure that is.
+    rate: f64,
+    drift: f64,
+    interval: Duration,
+    /// Without calibration: what the host's clock less the device's was seen to lie between, in this interval and in
+    /// the one before.
+    bounds: Option<(Bounds, Option<Bounds>)>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Bounds {
+    since: Moment,
+    low: i128,
+    high: i128,
+}
+
+impl Bounds {
+    fn and(self, other: Bounds) -> Bounds {
+        Bounds { since: self.since, low: self.low.max(other.low), high: self.high.min(other.high) }
+    }
+}
+
+impl GpuClock {
+    /// Of a device whose timestamps have so many valid bits.
+    pub(super) fn new(bits: u32, period_ns: f32) -> GpuClock {
+        let range = if bits >= 64 { 0 } else { ((1u128 << bits) as f64 * f64::from(period_ns)) as u64 };
+        GpuClock { range, last: None, rate: 0.0, drift: UNKNOWN_DRIFT, interval: FIRST_INTERVAL, bounds: None }
+    }
+
+    /// Whether it is time for a calibration.
+    pub(super) fn is_due(&self, now: Moment) -> bool {
+        self.last.is_none_or(|last| now.since(Moment(last.host_ns)) >= self.interval)
+    }
+
+    /// Takes a calibration in.
+    pub(super) fn calibrate(&mut self, new: Calibration) {
+        if let Some(last) = self.last {
+            let host = new.host_ns.saturating_sub(last.host_ns) as f64;
+            let device = self.difference(new.device_ns, last.device_ns) as f64;
+            if host > 0.0 && device > 0.0 {
+                let rate = host / device - 1.0;
+                if rate.abs() < MOST_DRIFT {
+                    self.rate = rate;
+                    self.drift = KNOWN_DRIFT + (new.deviation_ns + last.deviation_ns) as f64 / host;
+                }
+            }
+            self.interval = (self.interval * 2).min(INTERVAL);
+        }
+        self.last = Some(new);
+    }
+
+    /// Takes in what is known of a submission: the device's `begin..end` lay between two moments of the host.
+    pub(super) fn bound(&mut self, (begin, end): (u64, u64), (submitted, seen): (Moment, Moment)) {
+        let new = Bounds {
+            since: seen,
+            low: i128::from(submitted.0) - i128::from(begin),
+            high: i128::from(seen.0) - i128::from(end),
+        };
+        self.bounds = Some(match self.bounds {
+            Some((now, _)) if seen.since(now.since) > INTERVAL => (new, Some(now)),
+            Some((now, before)) => {
+                let both = now.and(new);
+                // Clocks drift, and timestamps begin again: what contradicts is forgotten.
+                if both.low <= both.high { (both, before) } else { (new, None) }
+            }
+            None => (new, None),
+        });
+    }
+
+    /// How `device_ns`, read from a stamp, is placed; `None` before anything is known.
+    pub(super) fn quality(&self, device_ns: u64) -> Option<ClockQuality> {
+        if let Some(last) = self.last {
+            let age = self.difference(device_ns, last.device_ns).unsigned_abs() as f64;
+            let error = Duration::from_nanos(last.deviation_ns + (age * self.drift) as u64);
+            return Some(ClockQuality::Calibrated { error });
+        }
+        let bounds = self.best_bounds()?;
+        let error = Duration::from_nanos(((bounds.high - bounds.low) / 2) as u64);
+        Some(ClockQuality::Estimated { error })
+    }
+
+    /// A stamp on the host's clock; `None` before anything is known.
+    pub(super) fn place(&self, device_ns: u64) -> Option<Moment> {
+        if let Some(last) = self.last {
+            let since = self.difference(device_ns, last.device_ns) as f64;
+            let host = i128::from(last.host_ns) + (since + since * self.rate) as i128;
+            return Some(Moment(host.max(0) as u64));
+        }
+        let bounds = self.best_bounds()?;
+        Some(Moment((i128::from(device_ns) + (bounds.low + bounds.high) / 2).max(0) as u64))
+    }
+
+    fn best_bounds(&self) -> Option<Bounds> {
+        let (now, before) = self.bounds?;
+        let both = before.map(|before| now.and(before)).filter(|both| both.low <= both.high);
+        Some(both.unwrap_or(now))
+    }
+
+    /// From `from` to `to`, where timestamps may have begun again between them.
+    fn difference(&self, to: u64, from: u64) -> i64 {
+        let plain = to.wrapping_sub(from) as i64;
+        if self.range == 0 {
+            return plain;
+        }
+        let range = self.range as i64;
+        let within = plain.rem_euclid(range);
+        if within > range / 2 { within - range } else { within }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    fn at(device_ns: u64, host_ns: u64) -> Calibration {
+        Calibration { device_ns, host_ns, deviation_ns: 500 }
+    }
+
+    #[test]
+    fn between_calibrations_the_clocks_rate_counts() {
+        let mut clock = GpuClock::new(64, 1.0);
+        assert!(clock.place(5).is_none() && clock.quality(5).is_none() && clock.is_due(Moment(1)));
+        clock.calibrate(at(1000, 50 * SECOND));
+        assert_eq!(clock.place(3000), Some(Moment(50 * SECOND + 2000)));
+        assert_eq!(clock.place(0), Some(Moment(50 * SECOND - 1000)), "stamps may be older than the calibration");
+        // The host's clock gains 20 microseconds a second.
+        clock.calibrate(at(1000 + SECOND, 51 * SECOND + 20_000));
+        let placed = clock.place(1000 + SECOND + SECOND / 2).unwrap();
+        assert!(placed.0.abs_diff(51 * SECOND + 20_000 + SECOND / 2 + 10_000) <= 1, "{placed:?}");
+        let near = clock.quality(1000 + SECOND).unwrap().error();
+        let far = clock.quality(1000 + SECOND + SECOND / 2).unwrap().error();
+        assert_eq!(near, Duration::from_nanos(500));
+        assert!(far > near && far < Duration::from_micros(3), "{far:?}");
+    }
+
+    #[test]
+    fn stamps_that_begin_again_are_placed_behind_those_before() {
+        let mut clock = GpuClock::new(36, 1.0);
+        let range = 1u64 << 36;
+        clock.calibrate(at(range - 10, 90 * SECOND));
+        assert_eq!(clock.place(5), Some(Moment(90 * SECOND + 15)));
+        assert_eq!(clock.place(range - 20), Some(Moment(90 * SECOND - 10)));
+    }
+
+    #[test]
+    fn without_calibration_stamps_lie_between_submission_and_completion() {
+        let mut clock = GpuClock::new(64, 1.0);
+        // The host is 10 s ahead; the first submission waits 40 us for the device and is seen 10 us late.
+        let host = 10 * SECOND;
+        clock.bound((100_000, 200_000), (Moment(host + 60_000), Moment(host + 210_000)));
+        let quality = clock.quality(100_000).unwrap();
+        assert_eq!(quality, ClockQuality::Estimated { error: Duration::from_micros(25) });
+        // A second one is seen 4 us late: the bounds close in.
+        clock.bound((300_000, 400_000), (Moment(host + 250_000), Moment(host + 404_000)));
+        assert_eq!(clock.quality(300_000).unwrap().error(), Duration::from_micros(22));
+        let placed = clock.place(300_000).unwrap();
+        assert!(placed >= Moment(host + 250_000) && placed.0.abs_diff(host + 300_000) <= 22_000, "{placed:?}");
+        // What contradicts (the device's clock was set back) is believed at once.
+        clock.bound((10, 20), (Moment(host + SECOND / 2), Moment(host + SECOND / 2 + 30)));
+        assert!(clock.place(15).unwrap() >= Moment(host + SECOND / 2));
+    }
+
+    #[test]
+    fn the_first_intervals_are_short() {
+        let mut clock = GpuClock::new(64, 1.0);
+        clock.calibrate(at(0, SECOND));
+        assert!(!clock.is_due(Moment(SECOND + 1_000_000)));
+        assert!(clock.is_due(Moment(SECOND + 8_000_000)));
+        for step in 1..20 {
+            clock.calibrate(at(step * SECOND, (1 + step) * SECOND));
+        }
+        assert!(!clock.is_due(Moment(20 * SECOND + 999_000_000)) && clock.is_due(Moment(21 * SECOND)));
+    }
+}

@@ -1,0 +1,122 @@
+//! What an engine thread keeps of its plans: the step ring. Deliberately absent: deciding anything by it.
+
+use super::executor::{Progress, Ticket};
+use super::host::StepRecord;
+use super::request::PerToken;
+use super::scheduler::{Completed, Counts};
+use super::sequence::SequenceId;
+use crate::actors::timeline::SubmissionRecord;
+use crate::telemetry::clock::Moment;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Entries of the step ring: some seconds of plans at ten milliseconds each.
+pub const STEP_RING: usize = 1024;
+
+/// A plan with work that is not finished.
+#[derive(Debug)]
+struct Open {
+    ticket: Ticket,
+    planned: Moment,
+    sequences: Vec<SequenceId>,
+    steps: u32,
+    tokens: u32,
+    cost: PerToken,
+}
+
+/// Follows plans from their making to their end.
+#[derive(Debug)]
+pub struct Observer {
+    started: Instant,
+    open: VecDeque<Open>,
+    /// At most `STEP_RING`.
+    ring: VecDeque<StepRecord>,
+    number: u64,
+}
+
+impl Observer {
+    /// Of a replica that starts now.
+    pub fn new(started: Instant) -> Observer {
+        Observer { started, open: VecDeque::new(), ring: VecDeque::with_capacity(STEP_RING), number: 0 }
+    }
+
+    /// A plan with work was handed to the executor.
+    pub fn planned(&mut self, ticket: Ticket, sequences: Vec<SequenceId>) {
+        let planned = Moment::now();
+        self.open.push_back(Open { ticket, planned, sequences, steps: 0, tokens: 0, cost: PerToken::default() });
+    }
+
+    /// A report came; `request` names the sequences that have not ended. Gives the record of a plan that is finished.
+    pub fn reported(
+        &mut self,
+        report: Reported,
+        completed: Completed,
+        counts: Counts,
+        request: impl Fn(SequenceId) -> Option<Arc<str>>,
+    ) -> Option<&StepRecord> {
+        let index = self.open.iter().position(|open| open.ticket == report.ticket)?;
+        let open = &mut self.open[index];
+        open.steps += completed.steps;
+        open.tokens += report.tokens;
+        open.cost.add(&completed.cost, 1.0);
+        if !report.finished {
+            return None;
+        }
+        let open = self.open.remove(index)?;
+        if self.ring.len() == STEP_RING {
+            self.ring.pop_front();
+        }
+        let record = StepRecord {
+            number: self.number,
+            phase: completed.phase,
+            rows: completed.rows,
+            steps: open.steps,
+            at: self.started.elapsed(),
+            cost: open.cost,
+            tokens: open.tokens,
+            planned: open.planned,
+            taken: Moment::now(),
+            requests: open.sequences.iter().filter_map(|id| request(*id)).collect(),
+            submissions: report.submissions,
+            running: counts.running,
+            waiting: counts.waiting,
+            pages_used: counts.pages_used,
+        };
+        self.number += 1;
+        self.ring.push_back(record);
+        self.ring.back()
+    }
+
+    /// The last records, oldest first, at most `last`.
+    pub fn last(&self, last: usize) -> Vec<StepRecord> {
+        let skip = self.ring.len().saturating_sub(last);
+        self.ring.iter().skip(skip).cloned().collect()
+    }
+
+    /// The records from `number` on that are kept, oldest first.
+    pub fn from(&self, number: u64) -> Vec<StepRecord> {
+        self.ring.iter().filter(|record| record.number >= number).cloned().collect()
+    }
+}
+
+/// What a report says beside tokens: kept while the scheduler takes the tokens in.
+#[derive(Debug)]
+pub struct Reported {
+    ticket: Ticket,
+    finished: bool,
+    tokens: u32,
+    submissions: Vec<SubmissionRecord>,
+}
+
+impl Reported {
+    /// Of a report; takes its submissions out.
+    pub fn of(progress: &mut Progress) -> Reported {
+        Reported {
+            ticket: progress.ticket,
+            finished: progress.finished,
+            tokens: progress.tokens.len() as u32,
+            submissions: std::mem::take(&mut progress.submissions),
+        }
+    }
+}

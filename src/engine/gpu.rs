@@ -7,6 +7,7 @@ use super::executor::{
 };
 use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
+use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::{Outbox, Report};
@@ -93,6 +94,8 @@ pub struct Parts {
     pub compute: Arc<Compute>,
     /// What the first submission waits for: the weights' last copies.
     pub ready: Vec<Point>,
+    /// What runs.
+    pub variants: Arc<Variants>,
     /// For messages.
     pub device_name: String,
     /// For tests: the fault word is set with this decode plan, counted from 1; 0 never.
@@ -602,7 +605,7 @@ impl GpuExecutor {
     fn note_fault(&mut self) {
         if !self.faulted {
             self.faulted = true;
-
+            self.parts.variants.fell_back(Fallback::OverlapFault);
             tracing::warn!(
                 device = self.parts.device_name,
                 "a kernel waited too long for another's words: steps run with barriers from now on"
@@ -699,6 +702,10 @@ impl Executor for GpuExecutor {
 
     fn pace(&self) -> &Pace {
         &self.pace
+    }
+
+    fn variants(&self) -> Arc<Variants> {
+        Arc::clone(&self.parts.variants)
     }
 }
 

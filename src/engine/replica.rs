@@ -12,6 +12,8 @@ use super::request::{
 };
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::spans;
+use super::totals::{StepTotals, Totals};
+use super::variants::Variants;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -19,7 +21,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -51,6 +53,8 @@ pub struct Replica {
     live_max: usize,
     slots: usize,
     shared: Arc<Shared>,
+    totals: Arc<StepTotals>,
+    variants: Arc<Variants>,
     // Order matters: the inbox closes before the thread is joined.
     inbox: Sender<Message>,
     _thread: JoinOnDrop,
@@ -61,7 +65,7 @@ pub struct Replica {
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// Slots held. Written by the thread once a turn, like the next seven.
+    /// Slots held. Written by the thread once a turn, like the next nine.
     running: AtomicU32,
     /// Unfinished requests that have left the queue.
     admitted: AtomicU32,
@@ -70,9 +74,13 @@ struct Shared {
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     preemptions: AtomicU64,
+    drafted_tokens: AtomicU64,
+    accepted_tokens: AtomicU64,
     snapshots: AtomicU32,
     /// Written once, at spawn.
     pages_total: AtomicU32,
+    /// The device or the engine failed.
+    failed: AtomicBool,
 }
 
 /// Held for an insertion, a removal or a look.
@@ -132,19 +140,23 @@ impl Replica {
             prefix_cache: config.prefix_cache,
         };
         let wake = executor.wake().clone();
+        let variants = executor.variants();
+        let observer = Observer::new(Instant::now());
+        let totals = observer.totals();
         let actor = Actor {
             scheduler: Scheduler::new(setup),
             executor,
             wake,
             failed: None,
             clients: ByAge::default(),
-            observer: Observer::new(Instant::now()),
+            observer,
             busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
         };
         let thread =
             std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
-        Ok(Replica { name, device, bounds, live_max, slots, shared, inbox, _thread: JoinOnDrop(Some(thread)) })
+        let thread = JoinOnDrop(Some(thread));
+        Ok(Replica { name, device, bounds, live_max, slots, shared, totals, variants, inbox, _thread: thread })
     }
 
     /// What requests are validated against.
@@ -227,6 +239,8 @@ impl Replica {
             prompt_tokens: self.shared.prompt_tokens.load(Relaxed),
             cached_tokens: self.shared.cached_tokens.load(Relaxed),
             preemptions: self.shared.preemptions.load(Relaxed),
+            drafted_tokens: self.shared.drafted_tokens.load(Relaxed),
+            accepted_tokens: self.shared.accepted_tokens.load(Relaxed),
         }
     }
 
@@ -249,6 +263,21 @@ impl Replica {
     /// Why it takes no requests, if so.
     pub fn closed(&self) -> Option<String> {
         self.shared.gate().closed.clone()
+    }
+
+    /// Whether its device or its engine has failed.
+    pub fn failed(&self) -> bool {
+        self.shared.failed.load(Relaxed)
+    }
+
+    /// What all its finished plans were like together.
+    pub fn totals(&self) -> Totals {
+        self.totals.read()
+    }
+
+    /// Which kernels run, and the slower ways that are taken.
+    pub fn variants(&self) -> &Variants {
+        &self.variants
     }
 
     /// The last steps, oldest first, at most `last`.
@@ -390,6 +419,7 @@ impl Actor {
         }
         let why = "its engine thread has panicked".to_string();
         tracing::error!("{why}");
+        self.shared.failed.store(true, Relaxed);
         self.shared.gate().closed = Some(why.clone());
         for id in self.clients.ids() {
             let Some(client) = self.clients.remove(id) else { continue };
@@ -525,6 +555,7 @@ impl Actor {
             source = cause.source();
         }
         tracing::error!(error = %why, "the executor has failed");
+        self.shared.failed.store(true, Relaxed);
         self.shared.gate().closed = Some(why.clone());
         self.scheduler.fail(&why, Instant::now());
         self.failed = Some(why);
@@ -572,6 +603,8 @@ impl Actor {
         self.shared.prompt_tokens.store(counts.prompt_tokens, Relaxed);
         self.shared.cached_tokens.store(counts.cached_tokens, Relaxed);
         self.shared.preemptions.store(counts.preemptions, Relaxed);
+        self.shared.drafted_tokens.store(counts.drafted_tokens, Relaxed);
+        self.shared.accepted_tokens.store(counts.accepted_tokens, Relaxed);
     }
 }
 

@@ -8,6 +8,7 @@ use super::host::{DeviceInfo, Host, MemoryUse, ModelInfo, ServedDevice, ServedMo
 use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
 use super::tuned::Tuned;
+use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
 use crate::actors::timeline::FlushReason;
@@ -765,7 +766,17 @@ impl Build<'_> {
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
         let ready = self.finish(loading)?;
-        self.test_tags(&decoder, &table, &dump_region, &dump, &mut decode, &ready)?;
+        let variants = Arc::new(Variants::of(recordings.of_steps()));
+        let failed = self.test_tags(&decoder, &table, &dump_region, &dump, &mut decode, &ready)?;
+        (0..failed).for_each(|_| variants.fell_back(Fallback::OverlapTest));
+        match decoder.tuning.fragments {
+            None => variants.fell_back(Fallback::RowLayout),
+            Some(Matrices::ByHand) => variants.fell_back(Fallback::ByHand),
+            Some(Matrices::Cooperative) => {}
+        }
+        if !decoder.tuning.tags {
+            variants.fell_back(Fallback::NoOverlap);
+        }
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
@@ -811,6 +822,7 @@ impl Build<'_> {
             seen_rows: SEEN_ROWS,
             compute: Arc::clone(&self.station.compute),
             ready,
+            variants,
             device_name: self.adapter.name.clone(),
             fault_at: decoder.tuning.fault_at,
         });
@@ -919,7 +931,7 @@ impl Build<'_> {
     }
 
     /// Runs a step of every bucket both ways, with no sequence in it, and leaves those whose words cannot be
-    /// relied on to barriers: a kernel waited in vain, or the logits differ.
+    /// relied on to barriers: a kernel waited in vain, or the logits differ. Gives their number.
     fn test_tags(
         &self,
         decoder: &Decoder<'_>,
@@ -928,9 +940,9 @@ impl Build<'_> {
         dump: &Buffer,
         decode: &mut BTreeMap<u32, DecodeRegions>,
         ready: &[Point],
-    ) -> Result<(), StartError> {
+    ) -> Result<u32, StartError> {
         if decode.values().all(|regions| regions.carried.is_none()) {
-            return Ok(());
+            return Ok(0);
         }
         let mut look = Recording::new("look at fault");
         let (from, to) = (decoder.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
@@ -955,6 +967,7 @@ impl Build<'_> {
             dump.read(0, bytemuck::cast_slice_mut(&mut logits));
             Ok(logits)
         };
+        let mut failed = 0;
         for (rows, regions) in decode.iter_mut() {
             let Some(carried) = &regions.carried else { continue };
             let found = logits(carried)?;
@@ -979,10 +992,11 @@ impl Build<'_> {
                     self.name
                 ));
                 regions.carried = None;
+                failed += 1;
             }
             self.run_once(vec![Arc::clone(&reset)], Vec::new())?;
         }
-        Ok(())
+        Ok(failed)
     }
 
     /// Runs regions in order and waits for them.
@@ -1083,6 +1097,14 @@ impl Recordings {
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
         Recordings { decode, verify, prefill, first, inboxes, dump }
+    }
+
+    /// What steps are made of, without those that stand by.
+    fn of_steps(&self) -> impl Iterator<Item = &Recording> {
+        let decode = self.decode.iter().map(|(_, recording, _)| recording);
+        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.first).map(|(_, recording)| recording);
+        decode.chain(verify).chain(prompts)
     }
 
     fn all(&self) -> Vec<&Recording> {

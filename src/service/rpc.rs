@@ -146,7 +146,10 @@ impl Ostinato for Rpc {
                 let open = self.streams.token();
                 Ok(Response::new(Tracked { generation, _open: open }))
             }
-            Err(refusal) => Err(refused(&span, &refusal)),
+            Err(refusal) => {
+                self.host.ended.refuse(refusal.kind());
+                Err(refused(&span, &refusal))
+            }
         }
     }
 

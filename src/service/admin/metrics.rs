@@ -3,6 +3,7 @@
 //! Deliberately absent: HTTP, and names, which `telemetry::names` has; `docs/metrics.md` explains each.
 
 use crate::actors::transfer::TransferCounters;
+use crate::device::MemoryBudget;
 use crate::engine::executor::PAGE_TOKENS;
 use crate::engine::host::{Host, Load, Replica, ServedDevice, ServedModel};
 use crate::engine::request::PerToken;
@@ -207,18 +208,23 @@ fn works(host: &Host, of: &ServedDevice) -> bool {
     }
 }
 
-fn devices(scrape: &mut Scrape, host: &Host) {
-    let up = host.devices.iter().map(|of| (device(of), f64::from(u8::from(works(host, of)))));
-    scrape.gauge(METRIC_DEVICE_UP, "0 once the device is lost", up);
-    let budgets = host.devices.iter().filter_map(|of| Some((device(of), of.device.as_ref()?.budget())));
-    let budgets: Vec<_> = budgets.collect();
+/// What drivers tell of devices' memory.
+fn memory(scrape: &mut Scrape, budgets: &[(Labels, MemoryBudget)]) {
     let heaps = budgets.iter().map(|(labels, budget)| (labels.clone(), budget.heap_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_HEAP, "Size of the device's own memory", heaps);
+    // Where a driver does not tell, no number is better than a made-up one.
     let told = || budgets.iter().filter(|(_, budget)| budget.reported);
     let may = told().map(|(labels, budget)| (labels.clone(), budget.budget_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_BUDGET, "What this process may use of the device's memory in all", may);
     let does = told().map(|(labels, budget)| (labels.clone(), budget.used_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_USED, "What this process uses of the device's memory", does);
+}
+
+fn devices(scrape: &mut Scrape, host: &Host) {
+    let up = host.devices.iter().map(|of| (device(of), f64::from(u8::from(works(host, of)))));
+    scrape.gauge(METRIC_DEVICE_UP, "0 once the device is lost", up);
+    let budgets = host.devices.iter().filter_map(|of| Some((device(of), of.device.as_ref()?.budget())));
+    memory(scrape, &budgets.collect::<Vec<_>>());
 
     let plan = host.devices.iter().flat_map(|of| {
         of.memory.iter().map(move |line| {
@@ -281,4 +287,30 @@ fn sum(model: &ServedModel) -> Load {
         pages_total: sum.pages_total + load.pages_total,
         ..sum
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_shown_as_far_as_the_driver_tells_of_it() {
+        let labels = |device: &str| vec![(LABEL_DEVICE, device.to_owned()), (LABEL_UUID, format!("{device}-0"))];
+        let budget = |reported| MemoryBudget { heap_bytes: 1 << 34, budget_bytes: 5000, used_bytes: 700, reported };
+        let mut scrape = Scrape::default();
+        memory(&mut scrape, &[(labels("tells"), budget(true)), (labels("silent"), budget(false))]);
+        let mut text = String::new();
+        encode(&mut text, &scrape.0).unwrap();
+        let mut lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        lines.sort_unstable();
+        assert_eq!(
+            lines,
+            [
+                r#"ostinato_device_memory_budget_bytes{device="tells",uuid="tells-0"} 5000.0"#,
+                r#"ostinato_device_memory_heap_bytes{device="silent",uuid="silent-0"} 17179869184.0"#,
+                r#"ostinato_device_memory_heap_bytes{device="tells",uuid="tells-0"} 17179869184.0"#,
+                r#"ostinato_device_memory_used_bytes{device="tells",uuid="tells-0"} 700.0"#,
+            ]
+        );
+    }
 }

@@ -294,11 +294,13 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
 }
 
 fn copies(writer: &mut Writer, transfer: &proto::Transfer) {
-    let debug_annotations = vec![
+    let mut debug_annotations = vec![
         annotation("bytes", Value::Number(transfer.bytes as f64)),
         annotation("copies", Value::Number(f64::from(transfer.copies))),
-        annotation("waits for", Value::Text(&transfer.waits.join(", "))),
     ];
+    if !transfer.waits.is_empty() {
+        debug_annotations.push(annotation("waits for", Value::Text(&transfer.waits.join(", "))));
+    }
     let extra = Event { debug_annotations, ..Event::default() };
     let enqueue = (transfer.enqueue_begin_ns, transfer.enqueue_end_ns);
     writer.slice(TRANSFER, 0, transfer.what.as_str(), enqueue, extra.clone());

@@ -7,6 +7,7 @@ use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts};
 use super::host::{DeviceInfo, Host, MemoryUse, ModelInfo, ServedDevice, ServedModel};
 use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
+use super::spans;
 use super::tuned::Tuned;
 use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
@@ -31,12 +32,14 @@ use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
 use crate::model::demo;
 use crate::model::text::{Text, TextError};
+use crate::telemetry::clock::Moment;
 use std::collections::btree_map;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use tracing::Span;
 
 /// Says what a start does and how far it is.
 pub trait Progress: Sync {
@@ -335,10 +338,22 @@ fn serve_model(
         let name = format!("{}/{index}", model.name);
         let tune = &config.runtime.tune;
         let cache = config.runtime.cache_directory.as_deref();
+        let span = spans::load(&name);
         let tuned = &Tuned::of_model(cache, adapter, &checkpoint, progress);
-        let build =
-            Build { name: &name, model, checkpoint: &checkpoint, station, adapter, limit, tune, tuned, progress };
+        let build = Build {
+            name: &name,
+            model,
+            checkpoint: &checkpoint,
+            station,
+            adapter,
+            limit,
+            tune,
+            tuned,
+            progress,
+            span: &span,
+        };
         let executor = build.executor(cache)?;
+        drop(span);
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {
             queue_limit: config.server.queue_limit as usize,
@@ -457,6 +472,8 @@ pub(super) struct Build<'a> {
     pub(super) tune: &'a [String],
     pub(super) tuned: &'a Tuned,
     pub(super) progress: &'a dyn Progress,
+    /// What the parts of the load are shown under.
+    pub(super) span: &'a Span,
 }
 
 /// A model whose buffers are allocated and whose weights are on their way.
@@ -474,7 +491,7 @@ pub(super) struct Loading {
     init: Arc<Region>,
     weights: Load,
     rope: Point,
-    pipelines: usize,
+    pipelines: (usize, Moment, Moment),
     started: Instant,
 }
 
@@ -706,11 +723,13 @@ impl Build<'_> {
 
         let mut with_init = all.clone();
         with_init.push(&init);
+        let begin = Moment::now();
         let pipelines = Pipelines::build(&self.station.device, cache, &with_init, &|done, total| {
             self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
         })?;
         let init = Arc::new(Region::build(&self.station.device, &init, &table, &pipelines)?);
-        let loading = Loading { init, weights: load, rope: rope_point, pipelines: pipelines.len(), started };
+        let built = (pipelines.len(), begin, Moment::now());
+        let loading = Loading { init, weights: load, rope: rope_point, pipelines: built, started };
         Ok(Prepared { decoder, recordings, table, pipelines, loading })
     }
 
@@ -724,14 +743,16 @@ impl Build<'_> {
         self.progress.line(&format!(
             "\"{}\": {report}; {} pipelines; ready {:.2} s after the start of its load",
             self.name,
-            loading.pipelines,
+            loading.pipelines.0,
             loading.started.elapsed().as_secs_f64()
         ));
+        spans::loaded(self.span, &report, loading.pipelines);
         Ok(report.point.into_iter().chain([loading.rope]).collect())
     }
 
     fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
         let Prepared { decoder, recordings, table, pipelines, loading } = self.prepare(cache)?;
+        let begin = Moment::now();
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
         let mut decode = BTreeMap::new();
@@ -766,6 +787,7 @@ impl Build<'_> {
         let dump = Arc::clone(table.require("dump")?);
         let ready = self.finish(loading)?;
         self.test_tags(&decoder, &table, &pipelines, (&dump_region, &dump), &mut decode, &ready)?;
+        spans::recorded(self.span, begin);
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
@@ -1104,7 +1126,7 @@ impl Recordings {
 }
 
 fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
-    let mut apply = Recording::new(format!("patch.{index}"));
+    let mut apply = Recording::new("patch");
     let inbox = apply.buffer(&format!("inbox.{index}.patch"), sampling::patch_bytes(PATCH_PAIRS));
     let target = decoder.state.all(&mut apply);
     let args = PatchArgs { inbox, target, capacity: PATCH_PAIRS, words: (target.bytes / 4) as u32 };
@@ -1113,14 +1135,14 @@ fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
 
     let slots = decoder.state.slots;
     let vocabulary = decoder.config.vocab;
-    let mut clear = Recording::new(format!("clear_counts.{index}"));
+    let mut clear = Recording::new("clear_counts");
     let inbox = clear.buffer(&format!("inbox.{index}.clear"), sampling::clear_bytes(slots));
     let counts = clear.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
     let args = ClearCountsArgs { inbox, counts, slots, vocabulary };
     let call = sampling::clear_counts("clear_counts".to_owned(), slots, args);
     clear.call(call);
 
-    let mut mark = Recording::new(format!("mark_seen.{index}"));
+    let mut mark = Recording::new("mark_seen");
     let rows = mark.buffer(&format!("inbox.{index}.seen"), rows_bytes(SEEN_ROWS));
     let counts = mark.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
     let args = MarkPromptArgs { rows, state: decoder.state.slots(&mut mark), counts, row_count: SEEN_ROWS, vocabulary };

@@ -23,8 +23,10 @@ use std::time::Duration;
 use tonic::{Code, Request};
 
 /// Families that count and that nothing here moves, each with its reason. One that does move must not stand here.
-const UNMOVED: [(&str, &str); 1] =
-    [("ostinato_transfer_barriers_total", "copies of a load never touch the same bytes, and nothing else is copied there")];
+const UNMOVED: [(&str, &str); 1] = [(
+    "ostinato_transfer_barriers_total",
+    "copies of a load never touch the same bytes, and nothing else is copied there",
+)];
 
 type Labels = BTreeMap<String, String>;
 

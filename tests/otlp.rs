@@ -91,6 +91,40 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Whether a span is a step's, or a region's below it.
+fn is_step(span: &Span) -> bool {
+    span.name.ends_with(" step") || find(&span.attributes, "ostinato.region.runs").is_some()
+}
+
+fn without_steps(spans: Vec<Span>) -> Vec<Span> {
+    spans.into_iter().filter(|span| !is_step(span)).collect()
+}
+
+/// Every step lies in its request and has what ran for it on the device, which lies in the step.
+fn check_steps(trace: &[Span]) {
+    let inference = trace.iter().find(|span| span.name.starts_with("text_completion")).unwrap();
+    for name in ["prefill step", "decode step"] {
+        assert!(trace.iter().any(|span| span.name == name), "no {name} in {trace:#?}");
+    }
+    for step in trace.iter().filter(|span| span.name.ends_with(" step")) {
+        assert_eq!(step.parent_span_id, inference.span_id);
+        assert!(step.start_time_unix_nano >= inference.start_time_unix_nano, "{step:#?}");
+        assert!(step.end_time_unix_nano <= inference.end_time_unix_nano, "{step:#?}");
+        assert!(int(&step.attributes, "ostinato.steps") > 0 && int(&step.attributes, "ostinato.rows") > 0);
+        assert!(!words(&step.attributes, "ostinato.flush.reason").is_empty());
+        assert_eq!(step.links.len(), 1, "one request: {step:#?}");
+        let regions: Vec<&Span> = trace.iter().filter(|span| span.parent_span_id == step.span_id).collect();
+        assert!(!regions.is_empty(), "{step:#?}");
+        for region in regions {
+            let slack = (double(&region.attributes, "ostinato.gpu.clock.error_us") * 1e3) as u64 + 1;
+            assert!(region.start_time_unix_nano + slack >= step.start_time_unix_nano, "{region:#?} {step:#?}");
+            assert!(region.end_time_unix_nano <= step.end_time_unix_nano + slack, "{region:#?} {step:#?}");
+            assert!(region.end_time_unix_nano >= region.start_time_unix_nano);
+            assert_eq!(text(&region.attributes, "ostinato.queue"), "compute");
+        }
+    }
+}
+
 const SECRET: &str = "a prompt that nobody may see";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -174,7 +208,9 @@ async fn one_trace_from_the_client_to_the_steps() {
     let (first, refused, dropped, chat, samples) = loop {
         tokio::task::block_in_place(|| guard.flush());
         let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT), of(SAMPLES));
-        if all.0.len() >= 5 && !all.1.is_empty() && all.2.len() >= 4 && all.3.len() >= 5 && all.4.len() >= 8 {
+        // The inference span of each ends last.
+        let ended = |spans: &[Span]| spans.iter().any(|span| span.name == "ostinato.v1.Ostinato/Generate");
+        if [&all.0, &all.1, &all.2, &all.3, &all.4].into_iter().all(|spans| ended(spans)) {
             break all;
         }
         assert!(Instant::now() < until, "{all:#?}");
@@ -182,7 +218,9 @@ async fn one_trace_from_the_client_to_the_steps() {
     };
     assert!(collector.services.lock().unwrap().iter().all(|service| service == "ostinato"));
 
-    // RPC → inference → queue, prefill, decode.
+    // RPC → inference → queue, prefill, decode; steps and what ran on the device beside them.
+    check_steps(&first);
+    let [first, refused, dropped, chat, samples] = [first, refused, dropped, chat, samples].map(without_steps);
     assert_eq!(first.len(), 5, "{first:#?}");
     let rpc = one(&first, "ostinato.v1.Ostinato/Generate");
     assert_eq!(hex(&rpc.parent_span_id), "00f067aa0ba902b7");
@@ -269,12 +307,51 @@ async fn one_trace_from_the_client_to_the_steps() {
     }
     assert!(find(&decode.attributes, "ostinato.sample").is_none(), "an only sample needs no number");
 
-    // Five asked to be traced; the sixth began here, where the ratio is 0.
+    // Two requests in a batch: their steps are spans of one trace, linked to both; the other's phases name them.
+    const OLDER: &str = "0123456789abcdef0123456789abcdef";
+    const YOUNGER: &str = "fedcba9876543210fedcba9876543210";
+    let (mut one_client, mut other_client) = (client.clone(), client.clone());
+    let older = generate(&mut one_client, trace(OLDER, text_request("alpha", SECRET, 60)));
+    let younger = generate(&mut other_client, trace(YOUNGER, text_request("alpha", SECRET, 60)));
+    let (older, younger) = tokio::join!(older, younger);
+    assert_eq!((older.ids().len(), younger.ids().len()), (60, 60));
+    // A long one makes few spans.
+    const LONG: &str = "11111111111111111111111111111111";
+    let long = generate(&mut client, trace(LONG, text_request("alpha", "x", 3_000))).await;
+    assert_eq!(long.ids().len(), 3_000);
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+    let ended = |trace: &str| of(trace).iter().any(|span| span.name == "ostinato.v1.Ostinato/Generate");
+    let until = Instant::now() + Duration::from_secs(10);
+    while ![OLDER, YOUNGER, LONG].into_iter().all(ended) {
+        tokio::task::block_in_place(|| guard.flush());
+        assert!(Instant::now() < until);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let (older, younger) = (of(OLDER), of(YOUNGER));
+    let both: Vec<&Span> = older.iter().chain(&younger).filter(|span| is_step(span) && span.links.len() == 2).collect();
+    assert!(!both.is_empty(), "no step of two requests");
+    for step in &both {
+        assert_eq!(int(&step.attributes, "ostinato.requests"), 2);
+        let mut linked: Vec<String> = step.links.iter().map(|link| hex(&link.trace_id)).collect();
+        linked.sort();
+        assert_eq!(linked, [OLDER, YOUNGER]);
+        let other = if hex(&step.trace_id) == OLDER { &younger } else { &older };
+        let named = other.iter().flat_map(|span| &span.links).any(|link| link.span_id == step.span_id);
+        assert!(named, "the other request's trace does not name {step:#?}");
+    }
+    let long = of(LONG);
+    let steps = long.iter().filter(|span| span.name.ends_with(" step")).count();
+    assert!((20..120).contains(&steps), "{steps} steps of 3,000 tokens are shown");
+    check_steps(&long);
+
+    // Eight asked to be traced; another one began here, where the ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
     traces.dedup();
-    assert_eq!(traces, [FIRST, REFUSED, DROPPED, CHAT, SAMPLES].map(str::to_owned));
+    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, OLDER, YOUNGER, LONG].map(str::to_owned);
+    asked.sort();
+    assert_eq!(traces, asked);
     let everything = format!("{spans:?}");
     assert!(!everything.contains("nobody"), "a prompt is in the trace");
     assert!(!everything.contains("abcdefgh"), "an output is in the trace");

@@ -71,7 +71,7 @@ struct Server {
 
 impl Server {
     fn start(arguments: &[&str]) -> Server {
-        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0"]);
+        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0", "--admin", "off"]);
         let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = child.spawn().unwrap();
         let mut line = String::new();

@@ -2,7 +2,7 @@
 //! is shown can be read by whoever reads OpenMetrics. Method: two servers, one over fakes and one with the embedded
 //! demo model on a CPU driver (or the GPU that is tested), go through all that requests can meet with; their scrapes
 //! before and after are read by a strict parser of the test's own and compared with each other, with the constants
-//! of `telemetry/names.rs` and with the page. HTTP is not part of it.
+//! of `telemetry/names.rs` and with the page; one scrape goes over HTTP.
 
 mod common;
 mod serving;
@@ -12,6 +12,7 @@ use ostinato::config::{Config, DEMO_PATH, Model};
 use ostinato::engine::executor::Drafts;
 use ostinato::engine::host::Host;
 use ostinato::engine::start::{Quiet, start_on};
+use ostinato::service::admin::Admin;
 use ostinato::service::admin::metrics::render;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
@@ -19,7 +20,11 @@ use proto::FinishReason as Reason;
 use serving::{Served, fake, generate, model, read, serve_host, serve_models, text_request, token_request, tokenizer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
 
 /// Families that count and that nothing here moves, each with its reason. One that does move must not stand here.
@@ -434,6 +439,35 @@ fn a_server_that_loads_says_so_and_nothing_else() {
     assert_eq!(scrape.0.keys().collect::<Vec<_>>(), ["ostinato_build_info", "ostinato_ready"]);
     assert_eq!(scrape.sum("ostinato_ready", &[]), 0.0);
     assert_eq!(scrape.sum("ostinato_build_info", &[("version", env!("CARGO_PKG_VERSION"))]), 1.0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_scrape_over_http_is_told_its_format_before_and_after_loading() {
+    let admin = Admin::new();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let stop = CancellationToken::new();
+    let server = tokio::spawn(ostinato::service::admin::serve(Arc::clone(&admin), listener, stop.clone()));
+    let scrape = async || {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let request = format!("GET /metrics HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+        let kind = head.lines().find_map(|line| line.to_lowercase().strip_prefix("content-type: ").map(str::to_owned));
+        assert_eq!(kind.as_deref(), Some("application/openmetrics-text; version=1.0.0; charset=utf-8"));
+        parse(body).unwrap()
+    };
+    assert_eq!(scrape().await.sum("ostinato_ready", &[]), 0.0);
+    let models = vec![model("alpha", None, vec![(0, fake(Duration::from_millis(1), b"a"))], 8)];
+    admin.set_host(Arc::new(Host::new(models)));
+    let loaded = scrape().await;
+    assert_eq!(loaded.sum("ostinato_ready", &[]), 1.0);
+    assert_eq!(loaded.sum("ostinato_slots", &[("replica", "alpha/0")]), 2.0);
+    stop.cancel();
+    server.await.unwrap();
 }
 
 /// As endpoint pickers read them: by name at the beginning of a line.

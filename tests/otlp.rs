@@ -190,6 +190,13 @@ async fn one_trace_from_the_client_to_the_steps() {
     }
     assert!(find(&decode.attributes, "ostinato.sample").is_none(), "an only sample needs no number");
 
+    // The answer names its trace; one that nobody traces names none that is kept.
+    const NAMED: &str = "22222222222222222222222222222222";
+    let answer = client.generate(trace(NAMED, text_request("alpha", "x", 1))).await.unwrap();
+    let named = answer.metadata().get("traceparent").unwrap().to_str().unwrap().to_owned();
+    assert!(named.starts_with(&format!("00-{NAMED}-")) && named.ends_with("-01"), "{named}");
+    read(answer.into_inner()).await;
+
     // Two requests in a batch: their steps are spans of one trace, linked to both; the other's phases name them.
     const OLDER: &str = "0123456789abcdef0123456789abcdef";
     const YOUNGER: &str = "fedcba9876543210fedcba9876543210";
@@ -227,12 +234,12 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert!((20..120).contains(&steps), "{steps} steps of 3,000 tokens are shown");
     check_steps(&long);
 
-    // Eight asked to be traced; another one began here, where the ratio is 0.
+    // Nine asked to be traced; another one began here, where the ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
     traces.dedup();
-    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, OLDER, YOUNGER, LONG].map(str::to_owned);
+    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, NAMED, OLDER, YOUNGER, LONG].map(str::to_owned);
     asked.sort();
     assert_eq!(traces, asked);
     let everything = format!("{spans:?}");
@@ -240,26 +247,28 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert!(!everything.contains("abcdefgh"), "an output is in the trace");
 }
 
-/// Method: a child process, as a process has one subscriber: a collector that refuses
-/// connections, a generation, and an end of the program that does not wait for it.
+/// Method: a child process, as a process has one subscriber: a collector that refuses connections, or takes them and
+/// says nothing; generations, and an end of the program that does not wait for it.
 #[test]
-fn a_collector_that_is_down_costs_nothing() {
+fn a_collector_that_is_down_or_does_not_answer_costs_nothing() {
     const CHILD: &str = "OTLP_TEST_CHILD";
-    if std::env::var_os(CHILD).is_some() {
-        let guard = telemetry::init(&Settings {
-            otlp_endpoint: Some("http://127.0.0.1:1".to_owned()),
-            sample_ratio: 1.0,
-            log: "off".to_owned(),
-            json: false,
-        })
-        .unwrap();
+    if let Ok(how) = std::env::var(CHILD) {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = match how.as_str() {
+            "down" => "http://127.0.0.1:1".to_owned(),
+            _ => format!("http://{}", silent.local_addr().unwrap()),
+        };
+        let settings =
+            Settings { otlp_endpoint: Some(endpoint), sample_ratio: 1.0, log: "off".to_owned(), json: false };
+        let guard = telemetry::init(&settings).unwrap();
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
             let fast = fake(Duration::from_micros(100), b"abc");
             let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fast)], 8)];
             let served = serve_models(models, Options::default()).await;
             let mut client = served.client().await;
-            for _ in 0..50 {
+            // More spans than are kept: what has no room is dropped.
+            for _ in 0..1_500 {
                 let outcome = generate(&mut client, text_request("", "x", 6)).await;
                 assert_eq!(outcome.text(), "abcabc");
             }
@@ -269,14 +278,16 @@ fn a_collector_that_is_down_costs_nothing() {
         println!("ended in {} ms", begun.elapsed().as_millis());
         return;
     }
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_collector_that_is_down_costs_nothing", "--nocapture"])
-        .env(CHILD, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
-    let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
-    let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
-    assert!(ended < 4000, "{ended} ms");
+    for how in ["down", "silent"] {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_collector_that_is_down_or_does_not_answer_costs_nothing", "--nocapture"])
+            .env(CHILD, how)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{how}: {text}\n{}", String::from_utf8_lossy(&output.stderr));
+        let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
+        let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
+        assert!(ended < 4000, "{how}: {ended} ms");
+    }
 }

@@ -1,6 +1,7 @@
 //! `ostinato profile`: asks a server where its last steps' time went, or its next ones' with every kernel; a table on
 //! standard output, and a trace file. Deliberately absent: how the file is laid out (`perfetto`).
 
+use super::generate::{Refused, endpoint};
 use super::{Usage, perfetto};
 use crate::service::proto;
 use crate::service::proto::ostinato_client::OstinatoClient;
@@ -15,7 +16,7 @@ const MESSAGE_BYTES: usize = 512 << 20;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Profile {
-    /// The server's address, such as http://127.0.0.1:50051.
+    /// The server, HOST:PORT or a URI.
     #[arg(long, value_name = "ADDR")]
     server: String,
     /// The served model. Left out: the server's only one.
@@ -50,8 +51,9 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
         .build()
         .context("cannot start the threads of the client")?;
     let profile = runtime.block_on(async {
-        let client = OstinatoClient::connect(args.server.clone()).await;
-        let client = client.map_err(|error| Usage(format!("cannot connect to {}: {error}", args.server)))?;
+        let channel = endpoint(&args.server)?.connect().await;
+        let channel = channel.with_context(|| format!("cannot reach a server at {}", args.server))?;
+        let client = OstinatoClient::new(channel);
         let request = proto::ProfileRequest {
             model: args.model.clone().unwrap_or_default(),
             device: args.device.clone().unwrap_or_default(),
@@ -60,9 +62,7 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
             wait_seconds: if args.kernels { args.wait } else { 0.0 },
         };
         let answer = client.max_decoding_message_size(MESSAGE_BYTES).profile(request).await;
-        answer
-            .map(tonic::Response::into_inner)
-            .map_err(|status| anyhow::anyhow!("{:?}: {}", status.code(), status.message()))
+        Ok::<_, anyhow::Error>(answer.map_err(Refused::from)?.into_inner())
     })?;
     if profile.steps.is_empty() {
         return Err(

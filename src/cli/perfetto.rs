@@ -222,7 +222,7 @@ pub(super) fn trace(profile: &proto::ProfileResponse) -> Trace {
 }
 
 fn plan(writer: &mut Writer, step: &proto::Step) {
-    let cost = step.cost.clone().unwrap_or_default();
+    let cost = step.cost.unwrap_or_default();
     let name = format!("{} {} × {} rows", step.phase, step.steps, step.rows);
     let flow = || vec![step.number + 1];
     let number = |name, value| annotation(name, Value::Number(value));

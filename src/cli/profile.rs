@@ -86,6 +86,13 @@ struct Sum {
     us: f64,
 }
 
+/// A region that was timed inside: the whole, and its kernels by stage and shader.
+#[derive(Default)]
+struct Timed<'a> {
+    whole: Sum,
+    kernels: BTreeMap<(String, &'a str), Sum>,
+}
+
 fn us(begin: u64, end: u64) -> f64 {
     end.saturating_sub(begin) as f64 / 1e3
 }
@@ -93,8 +100,8 @@ fn us(begin: u64, end: u64) -> f64 {
 /// What is worth reading without a viewer: regions, and the kernels of each region that was timed inside.
 fn table(profile: &proto::ProfileResponse) -> String {
     let mut regions: BTreeMap<&str, Sum> = BTreeMap::new();
-    // By region: its runs with kernels, their whole, and the time by stage and shader.
-    let mut timed: BTreeMap<&str, (Sum, BTreeMap<(String, &str), Sum>)> = BTreeMap::new();
+    // By region: its runs with kernels.
+    let mut timed: BTreeMap<&str, Timed<'_>> = BTreeMap::new();
     let all = profile.steps.iter().flat_map(|step| &step.submissions).flat_map(|submission| &submission.regions);
     for region in all {
         let took = us(region.begin_ns, region.end_ns);
@@ -103,7 +110,7 @@ fn table(profile: &proto::ProfileResponse) -> String {
             (sum.runs, sum.us) = (sum.runs + region.runs, sum.us + took);
             continue;
         }
-        let (whole, kernels) = timed.entry(&region.name).or_default();
+        let Timed { whole, kernels } = timed.entry(&region.name).or_default();
         (whole.runs, whole.us) = (whole.runs + 1, whole.us + took);
         for kernel in &region.kernels {
             let sum = kernels.entry((stage(&kernel.label), &kernel.kernel)).or_default();
@@ -115,7 +122,7 @@ fn table(profile: &proto::ProfileResponse) -> String {
     for (name, sum) in &regions {
         text += &format!("{name:<24} {:>8} {:>12.1}\n", sum.runs, sum.us / f64::from(sum.runs.max(1)));
     }
-    for (name, (whole, kernels)) in &timed {
+    for (name, Timed { whole, kernels }) in &timed {
         let runs = f64::from(whole.runs);
         let inside: f64 = kernels.values().map(|sum| sum.us).sum::<f64>() / runs;
         let each = whole.us / runs;

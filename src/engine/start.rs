@@ -880,7 +880,9 @@ impl Build<'_> {
             let mut entry = Entry::of_buffers(wanted, side, of);
             if wanted == Purpose::Recurrent {
                 let (slots, cells) = (probe.state.slots, u64::from(probe.cells));
-                entry.things = Some((cells, format!("{slots} slots and {} snapshots", cells - u64::from(slots))));
+                let of = |count: u64, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+                let (slots, snapshots) = (of(slots.into(), "slot"), of(cells - u64::from(slots), "snapshot"));
+                entry.things = Some((cells, format!("{slots} and {snapshots}")));
             }
             entries.push(entry);
         }

@@ -34,6 +34,9 @@ pub(crate) struct Profile {
     /// Seconds to wait for the next plans, with --kernels; 0.1 to 60.
     #[arg(long, default_value_t = 10.0, value_name = "SECONDS")]
     wait: f64,
+    /// In the trace, also the load of the weights, however long ago.
+    #[arg(long, requires = "out")]
+    load: bool,
     /// Writes a trace that ui.perfetto.dev shows.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -72,7 +75,7 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     write!(out, "{}", table(&profile))?;
     if let Some(path) = &args.out {
-        let bytes = perfetto::trace(&profile).encode_to_vec();
+        let bytes = perfetto::trace(&profile, args.load).encode_to_vec();
         std::fs::write(path, &bytes).with_context(|| format!("cannot write {}", path.display()))?;
         writeln!(out, "{} bytes in {}: open it at https://ui.perfetto.dev", bytes.len(), path.display())?;
     }

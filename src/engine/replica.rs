@@ -13,6 +13,7 @@ use super::request::{
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
 use super::spans;
+use crate::actors::loader::LoadReport;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::spans::SpanName;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
@@ -49,6 +50,8 @@ pub struct Replica {
     pub name: String,
     /// Where it runs.
     pub device: DeviceInfo,
+    /// How its weights came there, where they did.
+    pub loaded: Option<LoadReport>,
     bounds: Bounds,
     /// Requests that may be unfinished: one a slot, and the queue.
     live_max: usize,
@@ -149,7 +152,17 @@ impl Replica {
         };
         let thread =
             std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
-        Ok(Replica { name, device, bounds, live_max, slots, shared, inbox, _thread: JoinOnDrop(Some(thread)) })
+        Ok(Replica {
+            name,
+            device,
+            loaded: None,
+            bounds,
+            live_max,
+            slots,
+            shared,
+            inbox,
+            _thread: JoinOnDrop(Some(thread)),
+        })
     }
 
     /// What requests are validated against.

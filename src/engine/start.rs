@@ -10,7 +10,7 @@ use super::replica::{Replica, ReplicaConfig};
 use super::spans;
 use super::tuned::Tuned;
 use crate::actors::compute::{Compute, GpuTime, Submission};
-use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
+use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, Loader, Source};
 use crate::actors::timeline::FlushReason;
 use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
@@ -352,7 +352,7 @@ fn serve_model(
             progress,
             span: &span,
         };
-        let executor = build.executor(cache)?;
+        let (executor, loaded) = build.executor(cache)?;
         drop(span);
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {
@@ -363,7 +363,9 @@ fn serve_model(
             prefix_cache: model.prefix_cache.unwrap_or(true),
         };
         let replica = Replica::spawn(&name, device_info(adapter), Box::new(executor), replica_config);
-        replicas.push(replica.map_err(StartError::Thread)?);
+        let mut replica = replica.map_err(StartError::Thread)?;
+        replica.loaded = Some(loaded);
+        replicas.push(replica);
     }
     Ok(ServedModel {
         name: model.name.clone(),
@@ -733,8 +735,8 @@ impl Build<'_> {
         Ok(Prepared { decoder, recordings, table, pipelines, loading })
     }
 
-    /// Waits until a prepared model is loaded; gives the points after which it can run.
-    pub(super) fn finish(&self, loading: Loading) -> Result<Vec<Point>, StartError> {
+    /// Waits until a prepared model is loaded; gives the points after which it can run, and what the load was like.
+    pub(super) fn finish(&self, loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
         self.run_once(vec![loading.init], Vec::new())?;
         let report = loading
             .weights
@@ -747,10 +749,10 @@ impl Build<'_> {
             loading.started.elapsed().as_secs_f64()
         ));
         spans::loaded(self.span, &report, loading.pipelines);
-        Ok(report.point.into_iter().chain([loading.rope]).collect())
+        Ok((report.point.into_iter().chain([loading.rope]).collect(), report))
     }
 
-    fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
+    fn executor(&self, cache: Option<&Path>) -> Result<(GpuExecutor, LoadReport), StartError> {
         let Prepared { decoder, recordings, table, pipelines, loading } = self.prepare(cache)?;
         let begin = Moment::now();
         let region =
@@ -785,7 +787,7 @@ impl Build<'_> {
         }
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
-        let ready = self.finish(loading)?;
+        let (ready, loaded) = self.finish(loading)?;
         self.test_tags(&decoder, &table, &pipelines, (&dump_region, &dump), &mut decode, &ready)?;
         spans::recorded(self.span, begin);
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
@@ -838,7 +840,7 @@ impl Build<'_> {
             pipelines,
             fault_at: decoder.tuning.fault_at,
         });
-        Ok(executor)
+        Ok((executor, loaded))
     }
 
     fn plan(&self, probe: &Decoder<'_>, buckets: &[u32], context: u32, asked: bool) -> Result<Plan, StartError> {

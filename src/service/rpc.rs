@@ -344,6 +344,7 @@ impl Rpc {
             pages_total: replica.load().pages_total,
             now_ns: now.0,
             now_unix_ns: unix.as_nanos() as u64,
+            load: replica.loaded.as_ref().map(convert::load_report),
         })
     }
 }

@@ -2,7 +2,7 @@
 //! profile goes on which track. Deliberately absent: asking for a profile.
 //!
 //! Tracks: the engine's moments, the compute actor's submissions, what the watcher saw, the transfer actor's
-//! submissions; both queues as the device ran them, kernels below regions; both timelines' values, KV pages,
+//! submissions, the loader's threads; both queues as the device ran them, kernels below regions; both timelines' values, KV pages,
 //! sequences. An arrow goes from a plan by its submission and its first region to its end.
 
 use crate::service::proto;
@@ -116,6 +116,10 @@ pub(super) const INSTANT: i32 = 3;
 pub(super) const COUNTER: i32 = 4;
 
 const PROCESS: u64 = 1;
+/// The first of the loader's threads, and how many are shown.
+const LOADER: u64 = 100;
+/// As above.
+const LOADERS: u64 = 64;
 /// Tracks by what they show.
 const TRACKS: [(u64, &str, bool); 12] = [
     (ENGINE, "engine: plans", false),
@@ -188,14 +192,26 @@ impl Writer {
     }
 }
 
-/// The trace of a profile.
-pub(super) fn trace(profile: &proto::ProfileResponse) -> Trace {
+/// The trace of a profile; what was before its first step only with `load`.
+pub(super) fn trace(profile: &proto::ProfileResponse, load: bool) -> Trace {
     let mut writer = Writer::default();
     for step in &profile.steps {
         plan(&mut writer, step);
     }
-    for transfer in &profile.transfers {
+    let first = profile.steps.iter().map(|step| step.planned_ns).min().unwrap_or(0);
+    for transfer in profile.transfers.iter().filter(|transfer| load || transfer.seen_ns >= first) {
         copies(&mut writer, transfer);
+    }
+    let workers = profile.load.iter().filter(|_| load).flat_map(|load| &load.workers);
+    for (worker, track) in workers.zip(LOADER..LOADER + LOADERS) {
+        let number = |name, value| annotation(name, Value::Number(value));
+        let debug_annotations = vec![
+            number("read, s", worker.read_seconds),
+            number("pack, s", worker.pack_seconds),
+            number("wait for staging, s", worker.wait_seconds),
+        ];
+        let extra = Event { debug_annotations, ..Event::default() };
+        writer.slice(track, 0, "read, pack, wait", (worker.begin_ns, worker.end_ns), extra);
     }
     let packet = |timestamp| Packet { timestamp, trusted_packet_sequence_id: SEQUENCE, ..Packet::default() };
     let clocks = [(6, profile.now_ns), (1, profile.now_unix_ns)];
@@ -215,6 +231,11 @@ pub(super) fn trace(profile: &proto::ProfileResponse) -> Trace {
         let track = Track { uuid, name: name.to_owned(), process: None, parent_uuid: Some(PROCESS), counter };
         Packet { track_descriptor: Some(track), ..packet(None) }
     }));
+    packets.extend(used.iter().filter(|uuid| **uuid >= LOADER).map(|&uuid| {
+        let name = format!("loader.{}", uuid - LOADER);
+        let track = Track { uuid, name, process: None, parent_uuid: Some(PROCESS), counter: None };
+        Packet { track_descriptor: Some(track), ..packet(None) }
+    }));
     writer.events.sort_by_key(|(order, _)| *order);
     let events = writer.events.into_iter();
     packets.extend(events.map(|((at, _), event)| Packet { track_event: Some(event), ..packet(Some(at)) }));
@@ -222,7 +243,7 @@ pub(super) fn trace(profile: &proto::ProfileResponse) -> Trace {
 }
 
 fn plan(writer: &mut Writer, step: &proto::Step) {
-    let cost = step.cost.clone().unwrap_or_default();
+    let cost = step.cost.unwrap_or_default();
     let name = format!("{} {} × {} rows", step.phase, step.steps, step.rows);
     let flow = || vec![step.number + 1];
     let number = |name, value| annotation(name, Value::Number(value));
@@ -357,12 +378,20 @@ mod tests {
         };
         let transfer =
             proto::Transfer { what: "copy".into(), begin_ns: 10, end_ns: 20, value: 3, ..Default::default() };
-        proto::ProfileResponse { steps: vec![step], transfers: vec![transfer], now_ns: 10_000, ..Default::default() }
+        let worker = proto::load::Worker { begin_ns: 5, end_ns: 25, ..Default::default() };
+        let load = proto::Load { begin_ns: 4, end_ns: 30, workers: vec![worker; 2], ..Default::default() };
+        proto::ProfileResponse {
+            steps: vec![step],
+            transfers: vec![transfer],
+            now_ns: 10_000,
+            load: Some(load),
+            ..Default::default()
+        }
     }
 
     #[test]
     fn slices_nest_on_every_track_and_time_never_falls() {
-        let trace = trace(&profile());
+        let trace = trace(&profile(), true);
         let decoded = Trace::decode(trace.encode_to_vec().as_slice()).unwrap();
         assert_eq!(decoded, trace);
         let mut open: std::collections::BTreeMap<u64, Vec<String>> = std::collections::BTreeMap::new();
@@ -386,5 +415,10 @@ mod tests {
         for packet in trace.packet.iter().filter_map(|packet| packet.track_event.as_ref()) {
             assert!(tracks.contains(&packet.track_uuid), "{packet:?}");
         }
+        assert!(tracks.contains(&TRANSFER_QUEUE) && tracks.contains(&(LOADER + 1)));
+        let without = super::trace(&profile(), false);
+        let events = without.packet.iter().filter_map(|packet| packet.track_event.as_ref());
+        let used: BTreeSet<u64> = events.map(|event| event.track_uuid).collect();
+        assert!(!used.contains(&TRANSFER_QUEUE) && !used.contains(&LOADER), "the load was before the first step");
     }
 }

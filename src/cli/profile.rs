@@ -1,6 +1,7 @@
 //! `ostinato profile`: asks a server where its last steps' time went, or its next ones' with every kernel; a table on
 //! standard output, and a trace file. Deliberately absent: how the file is laid out (`perfetto`).
 
+use super::generate::{Refused, endpoint};
 use super::{Usage, perfetto};
 use crate::service::proto;
 use crate::service::proto::ostinato_client::OstinatoClient;
@@ -15,7 +16,7 @@ const MESSAGE_BYTES: usize = 512 << 20;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Profile {
-    /// The server's address, such as http://127.0.0.1:50051.
+    /// The server, HOST:PORT or a URI.
     #[arg(long, value_name = "ADDR")]
     server: String,
     /// The served model. Left out: the server's only one.
@@ -33,6 +34,9 @@ pub(crate) struct Profile {
     /// Seconds to wait for the next plans, with --kernels; 0.1 to 60.
     #[arg(long, default_value_t = 10.0, value_name = "SECONDS")]
     wait: f64,
+    /// In the trace, also the load of the weights, however long ago.
+    #[arg(long, requires = "out")]
+    load: bool,
     /// Writes a trace that ui.perfetto.dev shows.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -50,8 +54,9 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
         .build()
         .context("cannot start the threads of the client")?;
     let profile = runtime.block_on(async {
-        let client = OstinatoClient::connect(args.server.clone()).await;
-        let client = client.map_err(|error| Usage(format!("cannot connect to {}: {error}", args.server)))?;
+        let channel = endpoint(&args.server)?.connect().await;
+        let channel = channel.with_context(|| format!("cannot reach a server at {}", args.server))?;
+        let client = OstinatoClient::new(channel);
         let request = proto::ProfileRequest {
             model: args.model.clone().unwrap_or_default(),
             device: args.device.clone().unwrap_or_default(),
@@ -60,9 +65,7 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
             wait_seconds: if args.kernels { args.wait } else { 0.0 },
         };
         let answer = client.max_decoding_message_size(MESSAGE_BYTES).profile(request).await;
-        answer
-            .map(tonic::Response::into_inner)
-            .map_err(|status| anyhow::anyhow!("{:?}: {}", status.code(), status.message()))
+        Ok::<_, anyhow::Error>(answer.map_err(Refused::from)?.into_inner())
     })?;
     if profile.steps.is_empty() {
         return Err(
@@ -72,7 +75,7 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     write!(out, "{}", table(&profile))?;
     if let Some(path) = &args.out {
-        let bytes = perfetto::trace(&profile).encode_to_vec();
+        let bytes = perfetto::trace(&profile, args.load).encode_to_vec();
         std::fs::write(path, &bytes).with_context(|| format!("cannot write {}", path.display()))?;
         writeln!(out, "{} bytes in {}: open it at https://ui.perfetto.dev", bytes.len(), path.display())?;
     }
@@ -86,6 +89,13 @@ struct Sum {
     us: f64,
 }
 
+/// A region that was timed inside: the whole, and its kernels by stage and shader.
+#[derive(Default)]
+struct Timed<'a> {
+    whole: Sum,
+    kernels: BTreeMap<(String, &'a str), Sum>,
+}
+
 fn us(begin: u64, end: u64) -> f64 {
     end.saturating_sub(begin) as f64 / 1e3
 }
@@ -93,8 +103,8 @@ fn us(begin: u64, end: u64) -> f64 {
 /// What is worth reading without a viewer: regions, and the kernels of each region that was timed inside.
 fn table(profile: &proto::ProfileResponse) -> String {
     let mut regions: BTreeMap<&str, Sum> = BTreeMap::new();
-    // By region: its runs with kernels, their whole, and the time by stage and shader.
-    let mut timed: BTreeMap<&str, (Sum, BTreeMap<(String, &str), Sum>)> = BTreeMap::new();
+    // By region: its runs with kernels.
+    let mut timed: BTreeMap<&str, Timed<'_>> = BTreeMap::new();
     let all = profile.steps.iter().flat_map(|step| &step.submissions).flat_map(|submission| &submission.regions);
     for region in all {
         let took = us(region.begin_ns, region.end_ns);
@@ -103,7 +113,7 @@ fn table(profile: &proto::ProfileResponse) -> String {
             (sum.runs, sum.us) = (sum.runs + region.runs, sum.us + took);
             continue;
         }
-        let (whole, kernels) = timed.entry(&region.name).or_default();
+        let Timed { whole, kernels } = timed.entry(&region.name).or_default();
         (whole.runs, whole.us) = (whole.runs + 1, whole.us + took);
         for kernel in &region.kernels {
             let sum = kernels.entry((stage(&kernel.label), &kernel.kernel)).or_default();
@@ -115,7 +125,7 @@ fn table(profile: &proto::ProfileResponse) -> String {
     for (name, sum) in &regions {
         text += &format!("{name:<24} {:>8} {:>12.1}\n", sum.runs, sum.us / f64::from(sum.runs.max(1)));
     }
-    for (name, (whole, kernels)) in &timed {
+    for (name, Timed { whole, kernels }) in &timed {
         let runs = f64::from(whole.runs);
         let inside: f64 = kernels.values().map(|sum| sum.us).sum::<f64>() / runs;
         let each = whole.us / runs;

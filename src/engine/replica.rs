@@ -15,6 +15,7 @@ use super::sequence::SequenceId;
 use super::spans;
 use super::totals::{StepTotals, Totals};
 use super::variants::Variants;
+use crate::actors::loader::LoadReport;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::spans::SpanName;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
@@ -51,6 +52,8 @@ pub struct Replica {
     pub name: String,
     /// Where it runs.
     pub device: DeviceInfo,
+    /// How its weights came there, where they did.
+    pub loaded: Option<LoadReport>,
     bounds: Bounds,
     /// Requests that may be unfinished: one a slot, and the queue.
     live_max: usize,
@@ -160,8 +163,19 @@ impl Replica {
         };
         let thread =
             std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
-        let thread = JoinOnDrop(Some(thread));
-        Ok(Replica { name, device, bounds, live_max, slots, shared, totals, variants, inbox, _thread: thread })
+        Ok(Replica {
+            name,
+            device,
+            loaded: None,
+            bounds,
+            live_max,
+            slots,
+            shared,
+            totals,
+            variants,
+            inbox,
+            _thread: JoinOnDrop(Some(thread)),
+        })
     }
 
     /// What requests are validated against.

@@ -11,7 +11,7 @@ use super::spans;
 use super::tuned::Tuned;
 use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, GpuTime, Submission};
-use crate::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
+use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, Loader, Source};
 use crate::actors::timeline::FlushReason;
 use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
@@ -353,7 +353,7 @@ fn serve_model(
             progress,
             span: &span,
         };
-        let executor = build.executor(cache)?;
+        let (executor, loaded) = build.executor(cache)?;
         drop(span);
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {
@@ -364,7 +364,9 @@ fn serve_model(
             prefix_cache: model.prefix_cache.unwrap_or(true),
         };
         let replica = Replica::spawn(&name, device_info(adapter), Box::new(executor), replica_config);
-        replicas.push(replica.map_err(StartError::Thread)?);
+        let mut replica = replica.map_err(StartError::Thread)?;
+        replica.loaded = Some(loaded);
+        replicas.push(replica);
     }
     Ok(ServedModel {
         name: model.name.clone(),
@@ -734,8 +736,8 @@ impl Build<'_> {
         Ok(Prepared { decoder, recordings, table, pipelines, loading })
     }
 
-    /// Waits until a prepared model is loaded; gives the points after which it can run.
-    pub(super) fn finish(&self, loading: Loading) -> Result<Vec<Point>, StartError> {
+    /// Waits until a prepared model is loaded; gives the points after which it can run, and what the load was like.
+    pub(super) fn finish(&self, loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
         self.run_once(vec![loading.init], Vec::new())?;
         let report = loading
             .weights
@@ -748,10 +750,10 @@ impl Build<'_> {
             loading.started.elapsed().as_secs_f64()
         ));
         spans::loaded(self.span, &report, loading.pipelines);
-        Ok(report.point.into_iter().chain([loading.rope]).collect())
+        Ok((report.point.into_iter().chain([loading.rope]).collect(), report))
     }
 
-    fn executor(&self, cache: Option<&Path>) -> Result<GpuExecutor, StartError> {
+    fn executor(&self, cache: Option<&Path>) -> Result<(GpuExecutor, LoadReport), StartError> {
         let Prepared { decoder, recordings, table, pipelines, loading } = self.prepare(cache)?;
         let begin = Moment::now();
         let region =
@@ -786,19 +788,10 @@ impl Build<'_> {
         }
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
-        let ready = self.finish(loading)?;
-        let variants = Arc::new(Variants::of(recordings.of_steps()));
+        let (ready, loaded) = self.finish(loading)?;
         let failed = self.test_tags(&decoder, &table, &pipelines, (&dump_region, &dump), &mut decode, &ready)?;
-        (0..failed).for_each(|_| variants.fell_back(Fallback::OverlapTest));
-        match decoder.tuning.fragments {
-            None => variants.fell_back(Fallback::RowLayout),
-            Some(Matrices::ByHand) => variants.fell_back(Fallback::ByHand),
-            Some(Matrices::Cooperative) => {}
-        }
-        if !decoder.tuning.tags {
-            variants.fell_back(Fallback::NoOverlap);
-        }
         spans::recorded(self.span, begin);
+        let variants = Arc::new(variants(&decoder, &recordings, failed));
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
@@ -850,7 +843,7 @@ impl Build<'_> {
             pipelines,
             fault_at: decoder.tuning.fault_at,
         });
-        Ok(executor)
+        Ok((executor, loaded))
     }
 
     fn plan(&self, probe: &Decoder<'_>, buckets: &[u32], context: u32, asked: bool) -> Result<Plan, StartError> {
@@ -892,7 +885,9 @@ impl Build<'_> {
             let mut entry = Entry::of_buffers(wanted, side, of);
             if wanted == Purpose::Recurrent {
                 let (slots, cells) = (probe.state.slots, u64::from(probe.cells));
-                entry.things = Some((cells, format!("{slots} slots and {} snapshots", cells - u64::from(slots))));
+                let of = |count: u64, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+                let (slots, snapshots) = (of(slots.into(), "slot"), of(cells - u64::from(slots), "snapshot"));
+                entry.things = Some((cells, format!("{slots} and {snapshots}")));
             }
             entries.push(entry);
         }
@@ -1050,6 +1045,22 @@ impl Build<'_> {
             }),
         }
     }
+}
+
+/// Which kernels a model's regions are made of, and what could not be as it should; of `failed` buckets the step
+/// without barriers failed its test.
+fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32) -> Variants {
+    let variants = Variants::of(recordings.of_steps());
+    match decoder.tuning.fragments {
+        None => variants.fell_back(Fallback::RowLayout),
+        Some(Matrices::ByHand) => variants.fell_back(Fallback::ByHand),
+        Some(Matrices::Cooperative) => {}
+    }
+    if !decoder.tuning.tags {
+        variants.fell_back(Fallback::NoOverlap);
+    }
+    (0..failed).for_each(|_| variants.fell_back(Fallback::OverlapTest));
+    variants
 }
 
 /// The rows of a source that lie in a part of its weight.

@@ -469,7 +469,7 @@ impl<'a> Bench<'a> {
             device_name: adapter.name.clone(),
             patch: Arc::clone(table.require("inbox.0.patch")?),
             logits: Arc::clone(table.require("dump")?),
-            ready: build.finish(loading)?,
+            ready: build.finish(loading)?.0,
             apply,
             prompt,
             check,

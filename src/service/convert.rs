@@ -1,6 +1,7 @@
 //! Engine values as messages. Deliberately absent: decisions.
 
 use super::proto;
+use crate::actors::loader::{LoadReport, Worker};
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
 use crate::device::Point;
 use crate::engine::host::{DeviceInfo, Host, Replica, ServedModel, StepRecord};
@@ -126,6 +127,24 @@ fn region(region: &RegionSpan) -> proto::RegionRun {
         begin_ns: region.begin.0,
         end_ns: region.end.0,
         kernels: region.kernels.iter().map(kernel).collect(),
+    }
+}
+
+/// How weights came to a device.
+pub fn load_report(report: &LoadReport) -> proto::Load {
+    let worker = |worker: &Worker| proto::load::Worker {
+        begin_ns: worker.begin.0,
+        end_ns: worker.end.0,
+        read_seconds: worker.read.as_secs_f64(),
+        pack_seconds: worker.pack.as_secs_f64(),
+        wait_seconds: worker.staging_wait.as_secs_f64(),
+    };
+    proto::Load {
+        begin_ns: report.begin.0,
+        end_ns: report.end.0,
+        bytes_read: report.bytes_read,
+        bytes_written: report.bytes_written,
+        workers: report.workers.iter().map(worker).collect(),
     }
 }
 

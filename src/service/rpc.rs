@@ -60,6 +60,17 @@ fn rpc_span(method: &'static str, metadata: &MetadataMap) -> Span {
     span
 }
 
+/// Says in the answer's metadata which trace it is in, where it is in one: `traceparent`, as W3C has it.
+fn name_trace(span: &Span, metadata: &mut MetadataMap) {
+    spans::inject(span, |name, value| {
+        let key = tonic::metadata::MetadataKey::from_bytes(name.as_bytes());
+        if let (Ok(key), Ok(value)) = (key, value.parse()) {
+            let key: tonic::metadata::MetadataKey<tonic::metadata::Ascii> = key;
+            metadata.insert(key, value);
+        }
+    });
+}
+
 /// A unary call's answer, its status on the span.
 fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Response<T>, Status> {
     match result {
@@ -145,7 +156,9 @@ impl Ostinato for Rpc {
         match started.await {
             Ok(generation) => {
                 let open = self.streams.token();
-                Ok(Response::new(Tracked { generation, _open: open }))
+                let mut response = Response::new(Tracked { generation, _open: open });
+                name_trace(&span, response.metadata_mut());
+                Ok(response)
             }
             Err(refusal) => {
                 self.host.ended.refuse(refusal.kind());
@@ -334,6 +347,7 @@ impl Rpc {
             pages_total: replica.load().pages_total,
             now_ns: now.0,
             now_unix_ns: unix.as_nanos() as u64,
+            load: replica.loaded.as_ref().map(convert::load_report),
         })
     }
 }

@@ -20,10 +20,9 @@ pub const SPAN_PREFILL: &str = "prefill";
 /// Span: first token to last.
 pub const SPAN_DECODE: &str = "decode";
 
-/// Span: a batched step or several, from its plan to its last token. Shown as `PHASE step`.
+/// Span: a batched step or several, from its plan to its last token. Shown as `PHASE step`; what ran for it on the device
+/// lies below it, under the names of regions (`decode.8`).
 pub const SPAN_STEP: &str = "step";
-/// Span: a region on the device. Shown under the region's own name, `decode.8` for example.
-pub const SPAN_REGION: &str = "region";
 /// Span: a model's way to its device.
 pub const SPAN_LOAD: &str = "load";
 /// Span: its weights, from the first look at them to the last byte on the device.

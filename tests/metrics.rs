@@ -243,7 +243,8 @@ const TOLD_BY_SOME: [&str; 2] = ["ostinato_device_memory_budget_bytes", "ostinat
 /// What can happen to requests, over fakes: one replica that drafts, finds prompts' beginnings and runs out of pages,
 /// and one whose device is lost.
 async fn over_fakes() -> (Scrape, Scrape) {
-    let step = Duration::from_micros(200);
+    // Long enough for what is sent while requests run, on a busy machine too.
+    let step = Duration::from_millis(2);
     let mut drafting = fake(step, b"abcdefgh");
     drafting.capacity.pages = 24;
     drafting.capacity.context = 320;
@@ -285,7 +286,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     assert_eq!(reasons, [Reason::Length, Reason::Length, Reason::Length, Reason::Aborted]);
 
     let mut late = Request::new(text_request("alpha", "x", 300));
-    late.set_timeout(Duration::from_millis(10));
+    late.set_timeout(Duration::from_millis(100));
     let outcome = generate(&mut client, late).await;
     assert_eq!(outcome.error.unwrap().code(), Code::DeadlineExceeded);
 

@@ -2,7 +2,6 @@
 //! zero byte. What the page writes to its console, and what it throws, is kept.
 
 use serde_json::{Value, json};
-use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};

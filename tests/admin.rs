@@ -53,7 +53,8 @@ async fn send(address: SocketAddr, head: &str) -> Answer {
     let (head, body) = text.split_once("\r\n\r\n").unwrap();
     let mut lines = head.lines();
     let status = lines.next().unwrap().split(' ').nth(1).unwrap().parse().unwrap();
-    let header = |line: &str| line.split_once(": ").map(|(name, value)| (name.to_lowercase(), value.to_owned())).unwrap();
+    let header =
+        |line: &str| line.split_once(": ").map(|(name, value)| (name.to_lowercase(), value.to_owned())).unwrap();
     Answer { status, headers: lines.map(header).collect(), body: body.to_owned() }
 }
 
@@ -65,7 +66,9 @@ async fn get(address: SocketAddr, path: &str) -> Answer {
 async fn only_who_means_this_machine_and_only_gets() {
     let served = start(&Admin::new(), "127.0.0.1:0").await;
     let port = served.address.port();
-    for host in [format!("localhost:{port}"), "localhost".to_owned(), format!("127.0.0.1:{port}"), "[::1]:80".to_owned()] {
+    for host in
+        [format!("localhost:{port}"), "localhost".to_owned(), format!("127.0.0.1:{port}"), "[::1]:80".to_owned()]
+    {
         let answer = send(served.address, &format!("GET / HTTP/1.1\r\nHost: {host}")).await;
         assert_eq!(answer.status, 200, "{host}");
     }
@@ -126,7 +129,12 @@ async fn files_and_refusals_have_their_headers() {
         assert!(!answer.headers.contains_key("access-control-allow-origin"));
     }
     let page = get(served.address, "/").await.body;
-    assert!(!page.contains(" style=") && !page.contains("onclick") && !page.contains("http://") && !page.contains("https://"));
+    assert!(
+        !page.contains(" style=")
+            && !page.contains("onclick")
+            && !page.contains("http://")
+            && !page.contains("https://")
+    );
     assert_eq!(page.matches("<script").count(), 1, "its own, and nothing in the text");
 }
 

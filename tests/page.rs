@@ -139,6 +139,7 @@ fn every_view_shows_a_host_at_work() {
     };
     numbers_move(&mut browser, &served.host);
     timeline_moves(&mut browser);
+    transfers_and_waits_are_drawn(&mut browser);
     requests_are_text(&mut browser);
     keyboard_alone(&mut browser);
     every_size_and_theme(&mut browser);
@@ -260,6 +261,52 @@ fn timeline_moves(browser: &mut Browser) {
     assert!(browser.text("#detail-title").starts_with("Region "));
     fits(browser, "timeline");
     browser.screenshot("timeline-chosen-light");
+}
+
+/// Method: fakes have no transfer queue; its records are put where the page keeps what the server said.
+fn transfers_and_waits_are_drawn(browser: &mut Browser) {
+    browser.eval(
+        "(() => {
+            chart.follow(false);
+            const steps = known.steps.get('stories/0').steps;
+            const step = structuredClone(steps.at(-1));
+            const t = steps.at(-1).taken;
+            Object.assign(step, { number: 1e9, phase: 'prefill', rows: 640, steps: 1, planned: t + 500, taken: t + 16000 });
+            const submission = step.submissions[0];
+            step.submissions = [submission];
+            Object.assign(submission, {
+                enqueue: [t + 900, t + 1100], seen: t + 15500, flush: 'cross_queue',
+                point: { queue: 'compute', value: 4711 }, waits: [{ queue: 'transfer', value: 17 }],
+            });
+            submission.regions = [
+                { name: 'patch.0', runs: 1, begin: t + 7000, end: t + 7400, kernels: 0 },
+                { name: 'prefill.640', runs: 1, begin: t + 7400, end: t + 14000, kernels: 0 },
+                { name: 'head.1', runs: 1, begin: t + 14000, end: t + 15200, kernels: 0 },
+            ];
+            steps.push(step);
+            known.transfers.set(0, { next: 1e9, transfers: [0, 1, 2].map((n) => ({
+                number: n, what: n ? 'copy' : 'fill', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
+                submitted: t + 1500 + 1800 * n, seen: t + 3200 + 1800 * n, point: { queue: 'transfer', value: 15 + n },
+            })) });
+            chart.collect();
+            chart.span = 20000;
+            chart.from = t - 3000;
+            chart.choose(chart.boxes.find((box) => box.key.endsWith('1000000000 0 region 1')));
+        })()",
+    );
+    browser.until("document.querySelector('#detail-title').textContent === 'Region prefill.640'");
+    let facts = browser.text("#detail-facts");
+    assert!(
+        facts.contains("transfer 17") && facts.contains("cross queue") && facts.contains("compute 4711"),
+        "{facts}"
+    );
+    browser.screenshot("timeline-transfers-light");
+    browser.eval("chart.canvas.focus()");
+    browser.key("ArrowDown", false);
+    browser.key("ArrowDown", false);
+    let said = browser.text("#detail-said");
+    assert!(said.starts_with("Transfer: ") && said.contains("MiB"), "{said}");
+    browser.eval("known.steps.get('stories/0').steps.pop(); known.transfers.clear(); chart.collect()");
 }
 
 fn requests_are_text(browser: &mut Browser) {
@@ -405,10 +452,8 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
     let admin = Admin::new();
     admin.set_host(Arc::new(Host::new(vec![model("other", None, vec![(2, fake(Duration::from_millis(1), b"x"))], 4)])));
     let stop = CancellationToken::new();
-    let again = runtime.block_on(async {
-        let listener = TcpListener::bind(&address).await.unwrap();
-        tokio::spawn(admin::serve(admin, listener, stop.clone()))
-    });
+    let listener = runtime.block_on(TcpListener::bind(&address)).unwrap();
+    let again = runtime.spawn(admin::serve(admin, listener, stop.clone()));
     browser.until(
         "document.querySelector('#gone').hidden && document.querySelector('#models').textContent.includes('other')",
     );

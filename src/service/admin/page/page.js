@@ -580,6 +580,8 @@ const chart = {
   live: true,
   /** Microseconds in the window, and where it begins. */
   span: 0.4 * SECOND,
+  /** The window's length was chosen: by what a plan takes, or by hand. */
+  spanned: false,
   from: 0,
   lanes: [],
   boxes: [],
@@ -684,6 +686,13 @@ const chart = {
     const last = boxes.reduce((latest, box) => Math.max(latest, box.end), 0);
     this.last = last;
     document.body.dataset.boxes = boxes.length;
+    const plans = boxes.filter((box) => box.what === "plan").slice(-32);
+    if (!this.spanned && plans.length > 1) {
+      // Some twenty plans, two of them at a time.
+      this.spanned = true;
+      const one = plans.reduce((sum, box) => sum + box.end - box.begin, 0) / plans.length;
+      this.span = Math.min(Math.max(one * 10, 0.01 * SECOND), 30 * SECOND);
+    }
     if (this.chosen && !boxes.some((box) => box.key === this.chosen)) this.choose(null);
   },
 
@@ -726,6 +735,7 @@ const chart = {
     // What follows keeps its end; else the place under the pointer stays.
     this.from += this.live ? this.span - span : (this.span - span) * at;
     this.span = span;
+    this.spanned = true;
     this.settle();
     this.redraw();
   },

@@ -844,8 +844,8 @@ const chart = {
   /** The next box of the lane, or the first in the middle of the window. */
   step(by) {
     const chosen = this.boxes.find((box) => box.key === this.chosen);
-    const lane = chosen?.lane ?? this.lane ?? "compute";
-    const boxes = this.inLane(lane);
+    const last = this.inLane(chosen?.lane ?? this.lane);
+    const boxes = last.length ? last : this.inLane("compute");
     if (boxes.length === 0) return;
     if (this.live) this.follow(false);
     let index;

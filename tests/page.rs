@@ -461,6 +461,7 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
     stop.cancel();
     runtime.block_on(again).unwrap();
     // A browser writes down each request that nobody answered, whatever the page does; and nothing else.
+    assert!(!browser.complaints.is_empty(), "what the console says is heard");
     let other: Vec<&String> =
         browser.complaints.iter().filter(|line| !line.contains("net::ERR_") || !line.contains("/api/")).collect();
     assert!(other.is_empty(), "{other:?}");

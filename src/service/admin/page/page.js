@@ -206,8 +206,9 @@ function route() {
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = `${view()[0].toUpperCase()}${view().slice(1)} · Ostinato`;
-  document.body.dataset.view = loading ? "loading" : view();
+  const shown = loading ? "loading" : view();
+  document.title = `${shown[0].toUpperCase()}${shown.slice(1)} · Ostinato`;
+  document.body.dataset.view = shown;
 }
 
 function render() {
@@ -380,7 +381,7 @@ function makeReplica(replica) {
   let slots, pages, cache, rate;
   [slots, row.slots] = labelled("Slots");
   [pages, row.pages] = labelled("KV pages");
-  [cache, row.cache] = labelled("From the prefix cache");
+  [cache, row.cache] = labelled("Prompts, from the prefix cache");
   [rate, row.rate] = labelled("Tokens per second");
   row.slotBar = el("div", { class: "barline thin" });
   row.pageBar = el("div", { class: "barline thin" });
@@ -404,7 +405,7 @@ function updateReplica(row, replica) {
   say(row.pages, `${number(replica.pages_used)} of ${number(replica.pages_total)}, ${number(replica.pages_cached)} cached${lost}`);
   fill(row.pageBar, [["fill", replica.pages_used / total, "in use"], ["cached", replica.pages_cached / total, "free, and may still be found by a prompt"]]);
   const share = replica.prompt_tokens ? replica.cached_tokens / replica.prompt_tokens : 0;
-  say(row.cache, replica.prompt_tokens ? `${(share * 100).toFixed(0)} % of ${number(replica.prompt_tokens)} prompt tokens` : "no prompt yet");
+  say(row.cache, replica.prompt_tokens ? `${(share * 100).toFixed(0)} % of ${number(replica.prompt_tokens)} tokens` : "no prompt yet");
   fill(row.cacheBar, [["fill", share]]);
   say(row.rate, rateText(tokenRate(replica.name)));
   row.dataset.running = replica.running;
@@ -429,7 +430,9 @@ function updateDevice(card, device) {
   const host = new Map();
   for (const line of device.plan) {
     const side = line.side === "device" ? own : host;
-    side.set(line.purpose, (side.get(line.purpose) ?? 0) + line.bytes);
+    const before = side.get(line.purpose) ?? 0;
+    // One staging ring serves all replicas of a device; each plan has a line for it.
+    side.set(line.purpose, line.purpose === "staging" ? Math.max(before, line.bytes) : before + line.bytes);
   }
   const planned = [...own.values()].reduce((sum, size) => sum + size, 0);
   const heap = device.heap_bytes;

@@ -288,7 +288,9 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),
-        (&["serve", "--listen", &taken], "cannot listen"),
+        (&["serve", "--listen", &taken, "--admin", "off"], "(server.listen)"),
+        (&["serve", "--listen", "127.0.0.1:0", "--admin", &taken], "(admin.listen)"),
+        (&["serve", "--admin", "0.0.0.0:1"], "insecure"),
         (&["synth", "--arch", "unknown", "--out", empty], "qwen3-0.6b"),
     ] {
         let output = run(arguments);

@@ -2,7 +2,6 @@
 //! zero byte. What the page writes to its console, and what it throws, is kept.
 
 use serde_json::{Value, json};
-use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -10,7 +9,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The Debian package's.
+/// The Debian package's, where the environment (`CHROMIUM`) names no other.
 const CHROMIUM: &str = "/usr/bin/chromium";
 /// For an answer, and for what is waited for: a machine may be busy with other tests.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -36,10 +35,11 @@ impl Browser {
     pub fn start() -> Browser {
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let profile = tempfile::tempdir().unwrap();
+        let chromium = std::env::var("CHROMIUM").unwrap_or_else(|_| CHROMIUM.to_owned());
         let log = std::fs::File::create(profile.path().join("log")).unwrap();
         // The protocol is spoken on file descriptors 3 and 4.
         let mut child = Command::new("bash")
-            .args(["-c", "exec \"$@\" 3<&0 4>&1 1>&2", "--", CHROMIUM, "--headless=new", "--no-sandbox"])
+            .args(["-c", "exec \"$@\" 3<&0 4>&1 1>&2", "--", &chromium, "--headless=new", "--no-sandbox"])
             .args(["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"])
             .args(["--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"])
             .arg(format!("--user-data-dir={}", profile.path().display()))

@@ -25,7 +25,7 @@ function bytes(value) {
 function length(us) {
   if (us === null || us === undefined) return "–";
   const digits = (value) => (value < 10 ? value.toFixed(2) : value < 100 ? value.toFixed(1) : value.toFixed(0));
-  if (us < 1) return us <= 0 ? "0 µs" : `${us.toFixed(2)} µs`;
+  if (us < 0.9995) return us <= 0 ? "0 µs" : `${Math.max(1, Math.round(us * 1e3))} ns`;
   if (us < 999.5) return `${digits(us)} µs`;
   if (us < 999.5e3) return `${digits(us / 1e3)} ms`;
   if (us < 60e6) return `${digits(us / 1e6)} s`;
@@ -107,6 +107,8 @@ const known = {
   running: [],
   ended: [],
   endedSince: 0,
+  /** The server answers, but not all that was asked. */
+  incomplete: false,
   /** The server's time and ours when it was told. */
   clock: { server: 0, ours: 0 },
   /** Tokens drawn, by second. */
@@ -149,7 +151,9 @@ async function ask() {
   const jobs = replicas().map((replica) => askSteps(replica.name));
   jobs.push(askRequests());
   if (view() === "timeline" && chart.device !== null) jobs.push(askTransfers(chart.device));
-  await Promise.all(jobs);
+  const failed = (await Promise.allSettled(jobs)).filter((job) => job.status === "rejected").map((job) => job.reason);
+  for (const error of failed) if (!(error instanceof Gone)) throw error;
+  known.incomplete = failed.length > 0;
 }
 
 async function askSteps(replica) {
@@ -195,14 +199,16 @@ const view = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice
 function route() {
   const loading = !known.state || known.state.status === "loading";
   show($("loading"), known.state !== null && loading);
+  show(document.querySelector("nav"), !loading);
   for (const name of VIEWS) show($(name), !loading && name === view());
   for (const link of document.querySelectorAll("nav a")) {
     const here = link.hash.slice(1) === view();
     if (here) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  document.title = `${view()[0].toUpperCase()}${view().slice(1)} · Ostinato`;
-  document.body.dataset.view = loading ? "loading" : view();
+  const shown = loading ? "loading" : view();
+  document.title = `${shown[0].toUpperCase()}${shown.slice(1)} · Ostinato`;
+  document.body.dataset.view = shown;
 }
 
 function render() {
@@ -214,7 +220,7 @@ function render() {
   status.dataset.status = state.status;
   say(status, word === "closed" ? "not serving" : word);
   const models = state.status === "loading" ? "" : `${plural(state.models.length, "model")} on ${plural(state.devices.length, "device")} · `;
-  say($("summary"), `${models}up ${length(state.now)}`);
+  say($("summary"), `${models}up ${state.now < 60e6 ? `${Math.floor(state.now / SECOND)} s` : length(state.now)}`);
   say($("version"), `Ostinato ${state.version}${state.endpoint ? ` · gRPC at ${state.endpoint}` : ""}`);
   if (state.status === "loading") return renderLoading(state.loading);
   renderOverview(state);
@@ -375,7 +381,7 @@ function makeReplica(replica) {
   let slots, pages, cache, rate;
   [slots, row.slots] = labelled("Slots");
   [pages, row.pages] = labelled("KV pages");
-  [cache, row.cache] = labelled("Prompt tokens from the prefix cache");
+  [cache, row.cache] = labelled("Prompts, from the prefix cache");
   [rate, row.rate] = labelled("Tokens per second");
   row.slotBar = el("div", { class: "barline thin" });
   row.pageBar = el("div", { class: "barline thin" });
@@ -399,7 +405,7 @@ function updateReplica(row, replica) {
   say(row.pages, `${number(replica.pages_used)} of ${number(replica.pages_total)}, ${number(replica.pages_cached)} cached${lost}`);
   fill(row.pageBar, [["fill", replica.pages_used / total, "in use"], ["cached", replica.pages_cached / total, "free, and may still be found by a prompt"]]);
   const share = replica.prompt_tokens ? replica.cached_tokens / replica.prompt_tokens : 0;
-  say(row.cache, replica.prompt_tokens ? `${(share * 100).toFixed(0)} % of ${number(replica.prompt_tokens)}` : "no prompt yet");
+  say(row.cache, replica.prompt_tokens ? `${(share * 100).toFixed(0)} % of ${number(replica.prompt_tokens)} tokens` : "no prompt yet");
   fill(row.cacheBar, [["fill", share]]);
   say(row.rate, rateText(tokenRate(replica.name)));
   row.dataset.running = replica.running;
@@ -424,7 +430,9 @@ function updateDevice(card, device) {
   const host = new Map();
   for (const line of device.plan) {
     const side = line.side === "device" ? own : host;
-    side.set(line.purpose, (side.get(line.purpose) ?? 0) + line.bytes);
+    const before = side.get(line.purpose) ?? 0;
+    // One staging ring serves all replicas of a device; each plan has a line for it.
+    side.set(line.purpose, line.purpose === "staging" ? Math.max(before, line.bytes) : before + line.bytes);
   }
   const planned = [...own.values()].reduce((sum, size) => sum + size, 0);
   const heap = device.heap_bytes;
@@ -456,6 +464,10 @@ function updateDevice(card, device) {
 }
 
 // ---- Requests ----------------------------------------------------------------------------------------------------
+
+/** Ended requests that are shown at first: a phone shows each as a card. */
+const FEW = 12;
+let allEnded = false;
 
 function cell(label, name) {
   return el("td", { "data-label": label, class: name ?? null });
@@ -492,10 +504,12 @@ function renderRequests() {
     say(row.parts[6], number(request.pages));
   });
 
-  const ended = known.ended.slice(-50).reverse();
+  const ended = known.ended.slice(allEnded ? 0 : -FEW).reverse();
+  show($("ended-more"), known.ended.length > FEW);
+  say($("ended-more"), allEnded ? `Show the last ${FEW}` : `Show all ${known.ended.length} that are kept`);
   show($("ended"), ended.length > 0);
   show($("ended-none"), ended.length === 0);
-  say($("ended-count"), known.ended.length > ended.length ? `the last ${ended.length} of ${known.ended.length} that are kept` : "");
+  say($("ended-count"), known.ended.length > ended.length ? `the last ${ended.length}` : "");
   const longest = Math.max(...ended.map((request) => request.whole), 1);
   keyed($("ended").tBodies[0], ended, (request) => `${request.at} ${request.id}`, (request) => {
     const row = el("tr");
@@ -569,6 +583,8 @@ const chart = {
   live: true,
   /** Microseconds in the window, and where it begins. */
   span: 0.4 * SECOND,
+  /** The window's length was chosen: by what a plan takes, or by hand. */
+  spanned: false,
   from: 0,
   lanes: [],
   boxes: [],
@@ -612,7 +628,7 @@ const chart = {
       ...[["prefill", "prefill"], ["decode", "decode"], ["other", "other work"], ["host", "handing over"], ["seen", "done, not yet seen"], ["transfer", "transfer"]]
         .map(([name, text]) => el("li", null, el("i", { class: `swatch ${name}` }), text)),
       ...Object.entries(FLUSHES).map(([name, glyph]) => el("li", null, el("i", { class: `swatch mark ${name}` }, glyph), `flush: ${words(name)}`)),
-      el("li", null, el("i", { class: "swatch mark cross_queue" }, "⧗"), "waits for another queue"),
+      el("li", null, el("i", { class: "swatch mark cross_queue" }, "◇"), "waits for another queue"),
     );
   },
 
@@ -673,6 +689,13 @@ const chart = {
     const last = boxes.reduce((latest, box) => Math.max(latest, box.end), 0);
     this.last = last;
     document.body.dataset.boxes = boxes.length;
+    const plans = boxes.filter((box) => box.what === "plan").slice(-32);
+    if (!this.spanned && plans.length > 1) {
+      // Some twenty plans, two of them at a time.
+      this.spanned = true;
+      const one = plans.reduce((sum, box) => sum + box.end - box.begin, 0) / plans.length;
+      this.span = Math.min(Math.max(one * 10, 0.01 * SECOND), 30 * SECOND);
+    }
     if (this.chosen && !boxes.some((box) => box.key === this.chosen)) this.choose(null);
   },
 
@@ -715,6 +738,7 @@ const chart = {
     // What follows keeps its end; else the place under the pointer stays.
     this.from += this.live ? this.span - span : (this.span - span) * at;
     this.span = span;
+    this.spanned = true;
     this.settle();
     this.redraw();
   },
@@ -823,8 +847,8 @@ const chart = {
   /** The next box of the lane, or the first in the middle of the window. */
   step(by) {
     const chosen = this.boxes.find((box) => box.key === this.chosen);
-    const lane = chosen?.lane ?? this.lane ?? "compute";
-    const boxes = this.inLane(lane);
+    const last = this.inLane(chosen?.lane ?? this.lane);
+    const boxes = last.length ? last : this.inLane("compute");
     if (boxes.length === 0) return;
     if (this.live) this.follow(false);
     let index;
@@ -882,9 +906,8 @@ const chart = {
   // -- Words about a box
 
   detail(aloud = false) {
-    const key = this.chosen ?? this.hovered;
-    const shown = this.hovered && !this.pointers.size ? this.hovered : key;
-    const box = this.boxes.find((box) => box.key === shown) ?? this.boxes.find((box) => box.key === this.chosen);
+    const named = (key) => this.boxes.find((box) => box.key === key);
+    const box = named(this.hovered) ?? named(this.chosen);
     show($("detail-hint"), !box);
     show($("detail-facts"), !!box);
     $("detail").dataset.key = box?.key ?? "";
@@ -925,14 +948,6 @@ const chart = {
     c.textBaseline = "middle";
     this.axis(c, x, width, height);
     for (const lane of this.lanes) {
-      c.textAlign = "left";
-      c.font = "600 12px system-ui, sans-serif";
-      c.fillStyle = colour("ink");
-      c.fillText(lane.title, 10, lane.y - TITLE / 2);
-      const used = c.measureText(lane.title).width;
-      c.font = "12px system-ui, sans-serif";
-      c.fillStyle = colour("muted");
-      if (width > 560) c.fillText(lane.about, 20 + used, lane.y - TITLE / 2);
       c.strokeStyle = colour("line");
       c.beginPath();
       c.moveTo(0, lane.y + lane.height + 3.5);
@@ -960,7 +975,8 @@ const chart = {
       this.box(c, box, left, right, lane, width);
       if (box.key === this.chosen || box.key === this.hovered) chosen = { box, left, right, lane };
     }
-    this.links(c, x, lanes, width, height);
+    this.links(c, x, lanes, width);
+    this.titles(c, width);
     if (chosen) this.outline(c, chosen);
     this.sum(end);
     show($("chart-empty"), this.boxes.length === 0 || count === 0);
@@ -972,6 +988,25 @@ const chart = {
     this.canvas.dataset.chosen = this.chosen ?? "";
     const idle = this.last && serverNow() - this.last > 2 * SECOND ? ` · idle for ${length(serverNow() - this.last)}` : "";
     say($("window"), `${length(this.span)} in the window${this.live ? idle : ""}`);
+  },
+
+  /** Over what joins the lanes, with a rim that keeps them readable. */
+  titles(c, width) {
+    c.textAlign = "left";
+    c.lineJoin = "round";
+    for (const lane of this.lanes) {
+      let at = 10;
+      for (const [text, font, ink] of [[lane.title, "600 12px system-ui, sans-serif", "ink"], [width > 560 ? lane.about : "", "12px system-ui, sans-serif", "muted"]]) {
+        c.font = font;
+        c.strokeStyle = colour("surface");
+        c.lineWidth = 4;
+        c.strokeText(text, at, lane.y - TITLE / 2);
+        c.fillStyle = colour(ink);
+        c.fillText(text, at, lane.y - TITLE / 2);
+        at += c.measureText(text).width + 10;
+      }
+    }
+    c.lineWidth = 1;
   },
 
   axis(c, x, width, height) {
@@ -1028,7 +1063,7 @@ const chart = {
   },
 
   /** What joins the lanes: submit, seen, waits; and why each submission ended. */
-  links(c, x, lanes, width, height) {
+  links(c, x, lanes, width) {
     const visible = this.submissions.filter(({ submission, end }) => submission.enqueue[0] < this.from + this.span && Math.max(end, submission.seen) > this.from);
     const [enqueue, compute, watcher, transfer] = ["enqueue", "compute", "watcher", "transfer"].map((id) => lanes.get(id));
     const apart = width / Math.max(1, visible.length);
@@ -1056,7 +1091,7 @@ const chart = {
         const source = wait.queue === "transfer" ? this.transfersByPoint.get(wait.value) : null;
         c.fillStyle = colour("cross_queue");
         c.textAlign = "left";
-        c.fillText(apart > 150 ? `⧗ ${wait.queue} ${wait.value}` : "⧗", x(begin) - 3, strip);
+        c.fillText(apart > 150 ? `◇ ${wait.queue} ${wait.value}` : "◇", x(begin) - 3, strip);
         if (source) {
           c.strokeStyle = colour("cross_queue");
           arrow(c, x(source.seen), transfer.y, x(begin), compute.y + compute.row);
@@ -1087,7 +1122,7 @@ const chart = {
       flushes[submission.flush] = (flushes[submission.flush] ?? 0) + 1;
       clock = submission.clock ?? clock;
     }
-    const parts = [`compute queue busy ${((busy / this.span) * 100).toFixed(0)} %`, `longest gap ${length(gap)}`, plural(count, "submission")];
+    const parts = [`compute queue busy ${((busy / this.span) * 100).toFixed(0)} %`, gap < 1 ? "no gap" : `longest gap ${length(gap)}`, plural(count, "submission")];
     for (const [name, times] of Object.entries(flushes)) parts.push(`${times} × ${words(name)}`);
     if (clock) parts.push(`device clock ${clock.quality}, within ${length(clock.error_us)}`);
     say($("chart-sum"), count ? `In the window: ${parts.join(" · ")}` : "");
@@ -1178,10 +1213,10 @@ function lost() {
 
 function back() {
   failures = 0;
-  if (!gone) return;
   gone = false;
   delete document.body.dataset.gone;
-  show($("gone"), false);
+  show($("gone"), known.incomplete);
+  if (known.incomplete) say($("gone"), "The server answers, but an engine thread does not: some of this is older than it looks.");
 }
 
 const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -1189,6 +1224,10 @@ const visible = () => new Promise((resolve) => document.addEventListener("visibi
 
 async function main() {
   chart.start();
+  $("ended-more").addEventListener("click", () => {
+    allEnded = !allEnded;
+    renderRequests();
+  });
   addEventListener("hashchange", () => {
     if (known.state) render();
     scrollTo(0, 0);

@@ -111,7 +111,7 @@ async fn files_and_refusals_have_their_headers() {
         ("/page.css", 200, "text/css; charset=utf-8"),
         ("/page.js", 200, "text/javascript; charset=utf-8"),
         ("/favicon.svg", 200, "image/svg+xml"),
-        ("/metrics", 200, "text/plain; version=0.0.4; charset=utf-8"),
+        ("/metrics", 200, "application/openmetrics-text; version=1.0.0; charset=utf-8"),
         ("/api/state", 200, "application/json"),
         ("/nowhere", 404, "text/plain; charset=utf-8"),
         ("/page.js/..", 404, "text/plain; charset=utf-8"),

@@ -71,7 +71,7 @@ struct Server {
 
 impl Server {
     fn start(arguments: &[&str]) -> Server {
-        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0"]);
+        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0", "--admin", "off"]);
         let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = child.spawn().unwrap();
         let mut line = String::new();
@@ -288,7 +288,9 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),
-        (&["serve", "--listen", &taken], "cannot listen"),
+        (&["serve", "--listen", &taken, "--admin", "off"], "(server.listen)"),
+        (&["serve", "--listen", "127.0.0.1:0", "--admin", &taken], "(admin.listen)"),
+        (&["serve", "--admin", "0.0.0.0:1"], "insecure"),
         (&["synth", "--arch", "unknown", "--out", empty], "qwen3-0.6b"),
     ] {
         let output = run(arguments);

@@ -30,6 +30,7 @@ fn nothing_said_is_the_default_and_listens_on_loopback() {
     let config = from_sources(&Sources::default()).unwrap();
     assert_eq!(config, Config::default());
     assert_eq!(config.server.listen.to_string(), "127.0.0.1:50051");
+    assert_eq!(config.admin.listen.unwrap().to_string(), "127.0.0.1:9464");
 }
 
 #[test]
@@ -74,6 +75,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
         ..Default::default()
     };
     assert_eq!(config.server, shown);
+    assert_eq!(config.admin, ostinato::config::Admin::default());
     assert_eq!(config.telemetry.sample_ratio, 1.0);
     assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
 }
@@ -114,7 +116,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
             .find(|problem| problem.key == key)
             .unwrap_or_else(|| panic!("no problem of {key} in {problems:#?}"))
     };
-    assert!(find("colour").rule.contains("known here are models, runtime, server, telemetry"));
+    assert!(find("colour").rule.contains("known here are admin, models, runtime, server, telemetry"));
     assert_eq!(find("server.listen").value.as_deref(), Some("0.0.0.0:50051"));
     assert!(find("server.listen").rule.contains("insecure"));
     assert_eq!(find("server.queue_limit").value.as_deref(), Some("-1"));
@@ -205,6 +207,42 @@ fn other_machines_are_let_in_only_when_it_is_said() {
     sources.listen = Some("localhost".to_owned());
     let error = from_sources(&sources).unwrap_err().to_string();
     assert!(error.contains("server.listen") && error.contains("\"localhost\""), "{error}");
+}
+
+#[test]
+fn the_admin_endpoint_has_an_address_of_its_own_or_none() {
+    let listen = |text: &str| read(text).map(|config| config.admin.listen.map(|address| address.to_string()));
+    assert_eq!(listen("[admin]\nlisten = \"off\"").unwrap(), None);
+    assert_eq!(listen("[admin]\nlisten = \"[::1]:0\"").unwrap().as_deref(), Some("[::1]:0"));
+    assert!(listen("[admin]\nlisten = \"0.0.0.0:9464\"\ninsecure = true").is_ok());
+    // Port 0 is another one each time.
+    assert!(listen("[server]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"127.0.0.1:0\"").is_ok());
+    assert!(listen("[server]\nlisten = \"127.0.0.2:77\"\n[admin]\nlisten = \"127.0.0.1:77\"").is_ok());
+    for (text, value, rule) in [
+        ("[admin]\nlisten = \"0.0.0.0:9464\"", "0.0.0.0:9464", "insecure"),
+        ("[server]\ninsecure = true\n[admin]\nlisten = \"0.0.0.0:9464\"", "0.0.0.0:9464", "admin.insecure"),
+        ("[admin]\nlisten = \"of\"", "\"of\"", "or \"off\""),
+        ("[admin]\nlisten = \"localhost:9464\"", "\"localhost:9464\"", "127.0.0.1:9464"),
+        ("[admin]\nlisten = \"127.0.0.1:50051\"", "127.0.0.1:50051", "must differ from server.listen"),
+        ("[server]\ninsecure = true\nlisten = \"0.0.0.0:9464\"", "127.0.0.1:9464", "must differ from server.listen"),
+    ] {
+        let found = problems(text);
+        assert_eq!(found.len(), 1, "{text}: {found:?}");
+        assert_eq!(found[0].key, "admin.listen");
+        assert_eq!(found[0].value.as_deref(), Some(value));
+        assert!(found[0].rule.contains(rule), "{text}: {}", found[0].rule);
+    }
+    assert_eq!(problems("[admin]\nport = 1")[0].key, "admin.port");
+    assert_eq!(problems("admin = \"off\"")[0].rule, "must be a table");
+
+    // What is given to the program goes over the file, and `--insecure` is said of both endpoints.
+    let (_folder, mut sources) = write("[admin]\nlisten = \"127.0.0.1:1\"");
+    sources.admin = Some("off".to_owned());
+    assert_eq!(from_sources(&sources).unwrap().admin.listen, None);
+    sources.admin = Some("0.0.0.0:9464".to_owned());
+    assert!(from_sources(&sources).is_err());
+    sources.insecure = true;
+    assert!(from_sources(&sources).is_ok());
 }
 
 #[test]

@@ -1,18 +1,20 @@
-//! `ostinato serve`: configuration, telemetry, host, endpoint, bottom to top; a signal; then
+//! `ostinato serve`: configuration, telemetry, admin endpoint, host, endpoint, bottom to top; a signal; then
 //! top to bottom.
 
 use super::{Usage, cache_directory, progress};
 use crate::config::{self, Bytes, Config, DEMO_PATH, Model, Sources};
 use crate::engine::host::Host;
-use crate::engine::start::start;
+use crate::engine::start::{Progress, Unit, start};
+use crate::service::admin::{self, Admin};
 use crate::service::server::{Options, serve};
 use crate::telemetry;
 use anyhow::Context;
+use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::TcpSocket;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -32,10 +34,14 @@ pub(crate) struct Serve {
     /// Address and port of the endpoint; port 0 takes a free one.
     #[arg(long, value_name = "ADDR")]
     listen: Option<String>,
+    /// Address and port of the page, the metrics and the health check over HTTP (127.0.0.1:9464 unless configured
+    /// otherwise), or `off`; port 0 takes a free one.
+    #[arg(long, value_name = "ADDR|off")]
+    admin: Option<String>,
     /// The most device memory that each replica may take, such as 20GiB, where the configuration sets none.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Allows an address that other machines reach; there is no TLS and no authentication.
+    /// Allows addresses that other machines reach; there is no TLS and no authentication.
     #[arg(long)]
     insecure: bool,
     /// Log lines as JSON objects.
@@ -48,6 +54,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         file: args.config.clone(),
         environment: true,
         listen: args.listen.clone(),
+        admin: args.admin.clone(),
         insecure: args.insecure,
         models: args.model.clone(),
     })?;
@@ -67,25 +74,81 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         json: args.json,
     })?;
     // Taken before minutes of loading, listened on after: until then clients are refused.
-    let socket = bind(config.server.listen)?;
-    let host = {
-        let show = progress::Show::new(args.json);
-        Arc::new(start(&config, &show)?)
-    };
-    announce(&host);
+    let socket = bind(config.server.listen, "server.listen")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .thread_name("ostinato-grpc")
         .enable_all()
         .build()
         .context("cannot start the threads of the endpoint")?;
-    runtime.block_on(listen(socket, host, &config))
+    let admin = Admin::new();
+    let stop = CancellationToken::new();
+    // Before anything is loaded: that can be watched.
+    let page = match config.admin.listen {
+        Some(address) => {
+            let _context = runtime.enter();
+            let listener = admin_listener(address)?;
+            let address = listener.local_addr().context("the admin endpoint has no address")?;
+            tracing::info!("admin on http://{address}/");
+            Some((address, runtime.spawn(admin::serve(Arc::clone(&admin), listener, stop.clone()))))
+        }
+        None => None,
+    };
+    let (page_address, page) = page.unzip();
+    let host = {
+        let show = progress::Show::new(args.json);
+        Arc::new(start(&config, &Both(&show, &*admin))?)
+    };
+    announce(&host);
+    admin.set_host(Arc::clone(&host));
+    let served = runtime.block_on(async {
+        let served = listen(socket, host, &config, &admin, page_address).await;
+        stop.cancel();
+        if let Some(page) = page {
+            // It has ended, or was ended by a panic that was logged.
+            let _ = page.await;
+        }
+        served
+    });
+    // Whoever still asks an engine thread for the page is not waited for.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    served
 }
 
-async fn listen(socket: TcpSocket, host: Arc<Host>, config: &Config) -> anyhow::Result<()> {
-    let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, error))?;
+/// Shows progress in two places.
+struct Both<'a>(&'a dyn Progress, &'a dyn Progress);
+
+impl Progress for Both<'_> {
+    fn line(&self, text: &str) {
+        self.0.line(text);
+        self.1.line(text);
+    }
+
+    fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
+        self.0.step(what, done, total, unit);
+        self.1.step(what, done, total, unit);
+    }
+}
+
+fn admin_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    bind(address, "admin.listen")?.listen(BACKLOG).map_err(|error| in_use(address, "admin.listen", error))
+}
+
+async fn listen(
+    socket: TcpSocket,
+    host: Arc<Host>,
+    config: &Config,
+    admin: &Admin,
+    page: Option<SocketAddr>,
+) -> anyhow::Result<()> {
+    let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, "server.listen", error))?;
     let address = listener.local_addr().context("the endpoint has no address")?;
+    admin.set_endpoint(address);
     // On standard output: scripts read the port from it.
     println!("listening on {address}");
+    if let Some(page) = page {
+        // Whoever has read the port may have closed it.
+        let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
+    }
     let options = Options {
         drain: Duration::from_secs_f64(config.server.drain_seconds),
         max_message_bytes: usize::try_from(config.server.max_message_bytes.0).unwrap_or(usize::MAX),
@@ -101,17 +164,18 @@ async fn listen(socket: TcpSocket, host: Arc<Host>, config: &Config) -> anyhow::
     Ok(())
 }
 
-fn bind(address: SocketAddr) -> anyhow::Result<TcpSocket> {
+/// `key` is where the configuration says the address.
+fn bind(address: SocketAddr, key: &str) -> anyhow::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
     let socket = socket.context("cannot open a socket")?;
     // A restart must not wait for the old connections' last packets.
     socket.set_reuseaddr(true).context("cannot set up a socket")?;
-    socket.bind(address).map_err(|error| in_use(address, error))?;
+    socket.bind(address).map_err(|error| in_use(address, key, error))?;
     Ok(socket)
 }
 
-fn in_use(address: SocketAddr, error: std::io::Error) -> anyhow::Error {
-    anyhow::Error::from(Usage(format!("cannot listen on {address}: {error}")))
+fn in_use(address: SocketAddr, key: &str, error: std::io::Error) -> anyhow::Error {
+    anyhow::Error::from(Usage(format!("cannot listen on {address} ({key}): {error}")))
 }
 
 /// Resolves at the first SIGTERM or SIGINT; the second ends the program.

@@ -17,7 +17,9 @@ pub struct Sources {
     pub environment: bool,
     /// `--listen`.
     pub listen: Option<String>,
-    /// `--insecure`.
+    /// `--admin`.
+    pub admin: Option<String>,
+    /// `--insecure`: of both endpoints.
     pub insecure: bool,
     /// `--model`, each replacing the file's model of that name or adding one. The same name
     /// twice is two replicas.
@@ -115,8 +117,12 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     if let Some(listen) = &sources.listen {
         figment = figment.merge(Serialized::default("server.listen", listen));
     }
+    if let Some(admin) = &sources.admin {
+        figment = figment.merge(Serialized::default("admin.listen", admin));
+    }
     if sources.insecure {
         figment = figment.merge(Serialized::default("server.insecure", true));
+        figment = figment.merge(Serialized::default("admin.insecure", true));
     }
     let (mut config, mut problems) = typed(&figment);
     if let Some(folder) = sources.file.as_deref().and_then(Path::parent) {
@@ -202,7 +208,7 @@ fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
             *value = Value::Dict(value.tag(), Dict::new());
         }
     };
-    for key in ["server", "telemetry", "runtime"] {
+    for key in ["server", "admin", "telemetry", "runtime"] {
         if let Some(section) = sections.get_mut(key) {
             check(key.to_owned(), section);
         }

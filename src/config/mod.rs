@@ -1,6 +1,7 @@
 //! What an operator may say: one typed tree, unknown keys refused, all problems reported at
 //! once with key, rule and value. Deliberately absent: defaults that depend on the machine.
 
+mod admin;
 mod bytes;
 mod load;
 mod models;
@@ -9,6 +10,7 @@ mod telemetry;
 
 use serde::Deserialize;
 
+pub use admin::Admin;
 pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
 pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, Model, ParseModelError, Replica, embedded};
@@ -21,6 +23,8 @@ pub use telemetry::{GpuTime, Telemetry};
 pub struct Config {
     /// `[server]`: the gRPC endpoint.
     pub server: Server,
+    /// `[admin]`: the page, the metrics and the health check over HTTP.
+    pub admin: Admin,
     /// `[telemetry]`: logs and traces.
     pub telemetry: Telemetry,
     /// `[runtime]`: what all devices share.
@@ -45,6 +49,7 @@ impl Config {
     /// What is wrong with the values, each on its own and together; empty if nothing is.
     fn problems(&self) -> Vec<Problem> {
         let mut problems = self.server.problems();
+        problems.extend(self.admin.problems(self.server.listen));
         problems.extend(self.telemetry.problems());
         problems.extend(models::problems(&self.models));
         problems

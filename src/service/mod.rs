@@ -4,6 +4,7 @@
 //! `generation` turns the engine's events into the stream of messages. Both are used without
 //! a server too: `ostinato generate` is the same code on both ways.
 
+pub mod admin;
 pub mod clients;
 pub mod convert;
 pub mod generation;

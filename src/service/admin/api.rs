@@ -1,0 +1,307 @@
+//! The admin endpoint's data: our records as JSON. Deliberately absent: HTTP.
+//!
+//! All times are microseconds since the server's start, on the host's monotonic clock; lengths are microseconds, sizes
+//! bytes. `null` stands for what is not known. Fields may be added.
+//!
+//! `/api/state` is answered without waiting for anything:
+//!
+//! - `version`; `now`; `status`: `loading`, `serving` or `closed` (no replica takes requests); `endpoint`: `ADDR` of gRPC
+//! - `loading`: `step` (`what`, `done`, `total`, `unit`: `bytes` or `things`, `begun`; `null` when over), `lines`
+//! - `devices[]`: `index`, `name`, `uuid`, `pci`; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
+//!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
+//!   `bytes`, `barriers` so far
+//! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
+//!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
+//!   requests), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
+//!   `cached_tokens`, `preemptions`
+//!
+//! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
+//! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
+//! `planned`, `taken`, `requests`, `running`, `waiting`, `pages_used`, `cost` (per record: `submits`, `dispatches`, `barriers`,
+//! `transfer_submits`, `host_waits`, `enqueue_us`, `schedule_us`, `deliver_us`, `gpu_us`) and `submissions[]`: `enqueue` (begin,
+//! end), `point`, `waits[]` and `flush`, `seen`, `host_waits`, `dispatches`, `barriers`, `clock` (`quality`, `error_us`) and
+//! `regions[]`: `name`, `runs`, `begin`, `end`, `kernels` (how many were timed). A point is `queue` and `value`.
+//!
+//! `/api/transfers?device=INDEX[&from=NUMBER]`: `now`, `next`, `transfers[]`: `number`, `what`, `bytes`, `copies`, `submitted`,
+//! `seen`, `point`, `waits[]`.
+//!
+//! `/api/requests[?since=TIME]`: `now`, `running[]`: `replica`, `id`, `phase`, `prompt_tokens`, `prefilled_tokens`,
+//! `cached_tokens`, `output_tokens`, `max_tokens`, `pages`, `preemptions`, `age`, `queued`, `first_token`; `ended[]` after TIME: `at`,
+//! `id`, `model`, `replica`, `operation`, `reason`, `error`, `input_tokens`, `cached_tokens`, `output_tokens`, `queue`,
+//! `first_token`, `per_token`, `whole`.
+
+use super::{Admin, Loading};
+use crate::actors::timeline::{SubmissionRecord, TransferRecord};
+use crate::device::Point;
+use crate::engine::host::{Host, MemoryUse, Replica, ServedDevice, ServedModel, StepRecord};
+use crate::engine::start::Unit;
+use crate::memory::plan::Side;
+use crate::telemetry::clock::Moment;
+use crate::telemetry::requests::Ended;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+impl Admin {
+    /// Microseconds from the server's start to `moment`; below zero before it.
+    fn us(&self, moment: Moment) -> f64 {
+        (i128::from(moment.0) - i128::from(self.started.0)) as f64 / 1e3
+    }
+
+    fn now(&self) -> f64 {
+        self.us(Moment::now())
+    }
+
+    /// The moment so many microseconds after the server's start.
+    fn moment(&self, us: f64) -> Moment {
+        Moment(self.started.0.saturating_add_signed((us * 1e3) as i64))
+    }
+}
+
+fn micros(length: Duration) -> f64 {
+    length.as_nanos() as f64 / 1e3
+}
+
+/// `/api/state`.
+pub(super) fn state(admin: &Admin) -> Value {
+    let host = admin.host();
+    let (devices, models) = host.map_or((&[][..], &[][..]), |host| (&host.devices, &host.models));
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "now": admin.now(),
+        "status": admin.status().name(),
+        "endpoint": admin.endpoint.get().map(ToString::to_string),
+        "loading": loading(admin, &admin.loading()),
+        "devices": devices.iter().map(device).collect::<Vec<_>>(),
+        "models": models.iter().map(model).collect::<Vec<_>>(),
+    })
+}
+
+fn loading(admin: &Admin, loading: &Loading) -> Value {
+    let step = loading.step.as_ref().map(|step| {
+        let unit = match step.unit {
+            Unit::Bytes => "bytes",
+            Unit::Count => "things",
+        };
+        json!({
+            "what": step.what,
+            "done": step.done,
+            "total": step.total,
+            "unit": unit,
+            "begun": admin.us(step.begun),
+        })
+    });
+    json!({ "step": step, "lines": loading.lines })
+}
+
+fn device(served: &ServedDevice) -> Value {
+    let budget = served.device.as_ref().map(|device| device.budget());
+    let reported = budget.filter(|budget| budget.reported);
+    let transfer = served.transfer.as_ref().map(|transfer| {
+        let counters = transfer.counters();
+        json!({
+            "submits": counters.submits,
+            "copies": counters.copies,
+            "bytes": counters.bytes,
+            "barriers": counters.barriers,
+        })
+    });
+    json!({
+        "index": served.info.index,
+        "name": served.info.name,
+        "uuid": served.info.uuid,
+        "pci": served.info.pci,
+        "heap_bytes": budget.map(|budget| budget.heap_bytes),
+        "budget_bytes": reported.map(|budget| budget.budget_bytes),
+        "used_bytes": reported.map(|budget| budget.used_bytes),
+        "plan": served.memory.iter().map(memory).collect::<Vec<_>>(),
+        "transfer": transfer,
+    })
+}
+
+fn memory(line: &MemoryUse) -> Value {
+    let side = match line.side {
+        Side::Device => "device",
+        Side::Host => "host",
+    };
+    json!({ "replica": line.replica, "purpose": line.purpose.to_string(), "side": side, "bytes": line.bytes })
+}
+
+fn model(served: &ServedModel) -> Value {
+    json!({
+        "name": served.name,
+        "architecture": served.info.architecture,
+        "context": served.info.context,
+        "vocabulary": served.info.vocabulary,
+        "parameters": served.info.parameters,
+        "active_parameters": served.info.active_parameters,
+        "weight_bytes": served.info.weight_bytes,
+        "bytes_per_token": served.info.bytes_per_token,
+        "replicas": served.replicas.iter().map(replica).collect::<Vec<_>>(),
+    })
+}
+
+fn replica(replica: &Replica) -> Value {
+    let load = replica.load();
+    json!({
+        "name": replica.name,
+        "device": replica.device.index,
+        "slots": replica.slots(),
+        "room": replica.room(),
+        "unfinished": replica.unfinished(),
+        "closed": replica.closed(),
+        "running": load.running,
+        "waiting": load.waiting,
+        "pages_used": load.pages_used,
+        "pages_cached": load.pages_cached,
+        "pages_total": load.pages_total,
+        "snapshots": load.snapshots,
+        "prompt_tokens": load.prompt_tokens,
+        "cached_tokens": load.cached_tokens,
+        "preemptions": load.preemptions,
+    })
+}
+
+/// `/api/steps`.
+pub(super) fn steps(admin: &Admin, replica: &Replica, steps: &[StepRecord]) -> Value {
+    json!({
+        "now": admin.now(),
+        "replica": replica.name,
+        "next": steps.last().map(|step| step.number + 1),
+        "steps": steps.iter().map(|record| step(admin, record)).collect::<Vec<_>>(),
+    })
+}
+
+fn step(admin: &Admin, record: &StepRecord) -> Value {
+    let cost = &record.cost;
+    json!({
+        "number": record.number,
+        "phase": record.phase,
+        "rows": record.rows,
+        "steps": record.steps,
+        "tokens": record.tokens,
+        "planned": admin.us(record.planned),
+        "taken": admin.us(record.taken),
+        "requests": record.requests.iter().map(|id| &**id).collect::<Vec<&str>>(),
+        "running": record.running,
+        "waiting": record.waiting,
+        "pages_used": record.pages_used,
+        "cost": {
+            "submits": cost.submits,
+            "dispatches": cost.dispatches,
+            "barriers": cost.barriers,
+            "transfer_submits": cost.transfer_submits,
+            "host_waits": cost.host_waits,
+            "enqueue_us": cost.enqueue_us,
+            "schedule_us": cost.schedule_us,
+            "deliver_us": cost.deliver_us,
+            "gpu_us": cost.gpu_us,
+        },
+        "submissions": record.submissions.iter().map(|record| submission(admin, record)).collect::<Vec<_>>(),
+    })
+}
+
+fn point(point: &Point) -> Value {
+    json!({ "queue": point.role.to_string(), "value": point.value })
+}
+
+fn submission(admin: &Admin, record: &SubmissionRecord) -> Value {
+    let regions = record.regions.iter().map(|region| {
+        json!({
+            "name": &*region.name,
+            "runs": region.runs,
+            "begin": admin.us(region.begin),
+            "end": admin.us(region.end),
+            "kernels": region.kernels.len(),
+        })
+    });
+    json!({
+        "enqueue": [admin.us(record.enqueue.0), admin.us(record.enqueue.1)],
+        "point": point(&record.point),
+        "waits": record.waits.iter().map(point).collect::<Vec<_>>(),
+        "flush": record.flush.name(),
+        "seen": admin.us(record.seen),
+        "host_waits": record.host_waits,
+        "dispatches": record.dispatches,
+        "barriers": record.barriers,
+        "clock": record.clock.map(|clock| json!({ "quality": clock.name(), "error_us": micros(clock.error()) })),
+        "regions": regions.collect::<Vec<_>>(),
+    })
+}
+
+/// `/api/transfers`.
+pub(super) fn transfers(admin: &Admin, device: &ServedDevice, from: u64) -> Value {
+    let records = transfer_records(device, from);
+    json!({
+        "now": admin.now(),
+        "next": records.last().map_or(from, |record| record.number + 1),
+        "transfers": records.iter().map(|record| transfer(admin, record)).collect::<Vec<_>>(),
+    })
+}
+
+/// A device's submissions to its transfer queue, from `from` on, as far as they are kept.
+fn transfer_records(_device: &ServedDevice, _from: u64) -> Vec<TransferRecord> {
+    // The transfer actor counts its submissions and keeps no records of them yet.
+    Vec::new()
+}
+
+fn transfer(admin: &Admin, record: &TransferRecord) -> Value {
+    json!({
+        "number": record.number,
+        "what": record.what,
+        "bytes": record.bytes,
+        "copies": record.copies,
+        "submitted": admin.us(record.enqueue.1),
+        "seen": admin.us(record.seen),
+        "point": point(&record.point),
+        "waits": record.waits.iter().map(point).collect::<Vec<_>>(),
+    })
+}
+
+/// `/api/requests`.
+pub(super) fn requests(admin: &Admin, host: &Host, since: f64) -> Value {
+    let mut running = Vec::new();
+    for replica in host.replicas() {
+        running.extend(replica.requests().into_iter().map(|view| {
+            json!({
+                "replica": replica.name,
+                "id": view.id,
+                "phase": view.phase,
+                "prompt_tokens": view.prompt_tokens,
+                "prefilled_tokens": view.prefilled_tokens,
+                "cached_tokens": view.cached_tokens,
+                "output_tokens": view.output_tokens,
+                "max_tokens": view.max_tokens,
+                "pages": view.pages,
+                "preemptions": view.preemptions,
+                "age": micros(view.age),
+                "queued": micros(view.queued),
+                "first_token": view.first_token.map(micros),
+            })
+        }));
+    }
+    let ended = host.ended.after(admin.moment(since));
+    json!({
+        "now": admin.now(),
+        "running": running,
+        "ended": ended.iter().map(|ended| self::ended(admin, ended)).collect::<Vec<_>>(),
+    })
+}
+
+fn ended(admin: &Admin, ended: &Ended) -> Value {
+    json!({
+        "at": admin.us(ended.at),
+        "id": ended.id,
+        "model": ended.model,
+        "replica": ended.replica,
+        "operation": ended.operation,
+        "reason": ended.reason,
+        "error": ended.error,
+        "input_tokens": ended.input_tokens,
+        "cached_tokens": ended.cached_tokens,
+        "output_tokens": ended.output_tokens,
+        "queue": micros(ended.queue),
+        "first_token": ended.first_token.map(micros),
+        "per_token": ended.per_token.map(micros),
+        "whole": micros(ended.whole),
+    })
+}

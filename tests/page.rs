@@ -1,0 +1,538 @@
+//! The admin page in a real browser: every view in both themes, on a desk and on a phone, with a keyboard alone; while
+//! requests run, while a model loads, and when the server is gone. A screenshot of each is kept in `page/` beside the
+//! other files of tests. The browser's console stays empty.
+
+mod browser;
+mod common;
+mod serving;
+
+use browser::Browser;
+use ostinato::engine::host::Host;
+use ostinato::engine::start::{Progress, Unit};
+use ostinato::service::admin::{self, Admin};
+use ostinato::service::proto;
+use ostinato::service::server::Options;
+use serde_json::json;
+use serving::{Served, fake, model, serve_models, text_request, tokenizer};
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
+
+/// An id that would do harm if it were taken for markup.
+const EVIL: &str = "<img src=x onerror=\"document.body.dataset.broken=1\">";
+
+struct Page {
+    admin: Arc<Admin>,
+    url: String,
+    stop: CancellationToken,
+    task: tokio::task::JoinHandle<()>,
+}
+
+async fn page() -> Page {
+    let admin = Admin::new();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(admin::serve(Arc::clone(&admin), listener, stop.clone()));
+    Page { admin, url, stop, task }
+}
+
+/// Two models on two devices, one of them on both.
+async fn host() -> Served {
+    let fast = || fake(Duration::from_millis(3), b"Once upon a time there was a fox. ");
+    let slow = fake(Duration::from_millis(7), b"42 ");
+    let stories = model("stories", Some(tokenizer(true)), vec![(0, fast()), (1, fast())], 16);
+    let sums = model("sums", Some(tokenizer(true)), vec![(1, slow)], 16);
+    serve_models(vec![stories, sums], Options::default()).await
+}
+
+/// Keeps requests of several kinds running until it is told to stop.
+fn load(served: &Served, stop: &Arc<AtomicBool>) -> Vec<tokio::task::JoinHandle<()>> {
+    let ask = |name: &'static str, model: &'static str, prompt: usize, tokens: u32, pause: u64| {
+        let (address, stop) = (served.address.clone(), Arc::clone(stop));
+        tokio::spawn(async move {
+            let mut client = proto::ostinato_client::OstinatoClient::connect(address).await.unwrap();
+            let mut round = 0;
+            while !stop.load(Ordering::Relaxed) {
+                let mut request = text_request(model, &"a word ".repeat(prompt), tokens);
+                request.request_id = format!("{name}-{round}");
+                round += 1;
+                let outcome = serving::generate(&mut client, request).await;
+                assert!(outcome.error.is_none(), "{:?}", outcome.error);
+                tokio::time::sleep(Duration::from_millis(pause)).await;
+            }
+        })
+    };
+    vec![
+        ask("story", "stories", 60, 400, 40),
+        ask("tale", "stories", 200, 150, 200),
+        ask("poem", "stories", 20, 250, 90),
+        ask(EVIL, "sums", 30, 120, 30),
+        ask("sum", "sums", 90, 60, 100),
+        ask("product", "sums", 10, 200, 0),
+    ]
+}
+
+/// What holds of every view at every size.
+#[track_caller]
+fn fits(browser: &mut Browser, what: &str) {
+    let wide = browser.eval("[document.documentElement.scrollWidth, innerWidth]");
+    assert!(wide[0].as_u64() <= wide[1].as_u64(), "{what} is wider than its window: {wide}");
+    // Text against the first ground below it that is painted: at least 4.5 to 1, 3 to 1 of large text.
+    let faint = browser.eval(
+        r#"(() => {
+            const parse = (c) => { const m = c.match(/[\d.]+/g).map(Number); return { rgb: m.slice(0, 3), a: m[3] ?? 1 }; };
+            const light = (rgb) => rgb.map((v) => v / 255).map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+                .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+            const faint = [];
+            for (const element of document.querySelectorAll("body *")) {
+                const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+                const box = element.getBoundingClientRect();
+                if (!own || box.width < 2 || !element.checkVisibility() || element.closest(".out, .skip, noscript")) continue;
+                let ground = element;
+                while (ground && parse(getComputedStyle(ground).backgroundColor).a === 0) ground = ground.parentElement;
+                const style = getComputedStyle(element);
+                const [a, b] = [style.color, getComputedStyle(ground ?? document.documentElement).backgroundColor].map((c) => light(parse(c).rgb));
+                const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+                const large = parseFloat(style.fontSize) >= 24;
+                if (ratio < (large ? 3 : 4.5)) faint.push(`${element.tagName} ${element.textContent.slice(0, 30)} ${ratio.toFixed(2)}`);
+            }
+            return faint;
+        })()"#,
+    );
+    assert_eq!(faint, json!([]), "{what}");
+    let nameless = browser.eval(
+        r#"[...document.querySelectorAll("button, select, canvas, [tabindex='0']")]
+            .filter((e) => e.checkVisibility() && !(e.textContent.trim() || e.getAttribute("aria-label") || e.labels?.length))
+            .map((e) => e.outerHTML)"#,
+    );
+    assert_eq!(nameless, json!([]), "{what}: everything that takes the keyboard has a name");
+}
+
+/// The servers' threads; the browser is driven from the test's own.
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+#[test]
+fn every_view_shows_a_host_at_work() {
+    let runtime = runtime();
+    let (served, page) = runtime.block_on(async { (host().await, page().await) });
+    page.admin.line("memory of \"stories/0\" on Fake Apple");
+    page.admin.set_endpoint(served.address.trim_start_matches("http://").parse().unwrap());
+    page.admin.set_host(Arc::clone(&served.host));
+    let mut browser = Browser::start();
+    browser.size(1280, 800, false);
+    browser.theme("light");
+    browser.open(&page.url);
+    nothing_runs(&mut browser);
+    let stop = Arc::new(AtomicBool::new(false));
+    let clients = {
+        let _context = runtime.enter();
+        load(&served, &stop)
+    };
+    numbers_move(&mut browser, &served.host);
+    timeline_moves(&mut browser);
+    transfers_and_waits_are_drawn(&mut browser);
+    requests_are_text(&mut browser);
+    keyboard_alone(&mut browser);
+    every_size_and_theme(&mut browser);
+    assert_eq!(browser.complaints, Vec::<String>::new());
+    stop.store(true, Ordering::Relaxed);
+    runtime.block_on(async {
+        for client in clients {
+            client.await.unwrap();
+        }
+        page.stop.cancel();
+        page.task.await.unwrap();
+    });
+}
+
+fn nothing_runs(browser: &mut Browser) {
+    browser.until("document.body.dataset.view === 'overview' && !document.querySelector('#idle').hidden");
+    let command = browser.text("#idle-command");
+    assert!(command.starts_with("ostinato generate --server http://127.0.0.1:"), "{command}");
+    assert!(command.contains("--model stories"), "with several models one is named: {command}");
+    assert_eq!(browser.text("#status"), "serving");
+    for name in ["stories", "sums", "Fake Apple", "Fake Banana", "stories/1"] {
+        assert!(browser.text("#overview").contains(name), "{name}");
+    }
+    fits(browser, "nothing runs");
+    browser.screenshot("overview-idle-light");
+    browser.eval("location.hash = '#timeline'");
+    browser.until("!document.querySelector('#chart-empty').hidden");
+    assert_eq!(browser.text("#chart-empty"), "Nothing has run on this device yet.");
+    browser.eval("location.hash = '#requests'");
+    browser.until("document.querySelector('#requests').checkVisibility()");
+    assert!(browser.text("#running-none").contains("No request runs"));
+    browser.eval("location.hash = '#overview'");
+}
+
+fn numbers_move(browser: &mut Browser, host: &Host) {
+    browser.until("Number(document.body.dataset.rate) > 20 && Number(document.body.dataset.running) >= 3");
+    browser.until("document.querySelector('#idle').hidden");
+    browser.until("document.querySelector('#first-token-sub').textContent.startsWith('p50')");
+    browser.until("document.querySelector('[data-replica=\"sums/0\"]').dataset.running === '2'");
+    // What the page counts is what the host has done.
+    for replica in host.replicas() {
+        let told = browser.eval(&format!("known.steps.get({:?}).steps.map((s) => [s.number, s.tokens])", replica.name));
+        let told: HashMap<u64, u32> = serde_json::from_value::<Vec<(u64, u32)>>(told).unwrap().into_iter().collect();
+        let steps = replica.steps_from(0);
+        let both: Vec<_> = steps.iter().filter(|step| told.contains_key(&step.number)).collect();
+        assert!(both.len() > 10, "{}: {} of {} steps", replica.name, both.len(), told.len());
+        assert!(both.iter().all(|step| told[&step.number] == step.tokens));
+        let numbers: Vec<u64> = told.keys().copied().collect();
+        let span = numbers.iter().max().unwrap() - numbers.iter().min().unwrap() + 1;
+        assert_eq!(span, numbers.len() as u64, "none is missed");
+    }
+    let before = browser.eval("document.body.dataset.polls").as_str().unwrap().parse::<u64>().unwrap();
+    browser.until(&format!("Number(document.body.dataset.polls) > {}", before + 1));
+}
+
+fn timeline_moves(browser: &mut Browser) {
+    browser.eval("location.hash = '#timeline'");
+    browser.until("Number(document.querySelector('#chart').dataset.drawn) > 10");
+    let data = |browser: &mut Browser, name: &str| {
+        let value = browser.eval(&format!("document.querySelector('#chart').dataset.{name}"));
+        value.as_str().unwrap().to_owned()
+    };
+    let number = |browser: &mut Browser, name: &str| data(browser, name).parse::<f64>().unwrap();
+    assert_eq!(data(browser, "live"), "true");
+    let from = number(browser, "from");
+    browser.until(&format!("Number(document.querySelector('#chart').dataset.from) > {from}"));
+    let sum = browser.text("#chart-sum");
+    assert!(sum.contains("readback") && sum.contains("compute queue busy"), "{sum}");
+
+    // The other device has two replicas, and lanes for both.
+    browser.eval("(() => { const s = document.querySelector('#device'); s.value = '1'; s.dispatchEvent(new Event('change')); })()");
+    browser.until("chart.lanes.filter((lane) => lane.id.startsWith('engine ')).length === 2");
+
+    // Zoom with the wheel keeps the place under the pointer; dragging moves; both stop following.
+    browser.eval("document.querySelector('#live').click()");
+    browser.until("document.querySelector('#chart').dataset.live === 'false'");
+    let place = browser.eval("(() => { const r = document.querySelector('#chart').getBoundingClientRect(); return [r.x + r.width / 4, r.y + 120, r.width]; })()");
+    let place: Vec<f64> = serde_json::from_value(place).unwrap();
+    let (x, y, width) = (place[0], place[1], place[2]);
+    let (from, span) = (number(browser, "from"), number(browser, "span"));
+    browser.mouse("mouseWheel", x, y, json!({ "deltaX": 0, "deltaY": -200 }));
+    browser.until(&format!("Number(document.querySelector('#chart').dataset.span) < {}", span * 0.9));
+    let (closer, closer_span) = (number(browser, "from"), number(browser, "span"));
+    assert!(
+        ((from + span / 4.0) - (closer + closer_span / 4.0)).abs() < span * 0.01,
+        "the place under the pointer stays"
+    );
+    browser.mouse("mousePressed", x, y, json!({ "button": "left", "buttons": 1, "clickCount": 1 }));
+    browser.mouse("mouseMoved", x + width / 4.0, y, json!({ "button": "left", "buttons": 1 }));
+    browser.mouse("mouseReleased", x + width / 4.0, y, json!({ "button": "left", "clickCount": 1 }));
+    browser.until(&format!(
+        "Math.abs(Number(document.querySelector('#chart').dataset.from) - {}) < {}",
+        closer - closer_span / 4.0,
+        closer_span * 0.02
+    ));
+    // Two fingers.
+    let fingers = |x0: f64, x1: f64| json!([{ "x": x0, "y": y, "id": 1 }, { "x": x1, "y": y, "id": 2 }]);
+    browser.call("Input.dispatchTouchEvent", json!({ "type": "touchStart", "touchPoints": fingers(x, x + 80.0) }));
+    browser.call("Input.dispatchTouchEvent", json!({ "type": "touchMove", "touchPoints": fingers(x, x + 160.0) }));
+    browser.call("Input.dispatchTouchEvent", json!({ "type": "touchEnd", "touchPoints": [] }));
+    browser.until(&format!("Number(document.querySelector('#chart').dataset.span) < {}", closer_span * 0.7));
+    browser.until("chart.pointers.size === 0");
+
+    // What is under the pointer is told, and what is clicked stays.
+    browser.eval("(() => { const s = document.querySelector('#device'); s.value = '0'; s.dispatchEvent(new Event('change')); chart.span = 60000; chart.follow(true); chart.follow(false); })()");
+    let spot = "(() => { const box = chart.boxes.findLast((b) => b.lane === 'compute' && b.end < chart.from + chart.span && b.begin > chart.from);
+        const lane = chart.lanes.find((l) => l.id === 'compute'); const r = chart.canvas.getBoundingClientRect();
+        return box && [r.x + ((box.begin + box.end) / 2 - chart.from) / chart.span * r.width, r.y + lane.y + 8]; })()";
+    browser.until(spot);
+    let spot: Vec<f64> = serde_json::from_value(browser.eval(spot)).unwrap();
+    browser.mouse("mouseMoved", spot[0], spot[1], json!({}));
+    browser.until("document.querySelector('#detail-title').textContent.startsWith('Region ')");
+    let facts = browser.text("#detail-facts");
+    assert!(facts.contains("Flush") && facts.contains("estimated"), "{facts}");
+    browser.mouse("mousePressed", spot[0], spot[1], json!({ "button": "left", "buttons": 1, "clickCount": 1 }));
+    browser.mouse("mouseReleased", spot[0], spot[1], json!({ "button": "left", "clickCount": 1 }));
+    browser.until("document.querySelector('#chart').dataset.chosen.includes('region')");
+    browser.mouse("mouseMoved", 2.0, 2.0, json!({}));
+    assert!(browser.text("#detail-title").starts_with("Region "));
+    fits(browser, "timeline");
+    browser.screenshot("timeline-chosen-light");
+}
+
+/// Method: fakes have no transfer queue; its records are put where the page keeps what the server said.
+fn transfers_and_waits_are_drawn(browser: &mut Browser) {
+    browser.eval(
+        "(() => {
+            chart.follow(false);
+            const steps = known.steps.get('stories/0').steps;
+            const step = structuredClone(steps.at(-1));
+            const t = steps.at(-1).taken;
+            Object.assign(step, { number: 1e9, phase: 'prefill', rows: 640, steps: 1, planned: t + 500, taken: t + 16000 });
+            const submission = step.submissions[0];
+            step.submissions = [submission];
+            Object.assign(submission, {
+                enqueue: [t + 900, t + 1100], seen: t + 15500, flush: 'cross_queue',
+                point: { queue: 'compute', value: 4711 }, waits: [{ queue: 'transfer', value: 17 }],
+            });
+            submission.regions = [
+                { name: 'patch.0', runs: 1, begin: t + 7000, end: t + 7400, kernels: 0 },
+                { name: 'prefill.640', runs: 1, begin: t + 7400, end: t + 14000, kernels: 0 },
+                { name: 'head.1', runs: 1, begin: t + 14000, end: t + 15200, kernels: 0 },
+            ];
+            steps.push(step);
+            known.transfers.set(0, { next: 1e9, transfers: [0, 1, 2].map((n) => ({
+                number: n, what: n ? 'copy' : 'fill', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
+                submitted: t + 1500 + 1800 * n, seen: t + 3200 + 1800 * n, point: { queue: 'transfer', value: 15 + n },
+            })) });
+            chart.collect();
+            chart.span = 20000;
+            chart.from = t - 3000;
+            chart.choose(chart.boxes.find((box) => box.key.endsWith('1000000000 0 region 1')));
+        })()",
+    );
+    browser.until("document.querySelector('#detail-title').textContent === 'Region prefill.640'");
+    let facts = browser.text("#detail-facts");
+    assert!(
+        facts.contains("transfer 17") && facts.contains("cross queue") && facts.contains("compute 4711"),
+        "{facts}"
+    );
+    browser.screenshot("timeline-transfers-light");
+    browser.eval("chart.canvas.focus()");
+    browser.key("ArrowDown", false);
+    browser.key("ArrowDown", false);
+    let said = browser.text("#detail-said");
+    assert!(said.starts_with("Transfer: ") && said.contains("MiB"), "{said}");
+    browser.eval("known.steps.get('stories/0').steps.pop(); known.transfers.clear(); chart.collect()");
+}
+
+fn requests_are_text(browser: &mut Browser) {
+    browser.eval("location.hash = '#requests'");
+    browser.until("document.querySelectorAll('#running tbody tr').length >= 4");
+    browser.until("document.querySelectorAll('#ended tbody tr').length >= 6");
+    browser.until("document.querySelector('#running tr[data-phase=decode]')");
+    let shown = browser.text("#requests");
+    assert!(shown.contains(EVIL), "{shown}");
+    assert_eq!(browser.eval("document.body.dataset.broken ?? null"), json!(null));
+    assert_eq!(browser.eval("document.querySelectorAll('main img').length"), 0);
+    // A row's output grows while it is looked at.
+    let output = "[...document.querySelectorAll('#running tbody tr')].map((r) => r.cells[0].textContent + r.cells[4].textContent).join()";
+    let before = browser.eval(output);
+    browser.until(&format!("{output} !== {before}"));
+}
+
+fn keyboard_alone(browser: &mut Browser) {
+    let focus = |browser: &mut Browser| browser.eval("getComputedStyle(document.activeElement).outlineStyle");
+    browser.eval("location.hash = '#overview'");
+    browser.eval("document.activeElement.blur()");
+    browser.tab_to(".skip");
+    assert_eq!(focus(browser), "solid");
+    browser.tab_to("nav a[href='#requests']");
+    assert_eq!(focus(browser), "solid", "who has the focus is seen");
+    browser.key("Enter", false);
+    browser.until("document.body.dataset.view === 'requests' && document.querySelector('nav a[aria-current]').hash === '#requests'");
+    browser.eval("document.activeElement.blur()");
+    browser.tab_to("nav a[href='#timeline']");
+    browser.key("Enter", false);
+    browser.until("document.body.dataset.view === 'timeline'");
+    browser.tab_to("#live");
+    browser.tab_to("#chart");
+    browser.key("Escape", false);
+    browser.until("document.querySelector('#chart').dataset.chosen === ''");
+    browser.key("ArrowRight", false);
+    browser.until("document.querySelector('#chart').dataset.chosen !== ''");
+    assert_eq!(browser.text("#live"), "Paused", "what is looked at does not run away");
+    let chosen = |browser: &mut Browser| browser.eval("chart.chosen").as_str().unwrap().to_owned();
+    let first = chosen(browser);
+    browser.key("ArrowLeft", false);
+    let second = chosen(browser);
+    assert_ne!(first, second);
+    browser.key("ArrowRight", false);
+    assert_eq!(chosen(browser), first);
+    let said = browser.text("#detail-said");
+    assert!(said.starts_with("Region ") && said.contains("Took"), "{said}");
+    browser.key("ArrowUp", false);
+    assert!(browser.text("#detail-said").contains("handed to the driver"));
+    browser.key("ArrowUp", false);
+    assert!(browser.text("#detail-said").starts_with("Plan "));
+    browser.key("ArrowDown", false);
+    browser.key("ArrowDown", false);
+    browser.key("ArrowDown", false);
+    assert!(browser.text("#detail-said").contains("is seen"));
+    let span = |browser: &mut Browser| browser.eval("chart.span").as_f64().unwrap();
+    let whole = span(browser);
+    browser.key("+", false);
+    assert!((span(browser) - whole / 2.0).abs() < 1.0);
+    browser.key("-", false);
+    assert!((span(browser) - whole).abs() < 1.0);
+    let from = browser.eval("chart.from").as_f64().unwrap();
+    browser.key("ArrowLeft", true);
+    assert!((browser.eval("chart.from").as_f64().unwrap() - (from - whole / 4.0)).abs() < 1.0);
+    browser.key("ArrowUp", false);
+    browser.key("Enter", false);
+    assert!(span(browser) < whole, "the box fills the window");
+    browser.key(" ", false);
+    browser.until("document.querySelector('#live').getAttribute('aria-pressed') === 'true'");
+    browser.eval("chart.span = 400000");
+    browser.tab_to("summary");
+    browser.key("Enter", false);
+    browser.until("!document.querySelector('#timeline details').open");
+    browser.key("Enter", false);
+}
+
+fn every_size_and_theme(browser: &mut Browser) {
+    for (size, width, height, phone) in [("desk", 1280, 800, false), ("phone", 360, 740, true)] {
+        browser.size(width, height, phone);
+        for theme in ["light", "dark"] {
+            browser.theme(theme);
+            for view in ["overview", "timeline", "requests"] {
+                browser.eval(&format!("location.hash = '#{view}'"));
+                browser.until(&format!("document.body.dataset.view === '{view}'"));
+                let polls = browser.eval("document.body.dataset.polls").as_str().unwrap().parse::<u64>().unwrap();
+                browser.until(&format!("Number(document.body.dataset.polls) > {}", polls + 1));
+                fits(browser, &format!("{view}, {size}, {theme}"));
+                browser.screenshot(&format!("{view}-{size}-{theme}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
+    let runtime = runtime();
+    let (served, page) = runtime.block_on(async { (host().await, page().await) });
+    let mut browser = Browser::start();
+    browser.size(1280, 800, false);
+    browser.open(&page.url);
+    browser.until("document.body.dataset.view === 'loading'");
+    assert_eq!(browser.text("#loading-what"), "Opening devices");
+    page.admin
+        .line("memory of \"stories/0\" on Fake Apple\n  weights    15.3 GiB\n  kv pages  153.0 MiB  <b>68</b> pages");
+    page.admin.step("loading weights", 3 << 30, 15 << 30, Unit::Bytes);
+    browser.until("document.querySelector('#loading-progress').value === 3 * 2 ** 30");
+    assert_eq!(browser.text("#loading-what"), "Loading weights");
+    std::thread::sleep(Duration::from_millis(700));
+    page.admin.step("loading weights", 9 << 30, 15 << 30, Unit::Bytes);
+    browser.until("document.querySelector('#loading-progress').value === 9 * 2 ** 30");
+    let numbers = browser.text("#loading-numbers");
+    assert!(numbers.starts_with("9.0 GiB of 15.0 GiB") && numbers.ends_with(" left"), "{numbers}");
+    let lines = browser.text("#loading-lines");
+    assert!(lines.contains("weights    15.3 GiB\n") && lines.contains("<b>68</b>"), "{lines}");
+    for theme in ["light", "dark"] {
+        browser.theme(theme);
+        fits(&mut browser, "loading");
+        browser.screenshot(&format!("loading-desk-{theme}"));
+    }
+    browser.size(360, 740, true);
+    fits(&mut browser, "loading on a phone");
+    browser.screenshot("loading-phone-dark");
+    browser.size(1280, 800, false);
+
+    page.admin.set_host(Arc::clone(&served.host));
+    browser.until("document.body.dataset.view === 'overview'");
+    assert_eq!(browser.complaints, Vec::<String>::new());
+    served.host.drain();
+    browser.until("document.querySelector('#status').textContent === 'draining'");
+
+    let address = page.url.trim_start_matches("http://").trim_end_matches('/').to_owned();
+    page.stop.cancel();
+    runtime.block_on(page.task).unwrap();
+    browser.until("!document.querySelector('#gone').hidden");
+    assert!(browser.text("#gone").contains("does not answer"));
+    for theme in ["light", "dark"] {
+        browser.theme(theme);
+        fits(&mut browser, "gone");
+        browser.screenshot(&format!("gone-desk-{theme}"));
+    }
+
+    // Another server at the same place: the page takes it up, and forgets what the first one said.
+    let admin = Admin::new();
+    admin.set_host(Arc::new(Host::new(vec![model("other", None, vec![(2, fake(Duration::from_millis(1), b"x"))], 4)])));
+    let stop = CancellationToken::new();
+    let listener = runtime.block_on(TcpListener::bind(&address)).unwrap();
+    let again = runtime.spawn(admin::serve(admin, listener, stop.clone()));
+    browser.until(
+        "document.querySelector('#gone').hidden && document.querySelector('#models').textContent.includes('other')",
+    );
+    assert!(!browser.text("#models").contains("stories"));
+    stop.cancel();
+    runtime.block_on(again).unwrap();
+    // A browser writes down each request that nobody answered, whatever the page does; and nothing else.
+    assert!(!browser.complaints.is_empty(), "what the console says is heard");
+    let other: Vec<&String> =
+        browser.complaints.iter().filter(|line| !line.contains("net::ERR_") || !line.contains("/api/")).collect();
+    assert!(other.is_empty(), "{other:?}");
+}
+
+/// The UUID of one of the CPU drivers.
+fn lavapipe() -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_ostinato")).args(["devices", "--json"]).output().unwrap();
+    let devices: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let found = devices.iter().find(|device| device["name"].as_str().unwrap().contains("llvmpipe")).unwrap();
+    found["uuid"].as_str().unwrap().to_owned()
+}
+
+/// Method: the program itself, on a CPU driver with the embedded model: a real memory plan, real regions.
+#[test]
+fn the_program_serves_the_page() {
+    common::layer();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
+        .args([
+            "serve",
+            "--model",
+            &format!("demo=embedded:demo@{}", lavapipe()),
+            "--listen",
+            "127.0.0.1:0",
+            "--admin",
+            "127.0.0.1:0",
+        ])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut line = |prefix: &str| {
+        let mut line = String::new();
+        output.read_line(&mut line).unwrap();
+        line.strip_prefix(prefix).unwrap_or_else(|| panic!("{line:?}")).trim().to_owned()
+    };
+    let address = line("listening on ");
+    let url = line("admin on ");
+    let mut browser = Browser::start();
+    browser.size(1280, 800, false);
+    browser.theme("light");
+    browser.open(&url);
+    browser.until("document.querySelectorAll('#devices .barline i').length > 2");
+    let memory = browser.text("#devices");
+    assert!(memory.contains("llvmpipe") && memory.contains("weights") && memory.contains("kv pages"), "{memory}");
+    assert!(browser.text("#start-lines").contains("memory of \"demo/0\""));
+    assert!(browser.text("#idle-command").contains(&address));
+    let status = Command::new(env!("CARGO_BIN_EXE_ostinato"))
+        .args(["generate", "--server", &address, "--prompt", "Once upon a time", "--max-tokens", "48"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .status()
+        .unwrap();
+    assert!(status.success());
+    browser.eval("location.hash = '#timeline'");
+    browser.until("chart.boxes.some((box) => box.lane === 'compute' && box.label.startsWith('decode.1'))");
+    // What the device did lies between the enqueueing and the moment it was seen, within the clock's error.
+    let outside = browser.eval(
+        "chart.submissions.filter(({ submission: s }) => s.regions.length && s.clock).filter(({ submission: s }) =>
+            s.regions[0].begin < s.enqueue[0] - s.clock.error_us - 1 || s.regions.at(-1).end > s.seen + s.clock.error_us + 1).length",
+    );
+    assert_eq!(outside, 0);
+    fits(&mut browser, "timeline of a CPU driver");
+    browser.screenshot("timeline-program-light");
+    browser.eval("location.hash = '#overview'");
+    browser.until("!document.querySelector('#rate').textContent.startsWith('–') && document.querySelector('#overview').checkVisibility()");
+    browser.screenshot("overview-program-light");
+    assert_eq!(browser.complaints, Vec::<String>::new());
+    let id = child.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}

@@ -131,6 +131,21 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
     }
 }
 
+// Brings the state to where the pending tokens lead; gives their number.
+uint take_in_pending(inout vec4 s[EACH_ROWS], uint position, uint settled, uint pending_at, uint group, uint column) {
+    uint count = position == 0u ? 0u : min(position - settled, MOST_PENDING);
+    for (uint token = 0u; token < count; token++) {
+        uint at = pending_at + token * PENDING_QUADS;
+        vec4 delta = pending.v[at + KEY_QUADS + column];
+        float alpha = pending.v[at + KEY_QUADS + QUADS].x;
+        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+            uint d = group * EACH_ROWS + n;
+            s[n] = alpha * s[n] + component(pending.v[at + d / 4u], d) * delta;
+        }
+    }
+    return count;
+}
+
 void main() {
     uint h = gl_WorkGroupID.x, first_row = gl_WorkGroupID.y * TOKENS, i0 = gl_LocalInvocationIndex;
     uint column = i0 % QUADS, group = i0 / QUADS;
@@ -178,21 +193,13 @@ void main() {
     vec4 scale = writes ? norm.v[column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
     uint pending_at = (info.z * VALUE_HEADS + h) * 4u * PENDING_QUADS;
-    if (PENDING == 1u) {
-        uint count = position == 0u ? 0u : min(position - slots.v[info.z * SLOT_WORDS + SLOT_SETTLED], MOST_PENDING);
+    uint settled = PENDING == 1u ? slots.v[info.z * SLOT_WORDS + SLOT_SETTLED] : 0u;
+    if (TOKENS > 1u && PENDING == 1u) {
         if (position == 0u) {
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
         }
-        for (uint token = 0u; token < count; token++) {
-            uint at = pending_at + token * PENDING_QUADS;
-            vec4 delta = pending.v[at + KEY_QUADS + column];
-            float alpha = pending.v[at + KEY_QUADS + QUADS].x;
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-                uint d = group * EACH_ROWS + n;
-                s[n] = alpha * s[n] + component(pending.v[at + d / 4u], d) * delta;
-            }
-        }
-        if (TOKENS > 1u && (count > 0u || position == 0u)) {
+        uint count = take_in_pending(s, position, settled, pending_at, group, column);
+        if (count > 0u || position == 0u) {
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
         }
     }
@@ -236,6 +243,8 @@ void main() {
         }
     }
     barrier();
+    // As the zeros below: not before the wait for x.
+    if (TOKENS == 1u && PENDING == 1u) take_in_pending(s, position, settled, pending_at, group, column);
 
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
         if (token < valid) {
@@ -258,7 +267,7 @@ void main() {
                 float q = mixed_s[own + at / 4u][at % 4u];
                 key[n] = mixed_s[own + KEY_QUADS + at / 4u][at % 4u];
                 // Not before the wait for x, which would then wait for the state first.
-                if (PENDING == 0u && position == 0u) s[n] = vec4(0.0);
+                if ((PENDING == 0u || TOKENS == 1u) && position == 0u) s[n] = vec4(0.0);
                 r += key[n] * s[n];
                 w += q * s[n];
             }

@@ -15,7 +15,7 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use half::bf16;
-use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
+use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round, ways};
 use ostinato::kernels::attention::{self, Heads};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::flash_decode::{Split, Spread, flash_decode, plan_splits};
@@ -1003,15 +1003,6 @@ fn flash_heads() -> Vec<Heads> {
         .map(make)
         .to_vec()
 }
-
-/// How blocks can be multiplied here.
-fn ways() -> &'static [Matrices] {
-    match Driver::first() {
-        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
-        _ => &[Matrices::ByHand],
-    }
-}
-
 /// How `flash_decode` takes its rows and leaves its output.
 #[derive(Clone, Copy, PartialEq)]
 enum Batch {

@@ -12,7 +12,7 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
-use harness::{Bench, Cases, Expect, POISON, Random, round};
+use harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use ostinato::kernels::gemm::{Activations, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{Grouped, Mlp, Shape, Sorted, Used};
@@ -35,15 +35,6 @@ fn check(vulkan: &Vulkan, cases: &Cases, reference: &HostMemory) {
         cases.check(&Bench::new(vulkan, *driver), reference);
     }
 }
-
-/// The variants that the drivers under test run.
-fn ways() -> &'static [Matrices] {
-    match Driver::first() {
-        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
-        _ => &[Matrices::ByHand],
-    }
-}
-
 /// What the router says of the rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Logits {

@@ -3,105 +3,22 @@
 
 mod serving;
 
-use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
-use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
-use opentelemetry_proto::tonic::common::v1::any_value::Value;
-use opentelemetry_proto::tonic::common::v1::{AnyValue, KeyValue};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use ostinato::telemetry::{self, Settings};
+use serving::collector::*;
 use serving::*;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tonic::{Request, Response, Status};
-
-#[derive(Clone, Debug, Default)]
-struct Collector {
-    spans: Arc<Mutex<Vec<Span>>>,
-    services: Arc<Mutex<Vec<String>>>,
-}
-
-#[tonic::async_trait]
-impl TraceService for Collector {
-    async fn export(
-        &self,
-        request: Request<ExportTraceServiceRequest>,
-    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        for resource in request.into_inner().resource_spans {
-            let attributes = resource.resource.unwrap().attributes;
-            self.services.lock().unwrap().push(text(&attributes, "service.name"));
-            for scope in resource.scope_spans {
-                self.spans.lock().unwrap().extend(scope.spans);
-            }
-        }
-        Ok(Response::new(ExportTraceServiceResponse::default()))
-    }
-}
-
-fn find<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a Value> {
-    let found = attributes.iter().find(|attribute| attribute.key == key)?;
-    found.value.as_ref()?.value.as_ref()
-}
-
-#[track_caller]
-fn text(attributes: &[KeyValue], key: &str) -> String {
-    match find(attributes, key) {
-        Some(Value::StringValue(text)) => text.clone(),
-        other => panic!("{key} is {other:?} in {attributes:#?}"),
-    }
-}
-
-#[track_caller]
-fn int(attributes: &[KeyValue], key: &str) -> i64 {
-    match find(attributes, key) {
-        Some(Value::IntValue(number)) => *number,
-        other => panic!("{key} is {other:?} in {attributes:#?}"),
-    }
-}
-
-#[track_caller]
-fn double(attributes: &[KeyValue], key: &str) -> f64 {
-    match find(attributes, key) {
-        Some(Value::DoubleValue(number)) => *number,
-        other => panic!("{key} is {other:?} in {attributes:#?}"),
-    }
-}
-
-fn words(attributes: &[KeyValue], key: &str) -> Vec<String> {
-    let Some(Value::ArrayValue(array)) = find(attributes, key) else { panic!("no list {key}") };
-    let word = |value: &AnyValue| match &value.value {
-        Some(Value::StringValue(word)) => word.clone(),
-        other => panic!("{other:?}"),
-    };
-    array.values.iter().map(word).collect()
-}
-
-#[track_caller]
-fn one<'a>(spans: &'a [Span], name: &str) -> &'a Span {
-    let found: Vec<&Span> = spans.iter().filter(|span| span.name == name).collect();
-    let names: Vec<&str> = spans.iter().map(|span| span.name.as_str()).collect();
-    assert_eq!(found.len(), 1, "{name} in {names:?}");
-    found[0]
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
+use tonic::Request;
 
 const SECRET: &str = "a prompt that nobody may see";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_trace_from_the_client_to_the_steps() {
-    let collector = Collector::default();
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let endpoint = format!("http://{}", listener.local_addr().unwrap());
-    let receiver = tonic::transport::Server::builder()
-        .add_service(TraceServiceServer::new(collector.clone()))
-        .serve_with_incoming(tonic::transport::server::TcpIncoming::from(listener));
-    tokio::spawn(receiver);
+    let (collector, endpoint) = Collector::start().await;
     let guard = telemetry::init(&Settings {
         otlp_endpoint: Some(endpoint),
         // What begins here is not kept; what a client asks for is.
@@ -174,7 +91,9 @@ async fn one_trace_from_the_client_to_the_steps() {
     let (first, refused, dropped, chat, samples) = loop {
         tokio::task::block_in_place(|| guard.flush());
         let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT), of(SAMPLES));
-        if all.0.len() >= 5 && !all.1.is_empty() && all.2.len() >= 4 && all.3.len() >= 5 && all.4.len() >= 8 {
+        // The inference span of each ends last.
+        let ended = |spans: &[Span]| spans.iter().any(|span| span.name == "ostinato.v1.Ostinato/Generate");
+        if [&all.0, &all.1, &all.2, &all.3, &all.4].into_iter().all(|spans| ended(spans)) {
             break all;
         }
         assert!(Instant::now() < until, "{all:#?}");
@@ -182,7 +101,9 @@ async fn one_trace_from_the_client_to_the_steps() {
     };
     assert!(collector.services.lock().unwrap().iter().all(|service| service == "ostinato"));
 
-    // RPC → inference → queue, prefill, decode.
+    // RPC → inference → queue, prefill, decode; steps and what ran on the device beside them.
+    check_steps(&first);
+    let [first, refused, dropped, chat, samples] = [first, refused, dropped, chat, samples].map(without_steps);
     assert_eq!(first.len(), 5, "{first:#?}");
     let rpc = one(&first, "ostinato.v1.Ostinato/Generate");
     assert_eq!(hex(&rpc.parent_span_id), "00f067aa0ba902b7");
@@ -269,37 +190,85 @@ async fn one_trace_from_the_client_to_the_steps() {
     }
     assert!(find(&decode.attributes, "ostinato.sample").is_none(), "an only sample needs no number");
 
-    // Five asked to be traced; the sixth began here, where the ratio is 0.
+    // The answer names its trace; one that nobody traces names none that is kept.
+    const NAMED: &str = "22222222222222222222222222222222";
+    let answer = client.generate(trace(NAMED, text_request("alpha", "x", 1))).await.unwrap();
+    let named = answer.metadata().get("traceparent").unwrap().to_str().unwrap().to_owned();
+    assert!(named.starts_with(&format!("00-{NAMED}-")) && named.ends_with("-01"), "{named}");
+    read(answer.into_inner()).await;
+
+    // Two requests in a batch: their steps are spans of one trace, linked to both; the other's phases name them.
+    const OLDER: &str = "0123456789abcdef0123456789abcdef";
+    const YOUNGER: &str = "fedcba9876543210fedcba9876543210";
+    let (mut one_client, mut other_client) = (client.clone(), client.clone());
+    let older = generate(&mut one_client, trace(OLDER, text_request("alpha", SECRET, 60)));
+    let younger = generate(&mut other_client, trace(YOUNGER, text_request("alpha", SECRET, 60)));
+    let (older, younger) = tokio::join!(older, younger);
+    assert_eq!((older.ids().len(), younger.ids().len()), (60, 60));
+    // A long one makes few spans.
+    const LONG: &str = "11111111111111111111111111111111";
+    let long = generate(&mut client, trace(LONG, text_request("alpha", "x", 3_000))).await;
+    assert_eq!(long.ids().len(), 3_000);
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+    let ended = |trace: &str| of(trace).iter().any(|span| span.name == "ostinato.v1.Ostinato/Generate");
+    let until = Instant::now() + Duration::from_secs(10);
+    while ![OLDER, YOUNGER, LONG].into_iter().all(ended) {
+        tokio::task::block_in_place(|| guard.flush());
+        assert!(Instant::now() < until);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let (older, younger) = (of(OLDER), of(YOUNGER));
+    let both: Vec<&Span> = older.iter().chain(&younger).filter(|span| is_step(span) && span.links.len() == 2).collect();
+    assert!(!both.is_empty(), "no step of two requests");
+    for step in &both {
+        assert_eq!(int(&step.attributes, "ostinato.requests"), 2);
+        let mut linked: Vec<String> = step.links.iter().map(|link| hex(&link.trace_id)).collect();
+        linked.sort();
+        assert_eq!(linked, [OLDER, YOUNGER]);
+        let other = if hex(&step.trace_id) == OLDER { &younger } else { &older };
+        let named = other.iter().flat_map(|span| &span.links).any(|link| link.span_id == step.span_id);
+        assert!(named, "the other request's trace does not name {step:#?}");
+    }
+    let long = of(LONG);
+    let steps = long.iter().filter(|span| span.name.ends_with(" step")).count();
+    assert!((20..120).contains(&steps), "{steps} steps of 3,000 tokens are shown");
+    check_steps(&long);
+
+    // Nine asked to be traced; another one began here, where the ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
     traces.dedup();
-    assert_eq!(traces, [FIRST, REFUSED, DROPPED, CHAT, SAMPLES].map(str::to_owned));
+    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, NAMED, OLDER, YOUNGER, LONG].map(str::to_owned);
+    asked.sort();
+    assert_eq!(traces, asked);
     let everything = format!("{spans:?}");
     assert!(!everything.contains("nobody"), "a prompt is in the trace");
     assert!(!everything.contains("abcdefgh"), "an output is in the trace");
 }
 
-/// Method: a child process, as a process has one subscriber: a collector that refuses
-/// connections, a generation, and an end of the program that does not wait for it.
+/// Method: a child process, as a process has one subscriber: a collector that refuses connections, or takes them and
+/// says nothing; generations, and an end of the program that does not wait for it.
 #[test]
-fn a_collector_that_is_down_costs_nothing() {
+fn a_collector_that_is_down_or_does_not_answer_costs_nothing() {
     const CHILD: &str = "OTLP_TEST_CHILD";
-    if std::env::var_os(CHILD).is_some() {
-        let guard = telemetry::init(&Settings {
-            otlp_endpoint: Some("http://127.0.0.1:1".to_owned()),
-            sample_ratio: 1.0,
-            log: "off".to_owned(),
-            json: false,
-        })
-        .unwrap();
+    if let Ok(how) = std::env::var(CHILD) {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = match how.as_str() {
+            "down" => "http://127.0.0.1:1".to_owned(),
+            _ => format!("http://{}", silent.local_addr().unwrap()),
+        };
+        let settings =
+            Settings { otlp_endpoint: Some(endpoint), sample_ratio: 1.0, log: "off".to_owned(), json: false };
+        let guard = telemetry::init(&settings).unwrap();
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
             let fast = fake(Duration::from_micros(100), b"abc");
             let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fast)], 8)];
             let served = serve_models(models, Options::default()).await;
             let mut client = served.client().await;
-            for _ in 0..50 {
+            // More spans than are kept: what has no room is dropped.
+            for _ in 0..1_500 {
                 let outcome = generate(&mut client, text_request("", "x", 6)).await;
                 assert_eq!(outcome.text(), "abcabc");
             }
@@ -309,14 +278,16 @@ fn a_collector_that_is_down_costs_nothing() {
         println!("ended in {} ms", begun.elapsed().as_millis());
         return;
     }
-    let output = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_collector_that_is_down_costs_nothing", "--nocapture"])
-        .env(CHILD, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
-    let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
-    let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
-    assert!(ended < 4000, "{ended} ms");
+    for how in ["down", "silent"] {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_collector_that_is_down_or_does_not_answer_costs_nothing", "--nocapture"])
+            .env(CHILD, how)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{how}: {text}\n{}", String::from_utf8_lossy(&output.stderr));
+        let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
+        let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
+        assert!(ended < 4000, "{how}: {ended} ms");
+    }
 }

@@ -817,7 +817,7 @@ fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
             let layers = (0..checkpoint.config.layers).map(|layer| stages(checkpoint, layer, fragments));
             let mut wanted = vec!["embed".to_owned()];
             wanted.extend(layers.clone().flatten());
-            wanted.push(if checkpoint.config.tied { "embed" } else { "lm_head" }.to_owned());
+            wanted.push("lm_head".to_owned());
             // Where each row's context is split is decided once a step, where several rows attend on fragments.
             let found: Vec<&str> = calls(recording).into_iter().filter(|label| *label != "plan").collect();
             let (layered, drawing) = found.split_at(wanted.len().min(found.len()));

@@ -506,8 +506,12 @@ async fn lists_loads_and_the_step_ring_name_what_runs_where() {
     let mut request = text_request("alpha", "x", 20);
     request.device = "alpha/1".to_owned();
     generate(&mut client, request).await;
-    let profile =
-        |device: &str, last| proto::ProfileRequest { model: "alpha".to_owned(), device: device.to_owned(), last };
+    let profile = |device: &str, last| proto::ProfileRequest {
+        model: "alpha".to_owned(),
+        device: device.to_owned(),
+        last,
+        ..Default::default()
+    };
     let ring = client.profile(profile("alpha/1", 0)).await.unwrap().into_inner();
     assert_eq!(ring.replica, "alpha/1");
     assert_eq!(ring.steps[0].phase, "prefill");
@@ -516,10 +520,33 @@ async fn lists_loads_and_the_step_ring_name_what_runs_where() {
     assert!(decoded >= 19, "{decoded} steps for 20 tokens");
     assert!(ring.steps.windows(2).all(|pair| pair[0].number < pair[1].number));
     assert!(ring.steps[0].cost.as_ref().unwrap().submits > 0.0);
+    assert_eq!(ring.steps.iter().map(|step| step.tokens).sum::<u32>(), 20);
+    assert_eq!(ring.device.as_ref().unwrap().name, "Fake Banana");
+    for step in &ring.steps {
+        let [submission] = &step.submissions[..] else { panic!("a fake submits once: {step:?}") };
+        let [region] = &submission.regions[..] else { panic!("{step:?}") };
+        assert!(region.name.starts_with(&step.phase) && region.runs == step.steps, "{step:?}");
+        assert!(step.planned_ns <= region.begin_ns && region.begin_ns <= region.end_ns, "{step:?}");
+        assert!(region.end_ns <= step.taken_ns && step.taken_ns <= ring.now_ns, "{step:?}");
+    }
     let last = client.profile(profile("alpha/1", 2)).await.unwrap().into_inner();
     assert_eq!(last.steps, ring.steps[ring.steps.len() - 2..]);
     let status = client.profile(profile("cherry", 2)).await.unwrap_err();
     assert_eq!(status.code(), Code::NotFound);
+    let kernels = |last, wait_seconds| proto::ProfileRequest { kernels: true, wait_seconds, ..profile("", last) };
+    for (request, message) in [
+        (kernels(257, 0.1), "last is 257, must be at most 256 with kernels"),
+        (kernels(1, 61.0), "wait_seconds is 61, must be from 0 to 60"),
+        (kernels(1, -1.0), "wait_seconds is -1, must be from 0 to 60"),
+        (kernels(1, f64::NAN), "wait_seconds is NaN, must be from 0 to 60"),
+    ] {
+        let status = client.profile(request).await.unwrap_err();
+        assert_eq!((status.code(), status.message()), (Code::InvalidArgument, message));
+    }
+    // Nothing runs, and a fake has no kernels: the call ends when it was said to.
+    let begun = Instant::now();
+    let none = client.profile(kernels(4, 0.2)).await.unwrap().into_inner();
+    assert!(none.steps.is_empty() && begun.elapsed() >= Duration::from_millis(200), "{none:?}");
 
     let load = |model: &str| proto::GetLoadRequest { model: model.to_owned() };
     let all = client.get_load(load("")).await.unwrap().into_inner().replicas;

@@ -15,12 +15,11 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use half::{bf16, f16};
-use harness::{Bench, Cases, Expect, POISON, Random, round};
+use harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::panel::{Config, Fold, Unscaled, panel};
 use ostinato::kernels::recording::Range;
-use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::memory::pack::{Format, fragment_index};
 
@@ -327,11 +326,7 @@ fn panel_multiplies_the_rows_of_a_batch() {
     let configs = [(64, 1, 1), (32, 2, 1)];
     let epilogues =
         [(Epilogue::Store, false), (Epilogue::Residual, false), (Epilogue::SwiGlu, false), (Epilogue::SwiGlu, true)];
-    let ways: &[Matrices] = match Driver::first() {
-        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
-        _ => &[Matrices::ByHand],
-    };
-    for matrices in ways {
+    for matrices in ways() {
         let mut cases = Cases::new(&format!("panel.{matrices:?}"));
         let mut random = Random(24);
         let mut made = Vec::new();
@@ -388,11 +383,7 @@ fn tiled_multiplies_the_rows_of_a_batch() {
 /// A norm that is folded into the products around it: attention's output, residual, norm, gate and up, SwiGLU.
 #[test]
 fn panels_fold_the_norm_between_them() {
-    let ways: &[Matrices] = match Driver::first() {
-        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
-        _ => &[Matrices::ByHand],
-    };
-    for matrices in ways {
+    for matrices in ways() {
         let mut cases = Cases::new(&format!("fold.{matrices:?}"));
         let mut random = Random(25);
         for (rows, hidden, inner, width, tiles, blocks) in

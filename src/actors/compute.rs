@@ -170,10 +170,15 @@ impl Actor {
         let mut runs: Vec<Run> = Vec::new();
         for region in entries.iter().flatten() {
             match runs.last_mut() {
-                Some(last) if self.gpu_time == GpuTime::Phases && last.name == *region.shared_name() => {
+                Some(last)
+                    if self.gpu_time == GpuTime::Phases
+                        && last.name == *region.shared_name()
+                        && last.timed.is_none()
+                        && region.timing().is_none() =>
+                {
                     last.regions += 1;
                 }
-                _ => runs.push(Run { name: Arc::clone(region.shared_name()), regions: 1 }),
+                _ => runs.push(Run::of(region)),
             }
         }
         runs
@@ -184,5 +189,5 @@ impl Actor {
 fn whole(entries: &[Vec<Arc<Region>>]) -> Vec<Run> {
     let regions = entries.iter().flatten().count() as u32;
     let last = entries.iter().flatten().last();
-    last.map(|last| Run { name: Arc::clone(last.shared_name()), regions }).into_iter().collect()
+    last.map(|last| Run { regions, ..Run::of(last) }).into_iter().collect()
 }

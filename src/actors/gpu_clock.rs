@@ -2,7 +2,7 @@
 //! between what is known of submissions. Pure but for the reading handed in. Deliberately absent: timestamps' origin.
 
 use super::timeline::ClockQuality;
-use crate::device::Calibration;
+use crate::device::{Calibration, Device};
 use crate::telemetry::clock::Moment;
 use std::time::Duration;
 
@@ -20,6 +20,8 @@ const MOST_DRIFT: f64 = 1e-3;
 /// A device's clock as the host sees it.
 #[derive(Debug)]
 pub(super) struct GpuClock {
+    /// The driver reads both clocks together.
+    calibrates: bool,
     /// Nanoseconds after which timestamps begin again; 0: never.
     range: u64,
     /// The last calibration, or a place of this device's time that others are told from.
@@ -48,18 +50,53 @@ impl Bounds {
 
 impl GpuClock {
     /// Of a device whose timestamps have so many valid bits.
-    pub(super) fn new(bits: u32, period_ns: f32) -> GpuClock {
+    fn new(bits: u32, period_ns: f32) -> GpuClock {
         let range = if bits >= 64 { 0 } else { ((1u128 << bits) as f64 * f64::from(period_ns)) as u64 };
-        GpuClock { range, last: None, rate: 0.0, drift: UNKNOWN_DRIFT, interval: FIRST_INTERVAL, bounds: None }
+        GpuClock {
+            calibrates: false,
+            range,
+            last: None,
+            rate: 0.0,
+            drift: UNKNOWN_DRIFT,
+            interval: FIRST_INTERVAL,
+            bounds: None,
+        }
+    }
+
+    /// The clock of a device.
+    pub(super) fn of(device: &Device) -> GpuClock {
+        let capabilities = &device.adapter().capabilities;
+        let mut clock = GpuClock::new(capabilities.timestamp_bits, capabilities.timestamp_period_ns);
+        clock.calibrates = capabilities.calibrated_timestamps;
+        clock
+    }
+
+    /// Takes in what is known once a submission has finished, whose `span` of the device's time lay between two moments;
+    /// reads both clocks where it is time to.
+    pub(super) fn follow(&mut self, device: &Device, span: (u64, u64), between: (Moment, Moment)) {
+        if !self.calibrates {
+            self.bound(span, between);
+        } else if self.is_due(between.1) {
+            match device.calibrate() {
+                Ok(calibration) => self.calibrate(calibration),
+                Err(error) => {
+                    // Said once: what follows is estimated.
+                    tracing::warn!(%error, "the device's clock cannot be read");
+                    self.calibrates = false;
+                    self.last = None;
+                    self.bound(span, between);
+                }
+            }
+        }
     }
 
     /// Whether it is time for a calibration.
-    pub(super) fn is_due(&self, now: Moment) -> bool {
+    fn is_due(&self, now: Moment) -> bool {
         self.last.is_none_or(|last| now.since(Moment(last.host_ns)) >= self.interval)
     }
 
     /// Takes a calibration in.
-    pub(super) fn calibrate(&mut self, new: Calibration) {
+    fn calibrate(&mut self, new: Calibration) {
         if let Some(last) = self.last {
             let host = new.host_ns.saturating_sub(last.host_ns) as f64;
             let device = self.difference(new.device_ns, last.device_ns) as f64;
@@ -76,7 +113,7 @@ impl GpuClock {
     }
 
     /// Takes in what is known of a submission: the device's `begin..end` lay between two moments of the host.
-    pub(super) fn bound(&mut self, (begin, end): (u64, u64), (submitted, seen): (Moment, Moment)) {
+    fn bound(&mut self, (begin, end): (u64, u64), (submitted, seen): (Moment, Moment)) {
         let new = Bounds {
             since: seen,
             low: i128::from(submitted.0) - i128::from(begin),

@@ -125,14 +125,18 @@ impl SubmissionRecord {
 pub struct TransferRecord {
     /// Grows by one.
     pub number: u64,
-    /// What was copied, `copy`, `fill` or `readback`.
+    /// What it is: `copy` (fills among them) or `readback`.
     pub what: &'static str,
-    /// Bytes.
+    /// Bytes that it copies or fills.
     pub bytes: u64,
-    /// Copy commands.
+    /// Copy and fill commands.
     pub copies: u32,
-    /// When the driver had it.
-    pub submitted: Moment,
+    /// When the actor took it, and when the driver had it.
+    pub enqueue: (Moment, Moment),
+    /// Begin and end on the device, where its queue has timestamps.
+    pub device: Option<(Moment, Moment)>,
+    /// How these were found.
+    pub clock: Option<ClockQuality>,
     /// When the actor saw its end: not sooner than it was reached, and up to a look later.
     pub seen: Moment,
     /// The point that it reaches.

@@ -2,8 +2,11 @@
 //! waits together goes in one submission. Does not allocate after its start, does not make the
 //! bytes, does not wait for the device while something else could be submitted.
 
-use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Role};
+use super::gpu_clock::GpuClock;
+use super::timeline::TransferRecord;
+use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Queries, Role};
 use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, Slot, StagingRing};
+use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,6 +26,11 @@ const READBACK_BYTES: usize = 4 << 20;
 const READBACK_POLL: Duration = Duration::from_micros(50);
 /// How often it is looked at to let go of what finished, when nothing else is to be done.
 const COLLECT_POLL: Duration = Duration::from_millis(2);
+
+/// Records of ended submissions that are kept.
+const RECORDS: usize = 512;
+/// Submissions in flight that can have timestamps; further ones go without.
+const STAMPS: u32 = 64;
 
 /// Where a part of a staging slot goes.
 #[derive(Clone, Debug)]
@@ -108,6 +116,11 @@ enum Message {
         waits: Vec<Point>,
         reply: Sender<Result<Vec<u8>, TransferError>>,
     },
+    /// To look at what was done.
+    Records {
+        from: u64,
+        reply: Sender<Vec<TransferRecord>>,
+    },
 }
 
 impl Transfer {
@@ -126,6 +139,10 @@ impl Transfer {
             spare: Vec::new(),
             hazards: Hazards::default(),
             counters: Arc::clone(&counters),
+            clock: GpuClock::of(arena.device()),
+            stamps: Stamps::new(arena.device())?,
+            records: VecDeque::new(),
+            number: 0,
         };
         let thread = std::thread::Builder::new()
             .name("transfer".to_owned())
@@ -230,6 +247,15 @@ impl Transfer {
         Ok(last)
     }
 
+    /// The last submissions that have ended, from `number` on, oldest first.
+    pub fn records(&self, number: u64) -> Vec<TransferRecord> {
+        let (reply, answer) = bounded(1);
+        match self.send(Message::Records { from: number, reply }) {
+            Ok(()) => answer.recv().unwrap_or_default(),
+            Err(_) => Vec::new(),
+        }
+    }
+
     /// What has been done so far.
     pub fn counters(&self) -> TransferCounters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -280,6 +306,11 @@ struct Actor {
     spare: Vec<Commands>,
     hazards: Hazards,
     counters: Arc<Counters>,
+    clock: GpuClock,
+    stamps: Option<Stamps>,
+    /// Of submissions that have ended, at most `RECORDS`, and how many there were.
+    records: VecDeque<TransferRecord>,
+    number: u64,
 }
 
 /// A submission that has not finished: keeps what it uses.
@@ -287,6 +318,70 @@ struct InFlight {
     point: Point,
     commands: Commands,
     _buffers: Vec<Arc<Buffer>>,
+    what: &'static str,
+    bytes: u64,
+    copies: u32,
+    enqueue: (Moment, Moment),
+    waits: Vec<Point>,
+    /// Its pair of timestamps.
+    stamp: Option<u32>,
+}
+
+/// Pairs of timestamps for submissions, each command buffer recorded with the one that is free.
+struct Stamps {
+    queries: Queries,
+    free: Vec<u32>,
+}
+
+impl Stamps {
+    /// `None` where the transfer queue has no timestamps.
+    fn new(device: &Device) -> Result<Option<Stamps>, DeviceError> {
+        if device.timestamp_bits(Role::Transfer) == 0 {
+            return Ok(None);
+        }
+        match Queries::new(device, 2 * STAMPS) {
+            Ok(queries) => Ok(Some(Stamps { queries, free: (0..STAMPS).collect() })),
+            Err(DeviceError::Unsupported { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Reads a pair of a submission that has finished, and has it free again.
+    fn take(&mut self, pair: u32) -> Option<(u64, u64)> {
+        let times = self.queries.read(2 * pair, 2);
+        self.queries.reset_range(2 * pair, 2);
+        self.free.push(pair);
+        match times.ok()?[..] {
+            [Some(begin), Some(end)] => Some((begin, end)),
+            _ => None,
+        }
+    }
+}
+
+/// Records what `record` encodes between a pair of timestamps, where one is free; gives the pair.
+fn record_timed(
+    stamps: &mut Option<Stamps>,
+    spare: Option<Commands>,
+    device: &Device,
+    record: impl FnOnce(&mut Encoder),
+) -> Result<(Commands, Option<u32>), DeviceError> {
+    let pair = stamps.as_mut().and_then(|stamps| stamps.free.pop());
+    let recorded = record_in(spare, device, |encoder| {
+        let stamp = |encoder: &mut Encoder, index: u32| {
+            if let (Some(stamps), Some(pair)) = (&*stamps, pair) {
+                encoder.timestamp(&stamps.queries, 2 * pair + index);
+            }
+        };
+        stamp(encoder, 0);
+        record(encoder);
+        stamp(encoder, 1);
+    });
+    if recorded.is_err()
+        && let (Some(stamps), Some(pair)) = (stamps, pair)
+    {
+        stamps.free.push(pair);
+    }
+    Ok((recorded?, pair))
 }
 
 struct Reading {
@@ -348,6 +443,11 @@ impl Actor {
     fn take(&mut self, messages: Vec<Message>) -> Result<(), DeviceError> {
         let mut group = Group::default();
         for message in messages {
+            if let Message::Records { from, reply } = message {
+                // Whoever asked may have gone.
+                let _ = reply.try_send(self.records.iter().filter(|record| record.number >= from).cloned().collect());
+                continue;
+            }
             if let Message::Readback { from, offset, bytes, waits, reply } = message {
                 self.submit(std::mem::take(&mut group))?;
                 let data = Vec::with_capacity(bytes as usize);
@@ -372,18 +472,29 @@ impl Actor {
         if group.messages.is_empty() {
             return Ok(());
         }
+        let begin = Moment::now();
         let Group { waits, mut messages } = group;
+        let before = (self.counters.bytes.load(Ordering::Relaxed), self.counters.copies.load(Ordering::Relaxed));
         let (hazards, counters) = (&mut self.hazards, &self.counters);
         let record = |encoder: &mut Encoder| {
             for message in &messages {
                 message.encode(encoder, hazards, counters);
             }
         };
-        let submitted = record_in(self.spare.pop(), &self.device, record).and_then(|commands| {
-            let batch = Batch::one(commands.clone(), waits);
-            Ok((self.device.queue(Role::Transfer).submit(batch)?, commands))
+        let recorded = record_timed(&mut self.stamps, self.spare.pop(), &self.device, record);
+        let submitted = recorded.and_then(|(commands, stamp)| {
+            let batch = Batch::one(commands.clone(), waits.clone());
+            match self.device.queue(Role::Transfer).submit(batch) {
+                Ok(point) => Ok((point, commands, stamp)),
+                Err(error) => {
+                    if let (Some(stamps), Some(pair)) = (&mut self.stamps, stamp) {
+                        stamps.free.push(pair);
+                    }
+                    Err(error)
+                }
+            }
         });
-        let (point, commands) = match submitted {
+        let (point, commands, stamp) = match submitted {
             Ok(submitted) => submitted,
             Err(error) => {
                 // What was recorded never runs, its barriers neither.
@@ -397,6 +508,7 @@ impl Actor {
         };
         self.counters.submits.fetch_add(1, Ordering::Relaxed);
         let mut buffers = Vec::new();
+        let (mut filled, mut fills) = (0, 0);
         for message in &mut messages {
             match message {
                 Message::Copy { slot, pieces, submitted, .. } => {
@@ -408,16 +520,32 @@ impl Actor {
                     }
                     let _ = submitted.try_send(Ok(point));
                 }
-                Message::Fill { to, submitted, .. } => {
+                Message::Fill { to, bytes, submitted, .. } => {
+                    (filled, fills) = (filled + *bytes, fills + 1);
                     to.mark_written(point);
                     buffers.push(Arc::clone(to));
                     let _ = submitted.try_send(Ok(point));
                 }
-                Message::Readback { .. } => unreachable!("readbacks are in no group"),
+                Message::Readback { .. } | Message::Records { .. } => unreachable!("these are in no group"),
             }
         }
         buffers.dedup_by(|a, b| Arc::ptr_eq(a, b));
-        self.in_flight.push_back(InFlight { point, commands, _buffers: buffers });
+        let (bytes, copies) = (&self.counters.bytes, &self.counters.copies);
+        let bytes = bytes.load(Ordering::Relaxed) - before.0 + filled;
+        let copies = (copies.load(Ordering::Relaxed) - before.1) as u32 + fills;
+        let enqueue = (begin, Moment::now());
+        let what = "copy";
+        self.in_flight.push_back(InFlight {
+            point,
+            commands,
+            _buffers: buffers,
+            what,
+            bytes,
+            copies,
+            enqueue,
+            waits,
+            stamp,
+        });
         Ok(())
     }
 
@@ -445,12 +573,39 @@ impl Actor {
             self.device.queue(Role::Transfer).collect()?;
             while self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
                 let finished = self.in_flight.pop_front().expect("looked at above");
+                self.note(&finished);
                 if self.spare.len() < BATCH {
                     self.spare.push(finished.commands);
                 }
             }
         }
         Ok(())
+    }
+
+    /// Keeps when a submission that has finished began and ended.
+    fn note(&mut self, finished: &InFlight) {
+        let seen = Moment::now();
+        let times = finished.stamp.and_then(|pair| self.stamps.as_mut()?.take(pair));
+        if let Some(times) = times {
+            self.clock.follow(&self.device, times, (finished.enqueue.0, seen));
+        }
+        let device = times.and_then(|(begin, end)| Some((self.clock.place(begin)?, self.clock.place(end)?)));
+        if self.records.len() == RECORDS {
+            self.records.pop_front();
+        }
+        self.records.push_back(TransferRecord {
+            number: self.number,
+            what: finished.what,
+            bytes: finished.bytes,
+            copies: finished.copies,
+            enqueue: finished.enqueue,
+            device,
+            clock: times.and_then(|(_, end)| self.clock.quality(end)),
+            seen,
+            point: finished.point,
+            waits: finished.waits.clone(),
+        });
+        self.number += 1;
     }
 
     /// Submits the next part of the first readback, if none is under way.
@@ -487,19 +642,30 @@ impl Actor {
         bytes: u64,
         waits: Vec<Point>,
     ) -> Result<(Point, u64), DeviceError> {
+        let begin = Moment::now();
         let into = Arc::clone(self.readback.buffer());
         let into_offset = self.readback.offset();
         let (hazards, counters) = (&mut self.hazards, &self.counters);
-        let commands = record_in(self.spare.pop(), &self.device, |encoder| {
+        let (commands, stamp) = record_timed(&mut self.stamps, self.spare.pop(), &self.device, |encoder| {
             copy(encoder, hazards, counters, (from, offset), (&into, into_offset), bytes);
             encoder.barrier_host();
         })?;
-        let batch = Batch::one(commands.clone(), waits);
+        let batch = Batch::one(commands.clone(), waits.clone());
         let point = self.device.queue(Role::Transfer).submit(batch)?;
         self.counters.submits.fetch_add(1, Ordering::Relaxed);
         from.mark_read(point);
         into.mark_written(point);
-        self.in_flight.push_back(InFlight { point, commands, _buffers: vec![Arc::clone(from), into] });
+        self.in_flight.push_back(InFlight {
+            point,
+            commands,
+            _buffers: vec![Arc::clone(from), into],
+            what: "readback",
+            bytes,
+            copies: 1,
+            enqueue: (begin, Moment::now()),
+            waits,
+            stamp,
+        });
         Ok((point, bytes))
     }
 
@@ -520,6 +686,7 @@ impl Message {
             Message::Readback { reply, .. } => {
                 let _ = reply.try_send(Err(error.clone()));
             }
+            Message::Records { .. } => {}
         }
     }
 
@@ -530,6 +697,7 @@ impl Message {
             Message::Copy { pieces, waits, .. } => (waits, pieces.iter().map(|p| &p.to).collect()),
             Message::Fill { to, waits, .. } => (waits, vec![to]),
             Message::Readback { waits, .. } => (waits, Vec::new()),
+            Message::Records { .. } => (&[], Vec::new()),
         };
         let of_compute = |target: &Arc<Buffer>| target.last_use().find(|p| p.role == Role::Compute);
         latest(waits.iter().copied().chain(targets.into_iter().filter_map(of_compute)))
@@ -550,7 +718,7 @@ impl Message {
                 }
                 encoder.fill(to.raw(), *offset, *bytes, *word);
             }
-            Message::Readback { .. } => unreachable!("readbacks are in no group"),
+            Message::Readback { .. } | Message::Records { .. } => unreachable!("these are in no group"),
         }
     }
 }

@@ -3,9 +3,9 @@
 
 use super::gpu_clock::GpuClock;
 use super::stamps::Taken;
-use super::timeline::{FlushReason, RegionSpan, SubmissionRecord};
+use super::timeline::{FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Device, DeviceError, Point};
-use crate::kernels::region::Region;
+use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::sync::Arc;
@@ -16,6 +16,16 @@ use std::time::Duration;
 pub(super) struct Run {
     pub(super) name: Arc<str>,
     pub(super) regions: u32,
+    /// The region, if it has timestamps inside.
+    pub(super) timed: Option<Arc<Region>>,
+}
+
+impl Run {
+    /// Of one region.
+    pub(super) fn of(region: &Arc<Region>) -> Run {
+        let timed = region.timing().map(|_| Arc::clone(region));
+        Run { name: Arc::clone(region.shared_name()), regions: 1, timed }
+    }
 }
 
 /// What to watch: a submission's points and where to say that they were reached.
@@ -116,10 +126,8 @@ impl Watcher {
         let thread = std::thread::Builder::new()
             .name("watcher".to_owned())
             .spawn(move || {
-                let capabilities = &device.adapter().capabilities;
-                let clock = GpuClock::new(capabilities.timestamp_bits, capabilities.timestamp_period_ns);
-                let calibrates = capabilities.calibrated_timestamps;
-                Actor { device, clock, calibrates }.run(&inbox);
+                let clock = GpuClock::of(&device);
+                Actor { device, clock }.run(&inbox);
             })
             .expect("the host can start a thread");
         Watcher { inbox: Some(sender), thread: Some(thread) }
@@ -146,8 +154,6 @@ impl Drop for Watcher {
 struct Actor {
     device: Arc<Device>,
     clock: GpuClock,
-    /// The driver reads both clocks together.
-    calibrates: bool,
 }
 
 impl Actor {
@@ -198,20 +204,16 @@ impl Actor {
         let times = stamps.as_ref().and_then(Taken::read).filter(|times| times.len() == watch.runs.len() + 1);
         let (mut regions, mut clock) = (Vec::new(), None);
         if let Some([first, .., last]) = times.as_deref() {
-            self.read_clock((*first, *last), (watch.enqueue.0, seen));
+            self.clock.follow(&self.device, (*first, *last), (watch.enqueue.0, seen));
             clock = self.clock.quality(*last);
             let place = |time: u64| self.clock.place(time).unwrap_or(seen);
             let ends = times.iter().flatten().skip(1);
             let mut begin = place(*first);
             for (run, end) in watch.runs.iter().zip(ends) {
                 let end = place(*end);
-                regions.push(RegionSpan {
-                    name: Arc::clone(&run.name),
-                    runs: run.regions,
-                    begin,
-                    end,
-                    kernels: Vec::new(),
-                });
+                let timing = run.timed.as_ref().and_then(|region| region.timing());
+                let kernels = timing.map(|timing| kernels(timing, &self.clock)).unwrap_or_default();
+                regions.push(RegionSpan { name: Arc::clone(&run.name), runs: run.regions, begin, end, kernels });
                 begin = end;
             }
         }
@@ -227,22 +229,6 @@ impl Actor {
             clock,
             dispatches: sum(Region::dispatches),
             barriers: sum(Region::barriers),
-        }
-    }
-
-    /// Keeps the device's clock; the device's `span` lay between two moments.
-    fn read_clock(&mut self, span: (u64, u64), between: (Moment, Moment)) {
-        if !self.calibrates {
-            self.clock.bound(span, between);
-        } else if self.clock.is_due(between.1) {
-            match self.device.calibrate() {
-                Ok(calibration) => self.clock.calibrate(calibration),
-                Err(error) => {
-                    // Said once: what follows is estimated.
-                    tracing::warn!(%error, "the device's clock cannot be read");
-                    self.calibrates = false;
-                }
-            }
         }
     }
 
@@ -270,4 +256,20 @@ impl Actor {
             }
         }
     }
+}
+
+/// The operations of a region that has run, each from the end of the one before it.
+fn kernels(timing: &Timing, clock: &GpuClock) -> Vec<KernelSpan> {
+    let Some(times) = timing.take() else { return Vec::new() };
+    let placed: Option<Vec<Moment>> = times.into_iter().map(|time| clock.place(time)).collect();
+    let Some(placed) = placed else { return Vec::new() };
+    let spans = placed.windows(2).zip(timing.operations());
+    spans
+        .map(|(span, operation)| KernelSpan {
+            label: Arc::clone(&operation.label),
+            kernel: operation.kernel,
+            begin: span[0],
+            end: span[1],
+        })
+        .collect()
 }

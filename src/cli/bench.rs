@@ -4,7 +4,7 @@
 use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
-use crate::config::{Config, Model};
+use crate::config::{Config, GpuTime, Model};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
@@ -84,6 +84,9 @@ pub(crate) struct Bench {
     /// Changes of the device's tuning, KEY=VALUE separated by commas.
     #[arg(long, value_delimiter = ',')]
     tune: Vec<String>,
+    /// How much of the device's work is told apart by timestamps.
+    #[arg(long, value_enum, default_value = "phases")]
+    gpu_time: GpuTime,
     /// One JSON object a row on standard output.
     #[arg(long)]
     pub(crate) json: bool,
@@ -166,6 +169,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache;
     config.runtime.tune = args.tune.clone();
+    config.telemetry.gpu_time = args.gpu_time;
     config.server.queue_limit = config.server.queue_limit.max(most);
     let host = start_on(&instance, &config, progress)?;
 

@@ -235,6 +235,13 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
             .find(|model| request.model.is_empty() || model.name == request.model)
             .is_some_and(|model| !model.has_tokenizer);
     }
+    let mut request = tonic::Request::new(request);
+    // Whoever calls this program may trace it, as OpenTelemetry's convention for programs has it.
+    for name in ["traceparent", "tracestate"] {
+        if let Some(value) = std::env::var(name.to_uppercase()).ok().and_then(|value| value.parse().ok()) {
+            request.metadata_mut().insert(name, value);
+        }
+    }
     let answer = client.generate(request).await.map_err(Refused::from)?;
     print(answer.into_inner(), printer).await
 }

@@ -1,4 +1,4 @@
-//! The command line: `devices`, `serve`, `generate`, `bench`, `tune`, `synth`.
+//! The command line: `devices`, `serve`, `generate`, `bench`, `profile`, `tune`, `synth`.
 //! Deliberately absent: anything that the service needs too.
 
 mod arrivals;
@@ -7,6 +7,8 @@ mod beside;
 mod devices;
 mod generate;
 mod load;
+mod perfetto;
+mod profile;
 mod progress;
 mod serve;
 mod synth;
@@ -45,6 +47,8 @@ enum Command {
     Generate(Box<generate::Generate>),
     /// Measure prompt and decode speed beside the device's read ceiling, or a server under load.
     Bench(Box<bench::Bench>),
+    /// Ask a server where its steps' time goes, down to kernels.
+    Profile(profile::Profile),
     /// Find the workgroup shapes that decode fastest on a device, and keep them for later starts.
     Tune(tune::Tune),
     /// Write a checkpoint of random weights in the layout of Hugging Face.
@@ -100,6 +104,7 @@ pub fn main() -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
+        Command::Profile(args) => profile::run(&args),
         Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
             let Synth { shape: Shape { arch, config }, out, seed, dtype, layers, shard_size } = args;

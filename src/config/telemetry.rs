@@ -19,7 +19,7 @@ pub struct Telemetry {
 }
 
 /// How much of the device's work is told apart by timestamps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum GpuTime {
     /// Nothing: none are written, and device times are missing everywhere.

@@ -217,6 +217,11 @@ impl Device {
         }
     }
 
+    /// Valid bits of a timestamp on a role's queue; 0 where it has none.
+    pub fn timestamp_bits(&self, role: Role) -> u32 {
+        self.logical.timestamp_bits(role)
+    }
+
     /// Reads the device's clock together with the host's; `Unsupported` where it cannot be.
     pub fn calibrate(&self) -> Result<Calibration, DeviceError> {
         let unsupported =

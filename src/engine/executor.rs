@@ -281,6 +281,11 @@ pub trait Executor: Send {
     fn wake(&self) -> &crossbeam_channel::Receiver<()>;
     /// Everything that has completed since the last call; never blocks.
     fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError>;
+    /// Times every kernel of one step of each of the next `plans` plans with work; those asked for before and not
+    /// submitted yet are replaced. Does nothing where nothing can be timed.
+    fn profile(&mut self, plans: u32) {
+        let _ = plans;
+    }
     /// What steps took lately; the step loop sizes its run-ahead and prompts' chunks by it.
     fn pace(&self) -> &Pace;
 }

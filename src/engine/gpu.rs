@@ -10,12 +10,13 @@ use super::request::{PerToken, TokenLogprobs};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::{Outbox, Report};
+use crate::device::Device;
 use crate::device::Point;
 use crate::kernels::attention::Heads;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::flash::flash_tiles;
 use crate::kernels::layout::StateLayout;
-use crate::kernels::region::Region;
+use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
 use crate::kernels::state::{self, RingEntry, SlotInit};
 use crate::memory::Buffer;
@@ -95,6 +96,10 @@ pub struct Parts {
     pub ready: Vec<Point>,
     /// For messages.
     pub device_name: String,
+    /// The device, and the kernels' pipelines, for regions that are timed.
+    pub device: Arc<Device>,
+    /// As `device` says.
+    pub pipelines: Pipelines,
     /// For tests: the fault word is set with this decode plan, counted from 1; 0 never.
     pub fault_at: u32,
 }
@@ -122,6 +127,8 @@ pub struct GpuExecutor {
     /// A kernel waited too long for a word: steps have run with barriers since.
     faulted: bool,
     decode_plans: u32,
+    /// Plans with work that are still to be profiled.
+    profiled: u32,
     /// Of plans that are not finished: the submissions that are, in order.
     submissions: VecDeque<(Ticket, SubmissionRecord)>,
 }
@@ -209,6 +216,7 @@ impl GpuExecutor {
             pace: Pace::default(),
             faulted: false,
             decode_plans: 0,
+            profiled: 0,
             submissions: VecDeque::new(),
             parts,
         }
@@ -549,6 +557,12 @@ impl GpuExecutor {
         }
         let each = sum(&step);
         let mut entries = vec![step; steps.max(1) as usize];
+        if self.profiled > 0 && planned.is_some() {
+            self.profiled -= 1;
+            for region in &mut entries[0] {
+                self.time(region);
+            }
+        }
         entries[0].splice(0..0, applied.regions);
         // A slow device reports single steps, a fast one the whole plan.
         let every = match self.pace.step() {
@@ -584,6 +598,14 @@ impl GpuExecutor {
         };
         self.hand_over(pending, entries, report_after);
         Ok(())
+    }
+
+    /// Puts a region in place of another that does the same and is timed. It is recorded for this one run.
+    fn time(&self, region: &mut Arc<Region>) {
+        match region.timed(&self.parts.device, &self.parts.pipelines) {
+            Ok(timed) => *region = Arc::new(timed),
+            Err(error) => tracing::warn!(%error, region = region.name(), "a region cannot be profiled"),
+        }
     }
 
     /// Gives entries to the compute actor, whose reports will be about `pending`.
@@ -695,6 +717,10 @@ impl Executor for GpuExecutor {
             progress.extend(self.take(report)?);
         }
         Ok(progress)
+    }
+
+    fn profile(&mut self, plans: u32) {
+        self.profiled = plans;
     }
 
     fn pace(&self) -> &Pace {

@@ -5,7 +5,7 @@ use super::affinity::{Affinity, Candidate};
 use super::prefix::PageKey;
 pub use super::replica::Replica;
 use super::request::RequestError;
-use crate::actors::timeline::SubmissionRecord;
+use crate::actors::timeline::{SubmissionRecord, TransferRecord};
 use crate::actors::transfer::Transfer;
 use crate::device::Device;
 use crate::memory::plan::{Purpose, Side};
@@ -142,6 +142,13 @@ pub struct ServedDevice {
     pub transfer: Option<Arc<Transfer>>,
     /// The device itself; `None`: it is a fake.
     pub device: Option<Arc<Device>>,
+}
+
+impl ServedDevice {
+    /// Its last submissions to the transfer queue that have ended, from `number` on, oldest first.
+    pub fn transfers(&self, number: u64) -> Vec<TransferRecord> {
+        self.transfer.as_ref().map(|transfer| transfer.records(number)).unwrap_or_default()
+    }
 }
 
 /// A line of a memory plan.

@@ -41,20 +41,20 @@ impl Observer {
         Observer { started, open: VecDeque::new(), ring: VecDeque::with_capacity(STEP_RING), number: 0 }
     }
 
-    /// A plan with work was handed to the executor.
-    pub fn planned(&mut self, ticket: Ticket, sequences: Vec<SequenceId>) {
-        let planned = Moment::now();
+    /// A plan with work was made at a moment and handed to the executor.
+    pub fn planned(&mut self, ticket: Ticket, planned: Moment, sequences: Vec<SequenceId>) {
         self.open.push_back(Open { ticket, planned, sequences, steps: 0, tokens: 0, cost: PerToken::default() });
     }
 
-    /// A report came; `request` names the sequences that have not ended. Gives the record of a plan that is finished.
+    /// A report came; `request` names the sequences that have not ended. Of a plan that is finished gives the record's
+    /// number and the plan's sequences.
     pub fn reported(
         &mut self,
         report: Reported,
         completed: Completed,
         counts: Counts,
         request: impl Fn(SequenceId) -> Option<Arc<str>>,
-    ) -> Option<&StepRecord> {
+    ) -> Option<(u64, Vec<SequenceId>)> {
         let index = self.open.iter().position(|open| open.ticket == report.ticket)?;
         let open = &mut self.open[index];
         open.steps += completed.steps;
@@ -83,9 +83,22 @@ impl Observer {
             waiting: counts.waiting,
             pages_used: counts.pages_used,
         };
+        let number = self.number;
         self.number += 1;
         self.ring.push_back(record);
-        self.ring.back()
+        Some((number, open.sequences))
+    }
+
+    /// The record of that number, while it is kept.
+    pub fn record(&self, number: u64) -> Option<&StepRecord> {
+        let newest = self.number.checked_sub(1)?;
+        let back = usize::try_from(newest.checked_sub(number)?).ok()?;
+        self.ring.get(self.ring.len().checked_sub(back + 1)?)
+    }
+
+    /// The number that the next record will have.
+    pub fn next_number(&self) -> u64 {
+        self.number
     }
 
     /// The last records, oldest first, at most `last`.

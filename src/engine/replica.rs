@@ -11,7 +11,11 @@ use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, Timings, sample_id,
 };
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
+use super::sequence::SequenceId;
 use super::spans;
+use crate::actors::loader::LoadReport;
+use crate::telemetry::clock::Moment;
+use crate::telemetry::spans::SpanName;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -46,6 +50,8 @@ pub struct Replica {
     pub name: String,
     /// Where it runs.
     pub device: DeviceInfo,
+    /// How its weights came there, where they did.
+    pub loaded: Option<LoadReport>,
     bounds: Bounds,
     /// Requests that may be unfinished: one a slot, and the queue.
     live_max: usize,
@@ -139,12 +145,24 @@ impl Replica {
             failed: None,
             clients: ByAge::default(),
             observer: Observer::new(Instant::now()),
+            done: Vec::new(),
+            name: name.clone(),
             busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
         };
         let thread =
             std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
-        Ok(Replica { name, device, bounds, live_max, slots, shared, inbox, _thread: JoinOnDrop(Some(thread)) })
+        Ok(Replica {
+            name,
+            device,
+            loaded: None,
+            bounds,
+            live_max,
+            slots,
+            shared,
+            inbox,
+            _thread: JoinOnDrop(Some(thread)),
+        })
     }
 
     /// What requests are validated against.
@@ -266,8 +284,17 @@ impl Replica {
         self.ask(|actor| actor.scheduler.views(Instant::now()))
     }
 
+    /// Times the kernels of the next `plans` plans with work (see [`Executor::profile`]); gives the number of the next
+    /// step record.
+    pub fn profile(&self, plans: u32) -> u64 {
+        self.ask(move |actor| {
+            actor.executor.profile(plans);
+            actor.observer.next_number()
+        })
+    }
+
     /// Asks the thread; a thread that has ended has nothing to tell.
-    fn ask<T: Default + Send + 'static>(&self, question: impl FnOnce(&Actor) -> T + Send + 'static) -> T {
+    fn ask<T: Default + Send + 'static>(&self, question: impl FnOnce(&mut Actor) -> T + Send + 'static) -> T {
         let (reply, answer) = bounded(1);
         let ask = Message::Ask(Box::new(move |actor| {
             // Whoever asked may have gone.
@@ -336,8 +363,8 @@ enum Message {
     /// The samples of one request.
     Submit(Vec<Submission>),
     Abort(String),
-    /// To look at something, between two turns.
-    Ask(Box<dyn FnOnce(&Actor) + Send>),
+    /// To look at something, or ask for something, between two turns.
+    Ask(Box<dyn FnOnce(&mut Actor) + Send>),
 }
 
 enum Wake {
@@ -364,6 +391,10 @@ struct Client {
     phase: tracing::Span,
     prompt_tokens: u32,
     output_tokens: u32,
+    /// Its request's span, where its trace is exported.
+    traced: Option<SpanName>,
+    /// Finished plans that it had rows in.
+    plans: u32,
 }
 
 struct Actor {
@@ -375,6 +406,10 @@ struct Actor {
     /// From submission until `Finished`.
     clients: ByAge<Client>,
     observer: Observer,
+    /// Plans that were finished in this turn: their records' numbers, and whom they were for.
+    done: Vec<(u64, Vec<SequenceId>)>,
+    /// `MODEL/INDEX`.
+    name: String,
     shared: Arc<Shared>,
     /// Time that this thread has worked, and handed tokens out, and no step was charged with.
     busy: (Duration, Duration),
@@ -476,6 +511,7 @@ impl Actor {
             {
                 self.fail(&error);
             }
+            self.export_steps();
             self.publish();
             let planned = Instant::now();
             self.busy.0 += planned - start;
@@ -500,20 +536,45 @@ impl Actor {
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 let clients = &self.clients;
                 let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
-                self.observer.reported(reported, completed, self.scheduler.counts(), name);
+                self.done.extend(self.observer.reported(reported, completed, self.scheduler.counts(), name));
             }
         }
         self.scheduler.expire(Instant::now());
         while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.pace()) {
             let sequences = plan.slots().filter_map(|slot| self.scheduler.holder_id(slot)).collect();
             let works = plan.work.is_some();
+            let planned = Moment::now();
             let ticket = self.executor.submit(plan)?;
             self.scheduler.submitted(ticket);
             if works {
-                self.observer.planned(ticket, sequences);
+                self.observer.planned(ticket, planned, sequences);
             }
         }
         Ok(())
+    }
+
+    /// Exports the plans of this turn that someone's trace shows: after the device has its next work, and before
+    /// their clients hear of the end.
+    fn export_steps(&mut self) {
+        for (number, sequences) in self.done.drain(..) {
+            let mut shown = Vec::new();
+            for id in sequences {
+                let Some(client) = self.clients.get_mut(id) else { continue };
+                let index = client.plans;
+                client.plans += 1;
+                if client.traced.is_some() && spans::shows_step(index) {
+                    shown.push(id);
+                }
+            }
+            let Some(record) = self.observer.record(number).filter(|_| !shown.is_empty()) else { continue };
+            let clients = &self.clients;
+            let traced = |id: &SequenceId| {
+                let client = clients.get(*id)?;
+                Some(spans::Traced { request: client.traced.clone()?, phase: &client.phase })
+            };
+            let traced: Vec<spans::Traced<'_>> = shown.iter().filter_map(traced).collect();
+            spans::step(record, &self.name, &traced);
+        }
     }
 
     /// The device failed: every request ends, and none is taken any more.
@@ -588,6 +649,8 @@ impl Client {
             phase: queue,
             prompt_tokens: request.prompt.len() as u32,
             output_tokens: 0,
+            traced: SpanName::of(&request.span),
+            plans: 0,
         };
         (request, client)
     }

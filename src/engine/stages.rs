@@ -59,7 +59,7 @@ fn groups(step: &Recording) -> Vec<Recording> {
     for op in &step.ops {
         let Op::Call(call) = op else { continue };
         let name = match call.label.rsplit('.').next().unwrap_or(&call.label) {
-            "embed" | "lm_head" if multiplies(call) => "head",
+            "lm_head" => "head",
             name => name,
         };
         let at = groups.iter().position(|group| group.name == name).unwrap_or_else(|| {

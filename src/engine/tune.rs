@@ -139,6 +139,7 @@ pub fn tune(
     let station = Station::open(instance, adapter, options.cache, GpuTime::Phases)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
+    let unseen = tracing::Span::none();
     let of = |tune| Build {
         name: "tune",
         model: &model,
@@ -149,6 +150,7 @@ pub fn tune(
         tune,
         tuned: &none,
         progress,
+        span: &unseen,
     };
     // Memory for as many splits as may be tried.
     let build = of(options.tune);
@@ -467,7 +469,7 @@ impl<'a> Bench<'a> {
             device_name: adapter.name.clone(),
             patch: Arc::clone(table.require("inbox.0.patch")?),
             logits: Arc::clone(table.require("dump")?),
-            ready: build.finish(loading)?,
+            ready: build.finish(loading)?.0,
             apply,
             prompt,
             check,

@@ -4,7 +4,7 @@
 use super::barriers;
 use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, SHADER_SET};
-use crate::device::{Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Role};
+use crate::device::{Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Queries, Role};
 use crate::memory::{Buffer, Table};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
@@ -163,8 +163,41 @@ pub struct Region {
     commands: Commands,
     dispatches: u32,
     barriers: u32,
+    timing: Option<Timing>,
+    recording: Recording,
     // The buffers must outlive every submission of the commands.
-    _buffers: Vec<Arc<Buffer>>,
+    buffers: Vec<Arc<Buffer>>,
+}
+
+/// Timestamps inside a region: one at its start and one behind each operation. It must not be in flight twice.
+#[derive(Debug)]
+pub struct Timing {
+    queries: Queries,
+    operations: Vec<Operation>,
+}
+
+/// What stands between two timestamps.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operation {
+    /// The call's label; of a copy or fill the buffer's name.
+    pub label: Arc<str>,
+    /// The shader; `copy` or `fill`.
+    pub kernel: &'static str,
+}
+
+impl Timing {
+    /// What was timed, in order.
+    pub fn operations(&self) -> &[Operation] {
+        &self.operations
+    }
+
+    /// Nanoseconds of the device's clock of each timestamp, one more than operations, of a run that has finished; makes
+    /// them ready for the next one. `None` where one was not written.
+    pub fn take(&self) -> Option<Vec<u64>> {
+        let times = self.queries.read(0, self.queries.count()).ok()?.into_iter().collect();
+        self.queries.reset();
+        times
+    }
 }
 
 impl Region {
@@ -175,7 +208,23 @@ impl Region {
         table: &Table,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
-        Region::with(device, recording, table, pipelines, barriers::derive(&recording.ops))
+        Region::with(device, recording, bind(recording, table)?, pipelines, barriers::derive(&recording.ops), None)
+    }
+
+    /// The same operations and barriers with timestamps between them. They cost time themselves, and where operations
+    /// overlap each is told from the end of the one before it.
+    pub fn timed(&self, device: &Device, pipelines: &Pipelines) -> Result<Region, RegionError> {
+        let name = |id: BufferId| self.recording.buffers[id.0 as usize].name.as_str();
+        let operation = |op: &Op| match op {
+            Op::Call(call) => Operation { label: call.label.as_str().into(), kernel: call.kernel },
+            Op::Copy { to, .. } => Operation { label: name(to.buffer).into(), kernel: "copy" },
+            Op::Fill { to, .. } => Operation { label: name(to.buffer).into(), kernel: "fill" },
+        };
+        let operations: Vec<Operation> = self.recording.ops.iter().map(operation).collect();
+        let queries = Queries::new(device, operations.len() as u32 + 1)?;
+        let timing = Some(Timing { queries, operations });
+        let needed = barriers::derive(&self.recording.ops);
+        Region::with(device, &self.recording, self.buffers.clone(), pipelines, needed, timing)
     }
 
     /// As [`Region::build`], with a barrier before every operation, needed or not: for timing calls
@@ -186,17 +235,23 @@ impl Region {
         table: &Table,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
-        Region::with(device, recording, table, pipelines, vec![true; recording.ops.len()])
+        let every = vec![true; recording.ops.len()];
+        Region::with(device, recording, bind(recording, table)?, pipelines, every, None)
     }
 
     fn with(
         device: &Device,
         recording: &Recording,
-        table: &Table,
+        buffers: Vec<Arc<Buffer>>,
         pipelines: &Pipelines,
         needed: Vec<bool>,
+        timing: Option<Timing>,
     ) -> Result<Region, RegionError> {
-        let buffers = bind(recording, table)?;
+        let stamp = |encoder: &mut Encoder, index: u32| {
+            if let Some(timing) = &timing {
+                encoder.timestamp(&timing.queries, index);
+            }
+        };
         let mut dispatches = 0;
         // One at the start orders the region behind whatever ran before it.
         let mut count = 1;
@@ -209,7 +264,8 @@ impl Region {
                 encoder.barrier_compute()
             }
             let mut copied = false;
-            for (op, barrier) in recording.ops.iter().zip(needed) {
+            stamp(encoder, 0);
+            for ((op, barrier), index) in recording.ops.iter().zip(needed).zip(1..) {
                 let copies = !matches!(op, Op::Call(_));
                 if barrier {
                     count += 1;
@@ -224,12 +280,21 @@ impl Region {
                 copied |= copies;
                 dispatches += u32::from(!copies);
                 encode(encoder, op, &buffers, pipelines);
+                stamp(encoder, index);
             }
             if copied || buffers.iter().any(|b| b.host_visible()) {
                 encoder.barrier_host();
             }
         })?;
-        Ok(Region { name: recording.name.as_str().into(), commands, dispatches, barriers: count, _buffers: buffers })
+        Ok(Region {
+            name: recording.name.as_str().into(),
+            commands,
+            dispatches,
+            barriers: count,
+            timing,
+            recording: recording.clone(),
+            buffers,
+        })
     }
 
     /// The recording's name.
@@ -245,6 +310,11 @@ impl Region {
     /// What the queue is given.
     pub fn commands(&self) -> &Commands {
         &self.commands
+    }
+
+    /// Its timestamps, if it has some.
+    pub fn timing(&self) -> Option<&Timing> {
+        self.timing.as_ref()
     }
 
     /// Dispatches.

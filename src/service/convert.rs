@@ -1,6 +1,9 @@
 //! Engine values as messages. Deliberately absent: decisions.
 
 use super::proto;
+use crate::actors::loader::{LoadReport, Worker};
+use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
+use crate::device::Point;
 use crate::engine::host::{DeviceInfo, Host, Replica, ServedModel, StepRecord};
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
 use std::collections::BTreeMap;
@@ -83,6 +86,82 @@ pub fn step(step: &StepRecord) -> proto::Step {
         steps: step.steps,
         at_seconds: step.at.as_secs_f64(),
         cost: Some(cost(&step.cost)),
+        tokens: step.tokens,
+        planned_ns: step.planned.0,
+        taken_ns: step.taken.0,
+        requests: step.requests.len() as u32,
+        running: step.running,
+        waiting: step.waiting,
+        pages_used: step.pages_used,
+        submissions: step.submissions.iter().map(submission).collect(),
+    }
+}
+
+fn submission(submission: &SubmissionRecord) -> proto::Submission {
+    proto::Submission {
+        enqueue_begin_ns: submission.enqueue.0.0,
+        enqueue_end_ns: submission.enqueue.1.0,
+        seen_ns: submission.seen.0,
+        value: submission.point.value,
+        waits: submission.waits.iter().map(Point::to_string).collect(),
+        flush: submission.flush.name().to_owned(),
+        dispatches: submission.dispatches,
+        barriers: submission.barriers,
+        host_waits: submission.host_waits,
+        regions: submission.regions.iter().map(region).collect(),
+        clock: submission.clock.map_or("", ClockQuality::name).to_owned(),
+        clock_error_us: submission.clock.map_or(0.0, |clock| clock.error().as_secs_f64() * 1e6),
+    }
+}
+
+fn region(region: &RegionSpan) -> proto::RegionRun {
+    let kernel = |kernel: &KernelSpan| proto::KernelRun {
+        label: kernel.label.to_string(),
+        kernel: kernel.kernel.to_owned(),
+        begin_ns: kernel.begin.0,
+        end_ns: kernel.end.0,
+    };
+    proto::RegionRun {
+        name: region.name.to_string(),
+        runs: region.runs,
+        begin_ns: region.begin.0,
+        end_ns: region.end.0,
+        kernels: region.kernels.iter().map(kernel).collect(),
+    }
+}
+
+/// How weights came to a device.
+pub fn load_report(report: &LoadReport) -> proto::Load {
+    let worker = |worker: &Worker| proto::load::Worker {
+        begin_ns: worker.begin.0,
+        end_ns: worker.end.0,
+        read_seconds: worker.read.as_secs_f64(),
+        pack_seconds: worker.pack.as_secs_f64(),
+        wait_seconds: worker.staging_wait.as_secs_f64(),
+    };
+    proto::Load {
+        begin_ns: report.begin.0,
+        end_ns: report.end.0,
+        bytes_read: report.bytes_read,
+        bytes_written: report.bytes_written,
+        workers: report.workers.iter().map(worker).collect(),
+    }
+}
+
+/// One submission to the transfer queue.
+pub fn transfer(transfer: &TransferRecord) -> proto::Transfer {
+    proto::Transfer {
+        number: transfer.number,
+        what: transfer.what.to_owned(),
+        bytes: transfer.bytes,
+        copies: transfer.copies,
+        enqueue_begin_ns: transfer.enqueue.0.0,
+        enqueue_end_ns: transfer.enqueue.1.0,
+        seen_ns: transfer.seen.0,
+        begin_ns: transfer.device.map_or(0, |(begin, _)| begin.0),
+        end_ns: transfer.device.map_or(0, |(_, end)| end.0),
+        value: transfer.point.value,
+        waits: transfer.waits.iter().map(Point::to_string).collect(),
     }
 }
 

@@ -7,7 +7,8 @@ use super::prepare::{self, Place};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
 use super::{convert, proto::ostinato_server::Ostinato};
-use crate::engine::host::Host;
+use crate::engine::host::{Host, StepRecord};
+use crate::telemetry::clock::Moment;
 use crate::telemetry::{names, spans};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,6 +58,17 @@ fn rpc_span(method: &'static str, metadata: &MetadataMap) -> Span {
     spans::set(&span, names::RPC_SERVICE, SERVICE);
     spans::set(&span, names::RPC_METHOD, method);
     span
+}
+
+/// Says in the answer's metadata which trace it is in, where it is in one: `traceparent`, as W3C has it.
+fn name_trace(span: &Span, metadata: &mut MetadataMap) {
+    spans::inject(span, |name, value| {
+        let key = tonic::metadata::MetadataKey::from_bytes(name.as_bytes());
+        if let (Ok(key), Ok(value)) = (key, value.parse()) {
+            let key: tonic::metadata::MetadataKey<tonic::metadata::Ascii> = key;
+            metadata.insert(key, value);
+        }
+    });
 }
 
 /// A unary call's answer, its status on the span.
@@ -144,7 +156,9 @@ impl Ostinato for Rpc {
         match started.await {
             Ok(generation) => {
                 let open = self.streams.token();
-                Ok(Response::new(Tracked { generation, _open: open }))
+                let mut response = Response::new(Tracked { generation, _open: open });
+                name_trace(&span, response.metadata_mut());
+                Ok(response)
             }
             Err(refusal) => Err(refused(&span, &refusal)),
         }
@@ -201,18 +215,8 @@ impl Ostinato for Rpc {
         request: Request<proto::ProfileRequest>,
     ) -> Result<Response<proto::ProfileResponse>, Status> {
         let span = rpc_span("Profile", request.metadata());
-        let message = request.into_inner();
-        let host = Arc::clone(&self.host);
-        let profile = aside(move || {
-            let place = Place::find(&host, &message.model, &message.device)?;
-            let last = if message.last == 0 { usize::MAX } else { message.last as usize };
-            let replica = place.replica();
-            Ok(proto::ProfileResponse {
-                replica: replica.name.clone(),
-                steps: replica.steps(last).iter().map(convert::step).collect(),
-            })
-        });
-        answer(&span, profile.await)
+        let profiled = self.profiled(request.into_inner()).await;
+        answer(&span, profiled)
     }
 
     async fn tokenize(
@@ -266,6 +270,82 @@ impl Ostinato for Rpc {
             Ok(proto::DetokenizeResponse { text })
         });
         answer(&span, text.await)
+    }
+}
+
+/// Plans whose kernels one call can have timed, and how many where it does not say.
+const PROFILED_PLANS: (u32, u32) = (256, 16);
+/// Seconds that it can wait for them, and how long it does where it does not say.
+const PROFILE_WAIT: (f64, f64) = (60.0, 10.0);
+/// Between two looks at whether they have run.
+const PROFILE_LOOK: Duration = Duration::from_millis(20);
+
+impl Rpc {
+    async fn profiled(&self, message: proto::ProfileRequest) -> Result<proto::ProfileResponse, Refusal> {
+        if !(0.0..=PROFILE_WAIT.0).contains(&message.wait_seconds) {
+            let (field, value) = ("wait_seconds", message.wait_seconds.to_string());
+            return Err(Refusal::Value { field, value, rule: "from 0 to 60" });
+        }
+        if message.kernels && message.last > PROFILED_PLANS.0 {
+            let (field, value) = ("last", message.last.to_string());
+            return Err(Refusal::Value { field, value, rule: "at most 256 with kernels" });
+        }
+        let place = Place::find(&self.host, &message.model, &message.device)?;
+        let ask = |work: fn(&Place, u64) -> Vec<StepRecord>, argument: u64| {
+            let place = place.clone();
+            aside(move || Ok(work(&place, argument)))
+        };
+        let steps = if message.kernels {
+            let plans = if message.last == 0 { PROFILED_PLANS.1 } else { message.last };
+            let wait = if message.wait_seconds == 0.0 { PROFILE_WAIT.1 } else { message.wait_seconds };
+            let until = Instant::now() + Duration::from_secs_f64(wait);
+            let asked = place.clone();
+            let first = aside(move || Ok(asked.replica().profile(plans))).await?;
+            let timed = |step: &StepRecord| {
+                step.submissions
+                    .iter()
+                    .flat_map(|submission| &submission.regions)
+                    .any(|region| !region.kernels.is_empty())
+            };
+            loop {
+                let mut steps = ask(|place, from| place.replica().steps_from(from), first).await?;
+                let stopped = self.stop.is_cancelled() || place.replica().closed().is_some();
+                if steps.iter().filter(|step| timed(step)).count() >= plans as usize
+                    || Instant::now() >= until
+                    || stopped
+                {
+                    // What was asked for and has not run is not asked for any more.
+                    let asked = place.clone();
+                    aside(move || Ok(asked.replica().profile(0))).await?;
+                    let last = steps.iter().rposition(timed).map_or(steps.len(), |index| index + 1);
+                    steps.truncate(last);
+                    break steps;
+                }
+                tokio::time::sleep(PROFILE_LOOK).await;
+            }
+        } else {
+            let last = if message.last == 0 { u64::MAX } else { u64::from(message.last) };
+            ask(|place, last| place.replica().steps(usize::try_from(last).unwrap_or(usize::MAX)), last).await?
+        };
+        let asked = place.clone();
+        let transfers = aside(move || {
+            let device = asked.host().devices.iter().find(|device| device.info == asked.replica().device);
+            Ok(device.map(|device| device.transfers(0)).unwrap_or_default())
+        });
+        let transfers = transfers.await?.iter().map(convert::transfer).collect();
+        let replica = place.replica();
+        let now = Moment::now();
+        let unix = now.wall().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        Ok(proto::ProfileResponse {
+            replica: replica.name.clone(),
+            steps: steps.iter().map(convert::step).collect(),
+            device: Some(convert::device(&replica.device)),
+            transfers,
+            pages_total: replica.load().pages_total,
+            now_ns: now.0,
+            now_unix_ns: unix.as_nanos() as u64,
+            load: replica.loaded.as_ref().map(convert::load_report),
+        })
     }
 }
 

@@ -84,6 +84,9 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
         .transpose()?;
     let spans = exporter.as_ref().map(otlp::Exporter::layer);
     tracing_subscriber::registry().with(logs).with(spans).try_init().map_err(TelemetryError::Twice)?;
+    if let Some(exporter) = &exporter {
+        spans::export_with(exporter.tracer());
+    }
     Ok(Guard { exporter })
 }
 

@@ -19,6 +19,22 @@ pub const SPAN_PREFILL: &str = "prefill";
 /// Span: first token to last.
 pub const SPAN_DECODE: &str = "decode";
 
+/// Span: a batched step or several, from its plan to its last token. Shown as `PHASE step`; what ran for it on the device
+/// lies below it, under the names of regions (`decode.8`).
+pub const SPAN_STEP: &str = "step";
+/// Span: a model's way to its device.
+pub const SPAN_LOAD: &str = "load";
+/// Span: its weights, from the first look at them to the last byte on the device.
+pub const SPAN_LOAD_WEIGHTS: &str = "load.weights";
+/// Span: one packing thread's part of it.
+pub const SPAN_LOAD_WORKER: &str = "load.worker";
+/// Span: what the transfer queue copied meanwhile.
+pub const SPAN_LOAD_COPY: &str = "load.copy";
+/// Span: compiling pipelines, while weights are loaded.
+pub const SPAN_LOAD_PIPELINES: &str = "load.pipelines";
+/// Span: recording regions and trying them.
+pub const SPAN_LOAD_REGIONS: &str = "load.regions";
+
 /// The RPC system.
 pub const RPC_SYSTEM: &str = "rpc.system";
 /// Package and service of an RPC.
@@ -120,6 +136,47 @@ pub const FLUSHES_PHASE_BOUNDARY: &str = "ostinato.flushes.phase_boundary";
 pub const FLUSHES_READBACK: &str = "ostinato.flushes.readback";
 /// Flushes for a point of another queue, in all.
 pub const FLUSHES_CROSS_QUEUE: &str = "ostinato.flushes.cross_queue";
+/// Rows of a batch (decode) or tokens of its prompts (prefill).
+pub const ROWS: &str = "ostinato.rows";
+/// The step record's number, as a profile has it.
+pub const STEP_NUMBER: &str = "ostinato.step.number";
+/// Why submissions ended where they did, in order.
+pub const FLUSH_REASON: &str = "ostinato.flush.reason";
+/// The last value that it reaches on the compute queue's timeline.
+pub const TIMELINE_VALUE: &str = "ostinato.timeline.value";
+/// Points of other queues that it waited for.
+pub const TIMELINE_WAITS: &str = "ostinato.timeline.waits";
+/// Requests that it was for; no more than a span can link to are linked.
+pub const REQUESTS: &str = "ostinato.requests";
+/// Sequences that held a slot when it ended.
+pub const RUNNING: &str = "ostinato.running";
+/// Requests in the queue when it ended.
+pub const WAITING: &str = "ostinato.waiting";
+/// KV pages in use when it ended.
+pub const PAGES_USED: &str = "ostinato.kv.pages_used";
+/// Runs of a region, one after the other, in one span.
+pub const REGION_RUNS: &str = "ostinato.region.runs";
+/// The queue that something ran on.
+pub const QUEUE: &str = "ostinato.queue";
+/// How a device's times were brought to the host's clock: `calibrated` or `estimated`.
+pub const GPU_CLOCK: &str = "ostinato.gpu.clock";
+/// How far off they may be, microseconds.
+pub const GPU_CLOCK_ERROR_US: &str = "ostinato.gpu.clock.error_us";
+/// Bytes of the checkpoint that were read.
+pub const LOAD_BYTES_READ: &str = "ostinato.load.bytes_read";
+/// Packed bytes that were copied to the device.
+pub const LOAD_BYTES_WRITTEN: &str = "ostinato.load.bytes_written";
+/// Time of reading files, microseconds.
+pub const LOAD_READ_US: &str = "ostinato.load.read_us";
+/// Time of packing, microseconds.
+pub const LOAD_PACK_US: &str = "ostinato.load.pack_us";
+/// Time of waiting for staging memory, microseconds.
+pub const LOAD_STAGING_WAIT_US: &str = "ostinato.load.staging_wait_us";
+/// Submissions to the transfer queue.
+pub const TRANSFER_SUBMITS: &str = "ostinato.transfer_submits";
+/// Pipelines that were built or found in the cache.
+pub const LOAD_PIPELINES: &str = "ostinato.load.pipelines";
+
 /// How often the sequence lost its pages and was recomputed.
 pub const PREEMPTIONS: &str = "ostinato.preemptions";
 

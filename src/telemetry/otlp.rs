@@ -8,7 +8,7 @@ use opentelemetry_otlp::WithExportConfig;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::{OTelSdkError, OTelSdkResult};
 use opentelemetry_sdk::trace::{
-    BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanData, SpanExporter,
+    BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider, SpanData, SpanExporter,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -94,6 +94,11 @@ impl Exporter {
             .with_target(false)
             .with_tracked_inactivity(false)
             .with_filter(filter_fn(|metadata| metadata.is_span() && metadata.target().starts_with(names::SERVICE)))
+    }
+
+    /// For spans that are made of records.
+    pub(super) fn tracer(&self) -> SdkTracer {
+        self.provider.tracer(names::SERVICE)
     }
 
     pub(super) fn flush(&self) {

@@ -1,12 +1,16 @@
 //! What is done to a span beyond `tracing`: W3C trace context in and out of string headers,
-//! attributes, failure. Deliberately absent: gRPC; whoever has metadata hands in a way to
+//! attributes, failure; spans that are made of records. Deliberately absent: gRPC; whoever has metadata hands in a way to
 //! read it.
 
+use super::clock::Moment;
 use super::names;
 use opentelemetry::propagation::{Extractor, Injector, TextMapPropagator};
-use opentelemetry::trace::{Status, TraceContextExt};
-use opentelemetry::{Context, StringValue, Value};
+use opentelemetry::trace::{Link, Span as _, SpanBuilder, SpanContext, SpanKind, Status, TraceContextExt, Tracer as _};
+use opentelemetry::{Context, KeyValue, StringValue, Value};
 use opentelemetry_sdk::propagation::TraceContextPropagator;
+use opentelemetry_sdk::trace::SdkTracer;
+use std::borrow::Cow;
+use std::sync::OnceLock;
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
@@ -60,4 +64,63 @@ pub fn set_list(span: &Span, name: &'static str, words: &[&'static str]) {
 pub fn fail(span: &Span, kind: &'static str, message: &str) {
     span.set_attribute(names::ERROR_TYPE, kind);
     span.set_status(Status::error(message.to_owned()));
+}
+
+/// Where spans with times of their own go: set once, with the exporter.
+static TRACER: OnceLock<SdkTracer> = OnceLock::new();
+
+/// Spans that are made of records go to the same exporter as those of `tracing`.
+pub(super) fn export_with(tracer: SdkTracer) {
+    // A second exporter is refused before this is reached.
+    let _ = TRACER.set(tracer);
+}
+
+/// Names a span that is exported: what others are made under, or linked to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SpanName(SpanContext);
+
+impl SpanName {
+    /// Of a span of `tracing`; `None` where it is not exported, because nothing is or its trace was not chosen.
+    pub fn of(span: &Span) -> Option<SpanName> {
+        TRACER.get()?;
+        let context = span.context().span().span_context().clone();
+        (context.is_valid() && context.is_sampled()).then_some(SpanName(context))
+    }
+}
+
+/// A span of which everything is known: it is made when it has ended.
+#[derive(Debug)]
+pub struct Past {
+    /// As shown.
+    pub name: Cow<'static, str>,
+    /// Its begin.
+    pub begin: Moment,
+    /// Its end.
+    pub end: Moment,
+    /// Names of `names`, and values.
+    pub attributes: Vec<KeyValue>,
+    /// Other spans that it was for.
+    pub links: Vec<SpanName>,
+}
+
+/// Exports a span under another; gives its name. Costs a few microseconds and never waits: what the exporter's queue
+/// has no room for is dropped.
+pub fn export(parent: &SpanName, past: Past) -> Option<SpanName> {
+    let tracer = TRACER.get()?;
+    let links = past.links.into_iter().map(|link| Link::with_context(link.0)).collect();
+    let builder = SpanBuilder::from_name(past.name)
+        .with_kind(SpanKind::Internal)
+        .with_start_time(past.begin.wall())
+        .with_attributes(past.attributes)
+        .with_links(links);
+    let under = Context::new().with_remote_span_context(parent.0.clone());
+    let mut span = tracer.build_with_context(builder, &under);
+    let name = SpanName(span.span_context().clone());
+    span.end_with_timestamp(past.end.wall());
+    Some(name)
+}
+
+/// Links a span that goes on to one that has ended.
+pub fn link(span: &Span, to: &SpanName) {
+    span.add_link(to.0.clone());
 }

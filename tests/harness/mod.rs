@@ -16,6 +16,7 @@ use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region, RegionError};
+use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tags::TAG_BITS;
 use ostinato::memory::pack::Format;
 use ostinato::memory::{Arena, Place, Table};
@@ -25,6 +26,14 @@ use std::time::Duration;
 
 /// A quiet NaN with a payload: what no kernel writes and no sum survives.
 pub const POISON: u32 = 0x7fc0_dead;
+
+/// How blocks are multiplied on the device that is tested.
+pub fn ways() -> &'static [Matrices] {
+    match Driver::first() {
+        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
+        _ => &[Matrices::ByHand],
+    }
+}
 
 /// A device with what runs recordings on it.
 pub struct Bench {

@@ -1,6 +1,8 @@
 //! A server on loopback over fake devices, for tests of the service.
 #![allow(dead_code)] // each test file uses a part
 
+pub mod collector;
+
 use ostinato::engine::executor::Capacity;
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, Replica, ServedModel};

@@ -97,7 +97,7 @@ impl Decoder<'_> {
         }
         for (first, weight) in self.matrix(recording, name) {
             let product = Product {
-                label: name.to_owned(),
+                label: label_of(name),
                 weight,
                 x,
                 norm: norm.map(|n| (n, self.config.rms_eps)),
@@ -196,7 +196,7 @@ impl Decoder<'_> {
         let bias = self.vector(recording, &format!("{name}.bias"));
         for (first, weight) in self.matrix(recording, name) {
             let product = Tiled {
-                label: name.to_owned(),
+                label: label_of(name),
                 weight,
                 x,
                 bias: bias.map(|bias| floats_from(bias, first)),
@@ -270,4 +270,9 @@ impl Decoder<'_> {
             _ => Fold::None,
         }
     }
+}
+
+/// What a product is called: by its weight, but for tied embeddings, whose product is the head all the same.
+fn label_of(weight: &str) -> String {
+    if weight == "embed" { "lm_head" } else { weight }.to_owned()
 }

@@ -285,8 +285,9 @@ fn transfers_and_waits_are_drawn(browser: &mut Browser) {
             ];
             steps.push(step);
             known.transfers.set(0, { next: 1e9, transfers: [0, 1, 2].map((n) => ({
-                number: n, what: n ? 'copy' : 'fill', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
-                submitted: t + 1500 + 1800 * n, seen: t + 3200 + 1800 * n, point: { queue: 'transfer', value: 15 + n },
+                number: n, what: n ? 'copy' : 'readback', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
+                enqueue: [t + 1300 + 300 * n, t + 1500 + 300 * n], begin: t + 1800 + 1800 * n, end: t + 3500 + 1800 * n,
+                seen: t + 3600 + 1800 * n, clock: { quality: 'calibrated', error_us: 0.7 }, point: { queue: 'transfer', value: 15 + n },
             })) });
             chart.collect();
             chart.span = 20000;
@@ -303,6 +304,8 @@ fn transfers_and_waits_are_drawn(browser: &mut Browser) {
     browser.screenshot("timeline-transfers-light");
     browser.eval("chart.canvas.focus()");
     browser.key("ArrowDown", false);
+    browser.key("ArrowDown", false);
+    assert!(browser.text("#detail-said").contains("handed to the driver"));
     browser.key("ArrowDown", false);
     let said = browser.text("#detail-said");
     assert!(said.starts_with("Transfer: ") && said.contains("MiB"), "{said}");
@@ -520,6 +523,8 @@ fn the_program_serves_the_page() {
     assert!(status.success());
     browser.eval("location.hash = '#timeline'");
     browser.until("chart.boxes.some((box) => box.lane === 'compute' && box.label.startsWith('decode.1'))");
+    // What was loaded went through the transfer queue.
+    browser.until("chart.boxes.some((box) => box.what === 'transfer' && box.transfer.bytes > 1e6)");
     // What the device did lies between the enqueueing and the moment it was seen, within the clock's error.
     let outside = browser.eval(
         "chart.submissions.filter(({ submission: s }) => s.regions.length && s.clock).filter(({ submission: s }) =>

@@ -180,6 +180,7 @@ fn numbers_move(browser: &mut Browser, host: &Host) {
     browser.until("document.querySelector('#first-token-sub').textContent.startsWith('p50')");
     browser.until("document.querySelector('[data-replica=\"sums/0\"]').dataset.running === '2'");
     // What the page counts is what the host has done.
+    browser.until("known.steps.size === 3 && [...known.steps.values()].every((kept) => kept.steps.length > 20)");
     for replica in host.replicas() {
         let told = browser.eval(&format!("known.steps.get({:?}).steps.map((s) => [s.number, s.tokens])", replica.name));
         let told: HashMap<u64, u32> = serde_json::from_value::<Vec<(u64, u32)>>(told).unwrap().into_iter().collect();

@@ -16,7 +16,7 @@ use serde_json::json;
 use serving::{Served, fake, model, serve_models, text_request, tokenizer};
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -479,11 +479,21 @@ fn lavapipe() -> String {
     found["uuid"].as_str().unwrap().to_owned()
 }
 
+/// Ends with its test.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// Method: the program itself, on a CPU driver with the embedded model: a real memory plan, real regions.
 #[test]
 fn the_program_serves_the_page() {
     common::layer();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
+    let child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
         .args([
             "serve",
             "--model",
@@ -498,7 +508,8 @@ fn the_program_serves_the_page() {
         .stderr(Stdio::inherit())
         .spawn()
         .unwrap();
-    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut program = Program(child);
+    let mut output = BufReader::new(program.0.stdout.take().unwrap());
     let mut line = |prefix: &str| {
         let mut line = String::new();
         output.read_line(&mut line).unwrap();
@@ -538,7 +549,7 @@ fn the_program_serves_the_page() {
     browser.until("!document.querySelector('#rate').textContent.startsWith('–') && document.querySelector('#overview').checkVisibility()");
     browser.screenshot("overview-program-light");
     assert_eq!(browser.complaints, Vec::<String>::new());
-    let id = child.id().to_string();
+    let id = program.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
-    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(program.0.wait().unwrap().code(), Some(0));
 }

@@ -111,7 +111,7 @@ async fn files_and_refusals_have_their_headers() {
         ("/page.css", 200, "text/css; charset=utf-8"),
         ("/page.js", 200, "text/javascript; charset=utf-8"),
         ("/favicon.svg", 200, "image/svg+xml"),
-        ("/metrics", 200, "text/plain; version=0.0.4; charset=utf-8"),
+        ("/metrics", 200, "application/openmetrics-text; version=1.0.0; charset=utf-8"),
         ("/api/state", 200, "application/json"),
         ("/nowhere", 404, "text/plain; charset=utf-8"),
         ("/page.js/..", 404, "text/plain; charset=utf-8"),
@@ -198,6 +198,7 @@ async fn the_data_is_what_the_host_says() {
     assert_eq!(told["pages_total"], json!(load.pages_total));
     assert_eq!(told["prompt_tokens"], json!(load.prompt_tokens));
     assert!(load.prompt_tokens > 0);
+    assert_eq!(told["output_tokens"], 3 * 40);
     assert_eq!(state["devices"][1]["name"], "Fake Banana");
     assert_eq!(state["devices"][1]["heap_bytes"], Value::Null, "a fake has no memory");
 

@@ -3,8 +3,10 @@
 
 use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
+use super::variants::Variants;
 use crate::actors::timeline::SubmissionRecord;
 use crate::kernels::embed::BLOCK_ROWS;
+use std::sync::Arc;
 
 /// A row of the batch that a running sequence holds; index below `Capacity::slots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -288,4 +290,8 @@ pub trait Executor: Send {
     }
     /// What steps took lately; the step loop sizes its run-ahead and prompts' chunks by it.
     fn pace(&self) -> &Pace;
+    /// Which kernels run, and the slower ways that are taken; nothing of an executor without kernels.
+    fn variants(&self) -> Arc<Variants> {
+        Arc::default()
+    }
 }

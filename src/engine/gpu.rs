@@ -7,6 +7,7 @@ use super::executor::{
 };
 use super::pace::Pace;
 use super::request::{PerToken, TokenLogprobs};
+use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::{Outbox, Report};
@@ -94,6 +95,8 @@ pub struct Parts {
     pub compute: Arc<Compute>,
     /// What the first submission waits for: the weights' last copies.
     pub ready: Vec<Point>,
+    /// What runs.
+    pub variants: Arc<Variants>,
     /// For messages.
     pub device_name: String,
     /// The device, and the kernels' pipelines, for regions that are timed.
@@ -624,7 +627,7 @@ impl GpuExecutor {
     fn note_fault(&mut self) {
         if !self.faulted {
             self.faulted = true;
-
+            self.parts.variants.fell_back(Fallback::OverlapFault);
             tracing::warn!(
                 device = self.parts.device_name,
                 "a kernel waited too long for another's words: steps run with barriers from now on"
@@ -725,6 +728,10 @@ impl Executor for GpuExecutor {
 
     fn pace(&self) -> &Pace {
         &self.pace
+    }
+
+    fn variants(&self) -> Arc<Variants> {
+        Arc::clone(&self.parts.variants)
     }
 }
 

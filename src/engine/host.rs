@@ -94,6 +94,10 @@ pub struct Load {
     pub cached_tokens: u64,
     /// Sequences that lost their pages to others.
     pub preemptions: u64,
+    /// Tokens that were drafted and verified.
+    pub drafted_tokens: u64,
+    /// Of them those that were right.
+    pub accepted_tokens: u64,
     /// Snapshots of recurrent state that a prompt may find.
     pub snapshots: u32,
 }

@@ -22,5 +22,7 @@ pub mod spans;
 pub mod speculation;
 pub mod stages;
 pub mod start;
+pub mod totals;
 pub mod tune;
 pub mod tuned;
+pub mod variants;

@@ -5,6 +5,7 @@ use super::host::StepRecord;
 use super::request::PerToken;
 use super::scheduler::{Completed, Counts};
 use super::sequence::SequenceId;
+use super::totals::StepTotals;
 use crate::actors::timeline::SubmissionRecord;
 use crate::telemetry::clock::Moment;
 use std::collections::VecDeque;
@@ -33,12 +34,19 @@ pub struct Observer {
     /// At most `STEP_RING`.
     ring: VecDeque<StepRecord>,
     number: u64,
+    totals: Arc<StepTotals>,
 }
 
 impl Observer {
     /// Of a replica that starts now.
     pub fn new(started: Instant) -> Observer {
-        Observer { started, open: VecDeque::new(), ring: VecDeque::with_capacity(STEP_RING), number: 0 }
+        let ring = VecDeque::with_capacity(STEP_RING);
+        Observer { started, open: VecDeque::new(), ring, number: 0, totals: Arc::default() }
+    }
+
+    /// The sums over all records, for whoever reads them beside the engine's thread.
+    pub fn totals(&self) -> Arc<StepTotals> {
+        Arc::clone(&self.totals)
     }
 
     /// A plan with work was made at a moment and handed to the executor.
@@ -85,6 +93,7 @@ impl Observer {
         };
         let number = self.number;
         self.number += 1;
+        self.totals.add(&record);
         self.ring.push_back(record);
         Some((number, open.sequences))
     }

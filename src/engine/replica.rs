@@ -13,6 +13,8 @@ use super::request::{
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
 use super::spans;
+use super::totals::{StepTotals, Totals};
+use super::variants::Variants;
 use crate::actors::loader::LoadReport;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::spans::SpanName;
@@ -23,7 +25,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -57,6 +59,8 @@ pub struct Replica {
     live_max: usize,
     slots: usize,
     shared: Arc<Shared>,
+    totals: Arc<StepTotals>,
+    variants: Arc<Variants>,
     // Order matters: the inbox closes before the thread is joined.
     inbox: Sender<Message>,
     _thread: JoinOnDrop,
@@ -67,7 +71,7 @@ pub struct Replica {
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// Slots held. Written by the thread once a turn, like the next seven.
+    /// Slots held. Written by the thread once a turn, like the next nine.
     running: AtomicU32,
     /// Unfinished requests that have left the queue.
     admitted: AtomicU32,
@@ -76,9 +80,13 @@ struct Shared {
     prompt_tokens: AtomicU64,
     cached_tokens: AtomicU64,
     preemptions: AtomicU64,
+    drafted_tokens: AtomicU64,
+    accepted_tokens: AtomicU64,
     snapshots: AtomicU32,
     /// Written once, at spawn.
     pages_total: AtomicU32,
+    /// The device or the engine failed.
+    failed: AtomicBool,
 }
 
 /// Held for an insertion, a removal or a look.
@@ -138,13 +146,16 @@ impl Replica {
             prefix_cache: config.prefix_cache,
         };
         let wake = executor.wake().clone();
+        let variants = executor.variants();
+        let observer = Observer::new(Instant::now());
+        let totals = observer.totals();
         let actor = Actor {
             scheduler: Scheduler::new(setup),
             executor,
             wake,
             failed: None,
             clients: ByAge::default(),
-            observer: Observer::new(Instant::now()),
+            observer,
             done: Vec::new(),
             name: name.clone(),
             busy: (Duration::ZERO, Duration::ZERO),
@@ -160,6 +171,8 @@ impl Replica {
             live_max,
             slots,
             shared,
+            totals,
+            variants,
             inbox,
             _thread: JoinOnDrop(Some(thread)),
         })
@@ -245,6 +258,8 @@ impl Replica {
             prompt_tokens: self.shared.prompt_tokens.load(Relaxed),
             cached_tokens: self.shared.cached_tokens.load(Relaxed),
             preemptions: self.shared.preemptions.load(Relaxed),
+            drafted_tokens: self.shared.drafted_tokens.load(Relaxed),
+            accepted_tokens: self.shared.accepted_tokens.load(Relaxed),
         }
     }
 
@@ -267,6 +282,21 @@ impl Replica {
     /// Why it takes no requests, if so.
     pub fn closed(&self) -> Option<String> {
         self.shared.gate().closed.clone()
+    }
+
+    /// Whether its device or its engine has failed.
+    pub fn failed(&self) -> bool {
+        self.shared.failed.load(Relaxed)
+    }
+
+    /// What all its finished plans were like together.
+    pub fn totals(&self) -> Totals {
+        self.totals.read()
+    }
+
+    /// Which kernels run, and the slower ways that are taken.
+    pub fn variants(&self) -> &Variants {
+        &self.variants
     }
 
     /// The last steps, oldest first, at most `last`.
@@ -425,6 +455,7 @@ impl Actor {
         }
         let why = "its engine thread has panicked".to_string();
         tracing::error!("{why}");
+        self.shared.failed.store(true, Relaxed);
         self.shared.gate().closed = Some(why.clone());
         for id in self.clients.ids() {
             let Some(client) = self.clients.remove(id) else { continue };
@@ -586,6 +617,7 @@ impl Actor {
             source = cause.source();
         }
         tracing::error!(error = %why, "the executor has failed");
+        self.shared.failed.store(true, Relaxed);
         self.shared.gate().closed = Some(why.clone());
         self.scheduler.fail(&why, Instant::now());
         self.failed = Some(why);
@@ -633,6 +665,8 @@ impl Actor {
         self.shared.prompt_tokens.store(counts.prompt_tokens, Relaxed);
         self.shared.cached_tokens.store(counts.cached_tokens, Relaxed);
         self.shared.preemptions.store(counts.preemptions, Relaxed);
+        self.shared.drafted_tokens.store(counts.drafted_tokens, Relaxed);
+        self.shared.accepted_tokens.store(counts.accepted_tokens, Relaxed);
     }
 }
 

@@ -126,6 +126,10 @@ pub struct Counts {
     pub cached_tokens: u64,
     /// Sequences that lost their pages, since the start.
     pub preemptions: u64,
+    /// Tokens that were drafted and verified, since the start.
+    pub drafted_tokens: u64,
+    /// Of them those that were right.
+    pub accepted_tokens: u64,
     /// Snapshots of recurrent state that a prompt may find.
     pub snapshots: u32,
 }
@@ -190,6 +194,8 @@ pub struct Scheduler {
     next_id: u64,
     turns: u64,
     preemptions: u64,
+    drafted_tokens: u64,
+    accepted_tokens: u64,
     prompt_tokens: u64,
     cached_tokens: u64,
     seed: u64,
@@ -260,6 +266,8 @@ impl Scheduler {
             next_id: 0,
             turns: 0,
             preemptions: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
             prompt_tokens: 0,
             cached_tokens: 0,
             seed: setup.seed,
@@ -359,6 +367,8 @@ impl Scheduler {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,
             preemptions: self.preemptions,
+            drafted_tokens: self.drafted_tokens,
+            accepted_tokens: self.accepted_tokens,
             snapshots: self.snapshots.as_ref().map_or(0, Snapshots::used),
         }
     }
@@ -920,11 +930,9 @@ impl Scheduler {
         }
         let id = sequence.id;
         sequence.tokens.push(sampled.id);
-        if sampled.draft > 0 {
-            sequence.accepted_tokens += 1;
-        } else {
-            sequence.drafted_tokens += drafts;
-        }
+        let (drafted, accepted) = if sampled.draft > 0 { (0, 1) } else { (drafts, 0) };
+        sequence.drafted_tokens += drafted;
+        sequence.accepted_tokens += accepted;
         sequence.last_token = Some(now);
         let mut prefilled = None;
         if sequence.first_token.is_none() {
@@ -937,6 +945,8 @@ impl Scheduler {
         let complete = sequence.output_tokens() >= sequence.max_tokens;
         // Of a sequence that has lost its pages nothing is to be named.
         let full = (sequence.tokens.len() as u32 - 1).is_multiple_of(PAGE_TOKENS) && sequence.state == State::Decode;
+        self.drafted_tokens += u64::from(drafted);
+        self.accepted_tokens += u64::from(accepted);
         let token = Token { index: 0, id: sampled.id, logprobs: sampled.logprobs, logits: sampled.logits };
         self.outputs.extend(prefilled.map(|cost| Output::Prefilled(id, Box::new(cost))));
         self.outputs.push(Output::Event(id, Event::Token(token)));

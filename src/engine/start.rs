@@ -9,6 +9,7 @@ use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
 use super::spans;
 use super::tuned::Tuned;
+use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, Loader, Source};
 use crate::actors::timeline::FlushReason;
@@ -788,8 +789,9 @@ impl Build<'_> {
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
         let (ready, loaded) = self.finish(loading)?;
-        self.test_tags(&decoder, &table, &pipelines, (&dump_region, &dump), &mut decode, &ready)?;
+        let failed = self.test_tags(&decoder, &table, &pipelines, (&dump_region, &dump), &mut decode, &ready)?;
         spans::recorded(self.span, begin);
+        let variants = Arc::new(variants(&decoder, &recordings, failed));
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
@@ -835,6 +837,7 @@ impl Build<'_> {
             seen_rows: SEEN_ROWS,
             compute: Arc::clone(&self.station.compute),
             ready,
+            variants,
             device_name: self.adapter.name.clone(),
             device: Arc::clone(&self.station.device),
             pipelines,
@@ -949,7 +952,7 @@ impl Build<'_> {
     /// Runs a step of every bucket without barriers and the same operations with a barrier before each, with no
     /// sequence in it, and leaves those whose words cannot be relied on to barriers: a kernel waited in vain, or the
     /// logits differ. The step that stands by rounds otherwise, and routers of experts may make much of that: it is
-    /// not what they are compared with.
+    /// not what they are compared with. Gives how many.
     fn test_tags(
         &self,
         decoder: &Decoder<'_>,
@@ -958,9 +961,9 @@ impl Build<'_> {
         (dump_region, dump): (&Arc<Region>, &Buffer),
         decode: &mut BTreeMap<u32, DecodeRegions>,
         ready: &[Point],
-    ) -> Result<(), StartError> {
+    ) -> Result<u32, StartError> {
         if decode.values().all(|regions| regions.carried.is_none()) {
-            return Ok(());
+            return Ok(0);
         }
         let mut look = Recording::new("look at fault");
         let (from, to) = (decoder.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
@@ -984,6 +987,7 @@ impl Build<'_> {
             dump.read(0, bytemuck::cast_slice_mut(&mut logits));
             Ok(logits)
         };
+        let mut failed = 0;
         for (rows, regions) in decode.iter_mut() {
             let Some(carried) = &regions.carried else { continue };
             let found = logits(carried)?;
@@ -1014,10 +1018,11 @@ impl Build<'_> {
                     self.name
                 ));
                 regions.carried = None;
+                failed += 1;
             }
             self.run_once(vec![Arc::clone(&reset)], Vec::new())?;
         }
-        Ok(())
+        Ok(failed)
     }
 
     /// Runs regions in order and waits for them.
@@ -1040,6 +1045,22 @@ impl Build<'_> {
             }),
         }
     }
+}
+
+/// Which kernels a model's regions are made of, and what could not be as it should; of `failed` buckets the step
+/// without barriers failed its test.
+fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32) -> Variants {
+    let variants = Variants::of(recordings.of_steps());
+    match decoder.tuning.fragments {
+        None => variants.fell_back(Fallback::RowLayout),
+        Some(Matrices::ByHand) => variants.fell_back(Fallback::ByHand),
+        Some(Matrices::Cooperative) => {}
+    }
+    if !decoder.tuning.tags {
+        variants.fell_back(Fallback::NoOverlap);
+    }
+    (0..failed).for_each(|_| variants.fell_back(Fallback::OverlapTest));
+    variants
 }
 
 /// The rows of a source that lie in a part of its weight.
@@ -1118,6 +1139,14 @@ impl Recordings {
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
         Recordings { decode, verify, prefill, first, inboxes, dump }
+    }
+
+    /// What steps are made of, without those that stand by.
+    fn of_steps(&self) -> impl Iterator<Item = &Recording> {
+        let decode = self.decode.iter().map(|(_, recording, _)| recording);
+        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.first).map(|(_, recording)| recording);
+        decode.chain(verify).chain(prompts)
     }
 
     fn all(&self) -> Vec<&Recording> {

@@ -160,7 +160,10 @@ impl Ostinato for Rpc {
                 name_trace(&span, response.metadata_mut());
                 Ok(response)
             }
-            Err(refusal) => Err(refused(&span, &refusal)),
+            Err(refusal) => {
+                self.host.ended.refuse(refusal.kind());
+                Err(refused(&span, &refusal))
+            }
         }
     }
 

@@ -1,6 +1,7 @@
 //! Every name that telemetry shows: spans, attributes, the service. Request-level ones take
 //! OpenTelemetry's GenAI conventions (status "Development": they change here and nowhere
-//! else); ours follow the module tree under `ostinato.`.
+//! else); ours follow the module tree under `ostinato.`. Metrics are written as Prometheus shows them
+//! (`docs/metrics.md` has their labels and units): counters end in `_total`, labels begin with `LABEL_` here.
 
 /// `service.name`, and the prefix of our spans' targets.
 pub const SERVICE: &str = "ostinato";
@@ -180,6 +181,154 @@ pub const LOAD_PIPELINES: &str = "ostinato.load.pipelines";
 /// How often the sequence lost its pages and was recomputed.
 pub const PREEMPTIONS: &str = "ostinato.preemptions";
 
+/// 1, with the version as a label.
+pub const METRIC_BUILD_INFO: &str = "ostinato_build_info";
+/// Whether models are loaded: 0 while they load.
+pub const METRIC_READY: &str = "ostinato_ready";
+/// Histogram: submission to end.
+pub const METRIC_REQUEST_DURATION: &str = "gen_ai_server_request_duration_seconds";
+/// Histogram: submission to first token.
+pub const METRIC_TIME_TO_FIRST_TOKEN: &str = "gen_ai_server_time_to_first_token_seconds";
+/// Histogram: mean time of a token after the first, a request each.
+pub const METRIC_TIME_PER_OUTPUT_TOKEN: &str = "gen_ai_server_time_per_output_token_seconds";
+/// Histogram: submission to start.
+pub const METRIC_QUEUE: &str = "ostinato_queue_seconds";
+/// Requests that were taken and have ended.
+pub const METRIC_REQUESTS: &str = "ostinato_requests_total";
+/// Requests that were not taken.
+pub const METRIC_REQUESTS_REFUSED: &str = "ostinato_requests_refused_total";
+/// Prompt tokens of ended requests.
+pub const METRIC_INPUT_TOKENS: &str = "ostinato_input_tokens_total";
+/// Output tokens of ended requests.
+pub const METRIC_OUTPUT_TOKENS: &str = "ostinato_output_tokens_total";
+/// Whether a replica runs: 0 once its device or its engine failed.
+pub const METRIC_REPLICA_UP: &str = "ostinato_replica_up";
+/// Whether a replica takes no requests: it drains or has failed.
+pub const METRIC_REPLICA_CLOSED: &str = "ostinato_replica_closed";
+/// Sequences that can run at once.
+pub const METRIC_SLOTS: &str = "ostinato_slots";
+/// Sequences that hold a slot.
+pub const METRIC_RUNNING: &str = "ostinato_requests_running";
+/// Requests in the queue.
+pub const METRIC_WAITING: &str = "ostinato_requests_waiting";
+/// Requests that would be taken now.
+pub const METRIC_ROOM: &str = "ostinato_requests_room";
+/// KV pages in all.
+pub const METRIC_KV_PAGES: &str = "ostinato_kv_pages";
+/// KV pages in use.
+pub const METRIC_KV_PAGES_USED: &str = "ostinato_kv_pages_used";
+/// Free KV pages that a prompt may still find.
+pub const METRIC_KV_PAGES_CACHED: &str = "ostinato_kv_pages_cached";
+/// Snapshots of recurrent state that a prompt may find.
+pub const METRIC_SNAPSHOTS: &str = "ostinato_snapshots";
+/// Tokens of prompts that started.
+pub const METRIC_PROMPT_TOKENS: &str = "ostinato_prompt_tokens_total";
+/// Of the prompts' tokens: those found in pages.
+pub const METRIC_PREFIX_HIT_TOKENS: &str = "ostinato_prefix_hit_tokens_total";
+/// Sequences that lost their pages to others.
+pub const METRIC_PREEMPTIONS: &str = "ostinato_preemptions_total";
+/// Tokens that were drafted and verified.
+pub const METRIC_DRAFTED_TOKENS: &str = "ostinato_drafted_tokens_total";
+/// Of the drafted tokens: those that were right.
+pub const METRIC_ACCEPTED_TOKENS: &str = "ostinato_accepted_tokens_total";
+/// Plans that the engine made and the device finished.
+pub const METRIC_PLANS: &str = "ostinato_plans_total";
+/// Steps of those plans.
+pub const METRIC_STEPS: &str = "ostinato_steps_total";
+/// Rows of decode steps.
+pub const METRIC_ROWS: &str = "ostinato_rows_total";
+/// Prompt tokens that steps computed.
+pub const METRIC_PROMPT_TOKENS_COMPUTED: &str = "ostinato_prompt_tokens_computed_total";
+/// Tokens that steps drew.
+pub const METRIC_TOKENS: &str = "ostinato_tokens_total";
+/// Time of steps by part: the host's work, the device's, finished work that waits for the host.
+pub const METRIC_STEP_SECONDS: &str = "ostinato_step_seconds_total";
+/// Submissions to the compute queue.
+pub const METRIC_SUBMITS: &str = "ostinato_submits_total";
+/// Dispatches.
+pub const METRIC_DISPATCHES: &str = "ostinato_dispatches_total";
+/// Pipeline barriers on the compute queue.
+pub const METRIC_BARRIERS: &str = "ostinato_barriers_total";
+/// Blocking waits of the host.
+pub const METRIC_HOST_WAITS: &str = "ostinato_host_waits_total";
+/// Submissions by the reason for which they ended where they did.
+pub const METRIC_FLUSHES: &str = "ostinato_flushes_total";
+/// 1, with the kernel that computes a stage of a region as a label.
+pub const METRIC_KERNEL_VARIANT_INFO: &str = "ostinato_kernel_variant_info";
+/// How often a slower way was taken than the program has.
+pub const METRIC_FALLBACKS: &str = "ostinato_fallbacks_total";
+/// Whether a device works: 0 once it is lost.
+pub const METRIC_DEVICE_UP: &str = "ostinato_device_up";
+/// Size of a device's own memory.
+pub const METRIC_DEVICE_MEMORY_HEAP: &str = "ostinato_device_memory_heap_bytes";
+/// What this process may use of it in all, as the driver says.
+pub const METRIC_DEVICE_MEMORY_BUDGET: &str = "ostinato_device_memory_budget_bytes";
+/// What this process uses of it, as the driver says.
+pub const METRIC_DEVICE_MEMORY_USED: &str = "ostinato_device_memory_used_bytes";
+/// What memory was planned for.
+pub const METRIC_MEMORY_PLAN: &str = "ostinato_memory_plan_bytes";
+/// Submissions to the transfer queue.
+pub const METRIC_TRANSFER_SUBMITS: &str = "ostinato_transfer_submits_total";
+/// Copy commands on it.
+pub const METRIC_TRANSFER_COPIES: &str = "ostinato_transfer_copies_total";
+/// Bytes that they copied.
+pub const METRIC_TRANSFER_BYTES: &str = "ostinato_transfer_bytes_total";
+/// Barriers between them.
+pub const METRIC_TRANSFER_BARRIERS: &str = "ostinato_transfer_barriers_total";
+/// As endpoint pickers scrape it: requests in the queues of a model's replicas.
+pub const METRIC_VLLM_WAITING: &str = "vllm:num_requests_waiting";
+/// The same: sequences that hold a slot.
+pub const METRIC_VLLM_RUNNING: &str = "vllm:num_requests_running";
+/// The same: KV pages in use, 0 to 1.
+pub const METRIC_VLLM_KV_CACHE_USAGE: &str = "vllm:kv_cache_usage_perc";
+/// The same: 1, with the tokens of a page and the number of pages as labels.
+pub const METRIC_VLLM_CACHE_CONFIG_INFO: &str = "vllm:cache_config_info";
+
+/// `chat` or `text_completion`.
+pub const LABEL_OPERATION: &str = "gen_ai_operation_name";
+/// Who serves: `ostinato`.
+pub const LABEL_PROVIDER: &str = "gen_ai_provider_name";
+/// The served model's name, on metrics of the GenAI conventions.
+pub const LABEL_REQUEST_MODEL: &str = "gen_ai_request_model";
+/// gRPC code of a call that failed; absent on others.
+pub const LABEL_ERROR_TYPE: &str = "error_type";
+/// The served model's name.
+pub const LABEL_MODEL: &str = "model";
+/// `MODEL/INDEX`.
+pub const LABEL_REPLICA: &str = "replica";
+/// Why a request or a submission ended.
+pub const LABEL_REASON: &str = "reason";
+/// gRPC code.
+pub const LABEL_CODE: &str = "code";
+/// `prefill` or `decode`.
+pub const LABEL_PHASE: &str = "phase";
+/// `host`, `gpu` or `wait`.
+pub const LABEL_PART: &str = "part";
+/// A recording's name, `decode.8` for example.
+pub const LABEL_REGION: &str = "region";
+/// What a call computes, `qkv` for example.
+pub const LABEL_STAGE: &str = "stage";
+/// The kernel and its variant, `skinny.bf16` for example.
+pub const LABEL_VARIANT: &str = "variant";
+/// Which way was not taken.
+pub const LABEL_WHAT: &str = "what";
+/// A device's name.
+pub const LABEL_DEVICE: &str = "device";
+/// A device's UUID.
+pub const LABEL_UUID: &str = "uuid";
+/// What memory is for.
+pub const LABEL_PURPOSE: &str = "purpose";
+/// Whose memory: `device` or `host`.
+pub const LABEL_SIDE: &str = "side";
+/// The program's version.
+pub const LABEL_VERSION: &str = "version";
+/// The served model's name, on metrics that endpoint pickers scrape.
+pub const LABEL_MODEL_NAME: &str = "model_name";
+/// Tokens of a KV page.
+pub const LABEL_BLOCK_SIZE: &str = "block_size";
+/// KV pages.
+pub const LABEL_NUM_GPU_BLOCKS: &str = "num_gpu_blocks";
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
@@ -212,7 +361,9 @@ mod tests {
         let mut seen = BTreeMap::new();
         assert!(declared().len() > 20);
         for (name, value) in declared() {
-            if let Some(other) = seen.insert(value.clone(), name.clone()) {
+            // A label stands on metrics only: it may be called what a span is.
+            let label = name.starts_with("LABEL_");
+            if let Some(other) = seen.insert((label, value.clone()), name.clone()) {
                 panic!("{name} and {other} are both \"{value}\"");
             }
         }

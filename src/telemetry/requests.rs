@@ -1,7 +1,12 @@
-//! What ended requests were like: the last ones, for whoever looks at them. Deliberately absent: running requests,
-//! which the engine knows.
+//! What ended requests were like: the last ones, for whoever looks at them, and their metrics. Deliberately absent:
+//! running requests, which the engine knows.
 
 use super::clock::Moment;
+use super::names;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::Registry;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -42,10 +47,111 @@ pub struct Ended {
     pub whole: Duration,
 }
 
-/// The last ended requests of a server.
+/// Names and values of a series' labels, always in the same order.
+pub type Labels = Vec<(&'static str, String)>;
+
+/// Bounds of the request's duration, seconds: those of OpenTelemetry's GenAI conventions.
+const DURATION: [f64; 14] = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92];
+/// Of the time to the first token, and of that in the queue: the conventions'.
+const FIRST_TOKEN: [f64; 16] =
+    [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0];
+/// Of the time of a token: the conventions', with four below their first, where small models are.
+const PER_TOKEN: [f64; 17] =
+    [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
+
+/// How a request can have ended, as [`Ended::reason`] says it.
+pub const REASONS: [&str; 5] = ["stop", "length", "aborted", "deadline_exceeded", "error"];
+
+type Histograms = Family<Labels, Histogram, fn() -> Histogram>;
+
+/// Counters and histograms of ended and refused requests. Their series are bounded: models, replicas, operations,
+/// reasons and codes; no ids and no clients.
+#[derive(Debug)]
+struct Metrics {
+    duration: Histograms,
+    first_token: Histograms,
+    per_token: Histograms,
+    queue: Histograms,
+    requests: Family<Labels, Counter>,
+    refused: Family<Labels, Counter>,
+    input_tokens: Family<Labels, Counter>,
+    output_tokens: Family<Labels, Counter>,
+}
+
+impl Default for Metrics {
+    fn default() -> Metrics {
+        Metrics {
+            duration: Family::new_with_constructor(|| Histogram::new(DURATION)),
+            first_token: Family::new_with_constructor(|| Histogram::new(FIRST_TOKEN)),
+            per_token: Family::new_with_constructor(|| Histogram::new(PER_TOKEN)),
+            queue: Family::new_with_constructor(|| Histogram::new(FIRST_TOKEN)),
+            requests: Family::default(),
+            refused: Family::default(),
+            input_tokens: Family::default(),
+            output_tokens: Family::default(),
+        }
+    }
+}
+
+impl Metrics {
+    fn note(&self, ended: &Ended) {
+        let conventional = conventional(ended);
+        let observe = |of: &Histograms, labels: &Labels, time: Duration| {
+            of.get_or_create(labels).observe(time.as_secs_f64());
+        };
+        observe(&self.duration, &conventional, ended.whole);
+        if let Some(time) = ended.first_token {
+            observe(&self.first_token, &conventional, time);
+        }
+        if let Some(time) = ended.per_token {
+            observe(&self.per_token, &conventional, time);
+        }
+        // Of a client that left nobody knows how long it had waited.
+        if ended.first_token.is_some() || !ended.queue.is_zero() {
+            observe(&self.queue, &vec![(names::LABEL_MODEL, ended.model.clone())], ended.queue);
+        }
+        self.requests.get_or_create(&by_reason(&ended.model, &ended.replica, ended.reason)).inc();
+        let replica = replica(&ended.model, &ended.replica);
+        self.input_tokens.get_or_create(&replica).inc_by(ended.input_tokens.into());
+        self.output_tokens.get_or_create(&replica).inc_by(ended.output_tokens.into());
+    }
+}
+
+fn conventional(ended: &Ended) -> Labels {
+    let mut labels = vec![
+        (names::LABEL_OPERATION, ended.operation.to_owned()),
+        (names::LABEL_PROVIDER, names::SERVICE.to_owned()),
+        (names::LABEL_REQUEST_MODEL, ended.model.clone()),
+    ];
+    labels.extend(ended.error.map(|error| (names::LABEL_ERROR_TYPE, error.to_owned())));
+    labels
+}
+
+fn replica(model: &str, replica: &str) -> Labels {
+    vec![(names::LABEL_MODEL, model.to_owned()), (names::LABEL_REPLICA, replica.to_owned())]
+}
+
+fn by_reason(model: &str, of: &str, reason: &str) -> Labels {
+    let mut labels = replica(model, of);
+    labels.push((names::LABEL_REASON, reason.to_owned()));
+    labels
+}
+
+fn by_code(code: &str) -> Labels {
+    vec![(names::LABEL_CODE, code.to_owned())]
+}
+
+/// The name of a counter's family: its series' without what all counters end in, which is put behind it again when
+/// it is written.
+pub fn counter_family(name: &str) -> &str {
+    name.strip_suffix("_total").unwrap_or(name)
+}
+
+/// The last ended requests of a server, and the metrics of all.
 #[derive(Debug, Default)]
 pub struct Requests {
     last: Mutex<VecDeque<Ended>>,
+    metrics: Metrics,
 }
 
 impl Requests {
@@ -56,6 +162,7 @@ impl Requests {
 
     /// Notes one that has ended.
     pub fn note(&self, ended: Ended) {
+        self.metrics.note(&ended);
         let mut last = self.last();
         if last.len() == KEPT {
             last.pop_front();
@@ -66,5 +173,106 @@ impl Requests {
     /// Those that ended after `moment`, oldest first.
     pub fn after(&self, moment: Moment) -> Vec<Ended> {
         self.last().iter().filter(|ended| ended.at > moment).cloned().collect()
+    }
+
+    /// Counts one that was not taken, by its gRPC code.
+    pub fn refuse(&self, code: &'static str) {
+        self.metrics.refused.get_or_create(&by_code(code)).inc();
+    }
+
+    /// Begins a replica's counters at 0, so that the first request is an increase.
+    pub fn expect_replica(&self, model: &str, of: &str) {
+        for reason in REASONS {
+            drop(self.metrics.requests.get_or_create(&by_reason(model, of, reason)));
+        }
+        drop(self.metrics.input_tokens.get_or_create(&replica(model, of)));
+        drop(self.metrics.output_tokens.get_or_create(&replica(model, of)));
+    }
+
+    /// The same for a code with which requests may be refused.
+    pub fn expect_code(&self, code: &str) {
+        drop(self.metrics.refused.get_or_create(&by_code(code)));
+    }
+
+    /// Adds its metrics to what is shown.
+    pub fn register(&self, registry: &mut Registry) {
+        let metrics = &self.metrics;
+        for (name, help, of) in [
+            (names::METRIC_REQUEST_DURATION, "Submission to end of a request", &metrics.duration),
+            (names::METRIC_TIME_TO_FIRST_TOKEN, "Submission to first token", &metrics.first_token),
+            (names::METRIC_TIME_PER_OUTPUT_TOKEN, "Mean time of a token after the first", &metrics.per_token),
+            (names::METRIC_QUEUE, "Submission to start", &metrics.queue),
+        ] {
+            registry.register(name, help, of.clone());
+        }
+        for (name, help, of) in [
+            (names::METRIC_REQUESTS, "Requests that were taken and have ended", &metrics.requests),
+            (names::METRIC_REQUESTS_REFUSED, "Requests that were not taken", &metrics.refused),
+            (names::METRIC_INPUT_TOKENS, "Prompt tokens of ended requests", &metrics.input_tokens),
+            (names::METRIC_OUTPUT_TOKENS, "Output tokens of ended requests", &metrics.output_tokens),
+        ] {
+            registry.register(counter_family(name), help, of.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use prometheus_client::encoding::text::encode;
+
+    fn ended() -> Ended {
+        Ended {
+            at: Moment(5),
+            id: "request".to_owned(),
+            model: "m".to_owned(),
+            replica: "m/0".to_owned(),
+            operation: "chat",
+            reason: "stop",
+            error: None,
+            input_tokens: 7,
+            cached_tokens: 0,
+            output_tokens: 3,
+            queue: Duration::ZERO,
+            first_token: Some(Duration::from_millis(30)),
+            per_token: Some(Duration::from_micros(700)),
+            whole: Duration::from_millis(90),
+        }
+    }
+
+    fn shown(requests: &Requests) -> String {
+        let mut registry = Registry::default();
+        requests.register(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        text
+    }
+
+    #[test]
+    fn what_ended_is_counted_once_and_never_by_id() {
+        let requests = Requests::default();
+        requests.expect_replica("m", "m/0");
+        requests.note(ended());
+        let unfinished =
+            Ended { reason: "aborted", error: Some("CANCELLED"), first_token: None, per_token: None, ..ended() };
+        requests.note(unfinished);
+        requests.refuse("NOT_FOUND");
+        let text = shown(&requests);
+        for line in [
+            "ostinato_requests_total{model=\"m\",replica=\"m/0\",reason=\"stop\"} 1",
+            "ostinato_requests_total{model=\"m\",replica=\"m/0\",reason=\"aborted\"} 1",
+            "ostinato_requests_total{model=\"m\",replica=\"m/0\",reason=\"length\"} 0",
+            "ostinato_requests_refused_total{code=\"NOT_FOUND\"} 1",
+            "ostinato_input_tokens_total{model=\"m\",replica=\"m/0\"} 14",
+            "ostinato_queue_seconds_count{model=\"m\"} 1",
+            "gen_ai_server_time_per_output_token_seconds_bucket{le=\"0.001\",gen_ai_operation_name=\"chat\",\
+             gen_ai_provider_name=\"ostinato\",gen_ai_request_model=\"m\"} 1",
+            "gen_ai_server_request_duration_seconds_count{gen_ai_operation_name=\"chat\",\
+             gen_ai_provider_name=\"ostinato\",gen_ai_request_model=\"m\",error_type=\"CANCELLED\"} 1",
+        ] {
+            assert!(text.lines().any(|shown| shown == line), "no {line} in\n{text}");
+        }
+        assert!(!text.contains("request\""), "an id is a label:\n{text}");
+        assert_eq!(requests.after(Moment(0)).len(), 2);
     }
 }

@@ -13,7 +13,7 @@
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
 //!   requests), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
-//!   `cached_tokens`, `preemptions`
+//!   `cached_tokens`, `preemptions`, `drafted_tokens`, of them `accepted_tokens`, and `output_tokens` so far
 //!
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
 //! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
@@ -141,7 +141,7 @@ fn model(served: &ServedModel) -> Value {
 }
 
 fn replica(replica: &Replica) -> Value {
-    let load = replica.load();
+    let (load, totals) = (replica.load(), replica.totals());
     json!({
         "name": replica.name,
         "device": replica.device.index,
@@ -158,6 +158,9 @@ fn replica(replica: &Replica) -> Value {
         "prompt_tokens": load.prompt_tokens,
         "cached_tokens": load.cached_tokens,
         "preemptions": load.preemptions,
+        "drafted_tokens": load.drafted_tokens,
+        "accepted_tokens": load.accepted_tokens,
+        "output_tokens": totals.prefill.tokens + totals.decode.tokens,
     })
 }
 

@@ -7,9 +7,10 @@
 //! | `/` | the page; `/page.css`, `/page.js`, `/favicon.svg` belong to it |
 //! | `/api/state`, `/api/steps`, `/api/transfers`, `/api/requests` | JSON |
 //! | `/healthz` | 200 while a replica takes requests, else 503: loading, draining or failed |
-//! | `/metrics` | Prometheus text |
+//! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
+pub mod metrics;
 
 use crate::engine::host::{Host, Replica};
 use crate::engine::start::{Progress, Unit};
@@ -236,8 +237,8 @@ async fn health(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     (code, format!("{}\n", status.name()))
 }
 
-async fn metrics() -> impl IntoResponse {
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], "")
+async fn metrics(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], metrics::render(admin.host()))
 }
 
 async fn state(State(admin): State<Arc<Admin>>) -> Response {

@@ -407,7 +407,8 @@ function updateReplica(row, replica) {
   const share = replica.prompt_tokens ? replica.cached_tokens / replica.prompt_tokens : 0;
   say(row.cache, replica.prompt_tokens ? `${(share * 100).toFixed(0)} % of ${number(replica.prompt_tokens)} tokens` : "no prompt yet");
   fill(row.cacheBar, [["fill", share]]);
-  say(row.rate, rateText(tokenRate(replica.name)));
+  const drafts = replica.drafted_tokens ? `; ${((replica.accepted_tokens / replica.drafted_tokens) * 100).toFixed(0)} % of drafts right` : "";
+  say(row.rate, `${rateText(tokenRate(replica.name))}, ${number(replica.output_tokens)} so far${drafts}`);
   row.dataset.running = replica.running;
 }
 

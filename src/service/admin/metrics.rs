@@ -1,0 +1,316 @@
+//! Everything that is counted, as text that Prometheus reads (OpenMetrics 1.0): what requests were like comes from
+//! `telemetry::requests`, all else is read from the host while it is asked for, without asking an engine's thread.
+//! Deliberately absent: HTTP, and names, which `telemetry::names` has; `docs/metrics.md` explains each.
+
+use crate::actors::transfer::TransferCounters;
+use crate::device::MemoryBudget;
+use crate::engine::executor::PAGE_TOKENS;
+use crate::engine::host::{Host, Load, Replica, ServedDevice, ServedModel};
+use crate::engine::request::PerToken;
+use crate::engine::totals::PhaseTotals;
+use crate::engine::variants::Fallback;
+use crate::memory::plan::Side;
+use crate::service::refusal::code_name;
+use crate::telemetry::names::*;
+use crate::telemetry::requests::{Labels, counter_family};
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use std::sync::atomic::AtomicU64;
+use tonic::Code;
+
+/// The `Content-Type` of what [`render`] gives.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Codes with which a request may be refused before it starts: they are shown from the start.
+const CODES: [Code; 8] = [
+    Code::InvalidArgument,
+    Code::NotFound,
+    Code::AlreadyExists,
+    Code::ResourceExhausted,
+    Code::FailedPrecondition,
+    Code::Unimplemented,
+    Code::Internal,
+    Code::Unavailable,
+];
+
+/// What is shown once: built anew for each scrape from numbers that are there anyway.
+#[derive(Default)]
+struct Scrape(Registry);
+
+impl Scrape {
+    fn gauge(&mut self, name: &str, help: &str, series: impl IntoIterator<Item = (Labels, f64)>) {
+        let family = Family::<Labels, Gauge<f64, AtomicU64>>::default();
+        for (labels, value) in series {
+            family.get_or_create(&labels).set(value);
+        }
+        self.0.register(name, help, family);
+    }
+
+    fn counter(&mut self, name: &str, help: &str, series: impl IntoIterator<Item = (Labels, f64)>) {
+        let family = Family::<Labels, Counter<f64, AtomicU64>>::default();
+        for (labels, value) in series {
+            family.get_or_create(&labels).inc_by(value);
+        }
+        self.0.register(counter_family(name), help, family);
+    }
+}
+
+/// All metrics as text; of a server whose models are still loading (`None`) only that it is there.
+pub fn render(host: Option<&Host>) -> String {
+    let mut scrape = Scrape::default();
+    let version = vec![(LABEL_VERSION, env!("CARGO_PKG_VERSION").to_owned())];
+    scrape.gauge(METRIC_BUILD_INFO, "1, with the version", [(version, 1.0)]);
+    let ready = f64::from(u8::from(host.is_some()));
+    scrape.gauge(METRIC_READY, "1 once all models are loaded", [(Labels::new(), ready)]);
+    if let Some(host) = host {
+        requests(&mut scrape, host);
+        replicas(&mut scrape, host);
+        steps(&mut scrape, host);
+        kernels(&mut scrape, host);
+        devices(&mut scrape, host);
+        endpoint_pickers(&mut scrape, host);
+    }
+    let mut text = String::new();
+    encode(&mut text, &scrape.0).expect("a string takes all that is written to it");
+    text
+}
+
+/// Model after model, each replica with the labels that name it.
+fn all(host: &Host) -> impl Iterator<Item = (Labels, &Replica)> {
+    host.models.iter().flat_map(|model| {
+        let labels = |of: &Replica| vec![(LABEL_MODEL, model.name.clone()), (LABEL_REPLICA, of.name.clone())];
+        model.replicas.iter().map(move |replica| (labels(replica), replica))
+    })
+}
+
+fn with(labels: &Labels, more: &[(&'static str, &str)]) -> Labels {
+    let more = more.iter().map(|(name, value)| (*name, (*value).to_owned()));
+    labels.iter().cloned().chain(more).collect()
+}
+
+fn requests(scrape: &mut Scrape, host: &Host) {
+    for model in &host.models {
+        model.replicas.iter().for_each(|replica| host.ended.expect_replica(&model.name, &replica.name));
+    }
+    CODES.into_iter().for_each(|code| host.ended.expect_code(code_name(code)));
+    host.ended.register(&mut scrape.0);
+}
+
+fn replicas(scrape: &mut Scrape, host: &Host) {
+    type Read = fn(&Replica) -> f64;
+    let gauges: [(&str, &str, Read); 4] = [
+        (METRIC_REPLICA_UP, "0 once the replica's device or engine has failed", |r| f64::from(u8::from(!r.failed()))),
+        (METRIC_REPLICA_CLOSED, "1 while the replica takes no requests", |r| f64::from(u8::from(r.closed().is_some()))),
+        (METRIC_SLOTS, "Sequences that can run at once", |r| r.slots() as f64),
+        (METRIC_ROOM, "Requests that would be taken now", |r| r.room() as f64),
+    ];
+    for (name, help, read) in gauges {
+        scrape.gauge(name, help, all(host).map(|(labels, replica)| (labels, read(replica))));
+    }
+    // One look at each replica, so that its numbers agree.
+    let loads: Vec<(Labels, Load)> = all(host).map(|(labels, replica)| (labels, replica.load())).collect();
+    type Of = fn(&Load) -> f64;
+    let gauges: [(&str, &str, Of); 6] = [
+        (METRIC_RUNNING, "Sequences that hold a slot", |l| f64::from(l.running)),
+        (METRIC_WAITING, "Requests in the queue", |l| f64::from(l.waiting)),
+        (METRIC_KV_PAGES, "KV pages in all", |l| f64::from(l.pages_total)),
+        (METRIC_KV_PAGES_USED, "KV pages in use", |l| f64::from(l.pages_used)),
+        (METRIC_KV_PAGES_CACHED, "Free KV pages that a prompt may still find", |l| f64::from(l.pages_cached)),
+        (METRIC_SNAPSHOTS, "Snapshots of recurrent state that a prompt may find", |l| f64::from(l.snapshots)),
+    ];
+    let series = |read: Of| loads.iter().map(move |(labels, load)| (labels.clone(), read(load)));
+    for (name, help, read) in gauges {
+        scrape.gauge(name, help, series(read));
+    }
+    let counters: [(&str, &str, Of); 5] = [
+        (METRIC_PROMPT_TOKENS, "Tokens of prompts that started", |l| l.prompt_tokens as f64),
+        (METRIC_PREFIX_HIT_TOKENS, "Of the prompts' tokens those found in pages", |l| l.cached_tokens as f64),
+        (METRIC_PREEMPTIONS, "Sequences that lost their pages to others", |l| l.preemptions as f64),
+        (METRIC_DRAFTED_TOKENS, "Tokens that were drafted and verified", |l| l.drafted_tokens as f64),
+        (METRIC_ACCEPTED_TOKENS, "Of the drafted tokens those that were right", |l| l.accepted_tokens as f64),
+    ];
+    for (name, help, read) in counters {
+        scrape.counter(name, help, series(read));
+    }
+}
+
+fn steps(scrape: &mut Scrape, host: &Host) {
+    let mut phases: Vec<(Labels, PhaseTotals)> = Vec::new();
+    let (mut rows, mut computed) = (Vec::new(), Vec::new());
+    for (labels, replica) in all(host) {
+        let totals = replica.totals();
+        for (phase, of) in [("prefill", totals.prefill), ("decode", totals.decode)] {
+            phases.push((with(&labels, &[(LABEL_PHASE, phase)]), of));
+        }
+        rows.push((labels.clone(), totals.decode.rows as f64));
+        computed.push((labels, totals.prefill.rows as f64));
+    }
+    scrape.counter(METRIC_ROWS, "Rows of decode steps", rows);
+    scrape.counter(METRIC_PROMPT_TOKENS_COMPUTED, "Prompt tokens that steps computed", computed);
+    type Of = fn(&PhaseTotals) -> f64;
+    let counters: [(&str, &str, Of); 7] = [
+        (METRIC_PLANS, "Plans that the device finished", |t| t.plans as f64),
+        (METRIC_STEPS, "Steps of finished plans", |t| t.steps as f64),
+        (METRIC_TOKENS, "Tokens that steps drew", |t| t.tokens as f64),
+        (METRIC_SUBMITS, "Submissions to the compute queue", |t| t.cost.submits),
+        (METRIC_DISPATCHES, "Dispatches", |t| t.cost.dispatches),
+        (METRIC_BARRIERS, "Pipeline barriers on the compute queue", |t| t.cost.barriers),
+        (METRIC_HOST_WAITS, "Blocking waits of the host", |t| t.cost.host_waits),
+    ];
+    for (name, help, read) in counters {
+        scrape.counter(name, help, phases.iter().map(|(labels, totals)| (labels.clone(), read(totals))));
+    }
+    let parts = phases.iter().flat_map(|(labels, totals)| {
+        [("host", totals.host), ("gpu", totals.gpu), ("wait", totals.wait)]
+            .map(|(part, time)| (with(labels, &[(LABEL_PART, part)]), time.as_secs_f64()))
+    });
+    scrape.counter(METRIC_STEP_SECONDS, "Time of steps: the host's work, the device's, waiting for the host", parts);
+    let reasons = phases.iter().flat_map(|(labels, totals)| {
+        let PerToken { flushes, .. } = totals.cost;
+        [
+            ("phase_boundary", flushes.phase_boundary),
+            ("readback", flushes.readback),
+            ("cross_queue", flushes.cross_queue),
+        ]
+        .map(|(reason, count)| (with(labels, &[(LABEL_REASON, reason)]), count))
+    });
+    scrape.counter(METRIC_FLUSHES, "Submissions by why they ended where they did", reasons);
+}
+
+fn kernels(scrape: &mut Scrape, host: &Host) {
+    let variants = all(host).flat_map(|(labels, replica)| {
+        let of = |variant: &crate::engine::variants::Variant| {
+            [(LABEL_REGION, &*variant.region), (LABEL_STAGE, &*variant.stage), (LABEL_VARIANT, variant.kernel)]
+                .map(|(name, value)| (name, value.to_owned()))
+        };
+        let calls = replica.variants().calls().iter();
+        calls.map(move |variant| (labels.iter().cloned().chain(of(variant)).collect(), 1.0))
+    });
+    scrape.gauge(METRIC_KERNEL_VARIANT_INFO, "1, with the kernel that computes a stage of a region", variants);
+    let fallbacks = all(host).flat_map(|(labels, replica)| {
+        Fallback::ALL.map(|what| (with(&labels, &[(LABEL_WHAT, what.name())]), replica.variants().fallen(what) as f64))
+    });
+    scrape.counter(METRIC_FALLBACKS, "How often a slower way was taken than the program has", fallbacks);
+}
+
+fn device(of: &ServedDevice) -> Labels {
+    vec![(LABEL_DEVICE, of.info.name.clone()), (LABEL_UUID, of.info.uuid.clone())]
+}
+
+/// Whether a device works. Of a fake, which has no handle, its replicas know.
+fn works(host: &Host, of: &ServedDevice) -> bool {
+    match &of.device {
+        Some(device) => !device.is_lost(),
+        None => host.replicas().filter(|replica| replica.device == of.info).all(|replica| !replica.failed()),
+    }
+}
+
+/// What drivers tell of devices' memory.
+fn memory(scrape: &mut Scrape, budgets: &[(Labels, MemoryBudget)]) {
+    let heaps = budgets.iter().map(|(labels, budget)| (labels.clone(), budget.heap_bytes as f64));
+    scrape.gauge(METRIC_DEVICE_MEMORY_HEAP, "Size of the device's own memory", heaps);
+    // Where a driver does not tell, no number is better than a made-up one.
+    let told = || budgets.iter().filter(|(_, budget)| budget.reported);
+    let may = told().map(|(labels, budget)| (labels.clone(), budget.budget_bytes as f64));
+    scrape.gauge(METRIC_DEVICE_MEMORY_BUDGET, "What this process may use of the device's memory in all", may);
+    let does = told().map(|(labels, budget)| (labels.clone(), budget.used_bytes as f64));
+    scrape.gauge(METRIC_DEVICE_MEMORY_USED, "What this process uses of the device's memory", does);
+}
+
+fn devices(scrape: &mut Scrape, host: &Host) {
+    let up = host.devices.iter().map(|of| (device(of), f64::from(u8::from(works(host, of)))));
+    scrape.gauge(METRIC_DEVICE_UP, "0 once the device is lost", up);
+    let budgets = host.devices.iter().filter_map(|of| Some((device(of), of.device.as_ref()?.budget())));
+    memory(scrape, &budgets.collect::<Vec<_>>());
+
+    let plan = host.devices.iter().flat_map(|of| {
+        of.memory.iter().map(move |line| {
+            let side = match line.side {
+                Side::Device => "device",
+                Side::Host => "host",
+            };
+            let purpose = line.purpose.to_string().replace(' ', "_");
+            let more = [(LABEL_REPLICA, &*line.replica), (LABEL_PURPOSE, &*purpose), (LABEL_SIDE, side)];
+            (with(&device(of), &more), line.bytes as f64)
+        })
+    });
+    scrape.gauge(METRIC_MEMORY_PLAN, "What memory was planned for", plan);
+
+    let transfers = host.devices.iter().filter_map(|of| Some((device(of), of.transfer.as_ref()?.counters())));
+    let transfers: Vec<(Labels, TransferCounters)> = transfers.collect();
+    type Of = fn(&TransferCounters) -> u64;
+    let counters: [(&str, &str, Of); 4] = [
+        (METRIC_TRANSFER_SUBMITS, "Submissions to the transfer queue", |t| t.submits),
+        (METRIC_TRANSFER_COPIES, "Copy commands on the transfer queue", |t| t.copies),
+        (METRIC_TRANSFER_BYTES, "Bytes copied on the transfer queue", |t| t.bytes),
+        (METRIC_TRANSFER_BARRIERS, "Barriers on the transfer queue", |t| t.barriers),
+    ];
+    for (name, help, read) in counters {
+        scrape.counter(name, help, transfers.iter().map(|(labels, of)| (labels.clone(), read(of) as f64)));
+    }
+}
+
+/// The names by which endpoint pickers know how busy a server is.
+fn endpoint_pickers(scrape: &mut Scrape, host: &Host) {
+    let sums: Vec<(Labels, Load)> = host.models.iter().map(|model| (model_name(model), sum(model))).collect();
+    type Of = fn(&Load) -> f64;
+    let gauges: [(&str, &str, Of); 3] = [
+        (METRIC_VLLM_WAITING, "Requests in the queues of the model's replicas", |l| f64::from(l.waiting)),
+        (METRIC_VLLM_RUNNING, "Sequences of the model that hold a slot", |l| f64::from(l.running)),
+        (METRIC_VLLM_KV_CACHE_USAGE, "KV pages in use, 0 to 1", |l| {
+            f64::from(l.pages_used) / f64::from(l.pages_total.max(1))
+        }),
+    ];
+    for (name, help, read) in gauges {
+        scrape.gauge(name, help, sums.iter().map(|(labels, load)| (labels.clone(), read(load))));
+    }
+    let config = sums.iter().map(|(labels, load)| {
+        let (tokens, pages) = (PAGE_TOKENS.to_string(), load.pages_total.to_string());
+        (with(labels, &[(LABEL_BLOCK_SIZE, &tokens), (LABEL_NUM_GPU_BLOCKS, &pages)]), 1.0)
+    });
+    scrape.gauge(METRIC_VLLM_CACHE_CONFIG_INFO, "1, with the tokens of a KV page and the number of pages", config);
+}
+
+fn model_name(model: &ServedModel) -> Labels {
+    vec![(LABEL_MODEL_NAME, model.name.clone())]
+}
+
+/// How busy a model's replicas are together.
+fn sum(model: &ServedModel) -> Load {
+    model.replicas.iter().map(Replica::load).fold(Load::default(), |sum, load| Load {
+        running: sum.running + load.running,
+        waiting: sum.waiting + load.waiting,
+        pages_used: sum.pages_used + load.pages_used,
+        pages_total: sum.pages_total + load.pages_total,
+        ..sum
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_shown_as_far_as_the_driver_tells_of_it() {
+        let labels = |device: &str| vec![(LABEL_DEVICE, device.to_owned()), (LABEL_UUID, format!("{device}-0"))];
+        let budget = |reported| MemoryBudget { heap_bytes: 1 << 34, budget_bytes: 5000, used_bytes: 700, reported };
+        let mut scrape = Scrape::default();
+        memory(&mut scrape, &[(labels("tells"), budget(true)), (labels("silent"), budget(false))]);
+        let mut text = String::new();
+        encode(&mut text, &scrape.0).unwrap();
+        let mut lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        lines.sort_unstable();
+        assert_eq!(
+            lines,
+            [
+                r#"ostinato_device_memory_budget_bytes{device="tells",uuid="tells-0"} 5000.0"#,
+                r#"ostinato_device_memory_heap_bytes{device="silent",uuid="silent-0"} 17179869184.0"#,
+                r#"ostinato_device_memory_heap_bytes{device="tells",uuid="tells-0"} 17179869184.0"#,
+                r#"ostinato_device_memory_used_bytes{device="tells",uuid="tells-0"} 700.0"#,
+            ]
+        );
+    }
+}

@@ -1,0 +1,472 @@
+//! Goal: what stands in `deploy/` agrees with the program and with itself: every metric and label that a dashboard, an
+//! alert or `docs/slow-request.md` asks for is one that `docs/metrics.md` documents (which `tests/metrics.rs` holds
+//! against the program), every configuration key is accepted, ports and addresses are those of the defaults, images are
+//! pinned, and what is mounted is there. Method: the files are parsed. No container is run.
+
+use ostinato::config::{Config, Model, Sources, from_sources};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use yaml_rust2::{Yaml, YamlLoader};
+
+fn deploy() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy")
+}
+
+fn text(name: &str) -> String {
+    let path = deploy().join(name);
+    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// The documents of a file, merge keys (`<<`) done.
+fn yaml(name: &str) -> Vec<Yaml> {
+    let documents = YamlLoader::load_from_str(&text(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+    documents.into_iter().map(merged).collect()
+}
+
+fn merged(yaml: Yaml) -> Yaml {
+    match yaml {
+        Yaml::Hash(hash) => {
+            let key = Yaml::String("<<".to_owned());
+            let mut all = yaml_rust2::yaml::Hash::new();
+            if let Some(Yaml::Hash(base)) = hash.get(&key) {
+                all.extend(base.clone().into_iter().map(|(key, value)| (key, merged(value))));
+            }
+            for (name, value) in hash.into_iter().filter(|(name, _)| *name != key) {
+                all.insert(name, merged(value));
+            }
+            Yaml::Hash(all)
+        }
+        Yaml::Array(list) => Yaml::Array(list.into_iter().map(merged).collect()),
+        other => other,
+    }
+}
+
+fn one(name: &str) -> Yaml {
+    let mut documents = yaml(name);
+    assert_eq!(documents.len(), 1, "{name}");
+    documents.remove(0)
+}
+
+fn list(yaml: &Yaml) -> &[Yaml] {
+    yaml.as_vec().map_or(&[], Vec::as_slice)
+}
+
+fn entries(yaml: &Yaml) -> impl Iterator<Item = (&str, &Yaml)> {
+    yaml.as_hash().into_iter().flatten().map(|(key, value)| (key.as_str().expect("keys are words"), value))
+}
+
+/// Every string below, with the key that it stands under.
+fn strings<'a>(under: &'a str, yaml: &'a Yaml, found: &mut Vec<(&'a str, &'a str)>) {
+    match yaml {
+        Yaml::String(text) => found.push((under, text)),
+        Yaml::Array(list) => list.iter().for_each(|value| strings(under, value, found)),
+        Yaml::Hash(_) => entries(yaml).for_each(|(key, value)| strings(key, value, found)),
+        _ => {}
+    }
+}
+
+/// Labels of each series name that the page documents, a histogram's three included.
+fn documented() -> BTreeMap<String, BTreeSet<String>> {
+    let page = include_str!("../docs/metrics.md");
+    let mut series = BTreeMap::new();
+    for line in page.lines().filter(|line| line.starts_with("| `")) {
+        let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+        let name = cells[0].trim_matches('`');
+        let labels: BTreeSet<String> =
+            cells[2].split(',').map(|label| label.trim().trim_matches('`').to_owned()).collect();
+        if cells[1] == "histogram" {
+            for (suffix, le) in [("_bucket", Some("le")), ("_sum", None), ("_count", None)] {
+                let more = le.map(str::to_owned);
+                series.insert(format!("{name}{suffix}"), labels.iter().cloned().chain(more).collect());
+            }
+        } else {
+            series.insert(name.to_owned(), labels);
+        }
+    }
+    // Prometheus's own: whether a scrape worked.
+    series.insert("up".to_owned(), BTreeSet::new());
+    assert!(series.len() > 45, "{series:?}");
+    series
+}
+
+/// Words of PromQL that are no metric.
+const WORDS: [&str; 12] =
+    ["and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset", "inf"];
+/// What Prometheus adds to every series.
+const ADDED: [&str; 2] = ["instance", "job"];
+
+fn is_letter(c: char) -> bool {
+    c.is_ascii_alphanumeric() || c == '_' || c == ':'
+}
+
+/// Metrics that an expression names, and labels that it names beside each and in groups.
+fn named(query: &str) -> (Vec<(String, Vec<String>)>, Vec<String>) {
+    let (mut metrics, mut groups) = (Vec::<(String, Vec<String>)>::new(), Vec::new());
+    let mut rest = query;
+    let mut grouping = false;
+    while let Some(c) = rest.chars().next() {
+        if c == '{' || c == '(' && grouping {
+            let end = rest.find(if c == '{' { '}' } else { ')' }).unwrap_or_else(|| panic!("open: {query}"));
+            let names = rest[1..end].split(',').map(|part| part.split(['=', '!']).next().unwrap_or("").trim());
+            let names = names.filter(|name| !name.is_empty()).map(str::to_owned);
+            if c == '{' {
+                metrics.last_mut().unwrap_or_else(|| panic!("labels of nothing: {query}")).1.extend(names);
+            } else {
+                groups.extend(names);
+            }
+            grouping = false;
+            rest = &rest[end + 1..];
+        } else if c == '[' {
+            rest = &rest[rest.find(']').unwrap_or_else(|| panic!("open: {query}")) + 1..];
+        } else if c.is_ascii_digit() {
+            rest = rest.trim_start_matches(|c: char| c.is_ascii_alphanumeric() || c == '.');
+        } else if is_letter(c) {
+            let end = rest.find(|c| !is_letter(c)).unwrap_or(rest.len());
+            let (word, behind) = rest.split_at(end);
+            rest = behind;
+            if WORDS.contains(&word) {
+                grouping = ["by", "without", "on", "ignoring"].contains(&word);
+            } else if !behind.trim_start().starts_with('(') && !behind.trim_start().starts_with("by") {
+                metrics.push((word.to_owned(), Vec::new()));
+            }
+        } else {
+            rest = &rest[c.len_utf8()..];
+        }
+    }
+    (metrics, groups)
+}
+
+/// What is wrong with an expression and the labels that are shown of its result.
+fn problems(query: &str, shown: &[String], documented: &BTreeMap<String, BTreeSet<String>>) -> Vec<String> {
+    let (metrics, groups) = named(query);
+    let mut problems = Vec::new();
+    let mut labels: BTreeSet<&str> = ADDED.into();
+    for (metric, with) in &metrics {
+        let Some(known) = documented.get(metric) else {
+            problems.push(format!("{metric} is not documented: {query}"));
+            continue;
+        };
+        labels.extend(known.iter().map(String::as_str));
+        let unknown = with.iter().filter(|label| !known.contains(*label) && !ADDED.contains(&label.as_str()));
+        problems.extend(unknown.map(|label| format!("{metric} has no label {label}: {query}")));
+    }
+    if metrics.is_empty() {
+        problems.push(format!("asks for nothing: {query}"));
+    }
+    let unknown = groups.iter().chain(shown).filter(|label| !labels.contains(label.as_str()));
+    problems.extend(unknown.map(|label| format!("no metric has label {label}: {query}")));
+    problems
+}
+
+/// Labels that a legend or an annotation shows.
+fn placeholders(text: &str) -> Vec<String> {
+    let inside = text.split("{{").skip(1).filter_map(|part| part.split_once("}}")).map(|(inside, _)| inside.trim());
+    let names = inside.filter(|inside| !inside.starts_with("$value"));
+    names.map(|inside| inside.trim_start_matches("$labels.").to_owned()).collect()
+}
+
+#[test]
+fn expressions_are_read_as_prometheus_reads_them() {
+    let query =
+        r#"histogram_quantile(0.95, sum by (model, le) (rate(a_b{x=~"y", z!="1"}[5m]))) > 2.5 and on(q) c:d == 0"#;
+    let (metrics, groups) = named(query);
+    let wanted = [("a_b", vec!["x", "z"]), ("c:d", vec![])];
+    let wanted = wanted.map(|(name, labels)| (name.to_owned(), labels.into_iter().map(str::to_owned).collect()));
+    assert_eq!(metrics, wanted);
+    assert_eq!(groups, ["model", "le", "q"]);
+    let documented = documented();
+    for (query, shown, count) in [
+        (r#"rate(ostinato_steps_total{phase="decode"}[5m])"#, "{{replica}}", 0),
+        (r#"rate(ostinato_steps{phase="decode"}[5m])"#, "", 1),
+        (r#"rate(ostinato_steps_total{reason="decode"}[5m])"#, "", 1),
+        ("sum by (uuid) (ostinato_slots)", "", 1),
+        ("ostinato_slots", "{{uuid}}", 1),
+        ("gen_ai_server_request_duration_seconds", "", 1),
+        ("1 + 1", "", 1),
+    ] {
+        let problems = problems(query, &placeholders(shown), &documented);
+        assert_eq!(problems.len(), count, "{query}: {problems:?}");
+    }
+}
+
+#[test]
+fn alerts_ask_for_what_is_documented() {
+    let documented = documented();
+    let alerts = one("alerts.yaml");
+    let rules: Vec<&Yaml> = list(&alerts["groups"]).iter().flat_map(|group| list(&group["rules"])).collect();
+    let mut seen = BTreeSet::new();
+    for rule in &rules {
+        let name = rule["alert"].as_str().expect("a name");
+        assert!(seen.insert(name), "{name} twice");
+        let summary = rule["annotations"]["summary"].as_str().expect("a summary");
+        let found = problems(rule["expr"].as_str().expect("an expression"), &placeholders(summary), &documented);
+        assert!(found.is_empty(), "{name}: {found:?}");
+        assert!(["critical", "warning"].contains(&rule["labels"]["severity"].as_str().expect("a severity")), "{name}");
+    }
+    let expressions: String = rules.iter().filter_map(|rule| rule["expr"].as_str()).collect();
+    for asked in [
+        "ostinato_replica_up",
+        "ostinato_requests_room",
+        "ostinato_device_up",
+        "ostinato_fallbacks_total",
+        "gen_ai_server_time_to_first_token_seconds_bucket",
+    ] {
+        assert!(expressions.contains(asked), "nobody is told of {asked}");
+    }
+}
+
+#[test]
+fn the_dashboard_asks_for_what_is_documented() {
+    let documented = documented();
+    let dashboard: serde_json::Value = serde_json::from_str(&text("grafana/ostinato.json")).expect("JSON");
+    let sources = one("grafana/provisioning/datasources/datasources.yaml");
+    let uids: BTreeSet<&str> =
+        list(&sources["datasources"]).iter().filter_map(|source| source["uid"].as_str()).collect();
+    let (mut ids, mut asked) = (BTreeSet::new(), String::new());
+    let panels = dashboard["panels"].as_array().expect("panels");
+    for panel in panels {
+        let title = panel["title"].as_str().expect("a title");
+        assert!(ids.insert(panel["id"].as_u64()), "the id of {title:?} twice");
+        if panel["type"] == "row" {
+            continue;
+        }
+        assert!(panel["description"].as_str().is_some_and(|text| text.len() > 10), "{title:?} explains nothing");
+        assert!(uids.contains(panel["datasource"]["uid"].as_str().unwrap()), "{title:?}");
+        let targets = panel["targets"].as_array().expect("targets");
+        assert!(!targets.is_empty(), "{title:?}");
+        for target in targets {
+            let query = target["expr"].as_str().unwrap().replace("$__rate_interval", "5m");
+            asked.push_str(&query);
+            let found = problems(&query, &placeholders(target["legendFormat"].as_str().unwrap()), &documented);
+            assert!(found.is_empty(), "{title:?}: {found:?}");
+        }
+    }
+    // Two panels at one place hide each other.
+    let place =
+        |panel: &serde_json::Value| ["x", "y", "w", "h"].map(|side| panel["gridPos"][side].as_u64().expect("a place"));
+    for (index, panel) in panels.iter().enumerate() {
+        let [x, y, w, h] = place(panel);
+        assert!(x + w <= 24, "{}", panel["title"]);
+        for other in &panels[..index] {
+            let [ox, oy, ow, oh] = place(other);
+            let apart = x + w <= ox || ox + ow <= x || y + h <= oy || oy + oh <= y;
+            assert!(apart, "{} lies over {}", panel["title"], other["title"]);
+        }
+    }
+    let variable = dashboard["templating"]["list"][0]["query"]["query"].as_str().expect("a variable");
+    let inside = variable.strip_prefix("label_values(").and_then(|rest| rest.strip_suffix(')')).expect(variable);
+    let (metric, label) = inside.split_once(", ").expect(variable);
+    assert!(documented[metric].contains(label), "{variable}");
+    // What an operator looks for first.
+    for name in [
+        "gen_ai_server_time_to_first_token_seconds_bucket",
+        "ostinato_tokens_total",
+        "ostinato_requests_waiting",
+        "ostinato_kv_pages_used",
+        "ostinato_step_seconds_total",
+        "ostinato_flushes_total",
+        "ostinato_memory_plan_bytes",
+        "ostinato_fallbacks_total",
+    ] {
+        assert!(asked.contains(name), "no panel shows {name}");
+    }
+}
+
+#[test]
+fn the_walk_through_a_slow_request_asks_for_what_is_documented() {
+    let documented = documented();
+    let page = include_str!("../docs/slow-request.md");
+    let blocks: Vec<&str> = page.split("```promql\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+    assert!(blocks.len() >= 4, "{} blocks of queries", blocks.len());
+    for query in blocks.iter().flat_map(|block| block.split("\n\n")) {
+        let query: String = query.lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>().join(" ");
+        let found = problems(&query, &[], &documented);
+        assert!(found.is_empty(), "{found:?}");
+    }
+    // Spans and attributes that it names are declared.
+    let names = include_str!("../src/telemetry/names.rs");
+    for word in page.split('`').skip(1).step_by(2).filter(|word| word.starts_with("ostinato.")) {
+        assert!(names.contains(&format!("\"{word}\"")), "{word} is no name of ours");
+    }
+}
+
+fn container() -> Config {
+    let sources = Sources { file: Some(deploy().join("container.toml")), ..Sources::default() };
+    from_sources(&sources).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// `HOST:PORT` of an address with or without a scheme.
+fn host_and_port(address: &str) -> (&str, u16) {
+    let rest = address.split_once("://").map_or(address, |(_, rest)| rest);
+    let (host, port) = rest.rsplit_once(':').unwrap_or_else(|| panic!("{address} has no port"));
+    (host, port.parse().unwrap_or_else(|_| panic!("{address} has no port")))
+}
+
+#[test]
+fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
+    let (config, default) = (container(), Config::default());
+    let grpc = default.server.listen.port();
+    let admin = default.admin.listen.expect("it is on").port();
+    assert_eq!((grpc, admin), (50051, 9464));
+    assert_eq!((config.server.listen.port(), config.admin.listen.map(|listen| listen.port())), (grpc, Some(admin)));
+    assert!(config.server.listen.ip().is_unspecified() && config.admin.listen.unwrap().ip().is_unspecified());
+
+    let compose = one("compose.yaml");
+    let mut services = Vec::new();
+    for (name, service) in entries(&compose["services"]).filter(|(name, _)| name.starts_with("ostinato")) {
+        services.push(name);
+        let ports: BTreeSet<&str> = list(&service["ports"]).iter().filter_map(Yaml::as_str).collect();
+        let wanted = [grpc, admin].map(|port| format!("127.0.0.1:{port}:{port}"));
+        assert_eq!(ports, wanted.iter().map(String::as_str).collect(), "{name} is reached from this machine only");
+        assert_eq!(service["networks"]["default"]["aliases"][0].as_str(), Some("ostinato"), "{name}");
+        let test = list(&service["healthcheck"]["test"]).last().and_then(Yaml::as_str).expect("a check");
+        assert_eq!(test, format!("http://127.0.0.1:{admin}/healthz"));
+        let grace = service["stop_grace_period"].as_str().and_then(|s| s.strip_suffix('s')?.parse::<f64>().ok());
+        assert!(grace.expect("seconds") > config.server.drain_seconds, "{name} is killed while it drains");
+        if let Some(model) = list(&service["command"]).last().and_then(Yaml::as_str) {
+            let model: Model = model.parse().expect("NAME=DIR@DEVICE");
+            assert_eq!((&model.name, &model.path), (&config.models[0].name, &config.models[0].path));
+            assert_eq!(model.replicas[0].device.as_deref(), Some("cpu"));
+        }
+    }
+    assert_eq!(services, ["ostinato-nvidia", "ostinato-dri", "ostinato-cpu"]);
+    assert!(text("Dockerfile").lines().any(|line| line == format!("EXPOSE {grpc} {admin}")));
+
+    let scrape = &one("prometheus.yaml")["scrape_configs"][0];
+    assert_eq!(scrape["dns_sd_configs"][0]["port"].as_i64(), Some(admin.into()));
+    assert_eq!(scrape["dns_sd_configs"][0]["names"][0].as_str(), Some("ostinato"));
+    assert_eq!(scrape["metrics_path"].as_str(), Some("/metrics"));
+    assert_eq!(scrape["job_name"].as_str(), Some("ostinato"), "alerts ask for it");
+    let collector = one("otel-collector.yaml");
+    let receives = collector["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].as_str().expect("an endpoint");
+    let (host, port) = host_and_port(config.telemetry.otlp_endpoint.as_deref().expect("traces go somewhere"));
+    assert_eq!((host, port, host_and_port(receives).1), ("otel-collector", 4317, 4317));
+    for key in ["receivers", "processors", "exporters"] {
+        let used = list(&collector["service"]["pipelines"]["traces"][key]);
+        assert!(!used.is_empty() && used.iter().all(|name| !collector[key][name.as_str().unwrap()].is_badvalue()));
+    }
+}
+
+/// Objects of `kubernetes.yaml` of a kind, by name.
+fn objects<'a>(all: &'a [Yaml], kind: &str) -> BTreeMap<&'a str, &'a Yaml> {
+    let of = all.iter().filter(|object| object["kind"].as_str() == Some(kind));
+    of.map(|object| (object["metadata"]["name"].as_str().expect("a name"), object)).collect()
+}
+
+#[test]
+fn kubernetes_finds_every_port_and_file_that_it_names() {
+    let all = yaml("kubernetes.yaml");
+    let (deployments, services) = (objects(&all, "Deployment"), objects(&all, "Service"));
+    let kustomization = one("kustomization.yaml");
+    let mut files: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for map in list(&kustomization["configMapGenerator"]) {
+        for file in list(&map["files"]).iter().filter_map(Yaml::as_str) {
+            let (inside, path) = file.split_once('=').unwrap_or((file.rsplit('/').next().unwrap(), file));
+            assert!(deploy().join(path).is_file(), "{path} is not there");
+            files.entry(map["name"].as_str().expect("a name")).or_default().insert(inside);
+        }
+    }
+    assert_eq!(deployments.keys().collect::<Vec<_>>(), services.keys().collect::<Vec<_>>());
+    for (name, deployment) in &deployments {
+        let template = &deployment["spec"]["template"];
+        assert_eq!(deployment["spec"]["selector"]["matchLabels"], template["metadata"]["labels"], "{name}");
+        assert_eq!(services[name]["spec"]["selector"], template["metadata"]["labels"], "{name}");
+        let container = &template["spec"]["containers"][0];
+        let ports = list(&container["ports"]).iter();
+        let ports: BTreeMap<&str, i64> =
+            ports.map(|port| (port["name"].as_str().unwrap(), port["containerPort"].as_i64().unwrap())).collect();
+        for port in list(&services[name]["spec"]["ports"]) {
+            let target = ports[port["targetPort"].as_str().expect("a name")];
+            assert_eq!(port["port"].as_i64(), Some(target), "{name}");
+        }
+        let volumes: BTreeMap<&str, &Yaml> = list(&template["spec"]["volumes"])
+            .iter()
+            .map(|volume| (volume["name"].as_str().unwrap(), &volume["configMap"]["name"]))
+            .collect();
+        for mount in list(&container["volumeMounts"]) {
+            let map = volumes[mount["name"].as_str().unwrap()];
+            assert!(map.is_badvalue() || files.contains_key(map.as_str().unwrap()), "{name}: no config map {map:?}");
+        }
+    }
+    let ostinato = &deployments["ostinato"]["spec"]["template"];
+    let container = &ostinato["spec"]["containers"][0];
+    let (config, admin) = (self::container(), "9464");
+    assert_eq!(container["readinessProbe"]["grpc"]["port"].as_i64(), Some(config.server.listen.port().into()));
+    for probe in ["startupProbe", "livenessProbe"] {
+        assert_eq!(container[probe]["httpGet"]["path"].as_str(), Some("/healthz"), "{probe}");
+        assert_eq!(container[probe]["httpGet"]["port"].as_str(), Some("admin"), "{probe}");
+    }
+    assert_eq!(ostinato["metadata"]["annotations"]["prometheus.io/port"].as_str(), Some(admin));
+    let grace = ostinato["spec"]["terminationGracePeriodSeconds"].as_i64().expect("seconds");
+    assert!(grace as f64 > config.server.drain_seconds);
+    assert_eq!(container["resources"]["limits"]["nvidia.com/gpu"].as_i64(), Some(1));
+    assert_eq!(services["ostinato"]["spec"]["clusterIP"].as_str(), Some("None"), "every pod is scraped");
+    // The image's own command reads what is mounted.
+    assert!(files["ostinato"].contains("ostinato.toml"));
+    assert!(text("Dockerfile").contains(r#"CMD ["serve", "--config", "/etc/ostinato/ostinato.toml"]"#));
+}
+
+#[test]
+fn images_are_pinned_and_the_same_everywhere() {
+    let mut images: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for name in ["compose.yaml", "kubernetes.yaml"] {
+        for document in yaml(name) {
+            let mut found = Vec::new();
+            strings("", &document, &mut found);
+            let of = found.into_iter().filter(|(key, _)| *key == "image").map(|(_, image)| image.to_owned());
+            images.entry(name).or_default().extend(of);
+        }
+    }
+    assert_eq!(images["compose.yaml"], images["kubernetes.yaml"]);
+    assert_eq!(images["compose.yaml"].len(), 5, "{images:?}");
+    let dockerfile = text("Dockerfile");
+    let bases: Vec<&str> =
+        dockerfile.lines().filter_map(|line| line.strip_prefix("FROM ")?.split(' ').next()).collect();
+    assert_eq!(bases.len(), 2);
+    for image in images["compose.yaml"].iter().map(String::as_str).chain(bases.iter().copied()) {
+        let (_, tag) = image.rsplit_once(':').unwrap_or_else(|| panic!("{image} has no version"));
+        let numbers = tag.trim_start_matches('v').split(['.', '-']).take_while(|part| part.parse::<u32>().is_ok());
+        assert!(numbers.count() >= 2, "{image} is no pinned version");
+    }
+    let ours = format!("ostinato:{}", env!("CARGO_PKG_VERSION"));
+    assert!(images["compose.yaml"].contains(&ours), "the image of {ours}");
+    assert!(bases[0].starts_with(&format!("rust:{}", env!("CARGO_PKG_RUST_VERSION"))), "{bases:?}");
+}
+
+#[test]
+fn what_compose_mounts_is_there_and_what_is_asked_answers() {
+    let compose = one("compose.yaml");
+    let services: BTreeMap<&str, &Yaml> = entries(&compose["services"]).collect();
+    let mut mounts = 0;
+    for (name, service) in &services {
+        for volume in list(&service["volumes"]).iter().filter_map(Yaml::as_str) {
+            let (source, _) = volume.split_once(':').expect("a place inside");
+            if let Some(path) = source.strip_prefix("./") {
+                mounts += 1;
+                assert!(deploy().join(path).exists(), "{name} mounts {path}, which is not there");
+            } else if !source.starts_with("${") {
+                assert!(entries(&compose["volumes"]).any(|(volume, _)| volume == source), "{name}: no volume {source}");
+            }
+        }
+    }
+    assert!(mounts >= 8, "{mounts} files are mounted");
+    // Hosts that the configurations name are services, under the ports that these have in the cluster.
+    let all = yaml("kubernetes.yaml");
+    let cluster = objects(&all, "Service");
+    let sources = one("grafana/provisioning/datasources/datasources.yaml");
+    let urls = list(&sources["datasources"]).iter().map(|source| source["url"].as_str().expect("an address"));
+    let collector = one("otel-collector.yaml");
+    let exporter = collector["exporters"]["otlp/jaeger"]["endpoint"].as_str().expect("an address");
+    for (host, port) in urls.chain([exporter]).map(host_and_port) {
+        assert!(services.contains_key(host), "compose has no {host}");
+        let ports = list(&cluster[host]["spec"]["ports"]);
+        assert!(ports.iter().any(|of| of["port"].as_i64() == Some(port.into())), "{host} has no port {port}");
+    }
+    let provider = one("grafana/provisioning/dashboards/dashboards.yaml");
+    let folder = provider["providers"][0]["options"]["path"].as_str().expect("a folder");
+    let mounted = list(&services["grafana"]["volumes"]).iter().filter_map(Yaml::as_str);
+    assert!(mounted.into_iter().any(|volume| volume.contains(&format!(":{folder}/ostinato.json"))), "{folder}");
+    let rules = one("prometheus.yaml")["rule_files"][0].as_str().expect("a file").to_owned();
+    let mounted = list(&services["prometheus"]["volumes"]).iter().filter_map(Yaml::as_str);
+    assert!(mounted.into_iter().any(|volume| volume.contains(&format!("./alerts.yaml:{rules}"))), "{rules}");
+}

@@ -449,6 +449,7 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
     for theme in ["light", "dark"] {
         browser.theme(theme);
         fits(&mut browser, "gone");
+        assert_eq!(browser.text("#status"), "gone", "whatever is drawn anew");
         browser.screenshot(&format!("gone-desk-{theme}"));
     }
 

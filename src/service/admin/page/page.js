@@ -217,8 +217,8 @@ function render() {
   const status = $("status");
   const closed = replicas().filter((replica) => replica.closed);
   const word = state.status === "closed" && closed.every((replica) => replica.closed === "it is draining") ? "draining" : state.status;
-  status.dataset.status = state.status;
-  say(status, word === "closed" ? "not serving" : word);
+  status.dataset.status = gone ? "gone" : state.status;
+  say(status, gone ? "gone" : word === "closed" ? "not serving" : word);
   const models = state.status === "loading" ? "" : `${plural(state.models.length, "model")} on ${plural(state.devices.length, "device")} · `;
   say($("summary"), `${models}up ${state.now < 60e6 ? `${Math.floor(state.now / SECOND)} s` : length(state.now)}`);
   say($("version"), `Ostinato ${state.version}${state.endpoint ? ` · gRPC at ${state.endpoint}` : ""}`);

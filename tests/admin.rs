@@ -198,6 +198,7 @@ async fn the_data_is_what_the_host_says() {
     assert_eq!(told["pages_total"], json!(load.pages_total));
     assert_eq!(told["prompt_tokens"], json!(load.prompt_tokens));
     assert!(load.prompt_tokens > 0);
+    assert_eq!(told["output_tokens"], 3 * 40);
     assert_eq!(state["devices"][1]["name"], "Fake Banana");
     assert_eq!(state["devices"][1]["heap_bytes"], Value::Null, "a fake has no memory");
 

@@ -16,7 +16,7 @@ use serde_json::json;
 use serving::{Served, fake, model, serve_models, text_request, tokenizer};
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -180,6 +180,7 @@ fn numbers_move(browser: &mut Browser, host: &Host) {
     browser.until("document.querySelector('#first-token-sub').textContent.startsWith('p50')");
     browser.until("document.querySelector('[data-replica=\"sums/0\"]').dataset.running === '2'");
     // What the page counts is what the host has done.
+    browser.until("known.steps.size === 3 && [...known.steps.values()].every((kept) => kept.steps.length > 20)");
     for replica in host.replicas() {
         let told = browser.eval(&format!("known.steps.get({:?}).steps.map((s) => [s.number, s.tokens])", replica.name));
         let told: HashMap<u64, u32> = serde_json::from_value::<Vec<(u64, u32)>>(told).unwrap().into_iter().collect();
@@ -285,8 +286,9 @@ fn transfers_and_waits_are_drawn(browser: &mut Browser) {
             ];
             steps.push(step);
             known.transfers.set(0, { next: 1e9, transfers: [0, 1, 2].map((n) => ({
-                number: n, what: n ? 'copy' : 'fill', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
-                submitted: t + 1500 + 1800 * n, seen: t + 3200 + 1800 * n, point: { queue: 'transfer', value: 15 + n },
+                number: n, what: n ? 'copy' : 'readback', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
+                enqueue: [t + 1300 + 300 * n, t + 1500 + 300 * n], begin: t + 1800 + 1800 * n, end: t + 3500 + 1800 * n,
+                seen: t + 3600 + 1800 * n, clock: { quality: 'calibrated', error_us: 0.7 }, point: { queue: 'transfer', value: 15 + n },
             })) });
             chart.collect();
             chart.span = 20000;
@@ -303,6 +305,8 @@ fn transfers_and_waits_are_drawn(browser: &mut Browser) {
     browser.screenshot("timeline-transfers-light");
     browser.eval("chart.canvas.focus()");
     browser.key("ArrowDown", false);
+    browser.key("ArrowDown", false);
+    assert!(browser.text("#detail-said").contains("handed to the driver"));
     browser.key("ArrowDown", false);
     let said = browser.text("#detail-said");
     assert!(said.starts_with("Transfer: ") && said.contains("MiB"), "{said}");
@@ -445,6 +449,7 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
     for theme in ["light", "dark"] {
         browser.theme(theme);
         fits(&mut browser, "gone");
+        assert_eq!(browser.text("#status"), "gone", "whatever is drawn anew");
         browser.screenshot(&format!("gone-desk-{theme}"));
     }
 
@@ -475,11 +480,21 @@ fn lavapipe() -> String {
     found["uuid"].as_str().unwrap().to_owned()
 }
 
+/// Ends with its test.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// Method: the program itself, on a CPU driver with the embedded model: a real memory plan, real regions.
 #[test]
 fn the_program_serves_the_page() {
     common::layer();
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
+    let child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
         .args([
             "serve",
             "--model",
@@ -494,7 +509,8 @@ fn the_program_serves_the_page() {
         .stderr(Stdio::inherit())
         .spawn()
         .unwrap();
-    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut program = Program(child);
+    let mut output = BufReader::new(program.0.stdout.take().unwrap());
     let mut line = |prefix: &str| {
         let mut line = String::new();
         output.read_line(&mut line).unwrap();
@@ -520,6 +536,8 @@ fn the_program_serves_the_page() {
     assert!(status.success());
     browser.eval("location.hash = '#timeline'");
     browser.until("chart.boxes.some((box) => box.lane === 'compute' && box.label.startsWith('decode.1'))");
+    // What was loaded went through the transfer queue.
+    browser.until("chart.boxes.some((box) => box.what === 'transfer' && box.transfer.bytes > 1e6)");
     // What the device did lies between the enqueueing and the moment it was seen, within the clock's error.
     let outside = browser.eval(
         "chart.submissions.filter(({ submission: s }) => s.regions.length && s.clock).filter(({ submission: s }) =>
@@ -532,7 +550,7 @@ fn the_program_serves_the_page() {
     browser.until("!document.querySelector('#rate').textContent.startsWith('–') && document.querySelector('#overview').checkVisibility()");
     browser.screenshot("overview-program-light");
     assert_eq!(browser.complaints, Vec::<String>::new());
-    let id = child.id().to_string();
+    let id = program.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
-    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert_eq!(program.0.wait().unwrap().code(), Some(0));
 }

@@ -13,7 +13,7 @@
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
 //!   requests), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
-//!   `cached_tokens`, `preemptions`
+//!   `cached_tokens`, `preemptions`, `drafted_tokens`, of them `accepted_tokens`, and `output_tokens` so far
 //!
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
 //! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
@@ -22,8 +22,8 @@
 //! end), `point`, `waits[]` and `flush`, `seen`, `host_waits`, `dispatches`, `barriers`, `clock` (`quality`, `error_us`) and
 //! `regions[]`: `name`, `runs`, `begin`, `end`, `kernels` (how many were timed). A point is `queue` and `value`.
 //!
-//! `/api/transfers?device=INDEX[&from=NUMBER]`: `now`, `next`, `transfers[]`: `number`, `what`, `bytes`, `copies`, `submitted`,
-//! `seen`, `point`, `waits[]`.
+//! `/api/transfers?device=INDEX[&from=NUMBER]`: `now`, `next`, `transfers[]` that have ended: `number`, `what`, `bytes`, `copies`,
+//! `enqueue`, `begin` and `end` on the device (`null` where nothing is timed), `clock`, `seen`, `point`, `waits[]`.
 //!
 //! `/api/requests[?since=TIME]`: `now`, `running[]`: `replica`, `id`, `phase`, `prompt_tokens`, `prefilled_tokens`,
 //! `cached_tokens`, `output_tokens`, `max_tokens`, `pages`, `preemptions`, `age`, `queued`, `first_token`; `ended[]` after TIME: `at`,
@@ -31,7 +31,7 @@
 //! `first_token`, `per_token`, `whole`.
 
 use super::{Admin, Loading};
-use crate::actors::timeline::{SubmissionRecord, TransferRecord};
+use crate::actors::timeline::{ClockQuality, SubmissionRecord, TransferRecord};
 use crate::device::Point;
 use crate::engine::host::{Host, MemoryUse, Replica, ServedDevice, ServedModel, StepRecord};
 use crate::engine::start::Unit;
@@ -141,7 +141,7 @@ fn model(served: &ServedModel) -> Value {
 }
 
 fn replica(replica: &Replica) -> Value {
-    let load = replica.load();
+    let (load, totals) = (replica.load(), replica.totals());
     json!({
         "name": replica.name,
         "device": replica.device.index,
@@ -158,6 +158,9 @@ fn replica(replica: &Replica) -> Value {
         "prompt_tokens": load.prompt_tokens,
         "cached_tokens": load.cached_tokens,
         "preemptions": load.preemptions,
+        "drafted_tokens": load.drafted_tokens,
+        "accepted_tokens": load.accepted_tokens,
+        "output_tokens": totals.prefill.tokens + totals.decode.tokens,
     })
 }
 
@@ -204,6 +207,10 @@ fn point(point: &Point) -> Value {
     json!({ "queue": point.role.to_string(), "value": point.value })
 }
 
+fn clock(clock: ClockQuality) -> Value {
+    json!({ "quality": clock.name(), "error_us": micros(clock.error()) })
+}
+
 fn submission(admin: &Admin, record: &SubmissionRecord) -> Value {
     let regions = record.regions.iter().map(|region| {
         json!({
@@ -223,25 +230,19 @@ fn submission(admin: &Admin, record: &SubmissionRecord) -> Value {
         "host_waits": record.host_waits,
         "dispatches": record.dispatches,
         "barriers": record.barriers,
-        "clock": record.clock.map(|clock| json!({ "quality": clock.name(), "error_us": micros(clock.error()) })),
+        "clock": record.clock.map(clock),
         "regions": regions.collect::<Vec<_>>(),
     })
 }
 
 /// `/api/transfers`.
 pub(super) fn transfers(admin: &Admin, device: &ServedDevice, from: u64) -> Value {
-    let records = transfer_records(device, from);
+    let records = device.transfers(from);
     json!({
         "now": admin.now(),
         "next": records.last().map_or(from, |record| record.number + 1),
         "transfers": records.iter().map(|record| transfer(admin, record)).collect::<Vec<_>>(),
     })
-}
-
-/// A device's submissions to its transfer queue, from `from` on, as far as they are kept.
-fn transfer_records(_device: &ServedDevice, _from: u64) -> Vec<TransferRecord> {
-    // The transfer actor counts its submissions and keeps no records of them yet.
-    Vec::new()
 }
 
 fn transfer(admin: &Admin, record: &TransferRecord) -> Value {
@@ -250,7 +251,10 @@ fn transfer(admin: &Admin, record: &TransferRecord) -> Value {
         "what": record.what,
         "bytes": record.bytes,
         "copies": record.copies,
-        "submitted": admin.us(record.enqueue.1),
+        "enqueue": [admin.us(record.enqueue.0), admin.us(record.enqueue.1)],
+        "begin": record.device.map(|(begin, _)| admin.us(begin)),
+        "end": record.device.map(|(_, end)| admin.us(end)),
+        "clock": record.clock.map(clock),
         "seen": admin.us(record.seen),
         "point": point(&record.point),
         "waits": record.waits.iter().map(point).collect::<Vec<_>>(),

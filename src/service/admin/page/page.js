@@ -217,8 +217,8 @@ function render() {
   const status = $("status");
   const closed = replicas().filter((replica) => replica.closed);
   const word = state.status === "closed" && closed.every((replica) => replica.closed === "it is draining") ? "draining" : state.status;
-  status.dataset.status = state.status;
-  say(status, word === "closed" ? "not serving" : word);
+  status.dataset.status = gone ? "gone" : state.status;
+  say(status, gone ? "gone" : word === "closed" ? "not serving" : word);
   const models = state.status === "loading" ? "" : `${plural(state.models.length, "model")} on ${plural(state.devices.length, "device")} · `;
   say($("summary"), `${models}up ${state.now < 60e6 ? `${Math.floor(state.now / SECOND)} s` : length(state.now)}`);
   say($("version"), `Ostinato ${state.version}${state.endpoint ? ` · gRPC at ${state.endpoint}` : ""}`);
@@ -381,7 +381,7 @@ function makeReplica(replica) {
   let slots, pages, cache, rate;
   [slots, row.slots] = labelled("Slots");
   [pages, row.pages] = labelled("KV pages");
-  [cache, row.cache] = labelled("Prompts, from the prefix cache");
+  [cache, row.cache] = labelled("Prefix cache");
   [rate, row.rate] = labelled("Tokens per second");
   row.slotBar = el("div", { class: "barline thin" });
   row.pageBar = el("div", { class: "barline thin" });
@@ -407,7 +407,8 @@ function updateReplica(row, replica) {
   const share = replica.prompt_tokens ? replica.cached_tokens / replica.prompt_tokens : 0;
   say(row.cache, replica.prompt_tokens ? `${(share * 100).toFixed(0)} % of ${number(replica.prompt_tokens)} tokens` : "no prompt yet");
   fill(row.cacheBar, [["fill", share]]);
-  say(row.rate, rateText(tokenRate(replica.name)));
+  const drafts = replica.drafted_tokens ? `; ${((replica.accepted_tokens / replica.drafted_tokens) * 100).toFixed(0)} % of drafts right` : "";
+  say(row.rate, `${rateText(tokenRate(replica.name))}, ${number(replica.output_tokens)} so far${drafts}`);
   row.dataset.running = replica.running;
 }
 
@@ -652,6 +653,7 @@ const chart = {
       { id: "enqueue", title: "compute actor", about: "hands work to the driver", rows: 1, row: 15 },
       { id: "compute", title: "compute queue", about: "runs regions on the device", rows: 1, row: 30, strip: 18 },
       { id: "watcher", title: "watcher", about: "device done → host has seen it", rows: 1, row: 15 },
+      { id: "staging", title: "transfer actor", about: "hands copies to the driver", rows: 1, row: 15 },
       { id: "transfer", title: "transfer queue", about: "copies, fills and readbacks", rows: 1, row: 20 },
     );
     let y = AXIS;
@@ -680,7 +682,11 @@ const chart = {
     }
     this.transfersByPoint.clear();
     for (const transfer of known.transfers.get(this.device)?.transfers ?? []) {
-      boxes.push({ key: `transfer ${transfer.number}`, lane: "transfer", row: 0, begin: transfer.submitted, end: transfer.seen, kind: "transfer", label: `${transfer.what} ${bytes(transfer.bytes)}`, transfer, what: "transfer" });
+      // A transfer that was not timed is known from the host's side only.
+      const [begin, end] = [transfer.begin ?? transfer.enqueue[1], transfer.end ?? transfer.seen];
+      const common = { row: 0, transfer };
+      boxes.push({ ...common, key: `transfer ${transfer.number} enqueue`, lane: "staging", begin: transfer.enqueue[0], end: transfer.enqueue[1], kind: "host", label: "enqueue", what: "transfer enqueue" });
+      boxes.push({ ...common, key: `transfer ${transfer.number}`, lane: "transfer", begin, end, kind: "transfer", label: `${transfer.what} ${bytes(transfer.bytes)}`, what: "transfer" });
       this.transfersByPoint.set(transfer.point.value, transfer);
     }
     boxes.sort((a, b) => a.begin - b.begin);
@@ -874,7 +880,8 @@ const chart = {
     if (!chosen) return this.step(0);
     for (let index = this.lanes.findIndex((lane) => lane.id === chosen.lane) + by; this.lanes[index]; index += by) {
       const boxes = this.inLane(this.lanes[index].id);
-      const same = boxes.filter((box) => chosen.step && box.step === chosen.step && (!chosen.submission || !box.submission || box.submission === chosen.submission));
+      const related = (box) => box.step === chosen.step && (!chosen.submission || !box.submission || box.submission === chosen.submission);
+      const same = boxes.filter((box) => (chosen.transfer ? box.transfer === chosen.transfer : chosen.step && related(box)));
       const from = same.length ? same : boxes;
       if (from.length === 0) continue;
       const distance = (box) => Math.abs(box.begin - chosen.begin);
@@ -1094,7 +1101,7 @@ const chart = {
         c.fillText(apart > 150 ? `◇ ${wait.queue} ${wait.value}` : "◇", x(begin) - 3, strip);
         if (source) {
           c.strokeStyle = colour("cross_queue");
-          arrow(c, x(source.seen), transfer.y, x(begin), compute.y + compute.row);
+          arrow(c, x(source.end ?? source.seen), transfer.y, x(begin), compute.y + compute.row);
         }
       }
     }
@@ -1120,7 +1127,7 @@ const chart = {
       if (ends < this.from || begin > end) continue;
       count += 1;
       flushes[submission.flush] = (flushes[submission.flush] ?? 0) + 1;
-      clock = submission.clock ?? clock;
+      if (submission.clock && !(clock?.error_us > submission.clock.error_us)) clock = submission.clock;
     }
     const parts = [`compute queue busy ${((busy / this.span) * 100).toFixed(0)} %`, gap < 1 ? "no gap" : `longest gap ${length(gap)}`, plural(count, "submission")];
     for (const [name, times] of Object.entries(flushes)) parts.push(`${times} × ${words(name)}`);
@@ -1154,9 +1161,17 @@ function arrow(c, x0, y0, x1, y1) {
 function explain(box) {
   const took = length(box.end - box.begin);
   const at = `${(box.begin / SECOND).toFixed(6)} s`;
+  if (box.what === "transfer enqueue") {
+    const { transfer } = box;
+    return { title: `Transfer ${transfer.point.value} is handed to the driver`, facts: [["Took", took], ["Bytes", bytes(transfer.bytes)], ["Copies", number(transfer.copies)], ["Begins", at]] };
+  }
   if (box.what === "transfer") {
     const { transfer } = box;
-    const facts = [["Bytes", bytes(transfer.bytes)], ["Until seen", took], ["Copies", number(transfer.copies)], ["Point", `transfer ${transfer.point.value}`], ["Submitted", at]];
+    const timed = transfer.begin !== null;
+    const facts = [["Bytes", bytes(transfer.bytes)], [timed ? "Took" : "From submission to seen", took], ["Copies", number(transfer.copies)], ["Reaches", `transfer ${transfer.point.value}`]];
+    if (timed) facts.push(["Speed", `${bytes((transfer.bytes / Math.max(box.end - box.begin, 0.001)) * SECOND)}/s`], ["Seen after", length(Math.max(0, transfer.seen - box.end))]);
+    if (transfer.clock) facts.push(["Clock", `${transfer.clock.quality}, within ${length(transfer.clock.error_us)}`]);
+    facts.push(["Begins", at]);
     if (transfer.waits.length) facts.push(["Waited for", points(transfer.waits)]);
     return { title: `Transfer: ${transfer.what}`, facts };
   }

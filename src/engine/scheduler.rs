@@ -8,7 +8,8 @@
 //!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
 //!   of the lowest priority loses its pages and is computed again later.
 //! - A prompt plan takes in chunks of as many prompts as its tokens allow, and alternates with decode plans while
-//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, or longer where many prompts
+//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, with a lone prompt that takes several plans
+//!   `LONE_PROMPT_STEPS`, or longer where many prompts
 //!   wait (`MOST_ROWS_PER_PROMPT`): rows hardly notice one prompt, and many prompts do not wait for a few rows.
 //! - A full page is named by its tokens and all before them as soon as a chunk that fills it is planned, or its
 //!   tokens are reported: whoever joins later with the same beginning, even in the same plan, shares it. Nobody
@@ -50,9 +51,12 @@ pub const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
 pub const PLAN_STEPS_MIN: u32 = 2;
 /// Most steps of a decode plan.
 pub const PLAN_STEPS_MAX: u32 = 16;
-/// Decode steps that a prompt plan may last beside rows that decode: with their own step a row then waits three
-/// times as long for a token as without it.
-pub const PROMPT_STEPS: u32 = 2;
+/// Decode steps that a prompt plan may last beside rows that decode: small chunks use the device badly, and prompts
+/// that come faster than they are taken in queue up.
+pub const PROMPT_STEPS: u32 = 4;
+/// The same where a single prompt takes several plans: with their own step rows then wait three times as long for
+/// each token as without it, for as long as that prompt lasts.
+pub const LONE_PROMPT_STEPS: u32 = 2;
 /// With several prompts each counts for as many rows as there are prompts, at most so many, and a prompt plan may last
 /// as many times [`PROMPT_STEPS`] as they outweigh the rows: prompts that come together are taken in before much is
 /// decoded, which a larger batch then does for hardly more than a small one.
@@ -596,10 +600,17 @@ impl Scheduler {
         let most = self.setup.capacity.prefill_chunk;
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
         let (Some(step), true) = (pace.step(), rows > 0) else { return most };
-        let prompts = self.residents().filter(|s| s.state == State::Prefill).count() + self.waiting.len();
+        let taken_in = || self.residents().filter(|s| s.state == State::Prefill);
+        let prompts = taken_in().count() + self.waiting.len();
         let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
-        let allowed = step * PROMPT_STEPS * weight.max(1) as u32;
-        let fits = |tokens: u32| pace.chunk(tokens).is_none_or(|time| time <= allowed);
+        let lasts = |tokens: u32, steps: u32| {
+            let allowed = step * steps * weight.max(1) as u32;
+            tokens <= most && pace.chunk(tokens).is_none_or(|time| time <= allowed)
+        };
+        let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
+        let longest = taken_in().map(|sequence| sequence.unqueued()).chain(waiting).max().unwrap_or(0);
+        let lone = prompts == 1 && !lasts(longest, PROMPT_STEPS);
+        let fits = |tokens: u32| lasts(tokens, if lone { LONE_PROMPT_STEPS } else { PROMPT_STEPS });
         let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
         let aim = [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS));
         aim.max(self.chunk_unit())
@@ -1443,7 +1454,14 @@ mod tests {
     }
 
     #[test]
-    fn beside_rows_that_decode_a_prompt_plan_is_as_short_as_two_of_their_steps() {
+    fn beside_rows_that_decode_a_prompt_plan_is_short_and_a_lone_long_prompts_is_shorter() {
+        for (prompt, wanted) in [(64, 64), (100, 100), (400, 48)] {
+            beside_rows(prompt, wanted);
+        }
+    }
+
+    /// A prompt's first plan beside a row whose step takes 4 ms, where 64 tokens take 9 ms and 32 take 6.
+    fn beside_rows(prompt: usize, wanted: usize) {
         let mut large = setup(8, 64);
         large.capacity.prefill_chunk = 128;
         let mut bench = Bench::new(large);
@@ -1453,11 +1471,11 @@ mod tests {
         bench.pace.note_step(1, Duration::from_millis(4));
         bench.pace.note_chunk(64, Duration::from_millis(9));
         bench.pace.note_chunk(32, Duration::from_millis(6));
-        bench.arrive(request("b", 100, 10));
+        bench.arrive(request("b", prompt, 10));
         let taken = |work| chunks(work).iter().map(|chunk| chunk.2).sum::<usize>();
         let decoded = bench.work();
         assert_eq!(steps(decoded), 1);
-        assert_eq!(taken(bench.work()), 48, "64 would last nine milliseconds");
+        assert_eq!(taken(bench.work()), wanted, "{prompt} tokens");
         // More prompts than rows: they do not wait for its sake.
         for id in ["c", "d", "e"] {
             bench.arrive(request(id, 40, 10));
@@ -1465,7 +1483,7 @@ mod tests {
         bench.complete();
         assert_eq!(steps(bench.work()), 1);
         bench.complete();
-        assert_eq!(taken(bench.work()), 128, "four prompts for one row");
+        assert_eq!(taken(bench.work()), (prompt - wanted + 3 * 40).min(128), "three prompts or four for one row");
     }
 
     fn cached(slots: u32, pages: u32) -> Bench {

@@ -142,6 +142,14 @@ impl PagePool {
         }
     }
 
+    /// Takes the names of all pages that have one: nobody finds what they hold any more. Only while nobody holds one.
+    pub fn forget(&mut self) {
+        assert_eq!(self.used(), 0, "a held page would lose its name");
+        self.blank.extend(std::mem::take(&mut self.kept).into_values());
+        self.names.fill(None);
+        self.named.clear();
+    }
+
     /// Panics unless all that is kept twice agrees.
     pub fn assert_consistent(&self) {
         let free = self.holders.iter().filter(|holders| **holders == 0).count();
@@ -203,6 +211,23 @@ mod tests {
         pool.share(pages[0]);
         assert_eq!(pool.find(&[key(1)]), (vec![pages[0]], 0));
         assert_eq!((pool.free(), pool.cached()), (0, 0));
+        pool.assert_consistent();
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_found_and_every_page_can_be_taken() {
+        let mut pool = PagePool::new(3);
+        let pages = pool.take(2).unwrap();
+        pool.name(pages[0], key(1));
+        pool.name(pages[1], key(2));
+        pages.iter().for_each(|page| pool.release(*page));
+        assert_eq!(pool.cached(), 2);
+        pool.forget();
+        assert_eq!((pool.free(), pool.cached(), pool.find(&[key(1)]).0.len()), (3, 0, 0));
+        pool.assert_consistent();
+        let again = pool.take(3).unwrap();
+        pool.name(again[0], key(1));
+        assert_eq!(pool.find(&[key(1)]).0, [again[0]]);
         pool.assert_consistent();
     }
 

@@ -280,6 +280,16 @@ impl Replica {
         })
     }
 
+    /// Forgets all that a prompt could begin with, if no request runs or waits; whether it did.
+    pub fn forget_prompts(&self) -> bool {
+        self.ask(|actor| actor.scheduler.forget_prompts())
+    }
+
+    /// Tokens drawn a second, over the last `window` or as much of it as the step ring holds.
+    pub fn tokens_per_second(&self, window: Duration) -> f64 {
+        self.ask(move |actor| actor.observer.tokens_per_second(Moment::now(), window))
+    }
+
     /// Asks the thread; a thread that has ended has nothing to tell.
     fn ask<T: Default + Send + 'static>(&self, question: impl FnOnce(&mut Actor) -> T + Send + 'static) -> T {
         let (reply, answer) = bounded(1);

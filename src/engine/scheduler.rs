@@ -363,6 +363,18 @@ impl Scheduler {
         }
     }
 
+    /// Forgets all that a prompt could begin with, if no request runs or waits and no plan is open; whether it did.
+    pub fn forget_prompts(&mut self) -> bool {
+        let idle = self.sequences.is_empty() && self.flights.is_empty();
+        if idle {
+            self.pool.forget();
+            if let Some(snapshots) = &mut self.snapshots {
+                snapshots.forget();
+            }
+        }
+        idle
+    }
+
     /// Panics unless all that is counted twice agrees: for simulations, after every step.
     /// Its cost grows with the slots, not with the queue.
     pub fn assert_consistent(&self) {

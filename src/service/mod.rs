@@ -12,3 +12,4 @@ pub mod proto;
 pub mod refusal;
 pub mod rpc;
 pub mod server;
+pub mod vllm;

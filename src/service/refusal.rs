@@ -43,6 +43,12 @@ pub enum Refusal {
         /// The message's field.
         field: &'static str,
     },
+    /// The contract names no model, so it can mean only the one that is served.
+    #[error("this contract names no model, and more than one is served: {served}")]
+    SeveralModels {
+        /// Comma-separated names.
+        served: String,
+    },
     /// A field or value of a later version.
     #[error("{field} is not served yet")]
     NotServed {
@@ -97,6 +103,7 @@ impl Refusal {
             Refusal::Text(_) => Code::Internal,
             Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
+            Refusal::SeveralModels { .. } => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
             Refusal::ClientBusy { .. } => Code::ResourceExhausted,
             Refusal::Deadline { .. } => Code::DeadlineExceeded,

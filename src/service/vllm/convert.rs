@@ -24,6 +24,10 @@ const NAMES: [(&str, &str); 5] = [
     ("prompt.text", "text"),
     ("prompt", "input"),
 ];
+/// The path of a model and of its tokenizer, as a router is told. Routers look there first, on their own disk or as a
+/// name in a public registry, and only then ask the server: a served name would bring them another model's tokenizer.
+/// Nothing can be below a device file.
+const NOWHERE: &str = "/dev/null/ask-GetTokenizer";
 /// What one entry of `logit_bias` may be, either way.
 const MAX_BIAS: f32 = 100.0;
 
@@ -317,14 +321,15 @@ pub fn model_info(model: &ServedModel) -> contract::GetModelInfoResponse {
         .filter_map(|name| Some((name.to_owned(), generation.get(name).filter(|value| value.is_number())?.clone())))
         .collect();
     let context = model.info.context;
+    let path = model.text.as_ref().map(|_| NOWHERE.to_owned()).unwrap_or_default();
     contract::GetModelInfoResponse {
-        model_path: model.name.clone(),
+        model_path: path.clone(),
         is_generation: true,
         max_context_length: context,
         vocab_size: model.info.vocabulary,
         supports_vision: false,
         served_model_name: model.name.clone(),
-        tokenizer_path: model.text.as_ref().map(|_| model.name.clone()).unwrap_or_default(),
+        tokenizer_path: path,
         model_type: config.get("model_type").and_then(|kind| kind.as_str()).unwrap_or_default().to_owned(),
         architectures: vec![model.info.architecture.clone()],
         eos_token_ids: model.info.eos_ids.iter().map(|&id| signed(id)).collect(),

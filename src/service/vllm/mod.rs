@@ -310,11 +310,6 @@ impl VllmEngine for VllmRpc {
     ) -> Result<Response<contract::GetLoadsResponse>, Status> {
         let span = rpc_span(SERVICE, "GetLoads", request.metadata());
         let message = request.into_inner();
-        if let Some(other) = message.include.iter().find(|section| !["core", "all"].contains(&section.as_str())) {
-            let value = format!("{other:?}");
-            let refusal = Refusal::Value { field: "include", value, rule: "\"core\" or \"all\"" };
-            return answer(&span, Err(refusal));
-        }
         let loads = self.of_model(move |model| {
             if let Some(rank) = message.dp_rank {
                 convert::replica(model, "dp_rank", rank)?;

@@ -177,17 +177,19 @@ def check(program, workers, client):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         def long(number):
             try:
-                text = f"Tell me a story about a fox, a lantern and a river, number {number}."
+                text = f"{'ABCDEFGH'[number]}: tell me a story about a fox, a lantern and a river."
                 return stream(client, text, max_tokens=60, extra_body={"ignore_eos": True})[2].completion_tokens
             except openai.OpenAIError as error:
                 return error
 
         streams = [pool.submit(long, number) for number in range(8)]
-        wait_for("streams on both workers", 30, lambda: all(worker.busy() > 0 for worker in workers))
+        wait_for("all streams", 30, lambda: sum(worker.busy() for worker in workers) == len(streams))
+        lost, kept = (worker.busy() for worker in workers)
+        assert lost >= 1 and kept >= 1, (lost, kept)
         workers[0].process.send_signal(signal.SIGKILL)
         ends = [end.result() for end in streams]
     whole = sum(end == 60 for end in ends)
-    assert whole >= 1, ends
+    assert whole == kept and lost + kept == len(streams), (lost, kept, ends)
     after = [ask(client, max_tokens=4, seed=number).usage.completion_tokens for number in range(6)]
     assert after == [4] * 6, after
     wait_for("an idle worker", 5, workers[1].idle)

@@ -519,8 +519,6 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
 
     let embed = client.embed(contract::EmbedRequest::default()).await.unwrap_err();
     assert_eq!((embed.code(), embed.message()), (Code::Unimplemented, "Embed is not served yet"));
-    let events = client.subscribe_kv_events(common::SubscribeKvEventsRequest::default()).await.unwrap_err();
-    assert_eq!((events.code(), events.message()), (Code::Unimplemented, "SubscribeKvEvents is not served yet"));
     // Other engines' services, which routers look for first.
     let mut other = tonic::client::Grpc::new(served.channel().await);
     other.ready().await.unwrap();
@@ -569,6 +567,7 @@ async fn several_models_are_one_too_many_for_a_contract_that_names_none() {
         client.flush_cache(common::FlushCacheRequest::default()).await.unwrap_err(),
         client.start_profile(common::StartProfileRequest::default()).await.unwrap_err(),
         client.stop_profile(common::StopProfileRequest {}).await.unwrap_err(),
+        client.subscribe_kv_events(common::SubscribeKvEventsRequest::default()).await.unwrap_err(),
     ];
     for status in refusals {
         assert_eq!(status.code(), Code::FailedPrecondition, "{status:?}");
@@ -833,4 +832,157 @@ async fn a_profile_times_the_kernels_between_its_start_and_its_end() {
         assert_eq!(status.code(), code, "{status:?}");
         assert!(status.message().contains(words), "{status:?}");
     }
+}
+
+/// What a subscriber knows, by rank.
+#[derive(Debug, Default)]
+struct Follower {
+    /// By hash: the page before, and the tokens.
+    pages: [BTreeMap<i64, (Option<i64>, Vec<u32>)>; 2],
+    /// Sequence numbers of the last batches.
+    last: [u64; 2],
+    removed: usize,
+}
+
+impl Follower {
+    /// Reads until `done`.
+    async fn read(&mut self, stream: &mut tonic::Streaming<common::KvEventBatch>, done: impl Fn(&Follower) -> bool) {
+        use common::kv_cache_event::Data;
+        while !done(self) {
+            let message = tokio::time::timeout(Duration::from_secs(10), stream.message()).await;
+            let batch = message.unwrap_or_else(|_| panic!("nothing comes: {self:?}")).unwrap().expect("a batch");
+            let rank = batch.dp_rank.unwrap() as usize;
+            let last = std::mem::replace(&mut self.last[rank], batch.sequence_number);
+            assert!(last == 0 || batch.sequence_number == last + 1, "{last} is followed by {batch:?}");
+            let pages = &mut self.pages[rank];
+            for event in batch.events {
+                match event.data.unwrap() {
+                    Data::Cleared(_) => pages.clear(),
+                    Data::Stored(stored) => {
+                        let mut before = stored.parent_block_hash;
+                        for block in stored.blocks {
+                            assert_eq!((block.block_size, block.token_ids.len()), (16, 16));
+                            let known = pages.insert(block.block_hash, (before, block.token_ids));
+                            assert_eq!(known, None, "it is stored twice");
+                            before = Some(block.block_hash);
+                        }
+                    }
+                    Data::Removed(removed) => {
+                        self.removed += removed.block_hashes.len();
+                        for hash in removed.block_hashes {
+                            assert!(pages.remove(&hash).is_some(), "it was not known");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tokens of the chain of pages that a rank's prompt of these tokens would find.
+    fn finds(&self, rank: usize, tokens: &[u32]) -> usize {
+        let (mut before, mut found) = (None, 0);
+        for page in tokens.chunks_exact(16) {
+            let next = self.pages[rank].iter().find(|(_, (behind, tokens))| *behind == before && tokens == page);
+            let Some((hash, _)) = next else { break };
+            before = Some(*hash);
+            found += 16;
+        }
+        found
+    }
+}
+
+/// Method: a workload on replicas with too few pages for it; whoever has followed from the beginning must know what one
+/// who comes at the end is told, and what a prompt then finds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_follower_of_pages_knows_what_prompts_find() {
+    let few = |index| {
+        let mut config = fake(FAST, b"");
+        config.capacity.pages = 24;
+        (index, config)
+    };
+    let served = serve_models(vec![alpha(vec![few(0), few(1)])], Options::default()).await;
+    let mut client = client(&served).await;
+    let subscribe =
+        |start_sequence_number| common::SubscribeKvEventsRequest { start_sequence_number, ..Default::default() };
+    let status = client.subscribe_kv_events(subscribe(5)).await.unwrap_err();
+    assert_eq!(status.code(), Code::OutOfRange, "{status:?}");
+    assert!(status.message().contains("start_sequence_number is 5"), "{status:?}");
+
+    let prompt =
+        |family: u64, length: usize| -> Vec<u32> { ids(&family.to_string().repeat(length))[..length].to_vec() };
+    let mut run = async |rank: i32, tokens: &[u32]| {
+        let mut message = request("", 20);
+        params(&mut message).ignore_eos = true;
+        let input_ids = tokens.to_vec();
+        message.input = Some(Input::Tokenized(contract::TokenizedInput { input_ids, ..Default::default() }));
+        message.data_parallel_rank = Some(rank);
+        let told = ask(&mut client, message).await;
+        served.idle(&format!("alpha/{rank}"), Duration::from_secs(1)).await;
+        told.complete().cached_tokens as usize
+    };
+    // Some of it before anyone follows.
+    run(0, &prompt(3, 100)).await;
+    let mut other = VllmEngineClient::new(served.channel().await);
+    let mut stream = other.subscribe_kv_events(subscribe(0)).await.unwrap().into_inner();
+    let mut early = Follower::default();
+    early.read(&mut stream, |early| early.last.iter().all(|last| *last > 0)).await;
+    assert_eq!((early.finds(0, &prompt(3, 100)), early.finds(1, &prompt(3, 100))), (96, 0));
+
+    let mut state = 1u64;
+    let mut draw = |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    for _ in 0..60 {
+        let (rank, family, length) = (draw(2) as i32, draw(7), 20 + draw(120) as usize);
+        run(rank, &prompt(family, length)).await;
+    }
+    // What has a salt is nobody's business.
+    let mut salted = token_request("alpha", &prompt(8, 100), 4);
+    salted.cache_salt = "tenant".to_owned();
+    generate(&mut served.client().await, salted).await;
+    for rank in [0, 1] {
+        served.idle(&format!("alpha/{rank}"), Duration::from_secs(1)).await;
+    }
+
+    let mut later = other.subscribe_kv_events(subscribe(0)).await.unwrap().into_inner();
+    let mut late = Follower::default();
+    late.read(&mut later, |late| late.last.iter().all(|last| *last > 0)).await;
+    early.read(&mut stream, |early| early.last == late.last).await;
+    assert_eq!(early.pages, late.pages);
+    assert!(early.removed > 20 && early.pages.iter().all(|pages| !pages.is_empty()), "{early:?}");
+    assert_eq!((early.finds(0, &prompt(8, 100)), early.finds(1, &prompt(8, 100))), (0, 0));
+    for rank in [0, 1] {
+        for family in 0..7 {
+            let tokens = prompt(family, 120);
+            late.read(&mut later, |late| late.last[rank as usize] > 0).await;
+            // All but the last token's page can be found.
+            let known = early.finds(rank as usize, &tokens).min(112);
+            assert_eq!(run(rank, &tokens).await, known, "rank {rank}, family {family}");
+            // It has changed things itself: a third follower's first number says how far to read.
+            let mut now = other.subscribe_kv_events(subscribe(0)).await.unwrap().into_inner();
+            let mut fresh = Follower::default();
+            fresh.read(&mut now, |fresh| fresh.last.iter().all(|last| *last > 0)).await;
+            early.read(&mut stream, |early| early.last >= fresh.last && early.last[1] >= fresh.last[1]).await;
+        }
+    }
+    drop(later);
+
+    let flushed = other.flush_cache(common::FlushCacheRequest { timeout_s: 1.0 }).await.unwrap().into_inner();
+    assert!(flushed.success);
+    early.read(&mut stream, |early| early.pages.iter().all(BTreeMap::is_empty)).await;
+
+    // Nobody who follows keeps a server from ending.
+    let stopped = Instant::now();
+    served.stop.cancel();
+    let end = loop {
+        match stream.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("an end without a word"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(end.code(), Code::Unavailable, "{end:?}");
+    tokio::time::timeout(Duration::from_secs(5), served.server).await.expect("the server ends").unwrap().unwrap();
+    assert!(stopped.elapsed() < Duration::from_secs(5));
 }

@@ -375,6 +375,11 @@ impl Scheduler {
         idle
     }
 
+    /// The pages that prompts can be found in, for those who follow them.
+    pub fn pool(&mut self) -> &mut PagePool {
+        &mut self.pool
+    }
+
     /// Panics unless all that is counted twice agrees: for simulations, after every step.
     /// Its cost grows with the slots, not with the queue.
     pub fn assert_consistent(&self) {
@@ -665,8 +670,8 @@ impl Scheduler {
     fn name_pages(&mut self, id: SequenceId) {
         if self.setup.prefix_cache {
             let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
-            for (page, name) in sequence.newly_full() {
-                self.pool.name(page, name);
+            for (page, content) in sequence.newly_full() {
+                self.pool.name_content(page, content);
             }
         }
     }

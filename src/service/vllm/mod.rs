@@ -3,6 +3,7 @@
 //! ranks are that model's replicas. Deliberately absent: anything that our own service does not do.
 
 pub mod convert;
+pub mod events;
 pub mod tokenizer;
 
 use super::proto::{smg::grpc::common, vllm::grpc::engine as contract};
@@ -12,6 +13,7 @@ use crate::engine::executor::PAGE_TOKENS;
 use crate::engine::host::{Host, Replica, ServedModel};
 use contract::vllm_engine_server::VllmEngine;
 use convert::{Teller, in_their_words, signed};
+use events::PageEvents;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -177,7 +179,7 @@ fn since_1970() -> f64 {
 impl VllmEngine for VllmRpc {
     type GenerateStream = Answers;
     type GetTokenizerStream = Chunks;
-    type SubscribeKvEventsStream = tokio_stream::Empty<Result<common::KvEventBatch, Status>>;
+    type SubscribeKvEventsStream = PageEvents;
 
     async fn generate(&self, request: Request<contract::GenerateRequest>) -> Result<Response<Answers>, Status> {
         let span = rpc_span(SERVICE, "Generate", request.metadata());
@@ -337,7 +339,12 @@ impl VllmEngine for VllmRpc {
         request: Request<common::SubscribeKvEventsRequest>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
         let span = rpc_span(SERVICE, "SubscribeKvEvents", request.metadata());
-        Err(refused(&span, &Refusal::NotServed { field: "SubscribeKvEvents" }))
+        let from = request.into_inner().start_sequence_number;
+        if from != 0 {
+            return answer(&span, Err(Refusal::Past { field: "start_sequence_number", value: from }));
+        }
+        let stop = self.rpc.stop().clone();
+        answer(&span, self.of_model(move |model| Ok(PageEvents::of(model, stop))).await)
     }
 }
 

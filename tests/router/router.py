@@ -209,7 +209,7 @@ def main():
         command = [
             str(pathlib.Path(sys.executable).with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port),
             "--backend", "vllm", "--policy", "cache_aware", "--dp-aware", "--prometheus-port", str(free_port()),
-            "--log-level", "debug", "--worker-urls", *[f"grpc://127.0.0.1:{worker.port}" for worker in workers],
+            "--log-level", "debug", "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0", "--worker-urls", *[f"grpc://127.0.0.1:{worker.port}" for worker in workers],
         ]
         router = subprocess.Popen(command, stdout=router_log.open("w"), stderr=subprocess.STDOUT)
         base = f"http://127.0.0.1:{port}"
@@ -225,6 +225,7 @@ def main():
         # Until it has their tokenizer.
         wait_for("the first answer", 60, lambda: ask(client, max_tokens=1))
         log = router_log.read_text()
+        assert log.count("KV event stream connected") >= ranks, "the router does not follow the pages"
         assert "huggingface.co/api/models/demo" not in log, "the router looked for the served name in a registry"
         check(program, workers, client)
     except BaseException:

@@ -173,7 +173,9 @@ def check(program, workers, client):
     served = [[load.num_used_tokens for load in worker.loads()] for worker in workers]
     say(f"96 requests, 16 at once, and no page is left in use: {served}")
 
-    # Long streams on both workers; then one worker is killed.
+
+def check_kill(workers, client):
+    """Long streams on both workers; then one worker is killed."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         def long(number):
             try:
@@ -193,49 +195,55 @@ def check(program, workers, client):
     after = [ask(client, max_tokens=4, seed=number).usage.completion_tokens for number in range(6)]
     assert after == [4] * 6, after
     wait_for("an idle worker", 5, workers[1].idle)
-    say(f"one worker killed: {whole} of 8 streams went on to their end, and new requests are served")
+    print(f"ok  one worker killed: {whole} of 8 streams went on to their end, and new requests are served", flush=True)
 
 
 def main():
     program = os.path.abspath(sys.argv[1])
     folder = pathlib.Path(tempfile.mkdtemp(prefix="router-"))
     router_log = folder / "router.log"
-    workers, router = [], None
+    workers, routers = [], []
     try:
         workers = [Worker(program, folder, replicas) for replicas in (1, 2)]
         for worker in workers:
             wait_for("a worker's start", 120, worker.ready)
-        port = free_port()
-        command = [
-            str(pathlib.Path(sys.executable).with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port),
-            "--backend", "vllm", "--policy", "cache_aware", "--dp-aware", "--prometheus-port", str(free_port()),
-            "--log-level", "debug", "--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0", "--worker-urls", *[f"grpc://127.0.0.1:{worker.port}" for worker in workers],
-        ]
-        router = subprocess.Popen(command, stdout=router_log.open("w"), stderr=subprocess.STDOUT)
-        base = f"http://127.0.0.1:{port}"
         ranks = sum(worker.replicas for worker in workers)
 
-        def registered():
-            with urllib.request.urlopen(f"{base}/workers", timeout=5) as answer:
-                return answer.read().decode().count('"is_healthy":true') == ranks
+        def start(policy):
+            port = free_port()
+            command = [
+                str(pathlib.Path(sys.executable).with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port),
+                "--backend", "vllm", "--policy", policy, "--dp-aware", "--prometheus-port", str(free_port()),
+                "--log-level", "debug", "--worker-urls", *[f"grpc://127.0.0.1:{worker.port}" for worker in workers],
+            ]
+            routers.append(subprocess.Popen(command, stdout=router_log.open("a"), stderr=subprocess.STDOUT))
+            base = f"http://127.0.0.1:{port}"
 
-        wait_for("the workers' registration", 60, registered)
+            def registered():
+                with urllib.request.urlopen(f"{base}/workers", timeout=5) as answer:
+                    return answer.read().decode().count('"is_healthy":true') == ranks
+
+            wait_for("the workers' registration", 60, registered)
+            client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
+            # Until it has their tokenizer.
+            wait_for("the first answer", 60, lambda: ask(client, max_tokens=1))
+            return client
+
+        client = start("cache_aware")
         print(f"ok  the router has {ranks} ranks of {len(workers)} workers", flush=True)
-        client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
-        # Until it has their tokenizer.
-        wait_for("the first answer", 60, lambda: ask(client, max_tokens=1))
         log = router_log.read_text()
         assert log.count("KV event stream connected") >= ranks, "the router does not follow the pages"
         assert "huggingface.co/api/models/demo" not in log, "the router looked for the served name in a registry"
         check(program, workers, client)
+        # Requests alike would all go to one worker: another policy spreads them.
+        check_kill(workers, start("round_robin"))
     except BaseException:
         print(f"logs are in {folder}", file=sys.stderr)
         raise
     finally:
-        for process in [router, *[worker.process for worker in workers]]:
-            if process:
-                process.kill()
-                process.wait()
+        for process in [*routers, *[worker.process for worker in workers]]:
+            process.kill()
+            process.wait()
 
 
 main()

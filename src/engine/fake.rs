@@ -11,7 +11,7 @@ use super::executor::{
 use super::pace::Pace;
 use super::request::{Flushes, PerToken, TokenLogprobs};
 use super::scheduler::split_mix;
-use crate::actors::timeline::{ClockQuality, FlushReason, RegionSpan, SubmissionRecord};
+use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Point, Role};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -92,6 +92,8 @@ pub struct FakeExecutor {
     busy_until: Instant,
     parts: u64,
     works: u64,
+    /// Plans with work that are still to be profiled.
+    profiled: u32,
     pace: Pace,
 }
 
@@ -223,6 +225,7 @@ impl FakeExecutor {
             busy_until: now,
             parts: config.parts,
             works: 0,
+            profiled: 0,
             pace: Pace::default(),
             config,
             clock,
@@ -496,11 +499,21 @@ impl FakeExecutor {
         self.reports.push_back(Report { due, decode_steps, progress });
     }
 
-    /// What a device would have told of a submission that begins at `start`.
-    fn submission(&self, ticket: Ticket, name: String, runs: u32, start: Instant, took: Duration) -> SubmissionRecord {
+    /// What a device would have told of a submission that begins at `start`: profiled, it is one kernel.
+    fn submission(
+        &mut self,
+        ticket: Ticket,
+        name: String,
+        runs: u32,
+        start: Instant,
+        took: Duration,
+    ) -> SubmissionRecord {
         let (now, begin) = (Moment::of(self.now()), Moment::of(start));
         let end = begin.plus(took);
         let flush = if name.starts_with("decode") { FlushReason::Readback } else { FlushReason::PhaseBoundary };
+        let kernel = KernelSpan { label: "all".into(), kernel: "fake", begin, end };
+        let kernels = if self.profiled > 0 { vec![kernel] } else { Vec::new() };
+        self.profiled = self.profiled.saturating_sub(1);
         SubmissionRecord {
             enqueue: (now, now),
             point: Point { role: Role::Compute, value: ticket.0 },
@@ -508,7 +521,7 @@ impl FakeExecutor {
             flush,
             seen: end,
             host_waits: 1,
-            regions: vec![RegionSpan { name: name.into(), runs, begin, end, kernels: Vec::new() }],
+            regions: vec![RegionSpan { name: name.into(), runs, begin, end, kernels }],
             clock: Some(ClockQuality::Estimated { error: Duration::ZERO }),
             dispatches: 10 * runs,
             barriers: 8 * runs,
@@ -544,8 +557,8 @@ impl Executor for FakeExecutor {
         match work {
             Work::Prefill { chunks } => {
                 let count = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
-                self.submission =
-                    Some(self.submission(ticket, format!("prefill.{count}"), 1, start, self.config.chunk));
+                let took = self.config.chunk;
+                self.submission = Some(self.submission(ticket, format!("prefill.{count}"), 1, start, took));
                 let tokens = self.prefill(&chunks);
                 self.pace.note_chunk(count, self.config.chunk);
                 self.busy_until = start + self.config.chunk;
@@ -645,6 +658,10 @@ impl Executor for FakeExecutor {
             due.push(progress);
         }
         Ok(due)
+    }
+
+    fn profile(&mut self, plans: u32) {
+        self.profiled = plans;
     }
 
     fn pace(&self) -> &Pace {

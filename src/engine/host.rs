@@ -339,6 +339,13 @@ impl Host {
         })
     }
 
+    /// Forgets which replica of the model was given which prompts: they have forgotten them too.
+    pub fn forget_prompts(&self, model: &str) {
+        if let Ok(model) = self.find(model) {
+            *self.affinities[model].lock().unwrap_or_else(PoisonError::into_inner) = Affinity::default();
+        }
+    }
+
     /// Stops taking requests; those taken go on.
     pub fn drain(&self) {
         for replica in self.replicas() {

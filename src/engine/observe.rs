@@ -10,7 +10,7 @@ use crate::actors::timeline::SubmissionRecord;
 use crate::telemetry::clock::Moment;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Entries of the step ring: some seconds of plans at ten milliseconds each.
 pub const STEP_RING: usize = 1024;
@@ -114,6 +114,21 @@ impl Observer {
     pub fn last(&self, last: usize) -> Vec<StepRecord> {
         let skip = self.ring.len().saturating_sub(last);
         self.ring.iter().skip(skip).cloned().collect()
+    }
+
+    /// Tokens of the plans that were finished within `window` before `now`, a second. Where the ring does not reach
+    /// back so far, over as much as it holds.
+    pub fn tokens_per_second(&self, now: Moment, window: Duration) -> f64 {
+        let mut tokens = 0u64;
+        for record in self.ring.iter().rev() {
+            if now.since(record.taken) > window {
+                return tokens as f64 / window.as_secs_f64();
+            }
+            tokens += u64::from(record.tokens);
+        }
+        let full = self.ring.len() == STEP_RING;
+        let held = self.ring.front().filter(|_| full).map_or(window, |oldest| now.since(oldest.planned).min(window));
+        tokens as f64 / held.as_secs_f64().max(1e-3)
     }
 
     /// The records from `number` on that are kept, oldest first.

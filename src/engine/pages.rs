@@ -1,9 +1,33 @@
 //! The pool of KV pages: which are free, how many sequences hold each of the others, and which hold tokens that
 //! another sequence may come with (the prefix cache). Deliberately absent: what a page's name is made of (`prefix`).
 
-use super::executor::Page;
+use super::executor::{PAGE_TOKENS, Page};
 use super::prefix::PageKey;
 use std::collections::{BTreeMap, HashMap, VecDeque};
+
+/// A page that can be found: its name, its tokens, and the page that they follow.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Content {
+    /// Of this page.
+    pub name: PageKey,
+    /// Of the page before it; `None`: it is a beginning.
+    pub behind: Option<PageKey>,
+    /// What it holds.
+    pub tokens: [u32; PAGE_TOKENS as usize],
+    /// Nobody's salt is in its name.
+    pub shared: bool,
+}
+
+/// What has become of pages that can be found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PageChange {
+    /// It can be found from now on.
+    Stored(Content),
+    /// It cannot be found any more.
+    Removed(PageKey),
+    /// None can.
+    Cleared,
+}
 
 /// Pages by holders. A page is free exactly if nobody holds it; a free page keeps its name, and with it what was
 /// computed, until it is taken for something else: the longest free first.
@@ -15,6 +39,10 @@ pub struct PagePool {
     names: Vec<Option<PageKey>>,
     /// Pages by name; of several with the same content the first.
     named: HashMap<PageKey, Page>,
+    /// By page: what those that have a name hold, as far as the pool was told.
+    contents: Vec<Option<Content>>,
+    /// What happened to contents since this was taken; `None`: nobody asks.
+    changes: Option<Vec<PageChange>>,
     /// Free, with no name.
     blank: VecDeque<Page>,
     /// Free, with a name, by when they were released.
@@ -32,6 +60,8 @@ impl PagePool {
             holders: vec![0; pages as usize],
             names: vec![None; pages as usize],
             named: HashMap::new(),
+            contents: vec![None; pages as usize],
+            changes: None,
             blank: (0..pages).map(Page).collect(),
             kept: BTreeMap::new(),
             released: vec![0; pages as usize],
@@ -78,6 +108,12 @@ impl PagePool {
                     let (_, page) = self.kept.pop_first().expect("the free pages were counted");
                     let name = self.names[page.0 as usize].take().expect("a kept page has a name");
                     self.named.remove(&name);
+                    if let (Some(content), Some(changes)) =
+                        (self.contents[page.0 as usize].take(), self.changes.as_mut())
+                        && content.shared
+                    {
+                        changes.push(PageChange::Removed(content.name));
+                    }
                     page
                 }
             };
@@ -112,16 +148,52 @@ impl PagePool {
         self.holders[at] += 1;
     }
 
+    /// As [`PagePool::name`], with what the name stands for.
+    pub fn name_content(&mut self, page: Page, content: Content) {
+        if !self.name(page, content.name) {
+            return;
+        }
+        if let Some(changes) = self.changes.as_mut().filter(|_| content.shared) {
+            changes.push(PageChange::Stored(content.clone()));
+        }
+        self.contents[page.0 as usize] = Some(content);
+    }
+
+    /// Changes of contents without a salt are kept for [`PagePool::take_changes`] from now on, or are not any more.
+    pub fn watch(&mut self, watched: bool) {
+        self.changes = watched.then(|| self.changes.take().unwrap_or_default());
+    }
+
+    /// What has changed since the last call, in order.
+    pub fn take_changes(&mut self) -> Vec<PageChange> {
+        self.changes.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// What can be found, without what has a salt: each page behind the one that it follows.
+    pub fn contents(&self) -> Vec<Content> {
+        let contents: HashMap<PageKey, &Content> =
+            self.contents.iter().flatten().filter(|content| content.shared).map(|one| (one.name, one)).collect();
+        let mut depths: Vec<(usize, PageKey)> = contents
+            .keys()
+            .map(|name| {
+                let chain = std::iter::successors(contents.get(name), |one| contents.get(&one.behind?));
+                (chain.count(), *name)
+            })
+            .collect();
+        depths.sort_unstable();
+        depths.into_iter().map(|(_, name)| contents[&name].clone()).collect()
+    }
+
     /// Says what a held page holds; whoever comes with that finds it from now on. Where another page
-    /// holds the same, this one stays without a name.
-    pub fn name(&mut self, page: Page, name: PageKey) {
+    /// holds the same, this one stays without a name, and it says false.
+    pub fn name(&mut self, page: Page, name: PageKey) -> bool {
         let at = page.0 as usize;
         assert!(self.holders[at] > 0, "a free page is named");
         assert!(self.names[at].is_none(), "a page is named twice");
-        if let std::collections::hash_map::Entry::Vacant(entry) = self.named.entry(name) {
-            entry.insert(page);
-            self.names[at] = Some(name);
-        }
+        let std::collections::hash_map::Entry::Vacant(entry) = self.named.entry(name) else { return false };
+        entry.insert(page);
+        self.names[at] = Some(name);
+        true
     }
 
     /// One holder less; the last one frees it.
@@ -142,6 +214,18 @@ impl PagePool {
         }
     }
 
+    /// Takes the names of all pages that have one: nobody finds what they hold any more. Only while nobody holds one.
+    pub fn forget(&mut self) {
+        assert_eq!(self.used(), 0, "a held page would lose its name");
+        self.blank.extend(std::mem::take(&mut self.kept).into_values());
+        self.names.fill(None);
+        self.named.clear();
+        self.contents.fill(None);
+        if let Some(changes) = &mut self.changes {
+            changes.push(PageChange::Cleared);
+        }
+    }
+
     /// Panics unless all that is kept twice agrees.
     pub fn assert_consistent(&self) {
         let free = self.holders.iter().filter(|holders| **holders == 0).count();
@@ -150,6 +234,9 @@ impl PagePool {
         assert_eq!(named, self.named.len(), "a name without a page, or with two");
         for (name, page) in &self.named {
             assert_eq!(self.names[page.0 as usize], Some(*name), "{page:?} has another name");
+        }
+        for (content, name) in self.contents.iter().zip(&self.names) {
+            assert!(content.as_ref().is_none_or(|content| Some(content.name) == *name), "{content:?} is {name:?}");
         }
     }
 }
@@ -204,6 +291,58 @@ mod tests {
         assert_eq!(pool.find(&[key(1)]), (vec![pages[0]], 0));
         assert_eq!((pool.free(), pool.cached()), (0, 0));
         pool.assert_consistent();
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_found_and_every_page_can_be_taken() {
+        let mut pool = PagePool::new(3);
+        let pages = pool.take(2).unwrap();
+        pool.name(pages[0], key(1));
+        pool.name(pages[1], key(2));
+        pages.iter().for_each(|page| pool.release(*page));
+        assert_eq!(pool.cached(), 2);
+        pool.forget();
+        assert_eq!((pool.free(), pool.cached(), pool.find(&[key(1)]).0.len()), (3, 0, 0));
+        pool.assert_consistent();
+        let again = pool.take(3).unwrap();
+        pool.name(again[0], key(1));
+        assert_eq!(pool.find(&[key(1)]).0, [again[0]]);
+        pool.assert_consistent();
+    }
+
+    #[test]
+    fn what_can_be_found_is_told_as_it_comes_and_goes() {
+        let content = |name, behind: Option<u128>, shared| Content {
+            name: key(name),
+            behind: behind.map(key),
+            tokens: [name as u32; PAGE_TOKENS as usize],
+            shared,
+        };
+        let mut pool = PagePool::new(4);
+        let pages = pool.take(4).unwrap();
+        pool.name_content(pages[0], content(9, None, true));
+        assert!(pool.take_changes().is_empty(), "nobody asks");
+        pool.watch(true);
+        // Names are no order.
+        pool.name_content(pages[1], content(1, Some(9), true));
+        pool.name_content(pages[2], content(5, None, false));
+        pool.name_content(pages[3], content(1, Some(9), true));
+        assert_eq!(pool.take_changes(), [PageChange::Stored(content(1, Some(9), true))]);
+        assert_eq!(pool.contents(), [content(9, None, true), content(1, Some(9), true)]);
+        pool.assert_consistent();
+        for page in [1, 0, 2, 3] {
+            pool.release(pages[page]);
+        }
+        assert!(pool.take_changes().is_empty(), "free pages are found too");
+        pool.take(2).unwrap();
+        assert_eq!(pool.take_changes(), [PageChange::Removed(key(1))]);
+        let rest = pool.take(1).unwrap();
+        assert_eq!(pool.take_changes(), [PageChange::Removed(key(9))]);
+        assert!(pool.contents().is_empty());
+        pool.name_content(rest[0], content(7, None, true));
+        pool.assert_consistent();
+        pool.watch(false);
+        assert!(pool.take_changes().is_empty());
     }
 
     #[test]

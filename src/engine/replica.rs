@@ -7,8 +7,10 @@ use super::executor::{ExecuteError, Executor};
 use super::host::{DeviceInfo, Load, RequestView, StepRecord, SubmitError};
 pub use super::observe::STEP_RING;
 use super::observe::{Observer, Reported};
+use super::pages::PageChange;
 use super::request::{
-    Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, Timings, sample_id,
+    Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, Timings,
+    sample_id,
 };
 use super::scheduler::{Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
@@ -29,6 +31,20 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+/// Changes of the pages that prompts without a salt can be found in, told to those who follow them.
+#[derive(Clone, Debug)]
+pub struct PageBatch {
+    /// Grows by one a batch, from 1 on, over the replica's life.
+    pub number: u64,
+    /// When it was made.
+    pub at: Moment,
+    /// In order.
+    pub changes: Arc<[PageChange]>,
+}
+
+/// Receives batches on the engine's thread. It must not block; after an error nothing further is sent.
+pub type PageSink = Box<dyn FnMut(PageBatch) -> Result<(), SinkClosed> + Send>;
 
 /// What a replica is told of its model and its operator's wishes.
 #[derive(Clone, Debug)]
@@ -157,6 +173,8 @@ impl Replica {
             clients: ByAge::default(),
             observer,
             done: Vec::new(),
+            followers: Vec::new(),
+            page_batches: 0,
             name: name.clone(),
             busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
@@ -323,6 +341,21 @@ impl Replica {
         })
     }
 
+    /// Forgets all that a prompt could begin with, if no request runs or waits; whether it did.
+    pub fn forget_prompts(&self) -> bool {
+        self.ask(|actor| actor.scheduler.forget_prompts())
+    }
+
+    /// Tells `sink` what prompts can be found in: all pages first, then what changes.
+    pub fn follow_pages(&self, sink: PageSink) {
+        self.ask(move |actor| actor.follow(sink));
+    }
+
+    /// Tokens drawn a second, over the last `window` or as much of it as the step ring holds.
+    pub fn tokens_per_second(&self, window: Duration) -> f64 {
+        self.ask(move |actor| actor.observer.tokens_per_second(Moment::now(), window))
+    }
+
     /// Asks the thread; a thread that has ended has nothing to tell.
     fn ask<T: Default + Send + 'static>(&self, question: impl FnOnce(&mut Actor) -> T + Send + 'static) -> T {
         let (reply, answer) = bounded(1);
@@ -438,6 +471,9 @@ struct Actor {
     observer: Observer,
     /// Plans that were finished in this turn: their records' numbers, and whom they were for.
     done: Vec<(u64, Vec<SequenceId>)>,
+    /// Who follows the pages; and the number of the last batch.
+    followers: Vec<PageSink>,
+    page_batches: u64,
     /// `MODEL/INDEX`.
     name: String,
     shared: Arc<Shared>,
@@ -462,6 +498,7 @@ impl Actor {
             self.shared.gate().live.remove(&client.id);
             client.end(FinishReason::Error(why.clone()));
         }
+        self.followers.clear();
         // Some may have passed the gate before it was closed, and none may wait in vain.
         self.failed = Some(why);
         for message in inbox {
@@ -549,9 +586,42 @@ impl Actor {
             let again = self.deliver();
             self.busy.1 += planned.elapsed();
             if !again {
+                self.tell_followers();
                 return;
             }
         }
+    }
+
+    /// The state as of the last batch is the new follower's first, under a number of its own: who has followed before
+    /// and missed some sees that.
+    fn follow(&mut self, mut sink: PageSink) {
+        self.tell_followers();
+        self.page_batches += 1;
+        let cleared = [PageChange::Cleared].into_iter();
+        let stored = self.scheduler.pool().contents().into_iter().map(PageChange::Stored);
+        let all: Arc<[PageChange]> = cleared.chain(stored).collect();
+        let number = self.page_batches;
+        let batch = |changes| PageBatch { number, at: Moment::now(), changes };
+        // Numbers have no gap for the others.
+        self.followers.retain_mut(|follower| follower(batch(Arc::from([]))).is_ok());
+        if sink(batch(all)).is_ok() {
+            self.followers.push(sink);
+        }
+        self.scheduler.pool().watch(!self.followers.is_empty());
+    }
+
+    fn tell_followers(&mut self) {
+        if self.followers.is_empty() {
+            return;
+        }
+        let changes: Arc<[PageChange]> = self.scheduler.pool().take_changes().into();
+        if changes.is_empty() {
+            return;
+        }
+        self.page_batches += 1;
+        let batch = PageBatch { number: self.page_batches, at: Moment::now(), changes };
+        self.followers.retain_mut(|follower| follower(batch.clone()).is_ok());
+        self.scheduler.pool().watch(!self.followers.is_empty());
     }
 
     fn advance(&mut self) -> Result<(), ExecuteError> {

@@ -377,6 +377,23 @@ impl Scheduler {
         }
     }
 
+    /// Forgets all that a prompt could begin with, if no request runs or waits and no plan is open; whether it did.
+    pub fn forget_prompts(&mut self) -> bool {
+        let idle = self.sequences.is_empty() && self.flights.is_empty();
+        if idle {
+            self.pool.forget();
+            if let Some(snapshots) = &mut self.snapshots {
+                snapshots.forget();
+            }
+        }
+        idle
+    }
+
+    /// The pages that prompts can be found in, for those who follow them.
+    pub fn pool(&mut self) -> &mut PagePool {
+        &mut self.pool
+    }
+
     /// Panics unless all that is counted twice agrees: for simulations, after every step.
     /// Its cost grows with the slots, not with the queue.
     pub fn assert_consistent(&self) {
@@ -674,8 +691,8 @@ impl Scheduler {
     fn name_pages(&mut self, id: SequenceId) {
         if self.setup.prefix_cache {
             let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
-            for (page, name) in sequence.newly_full() {
-                self.pool.name(page, name);
+            for (page, content) in sequence.newly_full() {
+                self.pool.name_content(page, content);
             }
         }
     }

@@ -3,6 +3,7 @@
 
 use super::executor::{Cell, Chunk, PAGE_TOKENS, Page, STATE_TOKENS, Slot, SlotParams};
 use super::host::RequestView;
+use super::pages::Content;
 use super::prefix::PageKey;
 use super::request::{PerToken, Request, Timings};
 use crate::telemetry::names;
@@ -76,6 +77,8 @@ pub struct Sequence {
     keys: Vec<PageKey>,
     /// Where the chain of `keys` begins.
     root: PageKey,
+    /// It begins with a salt.
+    salted: bool,
     /// The first of `pages` whose content was not yet told to the pool.
     unnamed: u32,
     /// Tokens of history that this stay on the device starts from; set on joining.
@@ -143,6 +146,7 @@ impl Sequence {
             params,
             keys: Vec::new(),
             root: PageKey::root(&request.cache_salt),
+            salted: !request.cache_salt.is_empty(),
             unnamed: 0,
             cached_tokens: 0,
             state: State::Waiting,
@@ -251,9 +255,9 @@ impl Sequence {
         (params, self.tokens[..counted as usize].to_vec())
     }
 
-    /// Pages whose content has become certain since the last call, with their names: those that queued chunks
+    /// Pages whose content has become certain since the last call: those that queued chunks
     /// fill, and those that hold only tokens that were reported.
-    pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, PageKey)> {
+    pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, Content)> {
         let written = match self.state {
             State::Prefill => self.prefilled,
             // The token reported last is written by the step that draws the next one.
@@ -262,8 +266,17 @@ impl Sequence {
         let full = written / PAGE_TOKENS;
         let first = std::mem::replace(&mut self.unnamed, full) as usize;
         self.extend_keys(full as usize);
-        let range = first..full as usize;
-        self.pages[range.clone()].iter().copied().zip(self.keys[range].iter().copied())
+        let pages = self.tokens.chunks_exact(PAGE_TOKENS as usize);
+        let pages = pages.enumerate().take(full as usize).skip(first);
+        pages.map(|(index, tokens)| {
+            let content = Content {
+                name: self.keys[index],
+                behind: index.checked_sub(1).map(|before| self.keys[before]),
+                tokens: tokens.try_into().expect("a full page"),
+                shared: !self.salted,
+            };
+            (self.pages[index], content)
+        })
     }
 
     /// The first of its pages that it may still write, as far as it was asked to go.

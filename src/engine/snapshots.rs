@@ -107,6 +107,14 @@ impl Snapshots {
         Some(self.cell(oldest))
     }
 
+    /// No state is found any more. Only while no plan reads or writes one.
+    pub fn forget(&mut self) {
+        self.named.clear();
+        for snapshot in &mut self.snapshots {
+            snapshot.name = None;
+        }
+    }
+
     fn cell(&self, index: usize) -> Cell {
         Cell(self.first + index as u32)
     }
@@ -159,6 +167,21 @@ mod tests {
         snapshots.next_plan();
         assert_eq!(snapshots.find(&pages[..8]), Found::Nothing, "both old states have gone");
         assert_eq!(snapshots.find(&pages), Found::Ready(16, Cell(0)));
+    }
+
+    #[test]
+    fn what_is_forgotten_is_not_found_and_its_cells_go_first() {
+        let mut snapshots = Snapshots::new(0, 2);
+        let pages = names(0..8);
+        assert_eq!(snapshots.keep(pages[3]), Some(Cell(0)));
+        snapshots.next_plan();
+        snapshots.forget();
+        assert_eq!((snapshots.used(), snapshots.find(&pages)), (0, Found::Nothing));
+        snapshots.next_plan();
+        assert!(snapshots.keep(pages[3]).is_some() && snapshots.keep(pages[7]).is_some());
+        snapshots.next_plan();
+        assert_eq!(snapshots.used(), 2);
+        assert!(matches!(snapshots.find(&pages), Found::Ready(8, _)));
     }
 
     #[test]

@@ -30,7 +30,12 @@ struct Inner {
     /// Ids of special tokens, which decoding leaves out.
     special: HashSet<u32>,
     templates: Templates,
+    /// What it was made of, by file name.
+    files: Vec<File>,
 }
+
+/// A file's name and contents.
+pub type File = (&'static str, Vec<u8>);
 
 impl fmt::Debug for Text {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -75,8 +80,9 @@ pub enum TextError {
 }
 
 impl Text {
-    /// Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja;
-    /// `None` where there is no tokenizer.json.
+    /// Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja, and
+    /// config.json and generation_config.json for those who ask for its files; `None` where there is no
+    /// tokenizer.json.
     pub fn load(dir: &Path) -> Result<Option<Text>, TextError> {
         let read = |name: &str| {
             let path = dir.join(name);
@@ -89,19 +95,38 @@ impl Text {
         let Some(tokenizer) = read("tokenizer.json")? else {
             return Ok(None);
         };
-        let mut config = object("tokenizer_config.json", read("tokenizer_config.json")?.as_deref())?;
+        let mut files = vec![("tokenizer.json", tokenizer)];
+        for name in [
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+        ] {
+            files.extend(read(name)?.map(|bytes| (name, bytes)));
+        }
+        Text::from_files(files).map(Some)
+    }
+
+    /// From the contents of files of these names, tokenizer.json among them.
+    pub fn from_files(files: Vec<File>) -> Result<Text, TextError> {
+        let read = |name: &str| files.iter().find(|(other, _)| *other == name).map(|(_, bytes)| bytes.as_slice());
+        let mut config = object("tokenizer_config.json", read("tokenizer_config.json"))?;
         // Older checkpoints name their special tokens only there.
-        for (key, value) in object("special_tokens_map.json", read("special_tokens_map.json")?.as_deref())? {
+        for (key, value) in object("special_tokens_map.json", read("special_tokens_map.json"))? {
             config.entry(key).or_insert(value);
         }
-        let template = match read("chat_template.jinja")? {
-            None => None,
-            Some(bytes) => Some(
-                String::from_utf8(bytes)
-                    .map_err(|error| TextError::Invalid { file: "chat_template.jinja", reason: error.to_string() })?,
-            ),
+        let invalid = |file, reason: String| TextError::Invalid { file, reason };
+        let template = read("chat_template.jinja")
+            .map(std::str::from_utf8)
+            .transpose()
+            .map_err(|error| invalid("chat_template.jinja", error.to_string()))?;
+        let Some(tokenizer) = read("tokenizer.json") else {
+            return Err(invalid("tokenizer.json", "there is none".to_owned()));
         };
-        Text::build(&tokenizer, &config, template.as_deref()).map(Some)
+        let mut inner = Text::build(tokenizer, &config, template)?;
+        inner.files = files;
+        Ok(Text { inner: Arc::new(inner) })
     }
 
     /// From the contents of tokenizer.json, tokenizer_config.json and chat_template.jinja.
@@ -110,10 +135,13 @@ impl Text {
         tokenizer_config: Option<&[u8]>,
         chat_template: Option<&str>,
     ) -> Result<Text, TextError> {
-        Text::build(tokenizer, &object("tokenizer_config.json", tokenizer_config)?, chat_template)
+        let mut files = vec![("tokenizer.json", tokenizer.to_vec())];
+        files.extend(tokenizer_config.map(|bytes| ("tokenizer_config.json", bytes.to_vec())));
+        files.extend(chat_template.map(|text| ("chat_template.jinja", text.as_bytes().to_vec())));
+        Text::from_files(files)
     }
 
-    fn build(tokenizer: &[u8], config: &Map<String, Value>, template: Option<&str>) -> Result<Text, TextError> {
+    fn build(tokenizer: &[u8], config: &Map<String, Value>, template: Option<&str>) -> Result<Inner, TextError> {
         let invalid =
             |error: tokenizers::Error| TextError::Invalid { file: "tokenizer.json", reason: error.to_string() };
         let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(invalid)?;
@@ -123,7 +151,7 @@ impl Text {
         let special =
             tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
-        Ok(Text { inner: Arc::new(Inner { tokenizer, special, templates }) })
+        Ok(Inner { tokenizer, special, templates, files: Vec::new() })
     }
 
     /// The token ids of a text; `add_special` puts what the tokenizer puts around a text
@@ -164,6 +192,11 @@ impl Text {
         !self.inner.templates.is_empty()
     }
 
+    /// The files that it was made of and those that describe its model, as they were read.
+    pub fn files(&self) -> &[File] {
+        &self.inner.files
+    }
+
     /// Renders a conversation with the checkpoint's template. The result names its special
     /// tokens itself: encode it with `add_special` false.
     pub fn chat(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
@@ -172,7 +205,7 @@ impl Text {
 
     /// A detokenizer for one sequence.
     pub fn stream(&self) -> TextStream {
-        TextStream::new(self.clone())
+        TextStream::new(self.clone(), false)
     }
 
     /// A detokenizer for one sequence that ends at any of `stops` (empty ones are ignored).
@@ -180,17 +213,22 @@ impl Text {
         Assembler::new(self.stream(), stops)
     }
 
-    /// Like `decode` without special tokens; for windows of a stream, which cannot fail half way.
-    fn window(&self, ids: &[u32]) -> String {
+    /// A detokenizer as of [`Text::assembler`] in whose text special tokens stand as they are spelled.
+    pub fn assembler_of_all(&self, stops: Vec<String>) -> Assembler {
+        Assembler::new(TextStream::new(self.clone(), true), stops)
+    }
+
+    /// Like `decode`; for windows of a stream, which cannot fail half way.
+    fn window(&self, ids: &[u32], special: bool) -> String {
         self.inner
             .tokenizer
-            .decode(ids, true)
+            .decode(ids, !special)
             .unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
     }
 
-    /// Whether the id leaves a trace in the text.
-    fn is_text(&self, id: u32) -> bool {
-        !self.is_special(id) && self.inner.tokenizer.id_to_token(id).is_some()
+    /// Whether the id leaves a trace in the text, special tokens only where asked for.
+    fn is_text(&self, id: u32, special: bool) -> bool {
+        (special || !self.is_special(id)) && self.inner.tokenizer.id_to_token(id).is_some()
     }
 }
 

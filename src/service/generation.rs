@@ -120,11 +120,14 @@ impl std::fmt::Debug for Generation {
 impl Generation {
     /// Submits the request's samples, all or none.
     pub fn start(prepared: Prepared, surroundings: Surroundings) -> Result<Generation, Refusal> {
-        let Prepared { place, mut request, samples, operation, stop_strings, text, token_ids } = prepared;
+        let Prepared { place, mut request, samples, operation, stop_strings, special_text, text, token_ids } = prepared;
         let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
         let assembler = || match &place.model().text {
-            Some(tokenizer) if text || !stop_strings.is_empty() => Some(tokenizer.assembler(stop_strings.clone())),
+            Some(tokenizer) if text || !stop_strings.is_empty() => Some(match special_text {
+                true => tokenizer.assembler_of_all(stop_strings.clone()),
+                false => tokenizer.assembler(stop_strings.clone()),
+            }),
             _ => None,
         };
         let buffer = surroundings.buffer.saturating_mul(samples as usize);

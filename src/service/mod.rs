@@ -13,3 +13,4 @@ pub mod proto;
 pub mod refusal;
 pub mod rpc;
 pub mod server;
+pub mod vllm;

@@ -71,6 +71,8 @@ pub struct Prepared {
     pub operation: &'static str,
     /// The samples' stop strings.
     pub stop_strings: Vec<String>,
+    /// Special tokens are text, to stop strings too.
+    pub special_text: bool,
     /// Text in deltas.
     pub text: bool,
     /// Ids in deltas.
@@ -191,6 +193,7 @@ pub fn prepare(
         samples,
         operation,
         stop_strings: stopping.strings,
+        special_text: false,
         text,
         token_ids: output.token_ids.unwrap_or(true),
     })

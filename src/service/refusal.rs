@@ -43,6 +43,23 @@ pub enum Refusal {
         /// The message's field.
         field: &'static str,
     },
+    /// What a subscriber has missed cannot be told again.
+    #[error("{field} is {value}: nothing is kept to resume from, 0 begins with what there is now")]
+    Past {
+        /// The message's field.
+        field: &'static str,
+        /// What was asked for.
+        value: u64,
+    },
+    /// A subscriber reads slower than things happen.
+    #[error("the stream was read too slowly and has a gap: subscribe again from 0")]
+    Gap,
+    /// The contract names no model, so it can mean only the one that is served.
+    #[error("this contract names no model, and more than one is served: {served}")]
+    SeveralModels {
+        /// Comma-separated names.
+        served: String,
+    },
     /// A field or value of a later version.
     #[error("{field} is not served yet")]
     NotServed {
@@ -97,6 +114,9 @@ impl Refusal {
             Refusal::Text(_) => Code::Internal,
             Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
+            Refusal::Past { .. } => Code::OutOfRange,
+            Refusal::Gap => Code::DataLoss,
+            Refusal::SeveralModels { .. } => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
             Refusal::ClientBusy { .. } => Code::ResourceExhausted,
             Refusal::Deadline { .. } => Code::DeadlineExceeded,

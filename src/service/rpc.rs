@@ -3,13 +3,14 @@
 
 use super::clients::Clients;
 use super::generation::{Generation, Surroundings};
-use super::prepare::{self, Place};
+use super::prepare::{self, Place, Prepared};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
 use super::{convert, proto::ostinato_server::Ostinato};
 use crate::engine::host::{Host, StepRecord};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::{names, spans};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
@@ -46,22 +47,22 @@ impl Rpc {
 }
 
 /// The SERVER span of a call, under the trace that its metadata names.
-fn rpc_span(method: &'static str, metadata: &MetadataMap) -> Span {
+pub(super) fn rpc_span(service: &'static str, method: &'static str, metadata: &MetadataMap) -> Span {
     let span = tracing::info_span!(
         parent: None,
         names::SPAN_RPC,
-        otel.name = format!("{SERVICE}/{method}"),
+        otel.name = format!("{service}/{method}"),
         otel.kind = "server",
     );
     spans::set_remote_parent(&span, |name| metadata.get(name)?.to_str().ok());
     spans::set(&span, names::RPC_SYSTEM, "grpc");
-    spans::set(&span, names::RPC_SERVICE, SERVICE);
+    spans::set(&span, names::RPC_SERVICE, service);
     spans::set(&span, names::RPC_METHOD, method);
     span
 }
 
 /// Says in the answer's metadata which trace it is in, where it is in one: `traceparent`, as W3C has it.
-fn name_trace(span: &Span, metadata: &mut MetadataMap) {
+pub(super) fn name_trace(span: &Span, metadata: &mut MetadataMap) {
     spans::inject(span, |name, value| {
         let key = tonic::metadata::MetadataKey::from_bytes(name.as_bytes());
         if let (Ok(key), Ok(value)) = (key, value.parse()) {
@@ -72,7 +73,7 @@ fn name_trace(span: &Span, metadata: &mut MetadataMap) {
 }
 
 /// A unary call's answer, its status on the span.
-fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Response<T>, Status> {
+pub(super) fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Response<T>, Status> {
     match result {
         Ok(message) => {
             spans::set(span, names::RPC_GRPC_STATUS_CODE, tonic::Code::Ok as i64);
@@ -82,7 +83,7 @@ fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Response<T>, Sta
     }
 }
 
-fn refused(span: &Span, refusal: &Refusal) -> Status {
+pub(super) fn refused(span: &Span, refusal: &Refusal) -> Status {
     let status = status(refusal);
     spans::set(span, names::RPC_GRPC_STATUS_CODE, status.code() as i64);
     spans::fail(span, code_name(status.code()), status.message());
@@ -91,12 +92,14 @@ fn refused(span: &Span, refusal: &Refusal) -> Status {
 
 /// Runs what may take milliseconds (templates, long prompts, asking an engine thread) away
 /// from the threads that move streams.
-async fn aside<T: Send + 'static>(work: impl FnOnce() -> Result<T, Refusal> + Send + 'static) -> Result<T, Refusal> {
+pub(super) async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
 }
 
 /// The deadline of a call, from gRPC's own header: up to eight digits and a unit.
-fn deadline(metadata: &MetadataMap, now: Instant) -> Result<Option<Instant>, Refusal> {
+pub(super) fn deadline(metadata: &MetadataMap, now: Instant) -> Result<Option<Instant>, Refusal> {
     let Some(header) = metadata.get("grpc-timeout") else {
         return Ok(None);
     };
@@ -133,30 +136,11 @@ impl Ostinato for Rpc {
     type GenerateStream = Tracked;
 
     async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
-        let span = rpc_span("Generate", request.metadata());
-        let started = async {
-            let deadline = deadline(request.metadata(), Instant::now())?;
-            let client = self.clients.identify(request.metadata(), request.remote_addr())?;
-            // Before its prompt is looked at: that costs more than the answer.
-            let places = self.clients.take(client, prepare::samples(request.get_ref())?)?;
-            let host = Arc::clone(&self.host);
-            let message = request.into_inner();
-            let prepared = aside(move || prepare::prepare(&host, message, deadline)).await?;
-            Generation::start(
-                prepared,
-                Surroundings {
-                    buffer: self.stream_buffer,
-                    rpc: span.clone(),
-                    stop: self.stop.clone(),
-                    places,
-                    logits: None,
-                },
-            )
-        };
-        match started.await {
-            Ok(generation) => {
-                let open = self.streams.token();
-                let mut response = Response::new(Tracked { generation, _open: open });
+        let span = rpc_span(SERVICE, "Generate", request.metadata());
+        let caller = Caller::of(&request);
+        match self.open(&span, caller, request.into_inner(), |_| {}).await {
+            Ok(stream) => {
+                let mut response = Response::new(stream);
                 name_trace(&span, response.metadata_mut());
                 Ok(response)
             }
@@ -168,15 +152,13 @@ impl Ostinato for Rpc {
     }
 
     async fn abort(&self, request: Request<proto::AbortRequest>) -> Result<Response<proto::AbortResponse>, Status> {
-        let span = rpc_span("Abort", request.metadata());
+        let span = rpc_span(SERVICE, "Abort", request.metadata());
         let id = request.into_inner().request_id;
         if id.is_empty() {
             let rule = "the id of the request to end";
             return answer(&span, Err(Refusal::Missing { field: "request_id", rule }));
         }
-        for replica in self.host.models.iter().flat_map(|model| &model.replicas) {
-            replica.abort(&id);
-        }
+        self.end(&id);
         answer(&span, Ok(proto::AbortResponse {}))
     }
 
@@ -184,7 +166,7 @@ impl Ostinato for Rpc {
         &self,
         request: Request<proto::ListDevicesRequest>,
     ) -> Result<Response<proto::ListDevicesResponse>, Status> {
-        let span = rpc_span("ListDevices", request.metadata());
+        let span = rpc_span(SERVICE, "ListDevices", request.metadata());
         let devices = convert::devices(&self.host);
         answer(&span, Ok(proto::ListDevicesResponse { devices }))
     }
@@ -193,7 +175,7 @@ impl Ostinato for Rpc {
         &self,
         request: Request<proto::ListModelsRequest>,
     ) -> Result<Response<proto::ListModelsResponse>, Status> {
-        let span = rpc_span("ListModels", request.metadata());
+        let span = rpc_span(SERVICE, "ListModels", request.metadata());
         let models = self.host.models.iter().map(convert::model).collect();
         answer(&span, Ok(proto::ListModelsResponse { models }))
     }
@@ -202,7 +184,7 @@ impl Ostinato for Rpc {
         &self,
         request: Request<proto::GetLoadRequest>,
     ) -> Result<Response<proto::GetLoadResponse>, Status> {
-        let span = rpc_span("GetLoad", request.metadata());
+        let span = rpc_span(SERVICE, "GetLoad", request.metadata());
         let model = request.into_inner().model;
         let replicas = if model.is_empty() {
             let all = self.host.models.iter().flat_map(|model| &model.replicas);
@@ -217,7 +199,7 @@ impl Ostinato for Rpc {
         &self,
         request: Request<proto::ProfileRequest>,
     ) -> Result<Response<proto::ProfileResponse>, Status> {
-        let span = rpc_span("Profile", request.metadata());
+        let span = rpc_span(SERVICE, "Profile", request.metadata());
         let profiled = self.profiled(request.into_inner()).await;
         answer(&span, profiled)
     }
@@ -227,7 +209,7 @@ impl Ostinato for Rpc {
         request: Request<proto::TokenizeRequest>,
     ) -> Result<Response<proto::TokenizeResponse>, Status> {
         use proto::tokenize_request::Input;
-        let span = rpc_span("Tokenize", request.metadata());
+        let span = rpc_span(SERVICE, "Tokenize", request.metadata());
         let message = request.into_inner();
         let host = Arc::clone(&self.host);
         let tokens = aside(move || {
@@ -259,7 +241,7 @@ impl Ostinato for Rpc {
         &self,
         request: Request<proto::DetokenizeRequest>,
     ) -> Result<Response<proto::DetokenizeResponse>, Status> {
-        let span = rpc_span("Detokenize", request.metadata());
+        let span = rpc_span(SERVICE, "Detokenize", request.metadata());
         let message = request.into_inner();
         let host = Arc::clone(&self.host);
         let text = aside(move || {
@@ -283,7 +265,69 @@ const PROFILE_WAIT: (f64, f64) = (60.0, 10.0);
 /// Between two looks at whether they have run.
 const PROFILE_LOOK: Duration = Duration::from_millis(20);
 
+/// Whose call it is, and how long it may take: what a request's own message does not say.
+pub(super) struct Caller {
+    metadata: MetadataMap,
+    peer: Option<SocketAddr>,
+}
+
+impl Caller {
+    pub(super) fn of<T>(request: &Request<T>) -> Caller {
+        Caller { metadata: request.metadata().clone(), peer: request.remote_addr() }
+    }
+
+    /// When the call must have ended.
+    pub(super) fn deadline(&self) -> Result<Option<Instant>, Refusal> {
+        deadline(&self.metadata, Instant::now())
+    }
+}
+
 impl Rpc {
+    pub(super) fn host(&self) -> &Arc<Host> {
+        &self.host
+    }
+
+    /// Cancelled when streams are cut.
+    pub(super) fn stop(&self) -> &CancellationToken {
+        &self.stop
+    }
+
+    /// Starts a generation, of which `adjust` may change what a message cannot say.
+    pub(super) async fn open(
+        &self,
+        span: &Span,
+        caller: Caller,
+        message: proto::GenerateRequest,
+        adjust: impl FnOnce(&mut Prepared) + Send + 'static,
+    ) -> Result<Tracked, Refusal> {
+        let deadline = caller.deadline()?;
+        let client = self.clients.identify(&caller.metadata, caller.peer)?;
+        // Before its prompt is looked at: that costs more than the answer.
+        let places = self.clients.take(client, prepare::samples(&message)?)?;
+        let host = Arc::clone(&self.host);
+        let prepared = aside(move || {
+            let mut prepared = prepare::prepare(&host, message, deadline)?;
+            adjust(&mut prepared);
+            Ok(prepared)
+        });
+        let surroundings = Surroundings {
+            buffer: self.stream_buffer,
+            rpc: span.clone(),
+            stop: self.stop.clone(),
+            places,
+            logits: None,
+        };
+        let generation = Generation::start(prepared.await?, surroundings)?;
+        Ok(Tracked { generation, _open: self.streams.token() })
+    }
+
+    /// Ends the request of this id, on whichever replicas there is one.
+    pub(super) fn end(&self, id: &str) {
+        for replica in self.host.replicas() {
+            replica.abort(id);
+        }
+    }
+
     async fn profiled(&self, message: proto::ProfileRequest) -> Result<proto::ProfileResponse, Refusal> {
         if !(0.0..=PROFILE_WAIT.0).contains(&message.wait_seconds) {
             let (field, value) = ("wait_seconds", message.wait_seconds.to_string());

@@ -1,11 +1,13 @@
-//! The gRPC endpoint: our service, health and reflection on one socket, and the way it stops:
+//! The gRPC endpoint: our service, the engine contract of routers, health and reflection on one socket, and the way it stops:
 //! health says so first, new requests are refused, running streams go on for a while, then
 //! they are cut. Deliberately absent: signals, and where the host comes from.
 
 use super::clients::Clients;
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
+use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
 use super::rpc::{Rpc, SERVICE};
+use super::vllm::{self, VllmRpc};
 use crate::engine::host::Host;
 use std::future::Future;
 use std::sync::Arc;
@@ -77,6 +79,7 @@ pub async fn serve(
     let streams = TaskTracker::new();
     let clients = Arc::new(Clients::new(options.client_limit, options.trust_client_header));
     let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, clients, stop.clone(), streams.clone());
+    let theirs = VllmEngineServer::new(VllmRpc::new(rpc.clone())).max_decoding_message_size(options.max_message_bytes);
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
     let reflection = || {
@@ -87,12 +90,14 @@ pub async fn serve(
     let set_health = async |reporter: &tonic_health::server::HealthReporter, status| {
         reporter.set_service_status("", status).await;
         reporter.set_service_status(SERVICE, status).await;
+        reporter.set_service_status(vllm::SERVICE, status).await;
     };
     set_health(&reporter, ServingStatus::Serving).await;
 
     let router = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .add_service(ours)
+        .add_service(theirs)
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);
@@ -131,6 +136,7 @@ pub async fn serve(
     // Watchers of health would hold their connections for ever.
     reporter.clear_service_status("").await;
     reporter.clear_service_status(SERVICE).await;
+    reporter.clear_service_status(vllm::SERVICE).await;
     closing.cancel();
     // What still hangs after that is dropped with the server.
     if let Ok(ended) = tokio::time::timeout(GOODBYE, &mut server).await {

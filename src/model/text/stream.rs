@@ -16,10 +16,12 @@ const WINDOW_TOKENS: usize = 256;
 /// and before them, as context, those of the last delta (decoders treat the first token of a
 /// text differently). A delta is what the window's text has gained, without replacement
 /// characters at its end: the next ids may turn those into a character. Joined, the deltas and
-/// the rest from `finish` are the text of all ids without the special ones.
+/// the rest from `finish` are the text of all ids, without the special ones where not asked for.
 #[derive(Clone, Debug)]
 pub struct TextStream {
     text: Text,
+    /// Special tokens are text too.
+    special: bool,
     /// Context, then what is not complete; grows by `push`, shrinks when complete.
     window: Vec<u32>,
     /// How many ids at the beginning of `window` are context.
@@ -29,17 +31,17 @@ pub struct TextStream {
 }
 
 impl TextStream {
-    pub(super) fn new(text: Text) -> TextStream {
-        TextStream { text, window: Vec::new(), context: 0, emitted: String::new() }
+    pub(super) fn new(text: Text, special: bool) -> TextStream {
+        TextStream { text, special, window: Vec::new(), context: 0, emitted: String::new() }
     }
 
     /// Takes the next id; the text that it completes, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
-        if !self.text.is_text(id) {
+        if !self.text.is_text(id, self.special) {
             return None;
         }
         self.window.push(id);
-        let decoded = self.text.window(&self.window);
+        let decoded = self.text.window(&self.window, self.special);
         let full = self.window.len() - self.context >= WINDOW_TOKENS;
         let stable = if full { &decoded[..] } else { decoded.trim_end_matches(REPLACEMENT) };
         let delta = gained(&self.emitted, stable).to_owned();
@@ -49,7 +51,7 @@ impl TextStream {
         if stable.len() == decoded.len() {
             self.window.drain(..self.context);
             self.context = self.window.len();
-            self.emitted = self.text.window(&self.window);
+            self.emitted = self.text.window(&self.window, self.special);
         } else {
             self.emitted = stable.to_owned();
         }
@@ -58,7 +60,7 @@ impl TextStream {
 
     /// The rest of the text: what never became a character is `U+FFFD`.
     pub fn finish(&mut self) -> String {
-        let decoded = self.text.window(&self.window);
+        let decoded = self.text.window(&self.window, self.special);
         let rest = gained(&self.emitted, &decoded).to_owned();
         self.window.clear();
         self.context = 0;

@@ -1472,7 +1472,7 @@ mod tests {
 
     #[test]
     fn beside_rows_that_decode_a_prompt_plan_is_short_and_a_lone_long_prompts_is_shorter() {
-        for (prompt, wanted) in [(64, 64), (100, 100), (400, 48)] {
+        for (prompt, wanted) in [(64, 64), (100, 100), (200, 48)] {
             beside_rows(prompt, wanted);
         }
     }

@@ -453,12 +453,17 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         (|r| params(r).constraint = Some(Constraint::JsonObject(true)), "sampling_params.json_object"),
         (|r| params(r).constraint = Some(Constraint::Choice(Default::default())), "sampling_params.choice"),
     ];
+    let asked = unimplemented.len();
     for (change, field) in unimplemented {
         let mut message = request("x", 3);
         change(&mut message);
         let status = ask(&mut client, message).await.error.unwrap_or_else(|| panic!("{field} was served"));
         assert_eq!((status.code(), status.message()), (Code::Unimplemented, &*format!("{field} is not served yet")));
     }
+    // Refusals are counted as those of our own service are.
+    let metrics = ostinato::service::admin::metrics::render(Some(&served.host));
+    let counted = format!("ostinato_requests_refused_total{{code=\"UNIMPLEMENTED\"}} {asked}");
+    assert!(metrics.lines().any(|line| line == counted), "no {counted}");
     let invalid: Vec<(Change, &str)> = vec![
         (|r| r.input = None, "input is missing"),
         (|r| r.input = Some(Input::Tokenized(Default::default())), "the prompt is empty"),

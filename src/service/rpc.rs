@@ -62,7 +62,7 @@ pub(super) fn rpc_span(service: &'static str, method: &'static str, metadata: &M
 }
 
 /// Says in the answer's metadata which trace it is in, where it is in one: `traceparent`, as W3C has it.
-pub(super) fn name_trace(span: &Span, metadata: &mut MetadataMap) {
+fn name_trace(span: &Span, metadata: &mut MetadataMap) {
     spans::inject(span, |name, value| {
         let key = tonic::metadata::MetadataKey::from_bytes(name.as_bytes());
         if let (Ok(key), Ok(value)) = (key, value.parse()) {
@@ -138,17 +138,8 @@ impl Ostinato for Rpc {
     async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
         let span = rpc_span(SERVICE, "Generate", request.metadata());
         let caller = Caller::of(&request);
-        match self.open(&span, caller, request.into_inner(), |_| {}).await {
-            Ok(stream) => {
-                let mut response = Response::new(stream);
-                name_trace(&span, response.metadata_mut());
-                Ok(response)
-            }
-            Err(refusal) => {
-                self.host.ended.refuse(refusal.kind());
-                Err(refused(&span, &refusal))
-            }
-        }
+        let started = self.open(&span, caller, request.into_inner(), |_| {}).await;
+        self.begun(&span, started)
     }
 
     async fn abort(&self, request: Request<proto::AbortRequest>) -> Result<Response<proto::AbortResponse>, Status> {
@@ -321,6 +312,21 @@ impl Rpc {
         Ok(Tracked { generation, _open: self.streams.token() })
     }
 
+    /// A Generate call's answer: its stream, which says in which trace it is, or why there is none, which is counted.
+    pub(super) fn begun<S>(&self, span: &Span, started: Result<S, Refusal>) -> Result<Response<S>, Status> {
+        match started {
+            Ok(stream) => {
+                let mut response = Response::new(stream);
+                name_trace(span, response.metadata_mut());
+                Ok(response)
+            }
+            Err(refusal) => {
+                self.host.ended.refuse(refusal.kind());
+                Err(refused(span, &refusal))
+            }
+        }
+    }
+
     /// Ends the request of this id, on whichever replicas there is one.
     pub(super) fn end(&self, id: &str) {
         for replica in self.host.replicas() {
@@ -338,16 +344,13 @@ impl Rpc {
             return Err(Refusal::Value { field, value, rule: "at most 256 with kernels" });
         }
         let place = Place::find(&self.host, &message.model, &message.device)?;
-        let ask = |work: fn(&Place, u64) -> Vec<StepRecord>, argument: u64| {
-            let place = place.clone();
-            aside(move || Ok(work(&place, argument)))
-        };
         let steps = if message.kernels {
             let plans = if message.last == 0 { PROFILED_PLANS.1 } else { message.last };
             let wait = if message.wait_seconds == 0.0 { PROFILE_WAIT.1 } else { message.wait_seconds };
             let until = Instant::now() + Duration::from_secs_f64(wait);
             let asked = place.clone();
-            let first = aside(move || Ok(asked.replica().profile(plans))).await?;
+            let mut next = aside(move || Ok(asked.replica().profile(plans))).await?;
+            let mut steps: Vec<StepRecord> = Vec::new();
             let timed = |step: &StepRecord| {
                 step.submissions
                     .iter()
@@ -355,7 +358,10 @@ impl Rpc {
                     .any(|region| !region.kernels.is_empty())
             };
             loop {
-                let mut steps = ask(|place, from| place.replica().steps_from(from), first).await?;
+                // Each record is copied once: with kernels they are large, and the engine's thread copies them.
+                let asked = place.clone();
+                steps.extend(aside(move || Ok(asked.replica().steps_from(next))).await?);
+                next = steps.last().map_or(next, |step| step.number + 1);
                 let stopped = self.stop.is_cancelled() || place.replica().closed().is_some();
                 if steps.iter().filter(|step| timed(step)).count() >= plans as usize
                     || Instant::now() >= until
@@ -371,8 +377,9 @@ impl Rpc {
                 tokio::time::sleep(PROFILE_LOOK).await;
             }
         } else {
-            let last = if message.last == 0 { u64::MAX } else { u64::from(message.last) };
-            ask(|place, last| place.replica().steps(usize::try_from(last).unwrap_or(usize::MAX)), last).await?
+            let last = if message.last == 0 { usize::MAX } else { message.last as usize };
+            let asked = place.clone();
+            aside(move || Ok(asked.replica().steps(last))).await?
         };
         let asked = place.clone();
         let transfers = aside(move || {

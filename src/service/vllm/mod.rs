@@ -8,7 +8,7 @@ pub mod tokenizer;
 
 use super::proto::{smg::grpc::common, vllm::grpc::engine as contract};
 use super::refusal::Refusal;
-use super::rpc::{Caller, Rpc, Tracked, answer, aside, name_trace, refused, rpc_span};
+use super::rpc::{Caller, Rpc, Tracked, answer, aside, refused, rpc_span};
 use crate::engine::executor::PAGE_TOKENS;
 use crate::engine::host::{Host, Replica, ServedModel};
 use contract::vllm_engine_server::VllmEngine;
@@ -191,14 +191,7 @@ impl VllmEngine for VllmRpc {
             let stream = self.rpc.open(&span, caller, asked.message, move |prepared| rest.apply(prepared)).await?;
             Ok(Answers { stream, teller: Teller::new(asked.stream) })
         };
-        match started.await {
-            Ok(answers) => {
-                let mut response = Response::new(answers);
-                name_trace(&span, response.metadata_mut());
-                Ok(response)
-            }
-            Err(refusal) => Err(refused(&span, &in_their_words(refusal))),
-        }
+        self.rpc.begun(&span, started.await.map_err(in_their_words))
     }
 
     async fn embed(

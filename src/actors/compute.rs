@@ -4,6 +4,7 @@
 use super::stamps::Stamps;
 use super::timeline::FlushReason;
 use super::watcher::{Outbox, Report, Run, Watch, Watcher};
+pub use crate::config::GpuTime;
 use crate::device::{Batch, Commands, Device, DeviceError, Entry, Point, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
@@ -44,18 +45,6 @@ enum Message {
 /// Executors keep a few submissions in flight each; a full inbox means that the driver blocks
 /// on its own limit, and then waiting is all there is to do.
 const INBOX: usize = 64;
-
-/// How much of a submission is told apart by timestamps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum GpuTime {
-    /// Nothing: no timestamps are written.
-    Off,
-    /// Regions, and runs of the same region one after the other as one.
-    #[default]
-    Phases,
-    /// Each run of a region.
-    Regions,
-}
 
 impl Compute {
     /// Starts the thread and the watcher behind it.

@@ -260,7 +260,7 @@ impl Actor {
 
 /// The operations of a region that has run, each from the end of the one before it.
 fn kernels(timing: &Timing, clock: &GpuClock) -> Vec<KernelSpan> {
-    let Some(times) = timing.take() else { return Vec::new() };
+    let Some(times) = timing.read() else { return Vec::new() };
     let placed: Option<Vec<Moment>> = times.into_iter().map(|time| clock.place(time)).collect();
     let Some(placed) = placed else { return Vec::new() };
     let spans = placed.windows(2).zip(timing.operations());

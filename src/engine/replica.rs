@@ -19,7 +19,7 @@ use super::totals::{StepTotals, Totals};
 use super::variants::Variants;
 use crate::actors::loader::LoadReport;
 use crate::telemetry::clock::Moment;
-use crate::telemetry::spans::SpanName;
+use crate::telemetry::spans::{SpanName, exports};
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
 use std::collections::BTreeSet;
 use std::error::Error;
@@ -637,7 +637,9 @@ impl Actor {
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 let clients = &self.clients;
                 let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
-                self.done.extend(self.observer.reported(reported, completed, self.scheduler.counts(), name));
+                let done = self.observer.reported(reported, completed, self.scheduler.counts(), name);
+                // Nobody else asks whom a plan was for.
+                self.done.extend(done.filter(|_| exports()));
             }
         }
         self.scheduler.expire(Instant::now());

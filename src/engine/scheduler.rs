@@ -625,8 +625,8 @@ impl Scheduler {
             tokens <= most && pace.chunk(tokens).is_none_or(|time| time <= allowed)
         };
         let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
-        let longest = taken_in().map(|sequence| sequence.unqueued()).chain(waiting).max().unwrap_or(0);
-        let lone = prompts == 1 && !lasts(longest, PROMPT_STEPS);
+        let mut left = taken_in().map(|sequence| sequence.unqueued()).chain(waiting);
+        let lone = prompts == 1 && left.any(|tokens| !lasts(tokens, PROMPT_STEPS));
         let fits = |tokens: u32| lasts(tokens, if lone { LONE_PROMPT_STEPS } else { PROMPT_STEPS });
         let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
         let aim = [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS));

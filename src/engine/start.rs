@@ -247,14 +247,6 @@ impl Station {
     }
 }
 
-fn gpu_time(asked: config::GpuTime) -> GpuTime {
-    match asked {
-        config::GpuTime::Off => GpuTime::Off,
-        config::GpuTime::Phases => GpuTime::Phases,
-        config::GpuTime::Regions => GpuTime::Regions,
-    }
-}
-
 fn device_info(adapter: &Adapter) -> DeviceInfo {
     DeviceInfo {
         index: adapter.index,
@@ -332,7 +324,7 @@ fn serve_model(
             btree_map::Entry::Occupied(entry) => &*entry.into_mut(),
             btree_map::Entry::Vacant(entry) => {
                 let cache = config.runtime.cache_directory.as_deref();
-                &*entry.insert(Station::open(instance, adapter, cache, gpu_time(config.telemetry.gpu_time))?)
+                &*entry.insert(Station::open(instance, adapter, cache, config.telemetry.gpu_time)?)
             }
         };
         let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);

@@ -169,7 +169,7 @@ pub struct Region {
     buffers: Vec<Arc<Buffer>>,
 }
 
-/// Timestamps inside a region: one at its start and one behind each operation. It must not be in flight twice.
+/// Timestamps inside a region: one at its start and one behind each operation. It is for one run.
 #[derive(Debug)]
 pub struct Timing {
     queries: Queries,
@@ -191,12 +191,10 @@ impl Timing {
         &self.operations
     }
 
-    /// Nanoseconds of the device's clock of each timestamp, one more than operations, of a run that has finished; makes
-    /// them ready for the next one. `None` where one was not written.
-    pub fn take(&self) -> Option<Vec<u64>> {
-        let times = self.queries.read(0, self.queries.count()).ok()?.into_iter().collect();
-        self.queries.reset();
-        times
+    /// Nanoseconds of the device's clock of each timestamp, one more than operations, of a run that has finished;
+    /// `None` where one was not written.
+    pub fn read(&self) -> Option<Vec<u64>> {
+        self.queries.read(0, self.queries.count()).ok()?.into_iter().collect()
     }
 }
 

@@ -75,6 +75,11 @@ pub(super) fn export_with(tracer: SdkTracer) {
     let _ = TRACER.set(tracer);
 }
 
+/// Whether spans of records are exported.
+pub fn exports() -> bool {
+    TRACER.get().is_some()
+}
+
 /// Names a span that is exported: what others are made under, or linked to.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SpanName(SpanContext);

@@ -327,6 +327,7 @@ fn logits_and_log_probabilities_are_those_of_the_sequence_that_asked() {
     let asks = |id: &str| Request {
         id: id.to_owned(),
         dump_logits: true,
+        grammar: None,
         logprobs: Some(3),
         ..request(&known.prompt[..11], 12)
     };

@@ -120,6 +120,7 @@ impl Demo {
             limits: Limits::default(),
             logprobs: None,
             dump_logits: false,
+            grammar: None,
             priority: 0,
             cache_salt: String::new(),
             deadline: None,

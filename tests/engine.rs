@@ -140,6 +140,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             },
             logprobs: None,
             dump_logits: random.one_in(50),
+            grammar: None,
             priority: random.below(world.priorities) as i32,
             cache_salt: if random.one_in(10) { "apart".into() } else { String::new() },
             deadline: random.one_in(world.nuisance).then(|| at + step * random.length(2_000) as u32),
@@ -274,6 +275,7 @@ fn alone(request: &Request, context: u32) -> Vec<u32> {
         stop_ids: request.limits.resolve_stop_ids(&[EOS]),
         logprobs: None,
         dump_logits: false,
+        mask: None,
     };
     FakeExecutor::alone(&request.prompt, &params, VOCABULARY, &[])
 }
@@ -294,6 +296,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         prompts: 4,
         buckets: buckets.to_vec(),
         run_ahead: 32,
+        gates: true,
         vocabulary: VOCABULARY,
         drafts: Drafts::default(),
         snapshots: None,
@@ -501,6 +504,7 @@ fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
         limits: Limits { max_tokens: Some(max_tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         dump_logits: false,
+        grammar: None,
         priority: 0,
         cache_salt: String::new(),
         deadline: None,

@@ -116,6 +116,7 @@ struct Row {
     valid: bool,
     counts: Vec<u32>,
     bias: Vec<(u32, f32)>,
+    mask: Vec<u32>,
 }
 
 struct Scene {
@@ -147,6 +148,7 @@ impl Scene {
         let state = recording.buffer("state", sampling::state_bytes(rows));
         let counts = recording.buffer("counts", sampling::counts_bytes(rows, v));
         let bias = recording.buffer("bias", sampling::bias_bytes(rows));
+        let masks = recording.buffer("masks", sampling::masks_bytes(rows, v));
         let step_number = recording.buffer("step", 4);
         let ring = recording.buffer("ring", sampling::ring_bytes(RING_STEPS, rows));
         let args = SampleArgs {
@@ -165,6 +167,7 @@ impl Scene {
             ring_steps: RING_STEPS,
             ring_rows: rows,
             fault: row_list.none(),
+            masks,
         };
         recording.call(sampling::sample("sample".into(), rows, self.threads, false, args));
         if rows > 1 {
@@ -195,7 +198,8 @@ impl Scene {
                 memory.set_u32(row_list, r * 4 + i, word);
             }
             let biases = bias_words(&row.bias);
-            let init = SlotInit { bias_count: (biases.len() / 2) as u32, ..row.init.clone() };
+            let masked = !row.mask.is_empty();
+            let init = SlotInit { bias_count: (biases.len() / 2) as u32, masked, ..row.init.clone() };
             let mut words = init.words();
             words[SLOT_ACTIVE as usize] = row.active;
             for (i, word) in (0..).zip(words) {
@@ -203,6 +207,9 @@ impl Scene {
             }
             for (i, word) in (0..).zip(biases) {
                 memory.set_u32(bias, slot * BIAS_ENTRIES * 2 + i, word);
+            }
+            for (i, word) in (0..).zip(&row.mask) {
+                memory.set_u32(masks, slot * v.div_ceil(32) + i, *word);
             }
             for (t, count) in (0..).zip(&row.counts) {
                 memory.set_u32(counts, slot * v + t, *count);
@@ -325,6 +332,7 @@ fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row 
             bias_count: 0,
             logprobs: random.of(&[None, None, Some(0), Some(1), Some(5), Some(20)]),
             dump_logits: false,
+            masked: false,
             prompt_tokens: u32::MAX,
         },
         active: random.of(&[1, 1, 1, 1, 1, 1, 1, 1, 0, 2]),
@@ -338,12 +346,16 @@ fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row 
             })
             .collect(),
         bias: (0..biases).map(|_| (token(random), random.of(&[-100.0, -1.0, 0.5, 5.0, 100.0]))).collect(),
+        mask: match random.below(4) {
+            0 => (0..vocabulary.div_ceil(32)).map(|_| (random.bits() & random.bits()) as u32).collect(),
+            _ => Vec::new(),
+        },
     }
 }
 
 fn plain_row(logits: Vec<f32>, init: SlotInit) -> Row {
     let counts = Vec::new();
-    Row { style: "given", logits, init, active: ACTIVE_RUNNING, valid: true, counts, bias: Vec::new() }
+    Row { style: "given", logits, init, active: ACTIVE_RUNNING, valid: true, counts, bias: Vec::new(), mask: Vec::new() }
 }
 
 fn tokens(entries: &[RingEntry]) -> Vec<u32> {
@@ -616,7 +628,7 @@ fn a_slot_counts_down_stops_and_falls_silent() {
 /// The reference itself, against numbers worked out by hand.
 #[test]
 fn the_reference_masks_in_the_order_that_it_says() {
-    let tables = SlotTables { counts: &[], bias: &[] };
+    let tables = SlotTables { counts: &[], bias: &[], mask: &[] };
     let keys = |logits: &[f32]| logits.iter().map(|l| determinate::key_of(*l)).collect::<Vec<u32>>();
     // Shares 0.5, 0.25, 0.125, 0.125.
     let row: Vec<f32> = [0.5f32, 0.125, 0.25, 0.125].iter().map(|p| p.ln()).collect();
@@ -642,6 +654,6 @@ fn the_reference_masks_in_the_order_that_it_says() {
     let init = SlotInit { repetition: 2.0, presence: 0.25, frequency: 0.5, bias_count: 1, ..SlotInit::default() };
     let bias = bias_words(&[(1, 3.0)]);
     let counts = [COUNT_PROMPT, COUNT_PROMPT | 2, 0];
-    let keys = sampling::adjusted_keys(&[-1.0, 1.0, 1.0], &init.words(), SlotTables { counts: &counts, bias: &bias });
+    let keys = sampling::adjusted_keys(&[-1.0, 1.0, 1.0], &init.words(), SlotTables { counts: &counts, bias: &bias, mask: &[] });
     assert_eq!(keys.iter().map(|k| determinate::value_of(*k)).collect::<Vec<_>>(), [-2.0, 4.0 / 2.0 - 1.0 - 0.25, 1.0]);
 }

@@ -48,6 +48,7 @@ fn requests(temperature: f32) -> Vec<Request> {
                 limits: Limits { max_tokens: Some(40 - number as u32), ..Limits::default() },
                 logprobs: None,
                 dump_logits: false,
+                grammar: None,
                 priority: 0,
                 cache_salt: String::new(),
                 deadline: None,

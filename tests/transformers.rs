@@ -77,6 +77,7 @@ fn generate(host: &Host, prompt: &[u32], tokens: u32, dump: bool) -> (Vec<Token>
         limits: Limits { max_tokens: Some(tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         dump_logits: dump,
+        grammar: None,
         priority: 0,
         cache_salt: String::new(),
         deadline: None,

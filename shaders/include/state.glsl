@@ -3,6 +3,7 @@
 //
 //   state  [slots][SLOT_WORDS]       what a slot runs and how it samples; patched by the host, advanced by `sample`
 //   bias   [slots][BIAS_ENTRIES][2]  token id, f32 bits; distinct ids
+//   masks  [slots][mask words]       bit i % 32 of word i / 32: token i may be drawn; host-visible, with FLAG_MASK only
 //   counts [slots][vocabulary]       bit 31: in the prompt; the rest: times in the output
 //   rows   [rows][4]                 token, position, slot, valid
 //   step   [1]                       number of the region in flight
@@ -49,6 +50,7 @@ const uint FLAG_PENALTIES = 1u;
 const uint FLAG_BIAS = 2u;
 const uint FLAG_LOGPROBS = 4u;
 const uint FLAG_DUMP_LOGITS = 8u;
+const uint FLAG_MASK = 16u;
 
 const uint STOP_ENTRIES = 16u;
 const uint BIAS_ENTRIES = 300u;

@@ -7,7 +7,7 @@
 // Draws the next token of every row and advances its slot.
 //
 //   l   = logit + bias; repetition penalty (prompt and output); frequency and presence (output);
-//         stop ids are -inf while min_tokens is not reached. NaN counts as -inf.
+//         stop ids are -inf while min_tokens is not reached, and so is what the slot's mask does not allow. NaN counts as -inf.
 //   logprobs: log softmax(l), of the token and the top n
 //   temperature 0: argmax l, the lowest id on ties; else
 //   d   = (l - max l) / temperature
@@ -24,12 +24,13 @@
 //   partials [rows][partial_count] of (f32 bits, token): maxima over parts of the row by who wrote
 //            the logits; with partial_count 0 they are not there
 //   keys     [rows][row_stride] u32: scratch, the adjusted logits as ordered integers
+//   masks    [slots][(vocabulary + 31) / 32] u32: read where a slot has FLAG_MASK
 //   rows, state, counts, bias, step, ring, fault: `state.glsl`
 //
 // One workgroup is one row; a thread owns every THREADS-th group of four tokens in all passes, so
 // nothing but shared memory passes between threads. Traffic: greedy from partials 8 P bytes;
 // greedy 4 V; sampled 8 V; penalties, bias and masks add 12 V, logprobs 4 V; from L2 after the
-// first pass.
+// first pass. A mask is V / 8 bytes of host memory.
 //
 // top_k, top_p and the alternatives work on a list in shared memory of the best few hundred
 // tokens, gathered above a guessed key (the mean of the threads' maxima); each element's rank and
@@ -62,6 +63,7 @@ layout(push_constant) uniform Args {
     WordsInOut step_number;
     WordsOut ring;
     WordsIn fault;
+    WordsIn masks;
     uint vocabulary;
     uint row_stride;
     uint partial_count;
@@ -340,17 +342,20 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
     float presence = uintBitsToFloat(args.state.v[at + SLOT_PRESENCE]);
     float frequency = uintBitsToFloat(args.state.v[at + SLOT_FREQUENCY]);
     bool penalties = (flags & FLAG_PENALTIES) != 0u;
+    bool masked = (flags & FLAG_MASK) != 0u;
+    uint mask = slot * ((args.vocabulary + 31u) / 32u);
     for (uint base = 0u; base < quads; base += THREADS) {
         uint quad = base + thread;
         if (quad < quads) {
             vec4 l = args.logits.v[first_quad + quad];
+            uint allowed = masked ? args.masks.v[mask + quad / 8u] >> (quad % 8u * 4u) : 15u;
             uvec4 k = uvec4(0u);
             [[unroll]] for (uint c = 0u; c < 4u; c++) {
                 uint token = 4u * quad + c;
                 if (token < args.vocabulary) {
                     float value = value_of(key_of(l[c]));
                     uint count = penalties ? args.counts.v[slot * args.vocabulary + token] : 0u;
-                    k[c] = key_of(penalised(value, count, repetition, repetition_inverse, presence, frequency));
+                    k[c] = (allowed >> c & 1u) == 0u ? KEY_MINUS_INFINITY : key_of(penalised(value, count, repetition, repetition_inverse, presence, frequency));
                 }
             }
             args.keys.v[first_quad + quad] = k;
@@ -361,7 +366,8 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
     for (uint i = 0u; i < biases; i++) {
         uint token = args.bias.v[(slot * BIAS_ENTRIES + i) * 2u];
         uint quad = token / 4u;
-        if (token < args.vocabulary && quad % THREADS == thread) {
+        bool allowed = !masked || (token < args.vocabulary && (args.masks.v[mask + token / 32u] >> (token % 32u) & 1u) != 0u);
+        if (allowed && token < args.vocabulary && quad % THREADS == thread) {
             precise float value = value_of(key_of(args.logits.v[first_quad + quad][token % 4u]));
             value = value + uintBitsToFloat(args.bias.v[(slot * BIAS_ENTRIES + i) * 2u + 1u]);
             uint count = penalties ? args.counts.v[slot * args.vocabulary + token] : 0u;
@@ -589,7 +595,7 @@ void main() {
     bool greedy = uintBitsToFloat(args.state.v[at + SLOT_TEMPERATURE]) <= 0.0;
     bool mask_stops = args.state.v[at + SLOT_MIN_LEFT] > 0u && args.state.v[at + SLOT_STOP_COUNT] > 0u;
     bool logprobs = (flags & FLAG_LOGPROBS) != 0u;
-    bool change = (flags & (FLAG_PENALTIES | FLAG_BIAS)) != 0u || mask_stops;
+    bool change = (flags & (FLAG_PENALTIES | FLAG_BIAS | FLAG_MASK)) != 0u || mask_stops;
 
     uvec2 best;
     uint token;

@@ -5,7 +5,7 @@ use super::stamps::Stamps;
 use super::timeline::FlushReason;
 use super::watcher::{Outbox, Report, Run, Watch, Watcher};
 pub use crate::config::GpuTime;
-use crate::device::{Batch, Commands, Device, DeviceError, Entry, Point, Role};
+use crate::device::{Batch, Commands, Device, DeviceError, Entry, Gate, Point, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -21,6 +21,8 @@ pub struct Submission {
     pub entries: Vec<Vec<Arc<Region>>>,
     /// Points of other queues that must be reached first.
     pub waits: Vec<Point>,
+    /// What the last entry waits for, and with it all that is submitted later. Such a submission is reported once.
+    pub gate: Option<(Arc<Gate>, u64)>,
     /// Why it ends where it does.
     pub flush: FlushReason,
     /// Entries (counted from 1) after which a report is wanted, ascending; the last always is.
@@ -95,10 +97,11 @@ impl Actor {
 
     fn submit(&mut self, submission: Submission) {
         let begin = Moment::now();
-        let Submission { id, entries, waits, flush, mut report_after, outbox } = submission;
+        let Submission { id, entries, waits, mut gate, flush, mut report_after, outbox } = submission;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);
+        assert!(gate.is_none() || report_after.len() == 1, "parts of a gated submission are reported");
         let mut runs = self.runs(&entries);
         let stamps = self.stamps.as_mut().and_then(|stamps| {
             // A stamp before the first and one behind each; in need, around all of them.
@@ -114,7 +117,11 @@ impl Actor {
         // Entries that nobody hears of end with the next that somebody does: a signal costs the host and the
         // device about a microsecond each.
         let (mut run, mut left) = (0, runs.first().map_or(0, |run| run.regions));
+        let mut reported = 0;
         for (done, regions) in (1..).zip(&entries) {
+            if done == count && gate.is_some() {
+                batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: None });
+            }
             for region in regions {
                 commands.push(region.commands().clone());
                 left -= 1;
@@ -124,8 +131,9 @@ impl Actor {
                     left = runs.get(run).map_or(0, |run| run.regions);
                 }
             }
-            if report_after[batch.entries.len()] == done {
-                batch.entries.push(Entry { commands: std::mem::take(&mut commands) });
+            if report_after[reported] == done {
+                reported += 1;
+                batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: gate.take_if(|_| done == count) });
             }
         }
         let result = self.device.queue(Role::Compute).submit(batch);

@@ -397,6 +397,7 @@ pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
         limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         dump_logits: false,
+        grammar: None,
         priority: 0,
         cache_salt: id.clone(),
         id,

@@ -3,6 +3,7 @@
 
 use crate::device::commands::Commands;
 use crate::device::error::DeviceError;
+use crate::device::gate::Gate;
 use crate::device::hold::Lanes;
 use crate::device::logical::Logical;
 use crate::device::point::{Point, Role};
@@ -18,6 +19,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub struct Entry {
     /// May be empty: then it only signals.
     pub commands: Vec<Commands>,
+    /// It and all that is submitted later wait until the host has opened this up to the value. On a hardware queue
+    /// that both roles share the other role waits too.
+    pub gate: Option<(Arc<Gate>, u64)>,
 }
 
 /// What goes to a queue in one call.
@@ -32,7 +36,7 @@ pub struct Batch {
 impl Batch {
     /// A batch of one entry.
     pub fn one(commands: Commands, waits: Vec<Point>) -> Batch {
-        Batch { entries: vec![Entry { commands: vec![commands] }], waits }
+        Batch { entries: vec![Entry { commands: vec![commands], gate: None }], waits }
     }
 }
 
@@ -207,7 +211,20 @@ impl Queue {
                 .value(value)
                 .stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
         };
-        let waits: Vec<_> = batch.waits.iter().filter(|w| w.value > 0).map(|w| on(w.role, w.value)).collect();
+        let closed = |(gate, value): &(Arc<Gate>, u64)| {
+            let info = vk::SemaphoreSubmitInfo::default().semaphore(gate.raw()).value(*value);
+            info.stage_mask(vk::PipelineStageFlags2::ALL_COMMANDS)
+        };
+        let waits: Vec<Vec<_>> = batch
+            .entries
+            .iter()
+            .enumerate()
+            .map(|(i, entry)| {
+                let points = if i == 0 { batch.waits.as_slice() } else { &[] };
+                let points = points.iter().filter(|w| w.value > 0).map(|w| on(w.role, w.value));
+                points.chain(entry.gate.iter().map(closed)).collect()
+            })
+            .collect();
         let signals: Vec<_> = (*first..).take(batch.entries.len()).map(|value| [on(role, value)]).collect();
         let commands: Vec<Vec<_>> = batch
             .entries
@@ -220,10 +237,10 @@ impl Queue {
         let infos: Vec<_> = commands
             .iter()
             .zip(&signals)
-            .enumerate()
-            .map(|(i, (commands, signal))| {
+            .zip(&waits)
+            .map(|((commands, signal), waits)| {
                 let info = vk::SubmitInfo2::default().command_buffer_infos(commands).signal_semaphore_infos(signal);
-                if i == 0 { info.wait_semaphore_infos(&waits) } else { info }
+                info.wait_semaphore_infos(waits)
             })
             .collect();
         // SAFETY: the queue is used under its lock only; command buffers are executable, of

@@ -57,6 +57,7 @@ pub(super) fn time_regions(
                 id,
                 entries: vec![vec![Arc::clone(region)]],
                 waits: Vec::new(),
+                gate: None,
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

@@ -43,6 +43,8 @@ pub struct Capacity {
     pub buckets: Vec<u32>,
     /// Decode steps that may be queued and not yet completed.
     pub run_ahead: u32,
+    /// Whether a step can be queued before its masks are there.
+    pub gates: bool,
     /// Vocabulary size.
     pub vocabulary: u32,
     /// What can be drafted.
@@ -85,6 +87,8 @@ pub struct SlotParams {
     pub logprobs: Option<u32>,
     /// As in `Request`.
     pub dump_logits: bool,
+    /// What the first token may be ([`Executor::set_mask`]); `None`: nothing is constrained.
+    pub mask: Option<Arc<[u32]>>,
 }
 
 /// A small change of device state, applied in order before the next step of the same plan.
@@ -166,6 +170,9 @@ pub enum Work {
         /// Not 0: each step verifies so many tokens that were drafted for each slot, and draws as many more than one as
         /// are right. Every slot may write as many positions more than it draws.
         drafts: u32,
+        /// Masks of some slots are still to come: nothing is drawn before [`Executor::release`]. Then there is one step
+        /// and no draft.
+        awaits: bool,
     },
 }
 
@@ -176,6 +183,16 @@ pub struct StepPlan {
     pub changes: Vec<Change>,
     /// Then run. `None`: only changes (a leave without further work).
     pub work: Option<Work>,
+}
+
+impl Work {
+    /// Steps that sample, or take prompts in.
+    pub fn steps(&self) -> u32 {
+        match self {
+            Work::Prefill { .. } => 1,
+            Work::Decode { steps, .. } => *steps,
+        }
+    }
 }
 
 impl StepPlan {
@@ -283,6 +300,11 @@ pub trait Executor: Send {
     fn wake(&self) -> &crossbeam_channel::Receiver<()>;
     /// Everything that has completed since the last call; never blocks.
     fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError>;
+    /// What a slot may draw with its next token: bit `i % 32` of word `i / 32` stands for token `i`, of all in the
+    /// vocabulary. Only when no plan can still draw with the mask before it. Of slots that joined with a mask.
+    fn set_mask(&mut self, slot: Slot, mask: &[u32]);
+    /// The masks that a plan waits for are there. Plans that wait are released in any order, and each is owed it.
+    fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError>;
     /// Times every kernel of one step of each of the next `plans` plans with work; those asked for before and not
     /// submitted yet are replaced. Does nothing where nothing can be timed.
     fn profile(&mut self, plans: u32) {

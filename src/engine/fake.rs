@@ -13,6 +13,7 @@ use super::request::{Flushes, PerToken, TokenLogprobs};
 use super::scheduler::split_mix;
 use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Point, Role};
+use crate::model::grammar::bit;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{HashSet, VecDeque};
@@ -49,6 +50,7 @@ impl Default for FakeConfig {
                 prompts: 8,
                 buckets: vec![1],
                 run_ahead: 32,
+                gates: true,
                 vocabulary: 256,
                 drafts: Drafts::default(),
                 snapshots: None,
@@ -80,6 +82,10 @@ pub struct FakeExecutor {
     luck: u64,
     /// The last plan submitted.
     ticket: u64,
+    /// The plan that is being worked on.
+    working: u64,
+    /// Behind a plan whose masks are still to come, and that plan: they run when it is released.
+    held: VecDeque<Held>,
     /// The last plan with work that was reported finished.
     finished: u64,
     /// Decode steps submitted and not reported.
@@ -95,6 +101,13 @@ pub struct FakeExecutor {
     /// Plans with work that are still to be profiled.
     profiled: u32,
     pace: Pace,
+}
+
+#[derive(Debug)]
+struct Held {
+    ticket: Ticket,
+    plan: StepPlan,
+    awaits: bool,
 }
 
 #[derive(Debug)]
@@ -196,6 +209,7 @@ impl FakeExecutor {
                 stop_ids: Vec::new(),
                 logprobs: None,
                 dump_logits: false,
+                mask: None,
             },
             joined: false,
             done: false,
@@ -218,6 +232,8 @@ impl FakeExecutor {
             decode_plans: 0,
             luck: config.parts,
             ticket: 0,
+            working: 0,
+            held: VecDeque::new(),
             finished: 0,
             steps_queued: 0,
             reports: VecDeque::new(),
@@ -329,7 +345,7 @@ impl FakeExecutor {
     fn chunk(&mut self, chunk: &Chunk) -> Vec<Sampled> {
         let &Chunk { slot, ref tokens, start, last, restore, ref keeps, .. } = chunk;
         assert!(!tokens.is_empty(), "an empty chunk");
-        let ticket = self.ticket;
+        let ticket = self.working;
         let s = self.slot(slot);
         assert!(s.joined && !s.done, "a chunk for {slot:?}, which does not run");
         let first = s.written == 0;
@@ -381,7 +397,7 @@ impl FakeExecutor {
         let (queued, most) = (self.steps_queued, capacity.run_ahead);
         assert!(queued <= most, "{queued} steps queued, at most {most}");
         for &slot in slots {
-            let ticket = self.ticket;
+            let ticket = self.working;
             let s = self.slot(slot);
             assert!(s.joined, "a step for {slot:?}, which has not joined or has left");
             assert!(s.drawn > 0, "a step for {slot:?}, whose prompt is not taken in");
@@ -528,25 +544,21 @@ impl FakeExecutor {
         }
     }
 
-    fn slot(&mut self, slot: Slot) -> &mut FakeSlot {
-        &mut self.slots[slot.0 as usize]
-    }
-}
-
-impl Executor for FakeExecutor {
-    fn capacity(&self) -> &Capacity {
-        &self.config.capacity
+    /// Works on what is in front, up to a plan whose masks are still to come.
+    fn work_off(&mut self) -> Result<(), ExecuteError> {
+        while let Some(Held { ticket, plan, .. }) = self.held.pop_front_if(|held| !held.awaits) {
+            self.work_on(ticket, plan)?;
+        }
+        Ok(())
     }
 
-    /// Does the work at once; only the reports wait for their time. In order is in order.
-    fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
-        self.ticket += 1;
-        let ticket = Ticket(self.ticket);
+    fn work_on(&mut self, ticket: Ticket, plan: StepPlan) -> Result<(), ExecuteError> {
+        self.working = ticket.0;
         for change in plan.changes {
             self.change(change);
         }
         let Some(work) = plan.work else {
-            return Ok(ticket);
+            return Ok(());
         };
         self.works += 1;
         self.pace.note_step(1, self.config.step);
@@ -575,7 +587,8 @@ impl Executor for FakeExecutor {
                 };
                 self.report(due, 0, progress);
             }
-            Work::Decode { slots, steps, drafts } => {
+            Work::Decode { slots, steps, drafts, awaits } => {
+                assert!(!awaits || (steps, drafts) == (1, 0), "{steps} steps of {drafts} drafts wait for masks");
                 let (name, took) = (format!("decode.{}", slots.len()), self.config.step * steps);
                 self.submission = Some(self.submission(ticket, name, steps, start, took));
                 match drafts {
@@ -604,7 +617,7 @@ impl Executor for FakeExecutor {
                         submissions: Vec::new(),
                     };
                     self.report(self.busy_until, steps, progress);
-                    return Ok(ticket);
+                    return Ok(());
                 }
                 let mut rows = self.decode(&slots, steps, drafts).into_iter();
                 let mut left = steps;
@@ -633,9 +646,43 @@ impl Executor for FakeExecutor {
                 }
             }
         }
+        Ok(())
+    }
+
+    fn slot(&mut self, slot: Slot) -> &mut FakeSlot {
+        &mut self.slots[slot.0 as usize]
+    }
+}
+
+impl Executor for FakeExecutor {
+    fn capacity(&self) -> &Capacity {
+        &self.config.capacity
+    }
+
+    /// Does the work at once, unless masks are still to come; only the reports wait for their time. In order is in
+    /// order.
+    fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
+        self.ticket += 1;
+        let ticket = Ticket(self.ticket);
+        let awaits = matches!(plan.work, Some(Work::Decode { awaits: true, .. }));
+        self.held.push_back(Held { ticket, plan, awaits });
+        self.work_off()?;
         Ok(ticket)
     }
 
+    fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
+        let words = self.config.capacity.vocabulary.div_ceil(32) as usize;
+        assert_eq!(mask.len(), words, "a mask has a bit for each token");
+        let s = self.slot(slot);
+        assert!(s.params.mask.is_some(), "a mask for {slot:?}, which is not constrained");
+        s.params.mask = Some(mask.into());
+    }
+
+    fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError> {
+        let held = self.held.iter_mut().find(|held| held.ticket == ticket);
+        held.unwrap_or_else(|| panic!("{ticket:?} waits for no mask")).awaits = false;
+        self.work_off()
+    }
     fn wake(&self) -> &Receiver<()> {
         &self.wake
     }
@@ -687,12 +734,14 @@ fn take_in(taken: u64, token: u32) -> u64 {
 /// The next token: a mix of every token before, the seed if one is used, and the output index.
 fn draw(history: impl Iterator<Item = u32>, params: &SlotParams, index: u32, vocabulary: u32, script: &[u32]) -> u32 {
     let mix = history.fold(0u64, |mix, token| (mix ^ u64::from(token)).wrapping_mul(0x100_0000_01b3).rotate_left(17));
+    let allowed = |token: &u32| params.mask.as_ref().is_none_or(|mask| bit(mask, *token));
     if !script.is_empty() {
         return script[index as usize % script.len()];
     }
     let seed = if params.sampling.temperature > 0.0 { params.seed } else { 0 };
     let mut state = mix ^ seed.rotate_left(32) ^ u64::from(index);
-    (split_mix(&mut state) % u64::from(vocabulary)) as u32
+    let first = (split_mix(&mut state) % u64::from(vocabulary)) as u32;
+    (first..vocabulary).chain(0..first).find(allowed).expect("a mask allows something")
 }
 
 /// Whether `token`, the `drawn`th of this stay, is the last.

@@ -11,8 +11,7 @@ use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::{Outbox, Report};
-use crate::device::Device;
-use crate::device::Point;
+use crate::device::{Device, Gate, Point};
 use crate::kernels::attention::Heads;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::flash::flash_tiles;
@@ -55,9 +54,18 @@ pub struct Inbox {
 #[derive(Debug)]
 pub struct DecodeRegions {
     /// Every dependency is a barrier's.
-    pub plain: Arc<Region>,
+    pub plain: DecodeRegion,
     /// The same step with words that carry their readiness, where the device can be relied on for that.
-    pub carried: Option<Arc<Region>>,
+    pub carried: Option<DecodeRegion>,
+}
+
+/// A decode step, whole and in two parts.
+#[derive(Clone, Debug)]
+pub struct DecodeRegion {
+    /// All of it.
+    pub whole: Arc<Region>,
+    /// Up to the logits, and from there on: behind the gate where a mask is still to come. Where there are gates.
+    pub parts: Option<[Arc<Region>; 2]>,
 }
 
 /// What a replica's executor is made of; everything in it is allocated and recorded.
@@ -73,6 +81,10 @@ pub struct Parts {
     pub ring: RingLayout,
     /// Mapped: the token ring.
     pub ring_buffer: Arc<Buffer>,
+    /// Mapped: `[slots][vocabulary / 32, rounded up]`, the tokens that a constrained slot may draw next.
+    pub masks: Arc<Buffer>,
+    /// What steps wait for whose masks are still to come.
+    pub gate: Arc<Gate>,
     /// Mapped: the logits of a step that a slot asked for.
     pub dump: Arc<Buffer>,
     /// Copies row 0 of the logits there.
@@ -126,6 +138,10 @@ pub struct GpuExecutor {
     dumps: Vec<bool>,
     /// Slots whose log probabilities are asked for.
     logprobs: Vec<bool>,
+    /// Values of the gate that submissions wait for, so far.
+    gates: u64,
+    /// Of them those that are open.
+    opened: u64,
     pace: Pace,
     /// A kernel waited too long for a word: steps have run with barriers since.
     faulted: bool,
@@ -183,6 +199,10 @@ struct Pending {
     /// Dispatches and barriers of the patches, and of each step.
     fixed: (u32, u32),
     each: (u32, u32),
+    /// What its draw waits for.
+    gate: Option<u64>,
+    /// Its masks are still to come.
+    awaits: bool,
     flush: FlushReason,
     submitted: Instant,
     started: bool,
@@ -216,6 +236,8 @@ impl GpuExecutor {
             batch: vec![u32::MAX - 1; parts.layout.rows as usize],
             dumps: vec![false; slots],
             logprobs: vec![false; slots],
+            gates: 0,
+            opened: 0,
             pace: Pace::default(),
             faulted: false,
             decode_plans: 0,
@@ -242,6 +264,9 @@ impl GpuExecutor {
                     self.logprobs[slot.0 as usize] = params.logprobs.is_some();
                     patch.set_all(layout.slot_word(slot.0, 0), &init.words());
                     patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));
+                    if let Some(mask) = &params.mask {
+                        self.write_mask(*slot, mask);
+                    }
                 }
                 Change::Pages { slot, first, pages } => {
                     for (index, page) in (*first..).zip(pages) {
@@ -338,10 +363,10 @@ impl GpuExecutor {
         self.early.iter().filter(|report| report.last).count()
     }
 
-    fn rows_for(&self, slots: &[Slot]) -> (u32, Arc<Region>) {
+    fn rows_for(&self, slots: &[Slot]) -> (u32, DecodeRegion) {
         let (rows, region) = fitting(&self.parts.decode, slots.len() as u32);
         let carried = region.carried.as_ref().filter(|_| !self.faulted);
-        (rows, Arc::clone(carried.unwrap_or(&region.plain)))
+        (rows, carried.unwrap_or(&region.plain).clone())
     }
 
     /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where
@@ -412,7 +437,8 @@ impl GpuExecutor {
         if let Some(record) = report.record.take() {
             self.submissions.push_back((pending.ticket, *record));
         }
-        let (from, to) = (pending.entries, report.entries);
+        // A gated step is two entries.
+        let (from, to) = (pending.entries, report.entries.min(pending.steps.max(1)));
         pending.entries = to;
         let progress = match pending.work {
             Kind::Changes => None,
@@ -455,7 +481,8 @@ impl GpuExecutor {
             let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
             if pending.prompt_tokens > 0 {
                 self.pace.note_chunk(pending.prompt_tokens, total);
-            } else if pending.work == Kind::Sampled {
+            } else if pending.work == Kind::Sampled && (pending.gate.is_none() || self.pace.step().is_none()) {
+                // What waited at the gate does not count as a step's time, unless nothing else is known.
                 let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
                 match pending.drafts {
                     0 => self.pace.note_step(pending.rows.max(1), time),
@@ -513,17 +540,28 @@ impl GpuExecutor {
     fn enqueue(&mut self, ticket: Ticket, planned: Option<Work>, mut posts: Posts) -> Result<(), ExecuteError> {
         let layout = self.parts.layout;
         let mut prompt_tokens = 0;
-        let (work, steps, rows, mut step, flush) = match &planned {
+        let mut draw: Option<Arc<Region>> = None;
+        let steps = planned.as_ref().map_or(0, Work::steps);
+        let (work, steps, rows, step, flush) = match &planned {
             None => (Kind::Changes, 0, 0, Vec::new(), FlushReason::PhaseBoundary),
             Some(Work::Prefill { chunks }) => {
                 let (regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
                 prompt_tokens = tokens;
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
-                (kind, 1, rows, regions, FlushReason::PhaseBoundary)
+                (kind, steps, rows, regions, FlushReason::PhaseBoundary)
             }
-            Some(Work::Decode { slots, steps, drafts }) => {
+            Some(Work::Decode { slots, drafts, awaits, .. }) => {
                 let (sequences, region) = match drafts {
-                    0 => self.rows_for(slots),
+                    0 => {
+                        let (sequences, region) = self.rows_for(slots);
+                        if *awaits {
+                            let [body, drawing] = region.parts.expect("there are gates");
+                            draw = Some(drawing);
+                            (sequences, body)
+                        } else {
+                            (sequences, region.whole)
+                        }
+                    }
                     _ => {
                         let (sequences, region) = fitting(&self.parts.verify[drafts], slots.len() as u32);
                         (sequences, Arc::clone(region))
@@ -539,7 +577,7 @@ impl GpuExecutor {
                         posts.patch.set(layout.batch_word(row), slot);
                     }
                 }
-                (Kind::Sampled, *steps, rows, vec![region], FlushReason::Readback)
+                (Kind::Sampled, steps, rows, vec![region], FlushReason::Readback)
             }
         };
         let applied = self.post(ticket, posts)?;
@@ -555,14 +593,25 @@ impl GpuExecutor {
             None => false,
         };
         let dump = asked && !self.pending.iter().any(|pending| pending.dump);
-        if dump {
-            step.push(Arc::clone(&self.parts.dump_region));
-        }
-        let each = sum(&step);
+        let mut each = sum(&step);
         let mut entries = vec![step; steps.max(1) as usize];
+        if let Some(draw) = draw {
+            let drawing = sum(std::slice::from_ref(&draw));
+            each = (each.0 + drawing.0, each.1 + drawing.1);
+            entries.push(vec![draw]);
+        }
+        if dump {
+            let dump = &self.parts.dump_region;
+            let copying = sum(std::slice::from_ref(dump));
+            each = (each.0 + copying.0, each.1 + copying.1);
+            for entry in entries.iter_mut().rev().take(steps.max(1) as usize) {
+                entry.push(Arc::clone(dump));
+            }
+        }
         if self.profiled > 0 && planned.is_some() {
             self.profiled -= 1;
-            for region in &mut entries[0] {
+            let timed = entries.len() - steps.max(1) as usize + 1;
+            for region in entries.iter_mut().take(timed).flatten() {
                 self.time(region);
             }
         }
@@ -575,11 +624,14 @@ impl GpuExecutor {
             }
             _ => 1,
         };
-        let report_after = (1..=entries.len() as u32).filter(|entry| entry % every == 0).collect();
-        let (slots, drafts) = match planned {
-            Some(Work::Decode { slots, drafts, .. }) => (slots, drafts),
-            _ => (Vec::new(), 0),
+        let (slots, drafts, awaits) = match planned {
+            Some(Work::Decode { slots, drafts, awaits, .. }) => (slots, drafts, awaits),
+            _ => (Vec::new(), 0, false),
         };
+        let reported = if awaits { 0 } else { entries.len() as u32 };
+        let report_after = (1..=reported).filter(|entry| entry % every == 0).collect();
+        self.gates += u64::from(awaits);
+        let gate = awaits.then_some(self.gates);
         let first_step = self.next_step;
         if work == Kind::Sampled {
             self.next_step = self.next_step.wrapping_add(steps);
@@ -596,6 +648,8 @@ impl GpuExecutor {
             dump,
             fixed,
             each,
+            gate,
+            awaits,
             flush,
             ..changes
         };
@@ -618,9 +672,30 @@ impl GpuExecutor {
             pending.flush = FlushReason::CrossQueue;
         }
         let (id, flush) = (pending.ticket.0, pending.flush);
+        let gate = pending.gate.map(|value| (Arc::clone(&self.parts.gate), value));
         self.pending.push_back(pending);
         let outbox = self.outbox.clone();
-        self.parts.compute.submit(Submission { id, entries, waits, flush, report_after, outbox });
+        self.parts.compute.submit(Submission { id, entries, waits, gate, flush, report_after, outbox });
+    }
+
+    fn write_mask(&self, slot: Slot, mask: &[u32]) {
+        let words = self.parts.capacity.vocabulary.div_ceil(32) as usize;
+        assert_eq!(mask.len(), words, "a mask has a bit for each token");
+        self.parts.masks.write(slot.0 as usize as u64 * words as u64 * 4, bytemuck::cast_slice(mask));
+    }
+
+    /// Opens the gate as far as no step waits for a mask.
+    fn open_gate(&mut self) -> Result<(), ExecuteError> {
+        // Those that a fault has let through come back behind others.
+        let waits = |pending: &&Pending| pending.awaits && pending.gate > Some(self.opened);
+        let waiting = self.pending.iter().filter(waits).filter_map(|pending| pending.gate).min();
+        self.open_gate_to(waiting.map_or(self.gates, |value| value - 1))
+    }
+
+    fn open_gate_to(&mut self, value: u64) -> Result<(), ExecuteError> {
+        self.opened = self.opened.max(value);
+        let failed = |error| ExecuteError::Failed(format!("device \"{}\": {error}", self.parts.device_name));
+        self.parts.gate.open(value).map_err(failed)
     }
 
     /// A kernel had waited too long.
@@ -641,7 +716,11 @@ impl GpuExecutor {
     fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
         let mut posts = Posts::default();
         posts.patch.set(self.parts.layout.fault_word(), 0);
-        let work = Work::Decode { slots: pending.slots.clone(), steps: pending.steps - pending.good, drafts: 0 };
+        // Steps behind this one draw nothing, with masks or without, and are run again in their turn: until they have
+        // come out of the queue this one does not run.
+        self.open_gate_to(self.gates)?;
+        let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
+        let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };
         self.enqueue(pending.ticket, Some(work), posts)
     }
 }
@@ -664,6 +743,8 @@ impl Pending {
             inboxes,
             fixed: (0, 0),
             each: (0, 0),
+            gate: None,
+            awaits: false,
             flush: FlushReason::PhaseBoundary,
             submitted: Instant::now(),
             started: false,
@@ -722,6 +803,17 @@ impl Executor for GpuExecutor {
         Ok(progress)
     }
 
+    fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
+        self.write_mask(slot, mask);
+    }
+
+    fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError> {
+        for pending in self.pending.iter_mut().filter(|pending| pending.ticket == ticket) {
+            pending.awaits = false;
+        }
+        self.open_gate()
+    }
+
     fn profile(&mut self, plans: u32) {
         self.profiled = plans;
     }
@@ -737,6 +829,8 @@ impl Executor for GpuExecutor {
 
 impl Drop for GpuExecutor {
     fn drop(&mut self) {
+        // Nobody brings masks any more; what is drawn without is not reported.
+        let _ = self.parts.gate.open(self.gates);
         // The buffers that regions use must outlive the device's work on them.
         let mut open: usize = self.pending.len() - self.early_finished().min(self.pending.len());
         while open > 0 {
@@ -767,6 +861,7 @@ fn slot_init(params: &SlotParams) -> SlotInit {
         bias_count: (state::bias_words(&sampling.logit_bias).len() / 2) as u32,
         logprobs: params.logprobs,
         dump_logits: params.dump_logits,
+        masked: params.mask.is_some(),
         prompt_tokens: params.prompt_tokens,
     }
 }

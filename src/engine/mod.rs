@@ -9,6 +9,7 @@ pub mod fake;
 pub mod gpu;
 pub mod host;
 mod matrices;
+pub mod masks;
 pub mod observe;
 pub mod pace;
 pub mod pages;

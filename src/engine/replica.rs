@@ -12,7 +12,8 @@ use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, Timings,
     sample_id,
 };
-use super::scheduler::{Output, Scheduler, Setup, split_mix};
+use super::masks::{Answer, Masks};
+use super::scheduler::{Order, Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
 use super::spans;
 use super::totals::{StepTotals, Totals};
@@ -169,6 +170,7 @@ impl Replica {
             scheduler: Scheduler::new(setup),
             executor,
             wake,
+            masks: Masks::new(&name),
             failed: None,
             clients: ByAge::default(),
             observer,
@@ -433,6 +435,7 @@ enum Message {
 enum Wake {
     Message(Message),
     Device,
+    Mask(Answer),
     Deadline,
     /// The handle is gone.
     Closed,
@@ -464,6 +467,7 @@ struct Actor {
     scheduler: Scheduler,
     executor: Box<dyn Executor>,
     wake: Receiver<()>,
+    masks: Masks,
     /// Why the executor is not used any more.
     failed: Option<String>,
     /// From submission until `Finished`.
@@ -516,6 +520,7 @@ impl Actor {
                         self.take(message);
                     }
                 }
+                Wake::Mask(answer) => self.constrained(answer),
                 Wake::Device | Wake::Deadline => {}
                 Wake::DeviceGone => self.fail(&ExecuteError::Failed("the executor has gone".to_string())),
                 Wake::Closed => break,
@@ -539,6 +544,8 @@ impl Actor {
             recv(inbox) -> message => message.map_or(Wake::Closed, Wake::Message),
             recv(device) -> woken => woken.map_or(Wake::DeviceGone, |()| Wake::Device),
             recv(deadline) -> _ => Wake::Deadline,
+            // The sender is this thread's own too.
+            recv(self.masks.answers()) -> answer => answer.map_or(Wake::Device, Wake::Mask),
         }
     }
 
@@ -642,7 +649,11 @@ impl Actor {
                 self.done.extend(done.filter(|_| exports()));
             }
         }
+        while let Ok(answer) = self.masks.answers().try_recv() {
+            self.constrained(answer);
+        }
         self.scheduler.expire(Instant::now());
+        self.obey()?;
         while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.pace()) {
             let sequences = plan.slots().filter_map(|slot| self.scheduler.holder_id(slot)).collect();
             let works = plan.work.is_some();
@@ -651,6 +662,27 @@ impl Actor {
             self.scheduler.submitted(ticket);
             if works {
                 self.observer.planned(ticket, planned, sequences);
+            }
+        }
+        self.obey()
+    }
+
+    fn constrained(&mut self, Answer { id, grammar, next }: Answer) {
+        if self.failed.is_none() {
+            self.scheduler.constrained(id, grammar, next, Instant::now());
+        }
+    }
+
+    /// Does what the scheduler wants about constraints.
+    fn obey(&mut self) -> Result<(), ExecuteError> {
+        for order in self.scheduler.take_orders() {
+            match order {
+                Order::Take(id, grammar, token) => {
+                    let failed = |error| ExecuteError::Failed(format!("a thread for constraints: {error}"));
+                    self.masks.take(id, grammar, token).map_err(failed)?;
+                }
+                Order::Mask(slot, mask) => self.executor.set_mask(slot, &mask),
+                Order::Release(ticket) => self.executor.release(ticket)?,
             }
         }
         Ok(())

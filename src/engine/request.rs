@@ -1,6 +1,7 @@
 //! What crosses between the engine and those who ask it: a request in, events out.
 //! Deliberately absent: text (token ids only; `model::text` turns them into text).
 
+use crate::model::grammar::Started as StartedGrammar;
 use std::time::{Duration, Instant};
 
 /// One generation asked of a replica.
@@ -18,6 +19,8 @@ pub struct Request {
     pub logprobs: Option<u32>,
     /// Whether every step's logits are handed back (tests and `--dump-logits`; one at a time).
     pub dump_logits: bool,
+    /// What the output must look like, at its beginning.
+    pub grammar: Option<StartedGrammar>,
     /// Higher goes first.
     pub priority: i32,
     /// Prompts find each other's pages in the prefix cache only under the same salt.
@@ -149,6 +152,8 @@ pub struct TokenLogprobs {
 pub enum FinishReason {
     /// A stop id; it is part of the tokens.
     Stop(u32),
+    /// The output is complete as its constraint has it: nothing may follow.
+    Complete,
     /// `max_tokens` or the end of the context.
     Length,
     /// The caller aborted, went away, or read too slowly.
@@ -468,6 +473,7 @@ mod tests {
             limits: Limits::default(),
             logprobs: None,
             dump_logits: false,
+            grammar: None,
             priority: 0,
             cache_salt: String::new(),
             deadline: None,

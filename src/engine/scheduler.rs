@@ -18,6 +18,8 @@
 //!   plan is as many steps as make `PLAN_TIME`, or as many as make `PLAN_TOKENS` tokens where that
 //!   takes at most `PLAN_TIME_MAX`, and at least `PLAN_STEPS_MIN` where there is room, so that even a
 //!   slow device is submitted to less than once a token.
+//! - What a constrained sequence may draw is known once its last token is: its next step is queued before that, alone,
+//!   and draws when the mask has come, for all rows that share it. Nothing but decode steps is queued behind it.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
 use super::by_age::ByAge;
@@ -29,12 +31,14 @@ use super::host::RequestView;
 use super::pace::Pace;
 use super::pages::PagePool;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
-use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
+use super::sequence::{Constrained, PhaseCost, Sequence, SequenceId, State, pages_for};
 use super::snapshots::{Found, Snapshots};
 use super::speculation::Speculation;
+use crate::model::grammar::{Grammar, GrammarError, Next};
 use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Plans with work that may be submitted and unfinished: one runs, one waits behind it.
@@ -98,6 +102,17 @@ pub enum Output {
     Decoded(SequenceId, Box<PhaseCost>),
 }
 
+/// What the scheduler wants done about constraints, in order.
+#[derive(Clone, Debug)]
+pub enum Order {
+    /// Find out what may follow the token; `constrained` takes the answer.
+    Take(SequenceId, Box<Grammar>, u32),
+    /// For the executor: what a slot may draw next.
+    Mask(Slot, Arc<[u32]>),
+    /// For the executor: the masks of a plan are there.
+    Release(Ticket),
+}
+
 /// What a report of progress was about.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Completed {
@@ -151,6 +166,8 @@ struct Flight {
     rows: u32,
     /// Steps not reported.
     steps_left: u32,
+    /// Slots whose masks are still to come, each with the number of the output token that it is for.
+    awaits: Vec<(Slot, u32)>,
     /// Tokens drafted a step.
     drafts: u32,
     /// With drafts: tokens that each slot may draw, and those that it was reported to have drawn.
@@ -195,6 +212,7 @@ pub struct Scheduler {
     /// The last plan was a chunk of a prompt.
     prefilled_last: bool,
     outputs: Vec<Output>,
+    orders: Vec<Order>,
     next_id: u64,
     turns: u64,
     preemptions: u64,
@@ -267,6 +285,7 @@ impl Scheduler {
             unnamed: None,
             prefilled_last: false,
             outputs: Vec::new(),
+            orders: Vec::new(),
             next_id: 0,
             turns: 0,
             preemptions: 0,
@@ -332,6 +351,7 @@ impl Scheduler {
             self.end(id, FinishReason::Error(why.to_string()), now);
         }
         self.flights.clear();
+        self.orders.clear();
         self.unnamed = None;
         self.leaves.clear();
         let resident = self.sequences.ids();
@@ -444,12 +464,54 @@ impl Scheduler {
         std::mem::replace(&mut self.outputs, Vec::with_capacity(room))
     }
 
+    /// What to do about constraints since the last call, in order: before the next plan.
+    pub fn take_orders(&mut self) -> Vec<Order> {
+        std::mem::take(&mut self.orders)
+    }
+
+    /// What may follow the last token reported of a sequence, as [`Order::Take`] asked.
+    pub fn constrained(
+        &mut self,
+        id: SequenceId,
+        grammar: Box<Grammar>,
+        next: Result<Next, GrammarError>,
+        now: Instant,
+    ) {
+        let Some(sequence) = self.sequences.get_mut(id).filter(|sequence| !sequence.ended) else { return };
+        let mask = match next {
+            Ok(Next::Mask(mask)) => mask,
+            Ok(Next::Complete) => return self.end(id, FinishReason::Complete, now),
+            Err(error) => return self.end(id, FinishReason::Error(error.to_string()), now),
+        };
+        let output = sequence.output_tokens();
+        let constraint = sequence.constraint.as_mut().expect("only a constrained sequence is asked about");
+        *constraint = Constrained { grammar: Some(grammar), mask: Arc::clone(&mask), next: output };
+        if let (State::Decode, Some(slot)) = (sequence.state, sequence.slot) {
+            self.orders.push(Order::Mask(slot, mask));
+            self.has_come(slot, output);
+        }
+    }
+
+    /// The masks of a slot for output tokens up to `output` have come, or are not needed any more.
+    fn has_come(&mut self, slot: Slot, output: u32) {
+        for flight in self.flights.iter_mut().filter(|flight| !flight.awaits.is_empty()) {
+            flight.awaits.retain(|&(other, number)| other != slot || number > output);
+            if flight.awaits.is_empty() {
+                self.orders.push(Order::Release(flight.ticket));
+            }
+        }
+    }
+
     /// What the device should be given now, if anything; `submitted` must follow.
     /// `pace`: what steps took lately.
     pub fn next_plan(&mut self, now: Instant, pace: &Pace) -> Option<StepPlan> {
         assert!(self.unnamed.is_none(), "the last plan was not submitted");
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
+        }
+        if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
+            // What is queued behind a closed gate keeps what it was queued with: steps need little, prompts much.
+            return self.plan_decode(pace, true);
         }
         if let Some(snapshots) = &mut self.snapshots {
             snapshots.next_plan();
@@ -563,6 +625,9 @@ impl Scheduler {
         let &(_, best) = self.ranked.first()?;
         let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
         let slot = self.slots.iter().position(Option::is_none)?;
+        if !self.sequences[id].may_join() {
+            return None;
+        }
         // A page in reserve for everyone who runs: else who joins is preempted at once.
         let reserve = self.slots.iter().flatten().count() as u32;
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
@@ -671,6 +736,7 @@ impl Scheduler {
             slots: chunks.iter().map(|chunk| chunk.slot).collect(),
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
+            awaits: Vec::new(),
             drafts: 0,
             reserved: 0,
             drawn: Vec::new(),
@@ -757,15 +823,16 @@ impl Scheduler {
         // While someone waits for a slot, a plan ends with the first row that does.
         let useful = if self.waiting.is_empty() { undrawn().max() } else { undrawn().min() };
         let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
+        let constrained = self.residents().any(|s| s.constraint.is_some() && s.decodes());
         let sequences = rows.len() as u32;
-        let mut drafts = if dumps { 0 } else { self.speculation.choose(sequences, pace) };
+        let mut drafts = if dumps || constrained { 0 } else { self.speculation.choose(sequences, pace) };
         // What drafts are to follow has to fit the context too.
         let least = undrawn().min().expect("there are rows");
         if least < 2 * drafts + 1 {
             drafts = 0;
         }
         let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
-        let aim = if beside_prompt || dumps { 1 } else { self.steps_aim(time, sequences) };
+        let aim = if beside_prompt || dumps || constrained { 1 } else { self.steps_aim(time, sequences) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
         if drafts > 0 {
             steps = steps.min((least - drafts) / (drafts + 1));
@@ -799,6 +866,7 @@ impl Scheduler {
 
         let mut changes = self.take_leaves();
         let mut slots = Vec::with_capacity(rows.len());
+        let mut awaits = Vec::new();
         for id in &rows {
             let turn = self.next_turn();
             let sequence = self.sequences.get_mut(*id).expect("rows are known");
@@ -810,23 +878,26 @@ impl Scheduler {
                 sequence.pages.extend_from_slice(&pages);
                 changes.push(Change::Pages { slot, first, pages });
             }
+            awaits.extend(sequence.awaited_mask().map(|output| (slot, output)));
             sequence.draw(steps * (drafts + 1));
             sequence.in_flight += 1;
             sequence.turn = turn;
             slots.push(slot);
         }
         self.prefilled_last = false;
+        let waits = !awaits.is_empty();
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
             chunks: Vec::new(),
             slots: slots.clone(),
             rows: slots.len() as u32,
             steps_left: steps,
+            awaits,
             drafts,
             reserved: steps * (drafts + 1),
             drawn: vec![0; slots.len()],
         });
-        Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts }) })
+        Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
     }
 
     /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket, and no
@@ -837,6 +908,7 @@ impl Scheduler {
             .filter(|sequence| sequence.decodes())
             // Logits are read back before the next step overwrites them.
             .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
+            .filter(|sequence| self.setup.capacity.gates || sequence.awaited_mask().is_none())
             .collect();
         let most = *self.setup.capacity.buckets.last().expect("there are buckets");
         let most = pace.best_rows(most.min(rows.len() as u32)) as usize;
@@ -884,8 +956,11 @@ impl Scheduler {
             let sequence = self.sequences.get_mut(victim).expect("a victim is known");
             sequence.preemptions += 1;
             sequence.state = State::Leaving;
-            self.leaves.push(sequence.slot.expect("a victim holds a slot"));
-            if sequence.in_flight == 0 {
+            let in_flight = sequence.in_flight;
+            let slot = sequence.slot.expect("a victim holds a slot");
+            self.leaves.push(slot);
+            self.has_come(slot, u32::MAX);
+            if in_flight == 0 {
                 self.release(victim);
             }
         }
@@ -900,6 +975,7 @@ impl Scheduler {
                 sequence.preemptions += 1;
                 self.preemptions += 1;
                 self.leaves.push(slot);
+                self.has_come(slot, u32::MAX);
             }
         }
     }
@@ -957,7 +1033,12 @@ impl Scheduler {
             return;
         }
         let id = sequence.id;
+        if sequence.constraint.is_some() && sequence.state == State::Leaving {
+            // Who has lost its place is not waited for with a mask: what was drawn then is drawn again.
+            return;
+        }
         sequence.tokens.push(sampled.id);
+        let grammar = sequence.constraint.as_mut().and_then(|constraint| constraint.grammar.take());
         let (drafted, accepted) = if sampled.draft > 0 { (0, 1) } else { (drafts, 0) };
         sequence.drafted_tokens += drafted;
         sequence.accepted_tokens += accepted;
@@ -987,8 +1068,10 @@ impl Scheduler {
         if full {
             self.name_pages(id);
         }
-        if let Some(reason) = reason {
-            self.end_as(id, reason, sampled.done.is_some(), now);
+        match (reason, grammar) {
+            (Some(reason), _) => self.end_as(id, reason, sampled.done.is_some(), now),
+            (None, Some(grammar)) => self.orders.push(Order::Take(id, grammar, sampled.id)),
+            (None, None) => {}
         }
     }
 
@@ -1036,10 +1119,13 @@ impl Scheduler {
             State::Leaving => {}
             State::Prefill | State::Decode => {
                 sequence.state = State::Leaving;
+                let in_flight = sequence.in_flight;
+                let slot = sequence.slot.expect("a running sequence holds a slot");
                 if !stopped {
-                    self.leaves.push(sequence.slot.expect("a running sequence holds a slot"));
+                    self.leaves.push(slot);
                 }
-                if sequence.in_flight == 0 {
+                self.has_come(slot, u32::MAX);
+                if in_flight == 0 {
                     self.release(id);
                 }
             }
@@ -1112,6 +1198,7 @@ mod tests {
             prompts: 4,
             buckets: vec![1, 2, 4, 8],
             run_ahead: 32,
+            gates: true,
             vocabulary: 100,
             snapshots: None,
             drafts: Drafts::default(),
@@ -1136,6 +1223,7 @@ mod tests {
             limits: Limits { max_tokens: Some(max_tokens), ..Limits::default() },
             logprobs: None,
             dump_logits: false,
+            grammar: None,
             priority: 0,
             cache_salt: String::new(),
             deadline: None,
@@ -1281,7 +1369,7 @@ mod tests {
         // Positions 14, 15 and 16 are written; the fourth token never is.
         let plan = bench.plan().unwrap();
         assert!(matches!(&plan.changes[..], [Change::Pages { first: 1, pages, .. }] if pages.len() == 1));
-        assert_eq!(plan.work, Some(Work::Decode { slots: vec![Slot(0)], steps: 3, drafts: 0 }));
+        assert_eq!(plan.work, Some(Work::Decode { slots: vec![Slot(0)], steps: 3, drafts: 0, awaits: false }));
         bench.complete();
         assert_eq!(bench.plan(), None);
         bench.complete();

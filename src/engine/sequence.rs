@@ -6,8 +6,10 @@ use super::host::RequestView;
 use super::pages::Content;
 use super::prefix::PageKey;
 use super::request::{PerToken, Request, Timings};
+use crate::model::grammar::{Grammar, Started};
 use crate::telemetry::names;
 use std::cmp::Reverse;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Names a sequence; grows by one an arrival, so the smaller is the older.
@@ -25,6 +27,17 @@ pub struct PhaseCost {
     pub sum: PerToken,
     /// How often the sequence lost its pages until the end of the phase.
     pub preemptions: u32,
+}
+
+/// What a sequence's output must look like, and how far that is known.
+#[derive(Debug)]
+pub struct Constrained {
+    /// `None` while somebody finds out what may follow the last token reported.
+    pub grammar: Option<Box<Grammar>>,
+    /// What output token number `next`, counted from 0, may be.
+    pub mask: Arc<[u32]>,
+    /// As `mask` says; at most the number of tokens reported.
+    pub next: u32,
 }
 
 /// Where a sequence stands.
@@ -60,6 +73,8 @@ pub struct Sequence {
     pub max_tokens: u32,
     /// As of the arrival; `join` makes what the device is told of it.
     params: SlotParams,
+    /// What it may draw, where that is constrained.
+    pub constraint: Option<Constrained>,
 
     /// Where it stands.
     pub state: State,
@@ -134,7 +149,9 @@ impl Sequence {
             stop_ids: request.limits.resolve_stop_ids(eos_ids),
             logprobs: request.logprobs,
             dump_logits: request.dump_logits,
+            mask: None,
         };
+        let constrained = |started: Started| Constrained { grammar: Some(started.grammar), mask: started.mask, next: 0 };
         Sequence {
             id,
             request: request.id,
@@ -144,6 +161,7 @@ impl Sequence {
             prompt_tokens,
             max_tokens,
             params,
+            constraint: request.grammar.map(constrained),
             keys: Vec::new(),
             root: PageKey::root(&request.cache_salt),
             salted: !request.cache_salt.is_empty(),
@@ -249,6 +267,7 @@ impl Sequence {
             generated,
             max_tokens: self.max_tokens - generated,
             min_tokens: self.params.min_tokens.saturating_sub(generated),
+            mask: self.constraint.as_ref().map(|constraint| Arc::clone(&constraint.mask)),
             ..self.params.clone()
         };
         let counted = if params.sampling.has_penalties() { self.prefilled } else { 0 };
@@ -316,6 +335,17 @@ impl Sequence {
     pub fn undrawn(&self) -> u32 {
         let before = self.history - self.prompt_tokens;
         self.max_tokens - before - self.drawn
+    }
+
+    /// Whether it could join: what it may draw first is known.
+    pub fn may_join(&self) -> bool {
+        self.constraint.as_ref().is_none_or(|constraint| constraint.next == self.output_tokens())
+    }
+
+    /// The number of the next output token that the device is asked to draw, where its mask is still to come.
+    pub fn awaited_mask(&self) -> Option<u32> {
+        let next = self.history - self.prompt_tokens + self.drawn;
+        self.constraint.as_ref().filter(|constraint| constraint.next != next).map(|_| next)
     }
 
     /// Whether it can have a row of the next decode step: who has ended is leaving.

@@ -3,7 +3,7 @@
 //! Deliberately absent: what a request is.
 
 use super::executor::{Capacity, Drafts, Executor, PAGE_TOKENS, STATE_TOKENS};
-use super::gpu::{DecodeRegions, GpuExecutor, Inbox, Parts};
+use super::gpu::{DecodeRegion, DecodeRegions, GpuExecutor, Inbox, Parts};
 use super::host::{DeviceInfo, Host, MemoryUse, ModelInfo, ServedDevice, ServedModel};
 use super::matrices;
 use super::replica::{Replica, ReplicaConfig};
@@ -16,7 +16,7 @@ use crate::actors::timeline::FlushReason;
 use crate::actors::transfer::{Transfer, TransferError};
 use crate::actors::watcher::Outbox;
 use crate::config::{self, Config};
-use crate::device::{Adapter, Device, DeviceError, Instance, InstanceOptions, Point, Selector};
+use crate::device::{Adapter, Device, DeviceError, Gate, Instance, InstanceOptions, Point, Selector};
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Recording};
@@ -454,6 +454,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,
         wrong_tag: false,
+        gates: !cpu,
     }
 }
 
@@ -697,7 +698,7 @@ impl Build<'_> {
             }
             let place = match name.as_str() {
                 "ring" | "dump" => Place::Readback,
-                name if name.starts_with("inbox.") => Place::Upload { bar: true },
+                name if name.starts_with("inbox.") || name == "masks" => Place::Upload { bar: true },
                 _ => Place::DeviceLocal,
             };
             let buffer = self.station.arena.buffer(&name, bytes, place)?;
@@ -750,10 +751,21 @@ impl Build<'_> {
         let begin = Moment::now();
         let region =
             |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
+        let step = |recording: &Recording| -> Result<DecodeRegion, RegionError> {
+            let parts = || -> Result<[Arc<Region>; 2], RegionError> {
+                let (body, draw) = recording.split("sample");
+                let draw = Region::build_gated(&self.station.device, &draw, &table, &pipelines)?;
+                Ok([region(&body)?, Arc::new(draw)])
+            };
+            Ok(DecodeRegion {
+                whole: region(recording)?,
+                parts: decoder.tuning.gates.then(parts).transpose()?,
+            })
+        };
         let mut decode = BTreeMap::new();
         for (rows, recording, plain) in &recordings.decode {
-            let carried = plain.as_ref().map(|_| region(recording)).transpose()?;
-            decode.insert(*rows, DecodeRegions { plain: region(plain.as_ref().unwrap_or(recording))?, carried });
+            let carried = plain.as_ref().map(|_| step(recording)).transpose()?;
+            decode.insert(*rows, DecodeRegions { plain: step(plain.as_ref().unwrap_or(recording))?, carried });
         }
         let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
         for (drafts, sequences, recording) in &recordings.verify {
@@ -804,6 +816,7 @@ impl Build<'_> {
             prompts: slots.min(MOST_PROMPTS),
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
+            gates: decoder.tuning.gates,
             vocabulary: self.checkpoint.config.vocab,
             drafts: Drafts {
                 most: decoder.drafts,
@@ -818,6 +831,8 @@ impl Build<'_> {
             heads: decoder.heads(),
             ring: decoder.ring,
             ring_buffer: Arc::clone(table.require("ring")?),
+            masks: Arc::clone(table.require("masks")?),
+            gate: Arc::new(Gate::new(&self.station.device)?),
             dump,
             dump_region,
             decode,
@@ -982,7 +997,7 @@ impl Build<'_> {
         let mut failed = 0;
         for (rows, regions) in decode.iter_mut() {
             let Some(carried) = &regions.carried else { continue };
-            let found = logits(carried)?;
+            let found = logits(&carried.whole)?;
             self.run_once(vec![Arc::clone(&look)], Vec::new())?;
             let mut fault = 0u32;
             dump.read(0, bytemuck::bytes_of_mut(&mut fault));
@@ -1025,6 +1040,7 @@ impl Build<'_> {
             id: 0,
             entries: vec![regions],
             waits,
+            gate: None,
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox: Outbox { reports, wake },

@@ -539,6 +539,7 @@ impl<'a> Bench<'a> {
                     id: 0,
                     entries: vec![vec![Arc::clone(region)]],
                     waits: std::mem::take(&mut self.ready),
+                    gate: None,
                     flush: FlushReason::PhaseBoundary,
                     report_after: Vec::new(),
                     outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

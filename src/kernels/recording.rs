@@ -261,6 +261,22 @@ impl Recording {
         plain
     }
 
+    /// The operations before the first dispatch of `kernel`, and those from it on, each as a recording of this name with
+    /// `.body` or `.draw` behind it: to be run one after the other.
+    ///
+    /// # Panics
+    /// If there is no such dispatch.
+    pub fn split(&self, kernel: &str) -> (Recording, Recording) {
+        let at = self.ops.iter().position(|op| matches!(op, Op::Call(call) if call.kernel == kernel));
+        let at = at.unwrap_or_else(|| panic!("\"{}\" has no {kernel}", self.name));
+        let part = |suffix: &str, ops: &[Op]| Recording {
+            name: format!("{}.{suffix}", self.name),
+            buffers: self.buffers.clone(),
+            ops: ops.to_vec(),
+        };
+        (part("body", &self.ops[..at]), part("draw", &self.ops[at..]))
+    }
+
     /// Appends a dispatch.
     pub fn call(&mut self, call: Call) {
         self.ops.push(Op::Call(call));

@@ -164,6 +164,8 @@ pub struct Region {
     dispatches: u32,
     barriers: u32,
     timing: Option<Timing>,
+    /// It begins behind writes of the host.
+    gated: bool,
     recording: Recording,
     // The buffers must outlive every submission of the commands.
     buffers: Vec<Arc<Buffer>>,
@@ -209,6 +211,17 @@ impl Region {
         Region::with(device, recording, bind(recording, table)?, pipelines, barriers::derive(&recording.ops), None)
     }
 
+    /// As [`Region::build`], for what runs behind a gate: it reads what the host writes after it was submitted.
+    pub fn build_gated(
+        device: &Device,
+        recording: &Recording,
+        table: &Table,
+        pipelines: &Pipelines,
+    ) -> Result<Region, RegionError> {
+        let needed = barriers::derive(&recording.ops);
+        Region::with_start(device, recording, bind(recording, table)?, pipelines, needed, None, true)
+    }
+
     /// The same operations and barriers with timestamps between them. They cost time themselves, and where operations
     /// overlap each is told from the end of the one before it.
     pub fn timed(&self, device: &Device, pipelines: &Pipelines) -> Result<Region, RegionError> {
@@ -222,7 +235,8 @@ impl Region {
         let queries = Queries::new(device, operations.len() as u32 + 1)?;
         let timing = Some(Timing { queries, operations });
         let needed = barriers::derive(&self.recording.ops);
-        Region::with(device, &self.recording, self.buffers.clone(), pipelines, needed, timing)
+        let buffers = self.buffers.clone();
+        Region::with_start(device, &self.recording, buffers, pipelines, needed, timing, self.gated)
     }
 
     /// As [`Region::build`], with a barrier before every operation, needed or not: for timing calls
@@ -245,6 +259,20 @@ impl Region {
         needed: Vec<bool>,
         timing: Option<Timing>,
     ) -> Result<Region, RegionError> {
+        Region::with_start(device, recording, buffers, pipelines, needed, timing, false)
+    }
+
+    /// `behind_host`: what the host has written since the submission is seen.
+    #[allow(clippy::too_many_arguments)]
+    fn with_start(
+        device: &Device,
+        recording: &Recording,
+        buffers: Vec<Arc<Buffer>>,
+        pipelines: &Pipelines,
+        needed: Vec<bool>,
+        timing: Option<Timing>,
+        behind_host: bool,
+    ) -> Result<Region, RegionError> {
         let stamp = |encoder: &mut Encoder, index: u32| {
             if let Some(timing) = &timing {
                 encoder.timestamp(&timing.queries, index);
@@ -256,7 +284,7 @@ impl Region {
         let commands = Commands::record(device, Role::Compute, |encoder| {
             encoder.name(&recording.name);
             let starts_with_copy = !recording.ops.iter().all(|op| matches!(op, Op::Call(_)));
-            if starts_with_copy {
+            if starts_with_copy || behind_host {
                 encoder.barrier_full()
             } else {
                 encoder.barrier_compute()
@@ -290,6 +318,7 @@ impl Region {
             dispatches,
             barriers: count,
             timing,
+            gated: behind_host,
             recording: recording.clone(),
             buffers,
         })

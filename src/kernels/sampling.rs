@@ -39,6 +39,11 @@ pub fn counts_bytes(slots: u32, vocabulary: u32) -> u64 {
     u64::from(slots) * u64::from(vocabulary) * 4
 }
 
+/// Bytes of `masks`.
+pub fn masks_bytes(slots: u32, vocabulary: u32) -> u64 {
+    u64::from(slots) * u64::from(vocabulary.div_ceil(32)) * 4
+}
+
 /// Bytes of `ring`.
 pub fn ring_bytes(ring_steps: u32, ring_rows: u32) -> u64 {
     u64::from(ring_steps) * u64::from(ring_rows) * u64::from(ENTRY_WORDS + TOP_WORDS) * 4
@@ -240,6 +245,8 @@ pub struct SlotTables<'a> {
     pub counts: &'a [u32],
     /// Its row of `bias`; looked at with `FLAG_BIAS`.
     pub bias: &'a [u32],
+    /// Its row of `masks`; looked at with `FLAG_MASK`.
+    pub mask: &'a [u32],
 }
 
 /// A draw and what led to it.
@@ -299,6 +306,13 @@ pub fn adjusted_keys(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Ve
             }
         }
     }
+    if flag(slot, FLAG_MASK) {
+        for (token, key) in keys.iter_mut().enumerate() {
+            if tables.mask[token / 32] >> (token % 32) & 1 == 0 {
+                *key = KEY_MINUS_INFINITY;
+            }
+        }
+    }
     if masks_stops(slot) {
         for token in stop_ids(slot) {
             if let Some(key) = keys.get_mut(*token as usize) {
@@ -355,7 +369,7 @@ pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
 
 /// Draws a token from a row of logits: the meaning of `sample`, without its bookkeeping.
 pub fn draw(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Drawn {
-    let changed = flag(slot, FLAG_PENALTIES) || flag(slot, FLAG_BIAS) || masks_stops(slot);
+    let changed = [FLAG_PENALTIES, FLAG_BIAS, FLAG_MASK].into_iter().any(|bit| flag(slot, bit)) || masks_stops(slot);
     let keys = if changed { adjusted_keys(logits, slot, tables) } else { logits.iter().map(|l| key_of(*l)).collect() };
     let first_best = |scores: &mut dyn Iterator<Item = (u32, u32)>| {
         scores.fold((0, TOKEN_NONE), |best, (key, token)| if key > best.0 { (key, token) } else { best })
@@ -428,7 +442,13 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         } else {
             Vec::new()
         };
-        let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias });
+        let mask_words = vocabulary.div_ceil(32);
+        let mask = if flag(&state, FLAG_MASK) {
+            words(memory, args.masks, slot * mask_words, mask_words)
+        } else {
+            Vec::new()
+        };
+        let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias, mask: &mask });
         for (i, key) in drawn.keys.iter().flatten().enumerate() {
             memory.set_u32(args.keys, row * args.row_stride + i as u32, *key);
         }

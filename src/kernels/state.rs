@@ -75,6 +75,8 @@ pub const FLAG_BIAS: u32 = 2;
 pub const FLAG_LOGPROBS: u32 = 4;
 /// The host copies the logits; no kernel looks at it.
 pub const FLAG_DUMP_LOGITS: u32 = 8;
+/// Only tokens of the slot's row in `masks` are drawn.
+pub const FLAG_MASK: u32 = 16;
 
 /// The most stop ids of a slot.
 pub const STOP_ENTRIES: u32 = 16;
@@ -149,6 +151,8 @@ pub struct SlotInit {
     pub logprobs: Option<u32>,
     /// The host copies the logits of every step.
     pub dump_logits: bool,
+    /// Only tokens of the slot's mask are drawn.
+    pub masked: bool,
     /// Tokens of the prompt proper; `u32::MAX` where everything that prefill runs is prompt.
     pub prompt_tokens: u32,
 }
@@ -171,6 +175,7 @@ impl Default for SlotInit {
             bias_count: 0,
             logprobs: None,
             dump_logits: false,
+            masked: false,
             prompt_tokens: u32::MAX,
         }
     }
@@ -199,6 +204,9 @@ impl SlotInit {
         }
         if self.dump_logits {
             flags |= FLAG_DUMP_LOGITS;
+        }
+        if self.masked {
+            flags |= FLAG_MASK;
         }
         let stops = &self.stop_ids[..self.stop_ids.len().min(STOP_ENTRIES as usize)];
         let mut set = |at: u32, word: u32| words[at as usize] = word;

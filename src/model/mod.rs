@@ -6,5 +6,6 @@ pub mod checkpoint;
 pub mod config;
 pub mod decoder;
 pub mod demo;
+pub mod grammar;
 pub mod synth;
 pub mod text;

@@ -2,6 +2,7 @@
 //! share one tokenizer. Deliberately absent: sampling, and what a request is.
 
 pub mod assembler;
+mod bytes;
 pub mod chat;
 pub mod stop;
 pub mod stream;
@@ -9,7 +10,7 @@ pub mod stream;
 use std::collections::HashSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
@@ -17,6 +18,7 @@ use tokenizers::Tokenizer;
 use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, Templates};
 use self::stream::TextStream;
+use super::grammar::{GrammarError, Grammars};
 
 /// Tokenizer and chat template of a checkpoint.
 #[derive(Clone)]
@@ -32,6 +34,8 @@ struct Inner {
     templates: Templates,
     /// What it was made of, by file name.
     files: Vec<File>,
+    /// Made when the first constraint is.
+    grammars: OnceLock<Arc<Grammars>>,
 }
 
 /// A file's name and contents.
@@ -151,7 +155,7 @@ impl Text {
         let special =
             tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
-        Ok(Inner { tokenizer, special, templates, files: Vec::new() })
+        Ok(Inner { tokenizer, special, templates, files: Vec::new(), grammars: OnceLock::new() })
     }
 
     /// The token ids of a text; `add_special` puts what the tokenizer puts around a text
@@ -170,6 +174,22 @@ impl Text {
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.tokenizer.id_to_token(id)?;
         self.decode(&[id], false).ok()
+    }
+
+    /// The bytes that each token stands for, by id: none where there is no such token, and behind a byte 255, which no
+    /// text has, the name of a special one. `None` where the tokenizer does not spell its tokens in bytes.
+    pub fn token_bytes(&self) -> Option<Vec<Vec<u8>>> {
+        bytes::token_bytes(&self.inner.tokenizer)
+    }
+
+    /// What outputs can be constrained with, for the one model that this text belongs to: of `vocabulary` tokens, ending
+    /// with any of `eos_ids`. The first call takes up to a second for a large vocabulary.
+    pub fn grammars(&self, vocabulary: u32, eos_ids: &[u32]) -> Result<Arc<Grammars>, GrammarError> {
+        if let Some(grammars) = self.inner.grammars.get() {
+            return Ok(Arc::clone(grammars));
+        }
+        let made = Arc::new(Grammars::new(self, vocabulary, eos_ids)?);
+        Ok(Arc::clone(self.inner.grammars.get_or_init(|| made)))
     }
 
     /// How many tokens the tokenizer knows; the model may have more rows.

@@ -289,6 +289,7 @@ impl Generation {
         let (reason, word, stop_match) = match (&sample.stopped, &finished.reason) {
             (Some(string), _) => (Reason::Stop, "stop", Some(StopMatch::StopString(string.clone()))),
             (None, FinishReason::Stop(id)) => (Reason::Stop, "stop", Some(StopMatch::StopId(*id))),
+            (None, FinishReason::Complete) => (Reason::Stop, "stop", None),
             (None, FinishReason::Length) => (Reason::Length, "length", None),
             (None, FinishReason::Aborted) => (Reason::Aborted, "aborted", None),
             (None, FinishReason::DeadlineExceeded) => {

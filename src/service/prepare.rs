@@ -7,6 +7,7 @@ use super::refusal::Refusal;
 use crate::engine::host::{Host, Replica, ServedModel};
 use crate::engine::prefix::page_keys;
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
+use crate::model::grammar::{Constraint, Started};
 use crate::model::text::Text;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
 use proto::generate_request::Prompt;
@@ -98,17 +99,6 @@ pub fn prepare(
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
 ) -> Result<Prepared, Refusal> {
-    if let Some(constraint) = &message.constraint {
-        use proto::constraint::Kind;
-        return Err(Refusal::NotServed {
-            field: match constraint.kind {
-                Some(Kind::JsonSchema(_)) => "constraint.json_schema",
-                Some(Kind::Regex(_)) => "constraint.regex",
-                Some(Kind::Grammar(_)) => "constraint.grammar",
-                None => "constraint",
-            },
-        });
-    }
     let samples = samples(&message)?;
     let sampling = message.sampling.unwrap_or_default();
     let place = Place::find(host, &message.model, &message.device)?;
@@ -134,6 +124,10 @@ pub fn prepare(
             rule: "without empty strings",
         });
     }
+    let grammar = match message.constraint {
+        None => None,
+        Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos)?),
+    };
     let text = match output.text {
         Some(true) => {
             tokenizer("output.text")?;
@@ -182,6 +176,7 @@ pub fn prepare(
         },
         logprobs: output.logprobs,
         dump_logits: false,
+        grammar,
         priority: message.priority,
         cache_salt: message.cache_salt,
         deadline,
@@ -197,6 +192,27 @@ pub fn prepare(
         text,
         token_ids: output.token_ids.unwrap_or(true),
     })
+}
+
+/// A constraint, compiled for a model.
+fn start_grammar(model: &ServedModel, constraint: proto::Constraint, ignore_eos: bool) -> Result<Started, Refusal> {
+    use proto::constraint::Kind;
+    let (field, constraint) = match constraint.kind {
+        None => {
+            let rule = "one of json_schema, regex, grammar, choice and json_object";
+            return Err(Refusal::Missing { field: "constraint.kind", rule });
+        }
+        Some(Kind::JsonSchema(schema)) => ("constraint.json_schema", Constraint::JsonSchema(schema)),
+        Some(Kind::Regex(regex)) => ("constraint.regex", Constraint::Regex(regex)),
+        Some(Kind::Grammar(grammar)) => ("constraint.grammar", Constraint::Grammar(grammar)),
+        Some(Kind::Choice(choice)) => ("constraint.choice", Constraint::Choice(choice.texts)),
+        Some(Kind::JsonObject(_)) => ("constraint.json_object", Constraint::JsonObject),
+    };
+    let text = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })?;
+    let started = text
+        .grammars(model.info.vocabulary, &model.info.eos_ids)
+        .and_then(|grammars| grammars.start(&constraint, ignore_eos));
+    started.map_err(|source| Refusal::Grammar { field, source })
 }
 
 /// A conversation as the model's template renders it, and its tokens.

@@ -2,6 +2,7 @@
 
 use crate::engine::host::{RouteError, SubmitError};
 use crate::engine::request::RequestError;
+use crate::model::grammar::GrammarError;
 use crate::model::text::TextError;
 use tonic::{Code, Status};
 
@@ -17,6 +18,14 @@ pub enum Refusal {
     /// Text could not be encoded, rendered or decoded.
     #[error(transparent)]
     Text(#[from] TextError),
+    /// The output cannot be constrained so.
+    #[error("{field}: {source}")]
+    Grammar {
+        /// The message's field.
+        field: &'static str,
+        /// Why.
+        source: GrammarError,
+    },
     /// A field that must be set is not.
     #[error("{field} is missing: {rule}")]
     Missing {
@@ -112,6 +121,8 @@ impl Refusal {
                 TextError::Encode(_) | TextError::Decode(_) | TextError::Template(_) | TextError::Refused(_),
             ) => Code::InvalidArgument,
             Refusal::Text(_) => Code::Internal,
+            Refusal::Grammar { source: GrammarError::Tokenizer, .. } => Code::FailedPrecondition,
+            Refusal::Grammar { .. } => Code::InvalidArgument,
             Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
             Refusal::Past { .. } => Code::OutOfRange,

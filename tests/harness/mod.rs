@@ -114,6 +114,7 @@ impl Bound<'_> {
             id: 0,
             entries,
             waits: Vec::new(),
+            gate: None,
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox,

@@ -34,6 +34,7 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
         limits: Limits { max_tokens: Some(tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         dump_logits: false,
+        grammar: None,
         priority: 0,
         cache_salt: String::new(),
         deadline: None,

@@ -69,6 +69,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             prompts: 8,
             buckets: vec![1, 2],
             run_ahead: 4,
+            gates: true,
             vocabulary: VOCABULARY,
             drafts: Default::default(),
             snapshots: None,

@@ -118,6 +118,7 @@ impl Decoder<'_> {
         let step_number = r.buffer("step", 4);
         let ring = r.buffer("ring", self.ring.bytes());
         let partials = self.best(r, rows, logits, "sampling.partials", "argmax");
+        let masks = r.buffer("masks", sampling::masks_bytes(self.state.slots, c.vocab));
         let args = SampleArgs {
             logits: logits.range,
             partials,
@@ -135,6 +136,7 @@ impl Decoder<'_> {
             ring_rows: self.ring.rows,
             // Set before the last barrier by whoever sets it.
             fault: step.fault,
+            masks,
         };
         let threads = self.tuning.sample_threads;
         let advance = AdvanceArgs { step_number };

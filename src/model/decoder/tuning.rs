@@ -47,6 +47,9 @@ pub struct Tuning {
     pub tags: bool,
     /// For tests: the last product of the layers waits for words that are never written.
     pub wrong_tag: bool,
+    /// Steps are queued before their masks are there. Not on drivers that wait for all that is queued when a timestamp is
+    /// read, unless nothing is timed.
+    pub gates: bool,
     /// For tests: the fault word is set before this decode plan, counted from 1; 0 never.
     pub fault_at: u32,
 }
@@ -106,6 +109,10 @@ impl Tuning {
             "fault_at" => &mut self.fault_at,
             "tags" => {
                 self.tags = value != 0;
+                return true;
+            }
+            "gates" => {
+                self.gates = value != 0;
                 return true;
             }
             "wrong_tag" => {

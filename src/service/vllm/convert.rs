@@ -112,6 +112,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     }
     let params = message.sampling_params.unwrap_or_default();
     let sampling = sampling(&params)?;
+    let constraint = constraint(&params)?;
     let logprobs = at_least_zero("sampling_params.logprobs", params.logprobs)?;
     let truncate = match params.truncate_prompt_tokens {
         None => None,
@@ -145,6 +146,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
         }),
         output: Some(proto::Output { text: Some(false), token_ids: Some(true), logprobs }),
         device,
+        constraint,
         ..Default::default()
     };
     let rest = Rest { truncate, special_text: !params.skip_special_tokens };
@@ -153,18 +155,6 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
 
 /// How tokens are drawn; 0 is unset where a field cannot say so itself.
 fn sampling(params: &contract::SamplingParams) -> Result<proto::Sampling, Refusal> {
-    let constraint = match &params.constraint {
-        None | Some(Constraint::JsonObject(false)) => None,
-        Some(Constraint::JsonSchema(_)) => Some("sampling_params.json_schema"),
-        Some(Constraint::Regex(_)) => Some("sampling_params.regex"),
-        Some(Constraint::Grammar(_)) => Some("sampling_params.grammar"),
-        Some(Constraint::StructuralTag(_)) => Some("sampling_params.structural_tag"),
-        Some(Constraint::JsonObject(true)) => Some("sampling_params.json_object"),
-        Some(Constraint::Choice(_)) => Some("sampling_params.choice"),
-    };
-    if let Some(field) = constraint {
-        return Err(Refusal::NotServed { field });
-    }
     if params.prompt_logprobs.is_some() {
         return Err(Refusal::NotServed { field: "sampling_params.prompt_logprobs" });
     }
@@ -191,6 +181,23 @@ fn sampling(params: &contract::SamplingParams) -> Result<proto::Sampling, Refusa
         logit_bias: params.logit_bias.iter().map(bias).collect::<Result<_, _>>()?,
         n: Some(params.n.max(1)),
     })
+}
+
+/// What the output must look like.
+fn constraint(params: &contract::SamplingParams) -> Result<Option<proto::Constraint>, Refusal> {
+    use proto::constraint::{AnyJsonObject, Choice, Kind};
+    let kind = match params.constraint.clone() {
+        None | Some(Constraint::JsonObject(false)) => return Ok(None),
+        Some(Constraint::JsonSchema(schema)) => Kind::JsonSchema(schema),
+        Some(Constraint::Regex(regex)) => Kind::Regex(regex),
+        Some(Constraint::Grammar(grammar)) => Kind::Grammar(grammar),
+        Some(Constraint::StructuralTag(_)) => {
+            return Err(Refusal::NotServed { field: "sampling_params.structural_tag" });
+        }
+        Some(Constraint::JsonObject(true)) => Kind::JsonObject(AnyJsonObject {}),
+        Some(Constraint::Choice(choice)) => Kind::Choice(Choice { texts: choice.choices }),
+    };
+    Ok(Some(proto::Constraint { kind: Some(kind) }))
 }
 
 fn at_least_zero(field: &'static str, given: Option<i32>) -> Result<Option<u32>, Refusal> {

@@ -1,0 +1,340 @@
+//! Goal: an output that is constrained is what its constraint says, whatever the model would rather have said, on CPU
+//! drivers and through the whole engine; rows beside it draw what they draw alone; what cannot be followed is refused.
+//! Method: the demo model's tokenizer, and the demo model on two drivers under validation; outputs are parsed by others
+//! than the grammar's own parser where there are some.
+
+mod common;
+mod harness;
+
+use common::{Driver, Vulkan};
+use harness::models::{Generated, Lines, collect, generate, idle, request, submit};
+use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
+use ostinato::engine::host::{Host, Replica};
+use ostinato::engine::request::{FinishReason, Request, Sampling};
+use ostinato::engine::start::{Quiet, start_on};
+use ostinato::model::demo;
+use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, bit};
+use ostinato::model::text::Text;
+
+fn text() -> Text {
+    let dir = tempfile::tempdir().unwrap();
+    let path = demo::unpack(std::path::Path::new(DEMO_PATH), Some(dir.path())).unwrap();
+    Text::load(&path).unwrap().unwrap()
+}
+
+const SCHEMA: &str = r#"{
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3}
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": false
+}"#;
+
+/// GBNF of sums such as `12+3-40`.
+const SUMS: &str = "root ::= number (sign number){1,3}\nsign ::= [+-]\nnumber ::= [1-9] [0-9]{0,2}";
+
+/// The same in Lark.
+const SUMS_LARK: &str = "start: NUMBER (SIGN NUMBER){1,3}\nSIGN: /[+-]/\nNUMBER: /[1-9][0-9]{0,2}/";
+
+fn is_person(text: &str) -> bool {
+    let Ok(serde_json::Value::Object(person)) = serde_json::from_str(text) else { return false };
+    let tag = |tag: &serde_json::Value| ["red", "green", "blue"].iter().any(|known| tag == known);
+    person.len() == 3
+        && person["name"].as_str().is_some_and(|name| name.chars().count() <= 12)
+        && person["age"].as_u64().is_some_and(|age| age <= 150)
+        && person["tags"].as_array().is_some_and(|tags| tags.len() <= 3 && tags.iter().all(tag))
+}
+
+fn is_sum(text: &str) -> bool {
+    let numbers: Vec<&str> = text.split(['+', '-']).collect();
+    let good = |number: &&str| {
+        (1..=3).contains(&number.len()) && !number.starts_with('0') && number.bytes().all(|b| b.is_ascii_digit())
+    };
+    (2..=4).contains(&numbers.len()) && numbers.iter().all(good)
+}
+
+fn is_date(text: &str) -> bool {
+    let digits = |part: &str, count: usize| part.len() == count && part.bytes().all(|b| b.is_ascii_digit());
+    let parts: Vec<&str> = text.split('-').collect();
+    matches!(parts[..], [year, month, day] if digits(year, 4) && digits(month, 2) && digits(day, 2))
+}
+
+type Check = fn(&str) -> bool;
+
+fn constraints() -> Vec<(Constraint, Check)> {
+    vec![
+        (Constraint::JsonSchema(SCHEMA.to_owned()), is_person),
+        (Constraint::Regex("[0-9]{4}-[01][0-9]-[0-3][0-9]".to_owned()), is_date),
+        (Constraint::Grammar(SUMS.to_owned()), is_sum),
+        (Constraint::Grammar(SUMS_LARK.to_owned()), is_sum),
+        (Constraint::Choice(["yes", "no", "über \"alles\""].map(str::to_owned).to_vec()), |text| {
+            ["yes", "no", "über \"alles\""].contains(&text)
+        }),
+    ]
+}
+
+const VOCABULARY_PADDING: u32 = 37;
+
+/// Grammars of the demo model's tokenizer, for a model with more rows than it.
+fn grammars(text: &Text) -> (Grammars, u32, u32) {
+    let eos = text.id("<|im_end|>").expect("the demo's end of a turn");
+    let vocabulary = text.vocabulary() as u32 + VOCABULARY_PADDING;
+    (Grammars::new(text, vocabulary, &[eos]).unwrap(), vocabulary, eos)
+}
+
+/// Goal: whatever is drawn of what a mask allows, token by token, ends in a text that the constraint describes.
+/// Method: many random walks.
+#[test]
+fn whatever_masks_allow_is_what_the_constraint_says() {
+    let text = text();
+    let (grammars, vocabulary, eos) = grammars(&text);
+    let mut random = harness::Random(7);
+    for (constraint, check) in constraints() {
+        for walk in 0..40 {
+            let mut started = grammars.start(&constraint, false).unwrap();
+            let (mut mask, mut ids) = (started.mask, Vec::new());
+            loop {
+                assert_eq!(mask.len() as u32, vocabulary.div_ceil(32));
+                let allowed: Vec<u32> = (0..vocabulary).filter(|id| bit(&mask, *id)).collect();
+                assert!(allowed.iter().all(|id| *id == eos || !text.is_special(*id)), "special tokens are no text");
+                assert!(allowed.iter().all(|id| *id < vocabulary - VOCABULARY_PADDING), "rows without a token");
+                let id = allowed[random.below(allowed.len() as u32) as usize];
+                if id == eos {
+                    break;
+                }
+                ids.push(id);
+                assert!(ids.len() < 400, "{constraint:?} goes on: {:?}", text.decode(&ids, false));
+                match started.grammar.take(id).unwrap() {
+                    Next::Mask(next) => mask = next,
+                    Next::Complete => break,
+                }
+            }
+            let written = text.decode(&ids, false).unwrap();
+            assert!(check(&written), "walk {walk} of {constraint:?}: {written:?}");
+        }
+    }
+}
+
+/// Goal: an output that may not end goes on while it can, and what it may be is the same for a copy that goes its
+/// own way.
+#[test]
+fn an_end_that_is_ignored_is_not_allowed() {
+    let text = text();
+    let (grammars, vocabulary, eos) = grammars(&text);
+    let digits = Constraint::Regex("[0-9]{1,3}".to_owned());
+    let one = text.encode("1", false).unwrap()[0];
+    let ends = |ignore: bool| {
+        let mut started = grammars.start(&digits, ignore).unwrap();
+        let copy = started.clone();
+        let Next::Mask(mask) = started.grammar.take(one).unwrap() else { panic!("two digits more") };
+        let mut copy = copy;
+        assert_eq!(copy.grammar.take(one).unwrap(), Next::Mask(mask.clone()));
+        (bit(&mask, eos), (0..vocabulary).filter(|id| bit(&mask, *id)).count())
+    };
+    let (with, without) = (ends(false), ends(true));
+    assert_eq!((with.0, without.0), (true, false));
+    assert_eq!(with.1, without.1 + 1);
+}
+
+#[test]
+fn what_cannot_be_followed_is_refused_with_its_reason() {
+    let text = text();
+    let (grammars, ..) = grammars(&text);
+    let json = |schema: &str| Constraint::JsonSchema(schema.to_owned());
+    let nested = format!("{}{}", "{\"type\":\"array\",\"items\":".repeat(5000), "}".repeat(5000));
+    for (constraint, reason) in [
+        (json("{"), "not JSON"),
+        (json("3"), "must be an object"),
+        (json(&nested), "recursion"),
+        (json("{\"type\": \"nothing\"}"), "nothing"),
+        (json("{\"$ref\": \"https://example.com/other.json\"}"), "example.com"),
+        (json("false"), "must be an object"),
+        (Constraint::Regex("(".to_owned()), "regex"),
+        (Constraint::Regex("x".repeat(300_000)), "300000 bytes, at most 262144"),
+        (Constraint::Grammar("root ::= other".to_owned()), "rule \"other\" is not defined"),
+        (Constraint::Grammar("start: nowhere".to_owned()), "nowhere"),
+        (Constraint::Grammar(String::new()), ""),
+        (Constraint::Choice(Vec::new()), "0 choices, 1 to 1024"),
+        (Constraint::Choice(vec!["a".to_owned(); 1025]), "1025 choices"),
+        (Constraint::Choice(vec![String::new()]), "empty"),
+    ] {
+        let began = std::time::Instant::now();
+        let error = grammars.start(&constraint, false).expect_err(&format!("{constraint:?}"));
+        let shown = error.to_string();
+        assert!(shown.contains(reason), "{reason}: {shown}");
+        assert!(shown.len() < 600, "{shown}");
+        assert!(!matches!(error, GrammarError::Stuck(_)), "{shown}");
+        // Bounded work, whoever asks: far above what it takes, since machines that test are busy.
+        assert!(began.elapsed().as_secs() < 30, "{reason}: {:?}", began.elapsed());
+    }
+}
+
+// ---- through the engine ----
+
+/// The demo model with `slots` and so many pages, and these changes.
+fn serve(vulkan: &Vulkan, driver: Driver, slots: u32, kv_pages: u32, tune: &[&str]) -> Host {
+    let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(driver).uuid));
+    model.context = Some(256);
+    model.slots = Some(slots);
+    model.kv_pages = Some(kv_pages);
+    let mut config = Config { models: vec![model], ..Config::default() };
+    // CPU drivers wait for what is queued when a timestamp is read, and so do not get along with gates.
+    if tune.contains(&"gates=1") {
+        config.telemetry.gpu_time = GpuTime::Off;
+    }
+    config.runtime.tune = tune.iter().map(|change| (*change).to_owned()).collect();
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+}
+
+fn replica(host: &Host) -> &Replica {
+    host.route("", "").expect("one model").1
+}
+
+/// A request that is constrained, of the model that is served.
+fn constrained(host: &Host, id: &str, constraint: &Constraint, tokens: u32, sampling: Sampling) -> Request {
+    let model = &host.models[0];
+    let text = model.text.as_deref().expect("the demo has a tokenizer");
+    let grammars = text.grammars(model.info.vocabulary, &model.info.eos_ids).unwrap();
+    let grammar = Some(grammars.start(constraint, false).unwrap());
+    let mut request = Request { id: id.to_owned(), grammar, sampling, ..request(&PROMPT, tokens) };
+    request.limits.ignore_eos = false;
+    request
+}
+
+const PROMPT: [u32; 5] = [5, 80, 300, 7, 1200];
+
+fn hot(seed: u64) -> Sampling {
+    Sampling { temperature: 1.2, seed: Some(seed), ..Sampling::default() }
+}
+
+/// The text, which must be whole and as the constraint says.
+fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &str) {
+    let eos = &host.models[0].info.eos_ids;
+    let mut tokens = generated.tokens.clone();
+    match generated.finished.reason {
+        FinishReason::Complete => {}
+        FinishReason::Stop(id) => assert!(eos.contains(&id) && tokens.pop() == Some(id), "{context}: stop {id}"),
+        ref other => panic!("{context}: {other:?} after {tokens:?}"),
+    }
+    let text = host.models[0].text.as_deref().expect("a tokenizer").decode(&tokens, false).unwrap();
+    assert!(check(&text), "{context}: {text:?}");
+}
+
+/// Goal: constrained outputs are what their constraints say, greedy and drawn, alone and together with others; and
+/// those that are not constrained draw what they draw alone.
+#[test]
+fn rows_follow_their_own_constraints_and_no_others() {
+    let both = Driver::all().iter().flat_map(|driver| [(*driver, "gates=1"), (*driver, "gates=0")]);
+    // Nothing is special about the second driver where it waits for masks before it queues.
+    for (driver, gates) in both.take(3) {
+        let vulkan = Vulkan::new();
+        let host = serve(&vulkan, driver, 4, 64, &[gates]);
+        let replica = replica(&host);
+        let free = |id: &str| Request { id: id.to_owned(), ..request(&[9, 200, 31], 30) };
+        let drawn = |id: &str| Request { sampling: hot(3), ..free(id) };
+        let alone = [generate(replica, free("alone")).tokens, generate(replica, drawn("alone")).tokens];
+        let asks = |round: usize| -> Vec<(Request, Check)> {
+            let asks = constraints().into_iter().enumerate();
+            let ask = |(index, (constraint, check)): (usize, (Constraint, Check))| {
+                let id = format!("c{index}");
+                let sampling = if round == 0 { Sampling::default() } else { hot(index as u64) };
+                (constrained(&host, &id, &constraint, 200, sampling), check)
+            };
+            asks.map(ask).collect()
+        };
+        for round in 0..2 {
+            let single: Vec<Vec<u32>> = asks(round)
+                .into_iter()
+                .map(|(request, check)| {
+                    let generated = generate(replica, request);
+                    assert_follows(&host, &generated, check, &format!("{driver:?}, round {round}"));
+                    generated.tokens
+                })
+                .collect();
+            let free = [submit(replica, free("free")), submit(replica, drawn("drawn"))];
+            let together: Vec<_> = asks(round).into_iter().map(|(ask, check)| (submit(replica, ask), check)).collect();
+            for ((events, check), single) in together.iter().zip(&single) {
+                let generated = collect(events);
+                assert_follows(&host, &generated, *check, &format!("{driver:?}, round {round}, together"));
+                assert_eq!(&generated.tokens, single, "{driver:?}, round {round}");
+            }
+            for (events, alone) in free.iter().zip(&alone) {
+                assert_eq!(&collect(events).tokens, alone, "{driver:?}, round {round}");
+            }
+        }
+        idle(replica);
+    }
+}
+
+/// Goal: who loses its pages while its mask is on its way comes back with it; who is aborted or runs into a limit
+/// leaves nothing behind, and steps that waited for it go on.
+#[test]
+fn constrained_rows_come_and_go() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, Driver::first(), 4, 18, &["gates=1"]);
+    let replica = replica(&host);
+    let (schema, check) = constraints().remove(0);
+    let long = Constraint::Regex("[a-z ]{2000,}".to_owned());
+    let wanted = generate(replica, constrained(&host, "w", &schema, 200, hot(5)));
+    let before = replica.load().preemptions;
+    for round in 0..4u64 {
+        let person = submit(replica, constrained(&host, "person", &schema, 200, hot(5)));
+        let others: Vec<_> = (0..4)
+            .map(|i| submit(replica, constrained(&host, &format!("long {i}"), &long, 90 + i, hot(round))))
+            .collect();
+        let free = submit(replica, Request { id: "free".to_owned(), ..request(&[1, 2, 3], 60) });
+        if round % 2 == 1 {
+            std::thread::sleep(std::time::Duration::from_millis(20 * round));
+            replica.abort("long 1");
+        }
+        let person = collect(&person);
+        assert_follows(&host, &person, check, "beside others");
+        assert_eq!(person.tokens, wanted.tokens, "round {round}");
+        for (i, events) in others.iter().enumerate() {
+            let generated = collect(events);
+            match generated.finished.reason {
+                FinishReason::Length => assert_eq!(generated.tokens.len(), 90 + i),
+                FinishReason::Aborted => assert!(i == 1 && round % 2 == 1),
+                ref other => panic!("{other:?}"),
+            }
+            let text = host.models[0].text.as_deref().unwrap().decode(&generated.tokens, false).unwrap();
+            assert!(text.bytes().all(|b| b == b' ' || b.is_ascii_lowercase()), "{text:?}");
+        }
+        assert_eq!(collect(&free).tokens.len(), 60);
+        idle(replica);
+    }
+    assert!(replica.load().preemptions > before, "nobody lost its pages");
+}
+
+/// Goal: steps that must be run again after a fault wait for their masks as they did the first time.
+#[test]
+fn a_fault_costs_a_constrained_row_nothing() {
+    let vulkan = Vulkan::without_validation();
+    let (schema, check) = constraints().remove(0);
+    let run = |tune: &[&str]| {
+        let lines = Lines::default();
+        let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(Driver::first()).uuid));
+        (model.context, model.slots) = (Some(256), Some(2));
+        let mut config = Config { models: vec![model], ..Config::default() };
+        config.runtime.tune = ["fragments=1", "gates=1"].iter().chain(tune).map(|change| (*change).to_owned()).collect();
+        config.telemetry.gpu_time = GpuTime::Off;
+        let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+        let replica = replica(&host);
+        let person = submit(replica, constrained(&host, "person", &schema, 200, hot(11)));
+        let free = submit(replica, Request { id: "free".to_owned(), ..request(&[9, 200, 31], 40) });
+        let person = collect(&person);
+        assert_follows(&host, &person, check, &format!("{tune:?}"));
+        let free = collect(&free).tokens;
+        idle(replica);
+        let last = replica.steps(1).pop().expect("steps ran");
+        (person.tokens, free, last.cost.barriers / f64::from(last.steps))
+    };
+    let (wanted, free, _) = run(&["tags=1"]);
+    for plan in [1, 2, 3, 6] {
+        let found = run(&["tags=1", &format!("fault_at={plan}")]);
+        assert_eq!((found.0, found.1), (wanted.clone(), free.clone()), "a fault in plan {plan}");
+    }
+}

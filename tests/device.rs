@@ -227,7 +227,7 @@ fn a_batch_signals_every_value_and_replays_its_commands() {
         let words = Words::new(&device, 64, "words");
         let commands = add(&words, &adder(&device, 1), 1);
         let queue = device.queue(Role::Compute);
-        let twice = || Entry { commands: vec![commands.clone(), commands.clone()] };
+        let twice = || Entry { commands: vec![commands.clone(), commands.clone()], gate: None };
         let last = queue.submit(Batch { entries: vec![twice(), twice(), twice()], waits: vec![] }).expect("submitted");
         assert_eq!(last, Point { role: Role::Compute, value: 3 });
         for value in 1..=3 {
@@ -507,7 +507,7 @@ fn validation_reports_a_missing_barrier() {
         };
         let recordings = if apart { vec![record(1), record(1)] } else { vec![record(2)] };
         // In one batch: between two, the queue may see the first finish, which orders them.
-        let entries = recordings.into_iter().map(|c| Entry { commands: vec![c] }).collect();
+        let entries = recordings.into_iter().map(|c| Entry { commands: vec![c], gate: None }).collect();
         device.queue(Role::Compute).submit(Batch { entries, waits: vec![] }).expect("submitted");
         wait(&device, device.queue(Role::Compute).last());
         drop((words, device));

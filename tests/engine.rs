@@ -7,7 +7,9 @@
 //!
 //! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
 
-use ostinato::engine::executor::{Capacity, Drafts, ExecuteError, Executor, Progress, SlotParams, StepPlan, Ticket};
+use ostinato::engine::executor::{
+    Capacity, Drafts, ExecuteError, Executor, Progress, Slot, SlotParams, StepPlan, Ticket,
+};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
 use ostinato::engine::pace::Pace;
@@ -15,8 +17,11 @@ use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
 use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Sink, SinkClosed,
 };
-use ostinato::engine::scheduler::{Output, PASSED_OVER_MAX, Scheduler, Setup, split_mix};
-use std::collections::{BTreeSet, HashMap};
+use ostinato::engine::scheduler::{Order, Output, PASSED_OVER_MAX, Scheduler, Setup, split_mix};
+use ostinato::engine::sequence::SequenceId;
+use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, Started};
+use ostinato::model::text::Text;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use tracing_subscriber::layer::{Context, SubscriberExt};
@@ -55,6 +60,38 @@ impl Drop for Seed {
     }
 }
 
+/// Constraints for a model whose tokens are the printable characters, one of two, and the end.
+fn constraints() -> Vec<Started> {
+    let character = |byte: u8| if byte == b' ' { 'Ġ' } else { char::from(byte) };
+    let vocabulary: serde_json::Map<String, serde_json::Value> = (b' '..=b'~')
+        .map(|byte| character(byte).to_string())
+        .chain(["ab".to_owned()])
+        .zip(0u32..)
+        .map(|(token, id)| (token, id.into()))
+        .collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0",
+        "added_tokens": [{
+            "id": EOS, "content": "<|end|>", "special": true, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false,
+        }],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [["a", "b"]]},
+    });
+    let text = Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap();
+    let grammars = Grammars::new(&text, VOCABULARY, &[EOS]).unwrap();
+    [
+        Constraint::Regex("(ab|c){3,40}".to_owned()),
+        Constraint::Regex("[0-9]{5}(-[0-9]{2})*".to_owned()),
+        Constraint::JsonSchema(r#"{"type": "array", "items": {"type": "integer"}}"#.to_owned()),
+        Constraint::Choice(["yes".to_owned(), "no".to_owned()].into()),
+    ]
+    .iter()
+    .map(|constraint| grammars.start(constraint, false).unwrap())
+    .collect()
+}
+
 struct World {
     name: &'static str,
     requests: u64,
@@ -68,6 +105,8 @@ struct World {
     beginnings: u64,
     /// Every so many decode plans recurrent state is lost.
     state_lost_every: Option<u64>,
+    /// Of so many requests one is constrained; none if 0.
+    constrained: u64,
 }
 
 #[derive(Default)]
@@ -83,6 +122,8 @@ struct Outcome {
     aborted: u64,
     expired: u64,
     stopped: u64,
+    /// Constrained requests that were complete.
+    complete: u64,
     /// First starts in a row, at most, of others than the oldest that had not started.
     passed_over_most: u32,
     running_most: u32,
@@ -109,6 +150,11 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     let beginnings: Vec<Vec<u32>> =
         (0..world.beginnings).map(|_| (0..context).map(|_| random.below(VOCABULARY.into()) as u32).collect()).collect();
 
+    let constraints = if world.constrained > 0 { constraints() } else { Vec::new() };
+    // Questions about constraints, by the time of their answer.
+    type Answer = (SequenceId, Box<Grammar>, Result<Next, GrammarError>);
+    let mut answers: BTreeMap<(Instant, u64), Answer> = BTreeMap::new();
+    let mut questions = 0;
     // What happens from outside, by time.
     let mut requests = Vec::new();
     let mut at = epoch;
@@ -140,7 +186,8 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             },
             logprobs: None,
             dump_logits: random.one_in(50),
-            grammar: None,
+            grammar: (world.constrained > 0 && random.one_in(world.constrained))
+                .then(|| constraints[random.below(constraints.len() as u64) as usize].clone()),
             priority: random.below(world.priorities) as i32,
             cache_salt: if random.one_in(10) { "apart".into() } else { String::new() },
             deadline: random.one_in(world.nuisance).then(|| at + step * random.length(2_000) as u32),
@@ -163,6 +210,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             aborts.first().map(|&(at, _)| at),
             scheduler.next_deadline(),
             fake.next_report(),
+            answers.first_key_value().map(|(&(at, _), _)| at),
         ];
         let Some(now) = next.into_iter().flatten().min() else {
             break;
@@ -182,13 +230,34 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             scheduler.progress(progress, now);
             scheduler.assert_consistent();
         }
+        while let Some(answer) = answers.first_entry().filter(|answer| answer.key().0 <= now) {
+            let (id, grammar, next) = answer.remove();
+            scheduler.constrained(id, grammar, next, now);
+            scheduler.assert_consistent();
+        }
         scheduler.expire(now);
+        let mut obey = |scheduler: &mut Scheduler, fake: &mut FakeExecutor, random: &mut Random| {
+            for order in scheduler.take_orders() {
+                match order {
+                    Order::Take(id, mut grammar, token) => {
+                        questions += 1;
+                        let next = grammar.take(token);
+                        let late = if random.one_in(4) { random.below(3) } else { 0 };
+                        answers.insert((now + step * late as u32, questions), (id, grammar, next));
+                    }
+                    Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
+                    Order::Release(ticket) => fake.release(ticket).unwrap(),
+                }
+            }
+        };
+        obey(&mut scheduler, &mut fake, &mut random);
         while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
             let ticket = fake.submit(plan).unwrap();
             scheduler.submitted(ticket);
             scheduler.assert_consistent();
             outcome.plans += 1;
         }
+        obey(&mut scheduler, &mut fake, &mut random);
         outcome.running_most = outcome.running_most.max(scheduler.counts().running);
         for output in scheduler.take_outputs() {
             let Output::Event(id, event) = output else {
@@ -236,6 +305,11 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             FinishReason::Length => {
                 assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
             }
+            FinishReason::Complete => {
+                assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
+                assert!(request.grammar.is_some());
+                outcome.complete += 1;
+            }
             FinishReason::Error(why) => panic!("{id}: {why}"),
             cut => {
                 assert!(alone.starts_with(&seen.output), "{id} differs from what it draws alone");
@@ -277,7 +351,24 @@ fn alone(request: &Request, context: u32) -> Vec<u32> {
         dump_logits: false,
         mask: None,
     };
-    FakeExecutor::alone(&request.prompt, &params, VOCABULARY, &[])
+    let Some(mut started) = request.grammar.clone() else {
+        return FakeExecutor::alone(&request.prompt, &params, VOCABULARY, &[]);
+    };
+    // A token at a time, each under the mask of those before.
+    let (mut history, mut mask) = (request.prompt.clone(), started.mask);
+    for generated in 0..params.max_tokens {
+        let one = SlotParams { generated, max_tokens: 1, mask: Some(mask), ..params.clone() };
+        let token = FakeExecutor::alone(&history, &one, VOCABULARY, &[])[0];
+        history.push(token);
+        if params.stop_ids.contains(&token) {
+            break;
+        }
+        match started.grammar.take(token).unwrap() {
+            Next::Mask(next) => mask = next,
+            Next::Complete => break,
+        }
+    }
+    history.split_off(request.prompt.len())
 }
 
 fn seeds(count: u64) -> Vec<u64> {
@@ -315,6 +406,7 @@ fn thousands_of_requests_one_at_a_time() {
             nuisance: 10,
             beginnings: 0,
             state_lost_every: None,
+            constrained: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
@@ -337,6 +429,7 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
             nuisance: 10,
             beginnings: 6,
             state_lost_every: None,
+            constrained: 0,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.preemptions > 100, "{outcome:?}");
@@ -359,6 +452,7 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
             nuisance: 10,
             beginnings: 6,
             state_lost_every: None,
+            constrained: 0,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.cached_tokens > 10_000, "{outcome:?}");
@@ -387,6 +481,7 @@ fn thousands_of_requests_with_recurrent_state() {
             nuisance: 20,
             beginnings: 5,
             state_lost_every,
+            constrained: 5,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.cached_tokens > 1_000, snapshots > 0, "{outcome:?}");
@@ -407,6 +502,7 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
             nuisance: 1_000_000,
             beginnings: 0,
             state_lost_every: None,
+            constrained: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.passed_over_most, 0);
@@ -435,8 +531,34 @@ fn odd_capacities() {
                 nuisance: 20,
                 beginnings: 4,
                 state_lost_every: None,
+                constrained: 3,
             };
             simulate(&world, seed);
+        }
+    }
+}
+
+/// Every third request is constrained; answers come at once or steps later, and on devices that cannot queue a step
+/// before its mask is there as well.
+#[test]
+fn thousands_of_requests_that_are_constrained() {
+    for seed in seeds(4) {
+        for gates in [true, false] {
+            let world = World {
+                name: "constrained",
+                requests: 2_500,
+                capacity: Capacity { gates, ..capacity(8, 16, &[1, 2, 4, 8]) },
+                gap_steps: 9,
+                priorities: 3,
+                nuisance: 10,
+                beginnings: 4,
+                state_lost_every: None,
+                constrained: 3,
+            };
+            let outcome = simulate(&world, seed);
+            assert!(outcome.preemptions > 20, "{outcome:?}");
+            assert!(outcome.complete > 50, "{outcome:?}");
+            assert!(outcome.aborted > 50 && outcome.expired > 30, "{outcome:?}");
         }
     }
 }
@@ -452,6 +574,7 @@ fn the_same_seed_is_the_same_simulation() {
         nuisance: 10,
         beginnings: 3,
         state_lost_every: None,
+        constrained: 4,
     };
     assert_eq!(format!("{:?}", simulate(&world, 7)), format!("{:?}", simulate(&world, 7)));
 }
@@ -742,6 +865,12 @@ impl Executor for Broken {
     }
     fn pace(&self) -> &Pace {
         self.0.pace()
+    }
+    fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
+        self.0.set_mask(slot, mask);
+    }
+    fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError> {
+        self.0.release(ticket)
     }
 }
 

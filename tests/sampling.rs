@@ -63,7 +63,7 @@ impl Gpu {
             })
             .clone();
         let region = Region::build(&self.device, recording, &table, &pipelines).expect("a region");
-        let batch = Batch { entries: vec![Entry { commands: vec![region.commands().clone()] }], waits: Vec::new() };
+        let batch = Batch { entries: vec![Entry { commands: vec![region.commands().clone()], gate: None }], waits: Vec::new() };
         let point = self.device.queue(Role::Compute).submit(batch).expect("submitted");
         assert!(
             self.device.wait(point, Duration::from_secs(120)).expect("the device lives"),

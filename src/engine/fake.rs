@@ -697,7 +697,8 @@ impl Executor for FakeExecutor {
                 self.finished = progress.ticket.0;
             }
             if progress.state_lost {
-                self.lost = false;
+                // What waits for masks was queued with what was lost.
+                self.lost = !self.held.is_empty();
             }
             for sampled in &progress.tokens {
                 self.slot(sampled.slot).unreported -= 1;

@@ -319,7 +319,8 @@ fn a_fault_costs_a_constrained_row_nothing() {
         let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(Driver::first()).uuid));
         (model.context, model.slots) = (Some(256), Some(2));
         let mut config = Config { models: vec![model], ..Config::default() };
-        config.runtime.tune = ["fragments=1", "gates=1"].iter().chain(tune).map(|change| (*change).to_owned()).collect();
+        config.runtime.tune =
+            ["fragments=1", "gates=1"].iter().chain(tune).map(|change| (*change).to_owned()).collect();
         config.telemetry.gpu_time = GpuTime::Off;
         let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
         let replica = replica(&host);

@@ -63,7 +63,8 @@ impl Gpu {
             })
             .clone();
         let region = Region::build(&self.device, recording, &table, &pipelines).expect("a region");
-        let batch = Batch { entries: vec![Entry { commands: vec![region.commands().clone()], gate: None }], waits: Vec::new() };
+        let batch =
+            Batch { entries: vec![Entry { commands: vec![region.commands().clone()], gate: None }], waits: Vec::new() };
         let point = self.device.queue(Role::Compute).submit(batch).expect("submitted");
         assert!(
             self.device.wait(point, Duration::from_secs(120)).expect("the device lives"),
@@ -355,7 +356,16 @@ fn random_row(random: &mut Random, vocabulary: u32, style: &'static str) -> Row 
 
 fn plain_row(logits: Vec<f32>, init: SlotInit) -> Row {
     let counts = Vec::new();
-    Row { style: "given", logits, init, active: ACTIVE_RUNNING, valid: true, counts, bias: Vec::new(), mask: Vec::new() }
+    Row {
+        style: "given",
+        logits,
+        init,
+        active: ACTIVE_RUNNING,
+        valid: true,
+        counts,
+        bias: Vec::new(),
+        mask: Vec::new(),
+    }
 }
 
 fn tokens(entries: &[RingEntry]) -> Vec<u32> {
@@ -654,6 +664,10 @@ fn the_reference_masks_in_the_order_that_it_says() {
     let init = SlotInit { repetition: 2.0, presence: 0.25, frequency: 0.5, bias_count: 1, ..SlotInit::default() };
     let bias = bias_words(&[(1, 3.0)]);
     let counts = [COUNT_PROMPT, COUNT_PROMPT | 2, 0];
-    let keys = sampling::adjusted_keys(&[-1.0, 1.0, 1.0], &init.words(), SlotTables { counts: &counts, bias: &bias, mask: &[] });
+    let keys = sampling::adjusted_keys(
+        &[-1.0, 1.0, 1.0],
+        &init.words(),
+        SlotTables { counts: &counts, bias: &bias, mask: &[] },
+    );
     assert_eq!(keys.iter().map(|k| determinate::value_of(*k)).collect::<Vec<_>>(), [-2.0, 4.0 / 2.0 - 1.0 - 0.25, 1.0]);
 }

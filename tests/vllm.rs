@@ -446,12 +446,7 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         (|r| r.kv_transfer_params = Some(Default::default()), "kv_transfer_params"),
         (|r| r.kv_transfer_params_json = Some("{}".into()), "kv_transfer_params_json"),
         (|r| params(r).prompt_logprobs = Some(0), "sampling_params.prompt_logprobs"),
-        (|r| params(r).constraint = Some(Constraint::JsonSchema("{}".into())), "sampling_params.json_schema"),
-        (|r| params(r).constraint = Some(Constraint::Regex("a".into())), "sampling_params.regex"),
-        (|r| params(r).constraint = Some(Constraint::Grammar("a".into())), "sampling_params.grammar"),
         (|r| params(r).constraint = Some(Constraint::StructuralTag("a".into())), "sampling_params.structural_tag"),
-        (|r| params(r).constraint = Some(Constraint::JsonObject(true)), "sampling_params.json_object"),
-        (|r| params(r).constraint = Some(Constraint::Choice(Default::default())), "sampling_params.choice"),
     ];
     let asked = unimplemented.len();
     for (change, field) in unimplemented {

@@ -133,7 +133,9 @@ impl Actor {
             }
             if report_after[reported] == done {
                 reported += 1;
-                batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: gate.take_if(|_| done == count) });
+                batch
+                    .entries
+                    .push(Entry { commands: std::mem::take(&mut commands), gate: gate.take_if(|_| done == count) });
             }
         }
         let result = self.device.queue(Role::Compute).submit(batch);

@@ -14,6 +14,7 @@ use crate::engine::start::{Progress, start_on};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::Shape;
 use crate::model::demo;
+use crate::model::grammar::{Constraint, Started};
 use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
@@ -63,6 +64,13 @@ pub(crate) struct Bench {
     /// The prompt test runs on prompts that the prefix cache knows but for their end.
     #[arg(long)]
     seen: bool,
+    /// The decode test's output follows the JSON Schema in this file, which must need more than --decode tokens. The
+    /// model needs a tokenizer.
+    #[arg(long, value_name = "FILE")]
+    json_schema: Option<PathBuf>,
+    /// So many of the streams follow it, and the others are free. Left out: all.
+    #[arg(long, value_name = "N", requires = "json_schema")]
+    constrained: Option<u32>,
     /// Measures instead how long so many streams (--streams) wait for a token while a prompt (--prompt) is taken in.
     #[arg(long)]
     beside: bool,
@@ -178,15 +186,16 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     }
     let kv_value_bytes = if args.kv_format.as_deref() == Some("f32") { 4 } else { 2 };
     let kv_token_bytes = checkpoint.config.kv_elements_per_token() * kv_value_bytes;
+    let grammar = grammar(args, &host)?;
     let mut rows = Vec::new();
     for &streams in &args.streams {
         if args.prompt > 0 {
-            let mut row = median(args, &host, Test::Prefill, streams)?;
+            let mut row = median(args, &host, None, Test::Prefill, streams)?;
             row.bytes_per_token = checkpoint.bytes_per_token() as f64 / f64::from(args.prompt);
             rows.push(row);
         }
         if args.decode > 0 {
-            let mut row = median(args, &host, Test::Decode, streams)?;
+            let mut row = median(args, &host, grammar.as_ref(), Test::Decode, streams)?;
             let prompt = row.wave.map_or(args.depth, |wave| wave.prompt);
             let context = f64::from(prompt) + f64::from(args.decode) / 2.0;
             row.bytes_per_token =
@@ -305,13 +314,26 @@ enum Test {
     Decode,
 }
 
+/// What outputs are to follow.
+fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<Started>> {
+    let Some(path) = &args.json_schema else { return Ok(None) };
+    let schema = std::fs::read_to_string(path).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+    let (model, _) = host.route("", "")?;
+    let text = model.text.as_deref().ok_or_else(|| anyhow!("--json-schema needs a model with a tokenizer"))?;
+    let grammars = text.grammars(model.info.vocabulary, &model.info.eos_ids)?;
+    let begin = Instant::now();
+    let started = grammars.start(&Constraint::JsonSchema(schema), true)?;
+    eprintln!("the schema was compiled in {:.1} ms", begin.elapsed().as_secs_f64() * 1e3);
+    Ok(Some(started))
+}
+
 /// The run of median speed.
-fn median(args: &Bench, host: &Host, test: Test, streams: u32) -> anyhow::Result<Row> {
+fn median(args: &Bench, host: &Host, grammar: Option<&Started>, test: Test, streams: u32) -> anyhow::Result<Row> {
     let (model, replica) = host.route("", "")?;
     // One run to warm up.
     let mut runs = Vec::new();
     for index in 0..=args.repeat.unwrap_or(5) {
-        let row = once(args, replica, model.info.vocabulary, test, streams, index)?;
+        let row = once(args, replica, model.info.vocabulary, grammar, test, streams, index)?;
         if index > 0 {
             runs.push(row);
         }
@@ -320,7 +342,15 @@ fn median(args: &Bench, host: &Host, test: Test, streams: u32) -> anyhow::Result
     Ok(runs.swap_remove(runs.len() / 2))
 }
 
-fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u32, seed: u32) -> anyhow::Result<Row> {
+fn once(
+    args: &Bench,
+    replica: &Replica,
+    vocabulary: u32,
+    grammar: Option<&Started>,
+    test: Test,
+    streams: u32,
+    seed: u32,
+) -> anyhow::Result<Row> {
     let (prompt, output) = match (test, streams) {
         (Test::Prefill, _) => (args.depth + args.prompt, 1),
         (Test::Decode, 1) => (args.depth.max(1), args.decode + 1),
@@ -337,6 +367,7 @@ fn once(args: &Bench, replica: &Replica, vocabulary: u32, test: Test, streams: u
             let id = format!("bench-{test_name}-{streams}-{seed}-{stream}");
             let prompt = tokens(prompt, vocabulary, if seen { stream } else { seed * 1000 + stream });
             let mut request = request(id, prompt, output);
+            request.grammar = grammar.filter(|_| args.constrained.is_none_or(|most| stream < most)).cloned();
             if seen {
                 request.cache_salt = "seen".to_owned();
             }
@@ -419,8 +450,10 @@ fn prompt_cost(replica: &Replica, before: Option<u64>, tokens: u32) -> PerToken 
 
 fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Finished)> {
     let (arrivals, finished) = ended.recv_timeout(Duration::from_secs(3600))?;
-    if let FinishReason::Error(message) = &finished.reason {
-        bail!("the run failed: {message}");
+    match &finished.reason {
+        FinishReason::Error(message) => bail!("the run failed: {message}"),
+        FinishReason::Complete => bail!("the schema was satisfied after {} tokens", finished.output_tokens),
+        _ => {}
     }
     Ok((arrivals, finished))
 }

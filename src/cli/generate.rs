@@ -81,6 +81,8 @@ pub(crate) struct Generate {
     /// Goes on after the model's end-of-sequence tokens.
     #[arg(long)]
     ignore_eos: bool,
+    #[command(flatten)]
+    constraint: Constraint,
     /// Log probabilities of each token and of this many others (with --json).
     #[arg(long, value_name = "N", requires = "json")]
     logprobs: Option<u32>,
@@ -105,6 +107,45 @@ pub(crate) struct Generate {
     /// Writes each step's logits to a safetensors file: `logits`, f32, [steps, vocabulary].
     #[arg(long, value_name = "FILE")]
     dump_logits: Option<PathBuf>,
+}
+
+/// What the output must look like.
+#[derive(Debug, clap::Args)]
+#[group(required = false, multiple = false)]
+struct Constraint {
+    /// The output is JSON that satisfies the JSON Schema in this file.
+    #[arg(long, value_name = "FILE")]
+    json_schema: Option<PathBuf>,
+    /// The output matches this regular expression.
+    #[arg(long, value_name = "REGEX")]
+    regex: Option<String>,
+    /// The output is derived from the grammar in this file (EBNF with a rule "root ::= ...", or Lark).
+    #[arg(long, value_name = "FILE")]
+    grammar: Option<PathBuf>,
+    /// The output is this text, or that of another --choice.
+    #[arg(long, value_name = "TEXT")]
+    choice: Vec<String>,
+}
+
+impl Constraint {
+    fn message(&self) -> anyhow::Result<Option<proto::Constraint>> {
+        use proto::constraint::{Choice, Kind};
+        let read = |path: &PathBuf| {
+            std::fs::read_to_string(path).map_err(|error| Usage(format!("cannot read {}: {error}", path.display())))
+        };
+        let kind = if let Some(path) = &self.json_schema {
+            Kind::JsonSchema(read(path)?)
+        } else if let Some(regex) = &self.regex {
+            Kind::Regex(regex.clone())
+        } else if let Some(path) = &self.grammar {
+            Kind::Grammar(read(path)?)
+        } else if !self.choice.is_empty() {
+            Kind::Choice(Choice { texts: self.choice.clone() })
+        } else {
+            return Ok(None);
+        };
+        Ok(Some(proto::Constraint { kind: Some(kind) }))
+    }
 }
 
 #[derive(Debug, clap::Args)]
@@ -173,7 +214,7 @@ pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
 }
 
 /// The request, which is the same on both ways.
-fn request(args: &Generate) -> proto::GenerateRequest {
+fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
     let prompt = if let Some(text) = &args.input.prompt {
         Prompt::Text(text.clone())
     } else if let Some(text) = &args.input.chat {
@@ -182,7 +223,7 @@ fn request(args: &Generate) -> proto::GenerateRequest {
     } else {
         Prompt::Tokens(proto::TokenIds { ids: args.input.tokens.clone() })
     };
-    proto::GenerateRequest {
+    Ok(proto::GenerateRequest {
         request_id: String::new(),
         model: args.model.clone().unwrap_or_default(),
         prompt: Some(prompt),
@@ -206,11 +247,11 @@ fn request(args: &Generate) -> proto::GenerateRequest {
             ignore_eos: args.ignore_eos,
         }),
         output: Some(proto::Output { text: None, token_ids: None, logprobs: args.logprobs }),
-        constraint: None,
+        constraint: args.constraint.message()?,
         device: args.device.clone().unwrap_or_default(),
         priority: 0,
         cache_salt: String::new(),
-    }
+    })
 }
 
 type Messages = Result<proto::GenerateResponse, Status>;
@@ -225,7 +266,7 @@ pub(super) fn endpoint(address: &str) -> anyhow::Result<Endpoint> {
 async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -> anyhow::Result<()> {
     let channel = endpoint(address)?.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
     let mut client = OstinatoClient::new(channel);
-    let request = request(args);
+    let request = request(args)?;
     if !args.json {
         let models = client.list_models(proto::ListModelsRequest {}).await;
         let models = models.map_err(Refused::from)?.into_inner().models;
@@ -265,7 +306,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     };
     printer.ids_only = host.models.iter().any(|model| model.text.is_none());
     // The only model and its only replica, whatever their names.
-    let request = proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args) };
+    let request = proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args)? };
     let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;
     let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
     prepared.request.dump_logits = args.dump_logits.is_some();

@@ -5,6 +5,7 @@
 use super::by_age::ByAge;
 use super::executor::{ExecuteError, Executor};
 use super::host::{DeviceInfo, Load, RequestView, StepRecord, SubmitError};
+use super::masks::{Answer, Masks};
 pub use super::observe::STEP_RING;
 use super::observe::{Observer, Reported};
 use super::pages::PageChange;
@@ -12,7 +13,6 @@ use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, Timings,
     sample_id,
 };
-use super::masks::{Answer, Masks};
 use super::scheduler::{Order, Output, Scheduler, Setup, split_mix};
 use super::sequence::SequenceId;
 use super::spans;

@@ -151,7 +151,8 @@ impl Sequence {
             dump_logits: request.dump_logits,
             mask: None,
         };
-        let constrained = |started: Started| Constrained { grammar: Some(started.grammar), mask: started.mask, next: 0 };
+        let constrained =
+            |started: Started| Constrained { grammar: Some(started.grammar), mask: started.mask, next: 0 };
         Sequence {
             id,
             request: request.id,

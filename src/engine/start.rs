@@ -757,10 +757,7 @@ impl Build<'_> {
                 let draw = Region::build_gated(&self.station.device, &draw, &table, &pipelines)?;
                 Ok([region(&body)?, Arc::new(draw)])
             };
-            Ok(DecodeRegion {
-                whole: region(recording)?,
-                parts: decoder.tuning.gates.then(parts).transpose()?,
-            })
+            Ok(DecodeRegion { whole: region(recording)?, parts: decoder.tuning.gates.then(parts).transpose()? })
         };
         let mut decode = BTreeMap::new();
         for (rows, recording, plain) in &recordings.decode {

@@ -443,11 +443,8 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
             Vec::new()
         };
         let mask_words = vocabulary.div_ceil(32);
-        let mask = if flag(&state, FLAG_MASK) {
-            words(memory, args.masks, slot * mask_words, mask_words)
-        } else {
-            Vec::new()
-        };
+        let mask =
+            if flag(&state, FLAG_MASK) { words(memory, args.masks, slot * mask_words, mask_words) } else { Vec::new() };
         let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias, mask: &mask });
         for (i, key) in drawn.keys.iter().flatten().enumerate() {
             memory.set_u32(args.keys, row * args.row_stride + i as u32, *key);

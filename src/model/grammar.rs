@@ -114,9 +114,6 @@ impl Grammars {
     }
 }
 
-
-
-
 /// A constraint at its beginning.
 #[derive(Clone, Debug)]
 pub struct Started {

@@ -33,9 +33,8 @@ pub(super) fn to_lark(text: &str) -> Result<String, String> {
             return Err(format!("line {}: rule \"{name}\" is defined twice", tokens[at].1));
         }
         let body = at + 2;
-        let next_rule = |at: &usize| {
-            matches!((&tokens[*at].0, tokens.get(at + 1)), (Token::Name(_), Some((Token::Is, _))))
-        };
+        let next_rule =
+            |at: &usize| matches!((&tokens[*at].0, tokens.get(at + 1)), (Token::Name(_), Some((Token::Is, _))));
         at = (body..tokens.len()).find(next_rule).unwrap_or(tokens.len());
         let mut line = format!("{}:", rule_name(name));
         for (token, number) in &tokens[body..at] {

@@ -17,10 +17,15 @@ use proto::generate_response::Event;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Our field's name → the contract's.
-const NAMES: [(&str, &str); 5] = [
+const NAMES: [(&str, &str); 10] = [
     ("sampling.n", "sampling_params.n"),
     ("stopping.strings", "sampling_params.stop"),
     ("stop_ids", "sampling_params.stop_token_ids"),
+    ("constraint.json_schema", "sampling_params.json_schema"),
+    ("constraint.regex", "sampling_params.regex"),
+    ("constraint.grammar", "sampling_params.grammar"),
+    ("constraint.choice", "sampling_params.choice"),
+    ("constraint.json_object", "sampling_params.json_object"),
     ("prompt.text", "text"),
     ("prompt", "input"),
 ];
@@ -56,6 +61,7 @@ pub fn in_their_words(mut refusal: Refusal) -> Refusal {
         | Refusal::Value { field, .. }
         | Refusal::NoTokenizer { field, .. }
         | Refusal::NotServed { field }
+        | Refusal::Grammar { field, .. }
         | Refusal::Submit(SubmitError::Request(RequestError::Value { field, .. })) => field,
         _ => return refusal,
     };

@@ -243,6 +243,29 @@ proptest! {
 }
 
 #[test]
+fn no_stop_string_counts_within_the_first_tokens() {
+    let ids = BYTE_LEVEL.encode("the end of the end of it", false).unwrap();
+    let run = |least: u32| {
+        let mut assembler = BYTE_LEVEL.assembler(vec!["end".to_owned()]).not_before(least);
+        let mut text = String::new();
+        for id in &ids {
+            let output = assembler.push(*id);
+            text.push_str(&output.text);
+            if output.stopped.is_some() {
+                return (text, true);
+            }
+        }
+        (text + &assembler.finish().text, false)
+    };
+    assert_eq!(run(0), ("the ".to_owned(), true));
+    let ends = |text: &str| BYTE_LEVEL.encode(text, false).unwrap().len() as u32;
+    // The token that completes it is among the first, or is not.
+    assert_eq!(run(ends("the end")), ("the end of the ".to_owned(), true));
+    assert_eq!(run(ends("the end") - 1), ("the ".to_owned(), true));
+    assert_eq!(run(ids.len() as u32), ("the end of the end of it".to_owned(), false));
+}
+
+#[test]
 fn a_checkpoint_directory() {
     let dir = tempfile::TempDir::new().unwrap();
     assert!(Text::load(dir.path()).unwrap().is_none());

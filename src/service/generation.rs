@@ -123,11 +123,15 @@ impl Generation {
         let Prepared { place, mut request, samples, operation, stop_strings, special_text, text, token_ids } = prepared;
         let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
+        let min_tokens = request.limits.min_tokens;
         let assembler = || match &place.model().text {
-            Some(tokenizer) if text || !stop_strings.is_empty() => Some(match special_text {
-                true => tokenizer.assembler_of_all(stop_strings.clone()),
-                false => tokenizer.assembler(stop_strings.clone()),
-            }),
+            Some(tokenizer) if text || !stop_strings.is_empty() => {
+                let assembler = match special_text {
+                    true => tokenizer.assembler_of_all(stop_strings.clone()),
+                    false => tokenizer.assembler(stop_strings.clone()),
+                };
+                Some(assembler.not_before(min_tokens))
+            }
             _ => None,
         };
         let buffer = surroundings.buffer.saturating_mul(samples as usize);

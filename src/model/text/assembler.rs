@@ -1,7 +1,7 @@
 //! Ids in, text out, to the end of a sequence or to its first stop string: the detokenizer and
 //! the stop strings as one. Deliberately absent: end-of-sequence ids, which are the engine's.
 
-use super::stop::StopStrings;
+use super::stop::{Passed, StopStrings};
 use super::stream::TextStream;
 
 /// The text of one sequence.
@@ -9,6 +9,8 @@ use super::stream::TextStream;
 pub struct Assembler {
     stream: TextStream,
     stops: StopStrings,
+    /// Ids that are still to come before a stop string counts.
+    unwatched: u32,
     /// Ids whose text is held back or empty so far; handed out with the next text.
     pending: Vec<u32>,
 }
@@ -34,7 +36,12 @@ impl Output {
 
 impl Assembler {
     pub(super) fn new(stream: TextStream, stops: Vec<String>) -> Assembler {
-        Assembler { stream, stops: StopStrings::new(stops), pending: Vec::new() }
+        Assembler { stream, stops: StopStrings::new(stops), unwatched: 0, pending: Vec::new() }
+    }
+
+    /// The same where no stop string counts that is complete within the first `tokens` ids.
+    pub fn not_before(self, tokens: u32) -> Assembler {
+        Assembler { unwatched: tokens, ..self }
     }
 
     /// Takes the next id. Ids after a stop string are ignored.
@@ -43,10 +50,10 @@ impl Assembler {
             return Output::default();
         }
         self.pending.push(id);
-        match self.stream.push(id) {
-            Some(delta) => self.pass(&delta),
-            None => Output::default(),
-        }
+        let delta = self.stream.push(id);
+        let output = delta.map_or_else(Output::default, |delta| self.pass(&delta));
+        self.unwatched = self.unwatched.saturating_sub(1);
+        output
     }
 
     /// The rest, now that no id follows; a stop string may still be met in it.
@@ -64,7 +71,10 @@ impl Assembler {
     }
 
     fn pass(&mut self, delta: &str) -> Output {
-        let passed = self.stops.push(delta);
+        let passed = match self.unwatched {
+            0 => self.stops.push(delta),
+            _ => Passed { text: self.stops.pass(delta), stopped: None },
+        };
         if passed.text.is_empty() && passed.stopped.is_none() {
             return Output::default();
         }

@@ -11,6 +11,8 @@ pub struct StopStrings {
     stops: Vec<String>,
     /// Text that may be the beginning of a stop string.
     held: String,
+    /// A stop string that is complete within so many bytes of it does not count.
+    passed: usize,
     /// Set by the first match; nothing comes out after it.
     stopped: bool,
 }
@@ -28,7 +30,7 @@ impl StopStrings {
     /// Watches for these; empty ones are ignored.
     pub fn new(stops: Vec<String>) -> StopStrings {
         let stops = stops.into_iter().filter(|stop| !stop.is_empty()).collect();
-        StopStrings { stops, held: String::new(), stopped: false }
+        StopStrings { stops, held: String::new(), passed: 0, stopped: false }
     }
 
     /// Takes the next piece.
@@ -44,9 +46,23 @@ impl StopStrings {
             text.truncate(start);
             return Passed { text, stopped: Some(stop) };
         }
+        Passed { text: self.release(), stopped: None }
+    }
+
+    /// Takes the next piece where no stop string counts that is complete in it; one that begins in it may count later.
+    pub fn pass(&mut self, piece: &str) -> String {
+        self.held.push_str(piece);
+        self.passed = self.held.len();
+        self.release()
+    }
+
+    /// What cannot be the beginning of a stop string.
+    fn release(&mut self) -> String {
         let keep = self.stops.iter().map(|stop| begun(&self.held, stop)).max().unwrap_or(0);
         let held = self.held.split_off(self.held.len() - keep);
-        Passed { text: std::mem::replace(&mut self.held, held), stopped: None }
+        let text = std::mem::replace(&mut self.held, held);
+        self.passed = self.passed.saturating_sub(text.len());
+        text
     }
 
     /// The text that was held back, now that nothing follows.
@@ -62,7 +78,13 @@ impl StopStrings {
     fn first_match(&self) -> Option<(usize, &str)> {
         self.stops
             .iter()
-            .filter_map(|stop| self.held.find(stop.as_str()).map(|start| (start, stop.as_str())))
+            .filter_map(|stop| {
+                let ends_late = |start: &usize| start + stop.len() > self.passed;
+                // Matches may overlap: each place is looked at.
+                let starts = self.held.char_indices().map(|(start, _)| start);
+                let found = |start: &usize| self.held[*start..].starts_with(stop.as_str()) && ends_late(start);
+                starts.into_iter().find(found).map(|start| (start, stop.as_str()))
+            })
             .min_by_key(|(start, stop)| (start + stop.len(), *start))
     }
 }
@@ -104,6 +126,22 @@ mod tests {
         assert_eq!((passed.text.as_str(), passed.stopped.as_deref()), ("", Some("###END")));
         assert_eq!(watch.push("more"), Passed::default());
         assert_eq!(watch.finish(), "");
+    }
+
+    #[test]
+    fn what_was_complete_early_does_not_count_and_what_began_early_does() {
+        let mut watch = StopStrings::new(vec!["abcd".to_owned(), "bc".to_owned()]);
+        assert_eq!(watch.pass("x bc y abc"), "x bc y ");
+        // "bc" was complete before; "abcd" is now.
+        let passed = watch.push("d");
+        assert_eq!((passed.text.as_str(), passed.stopped.as_deref()), ("", Some("abcd")));
+        let mut watch = StopStrings::new(vec!["abcd".to_owned(), "bc".to_owned()]);
+        assert_eq!(watch.pass("abc"), "");
+        assert_eq!(watch.push("x").text, "abcx");
+        assert_eq!(watch.push("bc").stopped.as_deref(), Some("bc"));
+        let mut watch = StopStrings::new(vec!["aa".to_owned()]);
+        assert_eq!(watch.pass("aa"), "a");
+        assert_eq!(watch.push("a").stopped.as_deref(), Some("aa"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! engine contract of routers, and the `openai` client, which asks it (`tests/router/client.py`; what is asked and held
 //! against what is written there). Needs root, `ip` and what `deploy/setup.sh test` installs; without them it fails.
 
+mod python;
 mod router;
 mod serving;
 

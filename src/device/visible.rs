@@ -143,7 +143,8 @@ fn look(view: &dyn View) -> Unseen {
         let of_nvidia = library.contains("nvidia");
         nvidia_manifest |= of_nvidia;
         if !found(view, path, &library) {
-            let hint = if of_nvidia { nvidia_hint(view, inside) } else { "install the package that it is part of".to_owned() };
+            let hint =
+                if of_nvidia { nvidia_hint(view, inside) } else { "install the package that it is part of".to_owned() };
             findings.push(format!("{} names {library}, which is not found: {hint}", path.display()));
         }
     }
@@ -159,7 +160,11 @@ fn look(view: &dyn View) -> Unseen {
         findings.push(format!("{what} (*.json) in {}: {hint}", folders.join(", ")));
     }
     if view.exists(nvidia) && !nvidia_manifest {
-        findings.push(format!("{} is there, NVIDIA's Vulkan driver is not: {}", nvidia.display(), nvidia_hint(view, inside)));
+        findings.push(format!(
+            "{} is there, NVIDIA's Vulkan driver is not: {}",
+            nvidia.display(),
+            nvidia_hint(view, inside)
+        ));
     }
     findings.extend(devices(view, inside));
     Unseen { container, findings }
@@ -177,7 +182,13 @@ fn container(view: &dyn View) -> Option<&'static str> {
     }
     let groups = view.read(Path::new("/proc/1/cgroup")).unwrap_or_default();
     let groups = String::from_utf8_lossy(&groups);
-    let marks = [("kubepods", "kubernetes"), ("docker", "docker"), ("libpod", "podman"), ("containerd", "containerd"), ("lxc", "lxc")];
+    let marks = [
+        ("kubepods", "kubernetes"),
+        ("docker", "docker"),
+        ("libpod", "podman"),
+        ("containerd", "containerd"),
+        ("lxc", "lxc"),
+    ];
     marks.into_iter().find(|(mark, _)| groups.contains(mark)).map(|(_, kind)| kind)
 }
 
@@ -192,7 +203,11 @@ fn manifests(view: &dyn View) -> (Vec<PathBuf>, Vec<PathBuf>) {
     if let Some(named) = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"].into_iter().find_map(|name| view.variable(name)) {
         let named = paths(named);
         let files = named.iter().flat_map(|path| {
-            if path.extension().is_some_and(|extension| extension == "json") { vec![path.clone()] } else { in_folder(path) }
+            if path.extension().is_some_and(|extension| extension == "json") {
+                vec![path.clone()]
+            } else {
+                in_folder(path)
+            }
         });
         return (files.collect(), named);
     }
@@ -200,7 +215,8 @@ fn manifests(view: &dyn View) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let home = || Some(PathBuf::from(view.variable("HOME")?).join(below));
         view.variable(variable).map(PathBuf::from).or_else(home).into_iter()
     };
-    let several = |variable: &str, otherwise: &str| paths(view.variable(variable).unwrap_or_else(|| otherwise.to_owned()));
+    let several =
+        |variable: &str, otherwise: &str| paths(view.variable(variable).unwrap_or_else(|| otherwise.to_owned()));
     let mut folders: Vec<PathBuf> = home("XDG_CONFIG_HOME", ".config")
         .chain(several("XDG_CONFIG_DIRS", "/etc/xdg"))
         .chain([PathBuf::from("/etc")])
@@ -232,7 +248,8 @@ fn found(view: &dyn View, manifest: &Path, library: &str) -> bool {
     let path = [b"/", library.as_bytes(), b"\0"].concat();
     let cached = cache.windows(name.len()).any(|bytes| bytes == name || bytes == path);
     let more = view.variable("LD_LIBRARY_PATH").unwrap_or_default();
-    let folders = more.split(':').filter(|folder| !folder.is_empty()).chain(["/lib", "/usr/lib", "/lib64", "/usr/lib64"]);
+    let folders =
+        more.split(':').filter(|folder| !folder.is_empty()).chain(["/lib", "/usr/lib", "/lib64", "/usr/lib64"]);
     cached || folders.into_iter().any(|folder| view.exists(&Path::new(folder).join(library)))
 }
 
@@ -255,7 +272,8 @@ fn nvidia_hint(view: &dyn View, inside: bool) -> String {
 /// What is wrong with the files that drivers open.
 fn devices(view: &dyn View, inside: bool) -> Vec<String> {
     let named = |folder: &str, prefix: &str| {
-        let name = |path: &PathBuf| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let name =
+            |path: &PathBuf| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let numbered = |path: &PathBuf| {
             let number = name(path).strip_prefix(prefix).map(str::to_owned);
             number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))

@@ -151,7 +151,10 @@ fn a_library_is_where_the_linker_finds_it() {
         .set("VK_DRIVER_FILES", "/opt/vulkan/icd.d/x.json")
         .device("/dev/dri/renderD128", Access::Granted);
     only(&findings(&beside), &["../libvulkan_x.so, which is not found: install"]);
-    let there = MadeUp { files: [("/opt/vulkan/icd.d/x.json", relative), ("/opt/vulkan/icd.d/../libvulkan_x.so", "")].into(), ..beside };
+    let there = MadeUp {
+        files: [("/opt/vulkan/icd.d/x.json", relative), ("/opt/vulkan/icd.d/../libvulkan_x.so", "")].into(),
+        ..beside
+    };
     assert_eq!(findings(&there), Vec::<String>::new());
 }
 
@@ -185,7 +188,8 @@ fn a_device_file_that_is_not_ours_names_its_group() {
     only(&findings(&inside), &["for group 105:", "--group-add 105"]);
     let dead = machine().device("/dev/dri/renderD129", Access::Dead);
     only(&findings(&dead), &["/dev/dri/renderD129 has no device behind it"]);
-    let control = machine().device("/dev/nvidia3", Access::Granted).with(NVIDIA_AT, NVIDIA).with("/lib/libGLX_nvidia.so.0", "");
+    let control =
+        machine().device("/dev/nvidia3", Access::Granted).with(NVIDIA_AT, NVIDIA).with("/lib/libGLX_nvidia.so.0", "");
     only(&findings(&control), &["/dev/nvidiactl is not there"]);
 }
 

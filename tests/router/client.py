@@ -69,7 +69,7 @@ class Fleet:
     def __init__(self, program, router, workers):
         self.program = program
         self.workers = [Worker(address) for address in workers]
-        self.client = openai.OpenAI(base_url=f"{router}/v1", api_key="none", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{router}/v1", api_key="none", max_retries=0, timeout=120)
 
     def ask(self, content=STORY, **options):
         messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
@@ -325,7 +325,7 @@ def thousand(fleet):
             running += 1
             most = max(most, running)
         try:
-            content = f"{number % 50}: {[STORY, OTHER][number % 2]}"
+            content = f"{number % 8}: {[STORY, OTHER][number % 2]}"
             options = {"max_tokens": tokens, "seed": number, "extra_body": {"ignore_eos": True}}
             if number % 3 == 0:
                 answer = fleet.ask(content, **options)

@@ -1,6 +1,7 @@
 //! Hosts of a fleet on one machine: network namespaces behind a switch of their own, the programs that run on them, and
 //! the Python client. It needs root and `ip`; without them a test fails and says so. Deliberately absent: what is asked.
 
+use crate::python::python;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
@@ -12,9 +13,6 @@ use std::time::{Duration, Instant};
 
 /// What the names of our namespaces begin with; the process that made them follows.
 const PREFIX: &str = "ostinato-test";
-/// As `deploy/setup.sh test` installs it, beside what cargo builds.
-const PYTHON: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python/bin/python");
-
 /// Runs `ip`; gives what it printed.
 fn ip(arguments: &[&str]) -> String {
     let run = Command::new("ip").args(arguments).output();
@@ -94,7 +92,9 @@ impl Drop for Network {
 /// Ends what runs in a namespace, and the namespace. Used while a test fails: it must not.
 fn remove(namespace: &str) {
     let pids = Command::new("ip").args(["netns", "pids", namespace]).output();
-    for pid in pids.iter().flat_map(|output| String::from_utf8_lossy(&output.stdout).into_owned().lines().map(str::to_owned).collect::<Vec<_>>()) {
+    for pid in pids.iter().flat_map(|output| {
+        String::from_utf8_lossy(&output.stdout).into_owned().lines().map(str::to_owned).collect::<Vec<_>>()
+    }) {
         let own = std::process::id().to_string() == pid;
         if !own && !pid.is_empty() {
             let _ = Command::new("kill").args(["-KILL", &pid]).status();
@@ -158,7 +158,8 @@ pub struct Program {
 impl Program {
     /// Starts it with its output in a file, at whose end it goes on.
     pub fn start(mut command: Command, log: PathBuf) -> Program {
-        let file = File::options().create(true).append(true).open(&log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
+        let file =
+            File::options().create(true).append(true).open(&log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
         let child = command.stdin(Stdio::null()).stdout(file.try_clone().expect("a handle")).stderr(file).spawn();
         Program { child: child.unwrap_or_else(|e| panic!("{command:?}: {e}")), log }
     }
@@ -198,19 +199,12 @@ fn end_of(log: &Path) -> String {
     lines[lines.len().saturating_sub(30)..].join("\n")
 }
 
-/// The interpreter that has the router's packages.
-fn python() -> PathBuf {
-    let python = std::env::var_os("OSTINATO_TEST_PYTHON").map_or_else(|| PathBuf::from(PYTHON), PathBuf::from);
-    assert!(python.exists(), "{} is not there: run deploy/setup.sh test", python.display());
-    python
-}
-
 /// Two workers with the demo model and a router, each on a host of its own. The router's host is the last.
 #[derive(Debug)]
 pub struct Fleet {
     // Programs end before their hosts do.
     pub workers: Vec<Option<Program>>,
-    router: Program,
+    _router: Program,
     folder: tempfile::TempDir,
     pub network: Network,
     traces: Option<String>,
@@ -222,6 +216,15 @@ const ENGINE_PORT: u16 = 50051;
 const ROUTER_PORT: u16 = 30000;
 /// How many.
 const WORKERS: u8 = 2;
+
+/// A worker's configuration: more rows than a CPU driver has by default, as batches of few would take all day.
+const WORKER: &str = r#"
+[[models]]
+name = "demo"
+path = "embedded:demo"
+replicas = [{ device = "cpu" }]
+slots = 16
+"#;
 
 /// Where a collector listens on the router's host.
 pub const COLLECTOR_PORT: u16 = 4317;
@@ -236,7 +239,7 @@ impl Fleet {
         router.args(["launch", "--host", &host.address.to_string(), "--port", &ROUTER_PORT.to_string()]);
         router.args(["--backend", "vllm", "--policy", policy, "--log-level", "debug"]);
         // Who comes back is found within seconds.
-        router.args(["--health-check-interval-secs", "1", "--health-check-timeout-secs", "1"]);
+        router.args(["--health-check-interval-secs", "1", "--health-check-timeout-secs", "5"]);
         router.args(["--health-failure-threshold", "2", "--health-success-threshold", "1"]);
         if traces {
             router.args(["--enable-trace", "--otlp-traces-endpoint", &collector.to_string()]);
@@ -246,9 +249,9 @@ impl Fleet {
             router.arg(format!("grpc://{}", worker.at(ENGINE_PORT)));
         }
         let traces = traces.then(|| format!("http://{collector}"));
-        let workers = (0..usize::from(WORKERS));
-        let mut workers: Vec<Option<Program>> =
-            workers.map(|index| Some(worker(&network, index, folder.path(), traces.as_deref()))).collect();
+        let mut workers: Vec<Option<Program>> = (0..usize::from(WORKERS))
+            .map(|index| Some(worker(&network, index, folder.path(), traces.as_deref())))
+            .collect();
         for (index, program) in workers.iter_mut().enumerate() {
             let host = &network.hosts[index];
             let program = program.as_mut().expect("just started");
@@ -256,7 +259,7 @@ impl Fleet {
         }
         let mut router = Program::start(router, folder.path().join("router.log"));
         router.wait("the router's start", || host.answers(host.at(ROUTER_PORT)));
-        Fleet { workers, router, folder, network, traces }
+        Fleet { workers, _router: router, folder, network, traces }
     }
 
     /// Has the Python client try the cases named. Where it asks for a worker to be killed or started, that is done.
@@ -320,8 +323,9 @@ impl Fleet {
 fn worker(network: &Network, index: usize, folder: &Path, traces: Option<&str>) -> Program {
     let host = &network.hosts[index];
     let mut command = host.command(env!("CARGO_BIN_EXE_ostinato"));
-    command.args(["serve", "--model", "demo=embedded:demo@cpu", "--insecure"]);
-    command.args(["--listen", &host.at(ENGINE_PORT).to_string()]);
+    let config = folder.join("worker.toml");
+    std::fs::write(&config, WORKER).expect("a configuration");
+    command.args(["serve", "--insecure", "--listen", &host.at(ENGINE_PORT).to_string(), "--config"]).arg(config);
     command.env("OSTINATO_RUNTIME__CACHE_DIRECTORY", folder.join("pipelines"));
     if let Some(endpoint) = traces {
         command.env("OSTINATO_TELEMETRY__OTLP_ENDPOINT", endpoint);

@@ -11,7 +11,7 @@ targets=("$@")
 [ ${#targets[@]} -gt 0 ] || targets=("${all[@]}")
 
 host=$(rustc -vV | sed -n 's/^host: //p')
-# The linker's folder of everything built here; what was found to be interesting is kept for the next run.
+# Kept for the next run: what is built, and inputs that reached something new.
 target=${CARGO_TARGET_DIR:-$PWD/../../target}/fuzz
 # What libFuzzer is led by. No sanitiser: all but device/ and one file is without unsafe.
 flags=(

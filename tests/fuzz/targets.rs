@@ -15,6 +15,7 @@ use ostinato::service::proto::{self, vllm::grpc::engine as contract};
 use ostinato::service::refusal::{Refusal, status};
 use ostinato::service::vllm::convert;
 use prost::Message;
+use std::cell::Cell;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use tempfile::TempDir;
@@ -32,6 +33,11 @@ pub const TARGETS: [Target; 7] = [
     ("generate", generate),
     ("vllm_generate", vllm_generate),
 ];
+
+thread_local! {
+    /// Whether a file is being read by a library whose panics the service makes an error of.
+    pub static READING: Cell<bool> = const { Cell::new(false) };
+}
 
 const TOKENIZER: &[u8] = include_bytes!("../../demo/model/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../demo/model/tokenizer_config.json");
@@ -84,8 +90,17 @@ pub fn tokenizer(bytes: &[u8]) {
     let file = parts.next().unwrap_or_default();
     let text = String::from_utf8_lossy(parts.next().unwrap_or_default()).into_owned();
     // The demo's own where none is given: then the text alone is the input.
-    let file = if file.is_empty() { TOKENIZER } else { file };
-    let Ok(tokenizer) = Text::from_bytes(file, Some(TOKENIZER_CONFIG), None) else { return };
+    static DEMO: OnceLock<Text> = OnceLock::new();
+    let read = || Text::from_bytes(file, Some(TOKENIZER_CONFIG), None);
+    let tokenizer = if file.is_empty() {
+        DEMO.get_or_init(|| Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's")).clone()
+    } else {
+        READING.set(true);
+        let read = read();
+        READING.set(false);
+        let Ok(tokenizer) = read else { return };
+        tokenizer
+    };
     let Ok(ids) = tokenizer.encode(&text, true) else { return };
     // As a stream of single tokens and as a whole.
     let _ = tokenizer.decode(&ids, false);

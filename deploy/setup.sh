@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what is missing and nothing else; asks for root only then.
 #   setup.sh run    the Vulkan loader, and a CPU driver where no GPU driver is there
-#   setup.sh test   both CPU drivers, the validation layer, a browser, and cargo-deny
+#   setup.sh test   both CPU drivers, the validation layer, a browser, cargo-deny, what makes hosts of namespaces and
+#                   checks units, and a Python environment with a router (target/python)
 set -euo pipefail
 what=${1:-run}
 
@@ -32,6 +33,10 @@ test)
     [ -e /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json ] || need vulkan-validationlayers
     # The admin page is tested in it; SwiftShader, the second CPU driver, comes with it, and a newer validation layer.
     { [ -e /usr/bin/chromium ] && [ -e /usr/lib/chromium/vk_swiftshader_icd.json ]; } || need chromium
+    # Three hosts behind each other, and the unit of the service.
+    command -v ip >/dev/null || [ -x /sbin/ip ] || need iproute2
+    command -v systemd-analyze >/dev/null || need systemd
+    python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
     ;;
 *)
     echo "setup.sh: '$what' is neither run nor test" >&2
@@ -50,4 +55,17 @@ fi
 if [ "$what" = test ] && ! cargo deny --version >/dev/null 2>&1; then
     echo "installing cargo-deny"
     cargo install --locked --quiet cargo-deny
+fi
+
+if [ "$what" = test ]; then
+    cd "$(dirname "$0")/.."
+    python=${CARGO_TARGET_DIR:-target}/python
+    wanted=tests/requirements.txt
+    # What is installed is what was asked for last.
+    if ! cmp --silent "$wanted" "$python/installed.txt"; then
+        echo "installing the tests' Python packages in $python"
+        python3 -m venv --clear "$python"
+        "$python/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$wanted"
+        cp "$wanted" "$python/installed.txt"
+    fi
 fi

@@ -1,11 +1,17 @@
 //! Goal: what stands in `deploy/` agrees with the program and with itself: every metric and label that a dashboard, an
 //! alert or `docs/slow-request.md` asks for is one that `docs/metrics.md` documents (which `tests/metrics.rs` holds
 //! against the program), every configuration key is accepted, ports and addresses are those of the defaults, images are
-//! pinned, and what is mounted is there. Method: the files are parsed. No container is run.
+//! pinned, and what is mounted is there. Method: the files are parsed, and those that another program reads are given to
+//! it: the unit to `systemd-analyze`, objects to Kubernetes' schemas, the router's arguments to the router
+//! (`deploy/setup.sh test` installs all three). No container is run.
 
+mod python;
+
+use crate::python::python;
 use ostinato::config::{Config, Model, Sources, from_sources};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use yaml_rust2::{Yaml, YamlLoader};
 
 fn deploy() -> PathBuf {
@@ -347,6 +353,12 @@ fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
     }
 }
 
+/// Whether labels that are looked for are those of a pod's template.
+fn selects(selector: &Yaml, template: &Yaml) -> bool {
+    let mut wanted = entries(selector).peekable();
+    wanted.peek().is_some() && wanted.all(|(key, value)| template["metadata"]["labels"][key] == *value)
+}
+
 /// Objects of `kubernetes.yaml` of a kind, by name.
 fn objects<'a>(all: &'a [Yaml], kind: &str) -> BTreeMap<&'a str, &'a Yaml> {
     let of = all.iter().filter(|object| object["kind"].as_str() == Some(kind));
@@ -369,8 +381,9 @@ fn kubernetes_finds_every_port_and_file_that_it_names() {
     assert_eq!(deployments.keys().collect::<Vec<_>>(), services.keys().collect::<Vec<_>>());
     for (name, deployment) in &deployments {
         let template = &deployment["spec"]["template"];
-        assert_eq!(deployment["spec"]["selector"]["matchLabels"], template["metadata"]["labels"], "{name}");
-        assert_eq!(services[name]["spec"]["selector"], template["metadata"]["labels"], "{name}");
+        for selector in [&deployment["spec"]["selector"]["matchLabels"], &services[name]["spec"]["selector"]] {
+            assert!(selects(selector, template), "{name}: {selector:?}");
+        }
         let container = &template["spec"]["containers"][0];
         let ports = list(&container["ports"]).iter();
         let ports: BTreeMap<&str, i64> =
@@ -400,6 +413,13 @@ fn kubernetes_finds_every_port_and_file_that_it_names() {
     let grace = ostinato["spec"]["terminationGracePeriodSeconds"].as_i64().expect("seconds");
     assert!(grace as f64 > config.server.drain_seconds);
     assert_eq!(container["resources"]["limits"]["nvidia.com/gpu"].as_i64(), Some(1));
+    // Emptying a node, and an update, take one worker of several.
+    let budget = objects(&all, "PodDisruptionBudget")["ostinato"];
+    assert!(selects(&budget["spec"]["selector"]["matchLabels"], ostinato));
+    assert_eq!(budget["spec"]["maxUnavailable"].as_i64(), Some(1));
+    let deployment = &deployments["ostinato"]["spec"];
+    assert!(deployment["replicas"].as_i64() > Some(1));
+    assert_eq!(deployment["strategy"]["rollingUpdate"]["maxSurge"].as_i64(), Some(0), "there is no GPU for one more");
     assert_eq!(services["ostinato"]["spec"]["clusterIP"].as_str(), Some("None"), "every pod is scraped");
     // The image's own command reads what is mounted.
     assert!(files["ostinato"].contains("ostinato.toml"));
@@ -409,7 +429,7 @@ fn kubernetes_finds_every_port_and_file_that_it_names() {
 #[test]
 fn images_are_pinned_and_the_same_everywhere() {
     let mut images: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
-    for name in ["compose.yaml", "kubernetes.yaml"] {
+    for name in ["compose.yaml", "fleet.yaml", "kubernetes.yaml"] {
         for document in yaml(name) {
             let mut found = Vec::new();
             strings("", &document, &mut found);
@@ -417,13 +437,14 @@ fn images_are_pinned_and_the_same_everywhere() {
             images.entry(name).or_default().extend(of);
         }
     }
-    assert_eq!(images["compose.yaml"], images["kubernetes.yaml"]);
-    assert_eq!(images["compose.yaml"].len(), 5, "{images:?}");
-    let dockerfile = text("Dockerfile");
+    let composed: BTreeSet<String> = images["compose.yaml"].union(&images["fleet.yaml"]).cloned().collect();
+    assert_eq!(composed, images["kubernetes.yaml"]);
+    assert_eq!((images["compose.yaml"].len(), composed.len()), (5, 6), "{images:?}");
+    let dockerfiles = text("Dockerfile") + &text("router.Dockerfile");
     let bases: Vec<&str> =
-        dockerfile.lines().filter_map(|line| line.strip_prefix("FROM ")?.split(' ').next()).collect();
-    assert_eq!(bases.len(), 2);
-    for image in images["compose.yaml"].iter().map(String::as_str).chain(bases.iter().copied()) {
+        dockerfiles.lines().filter_map(|line| line.strip_prefix("FROM ")?.split(' ').next()).collect();
+    assert_eq!(bases.len(), 3);
+    for image in composed.iter().map(String::as_str).chain(bases.iter().copied()) {
         let (_, tag) = image.rsplit_once(':').unwrap_or_else(|| panic!("{image} has no version"));
         let numbers = tag.trim_start_matches('v').split(['.', '-']).take_while(|part| part.parse::<u32>().is_ok());
         assert!(numbers.count() >= 2, "{image} is no pinned version");
@@ -431,6 +452,14 @@ fn images_are_pinned_and_the_same_everywhere() {
     let ours = format!("ostinato:{}", env!("CARGO_PKG_VERSION"));
     assert!(images["compose.yaml"].contains(&ours), "the image of {ours}");
     assert!(bases[0].starts_with(&format!("rust:{}", env!("CARGO_PKG_RUST_VERSION"))), "{bases:?}");
+    // The router is the one that tests/fleet.rs runs.
+    let tested = include_str!("requirements.txt");
+    let version = |of: &str| tested.lines().find_map(|line| line.strip_prefix(of)?.strip_prefix("==")).expect(of);
+    for package in ["smg", "smg-grpc-proto"] {
+        let pinned = format!(" {package}=={} ", version(package));
+        assert!(text("router.Dockerfile").contains(&pinned), "router.Dockerfile has another{pinned}");
+    }
+    assert!(composed.contains(&format!("ostinato-router:{}", version("smg"))), "{composed:?}");
 }
 
 #[test]
@@ -469,4 +498,199 @@ fn what_compose_mounts_is_there_and_what_is_asked_answers() {
     let rules = one("prometheus.yaml")["rule_files"][0].as_str().expect("a file").to_owned();
     let mounted = list(&services["prometheus"]["volumes"]).iter().filter_map(Yaml::as_str);
     assert!(mounted.into_iter().any(|volume| volume.contains(&format!("./alerts.yaml:{rules}"))), "{rules}");
+}
+
+/// What the router makes of its arguments.
+fn router(arguments: &[String]) -> serde_json::Value {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/router.py");
+    let output = Command::new(python()).arg(script).args(arguments).output().expect("Python runs");
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+fn words(yaml: &Yaml) -> Vec<String> {
+    list(yaml).iter().map(|word| word.as_str().expect("a word").to_owned()).collect()
+}
+
+#[test]
+fn a_fleets_router_finds_its_workers() {
+    let (config, fleet, compose) = (container(), one("fleet.yaml"), one("compose.yaml"));
+    let mut aliases: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for (name, service) in entries(&fleet["services"]).filter(|(name, _)| *name != "router") {
+        let profile = service["profiles"][0].as_str().expect("a profile");
+        let own: Vec<&str> = list(&service["networks"]["default"]["aliases"]).iter().filter_map(Yaml::as_str).collect();
+        assert_eq!(own[0], "ostinato", "{name}: Prometheus asks for it");
+        assert!(aliases.entry(profile).or_default().insert(own[1]), "{name}: another is called {}", own[1]);
+        let grace = service["stop_grace_period"].as_str().and_then(|s| s.strip_suffix('s')?.parse::<f64>().ok());
+        assert!(grace.expect("seconds") > config.server.drain_seconds, "{name} is killed while it drains");
+        // As a worker of compose.yaml in all else.
+        let like = &compose["services"][if profile == "fleet" { "ostinato-nvidia" } else { "ostinato-cpu" }];
+        for key in ["build", "image", "volumes", "command"] {
+            assert_eq!(service[key], like[key], "{name}: {key}");
+        }
+        assert_eq!(service["healthcheck"]["test"], like["healthcheck"]["test"], "{name}");
+    }
+    let service = &fleet["services"]["router"];
+    let profiles: BTreeSet<&str> = list(&service["profiles"]).iter().filter_map(Yaml::as_str).collect();
+    assert_eq!(profiles, aliases.keys().copied().collect());
+    let read = router(&words(&service["command"]));
+    let urls: BTreeSet<&str> =
+        read["worker_urls"].as_array().expect("a list").iter().filter_map(|url| url.as_str()).collect();
+    for (profile, names) in &aliases {
+        let wanted: BTreeSet<String> =
+            names.iter().map(|name| format!("grpc://{name}:{}", config.server.listen.port())).collect();
+        assert_eq!(urls, wanted.iter().map(String::as_str).collect(), "{profile}");
+    }
+    let scraped = &one("prometheus.yaml")["scrape_configs"][1]["dns_sd_configs"][0];
+    assert_eq!(
+        (scraped["names"][0].as_str(), scraped["port"].as_i64()),
+        (Some("router"), read["prometheus_port"].as_i64())
+    );
+    assert_eq!(service["ports"][0].as_str(), Some(format!("127.0.0.1:{0}:{0}", read["port"]).as_str()));
+    assert!(text("router.Dockerfile").contains(&format!("EXPOSE {} {}", read["port"], read["prometheus_port"])));
+    let traces = config.telemetry.otlp_endpoint.expect("traces go somewhere");
+    assert_eq!(read["otlp_traces_endpoint"].as_str().map(|at| format!("http://{at}")), Some(traces.clone()));
+    assert_eq!(read["enable_trace"], true);
+
+    let all = yaml("kubernetes.yaml");
+    let (deployments, namespaces) = (objects(&all, "Deployment"), objects(&all, "Namespace"));
+    let pod = &deployments["router"]["spec"]["template"]["spec"];
+    let in_cluster = router(&words(&pod["containers"][0]["args"]));
+    for key in ["host", "port", "policy", "prometheus_port", "enable_trace", "otlp_traces_endpoint"] {
+        assert_eq!(in_cluster[key], read[key], "{key}");
+    }
+    assert_eq!(in_cluster["service_discovery"], true);
+    assert_eq!(in_cluster["service_discovery_port"], config.server.listen.port());
+    let namespace = in_cluster["service_discovery_namespace"].as_str().expect("a namespace");
+    assert!(namespaces.contains_key(namespace));
+    let labels = &deployments["ostinato"]["spec"]["template"]["metadata"]["labels"];
+    let selector = in_cluster["selector"].as_object().expect("labels");
+    assert!(
+        !selector.is_empty() && selector.iter().all(|(key, value)| labels[key.as_str()].as_str() == value.as_str())
+    );
+    // It may look for pods.
+    let account = pod["serviceAccountName"].as_str().expect("an account");
+    assert!(objects(&all, "ServiceAccount").contains_key(account));
+    let binding = objects(&all, "RoleBinding")["router"];
+    assert_eq!(binding["subjects"][0]["name"].as_str(), Some(account));
+    assert_eq!(binding["subjects"][0]["namespace"].as_str(), Some(namespace));
+    let role = objects(&all, "Role")[binding["roleRef"]["name"].as_str().expect("a role")];
+    assert_eq!(words(&role["rules"][0]["verbs"]), ["get", "list", "watch"]);
+}
+
+#[test]
+fn a_router_that_is_given_what_it_does_not_know_says_so() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/router.py");
+    let output = Command::new(python()).arg(script).arg("--polcy=cache_aware").output().expect("Python runs");
+    assert!(!output.status.success() && String::from_utf8_lossy(&output.stderr).contains("--polcy"));
+}
+
+/// The release whose schemas the objects keep to.
+const KUBERNETES: &str = "1.33";
+
+fn held_against_schemas(file: &Path) -> Result<String, String> {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/kubernetes.py");
+    let output = Command::new(python()).arg(script).arg(file).arg(KUBERNETES).output().expect("Python runs");
+    let said = |bytes| String::from_utf8(bytes).expect("text");
+    if output.status.success() { Ok(said(output.stdout)) } else { Err(said(output.stderr)) }
+}
+
+#[test]
+fn objects_keep_to_the_schemas_of_kubernetes() {
+    let kept = held_against_schemas(&deploy().join("kubernetes.yaml")).unwrap_or_else(|problem| panic!("{problem}"));
+    assert_eq!(kept.lines().count(), yaml("kubernetes.yaml").len(), "{kept}");
+    // A field that is spelt wrong would be noticed.
+    let wrong = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(wrong.path(), text("kubernetes.yaml").replace("readinessProbe:", "readynessProbe:"))
+        .expect("written");
+    let problem = held_against_schemas(wrong.path()).expect_err("no such field");
+    assert!(problem.contains("readynessProbe"), "{problem}");
+}
+
+#[test]
+fn objects_of_extensions_choose_the_workers() {
+    let all = yaml("kubernetes.yaml");
+    let ostinato = &objects(&all, "Deployment")["ostinato"]["spec"]["template"];
+    let namespace = &objects(&all, "Namespace")["ostinato"]["metadata"]["name"];
+    let ports = list(&ostinato["spec"]["containers"][0]["ports"]);
+    let (monitor, pool) = (one("podmonitor.yaml"), one("inferencepool.yaml"));
+    for object in [&monitor, &pool] {
+        assert_eq!(object["metadata"]["namespace"], *namespace);
+        assert!(selects(&object["spec"]["selector"]["matchLabels"], ostinato), "{object:?}");
+    }
+    assert_eq!(monitor["apiVersion"].as_str(), Some("monitoring.coreos.com/v1"));
+    let scraped = &monitor["spec"]["podMetricsEndpoints"][0];
+    assert!(ports.iter().any(|port| port["name"] == scraped["port"]), "{scraped:?}");
+    assert_eq!(scraped["path"], one("prometheus.yaml")["scrape_configs"][0]["metrics_path"]);
+    // Alerts ask for the job "ostinato".
+    let job = monitor["spec"]["jobLabel"].as_str().expect("a label");
+    assert_eq!(ostinato["metadata"]["labels"][job].as_str(), Some("ostinato"));
+    assert_eq!(pool["apiVersion"].as_str(), Some("inference.networking.k8s.io/v1"));
+    assert_eq!(pool["spec"]["targetPorts"][0]["number"].as_i64(), Some(container().server.listen.port().into()));
+    assert_eq!(pool["spec"]["appProtocol"].as_str(), Some("kubernetes.io/h2c"), "gRPC is HTTP/2");
+    // Whose metrics' names a picker looks for, by the label that tells it the engine.
+    assert_eq!(ostinato["metadata"]["labels"]["llm-d.ai/engine-type"].as_str(), Some("vllm"));
+    assert!(documented().contains_key("vllm:num_requests_waiting"));
+}
+
+/// What is exposed of the system at most, in tenths of systemd's measure from 0 to 10.
+const EXPOSURE: &str = "25";
+
+/// The unit with the program and the configuration of this tree.
+fn unit(folder: &Path, change: impl Fn(String) -> String) -> PathBuf {
+    let unit = text("ostinato.service");
+    assert!(unit.contains("ExecStart=/usr/local/bin/ostinato serve --config /etc/ostinato/ostinato.toml\n"));
+    let unit = unit.replace("/usr/local/bin/ostinato", env!("CARGO_BIN_EXE_ostinato"));
+    let path = folder.join("ostinato.service");
+    std::fs::write(&path, change(unit)).expect("a unit");
+    path
+}
+
+fn analyze(arguments: &[&str], unit: &Path) -> (bool, String) {
+    let output = Command::new("systemd-analyze").args(arguments).arg(unit).output();
+    let output = output.unwrap_or_else(|e| panic!("systemd-analyze ({e}): run deploy/setup.sh test"));
+    let said = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+}
+
+#[test]
+fn the_unit_is_one_that_systemd_reads_and_that_exposes_little() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let verify = ["verify", "--man=no"];
+    assert_eq!(analyze(&verify, &unit(folder.path(), |unit| unit)), (true, String::new()));
+    // What it does not know would be noticed.
+    let (_, said) = analyze(&verify, &unit(folder.path(), |unit| unit.replace("KillMode=", "KilMode=")));
+    assert!(said.contains("KilMode"), "{said}");
+    let security = ["security", "--offline=yes", "--no-pager", "--threshold", EXPOSURE];
+    let (kept, said) = analyze(&security, &unit(folder.path(), |unit| unit));
+    assert!(kept && said.contains("Overall exposure level"), "{said}");
+    let (kept, said) = analyze(&security, &unit(folder.path(), |unit| unit.replace("CapabilityBoundingSet=\n", "")));
+    assert!(!kept, "{said}");
+}
+
+#[test]
+fn the_unit_gives_the_program_what_it_needs() {
+    let unit = text("ostinato.service");
+    let value = |key: &str| -> Vec<&str> {
+        unit.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('=')).collect()
+    };
+    let one = |key: &str| *value(key).first().unwrap_or_else(|| panic!("no {key}"));
+    let default = Config::default();
+    assert!(
+        one("TimeoutStopSec").parse::<f64>().expect("seconds") > default.server.drain_seconds,
+        "killed while it drains"
+    );
+    assert_eq!(one("ExecReload"), "/bin/kill -HUP $MAINPID");
+    assert!(one("LimitNOFILE").parse::<u32>().expect("a number") >= 65536);
+    assert_eq!(value("DeviceAllow"), ["char-drm rw", "char-nvidia* rw"]);
+    // What would keep a driver from its device or from compiling.
+    for key in ["PrivateDevices", "MemoryDenyWriteExecute", "ProcSubset"] {
+        assert!(value(key).is_empty(), "{key}");
+    }
+    // The cache is where the unit lets it write, and the variable is one that the program knows.
+    let variable = one("Environment");
+    assert_eq!(variable, format!("OSTINATO_RUNTIME__CACHE_DIRECTORY=%C/{}", one("CacheDirectory")));
+    // The configuration that the unit's first lines send its reader to is accepted.
+    let sources = Sources { file: Some(deploy().join("ostinato.toml")), ..Sources::default() };
+    from_sources(&sources).unwrap_or_else(|e| panic!("{e}"));
 }

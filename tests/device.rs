@@ -539,6 +539,8 @@ fn the_program_lists_the_adapters_that_the_layer_sees() {
     let rows: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).expect("one array");
     let text = String::from_utf8(devices(&[], None).stdout).expect("text");
     let adapters = vulkan.instance.adapters();
+    let explained = String::from_utf8_lossy(&output.stderr).contains("no GPU driver could be used");
+    assert_eq!(explained, adapters.iter().all(|adapter| adapter.is_cpu()), "{output:?}");
     assert_eq!(rows.len(), adapters.len());
     for (row, adapter) in rows.iter().zip(&adapters) {
         assert_eq!(row["index"], adapter.index);
@@ -557,4 +559,6 @@ fn without_a_driver_the_program_says_so_and_that_the_user_can_mend_it() {
     assert!(output.stdout.is_empty(), "{output:?}");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("no Vulkan driver is installed"), "{text}");
+    // And why: what was looked for is named.
+    assert!(text.contains("/nonexistent/driver.json is not there"), "{text}");
 }

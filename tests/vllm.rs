@@ -1,5 +1,5 @@
 //! The engine contract of routers, `vllm.grpc.engine.VllmEngine`: a real gRPC client, a server on loopback, fake devices.
-//! `tests/router/router.py` has a real router in front of two servers; it needs Python and is run by hand.
+//! `tests/fleet.rs` has a real router in front of two servers.
 
 mod serving;
 

@@ -5,7 +5,7 @@ use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use crate::config::{Config, GpuTime, Model};
-use crate::device::{Adapter, Instance, InstanceOptions, Selector, select};
+use crate::device::{Adapter, Instance, InstanceOptions, Selector, choose};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
@@ -137,7 +137,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
-    let adapter = select(&adapters, selector.as_ref())?.clone();
+    let adapter = choose(&adapters, selector.as_ref())?.clone();
     let ceiling = read_ceiling(&instance, &adapter)?;
 
     let path =

@@ -1,6 +1,6 @@
 //! `ostinato devices`: every adapter, what it has, and why it may be refused.
 
-use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo};
+use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo, unseen};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -16,6 +16,10 @@ pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
     };
     // Not `print!`: a closed pipe is an error to report, not a panic.
     std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes())?;
+    // Not part of the list, which scripts read.
+    if let Some(why) = unseen(&adapters) {
+        eprintln!("{why}");
+    }
     Ok(())
 }
 

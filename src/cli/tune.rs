@@ -1,7 +1,7 @@
 //! `ostinato tune`: finds the workgroup shapes that suit a device best for a model and says where they are
 //! kept. Deliberately absent: the search (`engine::tune`).
 
-use crate::device::{Instance, InstanceOptions, Selector, select};
+use crate::device::{Instance, InstanceOptions, Selector, choose};
 use crate::engine::start::{Progress, tuning};
 use crate::engine::tune::{self, Event, Options};
 use crate::model::checkpoint::Checkpoint;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
-    let adapter = select(&adapters, selector.as_ref())?.clone();
+    let adapter = choose(&adapters, selector.as_ref())?.clone();
     let mut any: Tuning = tuning(&adapter, None, 1, 1);
     if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
         bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));

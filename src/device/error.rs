@@ -2,6 +2,7 @@
 //! differently. The cause is `source()`, not part of the text.
 
 use crate::device::point::{Point, Role};
+use crate::device::visible::Unseen;
 use ash::vk;
 use std::path::PathBuf;
 
@@ -21,7 +22,7 @@ pub enum DeviceError {
     },
     /// No Vulkan driver is installed.
     #[error("no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU")]
-    NoDriver,
+    NoDriver(#[source] Unseen),
     /// Validation was asked for and is not installed.
     #[error("validation was asked for, but the layer {layer} is not installed")]
     NoValidation {
@@ -45,6 +46,9 @@ pub enum DeviceError {
         hint: String,
         /// The adapters, each on a line of its own that begins with a line feed.
         adapters: String,
+        /// Why no GPU is among them, if none is and that was looked into.
+        #[source]
+        unseen: Option<Unseen>,
     },
     /// Several adapters match the selector.
     #[error("{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}")]
@@ -65,6 +69,9 @@ pub enum DeviceError {
         count: usize,
         /// All adapters, each on a line of its own that begins with a line feed.
         adapters: String,
+        /// Why no GPU is among them, if none is and that was looked into.
+        #[source]
+        unseen: Option<Unseen>,
     },
     /// The adapter that was selected cannot be used.
     #[error("device \"{name}\" cannot be used: {reason}")]
@@ -142,7 +149,7 @@ impl DeviceError {
             self,
             DeviceError::Loader(_)
                 | DeviceError::OldLoader { .. }
-                | DeviceError::NoDriver
+                | DeviceError::NoDriver(_)
                 | DeviceError::NoValidation { .. }
                 | DeviceError::BadSelector { .. }
                 | DeviceError::NoMatch { .. }

@@ -3,7 +3,7 @@
 
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
-use crate::device::probe;
+use crate::device::{probe, visible};
 use ash::{ext, vk};
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -204,7 +204,7 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
     // messages live longer than the instance, `Inner` keeps both.
     match unsafe { entry.create_instance(&info, None) } {
         Ok(raw) => Ok((raw, messages)),
-        Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => Err(DeviceError::NoDriver),
+        Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => Err(DeviceError::NoDriver(visible::no_driver())),
         Err(e) => Err(failed("vkCreateInstance", e)),
     }
 }

@@ -28,6 +28,7 @@ mod probe;
 mod queries;
 mod queue;
 mod select;
+mod visible;
 
 pub use adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
 pub use budget::MemoryBudget;
@@ -43,3 +44,4 @@ pub use point::{Point, Role};
 pub use queries::Queries;
 pub use queue::{Batch, Entry, Queue};
 pub use select::{Selector, select};
+pub use visible::{Unseen, choose, unseen};

@@ -295,7 +295,7 @@ fn choose<'a>(adapters: &'a [Adapter], model: &str, given: Option<&str>) -> Resu
             })
         })
         .transpose()?;
-    Ok(crate::device::select(adapters, selector.as_ref())?)
+    Ok(crate::device::choose(adapters, selector.as_ref())?)
 }
 
 fn serve_model(

@@ -12,6 +12,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
@@ -148,7 +149,7 @@ impl Text {
     fn build(tokenizer: &[u8], config: &Map<String, Value>, template: Option<&str>) -> Result<Inner, TextError> {
         let invalid =
             |error: tokenizers::Error| TextError::Invalid { file: "tokenizer.json", reason: error.to_string() };
-        let mut tokenizer = Tokenizer::from_bytes(tokenizer).map_err(invalid)?;
+        let mut tokenizer = read_tokenizer(tokenizer)?;
         // What a training script left in the file must not shorten or lengthen a prompt.
         tokenizer.with_truncation(None).map_err(invalid)?;
         tokenizer.with_padding(None);
@@ -250,6 +251,16 @@ impl Text {
     fn is_text(&self, id: u32, special: bool) -> bool {
         (special || !self.is_special(id)) && self.inner.tokenizer.id_to_token(id).is_some()
     }
+}
+
+/// The tokenizer of a file. The library that reads it panics where some parts are not what it expects: that is the
+/// file's fault, and an error like others.
+fn read_tokenizer(bytes: &[u8]) -> Result<Tokenizer, TextError> {
+    let invalid = |reason: String| TextError::Invalid { file: "tokenizer.json", reason };
+    serde_json::from_slice::<IgnoredAny>(bytes).map_err(|error| invalid(error.to_string()))?;
+    let read = std::panic::catch_unwind(|| Tokenizer::from_bytes(bytes));
+    read.map_err(|_| invalid("a part of it is not what its type asks for".to_owned()))?
+        .map_err(|error| invalid(error.to_string()))
 }
 
 /// The JSON object of a file; empty where there is no file.

@@ -116,10 +116,15 @@ pub fn check_steps(trace: &[Span]) {
 }
 
 impl Collector {
-    /// Listens; gives its address.
+    /// Listens on loopback; gives its address.
     pub async fn start() -> (Collector, String) {
+        Collector::start_at("127.0.0.1:0").await
+    }
+
+    /// Listens there; gives its address.
+    pub async fn start_at(address: &str) -> (Collector, String) {
         let collector = Collector::default();
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let listener = tokio::net::TcpListener::bind(address).await.unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
         let receiver = tonic::transport::Server::builder()
             .add_service(TraceServiceServer::new(collector.clone()))

@@ -322,6 +322,10 @@ fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: 
             0 => LayerKind::FullAttention,
             _ => LayerKind::GatedDelta,
         };
+        // Pages hold what attention keeps: a model needs some.
+        if let Some(layers) = layers.filter(|layers| interval > *layers) {
+            reader.wrong("full_attention_interval", interval, format!("at most num_hidden_layers ({layers})"));
+        }
         return layers.map(|layers| (0..layers).map(kind).collect());
     };
     let Some(names) = names.as_array() else {
@@ -342,6 +346,9 @@ fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: 
                 }
             }
         }
+    }
+    if refused.is_empty() && !kinds.contains(&LayerKind::FullAttention) {
+        reader.wrong("layer_types", "without full_attention", "with a layer of it at least");
     }
     if let Some(layers) = layers
         && layers as usize != names.len()

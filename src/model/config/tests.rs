@@ -393,6 +393,11 @@ fn hybrids_that_cannot_be_run_are_refused_with_every_reason() {
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"moe_intermediate_size": 516})), "moe_intermediate_size");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts": 1 << 20})), "num_experts");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"full_attention_interval": 0})), "full_attention_interval");
+    // Delta rules alone keep no keys: there would be no pages.
+    let few = serde_json::json!({"num_hidden_layers": 3});
+    assert_eq!(one(QWEN3_NEXT, few), "full_attention_interval");
+    let alone = serde_json::json!({"num_hidden_layers": 1, "layer_types": ["linear_attention"]});
+    assert_eq!(one(QWEN3_NEXT, alone), "layer_types");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"mlp_only_layers": "none"})), "mlp_only_layers");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"partial_rotary_factor": 0.005})), "partial_rotary_factor");
     assert_eq!(one(QWEN3_MOE, serde_json::json!({"partial_rotary_factor": 0.25})), "partial_rotary_factor");

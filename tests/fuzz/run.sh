@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Builds the fuzz targets and runs each for a bounded time: tests/fuzz/run.sh SECONDS [TARGET...]
+# Ends with an error where one has found something; the input is then in regressions/, under its target's name, and an
+# ordinary test (tests/regressions.rs) fails on it until it is mended.
+set -euo pipefail
+cd "$(dirname "$0")"
+seconds=${1:?how many seconds for each target}
+shift
+all=(safetensors model_config tokenizer chat configuration generate vllm_generate)
+targets=("$@")
+[ ${#targets[@]} -gt 0 ] || targets=("${all[@]}")
+
+host=$(rustc -vV | sed -n 's/^host: //p')
+# Kept for the next run: what is built, and inputs that reached something new.
+target=${CARGO_TARGET_DIR:-$PWD/../../target}/fuzz
+# What libFuzzer is led by. No sanitiser: all but device/ and one file is without unsafe.
+flags=(
+    --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table
+    -Cllvm-args=-sanitizer-coverage-trace-compares
+)
+RUSTFLAGS="${flags[*]}" CARGO_TARGET_DIR=$target cargo build --locked --target "$host" --bins
+
+failed=()
+for name in "${targets[@]}"; do
+    mkdir -p "$target/corpus/$name" "regressions/$name" "seeds/$name"
+    echo "== $name, $seconds s"
+    # A single input may take 10 s and 2 GiB; nothing that a client may send is longer than 64 KiB here.
+    "$target/$host/debug/$name" "$target/corpus/$name" "seeds/$name" "regressions/$name" \
+        -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -max_len=65536 -print_final_stats=1 \
+        -artifact_prefix="regressions/$name/" || failed+=("$name")
+done
+[ ${#failed[@]} -eq 0 ] || { echo "found something: ${failed[*]}"; exit 1; }

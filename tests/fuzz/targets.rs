@@ -1,0 +1,216 @@
+//! What bytes from outside are given to, one function each: none may panic, hang or take memory without measure. The
+//! fuzzer's binaries and `tests/regressions.rs` call the same functions. Deliberately absent: what the right answer is,
+//! which the ordinary tests say.
+
+use ostinato::config::{Sources, from_sources};
+use ostinato::engine::fake::{FakeConfig, FakeExecutor};
+use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, Replica, ServedModel};
+use ostinato::engine::replica::ReplicaConfig;
+use ostinato::model::checkpoint::Checkpoint;
+use ostinato::model::config::ModelConfig;
+use ostinato::model::text::Text;
+use ostinato::model::text::chat::{ChatMessage, ChatOptions};
+use ostinato::service::prepare::{self, Prepared};
+use ostinato::service::proto::{self, vllm::grpc::engine as contract};
+use ostinato::service::refusal::{Refusal, status};
+use ostinato::service::vllm::convert;
+use prost::Message;
+use std::cell::Cell;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use tempfile::TempDir;
+
+/// A target by its name.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All of them, by the names of their binaries.
+pub const TARGETS: [Target; 7] = [
+    ("safetensors", safetensors),
+    ("model_config", model_config),
+    ("tokenizer", tokenizer),
+    ("chat", chat),
+    ("configuration", configuration),
+    ("generate", generate),
+    ("vllm_generate", vllm_generate),
+];
+
+thread_local! {
+    /// Whether a file is being read by a library whose panics the service makes an error of.
+    pub static READING: Cell<bool> = const { Cell::new(false) };
+}
+
+const TOKENIZER: &[u8] = include_bytes!("../../demo/model/tokenizer.json");
+const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../demo/model/tokenizer_config.json");
+const MODEL_CONFIG: &[u8] = include_bytes!("../../demo/model/config.json");
+
+/// A folder in memory where there is one: targets write their input thousands of times a second.
+fn folder() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+    made.expect("a folder")
+}
+
+/// A folder with one file of these bytes, besides others.
+fn with_file(name: &str, bytes: &[u8], others: &[(&str, &[u8])]) -> TempDir {
+    let folder = folder();
+    for (name, bytes) in others.iter().copied().chain([(name, bytes)]) {
+        std::fs::write(folder.path().join(name), bytes).expect("a file");
+    }
+    folder
+}
+
+/// The weights' file of a checkpoint: its header is read and held against the configuration.
+pub fn safetensors(bytes: &[u8]) {
+    let folder = with_file("model.safetensors", bytes, &[("config.json", MODEL_CONFIG)]);
+    if let Err(error) = Checkpoint::open(folder.path()) {
+        assert!(!error.to_string().is_empty());
+    }
+}
+
+/// config.json and, behind a zero byte, generation_config.json; then what a checkpoint without weights lacks by it.
+pub fn model_config(bytes: &[u8]) {
+    let mut parts = bytes.splitn(2, |byte| *byte == 0).map(std::str::from_utf8);
+    let (Some(Ok(config)), generation) = (parts.next(), parts.next()) else { return };
+    let Ok(generation) = generation.transpose() else { return };
+    match ModelConfig::parse(config, generation) {
+        Ok(parsed) => {
+            // Whatever is computed from it before anything is loaded.
+            let rows = [parsed.q_rows(), parsed.kv_rows(), parsed.qkv_rows()];
+            assert!(rows[2] >= rows[0] && parsed.kv_elements_per_token() > 0, "{rows:?}");
+            let folder = with_file("config.json", config.as_bytes(), &[]);
+            assert!(Checkpoint::open(folder.path()).is_err(), "it has no weights");
+        }
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+/// tokenizer.json and, behind a zero byte, a text that it encodes and decodes again.
+pub fn tokenizer(bytes: &[u8]) {
+    let mut parts = bytes.splitn(2, |byte| *byte == 0);
+    let file = parts.next().unwrap_or_default();
+    let text = String::from_utf8_lossy(parts.next().unwrap_or_default()).into_owned();
+    // The demo's own where none is given: then the text alone is the input.
+    static DEMO: OnceLock<Text> = OnceLock::new();
+    let read = || Text::from_bytes(file, Some(TOKENIZER_CONFIG), None);
+    let tokenizer = if file.is_empty() {
+        DEMO.get_or_init(|| Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's")).clone()
+    } else {
+        READING.set(true);
+        let read = read();
+        READING.set(false);
+        let Ok(tokenizer) = read else { return };
+        tokenizer
+    };
+    let Ok(ids) = tokenizer.encode(&text, true) else { return };
+    // As a stream of single tokens and as a whole.
+    let _ = tokenizer.decode(&ids, false);
+    let mut assembler = tokenizer.assembler(vec!["stop".to_owned()]);
+    for id in ids {
+        let _ = assembler.push(id);
+    }
+}
+
+/// What released templates do with messages: roles, trimming, splitting, tests, loops backwards.
+const TEMPLATE: &str = "\
+{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content | trim + '<|im_end|>\\n' }}{%- endif %}\
+{%- set ns = namespace(last=messages|length - 1) %}\
+{%- for message in messages[::-1] %}{%- if message.role == 'user' and message.content is string %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}\
+{%- for message in messages %}\
+{%- set content = message.content %}\
+{%- if '</think>' in content %}{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}\
+{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}{{- raise_exception('no such role: ' + message.role) }}{%- endif %}\
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' + (message.content | tojson) + message.role | title }}\
+{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
+
+/// Roles and contents by turns, with zero bytes between: rendered by two templates and encoded.
+pub fn chat(bytes: &[u8]) {
+    static TEXTS: OnceLock<[Text; 2]> = OnceLock::new();
+    let texts = TEXTS.get_or_init(|| {
+        let text = |template| Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), template).expect("the demo's");
+        [text(None), text(Some(TEMPLATE))]
+    });
+    let parts: Vec<String> =
+        bytes.split(|byte| *byte == 0).map(|part| String::from_utf8_lossy(part).into_owned()).collect();
+    let messages: Vec<ChatMessage> = parts
+        .chunks(2)
+        .map(|pair| ChatMessage { role: pair[0].clone(), content: pair.get(1).cloned().unwrap_or_default() })
+        .collect();
+    for text in texts {
+        if let Ok(rendered) = text.chat(&messages, &ChatOptions::default()) {
+            let _ = text.encode(&rendered, false);
+        }
+    }
+}
+
+/// The operator's file.
+pub fn configuration(bytes: &[u8]) {
+    let folder = with_file("ostinato.toml", bytes, &[]);
+    let sources = Sources { file: Some(folder.path().join("ostinato.toml")), ..Sources::default() };
+    if let Err(error) = from_sources(&sources) {
+        assert!(!error.to_string().is_empty());
+    }
+}
+
+/// A model on a device that is not there.
+fn host() -> &'static Arc<Host> {
+    static HOST: OnceLock<Arc<Host>> = OnceLock::new();
+    HOST.get_or_init(|| {
+        let fake = FakeConfig::default();
+        let (vocabulary, context) = (fake.capacity.vocabulary, fake.capacity.context);
+        let config = ReplicaConfig { queue_limit: 4, eos_ids: vec![2], context, vocabulary, prefix_cache: true };
+        let device = DeviceInfo { index: 0, name: "none".to_owned(), uuid: "00".to_owned(), pci: None };
+        let replica = |name: &str| {
+            let executor = Box::new(FakeExecutor::realtime_with(fake.clone()));
+            Replica::spawn(name.to_owned(), device.clone(), executor, config.clone()).expect("a thread")
+        };
+        let info = ModelInfo {
+            architecture: "Qwen3ForCausalLM".to_owned(),
+            context,
+            vocabulary,
+            eos_ids: vec![2],
+            weight_bytes: 1,
+            bytes_per_token: 1,
+            parameters: 1,
+            active_parameters: 1,
+        };
+        let text = Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's");
+        let replicas = vec![replica("demo/0"), replica("demo/1")];
+        let model = ServedModel { name: "demo".to_owned(), info, text: Some(Arc::new(text)), replicas };
+        Arc::new(Host::new(vec![model]))
+    })
+}
+
+/// Whatever was prepared keeps to the engine's bounds or is refused; a refusal has words.
+fn checked(prepared: Result<Prepared, Refusal>) {
+    match prepared {
+        Ok(prepared) => {
+            assert!(prepared.samples >= 1);
+            let bounds = prepared.place.replica().bounds();
+            if let Err(error) = prepared.request.validate(bounds) {
+                assert!(!error.to_string().is_empty());
+            }
+            for index in 0..prepared.samples {
+                let _ = prepared.request.sample(index);
+            }
+        }
+        Err(refusal) => assert!(!status(&refusal).message().is_empty()),
+    }
+}
+
+/// A message of our own contract.
+pub fn generate(bytes: &[u8]) {
+    let Ok(message) = proto::GenerateRequest::decode(bytes) else { return };
+    checked(prepare::prepare(host(), message, None));
+}
+
+/// A message of the contract of routers.
+pub fn vllm_generate(bytes: &[u8]) {
+    let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
+    let asked = convert::model(host()).and_then(|model| convert::request(model, message));
+    checked(asked.and_then(|asked| {
+        let mut prepared = prepare::prepare(host(), asked.message, None)?;
+        asked.rest.apply(&mut prepared);
+        Ok(prepared)
+    }));
+}

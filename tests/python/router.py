@@ -1,0 +1,11 @@
+"""Has the router read its arguments; prints as JSON what it makes of them."""
+
+import json
+import sys
+
+from smg.launch_router import parse_router_args
+
+read = parse_router_args(sys.argv[1:])
+names = ["host", "port", "policy", "worker_urls", "prometheus_port", "enable_trace", "otlp_traces_endpoint",
+         "service_discovery", "selector", "service_discovery_port", "service_discovery_namespace"]
+print(json.dumps({name: getattr(read, name) for name in names}))

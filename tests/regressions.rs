@@ -1,0 +1,60 @@
+//! Goal: whatever the fuzzer has found once, and what it begins with, is taken without panic, hang or loss of memory.
+//! Method: the fuzz targets' own functions (`tests/fuzz/targets.rs`) on the inputs that lie beside them, one after the
+//! other; no fuzzer is needed.
+
+#[path = "fuzz/targets.rs"]
+mod targets;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use targets::TARGETS;
+
+/// One input may take so long on a machine that does other things too.
+const LONGEST: Duration = Duration::from_secs(20);
+
+/// The inputs of a target, those that it begins with and those that it failed on.
+fn inputs(target: &str) -> Vec<PathBuf> {
+    let folders = ["seeds", "regressions"].map(|kind| here().join(kind).join(target));
+    let entries = folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten();
+    let mut inputs: Vec<PathBuf> = entries.map(|entry| entry.expect("a readable folder").path()).collect();
+    inputs.sort();
+    inputs
+}
+
+fn here() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fuzz")
+}
+
+#[test]
+fn inputs_of_fuzz_targets_are_taken() {
+    for (name, target) in TARGETS {
+        let inputs = inputs(name);
+        assert!(!inputs.is_empty(), "{name} has nothing to begin with");
+        for input in inputs {
+            let bytes = std::fs::read(&input).unwrap_or_else(|e| panic!("{}: {e}", input.display()));
+            let begun = Instant::now();
+            if let Err(panic) = std::panic::catch_unwind(|| target(&bytes)) {
+                eprintln!("{name} fails on {}", input.display());
+                std::panic::resume_unwind(panic);
+            }
+            assert!(begun.elapsed() < LONGEST, "{name} takes {:?} for {}", begun.elapsed(), input.display());
+        }
+    }
+}
+
+#[test]
+fn every_input_lies_under_the_name_of_a_target_and_every_target_runs() {
+    for kind in ["seeds", "regressions"] {
+        for entry in std::fs::read_dir(here().join(kind)).into_iter().flatten() {
+            let name = entry.expect("a readable folder").file_name().into_string().expect("a name");
+            assert!(TARGETS.iter().any(|(target, _)| *target == name), "{kind}/{name} is of no target");
+        }
+    }
+    let script = std::fs::read_to_string(here().join("run.sh")).expect("the script");
+    let manifest = std::fs::read_to_string(here().join("Cargo.toml")).expect("the manifest");
+    let listed = TARGETS.map(|(name, _)| name).join(" ");
+    assert!(script.contains(&format!("all=({listed})")), "run.sh runs others than {listed}");
+    for (name, _) in TARGETS {
+        assert!(manifest.contains(&format!("name = \"{name}\"\npath = \"bins/{name}.rs\"")), "{name} has no binary");
+    }
+}

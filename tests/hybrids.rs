@@ -49,7 +49,7 @@ fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Confi
 }
 
 fn replica(host: &Host) -> &Replica {
-    &host.models[0].replicas[0]
+    &host.replicas().next().unwrap()
 }
 
 #[test]

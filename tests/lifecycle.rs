@@ -472,7 +472,8 @@ async fn the_endpoints_bounds_change_while_it_serves() {
     for _ in 0..2 {
         streams.push(client.generate(text_request("", "x", 1000)).await.unwrap().into_inner());
     }
-    sender.send_replace(Changeable { client_limit: Some(1), drain: Duration::ZERO, ..*sender.borrow() });
+    let before = *sender.borrow();
+    sender.send_replace(Changeable { client_limit: Some(1), drain: Duration::ZERO, ..before });
     until("the limit is in force", async || {
         // What was taken without a limit is not counted.
         let held = client.clone().generate(text_request("", "x", 1000)).await.unwrap();

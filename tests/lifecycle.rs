@@ -101,7 +101,11 @@ fn load_request(name: &str, replace: Replace) -> proto::LoadModelRequest {
 type Client = proto::ostinato_client::OstinatoClient<tonic::transport::Channel>;
 
 /// Loads and gives the lines, the steps and what was loaded.
-async fn load(client: &mut Client, name: &str, replace: Replace) -> Result<(usize, usize, proto::Model), tonic::Status> {
+async fn load(
+    client: &mut Client,
+    name: &str,
+    replace: Replace,
+) -> Result<(usize, usize, proto::Model), tonic::Status> {
     let mut events = client.load_model(load_request(name, replace)).await?.into_inner();
     let (mut lines, mut steps, mut loaded) = (0, 0, None);
     while let Some(message) = events.message().await? {
@@ -207,7 +211,10 @@ async fn one_thing_at_a_time_is_done_with_a_model_and_a_load_outlives_its_caller
     let mut events = client.load_model(load_request("two", Replace::Beside)).await.unwrap().into_inner();
     assert!(matches!(events.message().await.unwrap().unwrap().event, Some(Event::Line(_))));
     let status = load(&mut client, "two", Replace::Beside).await.unwrap_err();
-    assert_eq!((status.code(), status.message()), (Code::Aborted, "model \"two\" cannot be touched: it is being loaded"));
+    assert_eq!(
+        (status.code(), status.message()),
+        (Code::Aborted, "model \"two\" cannot be touched: it is being loaded")
+    );
     until("the load is shown", async || {
         let models = client.clone().list_models(proto::ListModelsRequest {}).await.unwrap().into_inner().models;
         models[1].state() == ModelState::Loading && models[1].loading.as_ref().is_some_and(|step| step.done == 1)
@@ -362,8 +369,7 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
     let told: Vec<(&str, Change, bool)> =
         changed.iter().map(|changed| (changed.model.as_str(), changed.change, changed.result.is_ok())).collect();
     use Change::{Added, Removed, Replaced};
-    let expected =
-        [("goes", Removed, true), ("new", Added, true), ("bad", Added, false), ("changes", Replaced, true)];
+    let expected = [("goes", Removed, true), ("new", Added, true), ("bad", Added, false), ("changes", Replaced, true)];
     assert_eq!(told, expected);
     for (stream, script) in streams.into_iter().zip(["stays", "goes", "before"]) {
         let outcome = stream.await.unwrap();

@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 const INBOX: usize = 4;
 /// Progress reports not yet taken; the next ones make up for those that find no room.
 const PROGRESS: usize = 16;
-/// More packing threads than this gain nothing: the link to the device is the bound.
-const MOST_WORKERS: usize = 8;
+/// Eight pack 17 to 23 GB/s (docs/performance.md), half of what a link carries: more than twice as many gain nothing.
+const MOST_WORKERS: usize = 16;
 /// How much less of a core than others a thread gets that gives way: of two that want one, about a tenth.
 const NICE: i32 = 10;
 /// Pieces start on multiples of this in a slot: a cache line.
@@ -267,7 +267,7 @@ enum Message {
 }
 
 impl Loader {
-    /// Starts the thread. `workers` threads pack; `None` asks the machine, up to 8.
+    /// Starts the thread. `workers` threads pack; `None` asks the machine, up to 16.
     pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Loader {
         let (sender, inbox) = bounded(INBOX);
         let closing = Arc::new(AtomicBool::new(false));

@@ -50,7 +50,8 @@ pub(crate) fn run(args: &Models) -> anyhow::Result<()> {
     let server = args.server.as_deref().ok_or_else(|| super::Usage("--server ADDR says whose models".to_owned()))?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start")?;
     runtime.block_on(async {
-        let channel = endpoint(server)?.connect().await.with_context(|| format!("cannot reach a server at {server}"))?;
+        let channel =
+            endpoint(server)?.connect().await.with_context(|| format!("cannot reach a server at {server}"))?;
         let mut client = OstinatoClient::new(channel);
         match &args.action {
             None | Some(Action::List) => list(&mut client, args.json).await,
@@ -118,12 +119,7 @@ async fn list(client: &mut OstinatoClient<Channel>, json: bool) -> anyhow::Resul
     Ok(())
 }
 
-async fn load(
-    client: &mut OstinatoClient<Channel>,
-    name: &str,
-    unload_first: bool,
-    json: bool,
-) -> anyhow::Result<()> {
+async fn load(client: &mut OstinatoClient<Channel>, name: &str, unload_first: bool, json: bool) -> anyhow::Result<()> {
     let replace = if unload_first { proto::Replace::UnloadFirst } else { proto::Replace::Beside };
     let request = proto::LoadModelRequest { name: name.to_owned(), replace: replace.into() };
     let mut events = client.load_model(request).await.map_err(Refused::from)?.into_inner();

@@ -296,13 +296,7 @@ impl Host {
 
     /// Without any model yet: those of the catalogue can be loaded from the source.
     pub(super) fn empty(catalogue: Catalogue, source: Box<dyn Source>) -> Host {
-        Host {
-            models: ArcSwap::default(),
-            leaving: Mutex::default(),
-            ended: Requests::default(),
-            catalogue,
-            source,
-        }
+        Host { models: ArcSwap::default(), leaving: Mutex::default(), ended: Requests::default(), catalogue, source }
     }
 
     /// The models that are served now, in the configuration's order.

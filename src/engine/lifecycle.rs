@@ -375,9 +375,8 @@ impl Host {
             Listed { name: entry.model.name.clone(), state, served, step }
         };
         let configured = catalogue.entries.iter().map(of_entry);
-        let unknown = |served: &&Arc<ServedModel>| {
-            catalogue.entries.iter().all(|entry| entry.model.name != served.name)
-        };
+        let unknown =
+            |served: &&Arc<ServedModel>| catalogue.entries.iter().all(|entry| entry.model.name != served.name);
         let others = models.iter().filter(unknown).map(|served| Listed {
             name: served.name.clone(),
             state: State::Serving,

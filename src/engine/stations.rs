@@ -27,9 +27,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-/// Slots of the staging ring and bytes of each: enough to keep a transfer queue busy while
-/// others are packed.
-const STAGING: (usize, usize) = (16, 16 << 20);
+/// Slots of the staging ring and bytes of each: one for each thread that packs, and as many to keep a transfer queue
+/// busy meanwhile.
+const STAGING: (usize, usize) = (32, 8 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
 /// Between two looks at whether another load on the device has ended.
 const TURN_LOOK: Duration = Duration::from_millis(20);

@@ -175,10 +175,7 @@ impl Ostinato for Rpc {
         answer(&span, Ok(proto::ListModelsResponse { models }))
     }
 
-    async fn load_model(
-        &self,
-        request: Request<proto::LoadModelRequest>,
-    ) -> Result<Response<Loading>, Status> {
+    async fn load_model(&self, request: Request<proto::LoadModelRequest>) -> Result<Response<Loading>, Status> {
         let span = rpc_span(SERVICE, "LoadModel", request.metadata());
         let settings = self.settings();
         answer(&span, Loading::start(&self.host, request.into_inner(), settings.drain, span.clone()))
@@ -200,7 +197,13 @@ impl Ostinato for Rpc {
         let span = rpc_span(SERVICE, "GetLoad", request.metadata());
         let model = request.into_inner().model;
         let replicas = if model.is_empty() {
-            Ok(self.host.models().iter().flat_map(|model| &model.replicas).map(|replica| convert::load(replica)).collect())
+            Ok(self
+                .host
+                .models()
+                .iter()
+                .flat_map(|model| &model.replicas)
+                .map(|replica| convert::load(replica))
+                .collect())
         } else {
             let loads = |place: Place| place.model().replicas.iter().map(|replica| convert::load(replica)).collect();
             Place::find(&self.host, &model, "").map(loads)

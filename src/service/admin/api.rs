@@ -96,9 +96,10 @@ fn listed(listed: &Listed) -> Value {
         State::Serving => "serving",
         State::Unloading => "unloading",
     };
-    let step = listed.step.as_ref().map(|step| {
-        json!({ "what": step.what, "done": step.done, "total": step.total, "unit": unit(step.unit) })
-    });
+    let step = listed
+        .step
+        .as_ref()
+        .map(|step| json!({ "what": step.what, "done": step.done, "total": step.total, "unit": unit(step.unit) }));
     json!({ "name": listed.name, "state": state, "step": step })
 }
 

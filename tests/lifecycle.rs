@@ -461,7 +461,7 @@ async fn a_server_without_models_is_healthy_and_one_that_stops_loads_none() {
     assert_eq!(ended.expect("the server ends").unwrap().unwrap().cut, 0);
     let error = host.load("one", Default::default(), Duration::ZERO, &Quiet).unwrap_err();
     assert!(matches!(error, LifecycleError::Stopping { .. }), "{error}");
-    until("the load has ended", async || !host.listed().iter().any(|listed| listed.step.is_some())).await;
+    assert!(host.settle(Duration::from_secs(5)), "the load has ended");
     assert!(get("/healthz").await.starts_with("HTTP/1.1 503"));
     stop.cancel();
     page_server.await.unwrap();

@@ -28,7 +28,7 @@ pub(crate) struct Models {
 enum Action {
     /// Show the models of the server's configuration, loaded or not.
     List,
-    /// Load a model of the server's configuration, or load it anew.
+    /// Load a model of the server's configuration, or load it anew. It goes on where this ends early.
     Load {
         /// Its name.
         name: String,

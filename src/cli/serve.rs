@@ -20,6 +20,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+/// The longest wait for a load that is under way when the server stops.
+const SETTLE: Duration = Duration::from_secs(20);
 /// Connections that the system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
 
@@ -177,8 +179,13 @@ async fn listen(
         trust_client_header,
         changes: Some(changes),
     };
-    let stopped = serve(host, listener, options, signals()?).await?;
+    let stopped = serve(Arc::clone(&host), listener, options, signals()?).await?;
     reloads.abort();
+    // A load has been told to end; the process does not end under a driver that compiles for it.
+    let settled = tokio::task::spawn_blocking(move || host.settle(SETTLE)).await;
+    if !settled.unwrap_or(false) {
+        tracing::warn!("a model is still being loaded");
+    }
     match stopped.cut {
         0 => tracing::info!("stopped"),
         cut => tracing::warn!(cut, "stopped; the grace period was over for some streams"),

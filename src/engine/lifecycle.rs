@@ -638,6 +638,14 @@ impl Host {
         (removed, wanted)
     }
 
+    /// Waits until nothing is being loaded or unloaded, at most `limit`; whether that is so.
+    pub fn settle(&self, limit: Duration) -> bool {
+        let busy = |models: &mut Models| models.entries.iter().any(|entry| entry.work.is_some());
+        let waited = self.catalogue.done.wait_timeout_while(self.catalogue.lock(), limit, busy);
+        let (_models, late) = waited.unwrap_or_else(PoisonError::into_inner);
+        !late.timed_out()
+    }
+
     /// Nothing is loaded from now on, and what is being loaded is not finished.
     pub(super) fn close(&self) {
         let mut catalogue = self.catalogue.lock();

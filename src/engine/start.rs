@@ -202,7 +202,7 @@ impl StartError {
 const TAGS_TOLERANCE: f64 = 1e-6;
 
 /// Of a device that others serve on, what a load runs on the compute queue (its test, above all) takes at most one part
-/// in so many of the time.
+/// in so many of the time, as far as the device tells how long it took.
 const BESIDE_SHARE: u32 = 32;
 /// The longest pause for that.
 const BESIDE_PAUSE: Duration = Duration::from_secs(1);

@@ -40,13 +40,16 @@ pub struct Options {
     pub changes: Option<watch::Receiver<Changeable>>,
 }
 
-/// What of [`Options`] can change while the server runs; the fields mean the same.
+/// What of [`Options`] can change while the server runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[expect(missing_docs, reason = "as in Options")]
 pub struct Changeable {
+    /// As in [`Options`]; also how long requests go on whose model leaves.
     pub drain: Duration,
+    /// As in [`Options`], of requests that come.
     pub stream_buffer: usize,
+    /// As in [`Options`].
     pub client_limit: Option<u32>,
+    /// As in [`Options`].
     pub trust_client_header: bool,
 }
 

@@ -191,7 +191,7 @@ async fn the_data_is_what_the_host_says() {
     served.idle(&format!("{name}/0"), Duration::from_secs(10)).await;
 
     let state = get(page.address, "/api/state").await.json();
-    let replica = &served.host.models[0].replicas[0];
+    let replica = &served.host.replicas().next().unwrap();
     let (told, load) = (&state["models"][0]["replicas"][0], replica.load());
     assert_eq!(told["name"], json!(replica.name));
     assert_eq!(told["slots"], json!(replica.slots()));

@@ -107,7 +107,7 @@ fn refused(vulkan: &Vulkan, models: Vec<Model>) -> StartError {
 /// A checkpoint as it is committed is served as ever.
 fn works(vulkan: &Vulkan, name: &str) {
     let host = start(vulkan, vec![model(vulkan, &fixture(name))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
-    answers(&host.models[0].replicas[0], name);
+    answers(&host.replicas().next().unwrap(), name);
     let alive = actors();
     for actor in ["compute", "watcher", "engine m/0"] {
         assert!(alive.iter().any(|name| name == actor), "{actor} is not among {alive:?}");
@@ -286,8 +286,8 @@ fn a_context_longer_than_the_models_is_refused_with_both_numbers() {
     // All that the model has is no error.
     let asked = Model { context: Some(512), ..model(&vulkan, &fixture("llama-plain")) };
     let host = start(&vulkan, vec![asked]).unwrap_or_else(|e| panic!("{}", chain(&e)));
-    assert_eq!(host.models[0].info.context, 512);
-    answers(&host.models[0].replicas[0], "llama-plain");
+    assert_eq!(host.models()[0].info.context, 512);
+    answers(&host.replicas().next().unwrap(), "llama-plain");
 }
 
 #[test]
@@ -332,7 +332,7 @@ fn drafts_and_chunks_that_a_model_cannot_have_are_refused_with_both_numbers() {
     // None is always possible, and a chunk of any size without such state.
     let dense = Model { prefill_chunk: Some(100), ..drafts(&dense, 0) };
     let host = start(&vulkan, vec![dense]).unwrap_or_else(|e| panic!("{}", chain(&e)));
-    answers(&host.models[0].replicas[0], "llama-plain");
+    answers(&host.replicas().next().unwrap(), "llama-plain");
     drop(host);
     assert_no_actor_lives();
     works(&vulkan, "hybrid-one");
@@ -364,7 +364,7 @@ fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
     let mut wider = limited(64 << 10);
     wider.replicas[0].memory_limit = Some(config::Bytes(1 << 30));
     let host = start(&vulkan, vec![wider]).unwrap_or_else(|e| panic!("{}", chain(&e)));
-    answers(&host.models[0].replicas[0], "llama-plain");
+    answers(&host.replicas().next().unwrap(), "llama-plain");
 }
 
 fn good_name(vulkan: &Vulkan) -> String {
@@ -412,7 +412,7 @@ fn bad_requests_are_refused_with_both_numbers_and_take_nothing() {
     let vulkan = Vulkan::new();
     let host =
         start(&vulkan, vec![model(&vulkan, &fixture("llama-plain"))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     let (vocabulary, context) = (257u32, replica.bounds().context as usize);
     assert_eq!(context, 512);
     let known = expected("llama-plain");
@@ -526,6 +526,6 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
         "[[models]]\nname = \"m\"\npath = {checkpoint:?}\ncontext = 128\nreplicas = [{{ device = \"{uuid}\" }}]\n"
     ));
     let host = start_on(&vulkan.instance, &good.expect("mended"), &Quiet).unwrap_or_else(|e| panic!("{}", chain(&e)));
-    assert_eq!(host.models[0].replicas[0].bounds().context, 128);
-    answers(&host.models[0].replicas[0], "llama-plain");
+    assert_eq!(host.replicas().next().unwrap().bounds().context, 128);
+    answers(&host.replicas().next().unwrap(), "llama-plain");
 }

@@ -72,7 +72,7 @@ fn requests() -> Vec<Request> {
 fn sequences_draw_together_what_they_draw_alone() {
     let vulkan = Vulkan::new();
     let host = serve(&vulkan, 40);
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     let alone: Vec<Vec<u32>> = requests().into_iter().map(|request| generate(replica, request).tokens).collect();
     assert_ne!(alone[1], alone[0][..5], "sampling matters");
     for turn in 0..2 {
@@ -103,7 +103,7 @@ fn sequences_draw_together_what_they_draw_alone() {
 fn sequences_that_lose_their_pages_go_on_as_if_they_had_not() {
     let vulkan = Vulkan::new();
     let host = serve_with(&vulkan, 12, false);
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     let known = expected(CHECKPOINT);
     let tokens = known.greedy.len() as u32;
     let events: Vec<_> = (0..6)
@@ -144,7 +144,7 @@ fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
         .collect();
     let without: Vec<Vec<u32>> = {
         let host = serve_with(&vulkan, 40, false);
-        let replica = &host.models[0].replicas[0];
+        let replica = &host.replicas().next().unwrap();
         let runs = asks.iter().map(|ask| {
             let run = generate(replica, ask.clone());
             assert_eq!(run.finished.cached_tokens, 0);
@@ -153,7 +153,7 @@ fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
         runs.collect()
     };
     let host = serve(&vulkan, 40);
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     for turn in 0..2 {
         // All at once, then each with all pages there.
         let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
@@ -205,8 +205,8 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
         config.runtime.tune = vec!["fragments=1".into(), "flash_threads=64".into()];
     }
     let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
-    let replica = &host.models[0].replicas[0];
-    let vocabulary = host.models[0].info.vocabulary;
+    let replica = &host.replicas().next().unwrap();
+    let vocabulary = host.models()[0].info.vocabulary;
     let ask = |index: u32| {
         let length = [1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100][index as usize % 12] + index / 12;
         let prompt: Vec<u32> = (0..length).map(|at| (index * 7919 + at * 104_729 + 17) % vocabulary).collect();
@@ -239,7 +239,7 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
 fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
     let vulkan = Vulkan::new();
     let host = serve(&vulkan, 9);
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     let known = expected(CHECKPOINT);
     let text: Vec<u32> = known.prompt.iter().chain(&known.greedy).copied().collect();
     let mut random = Random(99);
@@ -292,7 +292,7 @@ fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
 fn an_aborted_sequence_leaves_the_others_as_they_are() {
     let vulkan = Vulkan::new();
     let host = serve(&vulkan, 40);
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     let known = expected(CHECKPOINT);
     let ask = |id: &str| submit(replica, Request { id: id.to_owned(), ..request(&known.prompt, 60) });
     let (first, leaving, last) = (ask("first"), ask("leaving"), ask("last"));
@@ -322,7 +322,7 @@ fn an_aborted_sequence_leaves_the_others_as_they_are() {
 fn logits_and_log_probabilities_are_those_of_the_sequence_that_asked() {
     let vulkan = Vulkan::new();
     let host = serve(&vulkan, 40);
-    let replica = &host.models[0].replicas[0];
+    let replica = &host.replicas().next().unwrap();
     let known = expected(CHECKPOINT);
     let asks = |id: &str| Request {
         id: id.to_owned(),

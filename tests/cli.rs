@@ -303,3 +303,100 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
     let output = run(&["generate", "--prompt", "x", "--server", "127.0.0.1:1"]);
     assert_eq!(output.status.code(), Some(1));
 }
+
+/// Waits until something is so.
+#[track_caller]
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !holds() {
+        assert!(Instant::now() < until, "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn models_are_loaded_and_a_changed_configuration_is_taken_up_while_a_stream_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, log) = (folder.path().join("ostinato.toml"), folder.path().join("log"));
+    let model = |name: &str, more: &str| {
+        let small = "slots = 2\ncontext = 4096\nprefill_chunk = 64\n";
+        let place = format!("replicas = [{{ device = \"{}\" }}]", cpu());
+        format!("[[models]]\nname = \"{name}\"\npath = \"embedded:demo\"\n{place}\n{small}{more}\n")
+    };
+    let write = |text: &str| std::fs::write(&file, text).unwrap();
+    let first = model("demo", "") + &model("other", "load = \"request\"");
+    write(&first);
+    let mut command =
+        ostinato(&["serve", "--listen", "127.0.0.1:0", "--admin", "off", "--config", file.to_str().unwrap()]);
+    let mut child = command.stdout(Stdio::piped()).stderr(std::fs::File::create(&log).unwrap()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let address = line.strip_prefix("listening on ").unwrap_or_else(|| panic!("{line:?}")).trim().to_owned();
+    let server = Server { address, child };
+    let models = |arguments: &[&str]| {
+        let all: Vec<&str> =
+            ["models", "--server", &server.address, "--json"].iter().chain(arguments).copied().collect();
+        run(&all)
+    };
+    let states = || -> Vec<String> {
+        let listed = events(&models(&[]));
+        listed.iter().map(|model| format!("{} {}", model["name"], model["state"]).replace('"', "")).collect()
+    };
+    assert_eq!(states(), ["demo serving", "other unloaded"]);
+    let asked = ["generate", "--json", "--server", &server.address, "--prompt", "Once upon a time", "--ignore-eos"];
+    let generate = |tokens: &str| {
+        let more = ["--model", "demo", "--max-tokens", tokens];
+        let all: Vec<&str> = asked.iter().chain(&more).copied().collect();
+        ostinato(&all).stdout(Stdio::piped()).spawn().unwrap()
+    };
+    let mut stream = generate("4000");
+    let loaded = events(&models(&["load", "other"]));
+    assert_eq!(loaded.last().unwrap()["loaded"], "other");
+    assert!(loaded.last().unwrap()["loads"][0]["gb_per_second"].as_f64().unwrap() > 0.0, "{loaded:?}");
+    assert_eq!(states(), ["demo serving", "other serving"]);
+    let unloaded = events(&models(&["unload", "other", "--grace", "1"]));
+    assert!(unloaded[0]["freed_bytes"].as_u64().unwrap() > 1_000_000 && unloaded[0]["cut"] == 0, "{unloaded:?}");
+    for (arguments, words) in [
+        (&["unload", "other"][..], "cannot be unloaded: it is not loaded"),
+        (&["load", "/etc/passwd"], "is not configured; configured are demo, other"),
+    ] {
+        let refused = models(arguments);
+        let errors = String::from_utf8(refused.stderr).unwrap();
+        assert!(!refused.status.success() && errors.contains(words), "{errors}");
+    }
+
+    let hang_up = || {
+        let id = server.child.id().to_string();
+        assert!(Command::new("kill").args(["-HUP", &id]).status().unwrap().success());
+    };
+    let said = |words: &str| std::fs::read_to_string(&log).unwrap().contains(words);
+    // A file with problems changes nothing, and all of them are told.
+    write("[server]\nqueue_limit = 0\ndrain_seconds = -1\n");
+    hang_up();
+    until("the problems are told", || said("server.queue_limit must") && said("server.drain_seconds must"));
+    // One goes, one comes, one changes; what cannot change is named.
+    let second = format!("[server]\nlisten = \"127.0.0.1:1\"\n{}{}", first.replace("other", "third"), model("new", ""));
+    write(&second);
+    hang_up();
+    until("the configuration is in force", || said("the configuration is in force"));
+    assert_eq!(states(), ["demo serving", "third unloaded", "new serving"]);
+    // `--listen` wins over the file, so that nothing has changed there.
+    assert!(!said("server.listen stays"));
+    write(&second.replace("[server]", "[telemetry]\nlog = \"debug\"\n[server]"));
+    hang_up();
+    until("what stays is named", || said("telemetry.log stays \"info\": \"debug\" takes a new start"));
+    // The stream has gone on all the time, and says what one says that is alone.
+    assert!(stream.try_wait().unwrap().is_none(), "it should be long enough");
+    stream.kill().unwrap();
+    let said = String::from_utf8(stream.wait_with_output().unwrap().stdout).unwrap();
+    let tokens = |lines: &mut dyn Iterator<Item = Value>| -> Vec<Value> {
+        lines.filter_map(|event| Some(event.get("token_ids")?.as_array()?.clone())).flatten().collect()
+    };
+    // The last line may have been cut.
+    let said = tokens(&mut said.lines().map_while(|line| serde_json::from_str(line).ok()));
+    let some = said.len().min(100);
+    assert!(some > 0);
+    let alone = generate(&some.to_string()).wait_with_output().unwrap();
+    assert_eq!(tokens(&mut events(&alone).into_iter()), said[..some]);
+    assert_eq!(server.stop(), Some(0));
+}

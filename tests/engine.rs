@@ -915,7 +915,7 @@ fn served(name: &str, replicas: Vec<Replica>) -> ServedModel {
         parameters: 0,
         active_parameters: 0,
     };
-    ServedModel { name: name.into(), info, text: None, replicas }
+    ServedModel::new(name.into(), info, None, replicas)
 }
 
 fn slow(name: &str, index: usize) -> Replica {
@@ -955,7 +955,7 @@ fn requests_find_their_replica() {
         assert_eq!(route(unknown, ""), Err(error));
     }
     // A busy replica is passed by, unless it is named; so is a draining one.
-    let replicas = &host.models[0].replicas;
+    let replicas = host.models()[0].replicas.clone();
     let _events = submit(&replicas[0], request("a", 1, 500));
     assert_eq!(route("one", "").as_deref(), Ok("one/1"));
     assert_eq!(route("one", "0").as_deref(), Ok("one/0"));
@@ -963,7 +963,7 @@ fn requests_find_their_replica() {
     assert_eq!(route("one", "").as_deref(), Ok("one/0"));
     host.drain();
     assert_eq!(host.unfinished(), 1);
-    for replica in host.models.iter().flat_map(|served| &served.replicas) {
+    for replica in host.replicas() {
         assert!(replica.closed().is_some());
     }
 }

@@ -15,6 +15,7 @@ use ostinato::engine::start::{Quiet, start_on};
 use ostinato::model::demo;
 use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, bit};
 use ostinato::model::text::Text;
+use std::sync::Arc;
 
 fn text() -> Text {
     let dir = tempfile::tempdir().unwrap();
@@ -189,13 +190,13 @@ fn serve(vulkan: &Vulkan, driver: Driver, slots: u32, kv_pages: u32, tune: &[&st
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-fn replica(host: &Host) -> &Replica {
+fn replica(host: &Host) -> Arc<Replica> {
     host.route("", "").expect("one model").1
 }
 
 /// A request that is constrained, of the model that is served.
 fn constrained(host: &Host, id: &str, constraint: &Constraint, tokens: u32, sampling: Sampling) -> Request {
-    let model = &host.models[0];
+    let model = &*host.models()[0].clone();
     let text = model.text.as_deref().expect("the demo has a tokenizer");
     let grammars = text.grammars(model.info.vocabulary, &model.info.eos_ids).unwrap();
     let grammar = Some(grammars.start(constraint, false).unwrap());
@@ -212,14 +213,14 @@ fn hot(seed: u64) -> Sampling {
 
 /// The text, which must be whole and as the constraint says.
 fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &str) {
-    let eos = &host.models[0].info.eos_ids;
+    let eos = &host.models()[0].info.eos_ids.clone();
     let mut tokens = generated.tokens.clone();
     match generated.finished.reason {
         FinishReason::Complete => {}
         FinishReason::Stop(id) => assert!(eos.contains(&id) && tokens.pop() == Some(id), "{context}: stop {id}"),
         ref other => panic!("{context}: {other:?} after {tokens:?}"),
     }
-    let text = host.models[0].text.as_deref().expect("a tokenizer").decode(&tokens, false).unwrap();
+    let text = host.models()[0].text.as_deref().expect("a tokenizer").decode(&tokens, false).unwrap();
     assert!(check(&text), "{context}: {text:?}");
 }
 
@@ -232,7 +233,7 @@ fn rows_follow_their_own_constraints_and_no_others() {
     for (driver, gates) in both.take(3) {
         let vulkan = Vulkan::new();
         let host = serve(&vulkan, driver, 4, 64, &[gates]);
-        let replica = replica(&host);
+        let replica = &*replica(&host);
         let free = |id: &str| Request { id: id.to_owned(), ..request(&[9, 200, 31], 30) };
         let drawn = |id: &str| Request { sampling: hot(3), ..free(id) };
         let alone = [generate(replica, free("alone")).tokens, generate(replica, drawn("alone")).tokens];
@@ -275,7 +276,7 @@ fn rows_follow_their_own_constraints_and_no_others() {
 fn constrained_rows_come_and_go() {
     let vulkan = Vulkan::new();
     let host = serve(&vulkan, Driver::first(), 4, 18, &["gates=1"]);
-    let replica = replica(&host);
+    let replica = &*replica(&host);
     let (schema, check) = constraints().remove(0);
     let long = Constraint::Regex("[a-z ]{2000,}".to_owned());
     let wanted = generate(replica, constrained(&host, "w", &schema, 200, hot(5)));
@@ -300,7 +301,7 @@ fn constrained_rows_come_and_go() {
                 FinishReason::Aborted => assert!(i == 1 && round % 2 == 1),
                 ref other => panic!("{other:?}"),
             }
-            let text = host.models[0].text.as_deref().unwrap().decode(&generated.tokens, false).unwrap();
+            let text = host.models()[0].text.as_deref().unwrap().decode(&generated.tokens, false).unwrap();
             assert!(text.bytes().all(|b| b == b' ' || b.is_ascii_lowercase()), "{text:?}");
         }
         assert_eq!(collect(&free).tokens.len(), 60);
@@ -323,7 +324,7 @@ fn a_fault_costs_a_constrained_row_nothing() {
             ["fragments=1", "gates=1"].iter().chain(tune).map(|change| (*change).to_owned()).collect();
         config.telemetry.gpu_time = GpuTime::Off;
         let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
-        let replica = replica(&host);
+        let replica = &*replica(&host);
         let person = submit(replica, constrained(&host, "person", &schema, 200, hot(11)));
         let free = submit(replica, Request { id: "free".to_owned(), ..request(&[9, 200, 31], 40) });
         let person = collect(&person);

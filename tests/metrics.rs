@@ -381,12 +381,12 @@ async fn with_a_model() -> (Scrape, Scrape, bool) {
         after.0["ostinato_kernel_variant_info"].samples.keys().all(|(_, labels)| !labels["stage"].contains("layers"))
     );
     let weights = after.sum("ostinato_memory_plan_bytes", &[("purpose", "weights"), ("side", "device")]);
-    assert!(weights > 4e6 && weights == served.host.devices[0].memory[0].bytes as f64, "{weights} bytes");
+    assert!(weights > 4e6 && weights == served.host.devices()[0].memory[0].bytes as f64, "{weights} bytes");
     assert!(after.sum("ostinato_transfer_bytes_total", &[]) >= weights, "weights cross the transfer queue");
     let (submits, flushes) = (after.sum("ostinato_submits_total", &[]), after.sum("ostinato_flushes_total", &[]));
     assert_eq!(submits, flushes, "every submission has a reason");
     assert_eq!(after.sum("vllm:kv_cache_usage_perc", &[("model_name", "demo")]), 0.0);
-    let told = served.host.devices[0].device.as_ref().expect("a device").budget().reported;
+    let told = served.host.devices()[0].device.as_ref().expect("a device").budget().reported;
     (before, after, told)
 }
 

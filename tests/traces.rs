@@ -165,7 +165,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
         let kernels = |step: &ostinato::engine::host::StepRecord| {
             step.submissions.iter().flat_map(|s| &s.regions).any(|region| !region.kernels.is_empty())
         };
-        while !served.host.models[0].replicas[0].steps(usize::MAX).iter().any(kernels) {
+        while !served.host.replicas().next().unwrap().steps(usize::MAX).iter().any(kernels) {
             assert!(Instant::now() < until);
             assert_eq!(
                 generate(&mut client, long("profiled", "profiled", 60)).await.ids(),

@@ -788,7 +788,7 @@ async fn a_profile_times_the_kernels_between_its_start_and_its_end() {
     };
     // Plans that were timed, of all, by rank.
     let timed = || -> Vec<(usize, usize)> {
-        let count = |replica: &ostinato::engine::host::Replica| {
+        let count = |replica: std::sync::Arc<ostinato::engine::host::Replica>| {
             let steps = replica.steps(usize::MAX);
             let timed = steps.iter().filter(|step| !step.submissions[0].regions[0].kernels.is_empty()).count();
             (timed, steps.len())

@@ -21,8 +21,10 @@ use std::time::{Duration, Instant};
 const INBOX: usize = 4;
 /// Progress reports not yet taken; the next ones make up for those that find no room.
 const PROGRESS: usize = 16;
-/// More packing threads than this gain nothing: the link to the device is the bound.
-const MOST_WORKERS: usize = 8;
+/// Eight pack 17 to 23 GB/s (docs/performance.md), half of what a link carries: more than twice as many gain nothing.
+const MOST_WORKERS: usize = 16;
+/// How much less of a core than others a thread gets that gives way: of two that want one, about a tenth.
+const NICE: i32 = 10;
 /// Pieces start on multiples of this in a slot: a cache line.
 const SLOT_ALIGNMENT: u64 = 64;
 /// Longest wait for the last copies once they are submitted.
@@ -257,6 +259,7 @@ pub struct Load {
 enum Message {
     Load {
         plan: LoadPlan,
+        workers: Option<usize>,
         cancelled: Arc<AtomicBool>,
         progress: Sender<Progress>,
         done: Sender<Result<LoadReport, LoadError>>,
@@ -264,7 +267,7 @@ enum Message {
 }
 
 impl Loader {
-    /// Starts the thread. `workers` threads pack; `None` asks the machine, up to 8.
+    /// Starts the thread. `workers` threads pack; `None` asks the machine, up to 16.
     pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Loader {
         let (sender, inbox) = bounded(INBOX);
         let closing = Arc::new(AtomicBool::new(false));
@@ -280,10 +283,16 @@ impl Loader {
 
     /// Loads after the loads asked for before.
     pub fn load(&self, plan: LoadPlan) -> Result<Load, LoadError> {
+        self.load_on(plan, None)
+    }
+
+    /// As [`Loader::load`], on at most so many threads, where others need the machine: those give way to all other
+    /// work.
+    pub fn load_on(&self, plan: LoadPlan, workers: Option<usize>) -> Result<Load, LoadError> {
         let (progress, progress_receiver) = bounded(PROGRESS);
         let (done, done_receiver) = bounded(1);
         let cancelled = Arc::new(AtomicBool::new(false));
-        let message = Message::Load { plan, cancelled: Arc::clone(&cancelled), progress, done };
+        let message = Message::Load { plan, workers, cancelled: Arc::clone(&cancelled), progress, done };
         let inbox = self.inbox.as_ref().expect("taken by drop only");
         match inbox.try_send(message) {
             Ok(()) => Ok(Load { progress: progress_receiver, done: done_receiver, cancelled }),
@@ -312,6 +321,11 @@ impl Load {
     /// The one result, for a `select!`; [`Load::wait`] is simpler.
     pub fn done(&self) -> &Receiver<Result<LoadReport, LoadError>> {
         &self.done
+    }
+
+    /// Has it end soon, with [`LoadError::Cancelled`] unless it has ended before.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
     }
 
     /// Waits for the end.
@@ -356,8 +370,8 @@ struct Shared<'a> {
 
 impl Actor {
     fn run(self, inbox: &Receiver<Message>) {
-        while let Ok(Message::Load { plan, cancelled, progress, done }) = inbox.recv() {
-            let result = self.load(&plan, &cancelled, &progress);
+        while let Ok(Message::Load { plan, workers, cancelled, progress, done }) = inbox.recv() {
+            let result = self.load(&plan, workers, &cancelled, &progress);
             if let Ok(report) = &result {
                 tracing::info!(
                     bytes = report.bytes_written,
@@ -376,6 +390,7 @@ impl Actor {
     fn load(
         &self,
         plan: &LoadPlan,
+        workers: Option<usize>,
         cancelled: &AtomicBool,
         progress: &Sender<Progress>,
     ) -> Result<LoadReport, LoadError> {
@@ -400,13 +415,19 @@ impl Actor {
             progress,
             submitted,
         };
-        let workers = self.workers.min(chunks.len());
+        let gives_way = workers.is_some();
+        let workers = workers.unwrap_or(self.workers).clamp(1, self.workers).min(chunks.len());
         let results: Vec<Result<Worker, LoadError>> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..workers)
                 .map(|i| {
                     std::thread::Builder::new()
                         .name(format!("loader.{i}"))
-                        .spawn_scoped(scope, || self.work(&shared))
+                        .spawn_scoped(scope, || {
+                            if gives_way {
+                                give_way();
+                            }
+                            self.work(&shared)
+                        })
                         .expect("the host can start a thread")
                 })
                 .collect();
@@ -502,6 +523,12 @@ impl Actor {
         let _ = shared.progress.try_send(Progress { bytes_done, bytes_total: shared.bytes_total });
         Ok(())
     }
+}
+
+/// Has the system run this thread only where no other wants to.
+fn give_way() {
+    // A system that does not let it is none the worse: there are fewer threads as well.
+    let _ = rustix::process::nice(NICE);
 }
 
 /// Packs a part of a tensor from its files; gives the time that reading them took.

@@ -285,7 +285,7 @@ fn print_beside(args: &Bench, host: &Host) -> anyhow::Result<()> {
     for &streams in &args.streams {
         let mut runs = Vec::new();
         for run in 0..=args.repeat.unwrap_or(5) {
-            let found = beside(replica, model.info.vocabulary, streams, args.prompt, room, run)?;
+            let found = beside(&replica, model.info.vocabulary, streams, args.prompt, room, run)?;
             if run > 0 {
                 runs.push(found);
             }
@@ -333,7 +333,7 @@ fn median(args: &Bench, host: &Host, grammar: Option<&Started>, test: Test, stre
     // One run to warm up.
     let mut runs = Vec::new();
     for index in 0..=args.repeat.unwrap_or(5) {
-        let row = once(args, replica, model.info.vocabulary, grammar, test, streams, index)?;
+        let row = once(args, &replica, model.info.vocabulary, grammar, test, streams, index)?;
         if index > 0 {
             runs.push(row);
         }
@@ -508,7 +508,8 @@ fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
 }
 
 fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, host: &Host) {
-    let info = &host.models[0].info;
+    let models = host.models();
+    let info = &models[0].info;
     println!(
         "{} from {}, {:.1} million parameters, {:.1} MB a token at batch 1",
         info.architecture,

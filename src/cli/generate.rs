@@ -273,6 +273,7 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
         // Of another name the server will say so itself.
         printer.ids_only = models
             .iter()
+            .filter(|model| model.state() == proto::ModelState::Serving)
             .find(|model| request.model.is_empty() || model.name == request.model)
             .is_some_and(|model| !model.has_tokenizer);
     }
@@ -304,7 +305,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
         let show = progress::Show::new(args.json);
         Arc::new(start(&config, &show)?)
     };
-    printer.ids_only = host.models.iter().any(|model| model.text.is_none());
+    printer.ids_only = host.models().iter().any(|model| model.text.is_none());
     // The only model and its only replica, whatever their names.
     let request = proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args)? };
     let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;

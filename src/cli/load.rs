@@ -251,6 +251,7 @@ async fn connect(server: &str, count: u32) -> anyhow::Result<Vec<OstinatoClient<
 async fn model(client: &OstinatoClient<Channel>, name: &str) -> anyhow::Result<proto::Model> {
     let models = client.clone().list_models(proto::ListModelsRequest {}).await.map_err(Refused::from)?;
     let mut models = models.into_inner().models;
+    models.retain(|model| model.state() == proto::ModelState::Serving);
     let served = models.iter().map(|model| model.name.as_str()).collect::<Vec<_>>().join(", ");
     let at = match models.as_slice() {
         [_] if name.is_empty() => Some(0),

@@ -1,4 +1,4 @@
-//! The command line: `devices`, `serve`, `generate`, `bench`, `profile`, `tune`, `synth`.
+//! The command line: `devices`, `serve`, `models`, `generate`, `bench`, `profile`, `tune`, `synth`.
 //! Deliberately absent: anything that the service needs too.
 
 mod arrivals;
@@ -7,9 +7,11 @@ mod beside;
 mod devices;
 mod generate;
 mod load;
+mod models;
 mod perfetto;
 mod profile;
 mod progress;
+mod reload;
 mod serve;
 mod synth;
 mod tune;
@@ -43,6 +45,8 @@ enum Command {
     },
     /// Serve models over gRPC.
     Serve(serve::Serve),
+    /// Show a server's models, load one, or unload one, while it serves the others.
+    Models(models::Models),
     /// Generate once, in this process or against a server.
     Generate(Box<generate::Generate>),
     /// Measure prompt and decode speed beside the device's read ceiling, or a server under load.
@@ -102,6 +106,7 @@ pub fn main() -> ExitCode {
     let result = match command {
         Command::Devices { json } => devices::run(json),
         Command::Serve(args) => serve::run(&args),
+        Command::Models(args) => models::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Profile(args) => profile::run(&args),
@@ -185,6 +190,10 @@ mod tests {
             "serve --config f.toml --model a=/b@0 --model c=/d --listen 127.0.0.1:1 --insecure",
             "generate --model dir --device cpu --prompt text --max-tokens 5 --temperature 0.7 \
              --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 --json",
+            "models --server 127.0.0.1:50051",
+            "models list --server 127.0.0.1:50051 --json",
+            "models --server 127.0.0.1:50051 load name --unload-first",
+            "models unload --server 127.0.0.1:50051 name --grace 0.5",
             "generate --server 127.0.0.1:50051 --chat hello",
             "generate --tokens 1,2,3 --dump-logits file",
             "bench --model dir --device 0 --prompt 512 --decode 128 --streams 1,16 --json",
@@ -210,6 +219,8 @@ mod tests {
             "generate --prompt a --server a:1 --memory-limit 1GiB",
             "generate --prompt a --temperature warm",
             "serve --model nothing",
+            "models",
+            "models --server a:1 load",
             "bench --rate 5",
             "bench --served-model m",
             "bench --server a:1 --rate 5 --streams 2",

@@ -1,12 +1,13 @@
-//! `ostinato serve`: configuration, telemetry, admin endpoint, host, endpoint, bottom to top; a signal; then
-//! top to bottom.
+//! `ostinato serve`: configuration, telemetry, admin endpoint, host, endpoint, bottom to top; signals; then
+//! top to bottom. Deliberately absent: what a new configuration changes (`reload`).
 
+use super::reload::Reload;
 use super::{Usage, cache_directory, progress};
-use crate::config::{self, Bytes, Config, DEMO_PATH, Model, Sources};
+use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Sources};
 use crate::engine::host::Host;
 use crate::engine::start::{Progress, Unit, start};
 use crate::service::admin::{self, Admin};
-use crate::service::server::{Options, serve};
+use crate::service::server::{Changeable, Options, serve};
 use crate::telemetry;
 use anyhow::Context;
 use std::io::Write;
@@ -15,13 +16,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpSocket};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+/// The longest wait for a load that is under way when the server stops.
+const SETTLE: Duration = Duration::from_secs(20);
 /// Connections that the system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
 
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Serve {
     /// A configuration file (TOML); `deploy/ostinato.toml` shows every key.
     #[arg(long, value_name = "FILE")]
@@ -49,24 +53,32 @@ pub(crate) struct Serve {
     json: bool,
 }
 
+impl Serve {
+    /// What the arguments, the environment and the file say now.
+    pub(super) fn configuration(&self) -> Result<Config, ConfigError> {
+        let mut config = config::from_sources(&Sources {
+            file: self.config.clone(),
+            environment: true,
+            listen: self.listen.clone(),
+            admin: self.admin.clone(),
+            insecure: self.insecure,
+            models: self.model.clone(),
+        })?;
+        if config.models.is_empty() {
+            config.models.push(Model::new("demo", DEMO_PATH, None));
+        }
+        for model in &mut config.models {
+            model.memory_limit = model.memory_limit.or(self.memory_limit);
+        }
+        if config.runtime.cache_directory.is_none() {
+            config.runtime.cache_directory = cache_directory();
+        }
+        Ok(config)
+    }
+}
+
 pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
-    let mut config = config::from_sources(&Sources {
-        file: args.config.clone(),
-        environment: true,
-        listen: args.listen.clone(),
-        admin: args.admin.clone(),
-        insecure: args.insecure,
-        models: args.model.clone(),
-    })?;
-    if config.models.is_empty() {
-        config.models.push(Model::new("demo", DEMO_PATH, None));
-    }
-    for model in &mut config.models {
-        model.memory_limit = model.memory_limit.or(args.memory_limit);
-    }
-    if config.runtime.cache_directory.is_none() {
-        config.runtime.cache_directory = cache_directory();
-    }
+    let config = args.configuration()?;
     let _telemetry = telemetry::init(&telemetry::Settings {
         otlp_endpoint: config.telemetry.otlp_endpoint.clone(),
         sample_ratio: config.telemetry.sample_ratio,
@@ -94,6 +106,11 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         None => None,
     };
     let (page_address, page) = page.unzip();
+    // One that comes while models are loaded is taken up after.
+    let hangups = {
+        let _context = runtime.enter();
+        signal(SignalKind::hangup()).context("cannot wait for SIGHUP")?
+    };
     let host = {
         let show = progress::Show::new(args.json);
         Arc::new(start(&config, &Both(&show, &*admin))?)
@@ -101,7 +118,8 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     announce(&host);
     admin.set_host(Arc::clone(&host));
     let served = runtime.block_on(async {
-        let served = listen(socket, host, &config, &admin, page_address).await;
+        let reload = Reload::new(args, config.clone(), Arc::clone(&host));
+        let served = listen(socket, host, &config, &admin, page_address, (hangups, reload)).await;
         stop.cancel();
         if let Some(page) = page {
             // It has ended, or was ended by a panic that was logged.
@@ -139,6 +157,7 @@ async fn listen(
     config: &Config,
     admin: &Admin,
     page: Option<SocketAddr>,
+    (hangups, reload): (Signal, Reload),
 ) -> anyhow::Result<()> {
     let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, "server.listen", error))?;
     let address = listener.local_addr().context("the endpoint has no address")?;
@@ -149,19 +168,39 @@ async fn listen(
         // Whoever has read the port may have closed it.
         let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
     }
+    let Changeable { drain, stream_buffer, client_limit, trust_client_header } = changeable(&config.server);
+    let (sender, changes) = watch::channel(changeable(&config.server));
+    let reloads = tokio::spawn(reload.at(hangups, sender));
     let options = Options {
-        drain: Duration::from_secs_f64(config.server.drain_seconds),
+        drain,
         max_message_bytes: usize::try_from(config.server.max_message_bytes.0).unwrap_or(usize::MAX),
-        stream_buffer: config.server.stream_buffer as usize,
-        client_limit: config.server.client_limit,
-        trust_client_header: config.server.trust_client_header,
+        stream_buffer,
+        client_limit,
+        trust_client_header,
+        changes: Some(changes),
     };
-    let stopped = serve(host, listener, options, signals()?).await?;
+    let stopped = serve(Arc::clone(&host), listener, options, signals()?).await?;
+    reloads.abort();
+    // A load has been told to end; the process does not end under a driver that compiles for it.
+    let settled = tokio::task::spawn_blocking(move || host.settle(SETTLE)).await;
+    if !settled.unwrap_or(false) {
+        tracing::warn!("a model is still being loaded");
+    }
     match stopped.cut {
         0 => tracing::info!("stopped"),
         cut => tracing::warn!(cut, "stopped; the grace period was over for some streams"),
     }
     Ok(())
+}
+
+/// What can change of what the configuration says of the endpoint.
+pub(super) fn changeable(server: &config::Server) -> Changeable {
+    Changeable {
+        drain: Duration::from_secs_f64(server.drain_seconds),
+        stream_buffer: server.stream_buffer as usize,
+        client_limit: server.client_limit,
+        trust_client_header: server.trust_client_header,
+    }
 }
 
 /// `key` is where the configuration says the address.
@@ -202,7 +241,7 @@ fn signals() -> anyhow::Result<impl Future<Output = ()>> {
 
 /// What runs where.
 fn announce(host: &Host) {
-    for model in &host.models {
+    for model in &*host.models() {
         for replica in &model.replicas {
             tracing::info!(
                 model = model.name,

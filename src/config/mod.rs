@@ -13,7 +13,7 @@ use serde::Deserialize;
 pub use admin::Admin;
 pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
-pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, Model, ParseModelError, Replica, embedded};
+pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Replica, embedded};
 pub use server::Server;
 pub use telemetry::{GpuTime, Telemetry};
 

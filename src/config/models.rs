@@ -36,6 +36,9 @@ pub struct Model {
     /// One for each place that it runs at; at least one.
     #[serde(default)]
     pub replicas: Vec<Replica>,
+    /// When it is loaded.
+    #[serde(default)]
+    pub load: LoadWhen,
     /// Longest context, tokens; unset: the checkpoint's, or what the memory holds.
     pub context: Option<u32>,
     /// Sequences that run at once; unset: the engine's choice.
@@ -59,6 +62,17 @@ pub struct Model {
     pub drafts: Option<u32>,
     /// Whether so many are drafted even where fewer would be faster; unset: no.
     pub drafts_always: Option<bool>,
+}
+
+/// When a model is loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LoadWhen {
+    /// Before the server takes requests.
+    #[default]
+    Start,
+    /// When somebody asks for it.
+    Request,
 }
 
 /// A number format of keys and values.
@@ -97,6 +111,7 @@ impl Model {
             name: name.to_owned(),
             path: path.into(),
             replicas: vec![Replica { device: device.map(str::to_owned), memory_limit: None }],
+            load: LoadWhen::Start,
             context: None,
             slots: None,
             kv_pages: None,

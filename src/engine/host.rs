@@ -1,31 +1,37 @@
-//! What serves a configuration: its models' replicas, and the way from a request to one of
-//! them. Deliberately absent: opening devices and loading models.
+//! What serves a configuration: the models that are loaded, their replicas, and the way from a request to one of
+//! them. Which models there are changes while requests run; whoever has found one keeps it.
+//! Deliberately absent: how models come and go (`lifecycle`), opening devices and loading weights (`stations`).
 
 use super::affinity::{Affinity, Candidate};
+use super::lifecycle::{Catalogue, Fixed, Source, State};
 use super::prefix::PageKey;
 pub use super::replica::Replica;
 use super::request::RequestError;
 use crate::actors::timeline::{SubmissionRecord, TransferRecord};
 use crate::actors::transfer::Transfer;
 use crate::device::Device;
+use crate::memory::Arena;
 use crate::memory::plan::{Purpose, Side};
 use crate::model::text::Text;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::Requests;
-use std::sync::{Arc, Mutex, PoisonError};
+use arc_swap::ArcSwap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Everything that runs: dropped, it stops bottom to top.
 #[derive(Debug)]
 pub struct Host {
     /// In the configuration's order.
-    pub models: Vec<ServedModel>,
-    /// The devices that they run on.
-    pub devices: Vec<ServedDevice>,
+    models: ArcSwap<Vec<Arc<ServedModel>>>,
+    /// Models that no request finds any more and some still run on.
+    leaving: Mutex<Vec<Arc<ServedModel>>>,
     /// Requests that have ended.
     pub ended: Requests,
-    /// Which replica was given what, a model each. Held while one prompt is routed.
-    affinities: Vec<Mutex<Affinity>>,
+    /// Every model that may be loaded, and what is being done with it.
+    pub(super) catalogue: Catalogue,
+    // Order matters: the devices go after what runs on them.
+    pub(super) source: Box<dyn Source>,
 }
 
 /// A model under its served name.
@@ -38,7 +44,9 @@ pub struct ServedModel {
     /// Tokenizer and chat template; `None` where the checkpoint has none.
     pub text: Option<Arc<Text>>,
     /// At least one, in the configuration's order.
-    pub replicas: Vec<Replica>,
+    pub replicas: Vec<Arc<Replica>>,
+    /// Which replica was given what. Held while one prompt is routed.
+    affinity: Mutex<Affinity>,
 }
 
 /// What clients may know of a model.
@@ -135,17 +143,19 @@ pub struct StepRecord {
     pub pages_used: u32,
 }
 
-/// A device that something is served on.
-#[derive(Debug)]
+/// A device that is open: something is or was served on it.
+#[derive(Clone, Debug)]
 pub struct ServedDevice {
     /// Which.
     pub info: DeviceInfo,
-    /// What its memory was planned for.
+    /// What its memory was planned for, by the replicas that are on it.
     pub memory: Vec<MemoryUse>,
     /// Its submissions to the transfer queue; `None`: it has no such queue (a fake).
     pub transfer: Option<Arc<Transfer>>,
     /// The device itself; `None`: it is a fake.
     pub device: Option<Arc<Device>>,
+    /// Where its buffers come from; `None`: it is a fake.
+    pub arena: Option<Arena>,
 }
 
 impl ServedDevice {
@@ -246,6 +256,16 @@ pub enum RouteError {
         /// Comma-separated names.
         served: String,
     },
+    /// The configuration names the model, and it is not served now.
+    #[error("model \"{asked}\" is not served: {state}; served are {served}")]
+    NotLoaded {
+        /// What was asked.
+        asked: String,
+        /// What is the matter with it.
+        state: State,
+        /// Comma-separated names.
+        served: String,
+    },
     /// The model has no replica on the asked device.
     #[error("model \"{model}\" has no replica on device \"{asked}\"; it runs on {available}")]
     UnknownDevice {
@@ -259,22 +279,57 @@ pub enum RouteError {
 }
 
 impl Host {
-    /// Of replicas that run, on the devices that they name: for fakes, of which no more is known.
+    /// Of replicas that run, on the devices that they name: for fakes, of which no more is known. No further model can
+    /// be loaded.
     pub fn new(models: Vec<ServedModel>) -> Host {
         let mut devices: Vec<ServedDevice> = Vec::new();
         for replica in models.iter().flat_map(|model| &model.replicas) {
             if devices.iter().all(|device| device.info != replica.device) {
                 let info = replica.device.clone();
-                devices.push(ServedDevice { info, memory: Vec::new(), transfer: None, device: None });
+                devices.push(ServedDevice { info, memory: Vec::new(), transfer: None, device: None, arena: None });
             }
         }
-        Host::on(models, devices)
+        let host = Host::empty(Catalogue::default(), Box::new(Fixed(devices)));
+        host.models.store(Arc::new(models.into_iter().map(Arc::new).collect()));
+        host
     }
 
-    /// Of replicas that run on these devices.
-    pub fn on(models: Vec<ServedModel>, devices: Vec<ServedDevice>) -> Host {
-        let affinities = models.iter().map(|_| Mutex::default()).collect();
-        Host { models, devices, ended: Requests::default(), affinities }
+    /// Without any model yet: those of the catalogue can be loaded from the source.
+    pub(super) fn empty(catalogue: Catalogue, source: Box<dyn Source>) -> Host {
+        Host { models: ArcSwap::default(), leaving: Mutex::default(), ended: Requests::default(), catalogue, source }
+    }
+
+    /// The models that are served now, in the configuration's order.
+    pub fn models(&self) -> Arc<Vec<Arc<ServedModel>>> {
+        self.models.load_full()
+    }
+
+    /// Those and the ones that go as soon as nothing runs on them any more.
+    pub fn models_and_leaving(&self) -> Vec<Arc<ServedModel>> {
+        let models = self.models();
+        models.iter().chain(&*self.leaving()).map(Arc::clone).collect()
+    }
+
+    /// Serves another list of models. Only one at a time may change it: whoever holds the catalogue.
+    pub(super) fn set_models(&self, models: Vec<Arc<ServedModel>>) {
+        self.models.store(Arc::new(models));
+    }
+
+    pub(super) fn leaving(&self) -> MutexGuard<'_, Vec<Arc<ServedModel>>> {
+        // Each change of it is whole.
+        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The devices that are open, by index.
+    pub fn devices(&self) -> Vec<ServedDevice> {
+        let mut devices = self.source.devices();
+        for model in self.models_and_leaving() {
+            for replica in &model.replicas {
+                let device = devices.iter_mut().find(|device| device.info == replica.device);
+                device.into_iter().for_each(|device| device.memory.extend(replica.memory.iter().cloned()));
+            }
+        }
+        devices
     }
 
     /// The replica for a request: the named model (empty: the only one), on the selected
@@ -282,15 +337,16 @@ impl Host {
     ///
     /// `device` is a replica's name, or a device's UUID, PCI address, index, or part of its
     /// name. Of several that fit it is the least loaded, of those that take requests if any do.
-    pub fn route(&self, model: &str, device: &str) -> Result<(&ServedModel, &Replica), RouteError> {
-        let served = &self.models[self.find(model)?];
+    pub fn route(&self, model: &str, device: &str) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
+        let served = self.find(model)?;
         let replica = served.fitting(device)?.into_iter().min_by_key(|&replica| {
             let replica = &served.replicas[replica];
             let load = replica.load();
             let pages_per_mille = load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
             (replica.closed().is_some(), load.running + load.waiting, pages_per_mille)
         });
-        Ok((served, &served.replicas[replica.expect("at least one fits")]))
+        let replica = Arc::clone(&served.replicas[replica.expect("at least one fits")]);
+        Ok((served, replica))
     }
 
     /// The replica for `samples` requests of a prompt whose full pages have the names `keys`: as [`Host::route`], but
@@ -302,12 +358,12 @@ impl Host {
         device: &str,
         keys: &[PageKey],
         samples: usize,
-    ) -> Result<(&ServedModel, &Replica), RouteError> {
-        let model = self.find(model)?;
-        let served = &self.models[model];
+    ) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
+        let served = self.find(model)?;
         let fitting = served.fitting(device)?;
-        if served.replicas.len() == 1 {
-            return Ok((served, &served.replicas[0]));
+        if let [only] = served.replicas.as_slice() {
+            let only = Arc::clone(only);
+            return Ok((served, only));
         }
         let candidate = |replica: usize| {
             let asked = &served.replicas[replica];
@@ -321,33 +377,41 @@ impl Host {
             }
         };
         let candidates: Vec<Candidate> = fitting.into_iter().map(candidate).collect();
-        // Whatever a panic left of it: it is a memory of what was chosen, and nothing is wrong that it says.
-        let mut affinity = self.affinities[model].lock().unwrap_or_else(PoisonError::into_inner);
-        let chosen = affinity.choose(&candidates, keys).expect("at least one fits");
-        Ok((served, &served.replicas[chosen]))
+        let chosen = served.affinity().choose(&candidates, keys).expect("at least one fits");
+        let replica = Arc::clone(&served.replicas[chosen]);
+        Ok((served, replica))
     }
 
-    /// The place of the named model, or of the only one.
-    fn find(&self, model: &str) -> Result<usize, RouteError> {
-        let found = match self.models.as_slice() {
-            [_] if model.is_empty() => Some(0),
-            models => models.iter().position(|served| served.name == model),
+    /// The named model, or the only one.
+    fn find(&self, model: &str) -> Result<Arc<ServedModel>, RouteError> {
+        let models = self.models();
+        let found = match models.as_slice() {
+            [only] if model.is_empty() => Some(only),
+            models => models.iter().find(|served| served.name == model),
         };
-        found.ok_or_else(|| RouteError::UnknownModel {
-            asked: model.to_string(),
-            served: self.models.iter().map(|served| served.name.as_str()).collect::<Vec<_>>().join(", "),
+        if let Some(found) = found {
+            return Ok(Arc::clone(found));
+        }
+        let asked = model.to_string();
+        let names: Vec<&str> = models.iter().map(|served| served.name.as_str()).collect();
+        let served = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+        Err(match self.state(model) {
+            // Between the two looks it may have come.
+            Some(state) => RouteError::NotLoaded { asked, state, served },
+            None => RouteError::UnknownModel { asked, served },
         })
     }
 
     /// Forgets which replica of the model was given which prompts: they have forgotten them too.
     pub fn forget_prompts(&self, model: &str) {
         if let Ok(model) = self.find(model) {
-            *self.affinities[model].lock().unwrap_or_else(PoisonError::into_inner) = Affinity::default();
+            *model.affinity() = Affinity::default();
         }
     }
 
-    /// Stops taking requests; those taken go on.
+    /// Stops taking requests, also on models that are being loaded; those taken go on.
     pub fn drain(&self) {
+        self.close();
         for replica in self.replicas() {
             replica.drain();
         }
@@ -355,16 +419,27 @@ impl Host {
 
     /// Requests taken and not finished: 0 some time after `drain`.
     pub fn unfinished(&self) -> usize {
-        self.replicas().map(Replica::unfinished).sum()
+        self.replicas().map(|replica| replica.unfinished()).sum()
     }
 
-    /// All replicas, model after model.
-    pub fn replicas(&self) -> impl Iterator<Item = &Replica> {
-        self.models.iter().flat_map(|served| &served.replicas)
+    /// All replicas, model after model, those last that no request finds any more.
+    pub fn replicas(&self) -> impl Iterator<Item = Arc<Replica>> {
+        self.models_and_leaving().into_iter().flat_map(|served| served.replicas.clone())
     }
 }
 
 impl ServedModel {
+    /// Of its replicas, at least one.
+    pub fn new(name: String, info: ModelInfo, text: Option<Arc<Text>>, replicas: Vec<Replica>) -> ServedModel {
+        let replicas = replicas.into_iter().map(Arc::new).collect();
+        ServedModel { name, info, text, replicas, affinity: Mutex::default() }
+    }
+
+    fn affinity(&self) -> MutexGuard<'_, Affinity> {
+        // Whatever a panic left of it: it is a memory of what was chosen, and nothing is wrong that it says.
+        self.affinity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The replicas that a selector means, at least one.
     fn fitting(&self, device: &str) -> Result<Vec<usize>, RouteError> {
         let fitting = fitting(&self.replicas, device);
@@ -372,7 +447,7 @@ impl ServedModel {
             return Ok(fitting);
         }
         let place =
-            |replica: &Replica| format!("{} (\"{}\", {})", replica.name, replica.device.name, replica.device.uuid);
+            |replica: &Arc<Replica>| format!("{} (\"{}\", {})", replica.name, replica.device.name, replica.device.uuid);
         Err(RouteError::UnknownDevice {
             model: self.name.clone(),
             asked: device.to_string(),
@@ -383,7 +458,7 @@ impl ServedModel {
 
 /// The replicas that a selector means. The exact ways of naming go before part of a name, and
 /// a number is an index and nothing else: "3" must not find an "RTX 3060".
-fn fitting(replicas: &[Replica], selector: &str) -> Vec<usize> {
+fn fitting(replicas: &[Arc<Replica>], selector: &str) -> Vec<usize> {
     let find = |fits: &dyn Fn(&Replica) -> bool| -> Vec<usize> {
         replicas.iter().enumerate().filter(|(_, replica)| fits(replica)).map(|(index, _)| index).collect()
     };

@@ -4,7 +4,7 @@
 
 use super::by_age::ByAge;
 use super::executor::{ExecuteError, Executor};
-use super::host::{DeviceInfo, Load, RequestView, StepRecord, SubmitError};
+use super::host::{DeviceInfo, Load, MemoryUse, RequestView, StepRecord, SubmitError};
 use super::masks::{Answer, Masks};
 pub use super::observe::STEP_RING;
 use super::observe::{Observer, Reported};
@@ -28,7 +28,7 @@ use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -71,16 +71,18 @@ pub struct Replica {
     pub device: DeviceInfo,
     /// How its weights came there, where they did.
     pub loaded: Option<LoadReport>,
+    /// What its memory was planned for.
+    pub memory: Vec<MemoryUse>,
     bounds: Bounds,
     /// Requests that may be unfinished: one a slot, and the queue.
-    live_max: usize,
+    live_max: AtomicUsize,
     slots: usize,
     shared: Arc<Shared>,
     totals: Arc<StepTotals>,
     variants: Arc<Variants>,
     // Order matters: the inbox closes before the thread is joined.
     inbox: Sender<Message>,
-    _thread: JoinOnDrop,
+    thread: JoinOnDrop,
 }
 
 /// What the handle must know at once, without asking the thread: a request is refused or taken
@@ -104,6 +106,8 @@ struct Shared {
     pages_total: AtomicU32,
     /// The device or the engine failed.
     failed: AtomicBool,
+    /// It was stopped on purpose.
+    stopped: AtomicBool,
 }
 
 /// Held for an insertion, a removal or a look.
@@ -180,6 +184,7 @@ impl Replica {
             name: name.clone(),
             busy: (Duration::ZERO, Duration::ZERO),
             shared: shared.clone(),
+            stopping: None,
         };
         let thread =
             std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
@@ -187,14 +192,15 @@ impl Replica {
             name,
             device,
             loaded: None,
+            memory: Vec::new(),
             bounds,
-            live_max,
+            live_max: AtomicUsize::new(live_max),
             slots,
             shared,
             totals,
             variants,
             inbox,
-            _thread: JoinOnDrop(Some(thread)),
+            thread: JoinOnDrop(Mutex::new(Some(thread))),
         })
     }
 
@@ -223,13 +229,15 @@ impl Replica {
                 return Err(RequestError::DuplicateId(request.id.clone()).into());
             }
             let unfinished = gate.live.len();
-            if unfinished + asked > self.live_max {
+            let live_max = self.live_max.load(Relaxed);
+            if unfinished + asked > live_max {
                 let replica = self.name.clone();
                 return Err(if asked == 1 {
-                    let (waiting, limit) = (unfinished - self.slots, self.live_max - self.slots);
+                    // The limit may have been lowered below what waits.
+                    let (waiting, limit) = (unfinished.saturating_sub(self.slots), live_max - self.slots);
                     SubmitError::QueueFull { replica, waiting, limit }
                 } else {
-                    SubmitError::NoRoom { replica, asked, unfinished, limit: self.live_max }
+                    SubmitError::NoRoom { replica, asked, unfinished, limit: live_max }
                 });
             }
             gate.live.extend(samples.iter().map(|sample| sample.id.clone()));
@@ -291,7 +299,7 @@ impl Replica {
     /// Requests that it would take now; a request's samples count each.
     pub fn room(&self) -> usize {
         let gate = self.shared.gate();
-        if gate.closed.is_some() { 0 } else { self.live_max.saturating_sub(gate.live.len()) }
+        if gate.closed.is_some() { 0 } else { self.live_max.load(Relaxed).saturating_sub(gate.live.len()) }
     }
 
     /// Requests taken and not finished.
@@ -376,6 +384,27 @@ impl Replica {
         self.shared.gate().closed.get_or_insert_with(|| "it is draining".to_string());
     }
 
+    /// Requests that may wait from now on. Those that wait already stay, and where more may than at its start, whoever
+    /// submits one may have to wait for a turn of the engine's thread.
+    pub fn set_queue_limit(&self, limit: usize) {
+        self.live_max.store(self.slots + limit, Relaxed);
+    }
+
+    /// Ends what runs, and gives back all that it has of its device: nothing of it is left when this returns. `why` is
+    /// what its requests end with, and what later ones are refused with.
+    pub fn stop(&self, why: &str) {
+        self.shared.stopped.store(true, Relaxed);
+        self.shared.gate().closed = Some(why.to_owned());
+        // A thread that has ended has given everything back.
+        let _ = self.inbox.send(Message::Stop(why.to_owned()));
+        self.thread.join();
+    }
+
+    /// Whether it was stopped on purpose.
+    pub fn stopped(&self) -> bool {
+        self.shared.stopped.load(Relaxed)
+    }
+
     fn unavailable(&self, why: &str) -> SubmitError {
         SubmitError::Unavailable { replica: self.name.clone(), why: why.to_string() }
     }
@@ -388,14 +417,22 @@ impl fmt::Debug for Replica {
 }
 
 #[derive(Debug)]
-struct JoinOnDrop(Option<JoinHandle<()>>);
+struct JoinOnDrop(Mutex<Option<JoinHandle<()>>>);
 
-impl Drop for JoinOnDrop {
-    fn drop(&mut self) {
-        if let Some(thread) = self.0.take() {
+impl JoinOnDrop {
+    fn join(&self) {
+        // Held while it is joined: whoever comes second returns after the end too.
+        let mut thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(thread) = thread.take() {
             // A panic was logged where it happened.
             let _ = thread.join();
         }
+    }
+}
+
+impl Drop for JoinOnDrop {
+    fn drop(&mut self) {
+        self.join();
     }
 }
 
@@ -430,6 +467,8 @@ enum Message {
     Abort(String),
     /// To look at something, or ask for something, between two turns.
     Ask(Box<dyn FnOnce(&mut Actor) + Send>),
+    /// To end every request with this reason, and then the thread.
+    Stop(String),
 }
 
 enum Wake {
@@ -483,6 +522,8 @@ struct Actor {
     shared: Arc<Shared>,
     /// Time that this thread has worked, and handed tokens out, and no step was charged with.
     busy: (Duration, Duration),
+    /// It ends with this turn, and why.
+    stopping: Option<String>,
 }
 
 impl Actor {
@@ -506,6 +547,9 @@ impl Actor {
         // Some may have passed the gate before it was closed, and none may wait in vain.
         self.failed = Some(why);
         for message in inbox {
+            if matches!(message, Message::Stop(_)) {
+                return;
+            }
             self.take(message);
         }
     }
@@ -525,6 +569,13 @@ impl Actor {
                 Wake::DeviceGone => self.fail(&ExecuteError::Failed("the executor has gone".to_string())),
                 Wake::Closed => break,
             }
+            if let Some(why) = self.stopping.take() {
+                self.scheduler.fail(&why, Instant::now());
+                self.failed = Some(why);
+                // Some may have passed the gate before it was closed.
+                inbox.try_iter().for_each(|message| self.take(message));
+                break;
+            }
             self.turn();
         }
         let now = Instant::now();
@@ -532,6 +583,7 @@ impl Actor {
             self.scheduler.abort_sequence(id, now);
         }
         self.deliver();
+        self.publish();
     }
 
     fn next_wake(&self, inbox: &Receiver<Message>) -> Wake {
@@ -560,6 +612,7 @@ impl Actor {
             Message::Abort(_) if self.failed.is_some() => {}
             Message::Abort(id) => self.scheduler.abort(&id, Instant::now()),
             Message::Ask(question) => question(self),
+            Message::Stop(why) => self.stopping = Some(why),
         }
     }
 

@@ -1,22 +1,22 @@
-//! From a configuration to what serves it: opens the devices, starts their actors, plans
-//! memory, loads weights and records regions, bottom to top.
-//! Deliberately absent: what a request is.
+//! From a checkpoint to a replica of it on a device that is open: plans memory, loads weights and records regions,
+//! bottom to top. Deliberately absent: what a request is, which devices are open (`stations`), and when models come
+//! and go (`lifecycle`).
 
-use super::executor::{Capacity, Drafts, Executor, PAGE_TOKENS, STATE_TOKENS};
+use super::executor::{Capacity, Drafts, PAGE_TOKENS, STATE_TOKENS};
 use super::gpu::{DecodeRegion, DecodeRegions, GpuExecutor, Inbox, Parts};
-use super::host::{DeviceInfo, Host, MemoryUse, ModelInfo, ServedDevice, ServedModel};
-use super::matrices;
-use super::replica::{Replica, ReplicaConfig};
+use super::host::MemoryUse;
 use super::spans;
+use super::stations::{Station, staging};
+pub use super::stations::{start, start_on};
 use super::tuned::Tuned;
 use super::variants::{Fallback, Variants};
-use crate::actors::compute::{Compute, GpuTime, Submission};
-use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, Loader, Source};
+use crate::actors::compute::Submission;
+use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, Source};
 use crate::actors::timeline::FlushReason;
-use crate::actors::transfer::{Transfer, TransferError};
+use crate::actors::transfer::TransferError;
 use crate::actors::watcher::Outbox;
-use crate::config::{self, Config};
-use crate::device::{Adapter, Device, DeviceError, Gate, Instance, InstanceOptions, Point, Selector};
+use crate::config;
+use crate::device::{Adapter, DeviceError, Gate, Point};
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Recording};
@@ -27,18 +27,16 @@ use crate::kernels::skinny::Matrices;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
-use crate::memory::{Arena, Buffer, MappedFile, MemoryError, Place, StagingRing, Table};
+use crate::memory::{Buffer, MappedFile, MemoryError, Place, Table};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
-use crate::model::demo;
-use crate::model::text::{Text, TextError};
+use crate::model::text::TextError;
 use crate::telemetry::clock::Moment;
-use std::collections::btree_map;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::Span;
 
@@ -153,6 +151,18 @@ pub enum StartError {
     /// The host has no thread left.
     #[error("an engine thread could not be started")]
     Thread(#[source] std::io::Error),
+    /// Nobody wants it any more.
+    #[error("the load of model \"{model}\" was cancelled")]
+    Cancelled {
+        /// The model.
+        model: String,
+    },
+    /// The host has no models beyond those that it was made with.
+    #[error("model \"{model}\" cannot be loaded: this host loads none")]
+    NoSource {
+        /// The model.
+        model: String,
+    },
     /// An embedded model could not be unpacked.
     #[error("the embedded demo model could not be unpacked to {path}")]
     Demo {
@@ -177,209 +187,34 @@ impl StartError {
             | StartError::Plan { .. }
             | StartError::Load { .. }
             | StartError::Demo { .. } => true,
-            StartError::Memory(_) | StartError::Thread(_) | StartError::Region(_) | StartError::Transfer(_) => false,
+            StartError::Memory(_)
+            | StartError::Thread(_)
+            | StartError::Region(_)
+            | StartError::Transfer(_)
+            | StartError::Cancelled { .. }
+            | StartError::NoSource { .. } => false,
         }
     }
-}
-
-/// A device with its actors.
-pub(super) struct Station {
-    pub(super) device: Arc<Device>,
-    pub(super) arena: Arena,
-    pub(super) compute: Arc<Compute>,
-    transfer: Arc<Transfer>,
-    ring: StagingRing,
-    loader: Loader,
-    matrices: Option<Matrices>,
-    /// What its memory was planned for, by all that was built on it.
-    memory: Mutex<Vec<MemoryUse>>,
-}
-
-/// Slots of the staging ring and bytes of each: enough to keep a transfer queue busy while
-/// others are packed.
-const STAGING: (usize, usize) = (16, 16 << 20);
-const STAGING_CPU: (usize, usize) = (4, 2 << 20);
-
-impl Station {
-    pub(super) fn open(
-        instance: &Instance,
-        adapter: &Adapter,
-        cache: Option<&Path>,
-        gpu_time: GpuTime,
-    ) -> Result<Station, StartError> {
-        let device = Device::open(instance, adapter)?;
-        let arena = Arena::new(&device)?;
-        let (slots, bytes) = staging(adapter);
-        let ring = StagingRing::new(&arena, slots, bytes)?;
-        let transfer = Arc::new(Transfer::spawn(&arena)?);
-        let matrices = matrices::probe(&device, &arena, cache)?;
-        Ok(Station {
-            matrices,
-            memory: Mutex::default(),
-            compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
-            loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
-            ring,
-            transfer,
-            arena,
-            device,
-        })
-    }
-
-    /// Keeps what a replica's memory was planned for.
-    fn note_memory(&self, replica: &str, plan: &Plan) {
-        let uses = plan.entries().iter().map(|entry| MemoryUse {
-            replica: replica.to_owned(),
-            purpose: entry.purpose,
-            bytes: entry.bytes,
-            side: entry.side,
-        });
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner).extend(uses);
-    }
-
-    /// The device as those see it who look at it; the loader ends here.
-    fn served(self) -> ServedDevice {
-        ServedDevice {
-            info: device_info(self.device.adapter()),
-            memory: self.memory.into_inner().unwrap_or_else(PoisonError::into_inner),
-            transfer: Some(self.transfer),
-            device: Some(self.device),
-        }
-    }
-}
-
-fn device_info(adapter: &Adapter) -> DeviceInfo {
-    DeviceInfo {
-        index: adapter.index,
-        name: adapter.name.clone(),
-        uuid: adapter.uuid.clone(),
-        pci: adapter.pci.clone(),
-    }
-}
-
-fn staging(adapter: &Adapter) -> (usize, usize) {
-    if adapter.is_cpu() { STAGING_CPU } else { STAGING }
-}
-
-/// Opens everything that a configuration names and serves its models.
-pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
-    let instance = Instance::new(&InstanceOptions { validation: config.runtime.validation })?;
-    start_on(&instance, config, progress)
-}
-
-/// As [`start`], on an instance of the caller's (tests look at its validation messages).
-pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
-    let adapters = instance.adapters();
-    // Every choice is checked before the first device is opened.
-    let mut chosen = Vec::new();
-    for model in &config.models {
-        let replicas: Result<Vec<&Adapter>, StartError> =
-            model.replicas.iter().map(|replica| choose(&adapters, &model.name, replica.device.as_deref())).collect();
-        chosen.push(replicas?);
-    }
-    let mut stations: BTreeMap<usize, Station> = BTreeMap::new();
-    let mut models = Vec::new();
-    for (model, adapters) in config.models.iter().zip(chosen) {
-        models.push(serve_model(instance, config, model, &adapters, &mut stations, progress)?);
-    }
-    let devices = stations.into_values().map(Station::served).collect();
-    Ok(Host::on(models, devices))
-}
-
-fn choose<'a>(adapters: &'a [Adapter], model: &str, given: Option<&str>) -> Result<&'a Adapter, StartError> {
-    let selector = given
-        .map(|given| {
-            Selector::from_str(given).map_err(|source| StartError::Selector {
-                model: model.to_owned(),
-                given: given.to_owned(),
-                source: Box::new(source),
-            })
-        })
-        .transpose()?;
-    Ok(crate::device::choose(adapters, selector.as_ref())?)
-}
-
-fn serve_model(
-    instance: &Instance,
-    config: &Config,
-    model: &config::Model,
-    adapters: &[&Adapter],
-    stations: &mut BTreeMap<usize, Station>,
-    progress: &dyn Progress,
-) -> Result<ServedModel, StartError> {
-    let path = demo::unpack(&model.path, config.runtime.cache_directory.as_deref())
-        .map_err(|(path, source)| StartError::Demo { path, source })?;
-    let checkpoint = Checkpoint::open(&path).map_err(|source| StartError::Checkpoint {
-        model: model.name.clone(),
-        path: path.clone(),
-        source,
-    })?;
-    let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
-    if text.is_none() {
-        progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
-    }
-    let mut replicas = Vec::new();
-    let mut context = checkpoint.config.context;
-    for (index, adapter) in adapters.iter().enumerate() {
-        let station = match stations.entry(adapter.index) {
-            btree_map::Entry::Occupied(entry) => &*entry.into_mut(),
-            btree_map::Entry::Vacant(entry) => {
-                let cache = config.runtime.cache_directory.as_deref();
-                &*entry.insert(Station::open(instance, adapter, cache, config.telemetry.gpu_time)?)
-            }
-        };
-        let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
-        let name = format!("{}/{index}", model.name);
-        let tune = &config.runtime.tune;
-        let cache = config.runtime.cache_directory.as_deref();
-        let span = spans::load(&name);
-        let tuned = &Tuned::of_model(cache, adapter, &checkpoint, progress);
-        let build = Build {
-            name: &name,
-            model,
-            checkpoint: &checkpoint,
-            station,
-            adapter,
-            limit,
-            tune,
-            tuned,
-            progress,
-            span: &span,
-        };
-        let (executor, loaded) = build.executor(cache)?;
-        drop(span);
-        context = context.min(executor.capacity().context);
-        let replica_config = ReplicaConfig {
-            queue_limit: config.server.queue_limit as usize,
-            eos_ids: checkpoint.config.eos.clone(),
-            context: executor.capacity().context,
-            vocabulary: checkpoint.config.vocab,
-            prefix_cache: model.prefix_cache.unwrap_or(true),
-        };
-        let replica = Replica::spawn(&name, device_info(adapter), Box::new(executor), replica_config);
-        let mut replica = replica.map_err(StartError::Thread)?;
-        replica.loaded = Some(loaded);
-        replicas.push(replica);
-    }
-    Ok(ServedModel {
-        name: model.name.clone(),
-        info: ModelInfo {
-            architecture: checkpoint.config.architecture.name().to_owned(),
-            context,
-            vocabulary: checkpoint.config.vocab,
-            eos_ids: checkpoint.config.eos.clone(),
-            weight_bytes: checkpoint.weight_bytes(),
-            bytes_per_token: checkpoint.bytes_per_token(),
-            parameters: checkpoint.parameters(),
-            active_parameters: checkpoint.active_parameters(),
-        },
-        text: text.map(Arc::new),
-        replicas,
-    })
 }
 
 /// How far logits of a step without barriers may be from those of the very same operations with barriers between them,
 /// relative norms: nothing but the order of their running differs.
 const TAGS_TOLERANCE: f64 = 1e-6;
+
+/// Of a device that others serve on, what a load runs on the compute queue (its test, above all) takes at most one part
+/// in so many of the time, as far as the device tells how long it took.
+const BESIDE_SHARE: u32 = 32;
+/// The longest pause for that.
+const BESIDE_PAUSE: Duration = Duration::from_secs(1);
+/// Cores that a load leaves alone while others serve: their engine's thread, the compute actor's, the watcher's and one
+/// of the endpoint's.
+const BESIDE_CORES: usize = 4;
+
+/// Threads that read, pack and compile while others serve.
+fn threads_beside() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    cores.saturating_sub(BESIDE_CORES).max(1)
+}
 
 /// Decode steps that may be queued and not reported.
 const RUN_AHEAD: u32 = 32;
@@ -470,6 +305,10 @@ pub(super) struct Build<'a> {
     pub(super) progress: &'a dyn Progress,
     /// What the parts of the load are shown under.
     pub(super) span: &'a Span,
+    /// Others serve meanwhile, and must not feel it.
+    pub(super) beside: bool,
+    /// Set when nobody wants it any more.
+    pub(super) cancelled: &'a AtomicBool,
 }
 
 /// A model whose buffers are allocated and whose weights are on their way.
@@ -479,16 +318,31 @@ pub(super) struct Prepared<'a> {
     pub(super) table: Table,
     pub(super) pipelines: Pipelines,
     pub(super) loading: Loading,
+    /// What memory was planned for.
+    pub(super) memory: Vec<MemoryUse>,
 }
 
 /// What is under way when a model is prepared.
 pub(super) struct Loading {
     /// Clears what starts as zero.
     init: Arc<Region>,
-    weights: Load,
+    weights: Weights,
     rope: Point,
     pipelines: (usize, Moment, Moment),
     started: Instant,
+}
+
+/// Weights on their way. Dropped before they are there, it waits until nobody uses their buffers any more.
+struct Weights(Option<Load>);
+
+impl Drop for Weights {
+    fn drop(&mut self) {
+        if let Some(load) = self.0.take() {
+            load.cancel();
+            // Its error is that of a load that was cancelled.
+            let _ = load.wait();
+        }
+    }
 }
 
 /// What memory is for, by buffer name.
@@ -674,7 +528,13 @@ impl Build<'_> {
         let probe = self.decoder(wanted, 1, chunk);
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
-        self.station.note_memory(self.name, &plan);
+        let memory = plan.entries().iter().map(|entry| MemoryUse {
+            replica: self.name.to_owned(),
+            purpose: entry.purpose,
+            bytes: entry.bytes,
+            side: entry.side,
+        });
+        let memory = memory.collect();
         let pages = u32::try_from(plan.kv_pages()).unwrap_or(u32::MAX);
         let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
         let decoder = self.decoder(context, pages, chunk);
@@ -711,7 +571,7 @@ impl Build<'_> {
             table.add(buffer)?;
         }
 
-        let load = self.load(&decoder, &weights, &table)?;
+        let load = Weights(Some(self.load(&decoder, &weights, &table)?));
         let rope = decoder.rope_table();
         let rope_buffer = table.require("rope")?;
         let rope_point =
@@ -720,22 +580,29 @@ impl Build<'_> {
         let mut with_init = all.clone();
         with_init.push(&init);
         let begin = Moment::now();
-        let pipelines = Pipelines::build(&self.station.device, cache, &with_init, &|done, total| {
+        let threads = self.beside.then(threads_beside);
+        let pipelines = Pipelines::build_on(&self.station.device, cache, &with_init, threads, &|done, total| {
             self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
         })?;
         let init = Arc::new(Region::build(&self.station.device, &init, &table, &pipelines)?);
         let built = (pipelines.len(), begin, Moment::now());
         let loading = Loading { init, weights: load, rope: rope_point, pipelines: built, started };
-        Ok(Prepared { decoder, recordings, table, pipelines, loading })
+        Ok(Prepared { decoder, recordings, table, pipelines, loading, memory })
     }
 
     /// Waits until a prepared model is loaded; gives the points after which it can run, and what the load was like.
-    pub(super) fn finish(&self, loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
+    pub(super) fn finish(&self, mut loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
         self.run_once(vec![loading.init], Vec::new())?;
-        let report = loading
-            .weights
-            .wait_with(|p| self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes))
-            .map_err(|source| StartError::Load { model: self.model.name.clone(), source })?;
+        let load = loading.weights.0.take().expect("it is waited for once");
+        for p in load.progress() {
+            self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes);
+            if self.cancelled.load(Ordering::Relaxed) {
+                load.cancel();
+            }
+        }
+        let report = load.wait();
+        self.wanted()?;
+        let report = report.map_err(|source| StartError::Load { model: self.model.name.clone(), source })?;
         self.progress.line(&format!(
             "\"{}\": {report}; {} pipelines; ready {:.2} s after the start of its load",
             self.name,
@@ -746,13 +613,18 @@ impl Build<'_> {
         Ok((report.point.into_iter().chain([loading.rope]).collect(), report))
     }
 
-    fn executor(&self, cache: Option<&Path>) -> Result<(GpuExecutor, LoadReport), StartError> {
-        let Prepared { decoder, recordings, table, pipelines, loading } = self.prepare(cache)?;
+    pub(super) fn executor(
+        &self,
+        cache: Option<&Path>,
+    ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
+        let Prepared { decoder, recordings, table, pipelines, loading, memory } = self.prepare(cache)?;
         let begin = Moment::now();
-        let region =
-            |recording: &Recording| Region::build(&self.station.device, recording, &table, &pipelines).map(Arc::new);
-        let step = |recording: &Recording| -> Result<DecodeRegion, RegionError> {
-            let parts = || -> Result<[Arc<Region>; 2], RegionError> {
+        let region = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            self.wanted()?;
+            Ok(Arc::new(Region::build(&self.station.device, recording, &table, &pipelines)?))
+        };
+        let step = |recording: &Recording| -> Result<DecodeRegion, StartError> {
+            let parts = || -> Result<[Arc<Region>; 2], StartError> {
                 let (body, draw) = recording.split("sample");
                 let draw = Region::build_gated(&self.station.device, &draw, &table, &pipelines)?;
                 Ok([region(&body)?, Arc::new(draw)])
@@ -847,7 +719,15 @@ impl Build<'_> {
             pipelines,
             fault_at: decoder.tuning.fault_at,
         });
-        Ok((executor, loaded))
+        Ok((executor, loaded, memory))
+    }
+
+    /// An error once nobody wants the model any more.
+    fn wanted(&self) -> Result<(), StartError> {
+        match self.cancelled.load(Ordering::Relaxed) {
+            true => Err(StartError::Cancelled { model: self.model.name.clone() }),
+            false => Ok(()),
+        }
     }
 
     fn plan(&self, probe: &Decoder<'_>, buckets: &[u32], context: u32, asked: bool) -> Result<Plan, StartError> {
@@ -855,7 +735,7 @@ impl Build<'_> {
         let capabilities = &self.adapter.capabilities;
         let limits = Limits {
             device: self.adapter.name.clone(),
-            free_bytes: budget.free_bytes(),
+            free_bytes: self.station.free_bytes(&budget),
             total_bytes: budget.heap_bytes,
             limit_bytes: self.limit,
             max_allocation_bytes: probe.max_buffer_bytes,
@@ -947,9 +827,10 @@ impl Build<'_> {
                 });
             }
         }
+        let threads = self.beside.then(threads_beside);
         self.station
             .loader
-            .load(LoadPlan { tensors })
+            .load_on(LoadPlan { tensors }, threads)
             .map_err(|source| StartError::Load { model: self.model.name.clone(), source })
     }
 
@@ -994,6 +875,7 @@ impl Build<'_> {
         let mut failed = 0;
         for (rows, regions) in decode.iter_mut() {
             let Some(carried) = &regions.carried else { continue };
+            self.wanted()?;
             let found = logits(&carried.whole)?;
             self.run_once(vec![Arc::clone(&look)], Vec::new())?;
             let mut fault = 0u32;
@@ -1043,7 +925,14 @@ impl Build<'_> {
             outbox: Outbox { reports, wake },
         });
         match done.recv_timeout(Duration::from_secs(60)) {
-            Ok(report) => Ok(report.result?),
+            Ok(report) => {
+                report.result?;
+                if self.beside {
+                    let ran = report.device_time.unwrap_or(Duration::ZERO);
+                    std::thread::sleep((ran * (BESIDE_SHARE - 1)).min(BESIDE_PAUSE));
+                }
+                Ok(())
+            }
             Err(_) => Err(StartError::Unsupported {
                 model: self.model.name.clone(),
                 what: format!("device \"{}\" did not finish its first steps in 60 s", self.adapter.name),

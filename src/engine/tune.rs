@@ -2,7 +2,8 @@
 //! the model's weights at one position, one choice changed at a time. For `ostinato tune`.
 //! Deliberately absent: the kept file (`tuned`), steps of several rows, prompts, and the rules' own choices.
 
-use super::start::{Build, InboxRecordings, PATCH_PAIRS, Prepared, Progress, StartError, Station};
+use super::start::{Build, InboxRecordings, PATCH_PAIRS, Prepared, Progress, StartError};
+use super::stations::Station;
 use super::tuned::{self, Bounds, MOST_AHEAD, MOST_TILES, Tuned};
 use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::timeline::FlushReason;
@@ -22,6 +23,7 @@ use crate::model::decoder::{Decoder, Shape, Tuning};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// Steps that one value is timed with before it is held against the incumbent.
@@ -139,7 +141,7 @@ pub fn tune(
     let station = Station::open(instance, adapter, options.cache, GpuTime::Phases)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
-    let unseen = tracing::Span::none();
+    let (unseen, wanted) = (tracing::Span::none(), AtomicBool::new(false));
     let of = |tune| Build {
         name: "tune",
         model: &model,
@@ -151,6 +153,8 @@ pub fn tune(
         tuned: &none,
         progress,
         span: &unseen,
+        beside: false,
+        cancelled: &wanted,
     };
     // Memory for as many splits as may be tried.
     let build = of(options.tune);
@@ -449,7 +453,7 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(build: &'a Build<'_>, prepared: Prepared<'a>, adapter: &Adapter) -> Result<Bench<'a>, StartError> {
-        let Prepared { decoder, recordings, mut table, pipelines, loading } = prepared;
+        let Prepared { decoder, recordings, mut table, pipelines, loading, .. } = prepared;
         let device = Arc::clone(&build.station.device);
         let mut check = Recording::new("check");
         let from = check.buffer("logits", u64::from(decoder.config.vocab) * 4);

@@ -56,12 +56,23 @@ impl Pipelines {
         recordings: &[&Recording],
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Pipelines, DeviceError> {
+        Pipelines::build_on(device, cache_dir, recordings, None, progress)
+    }
+
+    /// As [`Pipelines::build`], on so many cores; `None`: on all.
+    pub fn build_on(
+        device: &Device,
+        cache_dir: Option<&Path>,
+        recordings: &[&Recording],
+        cores: Option<usize>,
+        progress: &(dyn Fn(usize, usize) + Sync),
+    ) -> Result<Pipelines, DeviceError> {
         let cache = match cache_dir {
             Some(dir) => PipelineCache::open(dir, device, SHADER_SET)?,
             None => PipelineCache::in_memory(device)?,
         };
         let mut pipelines = Pipelines { built: HashMap::new() };
-        pipelines.build_missing(device, &cache, recordings, progress)?;
+        pipelines.build_missing(device, &cache, recordings, cores, progress)?;
         cache.save()?;
         Ok(pipelines)
     }
@@ -69,7 +80,7 @@ impl Pipelines {
     /// Builds what the recordings call and is not there yet, kept in no cache: variants of which most
     /// are tried once.
     pub fn add(&mut self, device: &Device, recordings: &[&Recording]) -> Result<(), DeviceError> {
-        self.build_missing(device, &PipelineCache::in_memory(device)?, recordings, &|_, _| {})
+        self.build_missing(device, &PipelineCache::in_memory(device)?, recordings, None, &|_, _| {})
     }
 
     fn build_missing(
@@ -77,6 +88,7 @@ impl Pipelines {
         device: &Device,
         cache: &PipelineCache,
         recordings: &[&Recording],
+        cores: Option<usize>,
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<(), DeviceError> {
         let mut keys: HashSet<Key> = HashSet::new();
@@ -90,7 +102,8 @@ impl Pipelines {
         progress(0, total);
         let queue = Mutex::new(keys.into_iter());
         let results = Mutex::new((HashMap::new(), None));
-        let workers = std::thread::available_parallelism().map_or(1, |n| n.get()).min(total.max(1));
+        let cores = cores.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get()));
+        let workers = cores.min(total.max(1));
         std::thread::scope(|scope| {
             for _ in 0..workers {
                 scope.spawn(|| {

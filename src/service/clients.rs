@@ -5,6 +5,7 @@ use super::refusal::Refusal;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tonic::metadata::MetadataMap;
 
@@ -13,13 +14,16 @@ pub const CLIENT_HEADER: &str = "ostinato-client";
 /// The longest name, bytes: names are kept, and stand in messages.
 const MAX_NAME: usize = 128;
 
+/// No configured limit is as large.
+const ANY_NUMBER: u32 = u32::MAX;
+
 /// What clients may have unfinished, and what they have. Names with nothing unfinished are not kept.
 #[derive(Debug, Default)]
 pub struct Clients {
-    /// Requests of each; `None`: any number.
-    limit: Option<u32>,
+    /// Requests of each; [`ANY_NUMBER`]: as many as it likes.
+    limit: AtomicU32,
     /// Whether [`CLIENT_HEADER`] is believed.
-    trust_header: bool,
+    trust_header: AtomicBool,
     unfinished: Mutex<HashMap<Client, u32>>,
 }
 
@@ -47,12 +51,20 @@ impl fmt::Display for Client {
 impl Clients {
     /// Counts for each client, up to `limit` where there is one.
     pub fn new(limit: Option<u32>, trust_header: bool) -> Clients {
-        Clients { limit, trust_header, unfinished: Mutex::default() }
+        let clients = Clients::default();
+        clients.set(limit, trust_header);
+        clients
+    }
+
+    /// As [`Clients::new`] from now on. Requests that were taken without a limit are not counted.
+    pub fn set(&self, limit: Option<u32>, trust_header: bool) {
+        self.limit.store(limit.unwrap_or(ANY_NUMBER), Relaxed);
+        self.trust_header.store(trust_header, Relaxed);
     }
 
     /// Who asks.
     pub fn identify(&self, metadata: &MetadataMap, peer: Option<SocketAddr>) -> Result<Client, Refusal> {
-        if let (true, Some(name)) = (self.trust_header, metadata.get(CLIENT_HEADER)) {
+        if let (true, Some(name)) = (self.trust_header.load(Relaxed), metadata.get(CLIENT_HEADER)) {
             let shown = name.to_str().unwrap_or_default();
             if shown.is_empty() || shown.len() > MAX_NAME {
                 let rule = const {
@@ -68,9 +80,10 @@ impl Clients {
 
     /// Room for a client's `asked` requests, all or none; `None` where nothing is counted.
     pub fn take(self: &Arc<Clients>, client: Client, asked: u32) -> Result<Option<Places>, Refusal> {
-        let Some(limit) = self.limit else {
+        let limit = self.limit.load(Relaxed);
+        if limit == ANY_NUMBER {
             return Ok(None);
-        };
+        }
         let mut all = self.unfinished();
         let unfinished = all.get(&client).copied().unwrap_or(0);
         if asked > limit.saturating_sub(unfinished) {

@@ -184,13 +184,15 @@ pub fn model(model: &ServedModel) -> proto::Model {
             .iter()
             .map(|replica| proto::ModelReplica { name: replica.name.clone(), device: Some(device(&replica.device)) })
             .collect(),
+        state: proto::ModelState::Serving.into(),
+        loading: None,
     }
 }
 
 /// The devices that have a replica, by index.
 pub fn devices(host: &Host) -> Vec<proto::ServingDevice> {
     let mut devices: BTreeMap<usize, proto::ServingDevice> = BTreeMap::new();
-    for replica in host.models.iter().flat_map(|model| &model.replicas) {
+    for replica in host.models().iter().flat_map(|model| &model.replicas) {
         devices
             .entry(replica.device.index)
             .or_insert_with(|| proto::ServingDevice { device: Some(device(&replica.device)), replicas: Vec::new() })

@@ -301,7 +301,7 @@ impl Generation {
                 (Reason::DeadlineExceeded, "deadline_exceeded", None)
             }
             (None, FinishReason::Error(why)) => {
-                refusal = Some(Refusal::Failed(why.clone()));
+                refusal = Some(self.place.failed(why));
                 (Reason::Error, "error", None)
             }
         };
@@ -428,7 +428,7 @@ impl Generation {
             self.place.replica().abort(&self.id);
             Refusal::Slow { buffered: self.buffer }
         } else {
-            Refusal::Failed("the engine ended before the request".to_owned())
+            self.place.failed("the engine ended before the request")
         };
         self.end(Some(refusal));
     }

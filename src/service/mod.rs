@@ -8,6 +8,7 @@ pub mod admin;
 pub mod clients;
 pub mod convert;
 pub mod generation;
+pub mod lifecycle;
 pub mod prepare;
 pub mod proto;
 pub mod refusal;

@@ -19,12 +19,12 @@ use std::time::Instant;
 /// every piece of text.
 const MAX_STOP_STRINGS: usize = 64;
 
-/// A replica, held together with the host that owns it.
+/// A replica, held together with its model and the host.
 #[derive(Clone, Debug)]
 pub struct Place {
     host: Arc<Host>,
-    model: usize,
-    replica: usize,
+    model: Arc<ServedModel>,
+    replica: Arc<Replica>,
 }
 
 impl Place {
@@ -33,19 +33,13 @@ impl Place {
         Ok(Place::of(host, host.route(model, device)?))
     }
 
-    fn of(host: &Arc<Host>, (served, replica): (&ServedModel, &Replica)) -> Place {
-        let model = host.models.iter().position(|other| std::ptr::eq(other, served));
-        let replica = served.replicas.iter().position(|other| std::ptr::eq(other, replica));
-        Place {
-            host: Arc::clone(host),
-            model: model.expect("a routed model is the host's"),
-            replica: replica.expect("a routed replica is its model's"),
-        }
+    fn of(host: &Arc<Host>, (model, replica): (Arc<ServedModel>, Arc<Replica>)) -> Place {
+        Place { host: Arc::clone(host), model, replica }
     }
 
-    /// Its model.
+    /// Its model, which may have been unloaded since.
     pub fn model(&self) -> &ServedModel {
-        &self.host.models[self.model]
+        &self.model
     }
 
     /// The host that owns both.
@@ -55,7 +49,15 @@ impl Place {
 
     /// Its replica.
     pub fn replica(&self) -> &Replica {
-        &self.model().replicas[self.replica]
+        &self.replica
+    }
+
+    /// Why the engine did not finish a request, in its words: it failed, or its model was unloaded.
+    pub fn failed(&self, why: &str) -> Refusal {
+        match self.replica.stopped() {
+            true => Refusal::Unloaded { model: self.model.name.clone() },
+            false => Refusal::Failed(why.to_owned()),
+        }
     }
 }
 

@@ -1,7 +1,9 @@
 //! Every reason not to serve, and the one function that turns them into gRPC statuses.
 
 use crate::engine::host::{RouteError, SubmitError};
+use crate::engine::lifecycle::LifecycleError;
 use crate::engine::request::RequestError;
+use crate::engine::start::StartError;
 use crate::model::grammar::GrammarError;
 use crate::model::text::TextError;
 use tonic::{Code, Status};
@@ -69,6 +71,9 @@ pub enum Refusal {
         /// Comma-separated names.
         served: String,
     },
+    /// The contract names no model, and none is served.
+    #[error("no model is served now")]
+    NoModel,
     /// A field or value of a later version.
     #[error("{field} is not served yet")]
     NotServed {
@@ -105,6 +110,45 @@ pub enum Refusal {
     /// The server's grace period is over.
     #[error("the server stops")]
     Stopping,
+    /// Its model is not there any more.
+    #[error("model \"{model}\" was unloaded meanwhile")]
+    Unloaded {
+        /// Which.
+        model: String,
+    },
+    /// A model was not loaded or unloaded.
+    #[error("{}", chain(.0))]
+    Lifecycle(LifecycleError),
+}
+
+/// An error with its causes: what a client can mend is said by the last of them.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        // Some errors quote their cause in their own words.
+        if !text.contains(&next) {
+            text.push_str(&format!(": {next}"));
+        }
+        cause = error.source();
+    }
+    text
+}
+
+fn lifecycle_code(error: &LifecycleError) -> Code {
+    match error {
+        LifecycleError::NotConfigured { .. } => Code::NotFound,
+        LifecycleError::Busy { .. } => Code::Aborted,
+        LifecycleError::NotServed { .. } => Code::FailedPrecondition,
+        LifecycleError::Stopping { .. } => Code::Unavailable,
+        LifecycleError::Load { source, .. } => match **source {
+            StartError::Plan { .. } => Code::ResourceExhausted,
+            StartError::Cancelled { .. } => Code::Aborted,
+            ref source if source.is_users() => Code::FailedPrecondition,
+            _ => Code::Internal,
+        },
+    }
 }
 
 impl Refusal {
@@ -127,13 +171,14 @@ impl Refusal {
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
             Refusal::Past { .. } => Code::OutOfRange,
             Refusal::Gap => Code::DataLoss,
-            Refusal::SeveralModels { .. } => Code::FailedPrecondition,
+            Refusal::SeveralModels { .. } | Refusal::NoModel => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
             Refusal::ClientBusy { .. } => Code::ResourceExhausted,
             Refusal::Deadline { .. } => Code::DeadlineExceeded,
             Refusal::Slow { .. } => Code::ResourceExhausted,
             Refusal::Failed(_) => Code::Internal,
-            Refusal::Stopping => Code::Unavailable,
+            Refusal::Stopping | Refusal::Unloaded { .. } => Code::Unavailable,
+            Refusal::Lifecycle(error) => lifecycle_code(error),
         }
     }
 

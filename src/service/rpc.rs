@@ -3,9 +3,11 @@
 
 use super::clients::Clients;
 use super::generation::{Generation, Surroundings};
+use super::lifecycle::{self, Loading};
 use super::prepare::{self, Place, Prepared};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
+use super::server::Changeable;
 use super::{convert, proto::ostinato_server::Ostinato};
 use crate::engine::host::{Host, StepRecord};
 use crate::telemetry::clock::Moment;
@@ -13,6 +15,7 @@ use crate::telemetry::{names, spans};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
@@ -27,7 +30,7 @@ pub const SERVICE: &str = "ostinato.v1.Ostinato";
 #[derive(Clone, Debug)]
 pub struct Rpc {
     host: Arc<Host>,
-    stream_buffer: usize,
+    settings: watch::Receiver<Changeable>,
     clients: Arc<Clients>,
     stop: CancellationToken,
     streams: TaskTracker,
@@ -37,12 +40,12 @@ impl Rpc {
     /// `stop` cuts the streams that are open when it is cancelled; `streams` counts them.
     pub fn new(
         host: Arc<Host>,
-        stream_buffer: usize,
+        settings: watch::Receiver<Changeable>,
         clients: Arc<Clients>,
         stop: CancellationToken,
         streams: TaskTracker,
     ) -> Rpc {
-        Rpc { host, stream_buffer, clients, stop, streams }
+        Rpc { host, settings, clients, stop, streams }
     }
 }
 
@@ -134,6 +137,7 @@ fn parse_timeout(text: &str) -> Option<Duration> {
 #[tonic::async_trait]
 impl Ostinato for Rpc {
     type GenerateStream = Tracked;
+    type LoadModelStream = Loading;
 
     async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
         let span = rpc_span(SERVICE, "Generate", request.metadata());
@@ -167,8 +171,23 @@ impl Ostinato for Rpc {
         request: Request<proto::ListModelsRequest>,
     ) -> Result<Response<proto::ListModelsResponse>, Status> {
         let span = rpc_span(SERVICE, "ListModels", request.metadata());
-        let models = self.host.models.iter().map(convert::model).collect();
+        let models = self.host.listed().iter().map(lifecycle::listed).collect();
         answer(&span, Ok(proto::ListModelsResponse { models }))
+    }
+
+    async fn load_model(&self, request: Request<proto::LoadModelRequest>) -> Result<Response<Loading>, Status> {
+        let span = rpc_span(SERVICE, "LoadModel", request.metadata());
+        let settings = self.settings();
+        answer(&span, Loading::start(&self.host, request.into_inner(), settings.drain, span.clone()))
+    }
+
+    async fn unload_model(
+        &self,
+        request: Request<proto::UnloadModelRequest>,
+    ) -> Result<Response<proto::UnloadModelResponse>, Status> {
+        let span = rpc_span(SERVICE, "UnloadModel", request.metadata());
+        let unloaded = lifecycle::unload(&self.host, request.into_inner(), self.settings().drain).await;
+        answer(&span, unloaded)
     }
 
     async fn get_load(
@@ -178,10 +197,16 @@ impl Ostinato for Rpc {
         let span = rpc_span(SERVICE, "GetLoad", request.metadata());
         let model = request.into_inner().model;
         let replicas = if model.is_empty() {
-            let all = self.host.models.iter().flat_map(|model| &model.replicas);
-            Ok(all.map(convert::load).collect())
+            Ok(self
+                .host
+                .models()
+                .iter()
+                .flat_map(|model| &model.replicas)
+                .map(|replica| convert::load(replica))
+                .collect())
         } else {
-            Place::find(&self.host, &model, "").map(|place| place.model().replicas.iter().map(convert::load).collect())
+            let loads = |place: Place| place.model().replicas.iter().map(|replica| convert::load(replica)).collect();
+            Place::find(&self.host, &model, "").map(loads)
         };
         answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
     }
@@ -278,6 +303,11 @@ impl Rpc {
         &self.host
     }
 
+    /// What can change while the server runs, as it is now.
+    pub(super) fn settings(&self) -> Changeable {
+        *self.settings.borrow()
+    }
+
     /// Cancelled when streams are cut.
     pub(super) fn stop(&self) -> &CancellationToken {
         &self.stop
@@ -302,7 +332,7 @@ impl Rpc {
             Ok(prepared)
         });
         let surroundings = Surroundings {
-            buffer: self.stream_buffer,
+            buffer: self.settings().stream_buffer,
             rpc: span.clone(),
             stop: self.stop.clone(),
             places,
@@ -383,7 +413,8 @@ impl Rpc {
         };
         let asked = place.clone();
         let transfers = aside(move || {
-            let device = asked.host().devices.iter().find(|device| device.info == asked.replica().device);
+            let devices = asked.host().devices();
+            let device = devices.iter().find(|device| device.info == asked.replica().device);
             Ok(device.map(|device| device.transfers(0)).unwrap_or_default())
         });
         let transfers = transfers.await?.iter().map(convert::transfer).collect();

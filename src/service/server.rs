@@ -13,6 +13,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic_health::ServingStatus;
@@ -35,6 +36,29 @@ pub struct Options {
     pub client_limit: Option<u32>,
     /// Whether `ostinato-client` in the metadata names the client.
     pub trust_client_header: bool,
+    /// What of it changes while the server runs, if somebody changes something.
+    pub changes: Option<watch::Receiver<Changeable>>,
+}
+
+/// What of [`Options`] can change while the server runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Changeable {
+    /// As in [`Options`]; also how long requests go on whose model leaves.
+    pub drain: Duration,
+    /// As in [`Options`], of requests that come.
+    pub stream_buffer: usize,
+    /// As in [`Options`].
+    pub client_limit: Option<u32>,
+    /// As in [`Options`].
+    pub trust_client_header: bool,
+}
+
+impl Options {
+    /// What of it can change.
+    pub fn changeable(&self) -> Changeable {
+        let Options { drain, stream_buffer, client_limit, trust_client_header, .. } = *self;
+        Changeable { drain, stream_buffer, client_limit, trust_client_header }
+    }
 }
 
 impl Default for Options {
@@ -45,6 +69,7 @@ impl Default for Options {
             stream_buffer: 1024,
             client_limit: None,
             trust_client_header: false,
+            changes: None,
         }
     }
 }
@@ -67,6 +92,22 @@ pub struct Stopped {
     pub cut: usize,
 }
 
+/// Keeps clients' bounds as they are set.
+async fn follow(mut settings: watch::Receiver<Changeable>, clients: Arc<Clients>) {
+    while settings.changed().await.is_ok() {
+        let Changeable { client_limit, trust_client_header, .. } = *settings.borrow();
+        clients.set(client_limit, trust_client_header);
+    }
+}
+
+struct AbortOnDrop(tokio::task::JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// Serves `host` on `listener` until `shutdown` resolves, then drains.
 pub async fn serve(
     host: Arc<Host>,
@@ -78,7 +119,11 @@ pub async fn serve(
     let closing = CancellationToken::new();
     let streams = TaskTracker::new();
     let clients = Arc::new(Clients::new(options.client_limit, options.trust_client_header));
-    let rpc = Rpc::new(Arc::clone(&host), options.stream_buffer, clients, stop.clone(), streams.clone());
+    // Without a sender it stays as it is.
+    let settings = options.changes.clone().unwrap_or_else(|| watch::channel(options.changeable()).1);
+    let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone());
+    let follow = tokio::spawn(follow(settings.clone(), clients));
+    let _follow = AbortOnDrop(follow);
     let theirs = VllmEngineServer::new(VllmRpc::new(rpc.clone())).max_decoding_message_size(options.max_message_bytes);
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
@@ -118,7 +163,7 @@ pub async fn serve(
     // read NOT_SERVING instead of a refused connection.
     set_health(&reporter, ServingStatus::NotServing).await;
     host.drain();
-    let until = Instant::now() + options.drain;
+    let until = Instant::now() + settings.borrow().drain;
     tracing::info!(streams = streams.len(), "draining");
     let drained = async {
         streams.close();

@@ -7,7 +7,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -76,6 +76,8 @@ struct Metrics {
     refused: Family<Labels, Counter>,
     input_tokens: Family<Labels, Counter>,
     output_tokens: Family<Labels, Counter>,
+    /// The series that there are of each model, to be ended with it.
+    series: Mutex<BTreeMap<String, BTreeSet<Labels>>>,
 }
 
 impl Default for Metrics {
@@ -89,13 +91,48 @@ impl Default for Metrics {
             refused: Family::default(),
             input_tokens: Family::default(),
             output_tokens: Family::default(),
+            series: Mutex::default(),
         }
     }
 }
 
 impl Metrics {
+    fn series(&self) -> MutexGuard<'_, BTreeMap<String, BTreeSet<Labels>>> {
+        // Each change of it is whole.
+        self.series.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that there will be series of a model with these labels.
+    fn begin(&self, model: &str, labels: impl IntoIterator<Item = Labels>) {
+        let mut series = self.series();
+        match series.get_mut(model) {
+            Some(known) => known.extend(labels),
+            None => _ = series.insert(model.to_owned(), labels.into_iter().collect()),
+        }
+    }
+
+    /// Ends all series of other models.
+    fn keep(&self, keeps: &dyn Fn(&str) -> bool) {
+        self.series().retain(|model, all| {
+            let kept = keeps(model);
+            for labels in all.iter().filter(|_| !kept) {
+                for family in [&self.duration, &self.first_token, &self.per_token, &self.queue] {
+                    family.remove(labels);
+                }
+                for family in [&self.requests, &self.input_tokens, &self.output_tokens] {
+                    family.remove(labels);
+                }
+            }
+            kept
+        });
+    }
+
     fn note(&self, ended: &Ended) {
         let conventional = conventional(ended);
+        let by_model = vec![(names::LABEL_MODEL, ended.model.clone())];
+        let by_reason = by_reason(&ended.model, &ended.replica, ended.reason);
+        let replica = replica(&ended.model, &ended.replica);
+        self.begin(&ended.model, [&conventional, &by_model, &by_reason, &replica].map(Clone::clone));
         let observe = |of: &Histograms, labels: &Labels, time: Duration| {
             of.get_or_create(labels).observe(time.as_secs_f64());
         };
@@ -108,10 +145,9 @@ impl Metrics {
         }
         // Of a client that left nobody knows how long it had waited.
         if ended.first_token.is_some() || !ended.queue.is_zero() {
-            observe(&self.queue, &vec![(names::LABEL_MODEL, ended.model.clone())], ended.queue);
+            observe(&self.queue, &by_model, ended.queue);
         }
-        self.requests.get_or_create(&by_reason(&ended.model, &ended.replica, ended.reason)).inc();
-        let replica = replica(&ended.model, &ended.replica);
+        self.requests.get_or_create(&by_reason).inc();
         self.input_tokens.get_or_create(&replica).inc_by(ended.input_tokens.into());
         self.output_tokens.get_or_create(&replica).inc_by(ended.output_tokens.into());
     }
@@ -183,8 +219,11 @@ impl Requests {
     /// Begins a replica's counters at 0, so that the first request is an increase.
     pub fn expect_replica(&self, model: &str, of: &str) {
         for reason in REASONS {
-            drop(self.metrics.requests.get_or_create(&by_reason(model, of, reason)));
+            let labels = by_reason(model, of, reason);
+            drop(self.metrics.requests.get_or_create(&labels));
+            self.metrics.begin(model, [labels]);
         }
+        self.metrics.begin(model, [replica(model, of)]);
         drop(self.metrics.input_tokens.get_or_create(&replica(model, of)));
         drop(self.metrics.output_tokens.get_or_create(&replica(model, of)));
     }
@@ -192,6 +231,11 @@ impl Requests {
     /// The same for a code with which requests may be refused.
     pub fn expect_code(&self, code: &str) {
         drop(self.metrics.refused.get_or_create(&by_code(code)));
+    }
+
+    /// Ends the series of models other than these.
+    pub fn keep_models(&self, keeps: &dyn Fn(&str) -> bool) {
+        self.metrics.keep(keeps);
     }
 
     /// Adds its metrics to what is shown.
@@ -274,5 +318,14 @@ mod tests {
         }
         assert!(!text.contains("request\""), "an id is a label:\n{text}");
         assert_eq!(requests.after(Moment(0)).len(), 2);
+
+        // A model's series end with it, all of them, and no other's.
+        requests.note(Ended { model: "n".to_owned(), replica: "n/0".to_owned(), ..ended() });
+        requests.keep_models(&|model| model == "n");
+        let text = shown(&requests);
+        assert!(!text.contains("model=\"m\""), "{text}");
+        let other = "ostinato_requests_total{model=\"n\",replica=\"n/0\",reason=\"stop\"} 1";
+        assert!(text.lines().any(|line| line == other), "{text}");
+        assert!(text.contains("ostinato_requests_refused_total{code=\"NOT_FOUND\"} 1"), "{text}");
     }
 }

@@ -176,7 +176,7 @@ fn host() -> &'static Arc<Host> {
         };
         let text = Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's");
         let replicas = vec![replica("demo/0"), replica("demo/1")];
-        let model = ServedModel { name: "demo".to_owned(), info, text: Some(Arc::new(text)), replicas };
+        let model = ServedModel::new("demo".to_owned(), info, Some(Arc::new(text)), replicas);
         Arc::new(Host::new(vec![model]))
     })
 }
@@ -207,7 +207,7 @@ pub fn generate(bytes: &[u8]) {
 /// A message of the contract of routers.
 pub fn vllm_generate(bytes: &[u8]) {
     let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
-    let asked = convert::model(host()).and_then(|model| convert::request(model, message));
+    let asked = convert::model(host()).and_then(|model| convert::request(&model, message));
     checked(asked.and_then(|asked| {
         let mut prepared = prepare::prepare(host(), asked.message, None)?;
         asked.rest.apply(&mut prepared);

@@ -103,21 +103,18 @@ pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>,
         let executor = Box::new(FakeExecutor::realtime_with(fake));
         Replica::spawn(format!("{name}/{index}"), device(on), executor, config).unwrap()
     };
-    ServedModel {
-        name: name.to_owned(),
-        info: ModelInfo {
-            architecture: "Qwen3ForCausalLM".to_owned(),
-            context: 4096,
-            vocabulary: VOCABULARY,
-            eos_ids: vec![END],
-            weight_bytes: 10,
-            bytes_per_token: 8,
-            parameters: 5,
-            active_parameters: 4,
-        },
-        text: text.map(Arc::new),
-        replicas: replicas.into_iter().enumerate().map(spawn).collect(),
-    }
+    let info = ModelInfo {
+        architecture: "Qwen3ForCausalLM".to_owned(),
+        context: 4096,
+        vocabulary: VOCABULARY,
+        eos_ids: vec![END],
+        weight_bytes: 10,
+        bytes_per_token: 8,
+        parameters: 5,
+        active_parameters: 4,
+    };
+    let replicas = replicas.into_iter().enumerate().map(spawn).collect();
+    ServedModel::new(name.to_owned(), info, text.map(Arc::new), replicas)
 }
 
 /// A running server.
@@ -154,8 +151,7 @@ impl Served {
     /// Waits until a replica runs and queues nothing.
     pub async fn idle(&self, replica: &str, within: Duration) {
         let until = Instant::now() + within;
-        let replicas = || self.host.models.iter().flat_map(|model| &model.replicas);
-        let replica = replicas().find(|other| other.name == replica).unwrap();
+        let replica = self.host.replicas().find(|other| other.name == replica).unwrap();
         loop {
             let load = replica.load();
             if load.running == 0 && load.waiting == 0 && replica.unfinished() == 0 {
@@ -169,8 +165,7 @@ impl Served {
     /// Waits until a replica runs `running` and queues `waiting`.
     pub async fn busy(&self, replica: &str, running: u32, waiting: u32) {
         let until = Instant::now() + Duration::from_secs(10);
-        let replicas = || self.host.models.iter().flat_map(|model| &model.replicas);
-        let replica = replicas().find(|other| other.name == replica).unwrap();
+        let replica = self.host.replicas().find(|other| other.name == replica).unwrap();
         loop {
             let load = replica.load();
             if load.running == running && load.waiting == waiting {

@@ -5,7 +5,8 @@
 //!
 //! `/api/state` is answered without waiting for anything:
 //!
-//! - `version`; `now`; `status`: `loading`, `serving` or `closed` (no replica takes requests); `endpoint`: `ADDR` of gRPC
+//! - `version`; `now`; `status`: `loading`, `serving`, `idle` (no model is loaded, and one can be) or `closed` (no replica takes
+//!   requests); `endpoint`: `ADDR` of gRPC
 //! - `loading`: `step` (`what`, `done`, `total`, `unit`: `bytes` or `things`, `begun`; `null` when over), `lines`
 //! - `devices[]`: `index`, `name`, `uuid`, `pci`; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
 //!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
@@ -14,6 +15,7 @@
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
 //!   requests), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
 //!   `cached_tokens`, `preemptions`, `drafted_tokens`, of them `accepted_tokens`, and `output_tokens` so far
+//! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), and of a load `step` as above without `begun`
 //!
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
 //! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
@@ -34,6 +36,7 @@ use super::{Admin, Loading};
 use crate::actors::timeline::{ClockQuality, SubmissionRecord, TransferRecord};
 use crate::device::Point;
 use crate::engine::host::{Host, MemoryUse, Replica, ServedDevice, ServedModel, StepRecord};
+use crate::engine::lifecycle::{Listed, State};
 use crate::engine::start::Unit;
 use crate::memory::plan::Side;
 use crate::telemetry::clock::Moment;
@@ -64,7 +67,9 @@ fn micros(length: Duration) -> f64 {
 /// `/api/state`.
 pub(super) fn state(admin: &Admin) -> Value {
     let host = admin.host();
-    let (devices, models) = host.map_or((&[][..], &[][..]), |host| (&host.devices, &host.models));
+    let devices = host.map(Host::devices).unwrap_or_default();
+    let models = host.map(Host::models).unwrap_or_default();
+    let configured = host.map(Host::listed).unwrap_or_default();
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "now": admin.now(),
@@ -72,21 +77,39 @@ pub(super) fn state(admin: &Admin) -> Value {
         "endpoint": admin.endpoint.get().map(ToString::to_string),
         "loading": loading(admin, &admin.loading()),
         "devices": devices.iter().map(device).collect::<Vec<_>>(),
-        "models": models.iter().map(model).collect::<Vec<_>>(),
+        "models": models.iter().map(|served| model(served)).collect::<Vec<_>>(),
+        "configured": configured.iter().map(listed).collect::<Vec<_>>(),
     })
+}
+
+fn unit(unit: Unit) -> &'static str {
+    match unit {
+        Unit::Bytes => "bytes",
+        Unit::Count => "things",
+    }
+}
+
+fn listed(listed: &Listed) -> Value {
+    let state = match listed.state {
+        State::Unloaded => "unloaded",
+        State::Loading => "loading",
+        State::Serving => "serving",
+        State::Unloading => "unloading",
+    };
+    let step = listed
+        .step
+        .as_ref()
+        .map(|step| json!({ "what": step.what, "done": step.done, "total": step.total, "unit": unit(step.unit) }));
+    json!({ "name": listed.name, "state": state, "step": step })
 }
 
 fn loading(admin: &Admin, loading: &Loading) -> Value {
     let step = loading.step.as_ref().map(|step| {
-        let unit = match step.unit {
-            Unit::Bytes => "bytes",
-            Unit::Count => "things",
-        };
         json!({
             "what": step.what,
             "done": step.done,
             "total": step.total,
-            "unit": unit,
+            "unit": unit(step.unit),
             "begun": admin.us(step.begun),
         })
     });
@@ -136,7 +159,7 @@ fn model(served: &ServedModel) -> Value {
         "active_parameters": served.info.active_parameters,
         "weight_bytes": served.info.weight_bytes,
         "bytes_per_token": served.info.bytes_per_token,
-        "replicas": served.replicas.iter().map(replica).collect::<Vec<_>>(),
+        "replicas": served.replicas.iter().map(|of| replica(of)).collect::<Vec<_>>(),
     })
 }
 

@@ -18,6 +18,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tonic::Code;
 
@@ -66,24 +67,34 @@ pub fn render(host: Option<&Host>) -> String {
     let ready = f64::from(u8::from(host.is_some()));
     scrape.gauge(METRIC_READY, "1 once all models are loaded", [(Labels::new(), ready)]);
     if let Some(host) = host {
-        requests(&mut scrape, host);
-        replicas(&mut scrape, host);
-        steps(&mut scrape, host);
-        kernels(&mut scrape, host);
-        devices(&mut scrape, host);
-        endpoint_pickers(&mut scrape, host);
+        let look = Look { host, models: host.models(), devices: host.devices() };
+        requests(&mut scrape, &look);
+        replicas(&mut scrape, &look);
+        steps(&mut scrape, &look);
+        kernels(&mut scrape, &look);
+        devices(&mut scrape, &look);
+        endpoint_pickers(&mut scrape, &look);
     }
     let mut text = String::new();
     encode(&mut text, &scrape.0).expect("a string takes all that is written to it");
     text
 }
 
-/// Model after model, each replica with the labels that name it.
-fn all(host: &Host) -> impl Iterator<Item = (Labels, &Replica)> {
-    host.models.iter().flat_map(|model| {
-        let labels = |of: &Replica| vec![(LABEL_MODEL, model.name.clone()), (LABEL_REPLICA, of.name.clone())];
-        model.replicas.iter().map(move |replica| (labels(replica), replica))
-    })
+/// What is served at the time of a scrape: all series are of the same models.
+struct Look<'a> {
+    host: &'a Host,
+    models: Arc<Vec<Arc<ServedModel>>>,
+    devices: Vec<ServedDevice>,
+}
+
+impl Look<'_> {
+    /// Model after model, each replica with the labels that name it.
+    fn all(&self) -> impl Iterator<Item = (Labels, &Replica)> {
+        self.models.iter().flat_map(|model| {
+            let labels = |of: &Replica| vec![(LABEL_MODEL, model.name.clone()), (LABEL_REPLICA, of.name.clone())];
+            model.replicas.iter().map(move |replica| (labels(replica), &**replica))
+        })
+    }
 }
 
 fn with(labels: &Labels, more: &[(&'static str, &str)]) -> Labels {
@@ -91,15 +102,19 @@ fn with(labels: &Labels, more: &[(&'static str, &str)]) -> Labels {
     labels.iter().cloned().chain(more).collect()
 }
 
-fn requests(scrape: &mut Scrape, host: &Host) {
-    for model in &host.models {
-        model.replicas.iter().for_each(|replica| host.ended.expect_replica(&model.name, &replica.name));
+fn requests(scrape: &mut Scrape, look: &Look<'_>) {
+    let ended = &look.host.ended;
+    // What has left goes from here with its last request.
+    let known: Vec<String> = look.host.models_and_leaving().iter().map(|model| model.name.clone()).collect();
+    ended.keep_models(&|model| known.iter().any(|name| name == model));
+    for model in &*look.models {
+        model.replicas.iter().for_each(|replica| ended.expect_replica(&model.name, &replica.name));
     }
-    CODES.into_iter().for_each(|code| host.ended.expect_code(code_name(code)));
-    host.ended.register(&mut scrape.0);
+    CODES.into_iter().for_each(|code| ended.expect_code(code_name(code)));
+    ended.register(&mut scrape.0);
 }
 
-fn replicas(scrape: &mut Scrape, host: &Host) {
+fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     type Read = fn(&Replica) -> f64;
     let gauges: [(&str, &str, Read); 4] = [
         (METRIC_REPLICA_UP, "0 once the replica's device or engine has failed", |r| f64::from(u8::from(!r.failed()))),
@@ -108,10 +123,10 @@ fn replicas(scrape: &mut Scrape, host: &Host) {
         (METRIC_ROOM, "Requests that would be taken now", |r| r.room() as f64),
     ];
     for (name, help, read) in gauges {
-        scrape.gauge(name, help, all(host).map(|(labels, replica)| (labels, read(replica))));
+        scrape.gauge(name, help, look.all().map(|(labels, replica)| (labels, read(replica))));
     }
     // One look at each replica, so that its numbers agree.
-    let loads: Vec<(Labels, Load)> = all(host).map(|(labels, replica)| (labels, replica.load())).collect();
+    let loads: Vec<(Labels, Load)> = look.all().map(|(labels, replica)| (labels, replica.load())).collect();
     type Of = fn(&Load) -> f64;
     let gauges: [(&str, &str, Of); 6] = [
         (METRIC_RUNNING, "Sequences that hold a slot", |l| f64::from(l.running)),
@@ -137,10 +152,10 @@ fn replicas(scrape: &mut Scrape, host: &Host) {
     }
 }
 
-fn steps(scrape: &mut Scrape, host: &Host) {
+fn steps(scrape: &mut Scrape, look: &Look<'_>) {
     let mut phases: Vec<(Labels, PhaseTotals)> = Vec::new();
     let (mut rows, mut computed) = (Vec::new(), Vec::new());
-    for (labels, replica) in all(host) {
+    for (labels, replica) in look.all() {
         let totals = replica.totals();
         for (phase, of) in [("prefill", totals.prefill), ("decode", totals.decode)] {
             phases.push((with(&labels, &[(LABEL_PHASE, phase)]), of));
@@ -180,8 +195,8 @@ fn steps(scrape: &mut Scrape, host: &Host) {
     scrape.counter(METRIC_FLUSHES, "Submissions by why they ended where they did", reasons);
 }
 
-fn kernels(scrape: &mut Scrape, host: &Host) {
-    let variants = all(host).flat_map(|(labels, replica)| {
+fn kernels(scrape: &mut Scrape, look: &Look<'_>) {
+    let variants = look.all().flat_map(|(labels, replica)| {
         let of = |variant: &crate::engine::variants::Variant| {
             [(LABEL_REGION, &*variant.region), (LABEL_STAGE, &*variant.stage), (LABEL_VARIANT, variant.kernel)]
                 .map(|(name, value)| (name, value.to_owned()))
@@ -190,7 +205,7 @@ fn kernels(scrape: &mut Scrape, host: &Host) {
         calls.map(move |variant| (labels.iter().cloned().chain(of(variant)).collect(), 1.0))
     });
     scrape.gauge(METRIC_KERNEL_VARIANT_INFO, "1, with the kernel that computes a stage of a region", variants);
-    let fallbacks = all(host).flat_map(|(labels, replica)| {
+    let fallbacks = look.all().flat_map(|(labels, replica)| {
         Fallback::ALL.map(|what| (with(&labels, &[(LABEL_WHAT, what.name())]), replica.variants().fallen(what) as f64))
     });
     scrape.counter(METRIC_FALLBACKS, "How often a slower way was taken than the program has", fallbacks);
@@ -201,10 +216,10 @@ fn device(of: &ServedDevice) -> Labels {
 }
 
 /// Whether a device works. Of a fake, which has no handle, its replicas know.
-fn works(host: &Host, of: &ServedDevice) -> bool {
+fn works(look: &Look<'_>, of: &ServedDevice) -> bool {
     match &of.device {
         Some(device) => !device.is_lost(),
-        None => host.replicas().filter(|replica| replica.device == of.info).all(|replica| !replica.failed()),
+        None => look.all().filter(|(_, replica)| replica.device == of.info).all(|(_, replica)| !replica.failed()),
     }
 }
 
@@ -220,13 +235,13 @@ fn memory(scrape: &mut Scrape, budgets: &[(Labels, MemoryBudget)]) {
     scrape.gauge(METRIC_DEVICE_MEMORY_USED, "What this process uses of the device's memory", does);
 }
 
-fn devices(scrape: &mut Scrape, host: &Host) {
-    let up = host.devices.iter().map(|of| (device(of), f64::from(u8::from(works(host, of)))));
+fn devices(scrape: &mut Scrape, look: &Look<'_>) {
+    let up = look.devices.iter().map(|of| (device(of), f64::from(u8::from(works(look, of)))));
     scrape.gauge(METRIC_DEVICE_UP, "0 once the device is lost", up);
-    let budgets = host.devices.iter().filter_map(|of| Some((device(of), of.device.as_ref()?.budget())));
+    let budgets = look.devices.iter().filter_map(|of| Some((device(of), of.device.as_ref()?.budget())));
     memory(scrape, &budgets.collect::<Vec<_>>());
 
-    let plan = host.devices.iter().flat_map(|of| {
+    let plan = look.devices.iter().flat_map(|of| {
         of.memory.iter().map(move |line| {
             let side = match line.side {
                 Side::Device => "device",
@@ -239,7 +254,7 @@ fn devices(scrape: &mut Scrape, host: &Host) {
     });
     scrape.gauge(METRIC_MEMORY_PLAN, "What memory was planned for", plan);
 
-    let transfers = host.devices.iter().filter_map(|of| Some((device(of), of.transfer.as_ref()?.counters())));
+    let transfers = look.devices.iter().filter_map(|of| Some((device(of), of.transfer.as_ref()?.counters())));
     let transfers: Vec<(Labels, TransferCounters)> = transfers.collect();
     type Of = fn(&TransferCounters) -> u64;
     let counters: [(&str, &str, Of); 4] = [
@@ -254,8 +269,8 @@ fn devices(scrape: &mut Scrape, host: &Host) {
 }
 
 /// The names by which endpoint pickers know how busy a server is.
-fn endpoint_pickers(scrape: &mut Scrape, host: &Host) {
-    let sums: Vec<(Labels, Load)> = host.models.iter().map(|model| (model_name(model), sum(model))).collect();
+fn endpoint_pickers(scrape: &mut Scrape, look: &Look<'_>) {
+    let sums: Vec<(Labels, Load)> = look.models.iter().map(|model| (model_name(model), sum(model))).collect();
     type Of = fn(&Load) -> f64;
     let gauges: [(&str, &str, Of); 3] = [
         (METRIC_VLLM_WAITING, "Requests in the queues of the model's replicas", |l| f64::from(l.waiting)),
@@ -280,7 +295,7 @@ fn model_name(model: &ServedModel) -> Labels {
 
 /// How busy a model's replicas are together.
 fn sum(model: &ServedModel) -> Load {
-    model.replicas.iter().map(Replica::load).fold(Load::default(), |sum, load| Load {
+    model.replicas.iter().map(|replica| replica.load()).fold(Load::default(), |sum, load| Load {
         running: sum.running + load.running,
         waiting: sum.waiting + load.waiting,
         pages_used: sum.pages_used + load.pages_used,

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `/` | the page; `/page.css`, `/page.js`, `/favicon.svg` belong to it |
 //! | `/api/state`, `/api/steps`, `/api/transfers`, `/api/requests` | JSON |
-//! | `/healthz` | 200 while a replica takes requests, else 503: loading, draining or failed |
+//! | `/healthz` | 200 while a replica takes requests, or none is loaded and one can be; else 503: loading, draining or failed |
 //! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
@@ -106,6 +106,7 @@ impl Admin {
         match self.host() {
             None => Status::Loading,
             Some(host) if host.replicas().any(|replica| replica.closed().is_none()) => Status::Serving,
+            Some(host) if host.models().is_empty() && host.can_load() => Status::Idle,
             Some(_) => Status::Closed,
         }
     }
@@ -135,6 +136,8 @@ impl Progress for Admin {
 enum Status {
     Loading,
     Serving,
+    /// No model is loaded, and one can be.
+    Idle,
     /// No replica takes requests: all drain or have failed.
     Closed,
 }
@@ -144,6 +147,7 @@ impl Status {
         match self {
             Status::Loading => "loading",
             Status::Serving => "serving",
+            Status::Idle => "idle",
             Status::Closed => "closed",
         }
     }
@@ -233,7 +237,10 @@ fn is_loopback(host: &str) -> bool {
 
 async fn health(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
     let status = admin.status();
-    let code = if status == Status::Serving { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let code = match status {
+        Status::Serving | Status::Idle => StatusCode::OK,
+        Status::Loading | Status::Closed => StatusCode::SERVICE_UNAVAILABLE,
+    };
     (code, format!("{}\n", status.name()))
 }
 
@@ -256,6 +263,7 @@ struct Steps {
 async fn steps(State(admin): State<Arc<Admin>>, Query(query): Query<Steps>) -> Response {
     ask(admin, move |admin, host| {
         let replica = find(host, &query.replica)?;
+        let replica = &*replica;
         let steps = match (query.from, query.last) {
             (Some(from), _) => replica.steps_from(from),
             (None, last) => replica.steps(last.unwrap_or(usize::MAX)),
@@ -275,9 +283,9 @@ struct Transfers {
 
 async fn transfers(State(admin): State<Arc<Admin>>, Query(query): Query<Transfers>) -> Response {
     ask(admin, move |admin, host| {
-        let device = host.devices.iter().find(|device| device.info.index == query.device);
+        let device = host.devices().into_iter().find(|device| device.info.index == query.device);
         let device = device.ok_or_else(|| format!("nothing is served on a device of index {}", query.device))?;
-        Ok(api::transfers(admin, device, query.from))
+        Ok(api::transfers(admin, &device, query.from))
     })
     .await
 }
@@ -294,9 +302,9 @@ async fn requests(State(admin): State<Arc<Admin>>, Query(query): Query<Since>) -
     ask(admin, move |admin, host| Ok(api::requests(admin, host, query.since))).await
 }
 
-fn find<'a>(host: &'a Host, replica: &str) -> Result<&'a Replica, String> {
+fn find(host: &Host, replica: &str) -> Result<Arc<Replica>, String> {
     host.replicas().find(|found| found.name == replica).ok_or_else(|| {
-        let served: Vec<&str> = host.replicas().map(|replica| replica.name.as_str()).collect();
+        let served: Vec<String> = host.replicas().map(|replica| replica.name.clone()).collect();
         format!("replica \"{replica}\" is not served; served are {}", served.join(", "))
     })
 }

@@ -14,6 +14,7 @@ use contract::generate_response::Response;
 use contract::sampling_params::Constraint;
 use proto::generate_request::Prompt;
 use proto::generate_response::Event;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Our field's name → the contract's.
@@ -37,9 +38,10 @@ const NOWHERE: &str = "/dev/null/ask-GetTokenizer";
 const MAX_BIAS: f32 = 100.0;
 
 /// The model that is meant: the only one.
-pub fn model(host: &Host) -> Result<&ServedModel, Refusal> {
-    match host.models.as_slice() {
-        [model] => Ok(model),
+pub fn model(host: &Host) -> Result<Arc<ServedModel>, Refusal> {
+    match host.models().as_slice() {
+        [model] => Ok(Arc::clone(model)),
+        [] => Err(Refusal::NoModel),
         models => {
             let names: Vec<&str> = models.iter().map(|model| model.name.as_str()).collect();
             Err(Refusal::SeveralModels { served: names.join(", ") })
@@ -49,7 +51,7 @@ pub fn model(host: &Host) -> Result<&ServedModel, Refusal> {
 
 /// The replica of a rank.
 pub fn replica<'a>(model: &'a ServedModel, field: &'static str, rank: i32) -> Result<&'a Replica, Refusal> {
-    let replica = usize::try_from(rank).ok().and_then(|rank| model.replicas.get(rank));
+    let replica = usize::try_from(rank).ok().and_then(|rank| model.replicas.get(rank)).map(|replica| &**replica);
     let rule = "the place of one of the model's replicas, from 0";
     replica.ok_or_else(|| Refusal::Value { field, value: rank.to_string(), rule })
 }

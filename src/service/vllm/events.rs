@@ -4,7 +4,7 @@
 
 use super::common;
 use crate::engine::executor::PAGE_TOKENS;
-use crate::engine::host::ServedModel;
+use crate::engine::host::{Replica, ServedModel};
 use crate::engine::pages::{Content, PageChange};
 use crate::engine::prefix::PageKey;
 use crate::engine::replica::PageBatch;
@@ -29,6 +29,8 @@ pub struct PageEvents {
     /// Set on an engine's thread when there was no room.
     slow: Arc<AtomicBool>,
     stop: Pin<Box<WaitForCancellationFutureOwned>>,
+    model: String,
+    replicas: Vec<Arc<Replica>>,
     events: u64,
     ended: bool,
 }
@@ -58,7 +60,15 @@ impl PageEvents {
                 })
             }));
         }
-        PageEvents { batches, slow, stop: Box::pin(stop.cancelled_owned()), events: 0, ended: false }
+        PageEvents {
+            batches,
+            slow,
+            stop: Box::pin(stop.cancelled_owned()),
+            model: model.name.clone(),
+            replicas: model.replicas.clone(),
+            events: 0,
+            ended: false,
+        }
     }
 
     fn batch(&mut self, rank: i32, batch: &PageBatch) -> common::KvEventBatch {
@@ -142,6 +152,10 @@ impl tokio_stream::Stream for PageEvents {
             // What was kept is read, and something is missing behind it.
             _ if self.slow.load(Ordering::Acquire) => self.end(&Refusal::Gap),
             Poll::Pending => Poll::Pending,
+            Poll::Ready(None) if self.replicas.iter().any(|replica| replica.stopped()) => {
+                let model = self.model.clone();
+                self.end(&Refusal::Unloaded { model })
+            }
             Poll::Ready(None) => self.end(&Refusal::Failed("the engines have ended".to_owned())),
         }
     }
@@ -163,7 +177,8 @@ mod tests {
         let (sender, batches) = mpsc::channel(1);
         let slow = Arc::new(AtomicBool::new(true));
         let stop = Box::pin(CancellationToken::new().cancelled_owned());
-        let mut events = PageEvents { batches, slow, stop, events: 0, ended: false };
+        let (model, replicas) = ("m".to_owned(), Vec::new());
+        let mut events = PageEvents { batches, slow, stop, model, replicas, events: 0, ended: false };
         let removed = |name| PageChange::Removed(PageKey(name));
         let changes = [
             PageChange::Cleared,

@@ -11,12 +11,13 @@ use super::refusal::Refusal;
 use super::rpc::{Caller, Rpc, Tracked, answer, aside, refused, rpc_span};
 use crate::engine::executor::PAGE_TOKENS;
 use crate::engine::host::{Host, Replica, ServedModel};
+use crate::model::text::Text;
 use contract::vllm_engine_server::VllmEngine;
 use convert::{Teller, in_their_words, signed};
 use events::PageEvents;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokenizer::{Archive, Chunks};
@@ -39,14 +40,14 @@ pub struct VllmRpc {
     began: Instant,
     /// When the last Generate came: the bits of seconds since 1970.
     last_received: AtomicU64,
-    /// The tokenizer's files, packed when first asked for.
-    archive: OnceLock<Arc<Archive>>,
+    /// The tokenizer's files, packed when first asked for, and whose they are.
+    archive: Mutex<Option<(Weak<Text>, Arc<Archive>)>>,
 }
 
 impl VllmRpc {
     /// Over the same host, clients and streams as our own service.
     pub fn new(rpc: Rpc) -> VllmRpc {
-        VllmRpc { rpc, began: Instant::now(), last_received: AtomicU64::new(0), archive: OnceLock::new() }
+        VllmRpc { rpc, began: Instant::now(), last_received: AtomicU64::new(0), archive: Mutex::default() }
     }
 
     fn host(&self) -> &Arc<Host> {
@@ -54,7 +55,7 @@ impl VllmRpc {
     }
 
     /// The only model.
-    fn model(&self) -> Result<&ServedModel, Refusal> {
+    fn model(&self) -> Result<Arc<ServedModel>, Refusal> {
         convert::model(self.host())
     }
 
@@ -64,21 +65,25 @@ impl VllmRpc {
         work: impl FnOnce(&ServedModel) -> Result<T, Refusal> + Send + 'static,
     ) -> Result<T, Refusal> {
         let host = Arc::clone(self.host());
-        aside(move || work(convert::model(&host)?)).await
+        aside(move || work(&*convert::model(&host)?)).await
     }
 
     /// The tokenizer's files.
     async fn packed(&self) -> Result<Arc<Archive>, Refusal> {
-        if let Some(archive) = self.archive.get() {
+        let model = self.model()?;
+        let no_tokenizer = || Refusal::NoTokenizer { model: model.name.clone(), field: "GetTokenizer" };
+        let text = Arc::clone(model.text.as_ref().ok_or_else(no_tokenizer)?);
+        // Each change of it is whole.
+        let kept = || self.archive.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((whose, archive)) = &*kept()
+            && Weak::as_ptr(whose) == Arc::as_ptr(&text)
+        {
             return Ok(Arc::clone(archive));
         }
-        let packed = self.of_model(|model| {
-            let no_tokenizer = || Refusal::NoTokenizer { model: model.name.clone(), field: "GetTokenizer" };
-            Archive::of(model.text.as_ref().ok_or_else(no_tokenizer)?.files())
-        });
-        // Of two that were packed at once, which are equal, one is kept.
-        let packed = Arc::new(packed.await?);
-        Ok(Arc::clone(self.archive.get_or_init(|| packed)))
+        let whose = Arc::downgrade(&text);
+        let packed = Arc::new(aside(move || Archive::of(text.files())).await?);
+        *kept() = Some((whose, Arc::clone(&packed)));
+        Ok(packed)
     }
 
     /// Forgets what prompts could begin with as soon as nothing runs or waits, at least within `timeout` seconds.
@@ -186,7 +191,7 @@ impl VllmEngine for VllmRpc {
         self.last_received.store(since_1970().to_bits(), Ordering::Relaxed);
         let started = async {
             let caller = Caller::of(&request);
-            let asked = convert::request(self.model()?, request.into_inner())?;
+            let asked = convert::request(&*self.model()?, request.into_inner())?;
             let rest = asked.rest;
             let stream = self.rpc.open(&span, caller, asked.message, move |prepared| rest.apply(prepared)).await?;
             Ok(Answers { stream, teller: Teller::new(asked.stream) })
@@ -210,7 +215,7 @@ impl VllmEngine for VllmRpc {
         let why = match self.model() {
             Err(refusal) => Some(refusal.to_string()),
             Ok(model) => {
-                let closed: Vec<_> = model.replicas.iter().filter_map(Replica::closed).collect();
+                let closed: Vec<_> = model.replicas.iter().filter_map(|replica| replica.closed()).collect();
                 (closed.len() == model.replicas.len()).then(|| closed.join("; "))
             }
         };
@@ -275,7 +280,7 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::GetModelInfoRequest>,
     ) -> Result<Response<contract::GetModelInfoResponse>, Status> {
         let span = rpc_span(SERVICE, "GetModelInfo", request.metadata());
-        answer(&span, self.model().map(convert::model_info))
+        answer(&span, self.model().map(|model| convert::model_info(&model)))
     }
 
     async fn get_server_info(
@@ -284,7 +289,7 @@ impl VllmEngine for VllmRpc {
     ) -> Result<Response<contract::GetServerInfoResponse>, Status> {
         let span = rpc_span(SERVICE, "GetServerInfo", request.metadata());
         let info = self.model().map(|model| {
-            let slots = model.replicas.iter().map(Replica::slots).min().unwrap_or(0);
+            let slots = model.replicas.iter().map(|replica| replica.slots()).min().unwrap_or(0);
             contract::GetServerInfoResponse {
                 active_requests: self.host().unfinished() as u32,
                 last_receive_timestamp: f64::from_bits(self.last_received.load(Ordering::Relaxed)),

@@ -1,0 +1,172 @@
+//! `ostinato models`: a server's models, loaded and unloaded while it serves the others, over gRPC.
+//! Deliberately absent: what the server does for it.
+
+use super::generate::{Refused, endpoint};
+use super::progress::Show;
+use crate::engine::start::{Progress, Unit};
+use crate::memory::plan::Bytes;
+use crate::service::proto;
+use crate::service::proto::ostinato_client::OstinatoClient;
+use anyhow::Context;
+use proto::load_model_response::Event;
+use std::io::Write;
+use tonic::transport::Channel;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Models {
+    /// The server's address and port.
+    #[arg(long, value_name = "ADDR", global = true)]
+    server: Option<String>,
+    /// JSON on standard output.
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    action: Option<Action>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Action {
+    /// Show the models of the server's configuration, loaded or not.
+    List,
+    /// Load a model of the server's configuration, or load it anew. It goes on where this ends early.
+    Load {
+        /// Its name.
+        name: String,
+        /// Where it is served: unload it first, so that memory need not hold both. It is not served meanwhile.
+        #[arg(long)]
+        unload_first: bool,
+    },
+    /// Unload a model: new requests do not find it, running ones go on for a while.
+    Unload {
+        /// Its name.
+        name: String,
+        /// How long running requests may go on; 0: not at all. Left out: as long as the server drains.
+        #[arg(long, value_name = "SECONDS")]
+        grace: Option<f64>,
+    },
+}
+
+pub(crate) fn run(args: &Models) -> anyhow::Result<()> {
+    let server = args.server.as_deref().ok_or_else(|| super::Usage("--server ADDR says whose models".to_owned()))?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start")?;
+    runtime.block_on(async {
+        let channel =
+            endpoint(server)?.connect().await.with_context(|| format!("cannot reach a server at {server}"))?;
+        let mut client = OstinatoClient::new(channel);
+        match &args.action {
+            None | Some(Action::List) => list(&mut client, args.json).await,
+            Some(Action::Load { name, unload_first }) => load(&mut client, name, *unload_first, args.json).await,
+            Some(Action::Unload { name, grace }) => {
+                let request = proto::UnloadModelRequest { name: name.clone(), grace_seconds: *grace };
+                let unloaded = client.unload_model(request).await.map_err(Refused::from)?.into_inner();
+                let mut out = std::io::stdout().lock();
+                if args.json {
+                    let line = serde_json::json!({ "freed_bytes": unloaded.freed_bytes, "cut": unloaded.cut });
+                    writeln!(out, "{line}")?;
+                } else {
+                    let cut = match unloaded.cut {
+                        0 => String::new(),
+                        cut => format!("; {cut} requests were ended"),
+                    };
+                    writeln!(out, "unloaded {name}: {} of device memory given back{cut}", Bytes(unloaded.freed_bytes))?;
+                }
+                Ok(())
+            }
+        }
+    })
+}
+
+/// The state of a model in a word.
+fn state(model: &proto::Model) -> &'static str {
+    match model.state() {
+        proto::ModelState::Unspecified => "unknown",
+        proto::ModelState::Unloaded => "unloaded",
+        proto::ModelState::Loading => "loading",
+        proto::ModelState::Serving => "serving",
+        proto::ModelState::Unloading => "unloading",
+    }
+}
+
+async fn list(client: &mut OstinatoClient<Channel>, json: bool) -> anyhow::Result<()> {
+    let models = client.list_models(proto::ListModelsRequest {}).await.map_err(Refused::from)?.into_inner().models;
+    let mut out = std::io::stdout().lock();
+    for model in &models {
+        if json {
+            let line = serde_json::json!({
+                "name": model.name,
+                "state": state(model),
+                "architecture": (!model.architecture.is_empty()).then_some(&model.architecture),
+                "context": model.context,
+                "weight_bytes": model.weight_bytes,
+                "parameters": model.parameters,
+                "replicas": model.replicas.iter().map(|replica| &replica.name).collect::<Vec<_>>(),
+            });
+            writeln!(out, "{line}")?;
+            continue;
+        }
+        write!(out, "{:<24} {:<10}", model.name, state(model))?;
+        if model.state() == proto::ModelState::Serving {
+            let devices = model.replicas.iter().filter_map(|replica| replica.device.as_ref());
+            let devices: Vec<&str> = devices.map(|device| device.name.as_str()).collect();
+            let (weights, context) = (Bytes(model.weight_bytes), model.context);
+            write!(out, " {}, {weights}, {context} tokens, on {}", model.architecture, devices.join(", "))?;
+        }
+        if let Some(step) = &model.loading {
+            write!(out, " {}: {:.0} %", step.what, 100.0 * step.done as f64 / step.total.max(1) as f64)?;
+        }
+        writeln!(out)?;
+    }
+    Ok(())
+}
+
+async fn load(client: &mut OstinatoClient<Channel>, name: &str, unload_first: bool, json: bool) -> anyhow::Result<()> {
+    let replace = if unload_first { proto::Replace::UnloadFirst } else { proto::Replace::Beside };
+    let request = proto::LoadModelRequest { name: name.to_owned(), replace: replace.into() };
+    let mut events = client.load_model(request).await.map_err(Refused::from)?.into_inner();
+    let show = Show::new(json);
+    while let Some(message) = events.message().await.map_err(Refused::from)? {
+        match message.event {
+            Some(Event::Progress(step)) => {
+                let unit = match step.unit() {
+                    proto::load_progress::Unit::Bytes => Unit::Bytes,
+                    _ => Unit::Count,
+                };
+                show.step(&step.what, step.done, step.total, unit);
+            }
+            Some(Event::Line(line)) => show.line(&line),
+            Some(Event::Loaded(loaded)) => {
+                drop(show);
+                return loaded_line(name, &loaded, json);
+            }
+            None => {}
+        }
+    }
+    anyhow::bail!("the server ended the load of \"{name}\" without saying how")
+}
+
+fn loaded_line(name: &str, loaded: &proto::LoadedModel, json: bool) -> anyhow::Result<()> {
+    let seconds = |load: &proto::Load| load.end_ns.saturating_sub(load.begin_ns) as f64 / 1e9;
+    let mut out = std::io::stdout().lock();
+    if json {
+        let loads = loaded.loads.iter().map(|load| {
+            let seconds = seconds(load);
+            serde_json::json!({
+                "bytes": load.bytes_written,
+                "seconds": seconds,
+                "gb_per_second": load.bytes_written as f64 / 1e9 / seconds.max(1e-9),
+                "workers": load.workers.len(),
+            })
+        });
+        let line = serde_json::json!({ "loaded": name, "loads": loads.collect::<Vec<_>>() });
+        writeln!(out, "{line}")?;
+        return Ok(());
+    }
+    let loads = loaded.loads.iter().map(|load| {
+        let seconds = seconds(load);
+        let rate = load.bytes_written as f64 / 1e9 / seconds.max(1e-9);
+        format!("{} in {seconds:.2} s ({rate:.1} GB/s)", Bytes(load.bytes_written))
+    });
+    let loads: Vec<String> = loads.collect();
+    writeln!(out, "loaded {name}: {}", loads.join(", "))?;
+    Ok(())
+}

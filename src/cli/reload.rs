@@ -1,0 +1,167 @@
+//! A new configuration for a server that runs, at SIGHUP: models come, go and are replaced, the endpoint's bounds change;
+//! what cannot change while the server runs stays as it is, with a warning. A configuration with a problem changes
+//! nothing. Deliberately absent: reading a configuration, and how models come and go.
+
+use super::serve::{Serve, changeable};
+use crate::config::Config;
+use crate::engine::host::Host;
+use crate::engine::start::{Progress, Unit};
+use crate::service::server::Changeable;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::signal::unix::Signal;
+use tokio::sync::watch;
+
+/// What is read again, and what is in force.
+pub(super) struct Reload {
+    args: Serve,
+    config: Config,
+    host: Arc<Host>,
+}
+
+impl Reload {
+    /// `config` is what the server was started with.
+    pub(super) fn new(args: &Serve, config: Config, host: Arc<Host>) -> Reload {
+        Reload { args: args.clone(), config, host }
+    }
+
+    /// Reads the configuration at each signal, and tells the endpoint what has changed of its bounds.
+    pub(super) async fn at(mut self, mut signals: Signal, endpoint: watch::Sender<Changeable>) {
+        while signals.recv().await.is_some() {
+            let endpoint = endpoint.clone();
+            let read = tokio::task::spawn_blocking(move || {
+                self.once(&endpoint);
+                self
+            });
+            match read.await {
+                Ok(reload) => self = reload,
+                // A panic was logged where it happened.
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn once(&mut self, endpoint: &watch::Sender<Changeable>) {
+        let config = match self.args.configuration() {
+            Ok(config) => config,
+            Err(error) => {
+                tracing::error!("nothing is changed: {}", with_causes(&error));
+                return;
+            }
+        };
+        let grace = Duration::from_secs_f64(config.server.drain_seconds);
+        tracing::info!("the configuration is read again");
+        let changed =
+            match self.host.configure(&config.models, config.server.queue_limit as usize, grace, &Lines, || {
+                endpoint.send_replace(changeable(&config.server));
+                for kept in kept(&self.config, &config) {
+                    tracing::warn!("{kept}");
+                }
+            }) {
+                Ok(changed) => changed,
+                Err(problems) => {
+                    let problems: Vec<String> = problems.iter().map(|error| with_causes(error)).collect();
+                    tracing::error!("nothing is changed: {}", problems.join("; "));
+                    return;
+                }
+            };
+        for changed in &changed {
+            match &changed.result {
+                Ok(()) => tracing::info!(model = changed.model, "{}", changed.change),
+                Err(error) => {
+                    tracing::error!(model = changed.model, "could not be {}: {}", changed.change, with_causes(error));
+                }
+            }
+        }
+        // What stays as it is is said again each time.
+        let Config { server, models, .. } = config;
+        let in_force = &mut self.config.server;
+        in_force.queue_limit = server.queue_limit;
+        in_force.client_limit = server.client_limit;
+        in_force.trust_client_header = server.trust_client_header;
+        in_force.drain_seconds = server.drain_seconds;
+        in_force.stream_buffer = server.stream_buffer;
+        self.config.models = models;
+        tracing::info!("the configuration is in force");
+    }
+}
+
+/// What a new configuration has otherwise that stays as it is until the server is started again, a sentence each.
+fn kept(old: &Config, new: &Config) -> Vec<String> {
+    let mut kept = Vec::new();
+    let mut compare = |key: &str, old: String, new: String| {
+        if old != new {
+            kept.push(format!("{key} stays {old}: {new} takes a new start"));
+        }
+    };
+    fn show(value: &impl std::fmt::Debug) -> String {
+        format!("{value:?}")
+    }
+    let (a, b) = (&old.server, &new.server);
+    compare("server.listen", a.listen.to_string(), b.listen.to_string());
+    compare("server.insecure", a.insecure.to_string(), b.insecure.to_string());
+    compare("server.max_message_bytes", a.max_message_bytes.to_string(), b.max_message_bytes.to_string());
+    let (a, b) = (&old.admin, &new.admin);
+    let listens = |listen: Option<std::net::SocketAddr>| listen.map_or("off".to_owned(), |at| at.to_string());
+    compare("admin.listen", listens(a.listen), listens(b.listen));
+    compare("admin.insecure", a.insecure.to_string(), b.insecure.to_string());
+    let (a, b) = (&old.telemetry, &new.telemetry);
+    compare("telemetry.otlp_endpoint", show(&a.otlp_endpoint), show(&b.otlp_endpoint));
+    compare("telemetry.sample_ratio", show(&a.sample_ratio), show(&b.sample_ratio));
+    compare("telemetry.log", show(&a.log), show(&b.log));
+    compare("telemetry.gpu_time", show(&a.gpu_time), show(&b.gpu_time));
+    let (a, b) = (&old.runtime, &new.runtime);
+    compare("runtime.cache_directory", show(&a.cache_directory), show(&b.cache_directory));
+    compare("runtime.tune", show(&a.tune), show(&b.tune));
+    compare("runtime.validation", show(&a.validation), show(&b.validation));
+    kept
+}
+
+fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// Lines of loads go to the log.
+struct Lines;
+
+impl Progress for Lines {
+    fn line(&self, text: &str) {
+        tracing::info!("{text}");
+    }
+
+    fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_change_is_named_with_both_values() {
+        let old = Config::default();
+        let mut new = old.clone();
+        new.server.queue_limit += 1;
+        new.server.drain_seconds += 1.0;
+        assert!(kept(&old, &new).is_empty(), "these can change");
+        new.server.listen = "127.0.0.1:1".parse().expect("an address");
+        new.admin.listen = None;
+        new.telemetry.log = "debug".to_owned();
+        new.runtime.cache_directory = Some("/a".into());
+        let kept = kept(&old, &new);
+        assert_eq!(
+            kept,
+            [
+                "server.listen stays 127.0.0.1:50051: 127.0.0.1:1 takes a new start",
+                "admin.listen stays 127.0.0.1:9464: off takes a new start",
+                "telemetry.log stays \"info\": \"debug\" takes a new start",
+                "runtime.cache_directory stays None: Some(\"/a\") takes a new start",
+            ]
+        );
+    }
+}

@@ -1,0 +1,271 @@
+//! The devices that are open, each with its actors, and the models that are built on them. A device is opened when a
+//! model first needs it, and stays open as long as the host: models come and go on it.
+//! Deliberately absent: how a replica is built (`start`), and when (`lifecycle`).
+
+use super::executor::Executor;
+use super::host::{DeviceInfo, Host, ModelInfo, ServedDevice, ServedModel};
+use super::lifecycle::{Attempt, Source};
+use super::matrices;
+use super::replica::{Replica, ReplicaConfig};
+use super::spans;
+use super::start::{Build, Progress, StartError};
+use super::tuned::Tuned;
+use crate::actors::compute::{Compute, GpuTime};
+use crate::actors::loader::Loader;
+use crate::actors::transfer::Transfer;
+use crate::config::{self, Config};
+use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, Selector};
+use crate::kernels::skinny::Matrices;
+use crate::memory::{Arena, StagingRing};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::demo;
+use crate::model::text::Text;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::str::FromStr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
+
+/// Slots of the staging ring and bytes of each: one for each thread that packs, and as many to keep a transfer queue
+/// busy meanwhile.
+const STAGING: (usize, usize) = (32, 8 << 20);
+const STAGING_CPU: (usize, usize) = (4, 2 << 20);
+/// Between two looks at whether another load on the device has ended.
+const TURN_LOOK: Duration = Duration::from_millis(20);
+
+/// A device with its actors.
+#[derive(Debug)]
+pub(super) struct Station {
+    pub(super) device: Arc<Device>,
+    pub(super) arena: Arena,
+    pub(super) compute: Arc<Compute>,
+    pub(super) transfer: Arc<Transfer>,
+    pub(super) ring: StagingRing,
+    pub(super) loader: Loader,
+    pub(super) matrices: Option<Matrices>,
+    /// Held while a replica is built: what one plans for, another must not take.
+    building: Mutex<()>,
+}
+
+impl Station {
+    pub(super) fn open(
+        instance: &Instance,
+        adapter: &Adapter,
+        cache: Option<&Path>,
+        gpu_time: GpuTime,
+    ) -> Result<Station, StartError> {
+        let device = Device::open(instance, adapter)?;
+        let arena = Arena::new(&device)?;
+        let (slots, bytes) = staging(adapter);
+        let ring = StagingRing::new(&arena, slots, bytes)?;
+        let transfer = Arc::new(Transfer::spawn(&arena)?);
+        let matrices = matrices::probe(&device, &arena, cache)?;
+        Ok(Station {
+            matrices,
+            building: Mutex::default(),
+            compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
+            loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
+            ring,
+            transfer,
+            arena,
+            device,
+        })
+    }
+
+    /// What may still be taken of the device's memory, bytes. Where the driver does not say, what we have taken
+    /// ourselves is all that is known to be gone.
+    pub(super) fn free_bytes(&self, budget: &MemoryBudget) -> u64 {
+        match budget.reported {
+            true => budget.free_bytes(),
+            false => budget.free_bytes().saturating_sub(self.arena.usage().reserved_bytes),
+        }
+    }
+
+    /// Waits for the load on this device before.
+    fn turn(&self, model: &str, attempt: &Attempt<'_>) -> Result<MutexGuard<'_, ()>, StartError> {
+        let mut said = false;
+        loop {
+            match self.building.try_lock() {
+                Ok(turn) => return Ok(turn),
+                // It guards nothing that a panic could have left half done.
+                Err(TryLockError::Poisoned(turn)) => return Ok(turn.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+            if attempt.cancelled.load(Ordering::Relaxed) {
+                return Err(StartError::Cancelled { model: model.to_owned() });
+            }
+            if !std::mem::replace(&mut said, true) {
+                let device = &self.device.adapter().name;
+                attempt.progress.line(&format!("\"{model}\" waits for another load on \"{device}\""));
+            }
+            std::thread::sleep(TURN_LOOK);
+        }
+    }
+}
+
+fn device_info(adapter: &Adapter) -> DeviceInfo {
+    DeviceInfo {
+        index: adapter.index,
+        name: adapter.name.clone(),
+        uuid: adapter.uuid.clone(),
+        pci: adapter.pci.clone(),
+    }
+}
+
+pub(super) fn staging(adapter: &Adapter) -> (usize, usize) {
+    if adapter.is_cpu() { STAGING_CPU } else { STAGING }
+}
+
+/// Opens what a configuration's models need, and serves those of them that are not left for a request to load.
+pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let instance = Instance::new(&InstanceOptions { validation: config.runtime.validation })?;
+    start_on(&instance, config, progress)
+}
+
+/// As [`start`], on an instance of the caller's (tests look at its validation messages).
+pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let stations = Stations {
+        instance: instance.clone(),
+        runtime: config.runtime.clone(),
+        gpu_time: config.telemetry.gpu_time,
+        open: Mutex::default(),
+        opening: Mutex::default(),
+    };
+    // Every choice is checked before the first device is opened.
+    config.models.iter().try_for_each(|model| stations.check(model))?;
+    let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(stations));
+    host.load_all(progress)?;
+    Ok(host)
+}
+
+/// Builds models on the machine's devices.
+#[derive(Debug)]
+struct Stations {
+    instance: Instance,
+    runtime: config::Runtime,
+    gpu_time: GpuTime,
+    /// By index of the adapter.
+    open: Mutex<BTreeMap<usize, Arc<Station>>>,
+    /// Held while a device is opened, which takes a while.
+    opening: Mutex<()>,
+}
+
+impl Stations {
+    fn open(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<Station>>> {
+        // Each change of it is whole.
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn choose(&self, model: &config::Model) -> Result<Vec<Adapter>, StartError> {
+        let adapters = self.instance.adapters();
+        model.replicas.iter().map(|replica| choose(&adapters, &model.name, replica.device.as_deref())).collect()
+    }
+
+    fn station(&self, adapter: &Adapter) -> Result<Arc<Station>, StartError> {
+        let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(station) = self.open().get(&adapter.index) {
+            return Ok(Arc::clone(station));
+        }
+        let cache = self.runtime.cache_directory.as_deref();
+        let station = Arc::new(Station::open(&self.instance, adapter, cache, self.gpu_time)?);
+        self.open().insert(adapter.index, Arc::clone(&station));
+        Ok(station)
+    }
+}
+
+impl Source for Stations {
+    fn check(&self, model: &config::Model) -> Result<(), StartError> {
+        self.choose(model).map(|_| ())
+    }
+
+    fn devices(&self) -> Vec<ServedDevice> {
+        let served = |station: &Arc<Station>| ServedDevice {
+            info: device_info(station.device.adapter()),
+            memory: Vec::new(),
+            transfer: Some(Arc::clone(&station.transfer)),
+            device: Some(Arc::clone(&station.device)),
+            arena: Some(station.arena.clone()),
+        };
+        self.open().values().map(served).collect()
+    }
+
+    fn build(&self, model: &config::Model, attempt: &Attempt<'_>) -> Result<ServedModel, StartError> {
+        let adapters = self.choose(model)?;
+        let cache = self.runtime.cache_directory.as_deref();
+        let progress = attempt.progress;
+        let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
+        let checkpoint = Checkpoint::open(&path).map_err(|source| StartError::Checkpoint {
+            model: model.name.clone(),
+            path: path.clone(),
+            source,
+        })?;
+        let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
+        if text.is_none() {
+            progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
+        }
+        let mut replicas = Vec::new();
+        let mut context = checkpoint.config.context;
+        for (index, adapter) in adapters.iter().enumerate() {
+            let station = self.station(adapter)?;
+            let _turn = station.turn(&model.name, attempt)?;
+            let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
+            let name = format!("{}/{index}", model.name);
+            let span = spans::load(&name);
+            let tuned = &Tuned::of_model(cache, adapter, &checkpoint, progress);
+            let build = Build {
+                name: &name,
+                model,
+                checkpoint: &checkpoint,
+                station: &station,
+                adapter,
+                limit,
+                tune: &self.runtime.tune,
+                tuned,
+                progress,
+                span: &span,
+                beside: attempt.beside,
+                cancelled: attempt.cancelled,
+            };
+            let (executor, loaded, memory) = build.executor(cache)?;
+            drop(span);
+            context = context.min(executor.capacity().context);
+            let replica_config = ReplicaConfig {
+                queue_limit: attempt.queue_limit,
+                eos_ids: checkpoint.config.eos.clone(),
+                context: executor.capacity().context,
+                vocabulary: checkpoint.config.vocab,
+                prefix_cache: model.prefix_cache.unwrap_or(true),
+            };
+            let replica = Replica::spawn(&name, device_info(adapter), Box::new(executor), replica_config);
+            let mut replica = replica.map_err(StartError::Thread)?;
+            replica.loaded = Some(loaded);
+            replica.memory = memory;
+            replicas.push(replica);
+        }
+        let info = ModelInfo {
+            architecture: checkpoint.config.architecture.name().to_owned(),
+            context,
+            vocabulary: checkpoint.config.vocab,
+            eos_ids: checkpoint.config.eos.clone(),
+            weight_bytes: checkpoint.weight_bytes(),
+            bytes_per_token: checkpoint.bytes_per_token(),
+            parameters: checkpoint.parameters(),
+            active_parameters: checkpoint.active_parameters(),
+        };
+        Ok(ServedModel::new(model.name.clone(), info, text.map(Arc::new), replicas))
+    }
+}
+
+fn choose(adapters: &[Adapter], model: &str, given: Option<&str>) -> Result<Adapter, StartError> {
+    let selector = given
+        .map(|given| {
+            Selector::from_str(given).map_err(|source| StartError::Selector {
+                model: model.to_owned(),
+                given: given.to_owned(),
+                source: Box::new(source),
+            })
+        })
+        .transpose()?;
+    Ok(crate::device::choose(adapters, selector.as_ref())?.clone())
+}

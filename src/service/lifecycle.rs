@@ -1,0 +1,193 @@
+//! LoadModel and UnloadModel: the host's lifecycle on threads that may wait, its progress as a stream. Neither depends on
+//! its caller: who goes away has not undone anything. Deliberately absent: who may call.
+
+use super::convert;
+use super::proto;
+use super::refusal::Refusal;
+use super::rpc::refused;
+use crate::engine::host::Host;
+use crate::engine::lifecycle::{Listed, Loaded, Replace, State, Step};
+use crate::engine::start::{Progress, Unit};
+use crate::telemetry::{names, spans};
+use proto::load_model_response::Event;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tonic::Status;
+use tracing::Span;
+
+/// Events that are kept for a caller that reads slowly: those that find no room are not told, but for the last.
+const EVENTS: usize = 256;
+/// Between two steps of one kind of work that are told.
+const STEP_INTERVAL: Duration = Duration::from_millis(100);
+/// Longest time that requests can be given, seconds.
+const MOST_GRACE: f64 = 86_400.0;
+
+type Message = Result<proto::LoadModelResponse, Status>;
+
+/// A load, as its caller sees it.
+#[derive(Debug)]
+pub struct Loading(mpsc::Receiver<Message>);
+
+impl Loading {
+    /// Begins a load; what it replaces has `drain` for what runs on it.
+    pub fn start(
+        host: &Arc<Host>,
+        message: proto::LoadModelRequest,
+        drain: Duration,
+        span: Span,
+    ) -> Result<Loading, Refusal> {
+        if message.name.is_empty() {
+            return Err(Refusal::Missing { field: "name", rule: "the name of a model of the configuration" });
+        }
+        let replace = match proto::Replace::try_from(message.replace) {
+            Ok(proto::Replace::Beside) => Replace::Beside,
+            Ok(proto::Replace::UnloadFirst) => Replace::UnloadFirst,
+            Err(_) => {
+                let (field, rule) = ("replace", "REPLACE_BESIDE or REPLACE_UNLOAD_FIRST");
+                return Err(Refusal::Value { field, value: message.replace.to_string(), rule });
+            }
+        };
+        let (sender, events) = mpsc::channel(EVENTS);
+        // Of a channel that was just made there is room.
+        let last = sender.clone().try_reserve_owned();
+        let teller = Teller { sender, told: Mutex::default() };
+        let host = Arc::clone(host);
+        tokio::task::spawn_blocking(move || {
+            tracing::info!(model = message.name, "loading");
+            let loaded = host.load(&message.name, replace, drain, &teller);
+            let (answer, old) = match loaded {
+                Ok(Loaded { model, old }) => {
+                    spans::set(&span, names::RPC_GRPC_STATUS_CODE, tonic::Code::Ok as i64);
+                    tracing::info!(model = message.name, "loaded");
+                    let loads = model.replicas.iter().filter_map(|replica| replica.loaded.as_ref());
+                    let loads = loads.map(convert::load_report).collect();
+                    let loaded = proto::LoadedModel { model: Some(convert::model(&model)), loads };
+                    (Ok(response(Event::Loaded(loaded))), old)
+                }
+                Err(error) => {
+                    let refusal = Refusal::Lifecycle(error);
+                    tracing::warn!(model = message.name, error = %refusal, "not loaded");
+                    (Err(refused(&span, &refusal)), None)
+                }
+            };
+            drop(span);
+            if let Ok(last) = last {
+                // Whoever asked may have gone.
+                let _ = last.send(answer);
+            }
+            // The stream ends, and what was replaced goes on without its caller.
+            drop(teller);
+            if let Some(old) = old {
+                retired(&message.name, &host.retire(old, drain));
+            }
+        });
+        Ok(Loading(events))
+    }
+}
+
+fn retired(model: &str, unloaded: &crate::engine::lifecycle::Unloaded) {
+    tracing::info!(model, freed_bytes = unloaded.freed_bytes, cut = unloaded.cut, "unloaded");
+}
+
+impl tokio_stream::Stream for Loading {
+    type Item = Message;
+
+    fn poll_next(mut self: std::pin::Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Message>> {
+        self.0.poll_recv(context)
+    }
+}
+
+fn response(event: Event) -> proto::LoadModelResponse {
+    proto::LoadModelResponse { event: Some(event) }
+}
+
+/// Tells a load's caller and the log how far it is.
+struct Teller {
+    sender: mpsc::Sender<Message>,
+    /// The last step that was told, and when.
+    told: Mutex<Option<(String, Instant)>>,
+}
+
+impl Teller {
+    fn tell(&self, event: Event) {
+        // Without room, or without a caller, it is not told.
+        let _ = self.sender.try_send(Ok(response(event)));
+    }
+}
+
+impl Progress for Teller {
+    fn line(&self, text: &str) {
+        tracing::info!("{text}");
+        self.tell(Event::Line(text.to_owned()));
+    }
+
+    fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
+        let now = Instant::now();
+        {
+            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            let soon = |(last, at): &(String, Instant)| last == what && now.duration_since(*at) < STEP_INTERVAL;
+            if done < total && told.as_ref().is_some_and(soon) {
+                return;
+            }
+            *told = Some((what.to_owned(), now));
+        }
+        self.tell(Event::Progress(progress(&Step { what: what.to_owned(), done, total, unit })));
+    }
+}
+
+fn progress(step: &Step) -> proto::LoadProgress {
+    let unit = match step.unit {
+        Unit::Bytes => proto::load_progress::Unit::Bytes,
+        Unit::Count => proto::load_progress::Unit::Count,
+    };
+    proto::LoadProgress { what: step.what.clone(), done: step.done, total: step.total, unit: unit.into() }
+}
+
+/// Unloads a model; where the message does not say how long its requests may go on, they have `drain`.
+pub(super) async fn unload(
+    host: &Arc<Host>,
+    message: proto::UnloadModelRequest,
+    drain: Duration,
+) -> Result<proto::UnloadModelResponse, Refusal> {
+    if message.name.is_empty() {
+        return Err(Refusal::Missing { field: "name", rule: "the name of a model" });
+    }
+    let grace = match message.grace_seconds {
+        None => drain,
+        Some(seconds) if (0.0..=MOST_GRACE).contains(&seconds) => Duration::from_secs_f64(seconds),
+        Some(other) => {
+            let rule = const {
+                assert!(MOST_GRACE == 86_400.0, "as the rule says");
+                "from 0 to 86400"
+            };
+            return Err(Refusal::Value { field: "grace_seconds", value: other.to_string(), rule });
+        }
+    };
+    let host = Arc::clone(host);
+    super::rpc::aside(move || {
+        let unloaded = host.unload(&message.name, grace).map_err(Refusal::Lifecycle)?;
+        retired(&message.name, &unloaded);
+        let cut = u32::try_from(unloaded.cut).unwrap_or(u32::MAX);
+        Ok(proto::UnloadModelResponse { freed_bytes: unloaded.freed_bytes, cut })
+    })
+    .await
+}
+
+/// A model of the configuration as ListModels shows it.
+pub(super) fn listed(listed: &Listed) -> proto::Model {
+    let mut model = match &listed.served {
+        Some(served) => convert::model(served),
+        None => proto::Model { name: listed.name.clone(), ..Default::default() },
+    };
+    let state = match listed.state {
+        State::Unloaded => proto::ModelState::Unloaded,
+        State::Loading => proto::ModelState::Loading,
+        State::Serving => proto::ModelState::Serving,
+        State::Unloading => proto::ModelState::Unloading,
+    };
+    model.state = state.into();
+    model.loading = listed.step.as_ref().map(progress);
+    model
+}

@@ -252,13 +252,13 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         ),
         (
             |r| {
-                let kind = proto::constraint::Kind::Regex("a+".into());
+                let kind = proto::constraint::Kind::Regex("(a+".into());
                 r.constraint = Some(proto::Constraint { kind: Some(kind) });
             },
-            Code::Unimplemented,
+            Code::InvalidArgument,
             "constraint.regex",
         ),
-        (|r| r.constraint = Some(proto::Constraint { kind: None }), Code::Unimplemented, "constraint"),
+        (|r| r.constraint = Some(proto::Constraint { kind: None }), Code::InvalidArgument, "constraint.kind"),
         (
             |r| r.prompt = Some(proto::generate_request::Prompt::Chat(proto::Chat::default())),
             Code::InvalidArgument,

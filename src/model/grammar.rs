@@ -156,7 +156,9 @@ pub enum Next {
 impl Grammar {
     /// Takes a token that was drawn; says what may follow. Tens of microseconds mostly, up to about ten milliseconds.
     pub fn take(&mut self, token: u32) -> Result<Next, GrammarError> {
-        self.matcher.consume_token(token).map_err(stuck)?;
+        // What the parser says quotes the output, which is nobody's but the client's.
+        let refused = |_| GrammarError::Stuck("a token was drawn that it does not allow".to_owned());
+        self.matcher.consume_token(token).map_err(refused)?;
         self.next()
     }
 

@@ -6,7 +6,9 @@ use crate::config::{self, Bytes, Config, DEMO_PATH, Model, Sources};
 use crate::engine::host::Host;
 use crate::engine::start::{Progress, Unit, start};
 use crate::service::admin::{self, Admin};
+use crate::service::auth::Tokens;
 use crate::service::server::{Options, serve};
+use crate::service::tls::Tls;
 use crate::telemetry;
 use anyhow::Context;
 use std::io::Write;
@@ -41,7 +43,8 @@ pub(crate) struct Serve {
     /// The most device memory that each replica may take, such as 20GiB, where the configuration sets none.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Allows addresses that other machines reach; there is no TLS and no authentication.
+    /// Allows addresses that other machines reach without encryption: of --listen where no certificates are
+    /// configured (`server.tls`), and of --admin, which has none and asks nobody who they are.
     #[arg(long)]
     insecure: bool,
     /// Log lines as JSON objects.
@@ -75,6 +78,8 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     })?;
     // Taken before minutes of loading, listened on after: until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
+    // Read before too: what is wrong with certificates is known at once.
+    let options = options(&config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .thread_name("ostinato-grpc")
         .enable_all()
@@ -101,7 +106,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     announce(&host);
     admin.set_host(Arc::clone(&host));
     let served = runtime.block_on(async {
-        let served = listen(socket, host, &config, &admin, page_address).await;
+        let served = listen(socket, host, &config, options, &admin, page_address).await;
         stop.cancel();
         if let Some(page) = page {
             // It has ended, or was ended by a panic that was logged.
@@ -137,6 +142,7 @@ async fn listen(
     socket: TcpSocket,
     host: Arc<Host>,
     config: &Config,
+    options: Options,
     admin: &Admin,
     page: Option<SocketAddr>,
 ) -> anyhow::Result<()> {
@@ -149,19 +155,32 @@ async fn listen(
         // Whoever has read the port may have closed it.
         let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
     }
-    let options = Options {
-        drain: Duration::from_secs_f64(config.server.drain_seconds),
-        max_message_bytes: usize::try_from(config.server.max_message_bytes.0).unwrap_or(usize::MAX),
-        stream_buffer: config.server.stream_buffer as usize,
-        client_limit: config.server.client_limit,
-        trust_client_header: config.server.trust_client_header,
-    };
     let stopped = serve(host, listener, options, signals()?).await?;
     match stopped.cut {
         0 => tracing::info!("stopped"),
         cut => tracing::warn!(cut, "stopped; the grace period was over for some streams"),
     }
     Ok(())
+}
+
+fn options(config: &Config) -> anyhow::Result<Options> {
+    let server = &config.server;
+    let bytes = |bytes: Bytes| usize::try_from(bytes.0).unwrap_or(usize::MAX);
+    if server.tokens.is_some() && server.tls.is_none() && !server.listen.ip().is_loopback() {
+        tracing::warn!("tokens go over connections that are not encrypted: whoever reads along can use them");
+    }
+    Ok(Options {
+        drain: Duration::from_secs_f64(server.drain_seconds),
+        max_message_bytes: bytes(server.max_message_bytes),
+        max_prompt_bytes: bytes(server.max_prompt_bytes),
+        stream_buffer: server.stream_buffer as usize,
+        client_limit: server.client_limit,
+        trust_client_header: server.trust_client_header,
+        tls: server.tls.as_ref().map(|files| Tls::read(files).map(Arc::new)).transpose()?,
+        tokens: server.tokens.as_deref().map(|file| Tokens::read(file).map(Arc::new)).transpose()?,
+        connections: server.connections as usize,
+        ..Options::default()
+    })
 }
 
 /// `key` is where the configuration says the address.

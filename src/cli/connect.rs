@@ -67,7 +67,9 @@ impl Reach {
         if let (Some(certificate), Some(key)) = (&self.tls_cert, &self.tls_key) {
             tls = tls.identity(Identity::from_pem(read(certificate)?, read(key)?));
         }
-        let unusable = |error| anyhow::Error::from(error).context(Usage("the certificates cannot be used".to_owned()));
+        // Its own words say only that the transport failed.
+        let why = |error: &dyn std::error::Error| error.source().map_or(String::new(), |cause| format!(": {cause}"));
+        let unusable = |error| Usage(format!("the certificates cannot be used{}", why(&error))).into();
         endpoint.tls_config(tls).map_err(unusable)
     }
 
@@ -105,5 +107,5 @@ pub(super) async fn open(endpoint: &Endpoint, bearer: Bearer, address: &str) -> 
 }
 
 fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
-    std::fs::read(path).with_context(|| Usage(format!("cannot read \"{}\"", path.display())))
+    std::fs::read(path).map_err(|error| Usage(format!("cannot read \"{}\": {error}", path.display())).into())
 }

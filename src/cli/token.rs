@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Token) -> anyhow::Result<()> {
     match &args.secret {
         Some(path) => {
             let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-            let mut file = file.with_context(|| Usage(format!("cannot make \"{}\"", path.display())))?;
+            let mut file = file.map_err(|error| Usage(format!("cannot make \"{}\": {error}", path.display())))?;
             writeln!(file, "{secret}").with_context(|| format!("cannot write \"{}\"", path.display()))?;
         }
         None => writeln!(out, "{secret}\n")?,

@@ -78,12 +78,11 @@ pub fn tokens(path: &Path) -> Result<Vec<Token>, ConfigError> {
         other => other,
     })?;
     let (file, mut problems) = typed::<File>(&Figment::from(toml), |_, _| Vec::new());
-    for problem in &mut problems {
-        (problem.value, problem.source) = (None, Some(path.display().to_string()));
-    }
+    problems.iter_mut().for_each(|problem| problem.value = None);
     if problems.is_empty() {
         problems = file.problems();
     }
+    problems.iter_mut().for_each(|problem| problem.source = Some(path.display().to_string()));
     if problems.is_empty() { Ok(file.tokens) } else { Err(ConfigError::Problems(problems)) }
 }
 

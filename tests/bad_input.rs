@@ -587,7 +587,8 @@ async fn answer(served: &Served, path: &str, body: &[u8]) -> u32 {
     }
     raw.data(call, &[], true).await;
     loop {
-        let frame = raw.frame().await.expect("the connection goes on");
+        let frame = raw.frame().await.unwrap_or_else(|| panic!("closed: {path}, {body:x?}"));
+        assert_ne!(frame.kind, raw::GOAWAY, "{frame:x?}: {path}, {body:x?}");
         if frame.stream == call && frame.ends() {
             return status_of(&frame.payload);
         }
@@ -628,7 +629,7 @@ fn status_of(block: &[u8]) -> u32 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bytes_that_are_no_message_are_refused_and_take_nothing() {
     let _turn = turn();
-    let served = served(STEP, Options { max_message_bytes: 64 << 10, ..Options::default() }).await;
+    let served = served(STEP, Options { max_message_bytes: 32 << 10, ..Options::default() }).await;
     let [invalid, internal, range, unimplemented] =
         [tonic::Code::InvalidArgument, tonic::Code::Internal, tonic::Code::OutOfRange, tonic::Code::Unimplemented];
     for (path, good) in PATHS.iter().zip(questions(3)) {
@@ -650,14 +651,15 @@ async fn bytes_that_are_no_message_are_refused_and_take_nothing() {
             ("a group without an end", raw::message(&[0x7b]), &[internal]),
             ("noise", raw::message(&[0xa5; 999]), &[internal]),
             ("no field", raw::message(&[]), &[invalid]),
-            ("more than a message may have", raw::message(&vec![0; (64 << 10) + 1]), &[range]),
+            ("more than a message may have", raw::message(&vec![0; (32 << 10) + 1]), &[range]),
             ("the promise of 4 GiB", with(|bytes| bytes[1..5].fill(0xff)), &[range]),
             ("compressed without saying how", with(|bytes| bytes[0] = 1), &[internal, unimplemented]),
             ("a flag that there is not", with(|bytes| bytes[0] = 9), &[internal]),
             ("a message that is cut", with(|bytes| bytes.truncate(8)), &[internal]),
             ("half a prefix", vec![0, 0], &[internal]),
             ("nothing", Vec::new(), &[internal]),
-            ("two messages", [&framed[..], &framed].concat(), &[internal]),
+            ("what is no message behind one that is", [&framed[..], &[9; 99]].concat(), &[internal]),
+            ("two messages, of which the first is meant", [&framed[..], &framed].concat(), &[tonic::Code::Ok]),
         ] {
             let code = answer(&served, path, &body).await;
             assert!(codes.iter().any(|expected| *expected as u32 == code), "{path}: {what}: {code}");
@@ -735,7 +737,8 @@ async fn what_a_request_may_say_is_bounded_on_both_contracts() {
     // Headers beyond what is read; the server goes on.
     let mut large = tonic::Request::new(text_request("alpha", "x", 3));
     large.metadata_mut().insert("x-large", "h".repeat(20 << 10).parse().expect("a value"));
-    assert!(ours.generate(large).await.is_err());
+    let error = serving::generate(&mut ours, large).await.error.expect("they are too large");
+    assert!(error.message().contains("431"), "{error:?}");
     nothing_is_left(&served).await;
 }
 
@@ -796,6 +799,30 @@ async fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
         reset += usize::from(frame.kind == raw::RESET);
     }
     assert_eq!(reset, 30);
+    drop(raw);
+    nothing_is_left(&served).await;
+}
+
+/// Sixteen messages of the largest size may be on their way at once; further ones are refused until there is room.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_on_their_way_have_so_much_room() {
+    let _turn = turn();
+    let served = served(STEP, Options { max_message_bytes: 1024, ..Options::default() }).await;
+    let mut raw = Raw::open(&served.address).await;
+    raw.acknowledge().await;
+    let begun = [0, 0, 0, 4, 0].iter().copied().chain([0; 1000]).collect::<Vec<u8>>();
+    for call in 0..40 {
+        let call = raw.call(PATHS[call % 2], 1).await;
+        raw.data(call, &begun, false).await;
+    }
+    let mut refused = Vec::new();
+    while let Ok(Some(frame)) = tokio::time::timeout(Duration::from_secs(1), raw.frame()).await {
+        if frame.kind == raw::HEADERS && frame.ends() {
+            refused.push(frame);
+        }
+    }
+    assert_eq!(refused.len(), 40 - 16);
+    assert_eq!(status_of(&refused[0].payload), tonic::Code::ResourceExhausted as u32);
     drop(raw);
     nothing_is_left(&served).await;
 }

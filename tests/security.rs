@@ -387,6 +387,8 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, words));
     let third = wide.generate(text_request("alpha", "x", 4000)).await.unwrap();
     assert_eq!(wide.generate(text_request("alpha", "x", 1)).await.unwrap_err().code(), Code::ResourceExhausted);
+    // Encoding is work like any other.
+    assert_eq!(wide.tokenize(tokenize("alpha")).await.unwrap_err().code(), Code::ResourceExhausted);
     drop((first, second, third));
     guarded.served.idle("beta/0", Duration::from_secs(5)).await;
 
@@ -716,6 +718,14 @@ fn a_drawn_token_is_told_once_and_known_by_its_entry() {
     assert_eq!(ostinato(&["token", "a b"]).output().unwrap().status.code(), Some(2));
 }
 
+/// Its UUID, as `devices` tells it.
+fn lavapipe() -> String {
+    let output = ostinato(&["devices", "--json"]).output().unwrap();
+    let devices: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let named = |device: &&serde_json::Value| device["name"].as_str().is_some_and(|name| name.contains("llvmpipe"));
+    devices.as_array().unwrap().iter().find(named).unwrap()["uuid"].as_str().unwrap().to_owned()
+}
+
 /// A GET of the admin endpoint, with its head.
 async fn get(address: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -750,7 +760,8 @@ async fn prompts_outputs_and_tokens_are_in_no_log_no_trace_and_no_page() {
             "[server]\nlisten = \"127.0.0.1:0\"\ntokens = \"tokens.toml\"\n\
              tls = {{ certificate = \"server.pem\", key = \"server.key\", client_ca = \"clients.pem\" }}\n\
              [admin]\nlisten = \"127.0.0.1:0\"\n[telemetry]\nlog = \"debug\"\notlp_endpoint = \"{endpoint}\"\n\
-             [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"llvmpipe\" }}]\n"
+             [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{}\" }}]\n",
+            lavapipe()
         ),
     )
     .unwrap();

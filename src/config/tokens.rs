@@ -28,12 +28,12 @@ pub struct Token {
     /// Served models that it may use, by name; unset: all.
     pub models: Option<Vec<String>>,
     /// What it may do; unset: generate.
+    #[serde(deserialize_with = "rights")]
     pub may: Option<Vec<Right>>,
 }
 
 /// What a token may do beyond asking what is served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Right {
     /// Prompts in, tokens out.
     Generate,
@@ -51,6 +51,15 @@ fn digest<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<[u8; 32]>
     let text = String::deserialize(deserializer)?;
     // What was written is not quoted: it may be the token itself.
     parse(&text).map(Some).ok_or_else(|| D::Error::custom("not 64 hexadecimal digits"))
+}
+
+fn rights<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<Right>>, D::Error> {
+    let right = |word: String| match word.as_str() {
+        "generate" => Ok(Right::Generate),
+        "admin" => Ok(Right::Admin),
+        _ => Err(D::Error::custom("not a list of \"generate\" and \"admin\"")),
+    };
+    Vec::<String>::deserialize(deserializer)?.into_iter().map(right).collect::<Result<_, _>>().map(Some)
 }
 
 fn parse(text: &str) -> Option<[u8; 32]> {

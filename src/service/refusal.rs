@@ -250,3 +250,30 @@ pub fn code_name(code: Code) -> &'static str {
         Code::Unauthenticated => "UNAUTHENTICATED",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn messages_are_cut_between_characters_and_say_when_to_come_again() {
+        let long = Refusal::Failed("é".repeat(5000));
+        let message = status(&long).message().to_owned();
+        assert!(message.ends_with("é…") && (MAX_MESSAGE..MAX_MESSAGE + 8).contains(&message.len()), "{message}");
+        let spent = Spent { per_minute: 60, debt: 3, retry: Duration::from_millis(4000) };
+        let status = status(&Refusal::Spent { client: "with token \"a\"".to_owned(), spent });
+        let words = "client with token \"a\" has taken its 60 tokens a minute and 3 more, try again in 4.0 s";
+        assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, words));
+        assert_eq!(status.metadata().get(RETRY).unwrap(), "4001");
+    }
+
+    #[test]
+    fn what_a_template_says_is_for_the_client_only() {
+        for error in [TextError::Template("PROMPT".to_owned()), TextError::Refused("PROMPT".to_owned())] {
+            let refusal = Refusal::from(error);
+            assert!(status(&refusal).message().contains("PROMPT") && !refusal.recorded().contains("PROMPT"));
+        }
+        assert_eq!(Refusal::Stopping.recorded(), "the server stops");
+    }
+}

@@ -3,7 +3,7 @@
 
 use super::auth::Identity;
 use super::bounds;
-use super::clients::{Allowance, Client, Clients};
+use super::clients::{Allowance, Client, Clients, Places};
 use super::generation::{Generation, Surroundings};
 use super::prepare::{self, Place, Prepared};
 use super::proto;
@@ -218,7 +218,10 @@ impl Ostinato for Rpc {
         let caller = Caller::of(&request);
         let message = request.into_inner();
         let (host, most) = (Arc::clone(&self.host), self.most_text);
+        // Encoding is work: while it goes on it counts as a request.
+        let room = self.room(&caller, 1);
         let tokens = aside(move || {
+            let _room = room?;
             bounds::name("model", &message.model)?;
             match &message.input {
                 Some(Input::Text(text)) => bounds::prompt("text", text.len(), most)?,
@@ -295,6 +298,11 @@ impl Caller {
         Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), identity }
     }
 
+    /// What its token says of its limits.
+    fn allowance(&self) -> Allowance {
+        self.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
+    }
+
     /// Whether it may use a model.
     pub(super) fn may_use(&self, model: &str) -> Result<(), Refusal> {
         match &self.identity {
@@ -321,6 +329,15 @@ impl Rpc {
         &self.stop
     }
 
+    /// Room for a caller's requests.
+    fn room(&self, caller: &Caller, asked: u32) -> Result<Option<Places>, Refusal> {
+        let client = match &caller.identity {
+            Some(identity) => Client::Token(identity.name().to_owned()),
+            None => self.clients.identify(&caller.metadata, caller.peer)?,
+        };
+        self.clients.take(client, asked, &caller.allowance())
+    }
+
     /// Starts a generation, of which `adjust` may change what a message cannot say.
     pub(super) async fn open(
         &self,
@@ -331,15 +348,11 @@ impl Rpc {
     ) -> Result<Tracked, Refusal> {
         let deadline = caller.deadline()?;
         bounds::request(&message, self.most_text)?;
-        let (client, allowance) = match &caller.identity {
-            Some(identity) => (Client::Token(identity.name().to_owned()), identity.allowance().clone()),
-            None => (self.clients.identify(&caller.metadata, caller.peer)?, Allowance::default()),
-        };
         if caller.identity.is_some() {
             caller.may_use(&Place::find(&self.host, &message.model, "")?.model().name)?;
         }
         // Before its prompt is looked at: that costs more than the answer.
-        let mut places = self.clients.take(client, prepare::samples(&message)?, &allowance)?;
+        let mut places = self.room(&caller, prepare::samples(&message)?)?;
         let host = Arc::clone(&self.host);
         let prepared = aside(move || {
             let mut prepared = prepare::prepare(&host, message, deadline)?;
@@ -360,7 +373,7 @@ impl Rpc {
         };
         let generation = Generation::start(prepared, surroundings).inspect_err(|_| {
             // What is not run costs nothing.
-            allowance.meter.iter().for_each(|meter| meter.give_back(prompt, Instant::now()));
+            caller.allowance().meter.iter().for_each(|meter| meter.give_back(prompt, Instant::now()));
         })?;
         Ok(Tracked { generation, _open: self.streams.token() })
     }

@@ -163,30 +163,32 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
     let places = Arc::new(Semaphore::new(accept.connections.min(Semaphore::MAX_PERMITS)));
     let handshakes = Arc::new(Semaphore::new(HANDSHAKES));
     // Said once until there is room again.
-    let mut full = false;
+    let mut said = false;
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                let gone =
-                    [io::ErrorKind::ConnectionAborted, io::ErrorKind::ConnectionReset, io::ErrorKind::Interrupted];
-                if !gone.contains(&error.kind()) {
-                    tracing::warn!(%error, "connections cannot be taken");
+                use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted};
+                if ![ConnectionAborted, ConnectionReset, Interrupted].contains(&error.kind()) {
+                    if !std::mem::replace(&mut said, true) {
+                        tracing::warn!(%error, "connections cannot be taken");
+                    }
                     tokio::time::sleep(NO_ROOM).await;
                 }
                 continue;
             }
         };
         let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
-            if !std::mem::replace(&mut full, true) {
+            if !std::mem::replace(&mut said, true) {
                 tracing::warn!(connections = accept.connections, "all connections are taken, further ones are closed");
             }
             continue;
         };
-        full = false;
+        said = false;
         // Small messages one by one: Nagle's algorithm would hold tokens back. It fails only where the peer is gone.
         let _ = stream.set_nodelay(true);
         let info = stream.connect_info();
+        let peer = info.remote_addr;
         let wait = accept.handshake;
         let connection = move |stream| Connection {
             stream,
@@ -214,9 +216,9 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
                     // Fails where the server stops.
                     let _ = sender.send(Ok(connection(Transport::Encrypted(Box::new(stream))))).await;
                 }
-                Ok(Ok(_)) => tracing::debug!("a connection does not speak HTTP/2"),
-                Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
-                Err(_) => tracing::debug!("a TLS handshake took longer than {:.1} s", wait.as_secs_f64()),
+                Ok(Ok(_)) => tracing::debug!(?peer, "a connection does not speak HTTP/2"),
+                Ok(Err(error)) => tracing::debug!(?peer, %error, "a TLS handshake failed"),
+                Err(_) => tracing::debug!(?peer, "a TLS handshake took longer than {:.1} s", wait.as_secs_f64()),
             }
         });
     }

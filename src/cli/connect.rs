@@ -13,24 +13,26 @@ use tonic::{Request, Status};
 /// Where the token is when there is no file of it.
 const VARIABLE: &str = "OSTINATO_TOKEN";
 
+/// What `--help` shows the arguments under.
+const HEADING: &str = "Reaching a server";
+
 /// A client whose calls have the token.
 pub(super) type Client = OstinatoClient<InterceptedService<Channel, Bearer>>;
 
 /// What a server wants to see, and what it is known by.
 #[derive(Clone, Debug, Default, clap::Args)]
-#[command(next_help_heading = "Reaching a server")]
 pub(super) struct Reach {
     /// Certificates of authorities (PEM), one of which vouches for the server's. The connection is encrypted.
-    #[arg(long, value_name = "FILE", requires = "server")]
+    #[arg(long, help_heading = HEADING, value_name = "FILE", requires = "server")]
     tls_ca: Option<PathBuf>,
     /// Our own certificate (PEM), where the server asks for one.
-    #[arg(long, value_name = "FILE", requires_all = ["server", "tls_ca", "tls_key"])]
+    #[arg(long, help_heading = HEADING, value_name = "FILE", requires_all = ["server", "tls_ca", "tls_key"])]
     tls_cert: Option<PathBuf>,
     /// Its private key (PEM).
-    #[arg(long, value_name = "FILE", requires_all = ["server", "tls_cert"])]
+    #[arg(long, help_heading = HEADING, value_name = "FILE", requires_all = ["server", "tls_cert"])]
     tls_key: Option<PathBuf>,
     /// A file that holds a token and nothing else. Left out: the variable OSTINATO_TOKEN, if there is one.
-    #[arg(long, value_name = "FILE", requires = "server")]
+    #[arg(long, help_heading = HEADING, value_name = "FILE", requires = "server")]
     token_file: Option<PathBuf>,
 }
 

@@ -4,10 +4,12 @@
 //! Method: copies of committed checkpoints with one thing broken; lavapipe under the
 //! validation layer, which complains of device objects that outlive their device. After a
 //! refused start no actor's thread is alive; after a refused request nothing is queued and no
-//! page is taken.
+//! page is taken. What is wrong on the wire is sent to a server over fake devices, by hand where
+//! no client would send it.
 
 mod common;
 mod harness;
+mod serving;
 
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture, generate, idle, request};
@@ -19,6 +21,14 @@ use ostinato::engine::start::{Quiet, StartError, start_on};
 use ostinato::memory::plan::{PlanError, Purpose};
 use ostinato::model::checkpoint::CheckpointProblem;
 use ostinato::model::config::ConfigProblem;
+use ostinato::service::proto;
+use ostinato::service::proto::smg::grpc::common as smg;
+use ostinato::service::proto::vllm::grpc::engine as contract;
+use ostinato::service::proto::vllm::grpc::engine::vllm_engine_client::VllmEngineClient;
+use ostinato::service::server::Options;
+use prost::Message;
+use serving::raw::{self, Raw};
+use serving::{Served, fake, serve_models, text_request, token_request, tokenizer};
 use std::error::Error;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -528,4 +538,344 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
     let host = start_on(&vulkan.instance, &good.expect("mended"), &Quiet).unwrap_or_else(|e| panic!("{}", chain(&e)));
     assert_eq!(host.replicas().next().unwrap().bounds().context, 128);
     answers(&host.replicas().next().unwrap(), "llama-plain");
+}
+
+// ---- on the wire ----
+
+/// Runs a test with clients and a server while it has its turn.
+fn in_turn(test: impl Future<Output = ()>) {
+    let _turn = turn();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime").block_on(test);
+}
+
+/// Generate of both contracts.
+const PATHS: [&str; 2] = ["/ostinato.v1.Ostinato/Generate", "/vllm.grpc.engine.VllmEngine/Generate"];
+
+/// What a fake device takes for a step.
+const STEP: Duration = Duration::from_millis(1);
+
+/// One model on a fake device of two slots.
+async fn served(step: Duration, options: Options) -> Served {
+    let fakes = vec![(0, fake(step, b"abc"))];
+    serve_models(vec![serving::model("alpha", Some(tokenizer(true)), fakes, 1000)], options).await
+}
+
+/// The same question on both contracts, as it stands on the wire.
+fn questions(max_tokens: u32) -> [Vec<u8>; 2] {
+    let sampling = contract::SamplingParams { max_tokens: Some(max_tokens), ignore_eos: true, ..Default::default() };
+    let tokens = contract::TokenizedInput { input_ids: vec![1, 2, 3], ..Default::default() };
+    let theirs = contract::GenerateRequest {
+        input: Some(contract::generate_request::Input::Tokenized(tokens)),
+        sampling_params: Some(sampling),
+        stream: true,
+        ..Default::default()
+    };
+    [token_request("alpha", &[1, 2, 3], max_tokens).encode_to_vec(), theirs.encode_to_vec()]
+}
+
+/// Nothing runs, waits or holds a page, as the server itself tells.
+async fn nothing_is_left(served: &Served) {
+    served.idle("alpha/0", Duration::from_secs(30)).await;
+    let mut client = served.client().await;
+    let load = client.get_load(proto::GetLoadRequest::default()).await.expect("it answers").into_inner();
+    let load = &load.replicas[0];
+    assert_eq!((load.running, load.waiting, load.pages_used), (0, 0, 0), "{load:?}");
+    assert_eq!(serving::generate(&mut client, text_request("alpha", "x", 3)).await.text(), "abc");
+}
+
+/// What the server says to bytes that a call's body consists of.
+async fn answer(served: &Served, path: &str, body: &[u8]) -> u32 {
+    let mut raw = Raw::open(&served.address).await;
+    raw.acknowledge().await;
+    let call = raw.call(path, 1).await;
+    for part in body.chunks(16_384) {
+        raw.data(call, part, false).await;
+    }
+    raw.data(call, &[], true).await;
+    loop {
+        let frame = raw.frame().await.unwrap_or_else(|| panic!("closed: {path}, {body:x?}"));
+        assert_ne!(frame.kind, raw::GOAWAY, "{frame:x?}: {path}, {body:x?}");
+        if frame.stream == call && frame.ends() {
+            return status_of(&frame.payload);
+        }
+    }
+}
+
+/// The status in headers whose strings may be packed: the literal behind `grpc-status` is a digit or two.
+fn status_of(block: &[u8]) -> u32 {
+    // "grpc-status" in HPACK's Huffman code, and as it is.
+    let names: [&[u8]; 2] = [&[0x9a, 0xca, 0xc8, 0xb2, 0x12, 0x34, 0xda, 0x8f], b"grpc-status"];
+    let after = names.iter().find_map(|name| {
+        let at = block.windows(name.len()).position(|window| window == *name)?;
+        Some(&block[at + name.len()..])
+    });
+    let after = after.unwrap_or_else(|| panic!("no status in {block:x?}"));
+    let (packed, length) = (after[0] & 0x80 != 0, usize::from(after[0] & 0x7f));
+    let value = &after[1..1 + length];
+    if !packed {
+        return std::str::from_utf8(value).expect("digits").parse().expect("a number");
+    }
+    // Digits 0 to 2 have five bits, 3 to 9 six.
+    let bits = value.iter().fold(0u64, |bits, byte| bits << 8 | u64::from(*byte));
+    let mut left = value.len() * 8;
+    let mut number = 0;
+    while left >= 5 {
+        let five = (bits >> (left - 5) & 0x1f) as u32;
+        if five < 3 {
+            (number, left) = (number * 10 + five, left - 5);
+        } else if left >= 6 && (0x19..=0x1f).contains(&(bits >> (left - 6) & 0x3f)) {
+            (number, left) = (number * 10 + (bits >> (left - 6) & 0x3f) as u32 - 0x19 + 3, left - 6);
+        } else {
+            break;
+        }
+    }
+    number
+}
+
+#[test]
+fn bytes_that_are_no_message_are_refused_and_take_nothing() {
+    in_turn(async {
+        let served = served(STEP, Options { max_message_bytes: 32 << 10, ..Options::default() }).await;
+        let [invalid, internal, range, unimplemented] =
+            [tonic::Code::InvalidArgument, tonic::Code::Internal, tonic::Code::OutOfRange, tonic::Code::Unimplemented];
+        for (path, good) in PATHS.iter().zip(questions(3)) {
+            let framed = raw::message(&good);
+            assert_eq!(answer(&served, path, &framed).await, 0, "{path}");
+            let with = |change: fn(&mut Vec<u8>)| {
+                let mut bytes = framed.clone();
+                change(&mut bytes);
+                bytes
+            };
+            // Field 1 is the request's id on both: text.
+            let text = |bytes: &[u8]| raw::message(&[&[0x0a, bytes.len() as u8], bytes].concat());
+            for (what, body, codes) in [
+                ("text that is not UTF-8", text(&[0xff, 0xfe, 0x80]), &[internal][..]),
+                ("half a character", text(&"é".as_bytes()[..1]), &[internal]),
+                ("a field of another kind", raw::message(&[0x08, 0x01]), &[internal]),
+                ("a field that is longer than the message", raw::message(&[0x0a, 0x7f, b'x']), &[internal]),
+                ("a number without an end", raw::message(&[0xff; 12]), &[internal]),
+                ("a group without an end", raw::message(&[0x7b]), &[internal]),
+                ("noise", raw::message(&[0xa5; 999]), &[internal]),
+                ("no field", raw::message(&[]), &[invalid]),
+                ("more than a message may have", raw::message(&vec![0; (32 << 10) + 1]), &[range]),
+                ("the promise of 4 GiB", with(|bytes| bytes[1..5].fill(0xff)), &[range]),
+                ("compressed without saying how", with(|bytes| bytes[0] = 1), &[internal, unimplemented]),
+                ("a flag that there is not", with(|bytes| bytes[0] = 9), &[internal]),
+                ("a message that is cut", with(|bytes| bytes.truncate(8)), &[internal]),
+                ("half a prefix", vec![0, 0], &[internal]),
+                ("nothing", Vec::new(), &[internal]),
+                ("what is no message behind one that is", [&framed[..], &[9; 99]].concat(), &[internal]),
+                ("two messages, of which the first is meant", [&framed[..], &framed].concat(), &[tonic::Code::Ok]),
+            ] {
+                let code = answer(&served, path, &body).await;
+                assert!(codes.iter().any(|expected| *expected as u32 == code), "{path}: {what}: {code}");
+            }
+        }
+        nothing_is_left(&served).await;
+    });
+}
+
+#[test]
+fn what_a_request_may_say_is_bounded_on_both_contracts() {
+    in_turn(async {
+        let served = served(STEP, Options { max_prompt_bytes: 1000, ..Options::default() }).await;
+        let mut ours = served.client().await;
+        let mut theirs = VllmEngineClient::new(served.channel().await);
+        let stop = |strings: Vec<String>| {
+            let stopping = proto::Stopping { max_tokens: Some(3), strings: strings.clone(), ..Default::default() };
+            let mine = proto::GenerateRequest { stopping: Some(stopping), ..text_request("alpha", "x", 3) };
+            let params = contract::SamplingParams { max_tokens: Some(3), stop: strings, ..Default::default() };
+            let other = contract::GenerateRequest { sampling_params: Some(params), ..their_text("x") };
+            (mine, other)
+        };
+        let named = |name: usize| {
+            let request_id = "n".repeat(name);
+            let mine = proto::GenerateRequest { request_id: request_id.clone(), ..text_request("alpha", "x", 3) };
+            (mine, contract::GenerateRequest { request_id, ..their_text("x") })
+        };
+        let long = |bytes: usize| (text_request("alpha", &"x".repeat(bytes), 3), their_text(&"x".repeat(bytes)));
+        let strings = |count: usize, bytes: usize| stop(vec!["z".repeat(bytes); count]);
+        for (edge, beyond, words) in [
+            (strings(16, 1), strings(17, 1), ["17 strings", "at most 16"]),
+            (strings(1, 1024), strings(1, 1025), ["1025 bytes", "at most 1024"]),
+            (named(256), named(257), ["257 bytes", "at most 256"]),
+            (long(1000), long(1001), ["1001 bytes", "at most 1000"]),
+        ] {
+            assert!(serving::generate(&mut ours, edge.0).await.error.is_none());
+            theirs
+                .generate(edge.1)
+                .await
+                .expect("it is within the bound")
+                .into_inner()
+                .message()
+                .await
+                .expect("an answer");
+            let both = [
+                ours.generate(beyond.0).await.map(drop).expect_err(words[0]),
+                theirs.generate(beyond.1).await.map(drop).expect_err(words[0]),
+            ];
+            for status in both {
+                assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status:?}");
+                assert_names(status.message(), &words);
+            }
+        }
+        let say = |content: &str| proto::ChatMessage { role: "user".to_owned(), content: content.to_owned() };
+        let chat = |messages: Vec<proto::ChatMessage>| {
+            let prompt = Some(proto::generate_request::Prompt::Chat(proto::Chat { messages }));
+            proto::GenerateRequest { prompt, ..text_request("alpha", "", 3) }
+        };
+        for (message, words) in [
+            (chat(vec![say(""); 4097]), ["4097 messages", "at most 4096"]),
+            // Roles count too.
+            (chat(vec![say(&"x".repeat(500)), say(&"x".repeat(500))]), ["1008 bytes", "at most 1000"]),
+            (proto::GenerateRequest { model: "m".repeat(9999), ..text_request("", "x", 1) }, ["model", "9999 bytes"]),
+            (proto::GenerateRequest { device: "d".repeat(9999), ..text_request("", "x", 1) }, ["device", "9999 bytes"]),
+            (proto::GenerateRequest { cache_salt: "s".repeat(257), ..text_request("", "x", 1) }, ["cache_salt", "257"]),
+        ] {
+            let status = ours.generate(message).await.map(drop).expect_err(words[0]);
+            assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status:?}");
+            assert_names(status.message(), &words);
+        }
+        let input = Some(proto::tokenize_request::Input::Text("x".repeat(1001)));
+        let status = ours.tokenize(proto::TokenizeRequest { input, ..Default::default() }).await.expect_err("too long");
+        assert_names(status.message(), &["text", "1001", "1000"]);
+        let aborts = |count: usize| contract::AbortRequest { request_ids: vec!["x".to_owned(); count] };
+        theirs.abort(aborts(1024)).await.expect("within the bound");
+        assert_names(theirs.abort(aborts(1025)).await.expect_err("too many").message(), &["1025 ids", "at most 1024"]);
+        // What is quoted in a refusal is cut: it goes back in headers.
+        let profile = smg::StartProfileRequest { output_dir: Some("d".repeat(100_000)), ..Default::default() };
+        let status = theirs.start_profile(profile).await.expect_err("no folder is taken");
+        assert_eq!(status.code(), tonic::Code::InvalidArgument);
+        assert!(status.message().len() < 1100, "{}", status.message().len());
+
+        // Headers beyond what is read; the server goes on.
+        let mut large = tonic::Request::new(text_request("alpha", "x", 3));
+        large.metadata_mut().insert("x-large", "h".repeat(20 << 10).parse().expect("a value"));
+        let error = serving::generate(&mut ours, large).await.error.expect("they are too large");
+        assert!(error.message().contains("431"), "{error:?}");
+        nothing_is_left(&served).await;
+    });
+}
+
+fn their_text(text: &str) -> contract::GenerateRequest {
+    contract::GenerateRequest {
+        input: Some(contract::generate_request::Input::Text(text.to_owned())),
+        sampling_params: Some(contract::SamplingParams { max_tokens: Some(3), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+/// Ten thousand calls of headers and nothing else, on fifty connections; another client's generation goes on.
+#[test]
+fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
+    in_turn(async {
+        const CONNECTIONS: usize = 50;
+        const CALLS: usize = 200;
+        let wait = Duration::from_secs(4);
+        let served = served(STEP, Options { message_wait: wait, ..Options::default() }).await;
+        let mut client = served.client().await;
+        let stream = client.generate(text_request("alpha", "x", 4000)).await.expect("served").into_inner();
+        let other = tokio::spawn(serving::read(stream));
+        let mut open = Vec::new();
+        for connection in 0..CONNECTIONS {
+            let mut raw = Raw::open(&served.address).await;
+            raw.acknowledge().await;
+            let last = raw.call(PATHS[connection % 2], CALLS).await;
+            if connection % 5 == 0 {
+                // Some send the beginning of a message.
+                raw.data(last, &[0, 0, 0, 1], false).await;
+            }
+            open.push(raw);
+        }
+        // Meanwhile others are served, by both contracts.
+        assert_eq!(serving::generate(&mut client, text_request("alpha", "x", 3)).await.text(), "abc");
+        let begin = Instant::now();
+        for mut raw in open {
+            let mut ended = 0;
+            while ended < CALLS {
+                let frame = tokio::time::timeout(Duration::from_secs(30), raw.frame()).await.expect("it is answered");
+                let frame = frame.expect("the connection goes on");
+                assert_ne!(frame.kind, raw::GOAWAY, "{frame:?}");
+                ended += usize::from(frame.kind == raw::HEADERS && frame.ends());
+            }
+        }
+        assert!(begin.elapsed() < wait + Duration::from_secs(20), "{:?}", begin.elapsed());
+        let outcome = other.await.expect("it is read");
+        assert!(outcome.error.is_none(), "{:?}", outcome.error);
+        assert_eq!(outcome.ids().len(), 4000);
+        nothing_is_left(&served).await;
+
+        // More calls at once than a connection may have are reset, and those before them are not.
+        let mut raw = Raw::open(&served.address).await;
+        raw.acknowledge().await;
+        raw.call(PATHS[0], 230).await;
+        let mut reset = 0;
+        while let Ok(Some(frame)) = tokio::time::timeout(Duration::from_secs(1), raw.frame()).await {
+            reset += usize::from(frame.kind == raw::RESET);
+        }
+        assert_eq!(reset, 30);
+        drop(raw);
+        nothing_is_left(&served).await;
+    });
+}
+
+/// Sixteen messages of the largest size may be on their way at once; further ones are refused until there is room.
+#[test]
+fn messages_on_their_way_have_so_much_room() {
+    in_turn(async {
+        let served = served(STEP, Options { max_message_bytes: 1024, ..Options::default() }).await;
+        let mut raw = Raw::open(&served.address).await;
+        raw.acknowledge().await;
+        let begun = [0, 0, 0, 4, 0].iter().copied().chain([0; 1000]).collect::<Vec<u8>>();
+        for call in 0..40 {
+            let call = raw.call(PATHS[call % 2], 1).await;
+            raw.data(call, &begun, false).await;
+        }
+        let mut refused = Vec::new();
+        while let Ok(Some(frame)) = tokio::time::timeout(Duration::from_secs(1), raw.frame()).await {
+            if frame.kind == raw::HEADERS && frame.ends() {
+                refused.push(frame);
+            }
+        }
+        assert_eq!(refused.len(), 40 - 16);
+        assert_eq!(status_of(&refused[0].payload), tonic::Code::ResourceExhausted as u32);
+        drop(raw);
+        nothing_is_left(&served).await;
+    });
+}
+
+/// Its requests are sent and nothing is ever read: neither its streams nor the server's threads are held by it.
+#[test]
+fn a_client_that_never_reads_holds_up_nobody() {
+    in_turn(async {
+        let served = served(STEP / 10, Options { stream_buffer: 64, ..Options::default() }).await;
+        let mut client = served.client().await;
+        let mut sent = Vec::new();
+        for (path, question) in PATHS.iter().zip(questions(2000)) {
+            let mut raw = Raw::open(&served.address).await;
+            raw.acknowledge().await;
+            for _ in 0..50 {
+                let call = raw.call(path, 1).await;
+                raw.data(call, &raw::message(&question), true).await;
+            }
+            sent.push(raw);
+        }
+        let begin = Instant::now();
+        while served.host.unfinished() == 0 {
+            assert!(begin.elapsed() < Duration::from_secs(10), "none has come");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let outcome = serving::generate(&mut client, text_request("alpha", "x", 300)).await;
+        assert_eq!(outcome.ids().len(), 300, "{:?}", outcome.error);
+        // They are still connected.
+        nothing_is_left_within(&served, Duration::from_secs(120)).await;
+        drop(sent);
+        nothing_is_left(&served).await;
+    });
+}
+
+async fn nothing_is_left_within(served: &Served, within: Duration) {
+    served.idle("alpha/0", within).await;
+    nothing_is_left(served).await;
 }

@@ -68,13 +68,19 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
     assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));
     // The defaults that the comments show are the defaults.
-    assert_eq!(config.server.client_limit, Some(32));
+    let server = config.server;
+    assert_eq!(server.client_limit, Some(32));
+    let (tls, tokens) = (server.tls.clone(), server.tokens.clone());
+    assert!(tokens.as_ref().is_some_and(|path| path.is_absolute()), "relative to the file");
+    assert!(tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()));
     let shown = ostinato::config::Server {
-        listen: config.server.listen,
-        client_limit: config.server.client_limit,
+        listen: server.listen,
+        client_limit: server.client_limit,
+        tls,
+        tokens,
         ..Default::default()
     };
-    assert_eq!(config.server, shown);
+    assert_eq!(server, shown);
     assert_eq!(config.admin, ostinato::config::Admin::default());
     assert_eq!(config.telemetry.sample_ratio, 1.0);
     assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
@@ -210,6 +216,32 @@ fn other_machines_are_let_in_only_when_it_is_said() {
 }
 
 #[test]
+fn certificates_let_other_machines_in_and_their_files_are_relative_to_the_configuration() {
+    let (folder, sources) = write(
+        "[server]\nlisten = \"0.0.0.0:1\"\ntokens = \"t.toml\"\n\
+         [server.tls]\ncertificate = \"c.pem\"\nkey = \"/k.pem\"",
+    );
+    let server = from_sources(&sources).unwrap().server;
+    let tls = server.tls.unwrap();
+    assert_eq!((tls.certificate, tls.key), (folder.path().join("c.pem"), PathBuf::from("/k.pem")));
+    assert_eq!((tls.client_ca, server.tokens), (None, Some(folder.path().join("t.toml"))));
+    for (text, key, rule) in [
+        ("[server]\nlisten = \"0.0.0.0:1\"", "server.listen", "server.tls"),
+        ("[server.tls]\nkey = \"k\"", "server.tls.certificate", "given"),
+        ("[server.tls]\ncertificate = \"c\"", "server.tls.key", "given"),
+        ("[server.tls]\ncertificate = \"c\"\nkey = \"k\"\nca = \"x\"", "server.tls.ca", "client_ca"),
+        ("[server]\ntls = [\"c\", \"k\"]", "server.tls", "table"),
+        ("[server]\ntokens = \"t\"\ntrust_client_header = true", "server.trust_client_header", "server.tokens"),
+        ("[server]\nconnections = 0", "server.connections", "between 1"),
+        ("[server]\nmax_prompt_bytes = 0", "server.max_prompt_bytes", "above 0"),
+    ] {
+        let found = problems(text);
+        let found = found.iter().find(|problem| problem.key == key).unwrap_or_else(|| panic!("{text}: {found:?}"));
+        assert!(found.rule.contains(rule), "{text}: {found}");
+    }
+}
+
+#[test]
 fn the_admin_endpoint_has_an_address_of_its_own_or_none() {
     let listen = |text: &str| read(text).map(|config| config.admin.listen.map(|address| address.to_string()));
     assert_eq!(listen("[admin]\nlisten = \"off\"").unwrap(), None);
@@ -293,6 +325,7 @@ fn the_environment_goes_over_the_file() {
         match from_sources(&sources) {
             Ok(config) => {
                 println!("listen {} queue {}", config.server.listen, config.server.queue_limit);
+                println!("key {:?}", config.server.tls.map(|tls| tls.key));
             }
             Err(error) => println!("error {error}"),
         }
@@ -309,6 +342,8 @@ fn the_environment_goes_over_the_file() {
     };
     let text = run(&[("OSTINATO_SERVER__LISTEN", "127.0.0.1:2"), ("OSTINATO_OTHER", "x")]);
     assert!(text.contains("listen 127.0.0.1:2 queue 7"), "{text}");
+    let text = run(&[("OSTINATO_SERVER__TLS__KEY", "/k"), ("OSTINATO_SERVER__TLS__CERTIFICATE", "/c")]);
+    assert!(text.contains("key Some(\"/k\")"), "{text}");
     let text = run(&[("OSTINATO_SERVER__QUEUE_LIMIT", "many"), ("OSTINATO_SERVER__X", "1")]);
     assert!(text.contains("server.queue_limit") && text.contains("\"many\""), "{text}");
     assert!(text.contains("server.x is not a key"), "{text}");

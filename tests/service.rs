@@ -234,7 +234,7 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         (|r| stopping(r).ids = vec![300], Code::InvalidArgument, "300"),
         (|r| stopping(r).ids = (0..16).collect(), Code::InvalidArgument, "at most 16"),
         (|r| stopping(r).strings = vec![String::new()], Code::InvalidArgument, "empty"),
-        (|r| stopping(r).strings = vec!["x".into(); 65], Code::InvalidArgument, "65"),
+        (|r| stopping(r).strings = vec!["x".into(); 17], Code::InvalidArgument, "17"),
         (|r| sampling(r).temperature = Some(f32::NAN), Code::InvalidArgument, "NaN"),
         (|r| sampling(r).temperature = Some(-1.0), Code::InvalidArgument, "temperature is -1"),
         (|r| sampling(r).top_p = Some(0.0), Code::InvalidArgument, "top_p is 0"),
@@ -282,7 +282,7 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
     let outcome = generate(&mut client, request).await;
     assert_eq!((outcome.ids().len(), outcome.reason()), (96, Reason::Length));
     let mut request = text_request("alpha", "x", 50);
-    stopping(&mut request).strings = vec!["b".to_owned(); 64];
+    stopping(&mut request).strings = vec!["b".to_owned(); 16];
     request.device = "0".to_owned();
     sampling(&mut request).n = Some(1);
     assert_eq!(generate(&mut client, request).await.text(), "a");

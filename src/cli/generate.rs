@@ -9,7 +9,6 @@ use crate::service::prepare::prepare;
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
 use crate::service::proto::generate_response::Event;
-use crate::service::proto::ostinato_client::OstinatoClient;
 use crate::service::refusal::{Refusal, code_name, status};
 use anyhow::Context;
 use safetensors::tensor::{Dtype, TensorView};
@@ -19,7 +18,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio_stream::{Stream, StreamExt};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
 /// Events kept while a terminal is slow: all of a long output.
@@ -37,6 +35,8 @@ pub(crate) struct Generate {
     /// Asks a server instead of loading the model.
     #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits", "tune", "prefill_chunk", "drafts"])]
     server: Option<String>,
+    #[command(flatten)]
+    reach: super::connect::Reach,
     #[command(flatten)]
     input: Input,
     /// At most this many tokens; left out: as many as the context holds.
@@ -256,16 +256,8 @@ fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
 
 type Messages = Result<proto::GenerateResponse, Status>;
 
-/// The endpoint at HOST:PORT or a URI.
-pub(super) fn endpoint(address: &str) -> anyhow::Result<Endpoint> {
-    let uri = if address.contains("://") { address.to_owned() } else { format!("http://{address}") };
-    let endpoint = Endpoint::from_shared(uri);
-    Ok(endpoint.map_err(|error| Usage(format!("\"{address}\" is not a server's address: {error}")))?)
-}
-
 async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -> anyhow::Result<()> {
-    let channel = endpoint(address)?.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
-    let mut client = OstinatoClient::new(channel);
+    let mut client = args.reach.connect(address).await?;
     let request = request(args)?;
     if !args.json {
         let models = client.list_models(proto::ListModelsRequest {}).await;

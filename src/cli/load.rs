@@ -4,11 +4,11 @@
 
 use super::Usage;
 use super::arrivals::{Arrivals, Percentiles, Window};
+use super::connect::{self, Client, Reach};
 use super::generate::Refused;
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
 use crate::service::proto::generate_response::Event;
-use crate::service::proto::ostinato_client::OstinatoClient;
 use crate::service::refusal::code_name;
 use anyhow::Context;
 use serde_json::{Value, json};
@@ -18,7 +18,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 /// Streams that share a connection: a server moves each connection's bytes on one thread at a time, and takes
@@ -54,6 +53,8 @@ pub(super) struct Load {
         conflicts_with_all = ["model", "device", "depth", "seen", "beside", "stages", "prefill_chunk", "drafts", "kv_format", "tune"]
     )]
     pub(super) server: Option<String>,
+    #[command(flatten)]
+    reach: Reach,
     /// The served model's name; left out: the server's only one.
     #[arg(long, value_name = "NAME", requires = "server")]
     served_model: Option<String>,
@@ -172,7 +173,7 @@ pub(super) fn run(load: &Load, shape: Shape, server: &str) -> anyhow::Result<()>
         load.rate.iter().map(|rate| Mode::Rate(*rate)).collect()
     };
     let most = modes.iter().map(|mode| connections(load, *mode)).max().unwrap_or(1);
-    let clients = runtime.block_on(connect(server, most))?;
+    let clients = runtime.block_on(connect(&load.reach, server, most))?;
     let model = runtime.block_on(model(&clients[0], load.served_model.as_deref().unwrap_or_default()))?;
     if load.spread == 0.0 && shape.prompt.saturating_add(shape.decode) > model.context {
         return usage(&format!(
@@ -235,20 +236,21 @@ fn connections(load: &Load, mode: Mode) -> u32 {
     })
 }
 
-async fn connect(server: &str, count: u32) -> anyhow::Result<Vec<OstinatoClient<Channel>>> {
-    let endpoint = super::generate::endpoint(server)?
+async fn connect(reach: &Reach, server: &str, count: u32) -> anyhow::Result<Vec<Client>> {
+    let bearer = reach.bearer()?;
+    let endpoint = reach
+        .endpoint(server)?
         .initial_stream_window_size(STREAM_WINDOW)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .tcp_nodelay(true);
     let mut clients = Vec::new();
     for _ in 0..count {
-        let channel = endpoint.connect().await.with_context(|| format!("cannot reach a server at {server}"))?;
-        clients.push(OstinatoClient::new(channel));
+        clients.push(connect::open(&endpoint, bearer.clone(), server).await?);
     }
     Ok(clients)
 }
 
-async fn model(client: &OstinatoClient<Channel>, name: &str) -> anyhow::Result<proto::Model> {
+async fn model(client: &Client, name: &str) -> anyhow::Result<proto::Model> {
     let models = client.clone().list_models(proto::ListModelsRequest {}).await.map_err(Refused::from)?;
     let mut models = models.into_inner().models;
     models.retain(|model| model.state() == proto::ModelState::Serving);
@@ -264,7 +266,7 @@ async fn model(client: &OstinatoClient<Channel>, name: &str) -> anyhow::Result<p
 }
 
 /// Sends a row's requests and waits for all their ends.
-fn once(runtime: &Runtime, clients: &[OstinatoClient<Channel>], plan: &Plan) -> Row {
+fn once(runtime: &Runtime, clients: &[Client], plan: &Plan) -> Row {
     let shared = Arc::new(plan.clone());
     let client = |number: u32| clients[number as usize % clients.len()].clone();
     let mut tasks = Vec::new();
@@ -313,7 +315,7 @@ fn once(runtime: &Runtime, clients: &[OstinatoClient<Channel>], plan: &Plan) -> 
 }
 
 /// One request from sending to its end.
-async fn ask(client: &mut OstinatoClient<Channel>, request: proto::GenerateRequest, sent: Instant) -> Served {
+async fn ask(client: &mut Client, request: proto::GenerateRequest, sent: Instant) -> Served {
     let mut served = Served {
         sent,
         ended: sent,
@@ -329,11 +331,7 @@ async fn ask(client: &mut OstinatoClient<Channel>, request: proto::GenerateReque
     served
 }
 
-async fn listen(
-    client: &mut OstinatoClient<Channel>,
-    request: proto::GenerateRequest,
-    served: &mut Served,
-) -> Result<(), Status> {
+async fn listen(client: &mut Client, request: proto::GenerateRequest, served: &mut Served) -> Result<(), Status> {
     let asked = request.stopping.as_ref().and_then(|stopping| stopping.max_tokens).unwrap_or_default();
     let mut stream = client.generate(request).await?.into_inner();
     let mut finished = false;

@@ -1,9 +1,10 @@
-//! The command line: `devices`, `serve`, `models`, `generate`, `bench`, `profile`, `tune`, `synth`.
+//! The command line: `devices`, `serve`, `models`, `token`, `generate`, `bench`, `profile`, `tune`, `synth`.
 //! Deliberately absent: anything that the service needs too.
 
 mod arrivals;
 mod bench;
 mod beside;
+mod connect;
 mod devices;
 mod generate;
 mod load;
@@ -14,6 +15,7 @@ mod progress;
 mod reload;
 mod serve;
 mod synth;
+mod token;
 mod tune;
 
 use crate::config::{self, ConfigError};
@@ -22,6 +24,7 @@ use crate::engine::start::StartError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::Dtype;
 use crate::model::synth::SynthError;
+use crate::service::tls::TlsError;
 use crate::telemetry::TelemetryError;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -47,6 +50,8 @@ enum Command {
     Serve(serve::Serve),
     /// Show a server's models, load one, or unload one, while it serves the others.
     Models(models::Models),
+    /// Draw a token for a client of a server, and write the entry that the server knows it by.
+    Token(token::Token),
     /// Generate once, in this process or against a server.
     Generate(Box<generate::Generate>),
     /// Measure prompt and decode speed beside the device's read ceiling, or a server under load.
@@ -107,6 +112,7 @@ pub fn main() -> ExitCode {
         Command::Devices { json } => devices::run(json),
         Command::Serve(args) => serve::run(&args),
         Command::Models(args) => models::run(&args),
+        Command::Token(args) => token::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Profile(args) => profile::run(&args),
@@ -155,7 +161,7 @@ fn is_users(error: &anyhow::Error) -> bool {
         if let Some(error) = cause.downcast_ref::<TelemetryError>() {
             return !matches!(error, TelemetryError::Twice(_));
         }
-        cause.is::<Usage>() || cause.is::<ConfigError>() || cause.is::<CheckpointError>()
+        cause.is::<Usage>() || cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<TlsError>()
     })
 }
 
@@ -196,6 +202,10 @@ mod tests {
             "models unload --server 127.0.0.1:50051 name --grace 0.5",
             "generate --server 127.0.0.1:50051 --chat hello",
             "generate --tokens 1,2,3 --dump-logits file",
+            "generate --server a:1 --prompt x --tls-ca ca.pem --tls-cert c.pem --tls-key c.key --token-file t",
+            "bench --server a:1 --tls-ca ca.pem --token-file t",
+            "profile --server a:1 --tls-ca ca.pem",
+            "token alice --may generate,admin --models a,b --requests 4 --tokens-per-minute 1000 --secret file",
             "bench --model dir --device 0 --prompt 512 --decode 128 --streams 1,16 --json",
             "bench --server 127.0.0.1:50051 --served-model m --streams 1,16,64 --requests 100 --prompt 512 \
              --decode 128 --spread 0.5 --shared-prefix 64 --seed 3 --connections 2 --repeat 3 --json",
@@ -218,6 +228,12 @@ mod tests {
             "generate --tokens 1 --server a:1 --dump-logits f",
             "generate --prompt a --server a:1 --memory-limit 1GiB",
             "generate --prompt a --temperature warm",
+            "generate --prompt a --token-file t",
+            "generate --prompt a --server a:1 --tls-ca ca --tls-cert c",
+            "bench --tls-ca ca",
+            "token",
+            "token a --may everything",
+            "token a --requests 0",
             "serve --model nothing",
             "models",
             "models --server a:1 load",

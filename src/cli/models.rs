@@ -1,16 +1,15 @@
 //! `ostinato models`: a server's models, loaded and unloaded while it serves the others, over gRPC.
 //! Deliberately absent: what the server does for it.
 
-use super::generate::{Refused, endpoint};
+use super::connect::{Client, Reach};
+use super::generate::Refused;
 use super::progress::Show;
 use crate::engine::start::{Progress, Unit};
 use crate::memory::plan::Bytes;
 use crate::service::proto;
-use crate::service::proto::ostinato_client::OstinatoClient;
 use anyhow::Context;
 use proto::load_model_response::Event;
 use std::io::Write;
-use tonic::transport::Channel;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Models {
@@ -20,6 +19,8 @@ pub(crate) struct Models {
     /// JSON on standard output.
     #[arg(long, global = true)]
     json: bool,
+    #[command(flatten)]
+    reach: Reach,
     #[command(subcommand)]
     action: Option<Action>,
 }
@@ -50,9 +51,7 @@ pub(crate) fn run(args: &Models) -> anyhow::Result<()> {
     let server = args.server.as_deref().ok_or_else(|| super::Usage("--server ADDR says whose models".to_owned()))?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start")?;
     runtime.block_on(async {
-        let channel =
-            endpoint(server)?.connect().await.with_context(|| format!("cannot reach a server at {server}"))?;
-        let mut client = OstinatoClient::new(channel);
+        let mut client = args.reach.connect(server).await?;
         match &args.action {
             None | Some(Action::List) => list(&mut client, args.json).await,
             Some(Action::Load { name, unload_first }) => load(&mut client, name, *unload_first, args.json).await,
@@ -87,7 +86,7 @@ fn state(model: &proto::Model) -> &'static str {
     }
 }
 
-async fn list(client: &mut OstinatoClient<Channel>, json: bool) -> anyhow::Result<()> {
+async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
     let models = client.list_models(proto::ListModelsRequest {}).await.map_err(Refused::from)?.into_inner().models;
     let mut out = std::io::stdout().lock();
     for model in &models {
@@ -119,7 +118,7 @@ async fn list(client: &mut OstinatoClient<Channel>, json: bool) -> anyhow::Resul
     Ok(())
 }
 
-async fn load(client: &mut OstinatoClient<Channel>, name: &str, unload_first: bool, json: bool) -> anyhow::Result<()> {
+async fn load(client: &mut Client, name: &str, unload_first: bool, json: bool) -> anyhow::Result<()> {
     let replace = if unload_first { proto::Replace::UnloadFirst } else { proto::Replace::Beside };
     let request = proto::LoadModelRequest { name: name.to_owned(), replace: replace.into() };
     let mut events = client.load_model(request).await.map_err(Refused::from)?.into_inner();

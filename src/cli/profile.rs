@@ -1,10 +1,10 @@
 //! `ostinato profile`: asks a server where its last steps' time went, or its next ones' with every kernel; a table on
 //! standard output, and a trace file. Deliberately absent: how the file is laid out (`perfetto`).
 
-use super::generate::{Refused, endpoint};
+use super::connect::Reach;
+use super::generate::Refused;
 use super::{Usage, perfetto};
 use crate::service::proto;
-use crate::service::proto::ostinato_client::OstinatoClient;
 use anyhow::Context;
 use prost::Message;
 use std::collections::BTreeMap;
@@ -19,6 +19,8 @@ pub(crate) struct Profile {
     /// The server, HOST:PORT or a URI.
     #[arg(long, value_name = "ADDR")]
     server: String,
+    #[command(flatten)]
+    reach: Reach,
     /// The served model. Left out: the server's only one.
     #[arg(long)]
     model: Option<String>,
@@ -54,9 +56,7 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
         .build()
         .context("cannot start the threads of the client")?;
     let profile = runtime.block_on(async {
-        let channel = endpoint(&args.server)?.connect().await;
-        let channel = channel.with_context(|| format!("cannot reach a server at {}", args.server))?;
-        let client = OstinatoClient::new(channel);
+        let client = args.reach.connect(&args.server).await?;
         let request = proto::ProfileRequest {
             model: args.model.clone().unwrap_or_default(),
             device: args.device.clone().unwrap_or_default(),

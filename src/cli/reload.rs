@@ -101,6 +101,10 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     compare("server.listen", a.listen.to_string(), b.listen.to_string());
     compare("server.insecure", a.insecure.to_string(), b.insecure.to_string());
     compare("server.max_message_bytes", a.max_message_bytes.to_string(), b.max_message_bytes.to_string());
+    compare("server.max_prompt_bytes", a.max_prompt_bytes.to_string(), b.max_prompt_bytes.to_string());
+    compare("server.connections", a.connections.to_string(), b.connections.to_string());
+    compare("server.tls", show(&a.tls), show(&b.tls));
+    compare("server.tokens", show(&a.tokens), show(&b.tokens));
     let (a, b) = (&old.admin, &new.admin);
     let listens = |listen: Option<std::net::SocketAddr>| listen.map_or("off".to_owned(), |at| at.to_string());
     compare("admin.listen", listens(a.listen), listens(b.listen));

@@ -7,7 +7,9 @@ use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Sources}
 use crate::engine::host::Host;
 use crate::engine::start::{Progress, Unit, start};
 use crate::service::admin::{self, Admin};
+use crate::service::auth::Tokens;
 use crate::service::server::{Changeable, Options, serve};
+use crate::service::tls::Tls;
 use crate::telemetry;
 use anyhow::Context;
 use std::io::Write;
@@ -45,7 +47,8 @@ pub(crate) struct Serve {
     /// The most device memory that each replica may take, such as 20GiB, where the configuration sets none.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Allows addresses that other machines reach; there is no TLS and no authentication.
+    /// Allows addresses that other machines reach without encryption: of --listen where no certificates are
+    /// configured (`server.tls`), and of --admin, which has none and asks nobody who they are.
     #[arg(long)]
     insecure: bool,
     /// Log lines as JSON objects.
@@ -87,6 +90,8 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     })?;
     // Taken before minutes of loading, listened on after: until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
+    // Read before too: what is wrong with certificates is known at once.
+    let options = options(&config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .thread_name("ostinato-grpc")
         .enable_all()
@@ -119,7 +124,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     admin.set_host(Arc::clone(&host));
     let served = runtime.block_on(async {
         let reload = Reload::new(args, config.clone(), Arc::clone(&host));
-        let served = listen(socket, host, &config, &admin, page_address, (hangups, reload)).await;
+        let served = listen(socket, host, &config, options, &admin, page_address, (hangups, reload)).await;
         stop.cancel();
         if let Some(page) = page {
             // It has ended, or was ended by a panic that was logged.
@@ -155,6 +160,7 @@ async fn listen(
     socket: TcpSocket,
     host: Arc<Host>,
     config: &Config,
+    options: Options,
     admin: &Admin,
     page: Option<SocketAddr>,
     (hangups, reload): (Signal, Reload),
@@ -168,17 +174,9 @@ async fn listen(
         // Whoever has read the port may have closed it.
         let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
     }
-    let Changeable { drain, stream_buffer, client_limit, trust_client_header } = changeable(&config.server);
     let (sender, changes) = watch::channel(changeable(&config.server));
     let reloads = tokio::spawn(reload.at(hangups, sender));
-    let options = Options {
-        drain,
-        max_message_bytes: usize::try_from(config.server.max_message_bytes.0).unwrap_or(usize::MAX),
-        stream_buffer,
-        client_limit,
-        trust_client_header,
-        changes: Some(changes),
-    };
+    let options = Options { changes: Some(changes), ..options };
     let stopped = serve(Arc::clone(&host), listener, options, signals()?).await?;
     reloads.abort();
     // A load has been told to end; the process does not end under a driver that compiles for it.
@@ -201,6 +199,27 @@ pub(super) fn changeable(server: &config::Server) -> Changeable {
         client_limit: server.client_limit,
         trust_client_header: server.trust_client_header,
     }
+}
+
+fn options(config: &Config) -> anyhow::Result<Options> {
+    let server = &config.server;
+    let bytes = |bytes: Bytes| usize::try_from(bytes.0).unwrap_or(usize::MAX);
+    if server.tokens.is_some() && server.tls.is_none() && !server.listen.ip().is_loopback() {
+        tracing::warn!("tokens go over connections that are not encrypted: whoever reads along can use them");
+    }
+    let Changeable { drain, stream_buffer, client_limit, trust_client_header } = changeable(server);
+    Ok(Options {
+        drain,
+        max_message_bytes: bytes(server.max_message_bytes),
+        max_prompt_bytes: bytes(server.max_prompt_bytes),
+        stream_buffer,
+        client_limit,
+        trust_client_header,
+        tls: server.tls.as_ref().map(|files| Tls::read(files).map(Arc::new)).transpose()?,
+        tokens: server.tokens.as_deref().map(|file| Tokens::read(file).map(Arc::new)).transpose()?,
+        connections: server.connections as usize,
+        ..Options::default()
+    })
 }
 
 /// `key` is where the configuration says the address.

@@ -5,6 +5,7 @@ use figment::error::Kind;
 use figment::providers::{Env, Format, Serialized, Toml};
 use figment::value::{Dict, Tag, Value};
 use figment::{Figment, Profile, Provider};
+use serde::de::DeserializeOwned;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -104,9 +105,7 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     if let Some(path) = &sources.file {
         let read = |source| ConfigError::Read { path: path.clone(), source };
         let text = std::fs::read_to_string(path).map_err(read)?;
-        let file = Toml::string(&text);
-        // Asked for its data here so that a syntax error is told apart from a wrong value.
-        file.data().map_err(|error| ConfigError::Syntax { path: path.clone(), source: error.to_string().into() })?;
+        syntax(path, &Toml::string(&text))?;
         figment = figment.merge(Toml::file_exact(path));
     }
     if sources.environment {
@@ -124,15 +123,26 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
         figment = figment.merge(Serialized::default("server.insecure", true));
         figment = figment.merge(Serialized::default("admin.insecure", true));
     }
-    let (mut config, mut problems) = typed(&figment);
+    let (mut config, mut problems) = typed::<Config>(&figment, not_tables);
     if let Some(folder) = sources.file.as_deref().and_then(Path::parent) {
         for model in &mut config.models {
             resolve(folder, model);
+        }
+        for path in config.server.files() {
+            *path = folder.join(&*path);
         }
     }
     add_models(&mut config.models, &sources.models);
     problems.extend(config.problems());
     if problems.is_empty() { Ok(config) } else { Err(ConfigError::Problems(problems)) }
+}
+
+/// Asks for the data, so that a syntax error is told apart from a wrong value.
+pub(super) fn syntax(path: &Path, toml: &figment::providers::Data<Toml>) -> Result<(), ConfigError> {
+    match toml.data() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(ConfigError::Syntax { path: path.to_owned(), source: error.to_string().into() }),
+    }
 }
 
 /// A model's folder in a file is relative to that file.
@@ -163,7 +173,10 @@ fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
 
 /// Deserialises; each key that does not fit is reported, taken out, and it is tried again:
 /// so one run reports them all, and the typed tree is the only place that says what is right.
-fn typed(figment: &Figment) -> (Config, Vec<Problem>) {
+pub(super) fn typed<T: DeserializeOwned + Default>(
+    figment: &Figment,
+    not_tables: fn(&Figment, &mut Value) -> Vec<Problem>,
+) -> (T, Vec<Problem>) {
     let mut problems = Vec::new();
     let mut value = match figment.data() {
         Ok(mut profiles) => Value::Dict(Tag::Default, profiles.remove(&Profile::Default).unwrap_or_default()),
@@ -174,13 +187,13 @@ fn typed(figment: &Figment) -> (Config, Vec<Problem>) {
     };
     problems.extend(not_tables(figment, &mut value));
     loop {
-        match value.deserialize::<Config>() {
+        match value.deserialize::<T>() {
             Ok(config) => return (config, problems),
             Err(error) => {
                 let removed = remove(&mut value, &error.path);
                 problems.push(problem(figment, &error, removed.as_ref()));
                 if removed.is_none() {
-                    return (Config::default(), problems);
+                    return (T::default(), problems);
                 }
             }
         }
@@ -212,6 +225,11 @@ fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
         if let Some(section) = sections.get_mut(key) {
             check(key.to_owned(), section);
         }
+    }
+    if let Some(Value::Dict(_, server)) = sections.get_mut("server")
+        && let Some(tls) = server.get_mut("tls")
+    {
+        check("server.tls".to_owned(), tls);
     }
     for (index, model) in list(sections.get_mut("models")) {
         check(format!("models[{index}]"), model);

@@ -7,6 +7,7 @@ mod load;
 mod models;
 mod server;
 mod telemetry;
+mod tokens;
 
 use serde::Deserialize;
 
@@ -14,8 +15,9 @@ pub use admin::Admin;
 pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
 pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Replica, embedded};
-pub use server::Server;
+pub use server::{Server, Tls};
 pub use telemetry::{GpuTime, Telemetry};
+pub use tokens::{Right, Token, tokens};
 
 /// Everything that can be configured.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]

@@ -3,6 +3,7 @@
 use super::load::Problem;
 use serde::Deserialize;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 /// The gRPC endpoint.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -10,8 +11,15 @@ use std::net::SocketAddr;
 pub struct Server {
     /// Address and port; port 0 takes a free one and prints it.
     pub listen: SocketAddr,
-    /// Allows a `listen` that other machines reach: there is no TLS and no authentication.
+    /// Allows a `listen` that other machines reach where there is no `tls`.
     pub insecure: bool,
+    /// Certificates; unset: connections are not encrypted.
+    pub tls: Option<Tls>,
+    /// The file of the tokens without which nobody is answered, relative to the configuration's; unset: whoever can
+    /// connect may ask.
+    pub tokens: Option<PathBuf>,
+    /// Connections that are open at once; one more is closed.
+    pub connections: u32,
     /// Requests that may wait for each replica; one more is `RESOURCE_EXHAUSTED`.
     pub queue_limit: u32,
     /// Requests that a client may have unfinished, running or waiting, on all models together; samples of one
@@ -24,8 +32,22 @@ pub struct Server {
     pub drain_seconds: f64,
     /// Largest message taken from a client, bytes.
     pub max_message_bytes: super::Bytes,
+    /// Most text of a prompt, of all messages of a chat together, bytes.
+    pub max_prompt_bytes: super::Bytes,
     /// Events kept of each sample for a client that reads slower than its tokens come; one more cancels it.
     pub stream_buffer: u32,
+}
+
+/// Files of certificates, relative to the configuration's; they are read again when they change.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tls {
+    /// The server's certificate and those that lead to its authority, PEM.
+    pub certificate: PathBuf,
+    /// The certificate's private key, PEM.
+    pub key: PathBuf,
+    /// Authorities of clients' certificates, PEM; unset: clients need none.
+    pub client_ca: Option<PathBuf>,
 }
 
 impl Default for Server {
@@ -33,26 +55,56 @@ impl Default for Server {
         Server {
             listen: SocketAddr::from(([127, 0, 0, 1], 50051)),
             insecure: false,
+            tls: None,
+            tokens: None,
+            connections: 1024,
             queue_limit: 64,
             client_limit: None,
             trust_client_header: false,
             drain_seconds: 30.0,
             max_message_bytes: super::Bytes(16 << 20),
+            max_prompt_bytes: super::Bytes(4 << 20),
             stream_buffer: 1024,
         }
     }
 }
 
 impl Server {
+    /// The files that it names.
+    pub(super) fn files(&mut self) -> impl Iterator<Item = &mut PathBuf> {
+        let tls = self
+            .tls
+            .iter_mut()
+            .flat_map(|tls| [&mut tls.certificate, &mut tls.key].into_iter().chain(&mut tls.client_ca));
+        tls.chain(&mut self.tokens).filter(|path| !path.as_os_str().is_empty())
+    }
+
     pub(super) fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        if !self.listen.ip().is_loopback() && !self.insecure {
+        if !self.listen.ip().is_loopback() && !self.insecure && self.tls.is_none() {
             problems.push(Problem::new(
                 "server.listen",
-                "must be a loopback address unless server.insecure = true (or --insecure): \
-                 there is no TLS and no authentication",
+                "must be a loopback address unless there are certificates (server.tls), or \
+                 server.insecure = true (or --insecure) allows connections that are not encrypted",
                 self.listen,
             ));
+        }
+        if let Some(tls) = &self.tls {
+            for (key, path) in [("certificate", &tls.certificate), ("key", &tls.key)] {
+                if path.as_os_str().is_empty() {
+                    problems.push(Problem::missing(format!("server.tls.{key}")));
+                }
+            }
+        }
+        if self.tokens.is_some() && self.trust_client_header {
+            problems.push(Problem::new(
+                "server.trust_client_header",
+                "must not be given together with server.tokens: a token says who its client is",
+                true,
+            ));
+        }
+        if !(1..=1_048_576).contains(&self.connections) {
+            problems.push(Problem::new("server.connections", "must be between 1 and 1048576", self.connections));
         }
         if !(1..=65_536).contains(&self.queue_limit) {
             problems.push(Problem::new("server.queue_limit", "must be between 1 and 65536", self.queue_limit));
@@ -69,6 +121,9 @@ impl Server {
                 "must be between 1 KiB and 1 GiB",
                 self.max_message_bytes,
             ));
+        }
+        if self.max_prompt_bytes.0 == 0 {
+            problems.push(Problem::new("server.max_prompt_bytes", "must be above 0", 0));
         }
         if !(1..=1_048_576).contains(&self.stream_buffer) {
             problems.push(Problem::new("server.stream_buffer", "must be between 1 and 1048576", self.stream_buffer));

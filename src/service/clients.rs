@@ -1,12 +1,17 @@
-//! How many unfinished requests each client has, and whether it may have more. A client is who connects, or whom a
-//! gateway names that may be believed. Deliberately absent: who may connect at all.
+//! How many unfinished requests each client has, and whether it may have more; which requests are whose. A client is
+//! whom a token stands for, or who connects, or whom a gateway names that may be believed. Deliberately absent: who
+//! may ask at all (`auth`).
 
+use super::meter::Meter;
 use super::refusal::Refusal;
+use crate::engine::host::SubmitError;
+use crate::engine::request::RequestError;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 use tonic::metadata::MetadataMap;
 
 /// The metadata key by which a trusted gateway names its client.
@@ -25,11 +30,15 @@ pub struct Clients {
     /// Whether [`CLIENT_HEADER`] is believed.
     trust_header: AtomicBool,
     unfinished: Mutex<HashMap<Client, u32>>,
+    /// Unfinished requests of clients with tokens, by id: whose, and how many have that id.
+    owners: Mutex<HashMap<String, (Client, u32)>>,
 }
 
 /// Whose requests are counted together.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Client {
+    /// By a token.
+    Token(String),
     /// By a gateway.
     Named(String),
     /// By where it connects from; port and address family do not matter.
@@ -38,9 +47,19 @@ pub enum Client {
     Unknown,
 }
 
+/// What a token says of its client's limits.
+#[derive(Clone, Debug, Default)]
+pub struct Allowance {
+    /// Requests instead of what all clients may have.
+    pub requests: Option<u32>,
+    /// Tokens in a minute.
+    pub meter: Option<Arc<Meter>>,
+}
+
 impl fmt::Display for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Client::Token(name) => write!(f, "with token \"{name}\""),
             Client::Named(name) => write!(f, "\"{name}\""),
             Client::At(address) => write!(f, "at {address}"),
             Client::Unknown => write!(f, "without an address"),
@@ -79,18 +98,38 @@ impl Clients {
     }
 
     /// Room for a client's `asked` requests, all or none; `None` where nothing is counted.
-    pub fn take(self: &Arc<Clients>, client: Client, asked: u32) -> Result<Option<Places>, Refusal> {
-        let limit = self.limit.load(Relaxed);
-        if limit == ANY_NUMBER {
+    pub fn take(
+        self: &Arc<Clients>,
+        client: Client,
+        asked: u32,
+        allowance: &Allowance,
+    ) -> Result<Option<Places>, Refusal> {
+        let own = Some(self.limit.load(Relaxed)).filter(|limit| *limit != ANY_NUMBER);
+        let limit = allowance.requests.or(own);
+        let meter = allowance.meter.clone();
+        if limit.is_none() && !matches!(client, Client::Token(_)) {
             return Ok(None);
+        }
+        if let Some(spent) = meter.as_ref().and_then(|meter| meter.ask(Instant::now()).err()) {
+            return Err(Refusal::Spent { client: client.to_string(), spent });
         }
         let mut all = self.unfinished();
         let unfinished = all.get(&client).copied().unwrap_or(0);
-        if asked > limit.saturating_sub(unfinished) {
+        if let Some(limit) = limit.filter(|limit| asked > limit.saturating_sub(unfinished)) {
             return Err(Refusal::ClientBusy { client: client.to_string(), unfinished, asked, limit });
         }
-        all.insert(client.clone(), unfinished + asked);
-        Ok(Some(Places { clients: Arc::clone(self), client, held: asked }))
+        all.insert(client.clone(), unfinished.saturating_add(asked));
+        Ok(Some(Places { clients: Arc::clone(self), client, held: asked, meter, id: None }))
+    }
+
+    /// Whether a client with a token may end the requests of this id: they are its own, or nobody's.
+    pub fn may_end(&self, client: &Client, id: &str) -> bool {
+        self.owners().get(id).is_none_or(|(owner, _)| owner == client)
+    }
+
+    fn owners(&self) -> MutexGuard<'_, HashMap<String, (Client, u32)>> {
+        // As with `unfinished`.
+        self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unfinished(&self) -> MutexGuard<'_, HashMap<Client, u32>> {
@@ -105,9 +144,41 @@ pub struct Places {
     clients: Arc<Clients>,
     client: Client,
     held: u32,
+    /// Takes what their prompt and their outputs are long.
+    meter: Option<Arc<Meter>>,
+    /// The requests' id, where a token owns it.
+    id: Option<String>,
 }
 
 impl Places {
+    /// The requests have this id, and a prompt of so many tokens. An id that another's token has is refused: who owns
+    /// an id may end its requests.
+    pub fn admit(&mut self, id: &str, prompt: u32) -> Result<(), Refusal> {
+        if matches!(self.client, Client::Token(_)) {
+            let mut owners = self.clients.owners();
+            let owner = owners.entry(id.to_owned()).or_insert_with(|| (self.client.clone(), 0));
+            if owner.0 != self.client {
+                return Err(SubmitError::Request(RequestError::DuplicateId(id.to_owned())).into());
+            }
+            owner.1 += 1;
+            self.id = Some(id.to_owned());
+        }
+        match &self.meter {
+            None => Ok(()),
+            Some(meter) => {
+                let spent = |spent| Refusal::Spent { client: self.client.to_string(), spent };
+                meter.admit(prompt, Instant::now()).map_err(spent)
+            }
+        }
+    }
+
+    /// One of them has drawn a token.
+    pub fn drew_one(&self) {
+        if let Some(meter) = &self.meter {
+            meter.draw(1, Instant::now());
+        }
+    }
+
     /// One of them has ended.
     pub fn end_one(&mut self) {
         self.give_back(1);
@@ -129,6 +200,15 @@ impl Places {
 impl Drop for Places {
     fn drop(&mut self) {
         self.give_back(self.held);
+        if let Some(id) = &self.id {
+            let mut owners = self.clients.owners();
+            if let Some((_, count)) = owners.get_mut(id) {
+                *count -= 1;
+                if *count == 0 {
+                    owners.remove(id);
+                }
+            }
+        }
     }
 }
 
@@ -170,21 +250,57 @@ mod tests {
     fn places_are_counted_for_each_client_and_forgotten_when_given_back() {
         let clients = Arc::new(Clients::new(Some(3), true));
         let client = |name: &str| Client::Named(name.to_owned());
-        let mut two = clients.take(client("a"), 2).unwrap().unwrap();
-        let error = clients.take(client("a"), 2).unwrap_err().to_string();
+        let none = Allowance::default;
+        let mut two = clients.take(client("a"), 2, &none()).unwrap().unwrap();
+        let error = clients.take(client("a"), 2, &none()).unwrap_err().to_string();
         assert_eq!(error, "client \"a\" has 2 unfinished requests and asks for 2 more, at most 3");
-        let other = clients.take(client("b"), 3).unwrap();
-        let one = clients.take(client("a"), 1).unwrap();
-        assert!(clients.take(client("a"), 1).is_err());
+        let other = clients.take(client("b"), 3, &none()).unwrap();
+        let one = clients.take(client("a"), 1, &none()).unwrap();
+        assert!(clients.take(client("a"), 1, &none()).is_err());
         two.end_one();
-        drop(clients.take(client("a"), 1).unwrap());
+        drop(clients.take(client("a"), 1, &none()).unwrap());
         // No more is given back than was held.
         two.end_one();
         two.end_one();
-        assert!(clients.take(client("a"), 3).is_err());
+        assert!(clients.take(client("a"), 3, &none()).is_err());
         drop((one, other, two));
         assert!(clients.unfinished().is_empty());
-        assert!(clients.take(client("a"), u32::MAX).is_err());
-        assert!(Arc::new(Clients::new(None, false)).take(client("a"), u32::MAX).unwrap().is_none());
+        assert!(clients.take(client("a"), u32::MAX, &none()).is_err());
+        assert!(Arc::new(Clients::new(None, false)).take(client("a"), u32::MAX, &none()).unwrap().is_none());
+    }
+    #[test]
+    fn a_tokens_own_limits_go_before_those_of_all_and_its_ids_are_its_own() {
+        let clients = Arc::new(Clients::new(Some(1), false));
+        let client = |name: &str| Client::Token(name.to_owned());
+        let meter = Arc::new(Meter::new(60, Instant::now()));
+        let allowance = Allowance { requests: Some(2), meter: Some(Arc::clone(&meter)) };
+        let mut two = clients.take(client("a"), 2, &allowance).unwrap().unwrap();
+        let error = clients.take(client("a"), 1, &allowance).unwrap_err().to_string();
+        assert_eq!(error, "client with token \"a\" has 2 unfinished requests and asks for 1 more, at most 2");
+        assert!(clients.take(client("b"), 2, &Allowance::default()).is_err(), "what all may have");
+
+        two.admit("id", 50).unwrap();
+        assert!(clients.may_end(&client("a"), "id") && !clients.may_end(&client("b"), "id"));
+        assert!(clients.may_end(&client("b"), "other"));
+        let mut other = clients.take(client("b"), 1, &Allowance::default()).unwrap().unwrap();
+        assert_eq!(other.admit("id", 1).unwrap_err().code(), tonic::Code::AlreadyExists);
+        other.admit("own", 1).unwrap();
+        drop(other);
+        assert!(clients.may_end(&client("a"), "own"));
+
+        // The prompt, then what is drawn; whoever has none is refused.
+        (0..20).for_each(|_| two.drew_one());
+        two.end_one();
+        let error = clients.take(client("a"), 1, &allowance).unwrap_err();
+        assert_eq!(error.code(), tonic::Code::ResourceExhausted);
+        assert!(error.to_string().contains("60 tokens a minute and 10 more"), "{error}");
+        meter.give_back(50, Instant::now());
+        drop(clients.take(client("a"), 1, &allowance).unwrap().unwrap());
+        drop(two);
+        assert!(clients.unfinished().is_empty() && clients.owners().is_empty());
+        assert!(clients.may_end(&client("b"), "id"));
+        // Without limits a token's requests are still its own.
+        let clients = Arc::new(Clients::new(None, false));
+        assert!(clients.take(client("a"), 1, &Allowance::default()).unwrap().is_some());
     }
 }

@@ -223,6 +223,9 @@ impl Generation {
             return;
         }
         sample.output_tokens += 1;
+        if let Some(places) = &self.places {
+            places.drew_one();
+        }
         if let (Some(sink), Some(logits)) = (&mut self.logits, token.logits) {
             sink(logits);
         }

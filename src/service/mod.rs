@@ -5,13 +5,18 @@
 //! a server too: `ostinato generate` is the same code on both ways.
 
 pub mod admin;
+pub mod auth;
+pub mod bounds;
 pub mod clients;
 pub mod convert;
 pub mod generation;
 pub mod lifecycle;
+pub mod meter;
 pub mod prepare;
 pub mod proto;
 pub mod refusal;
 pub mod rpc;
 pub mod server;
+pub mod tls;
 pub mod vllm;
+pub mod watch;

@@ -2,8 +2,8 @@
 //! comes back. Everything that can be refused without the engine is refused here; no field is
 //! ignored. Deliberately absent: tokio.
 
-use super::proto;
 use super::refusal::Refusal;
+use super::{bounds, proto};
 use crate::engine::host::{Host, Replica, ServedModel};
 use crate::engine::prefix::page_keys;
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
@@ -14,10 +14,6 @@ use proto::generate_request::Prompt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
-
-/// What a request may not exceed beside the engine's own bounds: each string is looked for in
-/// every piece of text.
-const MAX_STOP_STRINGS: usize = 64;
 
 /// A replica, held together with its model and the host.
 #[derive(Clone, Debug)]
@@ -112,20 +108,7 @@ pub fn prepare(
     if !stopping.strings.is_empty() {
         tokenizer("stopping.strings")?;
     }
-    if stopping.strings.len() > MAX_STOP_STRINGS {
-        return Err(Refusal::Value {
-            field: "stopping.strings",
-            value: format!("{} strings", stopping.strings.len()),
-            rule: "at most 64 strings",
-        });
-    }
-    if stopping.strings.iter().any(String::is_empty) {
-        return Err(Refusal::Value {
-            field: "stopping.strings",
-            value: "\"\"".to_owned(),
-            rule: "without empty strings",
-        });
-    }
+    bounds::stop_strings(&stopping.strings)?;
     let grammar = match message.constraint {
         None => None,
         Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos)?),

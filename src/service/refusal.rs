@@ -1,5 +1,6 @@
 //! Every reason not to serve, and the one function that turns them into gRPC statuses.
 
+use super::meter::Spent;
 use crate::engine::host::{RouteError, SubmitError};
 use crate::engine::lifecycle::LifecycleError;
 use crate::engine::request::RequestError;
@@ -46,6 +47,16 @@ pub enum Refusal {
         /// What is allowed.
         rule: &'static str,
     },
+    /// A prompt's text is too long.
+    #[error("{field} has {bytes} bytes, at most {most} are taken")]
+    LongText {
+        /// The message's field.
+        field: &'static str,
+        /// What was given.
+        bytes: usize,
+        /// The bound.
+        most: usize,
+    },
     /// Text was asked of a model that has token ids only.
     #[error("model \"{model}\" has no tokenizer: it serves token ids only, and {field} needs text")]
     NoTokenizer {
@@ -91,6 +102,55 @@ pub enum Refusal {
         asked: u32,
         /// The bound.
         limit: u32,
+    },
+    /// The client has taken its tokens of this minute.
+    #[error(
+        "client {client} has taken its {} tokens a minute and {} more, try again in {:.1} s",
+        spent.per_minute, spent.debt, spent.retry.as_secs_f64()
+    )]
+    Spent {
+        /// Whose.
+        client: String,
+        /// How far.
+        spent: Spent,
+    },
+    /// There is no token where one is needed, or more than one.
+    #[error("a token is needed: authorization is missing or not one of \"Bearer TOKEN\"")]
+    NoToken,
+    /// Nobody has this token.
+    #[error("the token is not known")]
+    UnknownToken,
+    /// The token has not the right that the method needs.
+    #[error("token \"{name}\" has not the right \"{right}\", which this method needs")]
+    NoRight {
+        /// Whose.
+        name: String,
+        /// Which.
+        right: &'static str,
+    },
+    /// The token is for other models.
+    #[error("token \"{name}\" is not for model \"{model}\"")]
+    OtherModel {
+        /// Whose.
+        name: String,
+        /// Which.
+        model: String,
+    },
+    /// Messages that are coming in take all the room that there is for them.
+    #[error("messages of {held} bytes are coming in, {bytes} more are more than the {most} that are kept")]
+    Crowded {
+        /// Of all calls.
+        held: usize,
+        /// Of this one.
+        bytes: usize,
+        /// The bound.
+        most: usize,
+    },
+    /// A call was opened and its message did not come.
+    #[error("the message did not come within {seconds:.1} s")]
+    NoMessage {
+        /// The bound.
+        seconds: f64,
     },
     /// The deadline passed while it ran or waited.
     #[error("the deadline passed after {output_tokens} tokens")]
@@ -167,18 +227,34 @@ impl Refusal {
             Refusal::Text(_) => Code::Internal,
             Refusal::Grammar { source: GrammarError::Tokenizer, .. } => Code::FailedPrecondition,
             Refusal::Grammar { .. } => Code::InvalidArgument,
-            Refusal::Missing { .. } | Refusal::Value { .. } => Code::InvalidArgument,
+            Refusal::Missing { .. } | Refusal::Value { .. } | Refusal::LongText { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
             Refusal::Past { .. } => Code::OutOfRange,
             Refusal::Gap => Code::DataLoss,
             Refusal::SeveralModels { .. } | Refusal::NoModel => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
-            Refusal::ClientBusy { .. } => Code::ResourceExhausted,
+            Refusal::ClientBusy { .. } | Refusal::Spent { .. } | Refusal::Crowded { .. } => Code::ResourceExhausted,
+            Refusal::NoToken | Refusal::UnknownToken => Code::Unauthenticated,
+            Refusal::NoRight { .. } | Refusal::OtherModel { .. } => Code::PermissionDenied,
+            Refusal::NoMessage { .. } => Code::DeadlineExceeded,
             Refusal::Deadline { .. } => Code::DeadlineExceeded,
             Refusal::Slow { .. } => Code::ResourceExhausted,
             Refusal::Failed(_) => Code::Internal,
             Refusal::Stopping | Refusal::Unloaded { .. } => Code::Unavailable,
             Refusal::Lifecycle(error) => lifecycle_code(error),
+        }
+    }
+
+    /// What may stand in traces: a template's own words may quote the messages.
+    pub fn recorded(&self) -> String {
+        match self {
+            Refusal::Text(TextError::Encode(_) | TextError::Decode(_)) => {
+                "text could not be encoded or decoded".to_owned()
+            }
+            Refusal::Text(TextError::Template(_) | TextError::Refused(_)) => {
+                "the chat template failed or refused".to_owned()
+            }
+            _ => status(self).message().to_owned(),
         }
     }
 
@@ -188,9 +264,24 @@ impl Refusal {
     }
 }
 
+/// The longest message of a status, bytes: some quote what was asked for, and messages travel in headers.
+const MAX_MESSAGE: usize = 1024;
+/// When to try again, milliseconds; gRPC's own name.
+const RETRY: &str = "grpc-retry-pushback-ms";
+
 /// The one way from our errors to gRPC.
 pub fn status(refusal: &Refusal) -> Status {
-    Status::new(refusal.code(), refusal.to_string())
+    let mut message = refusal.to_string();
+    if message.len() > MAX_MESSAGE {
+        message.truncate(message.floor_char_boundary(MAX_MESSAGE));
+        message.push('…');
+    }
+    let mut status = Status::new(refusal.code(), message);
+    if let Refusal::Spent { spent, .. } = refusal {
+        let millis = u64::try_from(spent.retry.as_millis()).unwrap_or(u64::MAX).saturating_add(1);
+        status.metadata_mut().insert(RETRY, millis.into());
+    }
+    status
 }
 
 /// gRPC's own name of a code.
@@ -213,5 +304,32 @@ pub fn code_name(code: Code) -> &'static str {
         Code::Unavailable => "UNAVAILABLE",
         Code::DataLoss => "DATA_LOSS",
         Code::Unauthenticated => "UNAUTHENTICATED",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn messages_are_cut_between_characters_and_say_when_to_come_again() {
+        let long = Refusal::Failed("é".repeat(5000));
+        let message = status(&long).message().to_owned();
+        assert!(message.ends_with("é…") && (MAX_MESSAGE..MAX_MESSAGE + 8).contains(&message.len()), "{message}");
+        let spent = Spent { per_minute: 60, debt: 3, retry: Duration::from_millis(4000) };
+        let status = status(&Refusal::Spent { client: "with token \"a\"".to_owned(), spent });
+        let words = "client with token \"a\" has taken its 60 tokens a minute and 3 more, try again in 4.0 s";
+        assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, words));
+        assert_eq!(status.metadata().get(RETRY).unwrap(), "4001");
+    }
+
+    #[test]
+    fn what_a_template_says_is_for_the_client_only() {
+        for error in [TextError::Template("PROMPT".to_owned()), TextError::Refused("PROMPT".to_owned())] {
+            let refusal = Refusal::from(error);
+            assert!(status(&refusal).message().contains("PROMPT") && !refusal.recorded().contains("PROMPT"));
+        }
+        assert_eq!(Refusal::Stopping.recorded(), "the server stops");
     }
 }

@@ -1,7 +1,9 @@
 //! The RPCs of `ostinato.v1.Ostinato`: a span each, metadata in, the host asked, a message or
 //! a status out. Deliberately absent: sockets.
 
-use super::clients::Clients;
+use super::auth::Identity;
+use super::bounds;
+use super::clients::{Allowance, Client, Clients, Places};
 use super::generation::{Generation, Surroundings};
 use super::lifecycle::{self, Loading};
 use super::prepare::{self, Place, Prepared};
@@ -34,6 +36,8 @@ pub struct Rpc {
     clients: Arc<Clients>,
     stop: CancellationToken,
     streams: TaskTracker,
+    /// Most text of a prompt, bytes.
+    most_text: usize,
 }
 
 impl Rpc {
@@ -45,7 +49,12 @@ impl Rpc {
         stop: CancellationToken,
         streams: TaskTracker,
     ) -> Rpc {
-        Rpc { host, settings, clients, stop, streams }
+        Rpc { host, settings, clients, stop, streams, most_text: usize::MAX }
+    }
+
+    /// Takes prompts of so many bytes of text at most.
+    pub fn with_most_text(self, most_text: usize) -> Rpc {
+        Rpc { most_text, ..self }
     }
 }
 
@@ -89,7 +98,7 @@ pub(super) fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Respo
 pub(super) fn refused(span: &Span, refusal: &Refusal) -> Status {
     let status = status(refusal);
     spans::set(span, names::RPC_GRPC_STATUS_CODE, status.code() as i64);
-    spans::fail(span, code_name(status.code()), status.message());
+    spans::fail(span, code_name(status.code()), &refusal.recorded());
     status
 }
 
@@ -148,12 +157,13 @@ impl Ostinato for Rpc {
 
     async fn abort(&self, request: Request<proto::AbortRequest>) -> Result<Response<proto::AbortResponse>, Status> {
         let span = rpc_span(SERVICE, "Abort", request.metadata());
+        let caller = Caller::of(&request);
         let id = request.into_inner().request_id;
         if id.is_empty() {
             let rule = "the id of the request to end";
             return answer(&span, Err(Refusal::Missing { field: "request_id", rule }));
         }
-        self.end(&id);
+        self.end(&caller, &id);
         answer(&span, Ok(proto::AbortResponse {}))
     }
 
@@ -171,7 +181,10 @@ impl Ostinato for Rpc {
         request: Request<proto::ListModelsRequest>,
     ) -> Result<Response<proto::ListModelsResponse>, Status> {
         let span = rpc_span(SERVICE, "ListModels", request.metadata());
-        let models = self.host.listed().iter().map(lifecycle::listed).collect();
+        let caller = Caller::of(&request);
+        let listed = self.host.listed();
+        let mine = listed.iter().filter(|model| caller.may_use(&model.name).is_ok());
+        let models = mine.map(lifecycle::listed).collect();
         answer(&span, Ok(proto::ListModelsResponse { models }))
     }
 
@@ -195,18 +208,15 @@ impl Ostinato for Rpc {
         request: Request<proto::GetLoadRequest>,
     ) -> Result<Response<proto::GetLoadResponse>, Status> {
         let span = rpc_span(SERVICE, "GetLoad", request.metadata());
+        let caller = Caller::of(&request);
         let model = request.into_inner().model;
         let replicas = if model.is_empty() {
-            Ok(self
-                .host
-                .models()
-                .iter()
-                .flat_map(|model| &model.replicas)
-                .map(|replica| convert::load(replica))
-                .collect())
+            let models = self.host.models();
+            let mine = models.iter().filter(|model| caller.may_use(&model.name).is_ok());
+            Ok(mine.flat_map(|model| &model.replicas).map(|replica| convert::load(replica)).collect())
         } else {
             let loads = |place: Place| place.model().replicas.iter().map(|replica| convert::load(replica)).collect();
-            Place::find(&self.host, &model, "").map(loads)
+            caller.may_use(&model).and_then(|()| Place::find(&self.host, &model, "")).map(loads)
         };
         answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
     }
@@ -226,10 +236,21 @@ impl Ostinato for Rpc {
     ) -> Result<Response<proto::TokenizeResponse>, Status> {
         use proto::tokenize_request::Input;
         let span = rpc_span(SERVICE, "Tokenize", request.metadata());
+        let caller = Caller::of(&request);
         let message = request.into_inner();
-        let host = Arc::clone(&self.host);
+        let (host, most) = (Arc::clone(&self.host), self.most_text);
+        // Encoding is work: while it goes on it counts as a request.
+        let room = self.room(&caller, 1);
         let tokens = aside(move || {
+            let _room = room?;
+            bounds::name("model", &message.model)?;
+            match &message.input {
+                Some(Input::Text(text)) => bounds::prompt("text", text.len(), most)?,
+                Some(Input::Chat(chat)) => bounds::chat(chat, most)?,
+                None => {}
+            }
             let place = Place::find(&host, &message.model, "")?;
+            caller.may_use(&place.model().name)?;
             let field = match message.input {
                 None => {
                     return Err(Refusal::Missing { field: "input", rule: "one of text and chat" });
@@ -258,10 +279,13 @@ impl Ostinato for Rpc {
         request: Request<proto::DetokenizeRequest>,
     ) -> Result<Response<proto::DetokenizeResponse>, Status> {
         let span = rpc_span(SERVICE, "Detokenize", request.metadata());
+        let caller = Caller::of(&request);
         let message = request.into_inner();
         let host = Arc::clone(&self.host);
         let text = aside(move || {
+            bounds::name("model", &message.model)?;
             let place = Place::find(&host, &message.model, "")?;
+            caller.may_use(&place.model().name)?;
             let model = place.model();
             let tokenizer = model
                 .text
@@ -285,11 +309,29 @@ const PROFILE_LOOK: Duration = Duration::from_millis(20);
 pub(super) struct Caller {
     metadata: MetadataMap,
     peer: Option<SocketAddr>,
+    /// Whom its token stands for, where there are tokens.
+    identity: Option<Identity>,
 }
 
 impl Caller {
     pub(super) fn of<T>(request: &Request<T>) -> Caller {
-        Caller { metadata: request.metadata().clone(), peer: request.remote_addr() }
+        let identity = request.extensions().get().cloned();
+        Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), identity }
+    }
+
+    /// What its token says of its limits.
+    fn allowance(&self) -> Allowance {
+        self.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
+    }
+
+    /// Whether it may use a model.
+    pub(super) fn may_use(&self, model: &str) -> Result<(), Refusal> {
+        match &self.identity {
+            Some(identity) if !identity.may_use(model) => {
+                Err(Refusal::OtherModel { name: identity.name().to_owned(), model: model.to_owned() })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// When the call must have ended.
@@ -313,6 +355,15 @@ impl Rpc {
         &self.stop
     }
 
+    /// Room for a caller's requests.
+    fn room(&self, caller: &Caller, asked: u32) -> Result<Option<Places>, Refusal> {
+        let client = match &caller.identity {
+            Some(identity) => Client::Token(identity.name().to_owned()),
+            None => self.clients.identify(&caller.metadata, caller.peer)?,
+        };
+        self.clients.take(client, asked, &caller.allowance())
+    }
+
     /// Starts a generation, of which `adjust` may change what a message cannot say.
     pub(super) async fn open(
         &self,
@@ -322,15 +373,23 @@ impl Rpc {
         adjust: impl FnOnce(&mut Prepared) + Send + 'static,
     ) -> Result<Tracked, Refusal> {
         let deadline = caller.deadline()?;
-        let client = self.clients.identify(&caller.metadata, caller.peer)?;
+        bounds::request(&message, self.most_text)?;
+        if caller.identity.is_some() {
+            caller.may_use(&Place::find(&self.host, &message.model, "")?.model().name)?;
+        }
         // Before its prompt is looked at: that costs more than the answer.
-        let places = self.clients.take(client, prepare::samples(&message)?)?;
+        let mut places = self.room(&caller, prepare::samples(&message)?)?;
         let host = Arc::clone(&self.host);
         let prepared = aside(move || {
             let mut prepared = prepare::prepare(&host, message, deadline)?;
             adjust(&mut prepared);
             Ok(prepared)
         });
+        let prepared = prepared.await?;
+        let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
+        if let Some(places) = &mut places {
+            places.admit(&prepared.request.id, prompt)?;
+        }
         let surroundings = Surroundings {
             buffer: self.settings().stream_buffer,
             rpc: span.clone(),
@@ -338,7 +397,10 @@ impl Rpc {
             places,
             logits: None,
         };
-        let generation = Generation::start(prepared.await?, surroundings)?;
+        let generation = Generation::start(prepared, surroundings).inspect_err(|_| {
+            // What is not run costs nothing.
+            caller.allowance().meter.iter().for_each(|meter| meter.give_back(prompt, Instant::now()));
+        })?;
         Ok(Tracked { generation, _open: self.streams.token() })
     }
 
@@ -357,8 +419,13 @@ impl Rpc {
         }
     }
 
-    /// Ends the request of this id, on whichever replicas there is one.
-    pub(super) fn end(&self, id: &str) {
+    /// Ends the request of this id, on whichever replicas there is one; not another token's.
+    pub(super) fn end(&self, caller: &Caller, id: &str) {
+        if let Some(identity) = &caller.identity
+            && !self.clients.may_end(&Client::Token(identity.name().to_owned()), id)
+        {
+            return;
+        }
         for replica in self.host.replicas() {
             replica.abort(id);
         }

@@ -2,11 +2,14 @@
 //! health says so first, new requests are refused, running streams go on for a while, then
 //! they are cut. Deliberately absent: signals, and where the host comes from.
 
+use super::auth::{Authentication, Tokens};
+use super::bounds::{self, Arrival};
 use super::clients::Clients;
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
 use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
 use super::rpc::{Rpc, SERVICE};
+use super::tls::{self, Tls};
 use super::vllm::{self, VllmRpc};
 use crate::engine::host::Host;
 use std::future::Future;
@@ -30,12 +33,24 @@ pub struct Options {
     pub drain: Duration,
     /// Largest message taken from a client, bytes.
     pub max_message_bytes: usize,
+    /// Most text of a prompt, bytes.
+    pub max_prompt_bytes: usize,
     /// Events kept of each sample for a client that falls behind.
     pub stream_buffer: usize,
     /// Requests that a client may have unfinished; `None`: any number.
     pub client_limit: Option<u32>,
     /// Whether `ostinato-client` in the metadata names the client.
     pub trust_client_header: bool,
+    /// Certificates; `None`: connections are not encrypted.
+    pub tls: Option<Arc<Tls>>,
+    /// Who may ask; `None`: whoever can connect.
+    pub tokens: Option<Arc<Tokens>>,
+    /// Connections that are open at once.
+    pub connections: usize,
+    /// From a connection's beginning until it is encrypted, and again until it speaks HTTP/2.
+    pub handshake_wait: Duration,
+    /// From a call's beginning until its message is there.
+    pub message_wait: Duration,
     /// What of it changes while the server runs, if somebody changes something.
     pub changes: Option<watch::Receiver<Changeable>>,
 }
@@ -66,9 +81,15 @@ impl Default for Options {
         Options {
             drain: Duration::from_secs(30),
             max_message_bytes: 16 << 20,
+            max_prompt_bytes: 4 << 20,
             stream_buffer: 1024,
             client_limit: None,
             trust_client_header: false,
+            tls: None,
+            tokens: None,
+            connections: 1024,
+            handshake_wait: bounds::HANDSHAKE_WAIT,
+            message_wait: bounds::MESSAGE_WAIT,
             changes: None,
         }
     }
@@ -121,9 +142,13 @@ pub async fn serve(
     let clients = Arc::new(Clients::new(options.client_limit, options.trust_client_header));
     // Without a sender it stays as it is.
     let settings = options.changes.clone().unwrap_or_else(|| watch::channel(options.changeable()).1);
-    let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone());
+    let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone())
+        .with_most_text(options.max_prompt_bytes);
     let follow = tokio::spawn(follow(settings.clone(), clients));
     let _follow = AbortOnDrop(follow);
+    let _following = closing.clone().drop_guard();
+    options.tls.iter().for_each(|tls| drop(tokio::spawn(tls.follow(closing.clone()))));
+    options.tokens.iter().for_each(|tokens| drop(tokio::spawn(tokens.follow(closing.clone()))));
     let theirs = VllmEngineServer::new(VllmRpc::new(rpc.clone())).max_decoding_message_size(options.max_message_bytes);
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
@@ -141,13 +166,17 @@ pub async fn serve(
 
     let router = tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
+        .http2_max_header_list_size(bounds::HEADER_BYTES)
+        .max_concurrent_streams(bounds::STREAMS)
+        .layer(Authentication::new(options.tokens.clone(), Arc::clone(&host)))
+        .layer(Arrival::new(options.message_wait, options.max_message_bytes))
         .add_service(ours)
         .add_service(theirs)
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);
-    // Small messages one by one: Nagle's algorithm would hold tokens back.
-    let incoming = tonic::transport::server::TcpIncoming::from(listener).with_nodelay(Some(true));
+    let accept = tls::Accept { tls: options.tls, connections: options.connections, handshake: options.handshake_wait };
+    let incoming = tls::incoming(listener, accept);
     let server = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
     tokio::pin!(server);
 

@@ -1,7 +1,9 @@
 //! A server on loopback over fake devices, for tests of the service.
 #![allow(dead_code)] // each test file uses a part
 
+pub mod certificates;
 pub mod collector;
+pub mod raw;
 
 use ostinato::engine::executor::Capacity;
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};

@@ -26,7 +26,7 @@ use tonic::Code;
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Codes with which a request may be refused before it starts: they are shown from the start.
-const CODES: [Code; 8] = [
+const CODES: [Code; 10] = [
     Code::InvalidArgument,
     Code::NotFound,
     Code::AlreadyExists,
@@ -35,6 +35,8 @@ const CODES: [Code; 8] = [
     Code::Unimplemented,
     Code::Internal,
     Code::Unavailable,
+    Code::Unauthenticated,
+    Code::PermissionDenied,
 ];
 
 /// What is shown once: built anew for each scrape from numbers that are there anyway.

@@ -61,6 +61,7 @@ pub fn in_their_words(mut refusal: Refusal) -> Refusal {
     let field = match &mut refusal {
         Refusal::Missing { field, .. }
         | Refusal::Value { field, .. }
+        | Refusal::LongText { field, .. }
         | Refusal::NoTokenizer { field, .. }
         | Refusal::NotServed { field }
         | Refusal::Grammar { field, .. }

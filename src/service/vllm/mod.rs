@@ -6,6 +6,7 @@ pub mod convert;
 pub mod events;
 pub mod tokenizer;
 
+use super::bounds;
 use super::proto::{smg::grpc::common, vllm::grpc::engine as contract};
 use super::refusal::Refusal;
 use super::rpc::{Caller, Rpc, Tracked, answer, aside, refused, rpc_span};
@@ -266,12 +267,16 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::AbortRequest>,
     ) -> Result<Response<contract::AbortResponse>, Status> {
         let span = rpc_span(SERVICE, "Abort", request.metadata());
+        let caller = Caller::of(&request);
         let ids = request.into_inner().request_ids;
+        if let Err(refusal) = bounds::aborts(ids.len()) {
+            return answer(&span, Err(refusal));
+        }
         if ids.iter().any(String::is_empty) {
             let rule = "the ids of the requests to end";
             return answer(&span, Err(Refusal::Missing { field: "request_ids", rule }));
         }
-        ids.iter().for_each(|id| self.rpc.end(id));
+        ids.iter().for_each(|id| self.rpc.end(&caller, id));
         answer(&span, Ok(contract::AbortResponse {}))
     }
 
@@ -280,7 +285,9 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::GetModelInfoRequest>,
     ) -> Result<Response<contract::GetModelInfoResponse>, Status> {
         let span = rpc_span(SERVICE, "GetModelInfo", request.metadata());
-        answer(&span, self.model().map(|model| convert::model_info(&model)))
+        let caller = Caller::of(&request);
+        let info = self.model().and_then(|model| caller.may_use(&model.name).map(|()| convert::model_info(&model)));
+        answer(&span, info)
     }
 
     async fn get_server_info(
@@ -309,8 +316,10 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::GetLoadsRequest>,
     ) -> Result<Response<contract::GetLoadsResponse>, Status> {
         let span = rpc_span(SERVICE, "GetLoads", request.metadata());
+        let caller = Caller::of(&request);
         let message = request.into_inner();
         let loads = self.of_model(move |model| {
+            caller.may_use(&model.name)?;
             if let Some(rank) = message.dp_rank {
                 convert::replica(model, "dp_rank", rank)?;
             }
@@ -329,7 +338,13 @@ impl VllmEngine for VllmRpc {
 
     async fn get_tokenizer(&self, request: Request<common::GetTokenizerRequest>) -> Result<Response<Chunks>, Status> {
         let span = rpc_span(SERVICE, "GetTokenizer", request.metadata());
-        answer(&span, self.packed().await.map(Chunks::of))
+        let caller = Caller::of(&request);
+        let mine = self.model().and_then(|model| caller.may_use(&model.name));
+        let packed = match mine {
+            Ok(()) => self.packed().await,
+            Err(refusal) => Err(refusal),
+        };
+        answer(&span, packed.map(Chunks::of))
     }
 
     async fn subscribe_kv_events(

@@ -1,0 +1,137 @@
+//! The file that `server.tokens` names: who may ask, for what, and how much. It holds digests of tokens, never the
+//! tokens, and no message about it quotes what it says where a token could stand by mistake.
+//! Deliberately absent: comparing, counting, watching the file.
+
+use super::load::{ConfigError, Problem, syntax, typed};
+use figment::Figment;
+use figment::providers::{Format, Toml};
+use serde::Deserialize;
+use serde::de::{Deserializer, Error};
+use std::path::Path;
+
+/// The longest name, bytes: names are kept, and stand in messages.
+const MAX_NAME: usize = 128;
+
+/// One `[[tokens]]` entry.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Token {
+    /// Whom it stands for: what limits count by, and what messages say.
+    pub name: String,
+    /// SHA-256 of the token's bytes.
+    #[serde(deserialize_with = "digest")]
+    pub sha256: Option<[u8; 32]>,
+    /// Requests that it may have unfinished, running or waiting; unset: `server.client_limit`.
+    pub requests: Option<u32>,
+    /// Tokens of prompts and outputs together in a minute; unset: any number.
+    pub tokens_per_minute: Option<u32>,
+    /// Served models that it may use, by name; unset: all.
+    pub models: Option<Vec<String>>,
+    /// What it may do; unset: generate.
+    #[serde(deserialize_with = "rights")]
+    pub may: Option<Vec<Right>>,
+}
+
+/// What a token may do beyond asking what is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Right {
+    /// Prompts in, tokens out.
+    Generate,
+    /// What concerns all who use the server.
+    Admin,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct File {
+    tokens: Vec<Token>,
+}
+
+fn digest<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<[u8; 32]>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    // What was written is not quoted: it may be the token itself.
+    parse(&text).map(Some).ok_or_else(|| D::Error::custom("not 64 hexadecimal digits"))
+}
+
+fn rights<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<Right>>, D::Error> {
+    let right = |word: String| match word.as_str() {
+        "generate" => Ok(Right::Generate),
+        "admin" => Ok(Right::Admin),
+        _ => Err(D::Error::custom("not a list of \"generate\" and \"admin\"")),
+    };
+    Vec::<String>::deserialize(deserializer)?.into_iter().map(right).collect::<Result<_, _>>().map(Some)
+}
+
+fn parse(text: &str) -> Option<[u8; 32]> {
+    if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut digest = [0; 32];
+    for (index, byte) in digest.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * index..2 * index + 2], 16).ok()?;
+    }
+    Some(digest)
+}
+
+/// Reads the file; all that is wrong with it is reported at once.
+pub fn tokens(path: &Path) -> Result<Vec<Token>, ConfigError> {
+    let read = |source| ConfigError::Read { path: path.to_owned(), source };
+    let text = std::fs::read_to_string(path).map_err(read)?;
+    let toml = Toml::string(&text);
+    syntax(path, &toml).map_err(|error| match error {
+        ConfigError::Syntax { path, source } => {
+            // The first line says where; those below quote the file.
+            let place = source.to_string().lines().next().unwrap_or_default().to_owned();
+            ConfigError::Syntax { path, source: place.into() }
+        }
+        other => other,
+    })?;
+    let (file, mut problems) = typed::<File>(&Figment::from(toml), |_, _| Vec::new());
+    problems.iter_mut().for_each(|problem| problem.value = None);
+    if problems.is_empty() {
+        problems = file.problems();
+    }
+    problems.iter_mut().for_each(|problem| problem.source = Some(path.display().to_string()));
+    if problems.is_empty() { Ok(file.tokens) } else { Err(ConfigError::Problems(problems)) }
+}
+
+impl File {
+    fn problems(&self) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        for (index, token) in self.tokens.iter().enumerate() {
+            let key = |key: &str| format!("tokens[{index}].{key}");
+            let earlier = |same: &dyn Fn(&Token) -> bool| self.tokens[..index].iter().position(same);
+            let words = !token.name.is_empty() && token.name.len() <= MAX_NAME;
+            if token.name.is_empty() {
+                problems.push(Problem::missing(key("name")));
+            } else if !words || token.name.chars().any(|c| c.is_control() || c.is_whitespace()) {
+                let rule = "must be at most 128 bytes without spaces";
+                problems.push(Problem::new(key("name"), rule, format!("{:?}", token.name)));
+            } else if let Some(earlier) = earlier(&|other| other.name == token.name) {
+                let rule = format!("must differ from tokens[{earlier}].name");
+                problems.push(Problem::new(key("name"), &rule, format!("{:?}", token.name)));
+            }
+            match token.sha256 {
+                None => problems.push(Problem::missing(key("sha256"))),
+                Some(digest) => {
+                    if let Some(earlier) = earlier(&|other| other.sha256 == Some(digest)) {
+                        let rule = format!("must differ from tokens[{earlier}].sha256");
+                        problems.push(Problem { value: None, ..Problem::new(key("sha256"), &rule, "") });
+                    }
+                }
+            }
+            for (name, value) in [("requests", token.requests), ("tokens_per_minute", token.tokens_per_minute)] {
+                if value == Some(0) {
+                    problems.push(Problem::new(key(name), "must be at least 1, or left out for no limit", 0));
+                }
+            }
+            if token.models.as_ref().is_some_and(Vec::is_empty) {
+                problems.push(Problem::new(key("models"), "must name a model, or be left out for all", "[]"));
+            }
+            if token.may.as_ref().is_some_and(Vec::is_empty) {
+                problems.push(Problem::new(key("may"), "must have a right, or be left out for \"generate\"", "[]"));
+            }
+        }
+        problems
+    }
+}

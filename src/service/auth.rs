@@ -1,0 +1,382 @@
+//! Who may call what: a bearer token in the metadata of each call, found by its digest in a file that is watched. One
+//! function says which right a method needs, and every call passes it before its message is looked at.
+//! Deliberately absent: certificates (`tls`), counting (`clients`, `meter`).
+
+use super::clients::Allowance;
+use super::meter::Meter;
+use super::refusal::{Refusal, status};
+use super::watch::Watched;
+use crate::config::{self, ConfigError, Right};
+use crate::engine::host::Host;
+use http::{HeaderMap, header};
+use sha2::{Digest, Sha256};
+use std::future::Future;
+use std::path::Path;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Instant;
+use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
+use tokio_util::sync::CancellationToken;
+use tonic::body::Body;
+use tower_layer::Layer;
+use tower_service::Service;
+
+/// The longest token that is looked at, bytes; ours have 68.
+const MAX_TOKEN: usize = 1024;
+
+/// What a method needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Need {
+    /// Not even a token.
+    Nothing,
+    /// A token, whatever it may do.
+    Token,
+    /// A token with this right.
+    Right(Right),
+}
+
+const GENERATE: Need = Need::Right(Right::Generate);
+const ADMIN: Need = Need::Right(Right::Admin);
+
+/// What each method that there is needs, by its service.
+const NEEDS: [(&str, &[&str], Need); 9] = [
+    // Balancers and orchestrators ask without a token.
+    ("grpc.health.v1.Health", &["Check", "List", "Watch"], Need::Nothing),
+    ("grpc.reflection.v1.ServerReflection", &["ServerReflectionInfo"], Need::Token),
+    ("grpc.reflection.v1alpha.ServerReflection", &["ServerReflectionInfo"], Need::Token),
+    ("ostinato.v1.Ostinato", &["Generate", "Abort", "Tokenize", "Detokenize"], GENERATE),
+    ("ostinato.v1.Ostinato", &["ListDevices", "ListModels", "GetLoad"], Need::Token),
+    ("ostinato.v1.Ostinato", &["Profile", "LoadModel", "UnloadModel"], ADMIN),
+    ("vllm.grpc.engine.VllmEngine", &["Generate", "Embed", "Abort", "GetTokenizer"], GENERATE),
+    ("vllm.grpc.engine.VllmEngine", &["HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"], Need::Token),
+    // Others' prompts are in the events, and what is flushed or timed is everybody's.
+    ("vllm.grpc.engine.VllmEngine", &["SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"], ADMIN),
+];
+
+fn listed(path: &str) -> Option<Need> {
+    let (service, method) = path.strip_prefix('/')?.split_once('/')?;
+    let found = NEEDS.iter().find(|(of, methods, _)| *of == service && methods.contains(&method));
+    found.map(|(.., need)| *need)
+}
+
+/// What the method of this path needs. One that is not listed needs what those do that concern everybody.
+fn need(path: &str) -> Need {
+    listed(path).unwrap_or(ADMIN)
+}
+
+/// The tokens of a file, read again when it changes.
+#[derive(Debug)]
+pub struct Tokens {
+    table: Arc<Watched<Table>>,
+}
+
+#[derive(Debug)]
+struct Table {
+    entries: Vec<([u8; 32], Identity)>,
+}
+
+/// Whom a token stands for; goes with each call's extensions.
+#[derive(Clone, Debug)]
+pub struct Identity(Arc<Holder>);
+
+#[derive(Debug)]
+struct Holder {
+    name: String,
+    allowance: Allowance,
+    /// `None`: all.
+    models: Option<Vec<String>>,
+    may: Vec<Right>,
+}
+
+impl Identity {
+    /// As the file names it.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// What limits say of it.
+    pub fn allowance(&self) -> &Allowance {
+        &self.0.allowance
+    }
+
+    /// Whether it has a right.
+    pub fn may(&self, right: Right) -> bool {
+        self.0.may.contains(&right)
+    }
+
+    /// Whether it may use a model.
+    pub fn may_use(&self, model: &str) -> bool {
+        self.0.models.as_ref().is_none_or(|models| models.iter().any(|name| name == model))
+    }
+}
+
+impl Tokens {
+    /// Reads the file.
+    pub fn read(path: &Path) -> Result<Tokens, ConfigError> {
+        let file = path.to_owned();
+        let load = move |before: Option<&Table>| Ok(Table::new(config::tokens(&file)?, before, Instant::now()));
+        Ok(Tokens { table: Arc::new(Watched::new("tokens", vec![path.to_owned()], load)?) })
+    }
+
+    /// Looks for changes of the file, until `stop`.
+    pub fn follow(&self, stop: CancellationToken) -> impl Future<Output = ()> + Send + use<> {
+        Arc::clone(&self.table).follow(stop)
+    }
+}
+
+impl Table {
+    /// Who was there before goes on with the bucket that they have.
+    fn new(tokens: Vec<config::Token>, before: Option<&Table>, now: Instant) -> Table {
+        let meter = |name: &str, per_minute: u32| {
+            let same = |(_, other): &&([u8; 32], Identity)| other.name() == name;
+            let before = before.and_then(|table| table.entries.iter().find(same)?.1.0.allowance.meter.clone());
+            match before {
+                Some(meter) => {
+                    meter.change(per_minute, now);
+                    meter
+                }
+                None => Arc::new(Meter::new(per_minute, now)),
+            }
+        };
+        let entry = |token: config::Token| {
+            let allowance = Allowance {
+                requests: token.requests,
+                meter: token.tokens_per_minute.map(|per_minute| meter(&token.name, per_minute)),
+            };
+            let may = token.may.unwrap_or_else(|| vec![Right::Generate]);
+            let holder = Holder { name: token.name, allowance, models: token.models, may };
+            // Read files have one of each.
+            (token.sha256.unwrap_or_default(), Identity(Arc::new(holder)))
+        };
+        Table { entries: tokens.into_iter().map(entry).collect() }
+    }
+
+    /// Whose token it is. All entries are compared, each in the same time.
+    fn find(&self, token: &[u8]) -> Option<&Identity> {
+        let digest: [u8; 32] = Sha256::digest(token).into();
+        let mut found = Choice::from(0);
+        let mut at = 0u64;
+        for (index, (other, _)) in (0u64..).zip(&self.entries) {
+            let equal = digest.ct_eq(other);
+            at.conditional_assign(&index, equal);
+            found |= equal;
+        }
+        bool::from(found).then(|| &self.entries[at as usize].1)
+    }
+
+    /// Who calls this method with these headers, if anybody needs to be.
+    fn admit(&self, path: &str, headers: &HeaderMap) -> Result<Option<Identity>, Refusal> {
+        let need = need(path);
+        if need == Need::Nothing {
+            return Ok(None);
+        }
+        let token = bearer(headers).ok_or(Refusal::NoToken)?;
+        let identity = self.find(token).ok_or(Refusal::UnknownToken)?;
+        match need {
+            Need::Right(right) if !identity.may(right) => {
+                Err(Refusal::NoRight { name: identity.name().to_owned(), right: word(right) })
+            }
+            _ => Ok(Some(identity.clone())),
+        }
+    }
+}
+
+fn word(right: Right) -> &'static str {
+    match right {
+        Right::Generate => "generate",
+        Right::Admin => "admin",
+    }
+}
+
+/// The only token of a call.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let mut all = headers.get_all(header::AUTHORIZATION).iter();
+    let (Some(value), None) = (all.next(), all.next()) else {
+        return None;
+    };
+    let (scheme, token) = value.as_bytes().split_at_checked("Bearer ".len())?;
+    (scheme.eq_ignore_ascii_case(b"Bearer ") && !token.is_empty() && token.len() <= MAX_TOKEN).then_some(token)
+}
+
+/// Lets calls through that have the token they need, and says in their extensions whose it is. Without tokens all
+/// are let through.
+#[derive(Clone, Debug)]
+pub struct Authentication {
+    tokens: Option<Arc<Tokens>>,
+    host: Arc<Host>,
+}
+
+impl Authentication {
+    /// What is refused is counted with the host's.
+    pub fn new(tokens: Option<Arc<Tokens>>, host: Arc<Host>) -> Authentication {
+        Authentication { tokens, host }
+    }
+}
+
+impl<S> Layer<S> for Authentication {
+    type Service = Authenticated<S>;
+
+    fn layer(&self, inner: S) -> Authenticated<S> {
+        Authenticated { authentication: self.clone(), inner }
+    }
+}
+
+/// A service behind [`Authentication`].
+#[derive(Clone, Debug)]
+pub struct Authenticated<S> {
+    authentication: Authentication,
+    inner: S,
+}
+
+impl<S> Service<http::Request<Body>> for Authenticated<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>>,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<http::Response<Body>, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        let Authentication { tokens, host } = &self.authentication;
+        if let Some(tokens) = tokens {
+            match tokens.table.current().admit(request.uri().path(), request.headers()) {
+                Ok(identity) => {
+                    // Nobody behind needs it, and what is not there is not logged.
+                    request.headers_mut().remove(header::AUTHORIZATION);
+                    if let Some(identity) = identity {
+                        request.extensions_mut().insert(identity);
+                    }
+                }
+                Err(refusal) => {
+                    host.ended.refuse(refusal.kind());
+                    let response = status(&refusal).into_http();
+                    return Box::pin(async { Ok(response) });
+                }
+            }
+        }
+        Box::pin(self.inner.call(request))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::service::proto;
+    use prost::Message;
+    use prost_types::FileDescriptorSet;
+
+    fn table(tokens: &[(&str, &str, &[Right])]) -> Table {
+        let token = |(name, token, may): &(&str, &str, &[Right])| config::Token {
+            name: (*name).to_owned(),
+            sha256: Some(Sha256::digest(token).into()),
+            may: (!may.is_empty()).then(|| may.to_vec()),
+            ..Default::default()
+        };
+        Table::new(tokens.iter().map(token).collect(), None, Instant::now())
+    }
+
+    fn headers(values: &[&str]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for value in values {
+            headers.append(header::AUTHORIZATION, value.parse().unwrap());
+        }
+        headers
+    }
+
+    /// Of every method that is served it was decided what it needs.
+    #[test]
+    fn every_method_is_listed() {
+        let set = FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap();
+        let mut methods = 0;
+        for file in &set.file {
+            for service in &file.service {
+                for method in &service.method {
+                    let path = format!("/{}.{}/{}", file.package(), service.name(), method.name());
+                    assert!(listed(&path).is_some(), "{path} is not in the table of needs");
+                    methods += 1;
+                }
+            }
+        }
+        assert!(methods > 15, "{methods}");
+        for (path, needed) in [
+            ("/grpc.health.v1.Health/Watch", Need::Nothing),
+            ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", Need::Token),
+            ("/ostinato.v1.Ostinato/Generate", GENERATE),
+            ("/ostinato.v1.Ostinato/ListModels", Need::Token),
+            ("/ostinato.v1.Ostinato/UnloadModel", ADMIN),
+            ("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents", ADMIN),
+            ("/ostinato.v1.Ostinato/Unheard", ADMIN),
+            ("/other.Service/Generate", ADMIN),
+            ("/grpc.health.v1.Health", ADMIN),
+            ("", ADMIN),
+        ] {
+            assert_eq!(need(path), needed, "{path}");
+        }
+    }
+
+    #[test]
+    fn a_token_is_found_wherever_it_stands_and_no_other_is() {
+        let table = table(&[("a", "one", &[]), ("b", "two", &[Right::Admin]), ("c", "three", &[])]);
+        for (token, name) in [("one", "a"), ("two", "b"), ("three", "c")] {
+            assert_eq!(table.find(token.as_bytes()).unwrap().name(), name);
+        }
+        for token in ["", "One", "one ", "four"] {
+            assert!(table.find(token.as_bytes()).is_none(), "{token:?}");
+        }
+        let empty = super::Table::new(Vec::new(), None, Instant::now());
+        assert!(empty.find(b"").is_none());
+    }
+
+    #[test]
+    fn calls_need_one_token_that_is_known_and_has_the_right() {
+        let table = table(&[("a", "one", &[]), ("b", "two", &[Right::Admin])]);
+        let (generate, profile) = ("/ostinato.v1.Ostinato/Generate", "/ostinato.v1.Ostinato/Profile");
+        let code = |path: &str, values: &[&str]| table.admit(path, &headers(values)).map_err(|refusal| refusal.code());
+        let name = |path: &str, values: &[&str]| code(path, values).map(|identity| identity.unwrap().name().to_owned());
+        assert_eq!(name(generate, &["Bearer one"]), Ok("a".to_owned()));
+        assert_eq!(name(generate, &["bearer one"]), Ok("a".to_owned()));
+        assert_eq!(name(profile, &["Bearer two"]), Ok("b".to_owned()));
+        assert!(code("/grpc.health.v1.Health/Check", &[]).unwrap().is_none());
+        let long = format!("Bearer {}", "x".repeat(MAX_TOKEN + 1));
+        for values in [
+            &[][..],
+            &["one"],
+            &["Bearer"],
+            &["Bearer "],
+            &["Basic one"],
+            &["Bearer three"],
+            &["Bearer one", "Bearer one"],
+            &[&long],
+        ] {
+            assert_eq!(name(generate, values), Err(tonic::Code::Unauthenticated), "{values:?}");
+        }
+        // One right is not the other.
+        assert_eq!(name(profile, &["Bearer one"]), Err(tonic::Code::PermissionDenied));
+        assert_eq!(name(generate, &["Bearer two"]), Err(tonic::Code::PermissionDenied));
+        assert_eq!(name("/unknown/Method", &["Bearer one"]), Err(tonic::Code::PermissionDenied));
+    }
+
+    #[test]
+    fn a_bucket_outlives_the_file_that_it_was_read_from() {
+        let now = Instant::now();
+        let token = |per_minute: Option<u32>| config::Token {
+            name: "a".to_owned(),
+            sha256: Some([7; 32]),
+            tokens_per_minute: per_minute,
+            ..Default::default()
+        };
+        let first = super::Table::new(vec![token(Some(100))], None, now);
+        let meter = |table: &Table| table.entries[0].1.allowance().meter.clone();
+        meter(&first).unwrap().admit(150, now).unwrap();
+        let second = super::Table::new(vec![token(Some(120))], Some(&first), now);
+        assert_eq!(meter(&second).unwrap().ask(now).unwrap_err().debt, 30);
+        assert!(meter(&super::Table::new(vec![token(None)], Some(&second), now)).is_none());
+    }
+}

@@ -1,0 +1,155 @@
+//! What is read from files and read again when they change: certificates, tokens. A new version that cannot be used
+//! is logged and changes nothing. Deliberately absent: what the files hold.
+
+use arc_swap::ArcSwap;
+use std::error::Error;
+use std::fmt;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+/// Between two looks. Files are read when two looks have found them alike: several that change one after the other
+/// (a certificate, then its key) are read once.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Anything's cause.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+/// Reads the files; is given what was read before.
+type Load<T> = Box<dyn Fn(Option<&T>) -> Result<T, BoxError> + Send + Sync>;
+
+/// Where a file is and when it changed last, as far as that can be seen; `None`: it cannot be found.
+type Stamp = Option<(u64, u64, i64, i64, i64, i64)>;
+
+/// What the files held when they could last be used.
+pub struct Watched<T> {
+    /// For messages.
+    what: &'static str,
+    files: Vec<PathBuf>,
+    load: Load<T>,
+    current: ArcSwap<T>,
+    /// Of the files as they were last read.
+    read: Mutex<Vec<Stamp>>,
+}
+
+impl<T> fmt::Debug for Watched<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watched").field("what", &self.what).field("files", &self.files).finish_non_exhaustive()
+    }
+}
+
+impl<T: Send + Sync + 'static> Watched<T> {
+    /// Reads the files, which must be usable now.
+    pub fn new<E: Into<BoxError>>(
+        what: &'static str,
+        files: Vec<PathBuf>,
+        load: impl Fn(Option<&T>) -> Result<T, E> + Send + Sync + 'static,
+    ) -> Result<Watched<T>, E> {
+        // Before they are read: a change meanwhile is one more to be read.
+        let read = Mutex::new(stamps(&files));
+        let current = ArcSwap::from_pointee(load(None)?);
+        Ok(Watched { what, files, load: Box::new(move |before| load(before).map_err(Into::into)), current, read })
+    }
+
+    /// What is good now.
+    pub fn current(&self) -> Arc<T> {
+        self.current.load_full()
+    }
+
+    /// Looks from time to time, until `stop`.
+    pub async fn follow(self: Arc<Watched<T>>, stop: CancellationToken) {
+        let mut seen = self.read.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(PERIOD) => {}
+            }
+            let (watched, before) = (Arc::clone(&self), seen);
+            // Files may be on a disk that is slow or far away.
+            let looked = tokio::task::spawn_blocking(move || {
+                let now = stamps(&watched.files);
+                if now == before {
+                    watched.read(&now);
+                }
+                now
+            });
+            match looked.await {
+                Ok(now) => seen = now,
+                // The runtime ends.
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Reads the files unless they were read as they are.
+    fn read(&self, now: &[Stamp]) {
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        if *read == now {
+            return;
+        }
+        now.clone_into(&mut read);
+        match (self.load)(Some(&self.current())) {
+            Ok(new) => {
+                self.current.store(Arc::new(new));
+                tracing::info!("{} read again", self.what);
+            }
+            Err(error) => tracing::error!(error = chain(&*error), "new {} cannot be used, the old stay", self.what),
+        }
+    }
+}
+
+fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
+    let stamp = |file: &PathBuf| {
+        let found = std::fs::metadata(file).ok()?;
+        Some((found.ino(), found.len(), found.mtime(), found.mtime_nsec(), found.ctime(), found.ctime_nsec()))
+    };
+    files.iter().map(stamp).collect()
+}
+
+/// An error with everything that caused it.
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(&format!(": {error}"));
+        cause = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_file_is_read_once_and_a_bad_one_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("number");
+        std::fs::write(&file, "1").unwrap();
+        let path = file.clone();
+        let load = move |before: Option<&(u32, u32)>| -> Result<(u32, u32), BoxError> {
+            let number = std::fs::read_to_string(&path)?.parse()?;
+            Ok((number, before.map_or(0, |before| before.1 + 1)))
+        };
+        let watched = Watched::new("numbers", vec![file.clone()], load).unwrap();
+        let look = || {
+            watched.read(&stamps(&watched.files));
+            *watched.current()
+        };
+        assert_eq!(look(), (1, 0), "nothing has changed");
+        std::fs::write(&file, "22").unwrap();
+        assert_eq!((look(), look()), ((22, 1), (22, 1)));
+        std::fs::write(&file, "many").unwrap();
+        assert_eq!(look(), (22, 1));
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(look(), (22, 1));
+        std::fs::write(&file, "3").unwrap();
+        assert_eq!(look(), (3, 2));
+        // Another file of the same length in its place, as renewals put them.
+        std::fs::write(folder.path().join("new"), "4").unwrap();
+        std::fs::rename(folder.path().join("new"), &file).unwrap();
+        assert_eq!(look(), (4, 3));
+        assert!(Watched::new("none", vec![], |_: Option<&()>| Err::<(), BoxError>("no".into())).is_err());
+    }
+}

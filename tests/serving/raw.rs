@@ -1,0 +1,113 @@
+//! HTTP/2 by hand, for clients that behave as no library lets them. Headers are sent uncompressed, and what comes
+//! back is told by its frames' kinds only.
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// Kinds of frames.
+pub const DATA: u8 = 0;
+pub const HEADERS: u8 = 1;
+pub const RESET: u8 = 3;
+const SETTINGS: u8 = 4;
+pub const GOAWAY: u8 = 7;
+/// Flags of them.
+pub const END_STREAM: u8 = 1;
+const ACK: u8 = 1;
+const END_HEADERS: u8 = 4;
+
+/// A connection.
+pub struct Raw {
+    stream: TcpStream,
+    next: u32,
+}
+
+/// What came.
+#[derive(Debug)]
+pub struct Frame {
+    pub kind: u8,
+    pub flags: u8,
+    pub stream: u32,
+    pub payload: Vec<u8>,
+}
+
+impl Frame {
+    /// Nothing follows on its stream.
+    pub fn ends(&self) -> bool {
+        self.kind == RESET || (matches!(self.kind, DATA | HEADERS) && self.flags & END_STREAM != 0)
+    }
+}
+
+fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = (payload.len() as u32).to_be_bytes()[1..].to_vec();
+    bytes.extend([kind, flags]);
+    bytes.extend(stream.to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+/// A gRPC message with its prefix.
+pub fn message(bytes: &[u8]) -> Vec<u8> {
+    let mut framed = vec![0];
+    framed.extend((bytes.len() as u32).to_be_bytes());
+    framed.extend(bytes);
+    framed
+}
+
+impl Raw {
+    /// Connects to `http://HOST:PORT`; what comes may be 64 KiB long, and no more.
+    pub async fn open(address: &str) -> Raw {
+        let stream = TcpStream::connect(address.trim_start_matches("http://")).await.unwrap();
+        let mut raw = Raw { stream, next: 1 };
+        let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+        bytes.extend(frame(SETTINGS, 0, 0, &[]));
+        raw.send(&bytes).await;
+        raw
+    }
+
+    async fn send(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).await.unwrap();
+    }
+
+    /// The server's settings are taken note of.
+    pub async fn acknowledge(&mut self) {
+        while self.frame().await.unwrap().kind != SETTINGS {}
+        self.send(&frame(SETTINGS, ACK, 0, &[])).await;
+    }
+
+    /// Opens calls of this method with headers and nothing else; gives the last one's number.
+    pub async fn call(&mut self, path: &str, calls: usize) -> u32 {
+        // POST, http, then names and values with their lengths.
+        let mut block = vec![0x83, 0x86];
+        for (name, value) in
+            [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")]
+        {
+            block.extend([0, name.len() as u8]);
+            block.extend(name.bytes());
+            block.push(value.len() as u8);
+            block.extend(value.bytes());
+        }
+        let mut bytes = Vec::new();
+        for _ in 0..calls {
+            bytes.extend(frame(HEADERS, END_HEADERS, self.next, &block));
+            self.next += 2;
+        }
+        self.send(&bytes).await;
+        self.next - 2
+    }
+
+    /// Sends of a call's body.
+    pub async fn data(&mut self, stream: u32, bytes: &[u8], end: bool) {
+        self.send(&frame(DATA, u8::from(end) * END_STREAM, stream, bytes)).await;
+    }
+
+    /// The next frame, or that the connection is closed.
+    pub async fn frame(&mut self) -> Option<Frame> {
+        let mut head = [0; 9];
+        self.stream.read_exact(&mut head).await.ok()?;
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0; length as usize];
+        self.stream.read_exact(&mut payload).await.ok()?;
+        let stream = u32::from_be_bytes(head[5..9].try_into().unwrap());
+        Some(Frame { kind: head[3], flags: head[4], stream, payload })
+    }
+}

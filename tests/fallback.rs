@@ -36,6 +36,7 @@ const TOKENS: u32 = 40;
 /// Greedy tokens of `count` sequences at once, each of a prompt of its own.
 fn texts(host: &Host, count: u32) -> Vec<Vec<u32>> {
     let (_, replica) = host.route("", "").expect("one model");
+    let replica = &*replica;
     std::thread::scope(|scope| {
         let runs: Vec<_> = (0..count)
             .map(|i| {

@@ -27,6 +27,7 @@ fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Ve
     let lines = Lines::default();
     let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
     let (_, replica) = host.route("", "").expect("one model");
+    let replica = &*replica;
     let tokens = generate(replica, request(&[5, 80, 300, 7], 12)).tokens;
     drop(host);
     let mut lines = lines.0.into_inner().expect("no panic");

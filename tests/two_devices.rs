@@ -26,7 +26,7 @@ fn on(device: &str) -> Place {
 fn ask(host: &Host, model: &str, device: &str, checkpoint: &str) -> Generated {
     let known = expected(checkpoint);
     let (_, replica) = host.route(model, device).unwrap_or_else(|e| panic!("{e}"));
-    let generated = generate(replica, request(&known.prompt, known.greedy.len() as u32));
+    let generated = generate(&replica, request(&known.prompt, known.greedy.len() as u32));
     assert_eq!(generated.tokens, known.greedy, "{checkpoint} on \"{device}\"");
     assert_eq!(generated.finished.reason, FinishReason::Length);
     generated

@@ -798,7 +798,7 @@ async fn a_profile_times_the_kernels_between_its_start_and_its_end() {
             let timed = steps.iter().filter(|step| !step.submissions[0].regions[0].kernels.is_empty()).count();
             (timed, steps.len())
         };
-        served.host.replicas().map(count).collect()
+        served.host.replicas().map(|replica| count(&replica)).collect()
     };
     run(&mut client).await;
     let before = timed();

@@ -219,7 +219,6 @@ mod tests {
             "generate --prompt a --server a:1 --memory-limit 1GiB",
             "generate --prompt a --temperature warm",
             "serve --model nothing",
-            "models",
             "models --server a:1 load",
             "bench --rate 5",
             "bench --served-model m",

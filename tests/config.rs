@@ -63,7 +63,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     let config = read(&uncommented).unwrap();
     assert_eq!(config.models.len(), 2, "{uncommented}");
     let model = &config.models[1];
-    assert_eq!(model.context, Some(32768));
+    assert_eq!((model.context, model.load), (Some(32768), ostinato::config::LoadWhen::Request));
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
     assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));

@@ -60,6 +60,7 @@ fn requests(temperature: f32) -> Vec<Request> {
 
 fn run(host: &Host, requests: &[Request], together: bool) -> Vec<Generated> {
     let (_, replica) = host.route("", "").expect("one model");
+    let replica = &*replica;
     let generated = match together {
         true => {
             let events: Vec<_> = requests.iter().map(|request| submit(&replica, request.clone())).collect();

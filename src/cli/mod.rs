@@ -235,7 +235,6 @@ mod tests {
             "token a --may everything",
             "token a --requests 0",
             "serve --model nothing",
-            "models",
             "models --server a:1 load",
             "bench --rate 5",
             "bench --served-model m",

@@ -434,6 +434,7 @@ impl GpuExecutor {
         }
         let mut pending = self.pending.pop_front().unwrap_or_else(|| panic!("report {} has no submission", report.id));
         assert_eq!(pending.ticket.0, report.id, "reports come in the order of submission");
+        let ungated = report.record.as_deref().and_then(ungated);
         if let Some(record) = report.record.take() {
             self.submissions.push_back((pending.ticket, *record));
         }
@@ -479,21 +480,35 @@ impl GpuExecutor {
                 }
             }
             let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
-            if pending.prompt_tokens > 0 {
-                self.pace.note_chunk(pending.prompt_tokens, total);
-            } else if pending.work == Kind::Sampled && (pending.gate.is_none() || self.pace.step().is_none()) {
-                // What waited at the gate does not count as a step's time, unless nothing else is known.
-                let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
-                match pending.drafts {
-                    0 => self.pace.note_step(pending.rows.max(1), time),
-                    drafts => self.pace.note_verify(pending.rows / each, drafts, time),
+            // What waited at the gate does not count as a step's time.
+            let total = match pending.gate {
+                Some(_) => ungated,
+                None => Some(total),
+            };
+            match total {
+                None => {}
+                Some(total) if pending.prompt_tokens > 0 => self.pace.note_chunk(pending.prompt_tokens, total),
+                Some(total) if pending.work == Kind::Sampled => {
+                    let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
+                    match pending.drafts {
+                        0 => self.pace.note_step(pending.rows.max(1), time),
+                        drafts => self.pace.note_verify(pending.rows / each, drafts, time),
+                    }
                 }
+                Some(_) => {}
             }
         } else {
             self.pending.push_front(pending);
         }
         Ok(progress)
     }
+}
+
+/// How long the first part of a gated step took on the device, where that was timed.
+fn ungated(record: &SubmissionRecord) -> Option<Duration> {
+    let (_, body) = record.regions.split_last()?;
+    let [first, ..] = body else { return None };
+    Some(body.last()?.end.since(first.begin))
 }
 
 impl GpuExecutor {

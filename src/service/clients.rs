@@ -5,7 +5,7 @@
 use super::meter::Meter;
 use super::refusal::Refusal;
 use crate::engine::host::SubmitError;
-use crate::engine::request::RequestError;
+use crate::engine::request::{RequestError, SAMPLE_MARK};
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -122,8 +122,10 @@ impl Clients {
         Ok(Some(Places { clients: Arc::clone(self), client, held: asked, meter, id: None }))
     }
 
-    /// Whether a client with a token may end the requests of this id: they are its own, or nobody's.
+    /// Whether a client with a token may end the requests of this id: they are its own, or nobody's. A sample's id is
+    /// its request's with a number behind.
     pub fn may_end(&self, client: &Client, id: &str) -> bool {
+        let id = id.split(SAMPLE_MARK).next().unwrap_or_default();
         self.owners().get(id).is_none_or(|(owner, _)| owner == client)
     }
 
@@ -282,6 +284,7 @@ mod tests {
         two.admit("id", 50).unwrap();
         assert!(clients.may_end(&client("a"), "id") && !clients.may_end(&client("b"), "id"));
         assert!(clients.may_end(&client("b"), "other"));
+        assert!(!clients.may_end(&client("b"), "id\u{0}1"), "one of its samples");
         let mut other = clients.take(client("b"), 1, &Allowance::default()).unwrap().unwrap();
         assert_eq!(other.admit("id", 1).unwrap_err().code(), tonic::Code::AlreadyExists);
         other.admit("own", 1).unwrap();

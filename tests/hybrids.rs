@@ -172,7 +172,7 @@ fn where_prompts_part_a_snapshot_is_left_for_the_next() {
     assert_eq!(cached, [0, 0, 128, 128], "the second finds pages without a state, and leaves one");
     // What was restored draws what is computed.
     let plain = serve(&vulkan, name, |model, _| model.prefix_cache = Some(false));
-    let [restored, computed] = [replica, self::replica(&plain)].map(|replica| generate(replica, ask(3)).tokens);
+    let [restored, computed] = [replica, &self::replica(&plain)].map(|replica| generate(replica, ask(3)).tokens);
     assert_eq!(restored, computed);
     idle(replica);
 }

@@ -12,6 +12,7 @@ use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::host::{Host, Replica};
 use ostinato::engine::request::{FinishReason, Request};
 use ostinato::engine::start::{Quiet, start_on};
+use std::sync::Arc;
 
 /// Gated delta nets and attention; the same with experts.
 const CHECKPOINTS: [&str; 2] = ["hybrid-long", "hybrid-moe"];
@@ -48,7 +49,7 @@ fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Confi
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
 }
 
-fn replica(host: &Host) -> std::sync::Arc<Replica> {
+fn replica(host: &Host) -> Arc<Replica> {
     host.replicas().next().unwrap()
 }
 
@@ -62,7 +63,7 @@ fn prompts_in_chunks_and_side_by_side_draw_what_they_draw_alone() {
                 model.prefill_chunk = Some(chunk);
                 model.prefix_cache = Some(false);
             });
-            let replica = &*replica(&host);
+            let replica = &replica(&host);
             let lengths = [0, 1, 7, 30, 2, 15];
             let events: Vec<_> =
                 lengths.iter().map(|&more| submit(replica, text.ask(&format!("r{more}"), more, 30))).collect();
@@ -88,7 +89,7 @@ fn blocks_multiplied_by_hand_draw_the_same() {
             model.prefix_cache = Some(false);
             config.runtime.tune = vec!["fragments=1".into(), "flash_threads=64".into()];
         });
-        let replica = &*replica(&host);
+        let replica = &replica(&host);
         let events: Vec<_> = (0..4).map(|i| submit(replica, text.ask(&format!("r{i}"), 3 * i, 8))).collect();
         for (i, events) in events.iter().enumerate() {
             let found = collect(events).tokens;
@@ -112,7 +113,7 @@ fn sequences_that_lose_their_place_are_computed_again() {
         model.context = Some(16 * all);
         model.prefix_cache = Some(false);
     });
-    let replica = &*replica(&host);
+    let replica = &replica(&host);
     let tokens = text.tokens.len() - text.prompt;
     let events: Vec<_> = (0..5).map(|i| submit(replica, text.ask(&format!("r{i}"), 0, tokens))).collect();
     for events in &events {
@@ -130,7 +131,7 @@ fn beginnings_are_restored_from_the_longest_snapshot() {
     let name = "hybrid-long";
     let text = text(name);
     let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(128));
-    let replica = &*replica(&host);
+    let replica = &replica(&host);
     let first = generate(replica, text.ask("first", 0, 10));
     assert_eq!((&first.tokens[..], first.finished.cached_tokens), (text.answer(0, 10), 0));
     assert!(replica.load().snapshots > 0, "{:?}", replica.load());
@@ -160,7 +161,7 @@ fn where_prompts_part_a_snapshot_is_left_for_the_next() {
     let text = text(name);
     // One chunk a prompt: else the end of each would be kept.
     let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(640));
-    let replica = &*replica(&host);
+    let replica = &replica(&host);
     let ask = |number: u32| {
         let mut tokens = text.tokens[..text.prompt].to_vec();
         // The same up to the 140th token.
@@ -171,7 +172,7 @@ fn where_prompts_part_a_snapshot_is_left_for_the_next() {
     assert_eq!(cached, [0, 0, 128, 128], "the second finds pages without a state, and leaves one");
     // What was restored draws what is computed.
     let plain = serve(&vulkan, name, |model, _| model.prefix_cache = Some(false));
-    let [restored, computed] = [replica, &*self::replica(&plain)].map(|replica| generate(replica, ask(3)).tokens);
+    let [restored, computed] = [replica, &self::replica(&plain)].map(|replica| generate(replica, ask(3)).tokens);
     assert_eq!(restored, computed);
     idle(replica);
 }
@@ -183,7 +184,7 @@ fn samples_of_one_prompt_share_its_state() {
     let name = "hybrid-long";
     let text = text(name);
     let host = serve(&vulkan, name, |_, _| {});
-    let replica = &*replica(&host);
+    let replica = &replica(&host);
     let events: Vec<_> = (0..4).map(|i| submit(replica, text.ask(&format!("s{i}"), 0, 12))).collect();
     let generated: Vec<_> = events.iter().map(collect).collect();
     assert!(generated.iter().all(|one| one.tokens == text.answer(0, 12)));

@@ -423,7 +423,7 @@ impl Host {
     }
 
     /// All replicas, model after model, those last that no request finds any more.
-    pub fn replicas(&self) -> impl Iterator<Item = Arc<Replica>> {
+    pub fn replicas(&self) -> impl Iterator<Item = Arc<Replica>> + use<> {
         self.models_and_leaving().into_iter().flat_map(|served| served.replicas.clone())
     }
 }

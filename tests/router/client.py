@@ -258,40 +258,33 @@ def trace(fleet):
 
 def kill(fleet):
     """Long streams on both workers; then one worker is killed, and comes back."""
-    tokens = 60
-    prompts = [f"{letter}: {STORY}" for letter in "ABCDEFGH"]
-    chunks = collections.Counter()
+    streams, tokens = 8, 120
+    begun = set()
 
     def long(number):
-        texts, reasons = "", []
+        """How it ended, and after how many tokens if it did."""
+        reasons, usage = [], None
         try:
-            # Until it was killed no stream may have ended.
-            options = {"stream": True, "max_tokens": tokens, "temperature": 0, "extra_body": {"ignore_eos": True}}
-            for chunk in fleet.ask(prompts[number], **options):
-                chunks[number] += 1
-                for choice in chunk.choices:
-                    texts += choice.delta.content or ""
-                    reasons += [choice.finish_reason] if choice.finish_reason else []
+            options = {"max_tokens": tokens, "extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
+            for chunk in fleet.ask(f"{'ABCDEFGH'[number]}: {STORY}", stream=True, **options):
+                begun.add(number)
+                usage = chunk.usage or usage
+                reasons += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
         except openai.OpenAIError:
             reasons.append("lost")
-        return texts, reasons
+        return reasons, usage and usage.completion_tokens
 
-    # What each says when nobody is killed.
-    whole = [fleet.ask(prompt, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True})
-             .choices[0].message.content for prompt in prompts]
-    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        streams = [pool.submit(long, number) for number in range(len(prompts))]
-        wait_for("all streams", 30, lambda: sum(worker.busy() for worker in fleet.workers) == len(prompts)
-                 and len(chunks) >= len(prompts) // 2)
+    with concurrent.futures.ThreadPoolExecutor(streams) as pool:
+        running = [pool.submit(long, number) for number in range(streams)]
+        wait_for("all streams", 30, lambda: len(begun) == streams)
         lost, kept = (worker.busy() for worker in fleet.workers)
-        assert lost >= 1 and kept >= 1, (lost, kept)
+        assert lost >= 1 and kept >= 1 and lost + kept == streams, (lost, kept)
         print("kill 0", flush=True)
-        ends = [end.result() for end in streams]
-    went_on = [number for number, (text, reasons) in enumerate(ends) if reasons == ["length"] and text == whole[number]]
-    cut = [number for number, (text, _) in enumerate(ends) if text != whole[number]]
-    assert len(went_on) + len(cut) == len(prompts) and kept <= len(went_on) and cut, (lost, kept, ends)
-    assert all(whole[number].startswith(ends[number][0]) for number in cut), (cut, ends)
-    say(f"one worker killed: {len(went_on)} of 8 streams went on to their end, {len(cut)} were cut")
+        ends = [end.result() for end in running]
+    whole = sum(end == (["length"], tokens) for end in ends)
+    cut = sum(reasons != ["length"] for reasons, _ in ends)
+    assert kept <= whole and cut >= 1 and whole + cut == streams, (lost, kept, ends)
+    say(f"one worker killed: {whole} of {streams} streams went on to their end, {cut} were cut")
 
     after = [fleet.ask(max_tokens=4, seed=number).usage.completion_tokens for number in range(6)]
     assert after == [4] * 6, after

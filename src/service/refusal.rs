@@ -254,6 +254,7 @@ impl Refusal {
             Refusal::Text(TextError::Template(_) | TextError::Refused(_)) => {
                 "the chat template failed or refused".to_owned()
             }
+            Refusal::Grammar { field, .. } => format!("{field} cannot be followed"),
             _ => status(self).message().to_owned(),
         }
     }

@@ -48,7 +48,7 @@ pub enum DeviceError {
         adapters: String,
         /// Why no GPU is among them, if none is and that was looked into.
         #[source]
-        unseen: Option<Unseen>,
+        unseen: Option<Box<Unseen>>,
     },
     /// Several adapters match the selector.
     #[error("{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}")]
@@ -71,7 +71,7 @@ pub enum DeviceError {
         adapters: String,
         /// Why no GPU is among them, if none is and that was looked into.
         #[source]
-        unseen: Option<Unseen>,
+        unseen: Option<Box<Unseen>>,
     },
     /// The adapter that was selected cannot be used.
     #[error("device \"{name}\" cannot be used: {reason}")]

@@ -111,7 +111,7 @@ pub fn unseen(adapters: &[Adapter]) -> Option<Unseen> {
 pub fn choose<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Result<&'a Adapter, DeviceError> {
     select(adapters, selector).map_err(|mut error| {
         if let DeviceError::NoMatch { unseen: cause, .. } | DeviceError::MustChoose { unseen: cause, .. } = &mut error {
-            *cause = unseen(adapters);
+            *cause = unseen(adapters).map(Box::new);
         }
         error
     })

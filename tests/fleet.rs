@@ -103,7 +103,6 @@ fn a_thousand_requests_end_once_each_and_leave_no_page_in_use() {
 }
 
 #[test]
-#[ignore = "constraints are not served yet"]
 fn a_schema_and_a_tool_that_must_be_used_are_kept_to_through_a_router() {
     let _alone = alone();
     let mut fleet = Fleet::start(Network::new(HOSTS), "cache_aware", false);

@@ -21,9 +21,9 @@ pub const MOST_CHOICES: usize = 1024;
 const MOST_SYMBOLS: usize = 200_000;
 /// States of a request's lexer, of one to two kilobytes each.
 const MOST_LEXER_STATES: usize = 50_000;
-/// White space that may stand between the parts of a JSON text: what people write, and no more than that, since a
-/// model that has begun with it may never end.
-const JSON_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
+/// White space that may stand between the parts of a JSON text: a space or two, or a new line and its indentation. No
+/// more, since a model that has begun with it may never end.
+const JSON_SPACE: &str = r"\x20{1,2}|\x0D?\x0A(\x20{0,24}|\x09{0,8})";
 
 /// What an output must look like.
 #[derive(Clone, Debug, PartialEq, Eq)]

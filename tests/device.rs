@@ -6,8 +6,8 @@ mod common;
 use ash::vk;
 use common::{Driver, Vulkan, chain};
 use ostinato::device::{
-    Batch, Commands, Device, DeviceError, Entry, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role, Selector,
-    select,
+    Batch, Commands, Device, DeviceError, Entry, Gate, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role,
+    Selector, select,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -240,6 +240,40 @@ fn a_batch_signals_every_value_and_replays_its_commands() {
         assert_eq!(words.read(), vec![8; 64], "{driver:?}");
         assert_eq!(device.progress(Role::Compute).expect("alive"), 4);
         assert_eq!(device.progress(Role::Transfer).expect("alive"), 0, "its own timeline");
+    }
+}
+
+/// Goal: what stands behind a gate, and what was submitted after it, runs when the host has opened it and not before;
+/// what stands before it does not wait.
+#[test]
+fn work_behind_a_gate_waits_for_the_host() {
+    let vulkan = Vulkan::new();
+    for &driver in Driver::all() {
+        let device = vulkan.device(driver);
+        let words = Words::new(&device, 64, "words");
+        let commands = add(&words, &adder(&device, 1), 1);
+        let queue = device.queue(Role::Compute);
+        let gate = Arc::new(Gate::new(&device).expect("a gate"));
+        let entry = |gate| Entry { commands: vec![commands.clone()], gate };
+        let at = |value| Some((Arc::clone(&gate), value));
+        let first = Batch { entries: vec![entry(None), entry(at(1)), entry(None)], waits: vec![] };
+        let last = queue.submit(first).expect("submitted");
+        let behind = queue.submit(Batch { entries: vec![entry(at(2))], waits: vec![] }).expect("submitted");
+        let value = |value| Point { role: Role::Compute, value };
+        wait(&device, value(1));
+        assert!(!device.wait(value(2), Duration::from_millis(200)).expect("alive"), "{driver:?}: it ran");
+        assert_eq!(device.progress(Role::Compute).expect("alive"), 1);
+        gate.open(1).expect("opened");
+        wait(&device, last);
+        assert!(!device.wait(behind, Duration::from_millis(100)).expect("alive"), "{driver:?}: it ran");
+        assert_eq!(words.read(), vec![3; 64], "{driver:?}");
+        // Both at once, and once more.
+        gate.open(3).expect("opened");
+        gate.open(2).expect("a value that is open already");
+        wait(&device, behind);
+        let open = queue.submit(Batch { entries: vec![entry(at(3))], waits: vec![] }).expect("submitted");
+        wait(&device, open);
+        assert_eq!(words.read(), vec![5; 64], "{driver:?}");
     }
 }
 

@@ -9,7 +9,7 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{Generated, Lines, collect, generate, idle, request, submit};
 use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
-use ostinato::engine::host::{Host, Replica};
+use ostinato::engine::host::{Host, Replica, RequestView};
 use ostinato::engine::request::{FinishReason, Request, Sampling};
 use ostinato::engine::start::{Quiet, start_on};
 use ostinato::model::demo;
@@ -288,7 +288,11 @@ fn constrained_rows_come_and_go() {
             .collect();
         let free = submit(replica, Request { id: "free".to_owned(), ..request(&[1, 2, 3], 60) });
         if round % 2 == 1 {
-            std::thread::sleep(std::time::Duration::from_millis(20 * round));
+            // Where it stands when it is aborted differs from round to round.
+            let begun = |view: RequestView| view.id == "long 1" && view.output_tokens >= 1 + round as u32;
+            while !replica.requests().into_iter().any(begun) {
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
             replica.abort("long 1");
         }
         let person = collect(&person);

@@ -228,9 +228,9 @@ fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &st
 /// those that are not constrained draw what they draw alone.
 #[test]
 fn rows_follow_their_own_constraints_and_no_others() {
-    let both = Driver::all().iter().flat_map(|driver| [(*driver, "gates=1"), (*driver, "gates=0")]);
-    // Nothing is special about the second driver where it waits for masks before it queues.
-    for (driver, gates) in both.take(3) {
+    // Devices that cannot queue a step before its masks are simulated, and serve behind a router in another test.
+    for &driver in Driver::all() {
+        let gates = "gates=1";
         let vulkan = Vulkan::new();
         let host = serve(&vulkan, driver, 4, 64, &[gates]);
         let replica = &*replica(&host);
@@ -290,7 +290,9 @@ fn constrained_rows_come_and_go() {
         if round % 2 == 1 {
             // Where it stands when it is aborted differs from round to round.
             let begun = |view: RequestView| view.id == "long 1" && view.output_tokens >= 1 + round as u32;
+            let since = std::time::Instant::now();
             while !replica.requests().into_iter().any(begun) {
+                assert!(since.elapsed().as_secs() < 60, "it does not begin");
                 std::thread::sleep(std::time::Duration::from_millis(2));
             }
             replica.abort("long 1");
@@ -339,7 +341,7 @@ fn a_fault_costs_a_constrained_row_nothing() {
         (person.tokens, free, last.cost.barriers / f64::from(last.steps))
     };
     let (wanted, free, _) = run(&["tags=1"]);
-    for plan in [1, 2, 3, 6] {
+    for plan in [1, 2, 4] {
         let found = run(&["tags=1", &format!("fault_at={plan}")]);
         assert_eq!((found.0, found.1), (wanted.clone(), free.clone()), "a fault in plan {plan}");
     }

@@ -230,9 +230,8 @@ fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &st
 fn rows_follow_their_own_constraints_and_no_others() {
     // Devices that cannot queue a step before its masks are simulated, and serve behind a router in another test.
     for &driver in Driver::all() {
-        let gates = "gates=1";
         let vulkan = Vulkan::new();
-        let host = serve(&vulkan, driver, 4, 64, &[gates]);
+        let host = serve(&vulkan, driver, 4, 64, &["gates=1"]);
         let replica = &*replica(&host);
         let free = |id: &str| Request { id: id.to_owned(), ..request(&[9, 200, 31], 30) };
         let drawn = |id: &str| Request { sampling: hot(3), ..free(id) };

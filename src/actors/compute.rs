@@ -133,9 +133,8 @@ impl Actor {
             }
             if report_after[reported] == done {
                 reported += 1;
-                batch
-                    .entries
-                    .push(Entry { commands: std::mem::take(&mut commands), gate: gate.take_if(|_| done == count) });
+                // With a gate only the last is reported.
+                batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: gate.take() });
             }
         }
         let result = self.device.queue(Role::Compute).submit(batch);

@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::engine::host::Host;
 use crate::engine::start::{Progress, Unit};
 use crate::service::server::Changeable;
+use crate::telemetry::with_causes;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::signal::unix::Signal;
@@ -119,16 +120,6 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     compare("runtime.tune", show(&a.tune), show(&b.tune));
     compare("runtime.validation", show(&a.validation), show(&b.validation));
     kept
-}
-
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// Lines of loads go to the log.

@@ -17,7 +17,7 @@ pub struct Gate {
 
 impl std::fmt::Debug for Gate {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gate").field("opened", &self.opened.load(Ordering::Relaxed)).finish()
+        f.debug_struct("Gate").field("opened", &self.opened()).finish()
     }
 }
 
@@ -43,6 +43,11 @@ impl Gate {
         let info = vk::SemaphoreSignalInfo::default().semaphore(self.raw).value(value);
         // SAFETY: the semaphore lives as long as self; values grow, as just checked, and nobody else signals it.
         self.logical.check("vkSignalSemaphore", unsafe { self.logical.raw.signal_semaphore(&info) })
+    }
+
+    /// The value up to which it is open.
+    pub fn opened(&self) -> u64 {
+        self.opened.load(Ordering::Acquire)
     }
 
     pub(super) fn raw(&self) -> vk::Semaphore {

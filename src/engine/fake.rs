@@ -13,6 +13,7 @@ use super::request::{Flushes, PerToken, TokenLogprobs};
 use super::scheduler::split_mix;
 use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Point, Role};
+use crate::kernels::sampling::mask_words;
 use crate::model::grammar::bit;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -671,8 +672,8 @@ impl Executor for FakeExecutor {
     }
 
     fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
-        let words = self.config.capacity.vocabulary.div_ceil(32) as usize;
-        assert_eq!(mask.len(), words, "a mask has a bit for each token");
+        let words = mask_words(self.config.capacity.vocabulary);
+        assert_eq!(mask.len() as u32, words, "a mask has a bit for each token");
         let s = self.slot(slot);
         assert!(s.params.mask.is_some(), "a mask for {slot:?}, which is not constrained");
         s.params.mask = Some(mask.into());
@@ -683,6 +684,7 @@ impl Executor for FakeExecutor {
         held.unwrap_or_else(|| panic!("{ticket:?} waits for no mask")).awaits = false;
         self.work_off()
     }
+
     fn wake(&self) -> &Receiver<()> {
         &self.wake
     }
@@ -735,13 +737,13 @@ fn take_in(taken: u64, token: u32) -> u64 {
 /// The next token: a mix of every token before, the seed if one is used, and the output index.
 fn draw(history: impl Iterator<Item = u32>, params: &SlotParams, index: u32, vocabulary: u32, script: &[u32]) -> u32 {
     let mix = history.fold(0u64, |mix, token| (mix ^ u64::from(token)).wrapping_mul(0x100_0000_01b3).rotate_left(17));
-    let allowed = |token: &u32| params.mask.as_ref().is_none_or(|mask| bit(mask, *token));
     if !script.is_empty() {
         return script[index as usize % script.len()];
     }
     let seed = if params.sampling.temperature > 0.0 { params.seed } else { 0 };
     let mut state = mix ^ seed.rotate_left(32) ^ u64::from(index);
     let first = (split_mix(&mut state) % u64::from(vocabulary)) as u32;
+    let allowed = |token: &u32| params.mask.as_ref().is_none_or(|mask| bit(mask, *token));
     (first..vocabulary).chain(0..first).find(allowed).expect("a mask allows something")
 }
 

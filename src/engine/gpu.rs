@@ -17,7 +17,7 @@ use crate::kernels::embed::PromptRows;
 use crate::kernels::flash::flash_tiles;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::region::{Pipelines, Region};
-use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
+use crate::kernels::sampling::{Patch, clear_inbox, mask_words, patch_inbox};
 use crate::kernels::state::{self, RingEntry, SlotInit};
 use crate::memory::Buffer;
 use crate::model::decoder::RingLayout;
@@ -140,8 +140,6 @@ pub struct GpuExecutor {
     logprobs: Vec<bool>,
     /// Values of the gate that submissions wait for, so far.
     gates: u64,
-    /// Of them those that are open.
-    opened: u64,
     pace: Pace,
     /// A kernel waited too long for a word: steps have run with barriers since.
     faulted: bool,
@@ -237,7 +235,6 @@ impl GpuExecutor {
             dumps: vec![false; slots],
             logprobs: vec![false; slots],
             gates: 0,
-            opened: 0,
             pace: Pace::default(),
             faulted: false,
             decode_plans: 0,
@@ -265,7 +262,7 @@ impl GpuExecutor {
                     patch.set_all(layout.slot_word(slot.0, 0), &init.words());
                     patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));
                     if let Some(mask) = &params.mask {
-                        self.write_mask(*slot, mask);
+                        self.set_mask(*slot, mask);
                     }
                 }
                 Change::Pages { slot, first, pages } => {
@@ -693,22 +690,16 @@ impl GpuExecutor {
         self.parts.compute.submit(Submission { id, entries, waits, gate, flush, report_after, outbox });
     }
 
-    fn write_mask(&self, slot: Slot, mask: &[u32]) {
-        let words = self.parts.capacity.vocabulary.div_ceil(32) as usize;
-        assert_eq!(mask.len(), words, "a mask has a bit for each token");
-        self.parts.masks.write(slot.0 as usize as u64 * words as u64 * 4, bytemuck::cast_slice(mask));
-    }
-
     /// Opens the gate as far as no step waits for a mask.
-    fn open_gate(&mut self) -> Result<(), ExecuteError> {
+    fn open_gate(&self) -> Result<(), ExecuteError> {
         // Those that a fault has let through come back behind others.
-        let waits = |pending: &&Pending| pending.awaits && pending.gate > Some(self.opened);
+        let opened = self.parts.gate.opened();
+        let waits = |pending: &&Pending| pending.awaits && pending.gate > Some(opened);
         let waiting = self.pending.iter().filter(waits).filter_map(|pending| pending.gate).min();
         self.open_gate_to(waiting.map_or(self.gates, |value| value - 1))
     }
 
-    fn open_gate_to(&mut self, value: u64) -> Result<(), ExecuteError> {
-        self.opened = self.opened.max(value);
+    fn open_gate_to(&self, value: u64) -> Result<(), ExecuteError> {
         let failed = |error| ExecuteError::Failed(format!("device \"{}\": {error}", self.parts.device_name));
         self.parts.gate.open(value).map_err(failed)
     }
@@ -819,7 +810,9 @@ impl Executor for GpuExecutor {
     }
 
     fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
-        self.write_mask(slot, mask);
+        let words = mask_words(self.parts.capacity.vocabulary);
+        assert_eq!(mask.len() as u32, words, "a mask has a bit for each token");
+        self.parts.masks.write(u64::from(slot.0) * u64::from(words) * 4, bytemuck::cast_slice(mask));
     }
 
     fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError> {

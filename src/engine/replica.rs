@@ -21,9 +21,9 @@ use super::variants::Variants;
 use crate::actors::loader::LoadReport;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::spans::{SpanName, exports};
+use crate::telemetry::with_causes;
 use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
 use std::collections::BTreeSet;
-use std::error::Error;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Bound;
@@ -767,12 +767,7 @@ impl Actor {
 
     /// The device failed: every request ends, and none is taken any more.
     fn fail(&mut self, error: &ExecuteError) {
-        let mut why = error.to_string();
-        let mut source = error.source();
-        while let Some(cause) = source {
-            why = format!("{why}: {cause}");
-            source = cause.source();
-        }
+        let why = with_causes(error);
         tracing::error!(error = %why, "the executor has failed");
         self.shared.failed.store(true, Relaxed);
         self.shared.gate().closed = Some(why.clone());

@@ -184,6 +184,15 @@ pub struct Region {
     buffers: Vec<Arc<Buffer>>,
 }
 
+/// How a recording becomes a region.
+struct How {
+    /// Whether a barrier stands before each operation.
+    needed: Vec<bool>,
+    timing: Option<Timing>,
+    /// What the host has written since the submission is seen.
+    gated: bool,
+}
+
 /// Timestamps inside a region: one at its start and one behind each operation. It is for one run.
 #[derive(Debug)]
 pub struct Timing {
@@ -221,7 +230,8 @@ impl Region {
         table: &Table,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
-        Region::with(device, recording, bind(recording, table)?, pipelines, barriers::derive(&recording.ops), None)
+        let how = How { needed: barriers::derive(&recording.ops), timing: None, gated: false };
+        Region::with(device, recording, bind(recording, table)?, pipelines, how)
     }
 
     /// As [`Region::build`], for what runs behind a gate: it reads what the host writes after it was submitted.
@@ -231,8 +241,8 @@ impl Region {
         table: &Table,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
-        let needed = barriers::derive(&recording.ops);
-        Region::with_start(device, recording, bind(recording, table)?, pipelines, needed, None, true)
+        let how = How { needed: barriers::derive(&recording.ops), timing: None, gated: true };
+        Region::with(device, recording, bind(recording, table)?, pipelines, how)
     }
 
     /// The same operations and barriers with timestamps between them. They cost time themselves, and where operations
@@ -247,9 +257,8 @@ impl Region {
         let operations: Vec<Operation> = self.recording.ops.iter().map(operation).collect();
         let queries = Queries::new(device, operations.len() as u32 + 1)?;
         let timing = Some(Timing { queries, operations });
-        let needed = barriers::derive(&self.recording.ops);
-        let buffers = self.buffers.clone();
-        Region::with_start(device, &self.recording, buffers, pipelines, needed, timing, self.gated)
+        let how = How { needed: barriers::derive(&self.recording.ops), timing, gated: self.gated };
+        Region::with(device, &self.recording, self.buffers.clone(), pipelines, how)
     }
 
     /// As [`Region::build`], with a barrier before every operation, needed or not: for timing calls
@@ -260,8 +269,8 @@ impl Region {
         table: &Table,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
-        let every = vec![true; recording.ops.len()];
-        Region::with(device, recording, bind(recording, table)?, pipelines, every, None)
+        let how = How { needed: vec![true; recording.ops.len()], timing: None, gated: false };
+        Region::with(device, recording, bind(recording, table)?, pipelines, how)
     }
 
     fn with(
@@ -269,22 +278,7 @@ impl Region {
         recording: &Recording,
         buffers: Vec<Arc<Buffer>>,
         pipelines: &Pipelines,
-        needed: Vec<bool>,
-        timing: Option<Timing>,
-    ) -> Result<Region, RegionError> {
-        Region::with_start(device, recording, buffers, pipelines, needed, timing, false)
-    }
-
-    /// `behind_host`: what the host has written since the submission is seen.
-    #[allow(clippy::too_many_arguments)]
-    fn with_start(
-        device: &Device,
-        recording: &Recording,
-        buffers: Vec<Arc<Buffer>>,
-        pipelines: &Pipelines,
-        needed: Vec<bool>,
-        timing: Option<Timing>,
-        behind_host: bool,
+        How { needed, timing, gated }: How,
     ) -> Result<Region, RegionError> {
         let stamp = |encoder: &mut Encoder, index: u32| {
             if let Some(timing) = &timing {
@@ -297,7 +291,7 @@ impl Region {
         let commands = Commands::record(device, Role::Compute, |encoder| {
             encoder.name(&recording.name);
             let starts_with_copy = !recording.ops.iter().all(|op| matches!(op, Op::Call(_)));
-            if starts_with_copy || behind_host {
+            if starts_with_copy || gated {
                 encoder.barrier_full()
             } else {
                 encoder.barrier_compute()
@@ -331,7 +325,7 @@ impl Region {
             dispatches,
             barriers: count,
             timing,
-            gated: behind_host,
+            gated,
             recording: recording.clone(),
             buffers,
         })

@@ -39,9 +39,14 @@ pub fn counts_bytes(slots: u32, vocabulary: u32) -> u64 {
     u64::from(slots) * u64::from(vocabulary) * 4
 }
 
+/// Words of a slot's row in `masks`: bit `i % 32` of word `i / 32` stands for token `i`.
+pub fn mask_words(vocabulary: u32) -> u32 {
+    vocabulary.div_ceil(32)
+}
+
 /// Bytes of `masks`.
 pub fn masks_bytes(slots: u32, vocabulary: u32) -> u64 {
-    u64::from(slots) * u64::from(vocabulary.div_ceil(32)) * 4
+    u64::from(slots) * u64::from(mask_words(vocabulary)) * 4
 }
 
 /// Bytes of `ring`.
@@ -442,9 +447,8 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         } else {
             Vec::new()
         };
-        let mask_words = vocabulary.div_ceil(32);
-        let mask =
-            if flag(&state, FLAG_MASK) { words(memory, args.masks, slot * mask_words, mask_words) } else { Vec::new() };
+        let length = mask_words(vocabulary);
+        let mask = if flag(&state, FLAG_MASK) { words(memory, args.masks, slot * length, length) } else { Vec::new() };
         let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias, mask: &mask });
         for (i, key) in drawn.keys.iter().flatten().enumerate() {
             memory.set_u32(args.keys, row * args.row_stride + i as u32, *key);

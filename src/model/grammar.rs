@@ -5,6 +5,7 @@
 mod ebnf;
 mod vocabulary;
 
+use crate::kernels::sampling::mask_words;
 use crate::model::text::Text;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
@@ -171,7 +172,7 @@ impl Grammar {
         }
         let allowed = self.matcher.compute_mask().map_err(stuck)?;
         let mut words = allowed.as_slice().to_vec();
-        words.resize(self.vocabulary.div_ceil(32) as usize, 0);
+        words.resize(mask_words(self.vocabulary) as usize, 0);
         let ends: Vec<u32> = self.eos_ids.iter().copied().filter(|id| bit(&words, *id)).collect();
         for id in &ends {
             words[(id / 32) as usize] &= !(1 << (id % 32));

@@ -1,6 +1,7 @@
 //! What is read from files and read again when they change: certificates, tokens. A new version that cannot be used
 //! is logged and changes nothing. Deliberately absent: what the files hold.
 
+use crate::telemetry::with_causes;
 use arc_swap::ArcSwap;
 use std::error::Error;
 use std::fmt;
@@ -94,7 +95,9 @@ impl<T: Send + Sync + 'static> Watched<T> {
                 self.current.store(Arc::new(new));
                 tracing::info!("{} read again", self.what);
             }
-            Err(error) => tracing::error!(error = chain(&*error), "new {} cannot be used, the old stay", self.what),
+            Err(error) => {
+                tracing::error!(error = with_causes(&*error), "new {} cannot be used, the old stay", self.what)
+            }
         }
     }
 }
@@ -105,17 +108,6 @@ fn stamps(files: &[PathBuf]) -> Vec<Stamp> {
         Some((found.ino(), found.len(), found.mtime(), found.mtime_nsec(), found.ctime(), found.ctime_nsec()))
     };
     files.iter().map(stamp).collect()
-}
-
-/// An error with everything that caused it.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(&format!(": {error}"));
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

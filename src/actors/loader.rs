@@ -21,8 +21,14 @@ use std::time::{Duration, Instant};
 const INBOX: usize = 4;
 /// Progress reports not yet taken; the next ones make up for those that find no room.
 const PROGRESS: usize = 16;
-/// Eight pack 17 to 23 GB/s (docs/performance.md), half of what a link carries: more than twice as many gain nothing.
+/// One packs 3.5 to 4.5 GB/s (docs/performance.md): so many fill any link.
 const MOST_WORKERS: usize = 16;
+/// Of so many cores one is left alone: the transfer actor's, which has little to do and must do it at once. Beside as
+/// many threads as there are cores it waits for its turn, and they for their slots.
+const CORES_PER_FREE: usize = 8;
+/// Bytes that a worker packs in memory of its own before it copies them into the slot past the caches. Small enough to
+/// stay in a core's second cache with what they are made of, large enough that the end of each copy does not count.
+const TILE: usize = 64 << 10;
 /// How much less of a core than others a thread gets that gives way: of two that want one, about a tenth.
 const NICE: i32 = 10;
 /// Pieces start on multiples of this in a slot: a cache line.
@@ -267,12 +273,13 @@ enum Message {
 }
 
 impl Loader {
-    /// Starts the thread. `workers` threads pack; `None` asks the machine, up to 16.
+    /// Starts the thread. `workers` threads pack; `None`: one for each of the machine's cores, but for one in eight, up
+    /// to 16.
     pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Loader {
         let (sender, inbox) = bounded(INBOX);
         let closing = Arc::new(AtomicBool::new(false));
-        let available = || std::thread::available_parallelism().map_or(1, |n| n.get());
-        let workers = workers.unwrap_or_else(|| available().min(MOST_WORKERS)).max(1);
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
+        let workers = workers.unwrap_or_else(|| workers_for(cores())).max(1);
         let actor = Actor { transfer, ring, workers, closing: Arc::clone(&closing) };
         let thread = std::thread::Builder::new()
             .name("loader".to_owned())
@@ -380,10 +387,14 @@ impl Actor {
                     "{report}"
                 );
             }
-            // Whoever hears of the end finds the plan's buffers and files given back.
-            drop(plan);
+            // Whoever hears of the end finds the plan's buffers given back; its files end afterwards, which takes as long
+            // as half a load.
+            let sources = plan.tensors.into_iter().flat_map(|tensor| tensor.sources);
+            let files: Vec<Arc<MappedFile>> = sources.map(|source| source.file).collect();
+            drop(progress);
             // Nobody may be waiting any more.
             let _ = done.try_send(result);
+            drop(files);
         }
     }
 
@@ -475,6 +486,7 @@ impl Actor {
     fn work(&self, shared: &Shared<'_>) -> Result<Worker, LoadError> {
         let (now, none) = (Moment::now(), Duration::ZERO);
         let mut spent = Worker { begin: now, end: now, read: none, pack: none, staging_wait: none };
+        let mut tile = vec![0; TILE];
         loop {
             let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
             if stop {
@@ -485,31 +497,30 @@ impl Actor {
                 spent.end = Moment::now();
                 return Ok(spent);
             }
-            if let Err(error) = self.one(shared, &shared.chunks[index], &mut spent) {
+            if let Err(error) = self.one(shared, &shared.chunks[index], &mut tile, &mut spent) {
                 shared.failed.store(true, Ordering::Relaxed);
                 return Err(error);
             }
         }
     }
 
-    /// Packs one chunk and hands it to the transfer actor.
-    fn one(&self, shared: &Shared<'_>, chunk: &Chunk, spent: &mut Worker) -> Result<(), LoadError> {
+    /// Packs one chunk, a tile at a time, and hands it to the transfer actor.
+    fn one(&self, shared: &Shared<'_>, chunk: &Chunk, tile: &mut [u8], spent: &mut Worker) -> Result<(), LoadError> {
         let start = Instant::now();
         let mut slot = self.ring.acquire()?;
         let have_slot = Instant::now();
         let read_before = spent.read;
-        let memory = slot.bytes_mut();
         let mut pieces = Vec::with_capacity(chunk.pieces.len());
         for part in &chunk.pieces {
             let tensor = &shared.plan.tensors[part.tensor];
-            let length = part.range.end - part.range.start;
-            let out = &mut memory[part.at as usize..][..length as usize];
-            spent.read += fill(tensor, part.range.clone(), out)?;
+            spent.read += fill(tensor, part.range.clone(), tile, |offset, bytes| {
+                slot.stream((part.at + offset) as usize, bytes);
+            })?;
             pieces.push(Piece {
                 from: part.at,
                 to: Arc::clone(&tensor.target),
                 to_offset: tensor.offset + part.range.start,
-                bytes: length,
+                bytes: part.range.end - part.range.start,
             });
         }
         let packed = Instant::now();
@@ -531,8 +542,19 @@ fn give_way() {
     let _ = rustix::process::nice(NICE);
 }
 
-/// Packs a part of a tensor from its files; gives the time that reading them took.
-fn fill(tensor: &LoadTensor, part: Range<u64>, out: &mut [u8]) -> Result<Duration, LoadError> {
+/// Threads that pack on a machine with so many cores.
+fn workers_for(cores: usize) -> usize {
+    (cores - cores / CORES_PER_FREE).min(MOST_WORKERS)
+}
+
+/// Packs a part of a tensor from its files in `tile`, and gives `put` each tile with its offset in the part; gives the
+/// time that reading the files took.
+fn fill(
+    tensor: &LoadTensor,
+    part: Range<u64>,
+    tile: &mut [u8],
+    mut put: impl FnMut(u64, &[u8]),
+) -> Result<Duration, LoadError> {
     let begin = Instant::now();
     let rows = packed_rows(&tensor.packing, &part);
     let mut sources = Vec::new();
@@ -556,7 +578,14 @@ fn fill(tensor: &LoadTensor, part: Range<u64>, out: &mut [u8]) -> Result<Duratio
         });
     }
     let read = begin.elapsed();
-    pack(&tensor.packing, &sources, part, out);
+    let mut at = part.start;
+    while at < part.end {
+        let end = part.end.min(at + tile.len() as u64);
+        let tile = &mut tile[..(end - at) as usize];
+        pack(&tensor.packing, &sources, at..end, tile);
+        put(at - part.start, tile);
+        at = end;
+    }
     Ok(read)
 }
 
@@ -718,6 +747,12 @@ mod tests {
             let sizes: Vec<u64> = tensors.iter().map(Packing::bytes).collect();
             prop_assert_eq!(covered, sizes);
         }
+    }
+
+    #[test]
+    fn a_core_is_left_alone_where_there_are_many() {
+        let workers: Vec<usize> = [1, 2, 4, 7, 8, 12, 16, 18, 64].map(workers_for).into();
+        assert_eq!(workers, [1, 2, 4, 7, 7, 11, 14, 16, 16]);
     }
 
     #[test]

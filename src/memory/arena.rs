@@ -512,6 +512,42 @@ impl HostSlice {
         // SAFETY: as in `bytes`, and `&mut self` makes it the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.start.0.as_ptr(), self.bytes) }
     }
+
+    /// Copies bytes to `offset`, past the host's caches where its processor can do that: only the device reads them, and
+    /// a line that is written whole need not be read first. The caller sees to the same as with
+    /// [`HostSlice::bytes_mut`].
+    ///
+    /// # Panics
+    /// If they do not fit in the slice: a bug of the caller.
+    pub fn stream(&mut self, offset: usize, from: &[u8]) {
+        stream(&mut self.bytes_mut()[offset..][..from.len()], from);
+    }
+}
+
+/// Copies past the caches; what is of no whole cache line goes through them.
+#[cfg(target_arch = "x86_64")]
+fn stream(to: &mut [u8], from: &[u8]) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    const LINE: usize = 64;
+    assert_eq!(to.len(), from.len(), "lengths of a copy");
+    let head = (to.as_ptr().addr().wrapping_neg() % LINE).min(to.len());
+    let lines = head + (to.len() - head) / LINE * LINE;
+    to[..head].copy_from_slice(&from[..head]);
+    to[lines..].copy_from_slice(&from[lines..]);
+    let words = to[head..lines].as_chunks_mut::<16>().0.iter_mut().zip(from[head..lines].as_chunks::<16>().0);
+    for (to, from) in words {
+        // SAFETY: every x86-64 has these instructions; both are 16 bytes, and `head` puts `to` on a multiple of 16.
+        unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), _mm_loadu_si128(from.as_ptr().cast())) };
+    }
+    // Such stores are in no order with others: whoever hears of these bytes finds them only behind a fence.
+    // SAFETY: as above.
+    unsafe { _mm_sfence() };
+}
+
+/// As above, on processors whose plain stores are all there is.
+#[cfg(not(target_arch = "x86_64"))]
+fn stream(to: &mut [u8], from: &[u8]) {
+    to.copy_from_slice(from);
 }
 
 /// Maps a whole file, to read. Used by [`super::file::MappedFile`] only.
@@ -520,4 +556,31 @@ pub(super) fn map_file(file: &File) -> std::io::Result<memmap2::Mmap> {
     // changes the file meanwhile: `MappedFile` checks its length and time again at each use,
     // and says in its documentation that a checkpoint must be left alone while it is loaded.
     unsafe { memmap2::Mmap::map(file) }
+}
+
+/// Takes a part of a map of [`map_file`] out of the process's page tables. Used by [`super::file::MappedFile`] only.
+#[cfg(target_os = "linux")]
+pub(super) fn let_go(map: &memmap2::Mmap, start: usize, len: usize) -> std::io::Result<()> {
+    // SAFETY: the advice loses what was written to a map. This one is only read: whoever touches the part again, or has
+    // a reference into it, finds the file's bytes as before.
+    unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_streamed_arrives_whole_from_any_address_to_any() {
+        let from: Vec<u8> = (0..=255).cycle().skip(1).take(400).collect();
+        for start in 0..70 {
+            for len in [0, 1, 15, 16, 63, 64, 65, 127, 128, 200] {
+                let mut to = [0u8; 300];
+                stream(&mut to[start..start + len], &from[start / 3..start / 3 + len]);
+                let mut want = [0u8; 300];
+                want[start..start + len].copy_from_slice(&from[start / 3..start / 3 + len]);
+                assert_eq!(to, want, "{len} bytes at {start}");
+            }
+        }
+    }
 }

@@ -112,6 +112,16 @@ impl Slot {
         free.slice.bytes_mut()
     }
 
+    /// Copies bytes to `offset` in the slot, past the host's caches: see [`HostSlice::stream`].
+    ///
+    /// # Panics
+    /// If they do not fit in the slot: a bug of the caller.
+    pub fn stream(&mut self, offset: usize, from: &[u8]) {
+        let free = self.free();
+        assert!(free.last_copy.is_none(), "a slot is filled before it is copied");
+        free.slice.stream(offset, from);
+    }
+
     /// Its length in bytes.
     #[expect(clippy::len_without_is_empty, reason = "a slot has bytes")]
     pub fn len(&self) -> usize {

@@ -53,8 +53,9 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 if [ "$what" = test ] && ! cargo deny --version >/dev/null 2>&1; then
+    # Not optimised: it looks at a few hundred crates, and is built for longer than it runs.
     echo "installing cargo-deny"
-    cargo install --locked --quiet cargo-deny
+    CARGO_PROFILE_DEV_DEBUG=false cargo install --locked --quiet --debug cargo-deny
 fi
 
 if [ "$what" = test ]; then

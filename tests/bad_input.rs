@@ -26,14 +26,16 @@ use ostinato::service::proto::smg::grpc::common as smg;
 use ostinato::service::proto::vllm::grpc::engine as contract;
 use ostinato::service::proto::vllm::grpc::engine::vllm_engine_client::VllmEngineClient;
 use ostinato::service::server::Options;
+use ostinato::telemetry::with_causes;
 use prost::Message;
 use serving::raw::{self, Raw};
 use serving::{Served, fake, serve_models, text_request, token_request, tokenizer};
-use std::error::Error;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
+use tonic_reflection::pb::v1::ServerReflectionRequest;
+use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 
 /// Threads are counted, so tests of this file take turns.
 fn turn() -> MutexGuard<'static, ()> {
@@ -58,17 +60,6 @@ fn assert_no_actor_lives() {
         assert!(start.elapsed() < Duration::from_secs(5), "still there: {:?}", actors());
         std::thread::sleep(Duration::from_millis(5));
     }
-}
-
-/// An error with everything that caused it.
-fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(&format!(": {error}"));
-        cause = error.source();
-    }
-    text
 }
 
 fn assert_names(text: &str, parts: &[&str]) {
@@ -116,7 +107,7 @@ fn refused(vulkan: &Vulkan, models: Vec<Model>) -> StartError {
 
 /// A checkpoint as it is committed is served as ever.
 fn works(vulkan: &Vulkan, name: &str) {
-    let host = start(vulkan, vec![model(vulkan, &fixture(name))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let host = start(vulkan, vec![model(vulkan, &fixture(name))]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     answers(&host.replicas().next().unwrap(), name);
     let alive = actors();
     for actor in ["compute", "watcher", "engine m/0"] {
@@ -151,7 +142,7 @@ fn a_missing_shard_is_named_with_the_tensors_that_it_takes_away() {
     let [CheckpointProblem::MissingShard { path, tensors }] = problems(&error) else { panic!("{error:?}") };
     assert_eq!(path, &shard);
     assert!(*tensors > 1);
-    assert_names(&chain(&error), &["\"m\"", "model-00002-of-00002.safetensors", &tensors.to_string()]);
+    assert_names(&with_causes(&error), &["\"m\"", "model-00002-of-00002.safetensors", &tensors.to_string()]);
     works(&vulkan, "llama-deep");
 }
 
@@ -170,7 +161,10 @@ fn a_truncated_shard_is_named_with_both_lengths() {
     let error = cut(bytes - 1);
     let found = problems(&error);
     assert_eq!(found, [CheckpointProblem::Truncated { path: shard.clone(), needs: bytes, has: bytes - 1 }]);
-    assert_names(&chain(&error), &["model-00001-of-00002.safetensors", &bytes.to_string(), &(bytes - 1).to_string()]);
+    assert_names(
+        &with_causes(&error),
+        &["model-00001-of-00002.safetensors", &bytes.to_string(), &(bytes - 1).to_string()],
+    );
     // In the header, in its length, and with nothing left.
     for to in [100, 4, 0] {
         let error = cut(to);
@@ -206,7 +200,7 @@ fn shapes_that_contradict_the_configuration_are_all_named() {
         ("model.layers.0.mlp.up_proj.weight", &[56, 160], &[64, 160]),
     ];
     assert_eq!(shapes, wanted);
-    let text = chain(&error);
+    let text = with_causes(&error);
     assert_names(
         &text,
         &["model.embed_tokens.weight", "[257, 160]", "[300, 160]", "up_proj", "[56, 160]", "[64, 160]"],
@@ -247,7 +241,7 @@ fn everything_that_is_not_supported_is_named_at_once() {
         assert!(found.contains(&problem), "{problem} is not among {found:?}");
     }
     assert_names(
-        &chain(&error),
+        &with_causes(&error),
         &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "gptq"],
     );
     works(&vulkan, "llama-plain");
@@ -281,7 +275,7 @@ fn tensors_of_a_format_that_is_not_read_are_all_named() {
             .all(|problem| matches!(problem, CheckpointProblem::UnsupportedDtype { dtype, .. } if dtype == "I16")),
         "{found:?}"
     );
-    assert_names(&chain(&error), &["model.embed_tokens.weight", "I16", "BF16"]);
+    assert_names(&with_causes(&error), &["model.embed_tokens.weight", "I16", "BF16"]);
     works(&vulkan, "llama-plain");
 }
 
@@ -295,7 +289,7 @@ fn a_context_longer_than_the_models_is_refused_with_both_numbers() {
     assert_names(&error.to_string(), &["\"m\"", "4096", "512"]);
     // All that the model has is no error.
     let asked = Model { context: Some(512), ..model(&vulkan, &fixture("llama-plain")) };
-    let host = start(&vulkan, vec![asked]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let host = start(&vulkan, vec![asked]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     assert_eq!(host.models()[0].info.context, 512);
     answers(&host.replicas().next().unwrap(), "llama-plain");
 }
@@ -341,7 +335,7 @@ fn drafts_and_chunks_that_a_model_cannot_have_are_refused_with_both_numbers() {
     }
     // None is always possible, and a chunk of any size without such state.
     let dense = Model { prefill_chunk: Some(100), ..drafts(&dense, 0) };
-    let host = start(&vulkan, vec![dense]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let host = start(&vulkan, vec![dense]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     answers(&host.replicas().next().unwrap(), "llama-plain");
     drop(host);
     assert_no_actor_lives();
@@ -366,14 +360,14 @@ fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
         assert!(wanted.is_none_or(|wanted| wanted == *purpose), "{purpose:?}");
         assert!(asked > free && *free <= limit, "{asked} of {free} bytes, limit {limit}");
         assert_eq!(device, &good_name(&vulkan));
-        let text = chain(&error);
+        let text = with_causes(&error);
         assert_names(&text, &["\"m\"", "memory limit", device, "cannot reserve"]);
         assert!(text.matches("KiB").count() + text.matches("MiB").count() >= 2, "both numbers: {text}");
     }
     // The limit of a replica goes before the model's.
     let mut wider = limited(64 << 10);
     wider.replicas[0].memory_limit = Some(config::Bytes(1 << 30));
-    let host = start(&vulkan, vec![wider]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let host = start(&vulkan, vec![wider]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     answers(&host.replicas().next().unwrap(), "llama-plain");
 }
 
@@ -421,7 +415,7 @@ fn bad_requests_are_refused_with_both_numbers_and_take_nothing() {
     let _turn = turn();
     let vulkan = Vulkan::new();
     let host =
-        start(&vulkan, vec![model(&vulkan, &fixture("llama-plain"))]).unwrap_or_else(|e| panic!("{}", chain(&e)));
+        start(&vulkan, vec![model(&vulkan, &fixture("llama-plain"))]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     let replica = &host.replicas().next().unwrap();
     let (vocabulary, context) = (257u32, replica.bounds().context as usize);
     assert_eq!(context, 512);
@@ -504,7 +498,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
     };
     let error = load("[server]\nlisten = \"127.0.0.1:1\"\n[[models]\nname = 3").expect_err("no TOML");
     assert!(matches!(&error, ConfigError::Syntax { path: found, .. } if *found == path), "{error:?}");
-    assert_names(&chain(&error), &["ostinato.toml", "line 3"]);
+    assert_names(&with_causes(&error), &["ostinato.toml", "line 3"]);
 
     let error = load(
         "[server]\nlissten = \"x\"\n[[models]]\nname = \"m\"\npath = \"p\"\ncontext = 0\nmemory_limit = \"many\"\nreplicas = []\n\
@@ -535,7 +529,8 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
     let good = load(&format!(
         "[[models]]\nname = \"m\"\npath = {checkpoint:?}\ncontext = 128\nreplicas = [{{ device = \"{uuid}\" }}]\n"
     ));
-    let host = start_on(&vulkan.instance, &good.expect("mended"), &Quiet).unwrap_or_else(|e| panic!("{}", chain(&e)));
+    let host =
+        start_on(&vulkan.instance, &good.expect("mended"), &Quiet).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     assert_eq!(host.replicas().next().unwrap().bounds().context, 128);
     answers(&host.replicas().next().unwrap(), "llama-plain");
 }
@@ -878,4 +873,50 @@ fn a_client_that_never_reads_holds_up_nobody() {
 async fn nothing_is_left_within(served: &Served, within: Duration) {
     served.idle("alpha/0", within).await;
     nothing_is_left(served).await;
+}
+
+/// Goal: who sends its requests and then neither reads nor says that it is there keeps its connection no longer than
+/// that takes to notice, and its requests neither; others go on. Method: room for two connections, so that a third
+/// shows whether a place is free; once with what HTTP/2 lets it be sent, and once with so much on its way that nothing
+/// more can be sent, a question or a goodbye neither.
+#[test]
+fn a_client_that_neither_reads_nor_answers_is_cut_off() {
+    in_turn(async {
+        let (keepalive, keepalive_wait) = (Duration::from_millis(500), Duration::from_secs(2));
+        for flooded in [false, true] {
+            let options = Options { connections: 2, keepalive, keepalive_wait, ..Options::default() };
+            let served = served(STEP * 5, options).await;
+            let mut client = served.client().await;
+            let stream = client.generate(text_request("alpha", "x", 1200)).await.expect("served").into_inner();
+            let other = tokio::spawn(serving::read(stream));
+            let mut raw = match flooded {
+                false => Raw::open(&served.address).await,
+                true => Raw::open_wide(&served.address).await,
+            };
+            let call = raw.call(PATHS[0], 1).await;
+            raw.data(call, &raw::message(&questions(4000)[0]), true).await;
+            served.busy("alpha/0", 2, 0).await;
+            if flooded {
+                // Answers of tens of kilobytes each.
+                let symbol = MessageRequest::FileContainingSymbol("ostinato.v1.Ostinato".to_owned());
+                let asked = ServerReflectionRequest { message_request: Some(symbol), ..Default::default() };
+                for _ in 0..150 {
+                    let call = raw.call("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", 1).await;
+                    raw.data(call, &raw::message(&asked.encode_to_vec()), true).await;
+                }
+            }
+            let begin = Instant::now();
+            let limit = keepalive + keepalive_wait;
+            while Raw::open(&served.address).await.frame().await.is_none() {
+                assert!(begin.elapsed() < limit + Duration::from_secs(10), "it is still connected, {flooded}");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            assert!(begin.elapsed() > keepalive_wait, "after {:?}: it had time to answer", begin.elapsed());
+            served.busy("alpha/0", 1, 0).await;
+            let outcome = other.await.expect("it is read");
+            assert_eq!(outcome.ids().len(), 1200, "{:?}", outcome.error);
+            nothing_is_left(&served).await;
+            drop(raw);
+        }
+    });
 }

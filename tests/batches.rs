@@ -181,8 +181,9 @@ fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
     idle(replica);
 }
 
-/// Streams of the wide batch and tokens of each, on a GPU and on a CPU.
-const WIDE: [(u32, u32); 2] = [(40, 24), (20, 12)];
+/// Streams of the wide batch and tokens of each, on a GPU and on a CPU: more tokens than it takes steps of prompts to take in
+/// all of them, or the first have ended when the last begin.
+const WIDE: [(u32, u32); 2] = [(40, 24), (20, 14)];
 /// How far apart logits of different kernels may be, of the root mean square of all: rows of large batches and prompts
 /// are rounded to bfloat16 (2^-9 of each value at every product), which moved logits by up to 8.2e-3 in norm on real
 /// shapes; single ones by some times that.
@@ -244,7 +245,7 @@ fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
     let text: Vec<u32> = known.prompt.iter().chain(&known.greedy).copied().collect();
     let mut random = Random(99);
     let mut completed = 0;
-    for wave in 0..5 {
+    for wave in 0..4 {
         let asks: Vec<Request> = (0..50)
             .map(|index| {
                 let length = known.prompt.len() + random.below(30) as usize;
@@ -273,7 +274,7 @@ fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
                             completed += u32::from(!cut);
                             break tokens;
                         }
-                        Event::Started(_) => {}
+                        Event::Started(_) | Event::Prompt(_) => {}
                     }
                 }
             };
@@ -282,7 +283,7 @@ fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
         }
         idle(replica);
     }
-    assert!((190..250).contains(&completed), "{completed} of 250 were not cancelled");
+    assert!((150..200).contains(&completed), "{completed} of 200 were not cancelled");
     let load = replica.load();
     assert_eq!((load.running, load.waiting, load.pages_used), (0, 0, 0), "{load:?}");
     assert!(load.preemptions > 5 && load.cached_tokens > 0 && load.pages_cached > 0, "{load:?}");
@@ -302,7 +303,7 @@ fn an_aborted_sequence_leaves_the_others_as_they_are() {
         match leaving.recv_timeout(Duration::from_secs(60)).expect("it goes on") {
             Event::Token(_) => drawn += 1,
             Event::Finished(finished) => panic!("{finished:?}"),
-            Event::Started(_) => {}
+            Event::Started(_) | Event::Prompt(_) => {}
         }
     }
     replica.abort("leaving");

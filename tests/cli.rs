@@ -54,12 +54,16 @@ fn essence(events: &[Value]) -> (Value, Vec<Value>, String, Value, Value) {
     assert_eq!(last["event"], "finished");
     let mut ids = Vec::new();
     let mut text = String::new();
+    let (prompt, deltas) = deltas.split_at(deltas.iter().take_while(|event| event["event"] == "prompt").count());
     for delta in deltas {
         assert_eq!(delta["event"], "delta");
         ids.extend(delta["token_ids"].as_array().unwrap().iter().cloned());
         text.push_str(delta["text"].as_str().unwrap());
     }
     assert_eq!(last["usage"]["output_tokens"], ids.len());
+    let scored: Vec<Value> = prompt.iter().flat_map(|event| event["logprobs"].as_array().unwrap().clone()).collect();
+    assert!(scored.is_empty() || scored.len() + 1 == first["prompt_tokens"], "all but the first are scored");
+    ids.extend(scored);
     (first["device"].clone(), ids, text, last["reason"].clone(), last["usage"].clone())
 }
 
@@ -107,7 +111,7 @@ fn in_process_and_against_a_server_are_the_same() {
     let server = Server::start(&["--model", &format!("demo=embedded:demo@{}", cpu())]);
     for arguments in [
         &["--chat", "Tell me a story about a fox.", "--max-tokens", "24"][..],
-        &["--prompt", "Once", "--max-tokens", "9", "--stop", "zzz", "--logprobs", "2"],
+        &["--prompt", "Once", "--max-tokens", "9", "--stop", "zzz", "--logprobs", "2", "--prompt-logprobs", "1"],
         &["--tokens", "5,6,7", "--max-tokens", "8", "--temperature", "0.9", "--seed", "7", "--ignore-eos"],
     ] {
         let with = |more: &[&str]| {

@@ -22,9 +22,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Tasks of each kind, unless the environment says otherwise: of the dense model.
-const TASKS: usize = 15;
+const TASKS: usize = 10;
 /// Of the hybrid.
-const HYBRID_TASKS: usize = 7;
+const HYBRID_TASKS: usize = 5;
 /// Of the hybrid with drafts, one after the other.
 const DRAFTED_TASKS: usize = 2;
 /// Of a hundred tasks of a kind, so many must be answered exactly.
@@ -119,6 +119,7 @@ impl Demo {
             sampling: Sampling::default(),
             limits: Limits::default(),
             logprobs: None,
+            prompt_logprobs: None,
             dump_logits: false,
             grammar: None,
             priority: 0,
@@ -146,7 +147,7 @@ impl Reply {
         let mut ids = Vec::new();
         loop {
             match self.events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
-                Event::Started(_) => {}
+                Event::Started(_) | Event::Prompt(_) => {}
                 Event::Token(token) => ids.push(token.id),
                 Event::Finished(finished) => return (ids, *finished),
             }

@@ -4,11 +4,12 @@
 mod common;
 
 use ash::vk;
-use common::{Driver, Vulkan, chain};
+use common::{Driver, Vulkan};
 use ostinato::device::{
     Batch, Commands, Device, DeviceError, Entry, Gate, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role,
     Selector, select,
 };
+use ostinato::telemetry::with_causes;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -139,7 +140,7 @@ fn add(words: &Words, pipeline: &Pipeline, amount: u32) -> Commands {
 }
 
 fn wait(device: &Device, point: Point) {
-    assert!(device.wait(point, LONG).unwrap_or_else(|e| panic!("{}", chain(&e))), "{point} in {LONG:?}");
+    assert!(device.wait(point, LONG).unwrap_or_else(|e| panic!("{}", with_causes(&e))), "{point} in {LONG:?}");
 }
 
 #[test]

@@ -10,12 +10,12 @@
 use ostinato::engine::executor::{
     Capacity, Drafts, ExecuteError, Executor, Progress, Slot, SlotParams, StepPlan, Ticket,
 };
-use ostinato::engine::fake::{FakeConfig, FakeExecutor};
+use ostinato::engine::fake::{FakeConfig, FakeExecutor, scored};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
 use ostinato::engine::pace::Pace;
 use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
 use ostinato::engine::request::{
-    Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Sink, SinkClosed,
+    Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Scored, Sink, SinkClosed,
 };
 use ostinato::engine::scheduler::{Order, Output, PASSED_OVER_MAX, Scheduler, Setup, split_mix};
 use ostinato::engine::sequence::SequenceId;
@@ -113,6 +113,7 @@ struct World {
 #[derive(Default)]
 struct Seen {
     started: bool,
+    scored: Vec<Scored>,
     output: Vec<u32>,
     finished: Option<FinishReason>,
 }
@@ -130,6 +131,8 @@ struct Outcome {
     running_most: u32,
     plans: u64,
     cached_tokens: u64,
+    /// Tokens of prompts that were scored.
+    scored: u64,
 }
 
 fn simulate(world: &World, seed: u64) -> Outcome {
@@ -186,6 +189,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                 ignore_eos: random.one_in(4),
             },
             logprobs: None,
+            prompt_logprobs: random.one_in(12).then(|| random.below(4) as u32),
             dump_logits: random.one_in(50),
             grammar: (world.constrained > 0 && random.one_in(world.constrained))
                 .then(|| constraints[random.below(constraints.len() as u64) as usize].clone()),
@@ -274,6 +278,10 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                     outcome.passed_over_most = outcome.passed_over_most.max(passed_over);
                     unstarted.remove(&id);
                 }
+                Event::Prompt(tokens) => {
+                    assert!(one.started && one.output.is_empty(), "{id:?} hears of its prompt too early or too late");
+                    one.scored.extend(tokens);
+                }
                 Event::Token(token) => {
                     assert!(one.started, "{id:?} draws before its start");
                     one.output.push(token.id);
@@ -296,6 +304,14 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     outcome.cached_tokens = scheduler.counts().cached_tokens;
     for ((_, request), seen) in requests.iter().zip(&seen) {
         let id = &request.id;
+        let prompt = &request.prompt;
+        let scores: Vec<Scored> = match request.prompt_logprobs {
+            None => Vec::new(),
+            Some(top) => (1..prompt.len()).map(|at| scored(&prompt[..at], prompt[at], top, VOCABULARY)).collect(),
+        };
+        assert!(scores.starts_with(&seen.scored), "{id}: scores of another prompt");
+        assert!(seen.output.is_empty() || seen.scored.len() == scores.len(), "{id} draws before its prompt is scored");
+        outcome.scored += seen.scored.len() as u64;
         let alone = alone(request, context);
         match seen.finished.as_ref().unwrap_or_else(|| panic!("{id} never ends")) {
             FinishReason::Stop(stop) => {
@@ -413,7 +429,7 @@ fn thousands_of_requests_one_at_a_time() {
         assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
         assert_eq!(outcome.running_most, 1);
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
-        assert!(outcome.stopped > 500, "{outcome:?}");
+        assert!(outcome.stopped > 500 && outcome.scored > 1_000, "{outcome:?}");
         assert!((1..=PASSED_OVER_MAX).contains(&outcome.passed_over_most), "{outcome:?}");
     }
 }
@@ -436,7 +452,7 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
         assert!(outcome.preemptions > 100, "{outcome:?}");
         assert!(outcome.cached_tokens > 0, "{outcome:?}");
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
-        assert!(outcome.stopped > 500, "{outcome:?}");
+        assert!(outcome.stopped > 500 && outcome.scored > 1_000, "{outcome:?}");
         assert!(outcome.running_most > 5, "{outcome:?}");
     }
 }
@@ -627,6 +643,7 @@ fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
         sampling: Sampling { seed: Some(1), ..Sampling::default() },
         limits: Limits { max_tokens: Some(max_tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
+        prompt_logprobs: None,
         dump_logits: false,
         grammar: None,
         priority: 0,
@@ -681,6 +698,7 @@ fn collect(events: &mpsc::Receiver<Event>) -> (Vec<u32>, Finished) {
     loop {
         match events.recv_timeout(PATIENCE).expect("the request ends in time") {
             Event::Started(started) => assert!(output.is_empty() && started.prompt_tokens > 0),
+            Event::Prompt(_) => panic!("nobody asked"),
             Event::Token(token) => output.push(token.id),
             Event::Finished(finished) => {
                 assert_eq!(finished.output_tokens as usize, output.len());

@@ -60,7 +60,7 @@ fn barriers(host: &Host) -> f64 {
 }
 
 #[test]
-fn a_fault_in_the_middle_of_a_text_costs_no_token_and_ends_steps_without_barriers() {
+fn a_fault_at_the_start_or_in_a_text_costs_no_token_and_ends_steps_without_barriers() {
     let vulkan = Vulkan::without_validation();
     let (host, said) = start(&vulkan, 1, &["tags=0"]);
     assert!(said.is_empty(), "{said:?}");
@@ -75,13 +75,18 @@ fn a_fault_in_the_middle_of_a_text_costs_no_token_and_ends_steps_without_barrier
     assert!(without < with / 3.0, "{without} barriers a step, {with} with all of them");
     drop(host);
 
-    for plan in ["fault_at=1", "fault_at=2", "fault_at=5"] {
+    for plan in ["fault_at=1", "fault_at=5"] {
         let (host, said) = start(&vulkan, 1, &["tags=1", plan]);
         assert!(said.is_empty(), "{said:?}");
         assert_eq!(texts(&host, 1), wanted, "{plan}");
         assert!(barriers(&host) >= with, "{plan}: {} barriers a step after the fault", barriers(&host));
         assert_eq!(texts(&host, 1), wanted, "{plan}: a second text");
     }
+
+    // Found at the start: the first product of the last layer waits for a word that is never written.
+    let (host, said) = start(&vulkan, 1, &["tags=1", "wrong_tag=1"]);
+    assert!(said.len() == 1 && said[0].contains("waited in vain"), "{said:?}");
+    assert_eq!(texts(&host, 1), wanted);
 }
 
 #[test]
@@ -96,16 +101,4 @@ fn a_fault_with_four_sequences_costs_none_of_them_a_token() {
         assert!(said.is_empty(), "{said:?}");
         assert_eq!(texts(&host, 4), wanted, "{plan}");
     }
-}
-
-#[test]
-fn a_step_whose_words_cannot_be_relied_on_is_found_at_the_start() {
-    let vulkan = Vulkan::without_validation();
-    let (host, _) = start(&vulkan, 1, &["tags=0"]);
-    let wanted = texts(&host, 1);
-    drop(host);
-    // The first product of the last layer waits for a word that is never written.
-    let (host, said) = start(&vulkan, 1, &["tags=1", "wrong_tag=1"]);
-    assert!(said.len() == 1 && said[0].contains("waited in vain"), "{said:?}");
-    assert_eq!(texts(&host, 1), wanted);
 }

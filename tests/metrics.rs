@@ -266,6 +266,13 @@ async fn over_fakes() -> (Scrape, Scrape) {
     let mut stopped = text_request("alpha", "x", 40);
     stopped.stopping.as_mut().unwrap().strings = vec!["cd".to_owned()];
     assert_eq!(generate(&mut client, stopped).await.reason(), Reason::Stop);
+    // The same constraint twice: compiled, then kept.
+    for _ in 0..2 {
+        let kind = proto::constraint::Kind::Regex("[a-h]{100}".to_owned());
+        let constraint = Some(proto::Constraint { kind: Some(kind) });
+        let constrained = proto::GenerateRequest { constraint, ..text_request("alpha", "x", 3) };
+        assert_eq!(generate(&mut client, constrained).await.reason(), Reason::Length);
+    }
     let status = generate(&mut client, token_request("gamma", &[1], 4)).await.error.unwrap();
     assert_eq!(status.code(), Code::NotFound);
 
@@ -295,7 +302,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     served.idle("alpha/0", Duration::from_secs(5)).await;
     let after = Scrape::of(&served.host);
 
-    for (reason, count) in [("length", 5.0), ("stop", 1.0), ("aborted", 1.0), ("deadline_exceeded", 1.0)] {
+    for (reason, count) in [("length", 7.0), ("stop", 1.0), ("aborted", 1.0), ("deadline_exceeded", 1.0)] {
         let of = [("replica", "alpha/0"), ("reason", reason)];
         assert_eq!(after.sum("ostinato_requests_total", &of), count, "{reason}");
     }
@@ -303,6 +310,9 @@ async fn over_fakes() -> (Scrape, Scrape) {
     assert_eq!(after.sum("ostinato_requests_refused_total", &[("code", "NOT_FOUND")]), 1.0);
     assert_eq!(after.sum("ostinato_requests_refused_total", &[("code", "RESOURCE_EXHAUSTED")]), 1.0);
     assert_eq!(before.sum("ostinato_requests_refused_total", &[]), 0.0, "shown from the start");
+    for from in ["compiled", "kept"] {
+        assert_eq!(after.sum("ostinato_constraints_total", &[("model", "alpha"), ("from", from)]), 1.0);
+    }
     let duration = &after.0["gen_ai_server_request_duration_seconds"].samples;
     let failed: Vec<_> = duration.keys().filter_map(|(_, labels)| labels.get("error_type")).collect();
     assert!(

@@ -494,16 +494,15 @@ impl Drop for Program {
 #[test]
 fn the_program_serves_the_page() {
     common::layer();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ostinato.toml");
+    let place = format!("path = \"embedded:demo\"\nreplicas = [{{ device = \"{}\" }}]", lavapipe());
+    let models =
+        format!("[[models]]\nname = \"demo\"\n{place}\n[[models]]\nname = \"spare\"\nload = \"request\"\n{place}");
+    std::fs::write(&file, models).unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
-        .args([
-            "serve",
-            "--model",
-            &format!("demo=embedded:demo@{}", lavapipe()),
-            "--listen",
-            "127.0.0.1:0",
-            "--admin",
-            "127.0.0.1:0",
-        ])
+        .args(["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--config"])
+        .arg(&file)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
@@ -527,8 +526,34 @@ fn the_program_serves_the_page() {
     assert!(memory.contains("llvmpipe") && memory.contains("weights") && memory.contains("kv pages"), "{memory}");
     assert!(browser.text("#start-lines").contains("memory of \"demo/0\""));
     assert!(browser.text("#idle-command").contains(&address));
+    // A model that waits to be asked for is shown with the command that does it.
+    assert_eq!(browser.text("#models h3"), "demo");
+    let spare = browser.text("#apart");
+    assert!(spare.contains("not loaded") && spare.contains("load spare"), "{spare}");
+    fits(&mut browser, "overview with a model that is not loaded");
+    browser.screenshot("overview-spare-light");
+    let loaded = Command::new(env!("CARGO_BIN_EXE_ostinato"))
+        .args(["models", "--server", &address, "load", "spare"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .status()
+        .unwrap();
+    assert!(loaded.success());
+    browser.until(
+        "document.querySelectorAll('#models h3').length === 2 && !document.querySelector('#apart').checkVisibility()",
+    );
     let status = Command::new(env!("CARGO_BIN_EXE_ostinato"))
-        .args(["generate", "--server", &address, "--prompt", "Once upon a time", "--max-tokens", "48"])
+        .args([
+            "generate",
+            "--model",
+            "demo",
+            "--server",
+            &address,
+            "--prompt",
+            "Once upon a time",
+            "--max-tokens",
+            "48",
+        ])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .status()

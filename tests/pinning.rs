@@ -107,7 +107,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
             match message.event.unwrap() {
                 Event::Delta(delta) => tokens += delta.token_ids.len(),
                 Event::Finished(_) => finished = true,
-                Event::Started(_) => panic!("started twice"),
+                other => panic!("{other:?}"),
             }
         }
         assert!(finished && tokens == 40, "{tokens} tokens");

@@ -2,6 +2,8 @@
 
 mod serving;
 
+use ostinato::engine::fake::scored;
+use ostinato::engine::request::Scored;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use proto::FinishReason as Reason;
@@ -154,6 +156,40 @@ async fn logprobs_stay_with_their_tokens_while_text_is_held_back() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompts_log_probabilities_come_before_its_output_in_messages_of_bounded_size() {
+    let served = one_model(FAST, b"abc").await;
+    let mut client = served.client().await;
+    let prompt: Vec<u32> = (0..3000).map(|at| at * 7 % 250).collect();
+    let mut request = token_request("alpha", &prompt, 4);
+    request.output = Some(proto::Output { prompt_logprobs: Some(3), ..Default::default() });
+    let outcome = generate(&mut client, request.clone()).await;
+    let wanted = |at: usize| scored(&prompt[..at], prompt[at], 3, VOCABULARY);
+    assert_eq!((outcome.ids().len(), outcome.prompt.len()), (4, prompt.len() - 1));
+    for (at, token) in (1..).zip(&outcome.prompt) {
+        let Scored { id, logprobs } = wanted(at);
+        assert_eq!((token.token_id, token.logprob), (id, logprobs.chosen), "position {at}");
+        assert_eq!(token.top.iter().map(|other| (other.token_id, other.logprob)).collect::<Vec<_>>(), logprobs.top);
+    }
+    // A prompt that is there already is computed all the same, and found by whoever does not ask.
+    assert_eq!(generate(&mut client, request.clone()).await.started.unwrap().cached_tokens, 0);
+    request.output = None;
+    let plain = generate(&mut client, request.clone()).await;
+    assert!(plain.prompt.is_empty() && plain.started.unwrap().cached_tokens > 2900);
+    // Several samples have one prompt.
+    request.output = Some(proto::Output { prompt_logprobs: Some(0), ..Default::default() });
+    request.sampling = Some(proto::Sampling { n: Some(3), ..Default::default() });
+    let stream = client.generate(request.clone()).await.unwrap().into_inner();
+    let samples = read_samples(stream, 3).await;
+    assert_eq!(samples.prompt.len(), prompt.len() - 1);
+    assert!(samples.prompt.iter().all(|token| token.top.is_empty()));
+    assert!(samples.outputs.iter().all(|(ids, _)| ids.len() == 4));
+    // One token has nothing before it.
+    request.sampling = None;
+    request.prompt = token_request("alpha", &[5], 4).prompt;
+    assert!(generate(&mut client, request).await.prompt.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_what_is_asked_for_comes_back() {
     let served = one_model(FAST, b"abc").await;
     let mut client = served.client().await;
@@ -245,6 +281,11 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         (|r| sampling(r).n = Some(0), Code::InvalidArgument, "sampling.n is 0"),
         (|r| sampling(r).n = Some(65), Code::InvalidArgument, "sampling.n is 65, must be from 1 to 64"),
         (|r| r.request_id = "a\0b".into(), Code::InvalidArgument, "request_id"),
+        (
+            |r| r.output = Some(proto::Output { prompt_logprobs: Some(21), ..Default::default() }),
+            Code::InvalidArgument,
+            "prompt_logprobs is 21",
+        ),
         (
             |r| r.output = Some(proto::Output { logprobs: Some(21), ..Default::default() }),
             Code::InvalidArgument,
@@ -623,7 +664,7 @@ async fn a_stopping_server_says_so_refuses_and_lets_streams_end() {
         match message.event.unwrap() {
             proto::generate_response::Event::Delta(delta) => tokens += delta.token_ids.len(),
             proto::generate_response::Event::Finished(finished) => reason = Some(finished.reason()),
-            proto::generate_response::Event::Started(_) => {}
+            proto::generate_response::Event::Started(_) | proto::generate_response::Event::Prompt(_) => {}
         }
     }
     assert_eq!((tokens, reason), (100, Some(Reason::Length)), "it ran to its end");

@@ -47,6 +47,7 @@ fn requests(temperature: f32) -> Vec<Request> {
                 sampling: Sampling { temperature, seed: Some(number), ..Sampling::default() },
                 limits: Limits { max_tokens: Some(40 - number as u32), ..Limits::default() },
                 logprobs: None,
+                prompt_logprobs: None,
                 dump_logits: false,
                 grammar: None,
                 priority: 0,

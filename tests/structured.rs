@@ -137,6 +137,66 @@ async fn every_kind_of_constraint_holds_through_both_contracts() {
     served.idle("alpha/0", Duration::from_secs(2)).await;
 }
 
+/// Goal: structural tags hold the parts of an output that they speak of, and leave the rest free.
+/// Method: every small letter begins a tag, so that there are some in what is drawn at random.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn structural_tags_hold_through_both_contracts() {
+    use contract::sampling_params::Constraint;
+    use serde_json::json;
+    let served = server().await;
+    let schema: serde_json::Value = serde_json::from_str(SCHEMA).unwrap();
+    let letters: Vec<String> = ('a'..='z').map(String::from).collect();
+    let structure = |letter: &String| json!({"begin": format!("{letter}="), "schema": &schema, "end": ";"});
+    let structures: Vec<_> = letters.iter().map(structure).collect();
+    let older = json!({"triggers": &letters, "structures": structures});
+    let content = json!({"type": "json_schema", "json_schema": &schema});
+    let tag = |letter: &String| json!({"type": "tag", "begin": format!("{letter}="), "content": content, "end": ";"});
+    let tags: Vec<_> = letters.iter().map(tag).collect();
+    let format = json!({"type": "triggered_tags", "triggers": &letters, "tags": tags, "at_least_one": true});
+    let newer = json!({"type": "structural_tag", "format": format});
+    for (tag, begins) in [(older, false), (newer, true)] {
+        let mut request = theirs(Constraint::StructuralTag(tag.to_string()));
+        request.sampling_params.as_mut().unwrap().ignore_eos = true;
+        let mut client = VllmEngineClient::new(served.channel().await);
+        let mut stream = client.generate(request).await.unwrap().into_inner();
+        let mut ids = Vec::new();
+        while let Some(message) = stream.message().await.unwrap() {
+            if let Some(contract::generate_response::Response::Complete(complete)) = message.response {
+                ids = complete.output_ids;
+            }
+        }
+        let bytes: Vec<u8> = ids.into_iter().map(|id| u8::try_from(id).expect("a byte")).collect();
+        let text = String::from_utf8_lossy(&bytes);
+        let mut rest = &*text;
+        let mut answers = 0;
+        while let Some(at) = rest.find(|c: char| c.is_ascii_lowercase()) {
+            assert!(at == 0 || answers > 0 || !begins, "{text:?}");
+            // The last may have been cut.
+            let Some((answer, behind)) = rest[at + 1..].split_once(';') else { break };
+            assert!(answer.strip_prefix('=').is_some_and(is_answer), "{answer:?} in {text:?}");
+            rest = behind;
+            answers += 1;
+        }
+        assert!(answers > 3, "{answers} tags in {text:?}");
+    }
+    // Ours is the same.
+    let cut =
+        json!({"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": content, "end": ">"}});
+    let texts = ask_ours(&served, ours(Kind::StructuralTag(cut.to_string()), 3)).await.unwrap();
+    for text in &texts {
+        let inside = text.strip_prefix('<').and_then(|rest| rest.strip_suffix('>'));
+        assert!(inside.is_some_and(is_answer), "{text:?}");
+    }
+    let tag = json!({"type": "structural_tag", "format": {"type": "dispatch"}});
+    let status = ask_ours(&served, ours(Kind::StructuralTag(tag.to_string()), 1)).await.unwrap_err();
+    assert!(status.message().starts_with("constraint.structural_tag: "), "{status:?}");
+    let status = ask_theirs(&served, theirs(Constraint::StructuralTag(tag.to_string()))).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().starts_with("sampling_params.structural_tag: "), "{status:?}");
+    assert!(status.message().contains("\"dispatch\", which is not served"), "{status:?}");
+    served.idle("alpha/0", Duration::from_secs(2)).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_followed_is_refused_under_its_name() {
     use contract::sampling_params::Constraint;

@@ -3,7 +3,9 @@
 
 mod serving;
 
+use ostinato::engine::fake::scored;
 use ostinato::engine::host::ServedModel;
+use ostinato::engine::request::Scored;
 use ostinato::model::text::Text;
 use ostinato::service::proto;
 use ostinato::service::proto::smg::grpc::common;
@@ -93,7 +95,9 @@ async fn read_told(mut stream: tonic::Streaming<contract::GenerateResponse>) -> 
                 Response::Chunk(chunk) => {
                     assert!(!told.completes.contains_key(&chunk.index), "{chunk:?}");
                     assert_eq!(chunk.completion_tokens as usize, chunk.token_ids.len());
-                    assert!(!chunk.token_ids.is_empty() && chunk.input_logprobs.is_none());
+                    assert!(!chunk.token_ids.is_empty());
+                    let first = chunk.index == 0 && told.ids(0).is_empty();
+                    assert!(first || chunk.input_logprobs.is_none(), "the prompt comes first: {chunk:?}");
                     told.chunks.push(chunk);
                 }
                 Response::Complete(complete) => {
@@ -302,6 +306,47 @@ async fn logprobs_go_with_their_tokens() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompts_log_probabilities_come_with_the_first_chunk_or_at_the_end() {
+    let served = one(FAST, b"abc").await;
+    let mut client = client(&served).await;
+    let text = "what is probable";
+    let prompt = ids(text);
+    for top in [0, 2] {
+        let mut message = request(text, 5);
+        params(&mut message).prompt_logprobs = Some(top);
+        params(&mut message).n = 2;
+        let told = ask(&mut client, message.clone()).await;
+        let first = told.chunks.iter().find(|chunk| chunk.index == 0).unwrap();
+        let input = first.input_logprobs.clone().expect("it was asked for");
+        assert!(told.completes.values().all(|complete| complete.input_logprobs.is_none()), "it was in a chunk");
+        let wanted: Vec<Scored> =
+            (1..prompt.len()).map(|at| scored(&prompt[..at], prompt[at], top as u32, VOCABULARY)).collect();
+        assert_eq!(input.token_ids, prompt, "the first token is among them");
+        assert_eq!(input.token_logprobs[0].value, None, "and nothing is known of it");
+        let values: Vec<Option<f32>> = input.token_logprobs[1..].iter().map(|token| token.value).collect();
+        assert_eq!(values, wanted.iter().map(|token| Some(token.logprobs.chosen)).collect::<Vec<_>>());
+        if top == 0 {
+            assert!(input.top_logprobs.is_empty());
+        } else {
+            assert_eq!((input.top_logprobs.len(), input.top_logprobs[0].values.len()), (prompt.len(), 0));
+            for (told, wanted) in input.top_logprobs[1..].iter().zip(&wanted) {
+                let told: Vec<(u32, f32)> = told.token_ids.iter().copied().zip(told.values.iter().copied()).collect();
+                assert_eq!(told, wanted.logprobs.top);
+            }
+        }
+        message.stream = false;
+        let whole = ask(&mut client, message).await;
+        assert_eq!(whole.completes[&0].input_logprobs, Some(input));
+        assert!(whole.completes[&1].input_logprobs.is_none());
+    }
+    let mut message = request("x", 3);
+    params(&mut message).prompt_logprobs = Some(1);
+    let told = ask(&mut client, message).await;
+    let input = told.chunks[0].input_logprobs.clone().expect("it was asked for");
+    assert_eq!((input.token_ids, input.token_logprobs[0].value), (ids("x"), None));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_rank_is_a_replica_by_its_place() {
     let replicas = vec![(0, fake(FAST, b"abc")), (1, fake(FAST, b"ABC"))];
     let served = serve_models(vec![alpha(replicas)], Options::default()).await;
@@ -445,8 +490,6 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         (|r| r.media_refs = Some(Default::default()), "media_refs"),
         (|r| r.kv_transfer_params = Some(Default::default()), "kv_transfer_params"),
         (|r| r.kv_transfer_params_json = Some("{}".into()), "kv_transfer_params_json"),
-        (|r| params(r).prompt_logprobs = Some(0), "sampling_params.prompt_logprobs"),
-        (|r| params(r).constraint = Some(Constraint::StructuralTag("a".into())), "sampling_params.structural_tag"),
     ];
     let asked = unimplemented.len();
     for (change, field) in unimplemented {
@@ -482,6 +525,8 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         (|r| params(r).n = 65, "sampling_params.n is 65, must be from 1 to 64"),
         (|r| params(r).logprobs = Some(-1), "sampling_params.logprobs is -1, must be from 0 to 20"),
         (|r| params(r).logprobs = Some(21), "logprobs is 21"),
+        (|r| params(r).prompt_logprobs = Some(-1), "sampling_params.prompt_logprobs is -1, must be from 0 to 20"),
+        (|r| params(r).prompt_logprobs = Some(21), "prompt_logprobs is 21"),
         (|r| params(r).stop = vec![String::new()], "sampling_params.stop is \"\""),
         (|r| params(r).stop = vec!["x".into(); 17], "sampling_params.stop is 17 strings"),
         (|r| params(r).stop_token_ids = vec![300], "sampling_params.stop_token_ids is 300"),

@@ -8,6 +8,8 @@
 //   rows   [rows][4]                 token, position, slot, valid
 //   step   [1]                       number of the region in flight
 //   fault  [1]                       set when a kernel waited too long for tagged words
+//   score  [SCORE_STATE_WORDS]       which rows of a prompt's chunk are scored next, and how; patched by the host
+//   scores [2][chunk rows][SCORE_WORDS]  host-visible: the halves in turn, one chunk each
 //   ring   [ring_steps][ring_rows][ENTRY_WORDS], then [ring_steps][ring_rows][TOP_WORDS]  host-visible
 
 const uint SLOT_WORDS = 64u;
@@ -71,3 +73,15 @@ const uint DONE_NO = 0u;
 const uint DONE_STOP = 1u;
 const uint DONE_LENGTH = 2u;
 const uint DONE_FAULT = 3u;
+
+const uint SCORE_STATE_WORDS = 4u;
+const uint SCORE_TURN = 0u;           // rows of the chunk go to the LM head so many at a time; counted up by `advance`
+const uint SCORE_NEXT = 1u;           // the token behind the chunk's last row, or TOKEN_NONE
+const uint SCORE_TOP_N = 2u;          // alternatives, at most TOP_ENTRIES
+const uint SCORE_FIRST = 3u;          // the entry of the chunk's first row
+
+const uint SCORE_WORDS = 44u;
+const uint SCORE_TOKEN = 0u;          // the token behind the row
+const uint SCORE_LOGPROB = 1u;        // f32
+const uint SCORE_TOP_COUNT = 2u;
+const uint SCORE_TOP = 4u;            // pairs of id and f32 log probability, best first

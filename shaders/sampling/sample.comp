@@ -3,6 +3,7 @@
 #include "common.glsl"
 #include "state.glsl"
 #include "determinate.glsl"
+#include "reduce.glsl"
 
 // Draws the next token of every row and advances its slot.
 //
@@ -75,34 +76,26 @@ const uint BINS = 256u;
 // Copies of the histogram, so that lanes which hit the same bin collide less.
 const uint COPIES = 8u;
 const uint GROUPS = 16u;
-// Tokens of the list; its arrays lie in the histograms', which are used only where it is not.
-const uint LIST = 1024u;
-// Subgroups have at least 4 invocations, workgroups at most 1,024.
-const uint MAX_SUBGROUPS = 256u;
 
 shared uint histogram_low[BINS * COPIES];
 shared uint histogram_high[BINS * COPIES];
+// Where a row's best tokens are listed, the histograms are not used.
+#define LIST_KEYS histogram_low
+#define LIST_TOKENS histogram_high
 shared uvec2 bin_sums[BINS];
 shared uvec2 group_sums[GROUPS];
-shared uint reduce_a[MAX_SUBGROUPS];
-shared uint reduce_b[MAX_SUBGROUPS];
 shared uvec2 list_above[LIST];
-shared uint list_length;
-shared uvec2 found;
 shared uvec2 above;
 shared uvec2 target;
 shared uint prefix;
 shared bool exact;
 shared uint chosen_key;
-shared uint top_ids[TOP_ENTRIES];
-shared float top_values[TOP_ENTRIES];
 
 uint thread;
 uint row;
 uint quads;      // groups of four tokens, the last may be partly outside the vocabulary
 uint first_quad; // of the row
 bool adjusted;   // keys were written: read them in place of the logits
-uint own_best;   // the greatest key of this thread's tokens
 
 // 64-bit sums as (low, high).
 uvec2 add64(uvec2 a, uvec2 b) {
@@ -155,53 +148,7 @@ void load_block(uint base, out uvec4 block[4]) {
     [[unroll]] for (uint j = 0u; j < 4u; j++) block[j] = keys_of(l[j], base + j * THREADS + thread);
 }
 
-// The greatest key of the workgroup and the lowest token that has it, to every thread.
-uvec2 reduce_best(uvec2 best) {
-    uint key = subgroupMax(best.x);
-    uint token = subgroupMin(best.x == key ? best.y : TOKEN_NONE);
-    barrier();
-    if (subgroupElect()) {
-        reduce_a[gl_SubgroupID] = key;
-        reduce_b[gl_SubgroupID] = token;
-    }
-    barrier();
-    if (gl_SubgroupID == 0u) {
-        key = 0u;
-        token = TOKEN_NONE;
-        for (uint base = 0u; base < gl_NumSubgroups; base += gl_SubgroupSize) {
-            uint i = base + gl_SubgroupInvocationID;
-            if (i < gl_NumSubgroups) {
-                if (reduce_a[i] > key || (reduce_a[i] == key && reduce_b[i] < token)) {
-                    key = reduce_a[i];
-                    token = reduce_b[i];
-                }
-            }
-        }
-        uint most = subgroupMax(key);
-        token = subgroupMin(key == most ? token : TOKEN_NONE);
-        if (subgroupElect()) found = uvec2(most, token);
-    }
-    barrier();
-    return found;
-}
-
-float reduce_sum(float value) {
-    float sum = subgroupAdd(value);
-    barrier();
-    if (subgroupElect()) reduce_a[gl_SubgroupID] = floatBitsToUint(sum);
-    barrier();
-    if (gl_SubgroupID == 0u) {
-        sum = 0.0;
-        for (uint base = 0u; base < gl_NumSubgroups; base += gl_SubgroupSize) {
-            uint i = base + gl_SubgroupInvocationID;
-            if (i < gl_NumSubgroups) sum += uintBitsToFloat(reduce_a[i]);
-        }
-        sum = subgroupAdd(sum);
-        if (subgroupElect()) found.x = floatBitsToUint(sum);
-    }
-    barrier();
-    return uintBitsToFloat(found.x);
-}
+#include "top.glsl"
 
 // The sum of 64-bit values over the workgroup, to every thread.
 uvec2 reduce_sum64(uvec2 value) {
@@ -388,66 +335,6 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
     }
 }
 
-// The best key and its lowest token that come after `last` in the order (key down, token up).
-uvec2 best_after(uvec2 last) {
-    uvec2 best = uvec2(0u, TOKEN_NONE);
-    for (uint base = 0u; base < quads; base += 4u * THREADS) {
-        uvec4 block[4];
-        load_block(base, block);
-        [[unroll]] for (uint j = 0u; j < 4u; j++) {
-            uvec4 keys = block[j];
-            // Tokens come in ascending order: only a greater key wins.
-            if (max(max(keys.x, keys.y), max(keys.z, keys.w)) > best.x) {
-                for (uint c = 0u; c < 4u; c++) {
-                    uint token = 4u * (base + j * THREADS + thread) + c;
-                    bool after = keys[c] < last.x || (keys[c] == last.x && token > last.y);
-                    if (after && keys[c] > best.x) best = uvec2(keys[c], token);
-                }
-            }
-        }
-    }
-    own_best = best.x;
-    return reduce_best(best);
-}
-
-// A key above which there are probably some hundred tokens; `least` for a short row.
-uint guess_bound(uint least) {
-    if (args.vocabulary <= LIST) return least;
-    bool any = own_best > KEY_MINUS_INFINITY;
-    float sum = reduce_sum(any ? value_of(own_best) : 0.0);
-    float count = reduce_sum(any ? 1.0 : 0.0);
-    return max(least, key_of(sum / count));
-}
-
-void list(uint key, uint token) {
-    uint at = atomicAdd(list_length, 1u);
-    if (at < LIST) {
-        histogram_low[at] = key;
-        histogram_high[at] = token;
-    }
-}
-
-// Lists the tokens with keys >= bound.
-void gather(uint bound) {
-    barrier();
-    if (thread == 0u) list_length = 0u;
-    barrier();
-    for (uint base = 0u; base < quads; base += 4u * THREADS) {
-        uvec4 block[4];
-        load_block(base, block);
-        uvec4 most = max(max(block[0], block[1]), max(block[2], block[3]));
-        if (max(max(most.x, most.y), max(most.z, most.w)) >= bound) {
-            [[unroll]] for (uint j = 0u; j < 4u; j++) {
-                uvec4 keys = block[j];
-                for (uint c = 0u; c < 4u; c++) {
-                    if (keys[c] >= bound) list(keys[c], 4u * (base + j * THREADS + thread) + c);
-                }
-            }
-        }
-    }
-    barrier();
-}
-
 // The mass of all tokens with keys >= least.
 uvec2 total_mass(uint least, float most, float temperature_inverse) {
     uvec2 sum = uvec2(0u);
@@ -626,51 +513,11 @@ void main() {
         float most = value_of(best.x);
         bool none = best.x <= KEY_MINUS_INFINITY;
         uint wanted = none ? 0u : min(args.state.v[at + SLOT_TOP_N], TOP_ENTRIES);
-        float sum = 0.0;
-        for (uint base = 0u; base < quads; base += 4u * THREADS) {
-            uvec4 block[4];
-            load_block(base, block);
-            [[unroll]] for (uint j = 0u; j < 4u; j++) {
-                [[unroll]] for (uint c = 0u; c < 4u; c++) {
-                    if (block[j][c] > KEY_MINUS_INFINITY) sum += exp(value_of(block[j][c]) - most);
-                }
-            }
-        }
+        float sum = total(most);
         if (token / 4u % THREADS == thread) chosen_key = load_keys(token / 4u)[token % 4u];
         float norm = log_positive(reduce_sum(sum));
         logprob = none ? uintBitsToFloat(0xff800000u) : value_of(chosen_key) - most - norm;
-        if (wanted > 0u) {
-            uint least = KEY_MINUS_INFINITY + 1u;
-            uint bound = guess_bound(least);
-            gather(bound);
-            uint n = list_length;
-            if (n <= LIST && (bound == least || n >= wanted)) {
-                top_count = min(n, wanted);
-                for (uint i = thread; i < n; i += THREADS) {
-                    uint key = histogram_low[i];
-                    uint id = histogram_high[i];
-                    uint rank = 0u;
-                    for (uint j = 0u; j < n; j++) {
-                        rank += uint(histogram_low[j] > key || (histogram_low[j] == key && histogram_high[j] < id));
-                    }
-                    if (rank < wanted) {
-                        top_ids[rank] = id;
-                        top_values[rank] = value_of(key) - most - norm;
-                    }
-                }
-                barrier();
-            } else {
-                uvec2 last = best;
-                while (top_count < wanted && last.x > KEY_MINUS_INFINITY) {
-                    if (thread == 0u) {
-                        top_ids[top_count] = last.y;
-                        top_values[top_count] = value_of(last.x) - most - norm;
-                    }
-                    top_count++;
-                    if (top_count < wanted) last = best_after(last);
-                }
-            }
-        }
+        if (wanted > 0u) top_count = find_top(wanted, best, norm);
     }
 
     if (thread != 0u) return;

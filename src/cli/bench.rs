@@ -64,6 +64,9 @@ pub(crate) struct Bench {
     /// The prompt test runs on prompts that the prefix cache knows but for their end.
     #[arg(long)]
     seen: bool,
+    /// The prompt test also finds how probable each of the prompt's tokens is, and this many others in its place.
+    #[arg(long, value_name = "N")]
+    prompt_logprobs: Option<u32>,
     /// The decode test's output follows the JSON Schema in this file, which must need more than --decode tokens. The
     /// model needs a tokenizer.
     #[arg(long, value_name = "FILE")]
@@ -395,6 +398,7 @@ fn once(
             let prompt = tokens(prompt, vocabulary, if seen { stream } else { seed * 1000 + stream });
             let mut request = request(id, prompt, output);
             request.grammar = grammar.filter(|_| args.constrained.is_none_or(|most| stream < most)).cloned();
+            request.prompt_logprobs = args.prompt_logprobs.filter(|_| test == Test::Prefill);
             if seen {
                 request.cache_salt = "seen".to_owned();
             }
@@ -405,7 +409,7 @@ fn once(
                     Event::Finished(finished) => {
                         sender.send((std::mem::take(&mut arrivals), *finished)).map_err(|_| SinkClosed)?;
                     }
-                    Event::Started(_) => {}
+                    Event::Started(_) | Event::Prompt(_) => {}
                 }
                 Ok(())
             });
@@ -454,6 +458,7 @@ pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
         sampling: Sampling::default(),
         limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
         logprobs: None,
+        prompt_logprobs: None,
         dump_logits: false,
         grammar: None,
         priority: 0,

@@ -86,6 +86,9 @@ pub(crate) struct Generate {
     /// Log probabilities of each token and of this many others (with --json).
     #[arg(long, value_name = "N", requires = "json")]
     logprobs: Option<u32>,
+    /// Log probabilities of the prompt's tokens and of this many others in their places (with --json).
+    #[arg(long, value_name = "N", requires = "json")]
+    prompt_logprobs: Option<u32>,
     /// One JSON object an event.
     #[arg(long)]
     json: bool,
@@ -122,6 +125,9 @@ struct Constraint {
     /// The output is derived from the grammar in this file (EBNF with a rule "root ::= ...", or Lark).
     #[arg(long, value_name = "FILE")]
     grammar: Option<PathBuf>,
+    /// The output is free but for the tags that the JSON in this file describes (as vLLM and XGrammar write it).
+    #[arg(long, value_name = "FILE")]
+    structural_tag: Option<PathBuf>,
     /// The output is this text, or that of another --choice.
     #[arg(long, value_name = "TEXT")]
     choice: Vec<String>,
@@ -139,6 +145,8 @@ impl Constraint {
             Kind::Regex(regex.clone())
         } else if let Some(path) = &self.grammar {
             Kind::Grammar(read(path)?)
+        } else if let Some(path) = &self.structural_tag {
+            Kind::StructuralTag(read(path)?)
         } else if !self.choice.is_empty() {
             Kind::Choice(Choice { texts: self.choice.clone() })
         } else {
@@ -246,7 +254,12 @@ fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
             ids: args.stop_id.clone(),
             ignore_eos: args.ignore_eos,
         }),
-        output: Some(proto::Output { text: None, token_ids: None, logprobs: args.logprobs }),
+        output: Some(proto::Output {
+            text: None,
+            token_ids: None,
+            logprobs: args.logprobs,
+            prompt_logprobs: args.prompt_logprobs,
+        }),
         constraint: args.constraint.message()?,
         device: args.device.clone().unwrap_or_default(),
         priority: 0,
@@ -380,7 +393,7 @@ impl Printer {
         drop(out);
         match event {
             Event::Started(started) => self.started = Some(started.clone()),
-            Event::Delta(_) => {}
+            Event::Prompt(_) | Event::Delta(_) => {}
             Event::Finished(finished) => {
                 self.end_line()?;
                 self.finished = Some(finished.clone());
@@ -448,6 +461,10 @@ fn object(event: &Event) -> Value {
                 "prompt_tokens": started.prompt_tokens,
                 "cached_tokens": started.cached_tokens,
             })
+        }
+        Event::Prompt(prompt) => {
+            let tokens: Vec<Value> = prompt.tokens.iter().map(logprobs).collect();
+            json!({ "event": "prompt", "logprobs": tokens })
         }
         Event::Delta(delta) => {
             let mut object = json!({
@@ -531,6 +548,11 @@ mod tests {
         assert_eq!(
             object(&Event::Started(started)).to_string(),
             r#"{"event":"started","device":{"name":"d","uuid":"u"},"prompt_tokens":5,"cached_tokens":2}"#
+        );
+        let prompt = proto::TokenLogprobs { token_id: 7, logprob: -2.0, top: Vec::new() };
+        assert_eq!(
+            object(&Event::Prompt(proto::PromptLogprobs { tokens: vec![prompt] })).to_string(),
+            r#"{"event":"prompt","logprobs":[{"token_id":7,"logprob":-2.0,"top":[]}]}"#
         );
         let mut delta = proto::Delta { token_ids: vec![1, 2], text: "é\n".into(), ..Default::default() };
         assert_eq!(

@@ -338,6 +338,7 @@ async fn listen(client: &mut Client, request: proto::GenerateRequest, served: &m
     while let Some(message) = stream.message().await? {
         match message.event {
             Some(Event::Delta(delta)) => served.arrivals.push(Instant::now(), delta.token_ids.len() as u32),
+            Some(Event::Prompt(_)) => {}
             Some(Event::Started(started)) => served.started = Some(started),
             Some(Event::Finished(end)) => {
                 finished = true;

@@ -195,7 +195,8 @@ mod tests {
             "devices --json",
             "serve --config f.toml --model a=/b@0 --model c=/d --listen 127.0.0.1:1 --insecure",
             "generate --model dir --device cpu --prompt text --max-tokens 5 --temperature 0.7 \
-             --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 --json",
+             --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 \
+             --prompt-logprobs 2 --json",
             "models --server 127.0.0.1:50051",
             "models list --server 127.0.0.1:50051 --json",
             "models --server 127.0.0.1:50051 load name --unload-first",

@@ -2,7 +2,7 @@
 //! tests and simulations, a fake. Plain data in, plain data out.
 
 use super::pace::Pace;
-use super::request::{PerToken, TokenLogprobs};
+use super::request::{PerToken, Scored, TokenLogprobs};
 use super::variants::Variants;
 use crate::actors::timeline::SubmissionRecord;
 use crate::kernels::embed::BLOCK_ROWS;
@@ -138,6 +138,9 @@ pub struct Chunk {
     pub restore: Option<Cell>,
     /// Where else than in the slot's cell state is left; at most [`MOST_KEEPS`].
     pub keeps: Vec<Keep>,
+    /// How probable its tokens are is asked, with so many alternatives: of all behind its first one, and of `next`. Such a
+    /// chunk is alone in its plan.
+    pub score: Option<u32>,
 }
 
 /// Snapshots that a chunk leaves, at most.
@@ -228,6 +231,17 @@ pub struct Sampled {
     pub logits: Option<Vec<f32>>,
 }
 
+/// How probable the tokens of a chunk were.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ScoredChunk {
+    /// Whose.
+    pub slot: Slot,
+    /// Position of the first of them.
+    pub first: u32,
+    /// In order.
+    pub tokens: Vec<Scored>,
+}
+
 /// Why the device marked a slot done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
@@ -247,6 +261,8 @@ pub struct Progress {
     pub steps: u32,
     /// In step order, then row order.
     pub tokens: Vec<Sampled>,
+    /// If the plan's chunk asked.
+    pub scored: Option<ScoredChunk>,
     /// The plan has nothing further to report.
     pub finished: bool,
     /// The recurrent state of the plan's slots is lost: they have to leave and be computed again.
@@ -290,7 +306,8 @@ pub enum ExecuteError {
 /// of the same tokens for each, was queued to be written before or within the plan that reads it, and is written by
 /// nobody any more; no step is queued for a position without a page; decode steps queued and not reported are at
 /// most `run_ahead`; within a plan no cell of a snapshot is both read and written, or written twice.
-/// A slot that asks for `dump_logits` has at most one unreported sample.
+/// A slot that asks for `dump_logits` has at most one unreported sample. At most two plans whose chunk is scored are
+/// unreported.
 pub trait Executor: Send {
     /// What it can hold.
     fn capacity(&self) -> &Capacity;

@@ -6,10 +6,10 @@
 
 use super::executor::{
     Capacity, Cell, Change, Chunk, Done, Drafts, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress,
-    STATE_TOKENS, Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
+    STATE_TOKENS, Sampled, ScoredChunk, Slot, SlotParams, StepPlan, Ticket, Work,
 };
 use super::pace::Pace;
-use super::request::{Flushes, PerToken, TokenLogprobs};
+use super::request::{Flushes, PerToken, Scored, TokenLogprobs};
 use super::scheduler::split_mix;
 use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Point, Role};
@@ -386,6 +386,30 @@ impl FakeExecutor {
         vec![self.sample(slot)]
     }
 
+    /// What a plan's chunk asks of its tokens, once they are written.
+    fn score(&mut self, chunks: &[Chunk]) -> Option<ScoredChunk> {
+        let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
+        assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
+        let unreported = self.reports.iter().filter(|report| report.progress.scored.is_some()).count();
+        assert!(unreported < 2, "a third scored chunk before the first is reported");
+        let top = asked.score?;
+        let targets = asked.tokens[1..].iter().copied().chain(asked.next);
+        let tokens = (asked.start..).zip(targets).map(|(before, token)| {
+            let history: Vec<u32> = (0..=before).map(|position| self.read(asked.slot, position)).collect();
+            scored(&history, token, top, self.config.capacity.vocabulary)
+        });
+        let tokens: Vec<Scored> = tokens.collect();
+        (!tokens.is_empty()).then_some(ScoredChunk { slot: asked.slot, first: asked.start + 1, tokens })
+    }
+
+    /// The token at a position of a slot.
+    fn read(&self, slot: Slot, position: u32) -> u32 {
+        let page = self.slots[slot.0 as usize].table[(position / PAGE_TOKENS) as usize];
+        let token = self.memory[page.0 as usize].tokens[(position % PAGE_TOKENS) as usize];
+        assert_ne!(token, POISON, "{slot:?} reads position {position}, which nobody has written");
+        token
+    }
+
     fn decode(&mut self, slots: &[Slot], steps: u32, drafts: u32) -> Vec<Vec<Sampled>> {
         let Drafts { most, sequences, .. } = self.config.capacity.drafts;
         assert!(drafts == 0 || (drafts <= most && slots.len() <= sequences as usize), "{drafts} drafts of {slots:?}");
@@ -471,13 +495,7 @@ impl FakeExecutor {
     fn sample(&mut self, slot: Slot) -> Sampled {
         let vocabulary = self.config.capacity.vocabulary;
         let s = &self.slots[slot.0 as usize];
-        let history = (0..s.written).map(|position| {
-            let memory = &self.memory[s.table[(position / PAGE_TOKENS) as usize].0 as usize];
-            let token = memory.tokens[(position % PAGE_TOKENS) as usize];
-            assert_ne!(token, POISON, "{slot:?} reads position {position}, which nobody has written");
-            token
-        });
-        let history: Vec<u32> = history.collect();
+        let history: Vec<u32> = (0..s.written).map(|position| self.read(slot, position)).collect();
         if self.config.capacity.snapshots.is_some() {
             let state = history.iter().fold(0, |taken, token| take_in(taken, *token));
             assert_eq!(self.cells[slot.0 as usize], Some(state), "the state of {slot:?} is of another history");
@@ -573,6 +591,7 @@ impl FakeExecutor {
                 let took = self.config.chunk;
                 self.submission = Some(self.submission(ticket, format!("prefill.{count}"), 1, start, took));
                 let tokens = self.prefill(&chunks);
+                let scored = self.score(&chunks);
                 self.pace.note_chunk(count, self.config.chunk);
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
@@ -581,6 +600,7 @@ impl FakeExecutor {
                     ticket,
                     steps: 1,
                     tokens,
+                    scored,
                     finished: true,
                     state_lost: false,
                     cost,
@@ -612,6 +632,7 @@ impl FakeExecutor {
                         ticket,
                         steps,
                         tokens,
+                        scored: None,
                         finished: true,
                         state_lost: true,
                         cost,
@@ -638,6 +659,7 @@ impl FakeExecutor {
                             ticket,
                             steps: part,
                             tokens,
+                            scored: None,
                             finished,
                             state_lost: false,
                             cost,
@@ -745,6 +767,14 @@ fn draw(history: impl Iterator<Item = u32>, params: &SlotParams, index: u32, voc
     let first = (split_mix(&mut state) % u64::from(vocabulary)) as u32;
     let allowed = |token: &u32| params.mask.as_ref().is_none_or(|mask| bit(mask, *token));
     (first..vocabulary).chain(0..first).find(allowed).expect("a mask allows something")
+}
+
+/// How probable `token` is behind its history: made up, and another for another history.
+pub fn scored(history: &[u32], token: u32, top: u32, vocabulary: u32) -> Scored {
+    let mut mix = history.iter().fold(u64::from(token), |mix, token| take_in(mix, *token));
+    let chosen = -((split_mix(&mut mix) % 1000) as f32);
+    let top = (0..top).map(|i| ((token + i) % vocabulary, -(i as f32))).collect();
+    Scored { id: token, logprobs: TokenLogprobs { chosen, top } }
 }
 
 /// Whether `token`, the `drawn`th of this stay, is the last.

@@ -3,10 +3,11 @@
 //! Deliberately absent: scheduling, and Vulkan other than through the actors.
 
 use super::executor::{
-    Capacity, Change, Chunk, Done, ExecuteError, Executor, Progress, Sampled, Slot, SlotParams, StepPlan, Ticket, Work,
+    Capacity, Change, Chunk, Done, ExecuteError, Executor, Progress, Sampled, ScoredChunk, Slot, SlotParams, StepPlan,
+    Ticket, Work,
 };
 use super::pace::Pace;
-use super::request::{PerToken, TokenLogprobs};
+use super::request::{PerToken, Scored, TokenLogprobs};
 use super::variants::{Fallback, Variants};
 use crate::actors::compute::{Compute, Submission};
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
@@ -18,6 +19,7 @@ use crate::kernels::flash::flash_tiles;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, clear_inbox, mask_words, patch_inbox};
+use crate::kernels::score::Score;
 use crate::kernels::state::{self, RingEntry, SlotInit};
 use crate::memory::Buffer;
 use crate::model::decoder::RingLayout;
@@ -97,6 +99,10 @@ pub struct Parts {
     pub prefill: BTreeMap<u32, Arc<Region>>,
     /// What draws the first tokens of prompts, by their number.
     pub first: BTreeMap<u32, Arc<Region>>,
+    /// What scores the next rows of a step of prompts, so many at a time.
+    pub score: (u32, Arc<Region>),
+    /// Mapped: what it finds, of two steps.
+    pub scores: Arc<Buffer>,
     /// At least two; more than plans in flight, or `submit` waits.
     pub inboxes: Vec<Inbox>,
     /// Pairs that an inbox's patch holds.
@@ -141,6 +147,8 @@ pub struct GpuExecutor {
     /// Values of the gate that submissions wait for, so far.
     gates: u64,
     pace: Pace,
+    /// Chunks that were scored, so far: their scores go to each half of the buffer in turn.
+    scored: u32,
     /// A kernel waited too long for a word: steps have run with barriers since.
     faulted: bool,
     decode_plans: u32,
@@ -183,6 +191,8 @@ struct Pending {
     rows: u32,
     /// Entries that are done.
     entries: u32,
+    /// Tokens of a chunk that are scored.
+    scoring: Option<Scoring>,
     /// Steps from this one on drew nothing because of a fault; `u32::MAX` if none is known.
     good: u32,
     work: Kind,
@@ -204,6 +214,17 @@ struct Pending {
     flush: FlushReason,
     submitted: Instant,
     started: bool,
+}
+
+/// Which tokens are scored, and where the scores will be.
+#[derive(Clone, Copy, Debug)]
+struct Scoring {
+    slot: Slot,
+    /// Position of the first.
+    first: u32,
+    tokens: u32,
+    /// The first's entry.
+    entry: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -235,6 +256,7 @@ impl GpuExecutor {
             dumps: vec![false; slots],
             logprobs: vec![false; slots],
             gates: 0,
+            scored: 0,
             pace: Pace::default(),
             faulted: false,
             decode_plans: 0,
@@ -460,6 +482,7 @@ impl GpuExecutor {
                     ticket: pending.ticket,
                     steps,
                     tokens,
+                    scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
                     finished,
                     state_lost,
                     cost,
@@ -484,6 +507,8 @@ impl GpuExecutor {
             };
             match total {
                 None => {}
+                // Another chunk as long takes less.
+                Some(_) if pending.scoring.is_some() => {}
                 Some(total) if pending.prompt_tokens > 0 => self.pace.note_chunk(pending.prompt_tokens, total),
                 Some(total) if pending.work == Kind::Sampled => {
                     let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
@@ -548,17 +573,55 @@ impl GpuExecutor {
         (regions, rows, tokens)
     }
 
+    /// What of a step's tokens is scored, and by which regions; what the device must know of it is patched.
+    fn scoring(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Option<(Scoring, Vec<Arc<Region>>)> {
+        let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
+        assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
+        let rows = asked.tokens.len() as u32;
+        let tokens = rows - u32::from(asked.next.is_none());
+        if tokens == 0 {
+            return None;
+        }
+        let entry = self.scored % 2 * self.parts.layout.chunk;
+        self.scored = self.scored.wrapping_add(1);
+        let words = [0, asked.next.unwrap_or(state::TOKEN_NONE), asked.score?, entry];
+        patch.set_all(self.parts.layout.score_word(), &words);
+        let (each, region) = &self.parts.score;
+        let turns = vec![Arc::clone(region); tokens.div_ceil(*each) as usize];
+        Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
+    }
+
+    /// What was scored, once the device is done with it.
+    fn scores(&self, scoring: Scoring) -> ScoredChunk {
+        let Scoring { slot, first, tokens, entry } = scoring;
+        let mut words = vec![0u32; (tokens * state::SCORE_WORDS) as usize];
+        let at = u64::from(entry) * u64::from(state::SCORE_WORDS) * 4;
+        self.parts.scores.read(at, bytemuck::cast_slice_mut(&mut words));
+        let scored = |words: &[u32]| {
+            let Score { token, logprob, top } = Score::read(words);
+            Scored { id: token, logprobs: TokenLogprobs { chosen: logprob, top } }
+        };
+        let tokens = words.chunks_exact(state::SCORE_WORDS as usize).map(scored).collect();
+        ScoredChunk { slot, first, tokens }
+    }
+
     /// Queues work behind all earlier, after changes of the device's state.
     fn enqueue(&mut self, ticket: Ticket, planned: Option<Work>, mut posts: Posts) -> Result<(), ExecuteError> {
         let layout = self.parts.layout;
         let mut prompt_tokens = 0;
+        let mut scoring = None;
         let mut draw: Option<Arc<Region>> = None;
         let steps = planned.as_ref().map_or(0, Work::steps);
         let (work, steps, rows, step, flush) = match &planned {
             None => (Kind::Changes, 0, 0, Vec::new(), FlushReason::PhaseBoundary),
             Some(Work::Prefill { chunks }) => {
-                let (regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
+                let (mut regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
                 prompt_tokens = tokens;
+                if let Some((asked, turns)) = self.scoring(chunks, &mut posts.patch) {
+                    scoring = Some(asked);
+                    // Behind the layers, and before the first token's logits take the place of theirs.
+                    regions.splice(1..1, turns);
+                }
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
                 (kind, steps, rows, regions, FlushReason::PhaseBoundary)
             }
@@ -657,6 +720,7 @@ impl GpuExecutor {
             drafts,
             work,
             prompt_tokens,
+            scoring,
             dump,
             fixed,
             each,
@@ -743,6 +807,7 @@ impl Pending {
             good: u32::MAX,
             work: Kind::Changes,
             prompt_tokens: 0,
+            scoring: None,
             slots: Vec::new(),
             drafts: 0,
             dump: false,

@@ -856,7 +856,7 @@ impl Client {
                 }
                 self.output_tokens += 1;
             }
-            Event::Finished(_) => {}
+            Event::Prompt(_) | Event::Finished(_) => {}
         }
         if self.gone {
             return true;

@@ -17,6 +17,9 @@ pub struct Request {
     pub limits: Limits,
     /// `Some(n)`: log probabilities of the chosen token and the `n` most probable (n <= 20).
     pub logprobs: Option<u32>,
+    /// `Some(n)`: log probabilities of the prompt's tokens and the `n` most probable at each (n <= 20). All of the prompt
+    /// is then computed, whatever pages hold; of several samples only for the first.
+    pub prompt_logprobs: Option<u32>,
     /// Whether every step's logits are handed back (tests and `--dump-logits`; one at a time).
     pub dump_logits: bool,
     /// What the output must look like, at its beginning.
@@ -102,6 +105,8 @@ pub struct Limits {
 pub enum Event {
     /// The prompt is about to run.
     Started(Box<Started>),
+    /// The next tokens of the prompt, from its second on, if the request asked; all of them before the first token.
+    Prompt(Vec<Scored>),
     /// A token was drawn.
     Token(Token),
     /// Nothing follows.
@@ -138,10 +143,19 @@ pub struct Token {
     pub logits: Option<Vec<f32>>,
 }
 
+/// One token of a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scored {
+    /// The id.
+    pub id: u32,
+    /// Behind the tokens before it; without bias and penalties, which are the output's.
+    pub logprobs: TokenLogprobs,
+}
+
 /// Log probabilities (natural) at one position, after bias and penalties, before temperature.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Of the chosen token.
+    /// Of the token that stands there.
     pub chosen: f32,
     /// The most probable, best first.
     pub top: Vec<(u32, f32)>,
@@ -283,6 +297,7 @@ impl Request {
         let mut sample = self.clone();
         sample.id = sample_id(&self.id, index);
         sample.sampling.seed = self.sampling.seed.map(|seed| sample_seed(seed, index));
+        sample.prompt_logprobs = self.prompt_logprobs.filter(|_| index == 0);
         sample
     }
 
@@ -311,8 +326,10 @@ impl Request {
         }
         self.sampling.validate(bounds.vocabulary)?;
         self.limits.validate(bounds)?;
-        if self.logprobs.is_some_and(|logprobs| logprobs > MAX_LOGPROBS) {
-            return Err(value("logprobs", self.logprobs.unwrap_or_default(), "at most 20"));
+        for (field, asked) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
+            if let Some(asked) = asked.filter(|asked| *asked > MAX_LOGPROBS) {
+                return Err(value(field, asked, "at most 20"));
+            }
         }
         Ok(())
     }
@@ -472,6 +489,7 @@ mod tests {
             sampling: Sampling::default(),
             limits: Limits::default(),
             logprobs: None,
+            prompt_logprobs: None,
             dump_logits: false,
             grammar: None,
             priority: 0,
@@ -500,13 +518,15 @@ mod tests {
     #[test]
     fn samples_differ_in_id_and_seed_and_the_first_is_the_request() {
         let mut request = request();
-        request.sampling.seed = Some(0);
+        (request.sampling.seed, request.prompt_logprobs) = (Some(0), Some(2));
         let samples: Vec<Request> = (0..4).map(|index| request.sample(index)).collect();
         assert_eq!((samples[0].id.as_str(), samples[0].sampling.seed), ("r", Some(0)));
         // SplitMix64's first numbers from 0, as others publish them.
         let seeds: Vec<u64> = samples[1..].iter().map(|sample| sample.sampling.seed.unwrap()).collect();
         assert_eq!(seeds, [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f]);
         assert!(samples[1..].iter().all(|sample| sample.id.starts_with("r\0") && sample.prompt == request.prompt));
+        let scored: Vec<bool> = samples.iter().map(|sample| sample.prompt_logprobs.is_some()).collect();
+        assert_eq!(scored, [true, false, false, false], "they have one prompt");
         request.sampling.seed = None;
         assert_eq!(request.sample(3).sampling.seed, None, "each is drawn by itself");
         assert!(check(|r| r.id = "a\0b".into()).unwrap_err().to_string().contains("request_id"));
@@ -554,6 +574,7 @@ mod tests {
             other => panic!("{other:?}"),
         };
         assert_eq!(field(check(|r| r.logprobs = Some(21))), "logprobs");
+        assert_eq!(field(check(|r| r.prompt_logprobs = Some(21))), "prompt_logprobs");
         assert_eq!(field(check(|r| r.limits.max_tokens = Some(0))), "max_tokens");
         assert_eq!(
             field(check(|r| {

@@ -24,8 +24,8 @@
 
 use super::by_age::ByAge;
 use super::executor::{
-    Capacity, Cell, Change, Chunk, Done, Keep, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS, Sampled, Slot,
-    StepPlan, Ticket, Work,
+    Capacity, Cell, Change, Chunk, Done, Keep, MOST_KEEPS, PAGE_TOKENS, Page, Progress, STATE_TOKENS, Sampled,
+    ScoredChunk, Slot, StepPlan, Ticket, Work,
 };
 use super::host::RequestView;
 use super::pace::Pace;
@@ -237,6 +237,15 @@ enum Prompt {
     Resident(SequenceId),
     /// Joins with it.
     Joining(Joining),
+}
+
+impl Prompt {
+    fn id(&self) -> SequenceId {
+        match self {
+            Prompt::Resident(id) => *id,
+            Prompt::Joining(joining) => joining.id,
+        }
+    }
 }
 
 /// Who may join: there are a slot and pages for it.
@@ -565,6 +574,15 @@ impl Scheduler {
         } else {
             self.charge_decode(&progress.tokens, &completed);
         }
+        if let Some(ScoredChunk { slot, first, tokens }) = progress.scored
+            && let Some(sequence) = self.holder(slot).filter(|sequence| !sequence.ended)
+        {
+            let id = sequence.id;
+            let tokens = sequence.take_scores(first, tokens);
+            if !tokens.is_empty() {
+                self.outputs.push(Output::Event(id, Event::Prompt(tokens)));
+            }
+        }
         for sampled in progress.tokens {
             debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
             if flight.drafts > 0 {
@@ -644,7 +662,7 @@ impl Scheduler {
     /// What holds the beginning of a waiting sequence's history already; `None` if the plan that is being made leaves
     /// more of it for the next.
     fn beginning(&mut self, id: SequenceId) -> Option<Beginning> {
-        if !self.setup.prefix_cache {
+        if !self.setup.prefix_cache || self.sequences[id].is_scored() {
             return Some(Beginning::default());
         }
         let sequence = self.sequences.get_mut(id).expect("a waiting sequence is known");
@@ -708,7 +726,9 @@ impl Scheduler {
         let mut chunks: Vec<Chunk> = Vec::new();
         let unit = self.chunk_unit();
         while let Some(next) = prompt {
-            if left < unit.min(self.unqueued(&next)) {
+            // Who is scored has the plan alone.
+            let scored = self.sequences[next.id()].is_scored();
+            if left < unit.min(self.unqueued(&next)) || (scored && !chunks.is_empty()) {
                 break;
             }
             let id = match next {
@@ -728,7 +748,7 @@ impl Scheduler {
             chunk.keeps = self.keeps(id, &chunk);
             left -= chunk.tokens.len() as u32;
             chunks.push(chunk);
-            let room = left > 0 && chunks.len() < self.setup.capacity.prompts as usize;
+            let room = left > 0 && !scored && chunks.len() < self.setup.capacity.prompts as usize;
             prompt = if room { self.next_prompt() } else { None };
         }
         self.prefilled_last = true;
@@ -1224,6 +1244,7 @@ mod tests {
             sampling: Sampling::default(),
             limits: Limits { max_tokens: Some(max_tokens), ..Limits::default() },
             logprobs: None,
+            prompt_logprobs: None,
             dump_logits: false,
             grammar: None,
             priority: 0,
@@ -1286,8 +1307,16 @@ mod tests {
                 }
             };
             let cost = PerToken::default();
-            let report =
-                Progress { ticket, steps, tokens, finished: true, state_lost: false, cost, submissions: Vec::new() };
+            let report = Progress {
+                ticket,
+                steps,
+                tokens,
+                scored: None,
+                finished: true,
+                state_lost: false,
+                cost,
+                submissions: Vec::new(),
+            };
             self.scheduler.progress(report, self.now);
             self.scheduler.assert_consistent();
         }

@@ -5,7 +5,7 @@ use super::executor::{Cell, Chunk, PAGE_TOKENS, Page, STATE_TOKENS, Slot, SlotPa
 use super::host::RequestView;
 use super::pages::Content;
 use super::prefix::PageKey;
-use super::request::{PerToken, Request, Timings};
+use super::request::{PerToken, Request, Scored, Timings};
 use crate::model::grammar::{Grammar, Started};
 use crate::telemetry::names;
 use std::cmp::Reverse;
@@ -73,6 +73,10 @@ pub struct Sequence {
     pub max_tokens: u32,
     /// As of the arrival; `join` makes what the device is told of it.
     params: SlotParams,
+    /// Alternatives of its prompt's tokens, while some of these are still to be scored.
+    score: Option<u32>,
+    /// Tokens of the prompt whose scores were handed out, the first included, which has none.
+    scored: u32,
     /// What it may draw, where that is constrained.
     pub constraint: Option<Constrained>,
 
@@ -162,6 +166,9 @@ impl Sequence {
             prompt_tokens,
             max_tokens,
             params,
+            // A prompt of one token has nothing to score.
+            score: request.prompt_logprobs.filter(|_| prompt_tokens > 1),
+            scored: 1,
             constraint: request.grammar.map(constrained),
             keys: Vec::new(),
             root: PageKey::root(&request.cache_salt),
@@ -205,6 +212,23 @@ impl Sequence {
     /// Whether the device hands every step's logits back: such a sequence runs without run-ahead.
     pub fn dumps_logits(&self) -> bool {
         self.params.dump_logits
+    }
+
+    /// Whether tokens of its prompt are still to be scored: nothing is found for it, and its chunks are alone.
+    pub fn is_scored(&self) -> bool {
+        self.score.is_some()
+    }
+
+    /// Takes scores of its prompt's tokens from position `first` on; gives those that were not there before.
+    pub fn take_scores(&mut self, first: u32, mut tokens: Vec<Scored>) -> Vec<Scored> {
+        let known = self.scored.saturating_sub(first).min(tokens.len() as u32);
+        let end = first + tokens.len() as u32;
+        tokens.drain(..known as usize);
+        self.scored = self.scored.max(end);
+        if self.scored == self.prompt_tokens {
+            self.score = None;
+        }
+        tokens
     }
 
     /// Names of the pages that could be found before it joins: all full ones, but never the last token's, which
@@ -329,7 +353,7 @@ impl Sequence {
         }
         let tokens = self.tokens[start as usize..end as usize].to_vec();
         let next = self.tokens.get(end as usize).copied();
-        Chunk { slot, tokens, start, last, next, restore: self.restore.take(), keeps: Vec::new() }
+        Chunk { slot, tokens, start, last, next, restore: self.restore.take(), keeps: Vec::new(), score: self.score }
     }
 
     /// Tokens that the device may still be asked to draw.

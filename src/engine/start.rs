@@ -350,7 +350,7 @@ fn purpose(name: &str) -> Purpose {
     match name {
         "state" | "sampling.counts" | "step" | "rope" => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
-        "ring" | "dump" => Purpose::Ring,
+        "ring" | "dump" | "scores" => Purpose::Ring,
         name if name.starts_with("kv.") => Purpose::KvPages,
         _ => Purpose::Scratch,
     }
@@ -557,7 +557,7 @@ impl Build<'_> {
                 continue;
             }
             let place = match name.as_str() {
-                "ring" | "dump" => Place::Readback,
+                "ring" | "dump" | "scores" => Place::Readback,
                 name if name.starts_with("inbox.") || name == "masks" => Place::Upload { bar: true },
                 _ => Place::DeviceLocal,
             };
@@ -648,6 +648,7 @@ impl Build<'_> {
         for (rows, head) in &recordings.first {
             first.insert(*rows, region(head)?);
         }
+        let score = (recordings.score.0, region(&recordings.score.1)?);
         let mut inboxes = Vec::new();
         for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
             inboxes.push(Inbox {
@@ -708,6 +709,8 @@ impl Build<'_> {
             verify,
             prefill,
             first,
+            score,
+            scores: Arc::clone(table.require("scores")?),
             inboxes,
             patch_pairs: PATCH_PAIRS,
             seen_rows: SEEN_ROWS,
@@ -989,6 +992,8 @@ pub(super) struct Recordings {
     pub(super) prefill: Vec<(u32, Recording)>,
     /// By prompts.
     first: Vec<(u32, Recording)>,
+    /// With its rows.
+    score: (u32, Recording),
     pub(super) inboxes: Vec<InboxRecordings>,
     dump: Recording,
 }
@@ -1032,20 +1037,22 @@ impl Recordings {
         let from = dump.buffer("logits", bytes);
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
-        Recordings { decode, verify, prefill, first, inboxes, dump }
+        let rows = decoder.score_rows();
+        let score = (rows, decoder.record(Shape::Score { rows }));
+        Recordings { decode, verify, prefill, first, score, inboxes, dump }
     }
 
     /// What steps are made of, without those that stand by.
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let prompts = self.prefill.iter().chain(&self.first).map(|(_, recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
         decode.chain(verify).chain(prompts)
     }
 
     fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prompts = self.prefill.iter().chain(&self.first).map(|(_, recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes = self.inboxes.iter().flat_map(|inbox| [&inbox.apply, &inbox.clear, &inbox.mark]);
         decode.chain(verify).chain(prompts).chain(inboxes).chain([&self.dump]).collect()

@@ -28,7 +28,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 /// Slots of the staging ring and bytes of each: one for each thread that packs, and as many to keep a transfer queue
-/// busy meanwhile.
+/// busy meanwhile. Smaller copies leave gaps between them (docs/rejected.md).
 const STAGING: (usize, usize) = (32, 8 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
 /// Between two looks at whether another load on the device has ended.

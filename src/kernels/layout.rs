@@ -1,5 +1,5 @@
 //! Where the parts of the `state` buffer lie: slots, batch list, prompt chunk, page tables,
-//! logit biases. One buffer, so that one patch kernel reaches all of it.
+//! logit biases, single words. One buffer, so that one patch kernel reaches all of it.
 //! Deliberately absent: the meaning of a slot's words (`state`).
 
 use super::embed::ChunkLayout;
@@ -27,7 +27,7 @@ pub struct StateLayout {
 const ALIGN: u64 = 64;
 
 impl StateLayout {
-    fn offsets(&self) -> [u64; 7] {
+    fn offsets(&self) -> [u64; 8] {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
@@ -35,8 +35,9 @@ impl StateLayout {
             u64::from(self.slots) * u64::from(self.max_pages) * 4,
             u64::from(self.slots) * u64::from(state::BIAS_ENTRIES) * 8,
             4,
+            u64::from(state::SCORE_STATE_WORDS) * 4,
         ];
-        let mut offsets = [0; 7];
+        let mut offsets = [0; 8];
         for (i, b) in bytes.iter().enumerate() {
             offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
         }
@@ -45,7 +46,7 @@ impl StateLayout {
 
     /// Bytes of the whole buffer.
     pub fn bytes(&self) -> u64 {
-        self.offsets()[6]
+        self.offsets()[7]
     }
 
     fn range(&self, recording: &mut Recording, part: usize) -> Range {
@@ -100,6 +101,16 @@ impl StateLayout {
         self.range(recording, 5)
     }
 
+    /// `[SCORE_STATE_WORDS]`: what of a chunk is scored next.
+    pub fn score(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 6).part(0, u64::from(state::SCORE_STATE_WORDS) * 4)
+    }
+
+    /// Word offset of the first word of `score`.
+    pub fn score_word(&self) -> u32 {
+        (self.offsets()[6] / 4) as u32
+    }
+
     /// Word offset of the fault word.
     pub fn fault_word(&self) -> u32 {
         (self.offsets()[5] / 4) as u32
@@ -145,6 +156,7 @@ mod tests {
             layout.chunk(&mut recording),
             layout.pages(&mut recording),
             layout.bias(&mut recording),
+            layout.fault(&mut recording),
         ];
         for pair in parts.windows(2) {
             assert_eq!(pair[0].offset + pair[0].bytes, pair[1].offset);
@@ -152,6 +164,9 @@ mod tests {
         }
         assert_eq!(u64::from(layout.page_word(2, 8)) * 4 + 4, parts[3].offset + 3 * 9 * 4);
         assert!(u64::from(layout.bias_word(2, state::BIAS_ENTRIES * 2 - 1)) * 4 + 4 <= layout.bytes());
+        let score = layout.score(&mut recording);
+        assert!(score.offset >= parts[5].offset + parts[5].bytes && score.offset + score.bytes <= layout.bytes());
+        assert_eq!(u64::from(layout.score_word()) * 4, score.offset);
         let token = layout.chunk_word(layout.chunk_layout().token(16));
         assert_eq!(u64::from(token) * 4 + 4, parts[2].offset + layout.chunk_layout().bytes(17));
     }

@@ -20,6 +20,7 @@ pub mod panel;
 pub mod recording;
 pub mod region;
 pub mod sampling;
+pub mod score;
 pub mod shaders;
 pub mod skinny;
 pub mod state;
@@ -84,6 +85,8 @@ pub fn reference(kernel: &str) -> Reference {
         "patch" => sampling::reference_patch,
         "clear_counts" => sampling::reference_clear_counts,
         "mark_prompt" => sampling::reference_mark_prompt,
+        "take_rows" => score::reference_take_rows,
+        "score" => score::reference_score,
         other => panic!("kernel \"{other}\" has no reference"),
     }
 }

@@ -115,6 +115,28 @@ pub const DONE_LENGTH: u32 = 2;
 /// Nothing was drawn: a kernel of the step waited too long, or one of an earlier step.
 pub const DONE_FAULT: u32 = 3;
 
+/// Words of what `score` is told of a prompt's chunk.
+pub const SCORE_STATE_WORDS: u32 = 4;
+/// Rows of the chunk go to the LM head so many at a time: how often they have.
+pub const SCORE_TURN: u32 = 0;
+/// The token behind the chunk's last row, or `TOKEN_NONE`.
+pub const SCORE_NEXT: u32 = 1;
+/// Alternatives, at most `TOP_ENTRIES`.
+pub const SCORE_TOP_N: u32 = 2;
+/// The entry of the chunk's first row.
+pub const SCORE_FIRST: u32 = 3;
+
+/// Words of a row's entry in `scores`.
+pub const SCORE_WORDS: u32 = 44;
+/// The token behind the row.
+pub const SCORE_TOKEN: u32 = 0;
+/// f32: its log probability.
+pub const SCORE_LOGPROB: u32 = 1;
+/// Alternatives that the entry has.
+pub const SCORE_TOP_COUNT: u32 = 2;
+/// The first of them: pairs of token and f32 log probability, best first.
+pub const SCORE_TOP: u32 = 4;
+
 /// Below this a temperature is greedy: its inverse would leave f32's range.
 pub const LEAST_TEMPERATURE: f32 = 1e-5;
 

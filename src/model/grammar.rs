@@ -3,10 +3,16 @@
 //! Deliberately absent: who draws, and when.
 
 mod ebnf;
+mod kept;
+mod structural;
 mod vocabulary;
+
+pub use kept::Uses;
+pub use structural::structural_tag;
 
 use crate::kernels::sampling::mask_words;
 use crate::model::text::Text;
+use kept::Kept;
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
@@ -22,6 +28,9 @@ pub const MOST_CHOICES: usize = 1024;
 const MOST_SYMBOLS: usize = 200_000;
 /// States of a request's lexer, of one to two kilobytes each.
 const MOST_LEXER_STATES: usize = 50_000;
+/// What a byte of a constraint takes when it is compiled, besides its lexer: about so many bytes, as measured with a
+/// schema of 190 KB.
+const COMPILED_BYTES: usize = 160;
 /// White space that may stand between the parts of a JSON text: a space or two, or a new line and its indentation. No
 /// more, since a model that has begun with it may never end.
 const JSON_SPACE: &str = r"\x20{1,2}|\x0D?\x0A(\x20{0,24}|\x09{0,8})";
@@ -39,6 +48,17 @@ pub enum Constraint {
     Grammar(String),
     /// One of these texts.
     Choice(Vec<String>),
+}
+
+impl Constraint {
+    /// Of its texts.
+    fn bytes(&self) -> usize {
+        match self {
+            Constraint::JsonSchema(text) | Constraint::Regex(text) | Constraint::Grammar(text) => text.len(),
+            Constraint::Choice(choices) => choices.iter().map(String::len).sum(),
+            Constraint::JsonObject => 0,
+        }
+    }
 }
 
 /// Why an output cannot be constrained so, or not any further.
@@ -73,6 +93,7 @@ pub struct Grammars {
     /// Of the model: its rows may be more than the tokenizer knows.
     vocabulary: u32,
     eos_ids: Vec<u32>,
+    kept: Kept,
 }
 
 impl fmt::Debug for Grammars {
@@ -94,14 +115,31 @@ impl Grammars {
         limits.max_lexer_states = MOST_LEXER_STATES;
         // They would hold what was generated so far.
         limits.verbose_errors = false;
-        Ok(Grammars { factory, vocabulary, eos_ids: eos_ids.to_vec() })
+        Ok(Grammars { factory, vocabulary, eos_ids: eos_ids.to_vec(), kept: Kept::default() })
+    }
+
+    /// A constraint at its beginning: compiled, or one of those that were compiled lately. With `ignore_eos` an output
+    /// that could end goes on as long as it can.
+    pub fn start(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Started, GrammarError> {
+        if let Some(started) = self.kept.find(constraint, ignore_eos) {
+            return Ok(started);
+        }
+        let (started, bytes) = self.compile(constraint, ignore_eos)?;
+        self.kept.keep(constraint, ignore_eos, bytes, &started);
+        Ok(started)
+    }
+
+    /// How often constraints were asked for, and of which the work was already done.
+    pub fn uses(&self) -> Uses {
+        self.kept.uses()
     }
 
     /// Compiles a constraint and finds the first tokens: takes a millisecond for a small one, up to seconds for one at
-    /// the limits. With `ignore_eos` an output that could end goes on as long as it can.
-    pub fn start(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Started, GrammarError> {
+    /// the limits. Says about how many bytes it takes.
+    fn compile(&self, constraint: &Constraint, ignore_eos: bool) -> Result<(Started, usize), GrammarError> {
         let invalid = |error: anyhow::Error| GrammarError::Invalid(first_line(&error.to_string()));
         let parser = self.factory.create_parser(top_level(constraint)?).map_err(invalid)?;
+        let bytes = parser.parser.lexer_stats().num_bytes + constraint.bytes() * COMPILED_BYTES;
         let mut grammar = Grammar {
             matcher: Matcher::new(Ok(parser)),
             vocabulary: self.vocabulary,
@@ -109,7 +147,7 @@ impl Grammars {
             ignore_eos,
         };
         match grammar.next().map_err(|error| GrammarError::Invalid(error.to_string()))? {
-            Next::Mask(mask) => Ok(Started { grammar: Box::new(grammar), mask }),
+            Next::Mask(mask) => Ok((Started { grammar: Box::new(grammar), mask }, bytes)),
             Next::Complete => Err(GrammarError::Invalid("it allows no text at all".to_owned())),
         }
     }
@@ -209,11 +247,7 @@ fn first_line(text: &str) -> String {
 }
 
 fn top_level(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarError> {
-    let bytes = match constraint {
-        Constraint::JsonSchema(text) | Constraint::Regex(text) | Constraint::Grammar(text) => text.len(),
-        Constraint::Choice(choices) => choices.iter().map(String::len).sum(),
-        Constraint::JsonObject => 0,
-    };
+    let bytes = constraint.bytes();
     if bytes > MOST_BYTES {
         return Err(GrammarError::TooLong { bytes });
     }

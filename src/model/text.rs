@@ -19,7 +19,7 @@ use tokenizers::Tokenizer;
 use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, Templates};
 use self::stream::TextStream;
-use super::grammar::{GrammarError, Grammars};
+use super::grammar::{GrammarError, Grammars, Uses};
 
 /// Tokenizer and chat template of a checkpoint.
 #[derive(Clone)]
@@ -191,6 +191,11 @@ impl Text {
         }
         let made = Arc::new(Grammars::new(self, vocabulary, eos_ids)?);
         Ok(Arc::clone(self.inner.grammars.get_or_init(|| made)))
+    }
+
+    /// How often outputs were to be constrained.
+    pub fn constraint_uses(&self) -> Uses {
+        self.inner.grammars.get().map(|grammars| grammars.uses()).unwrap_or_default()
     }
 
     /// How many tokens the tokenizer knows; the model may have more rows.

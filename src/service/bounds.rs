@@ -35,6 +35,10 @@ pub const STREAMS: u32 = 200;
 pub const HEADER_BYTES: u32 = 16 << 10;
 /// From a connection's beginning until it speaks HTTP/2 (with TLS: that long until it is encrypted, and again).
 pub const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
+/// A connection on which nothing has come for as long is asked whether anybody is there.
+pub const KEEPALIVE: Duration = Duration::from_secs(30);
+/// As long an answer to that is waited for; whoever gives none is cut off.
+pub const KEEPALIVE_WAIT: Duration = Duration::from_secs(20);
 /// TLS handshakes at once; further connections wait for theirs.
 pub const HANDSHAKES: usize = 256;
 /// From a call's beginning until its message is there.

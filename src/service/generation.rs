@@ -25,6 +25,8 @@ use tracing::Span;
 
 /// The most tokens of one delta: a client that fell behind gets messages of bounded size.
 const DELTA_TOKENS: usize = 256;
+/// The most tokens of a message about the prompt, as the contract says.
+const PROMPT_TOKENS: usize = 1024;
 
 /// What a generation is given beside the request.
 pub struct Surroundings {
@@ -210,6 +212,12 @@ impl Generation {
                 let model = &self.place.model().name;
                 let message = convert::started(&started, &self.id, model, replica);
                 self.send(Message::Started(message));
+            }
+            Event::Prompt(tokens) => {
+                for part in tokens.chunks(PROMPT_TOKENS) {
+                    let tokens = part.iter().map(|token| convert::logprobs(token.id, &token.logprobs)).collect();
+                    self.send(Message::Prompt(proto::PromptLogprobs { tokens }));
+                }
             }
             Event::Token(token) => self.take_token(token),
             Event::Finished(finished) => self.finish(*finished),

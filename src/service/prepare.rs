@@ -7,7 +7,7 @@ use super::{bounds, proto};
 use crate::engine::host::{Host, Replica, ServedModel};
 use crate::engine::prefix::page_keys;
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
-use crate::model::grammar::{Constraint, Started};
+use crate::model::grammar::{Constraint, Started, structural_tag};
 use crate::model::text::Text;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
 use proto::generate_request::Prompt;
@@ -160,6 +160,7 @@ pub fn prepare(
             ignore_eos: stopping.ignore_eos,
         },
         logprobs: output.logprobs,
+        prompt_logprobs: output.prompt_logprobs,
         dump_logits: false,
         grammar,
         priority: message.priority,
@@ -184,7 +185,7 @@ fn start_grammar(model: &ServedModel, constraint: proto::Constraint, ignore_eos:
     use proto::constraint::Kind;
     let (field, constraint) = match constraint.kind {
         None => {
-            let rule = "one of json_schema, regex, grammar, choice and json_object";
+            let rule = "one of json_schema, regex, grammar, choice, json_object and structural_tag";
             return Err(Refusal::Missing { field: "constraint.kind", rule });
         }
         Some(Kind::JsonSchema(schema)) => ("constraint.json_schema", Constraint::JsonSchema(schema)),
@@ -192,6 +193,12 @@ fn start_grammar(model: &ServedModel, constraint: proto::Constraint, ignore_eos:
         Some(Kind::Grammar(grammar)) => ("constraint.grammar", Constraint::Grammar(grammar)),
         Some(Kind::Choice(choice)) => ("constraint.choice", Constraint::Choice(choice.texts)),
         Some(Kind::JsonObject(_)) => ("constraint.json_object", Constraint::JsonObject),
+        // What it describes is a grammar.
+        Some(Kind::StructuralTag(tag)) => {
+            let field = "constraint.structural_tag";
+            let lark = structural_tag(&tag).map_err(|source| Refusal::Grammar { field, source })?;
+            (field, Constraint::Grammar(lark))
+        }
     };
     let text = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })?;
     let started = text

@@ -151,7 +151,7 @@ impl Ostinato for Rpc {
     async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
         let span = rpc_span(SERVICE, "Generate", request.metadata());
         let caller = Caller::of(&request);
-        let started = self.open(&span, caller, request.into_inner(), |_| {}).await;
+        let started = self.open(&span, caller, request.into_inner(), |_| {}).await.map(|(stream, ())| stream);
         self.begun(&span, started)
     }
 
@@ -364,14 +364,14 @@ impl Rpc {
         self.clients.take(client, asked, &caller.allowance())
     }
 
-    /// Starts a generation, of which `adjust` may change what a message cannot say.
-    pub(super) async fn open(
+    /// Starts a generation, of which `adjust` may change what a message cannot say, and tell what it finds.
+    pub(super) async fn open<T: Send + 'static>(
         &self,
         span: &Span,
         caller: Caller,
         message: proto::GenerateRequest,
-        adjust: impl FnOnce(&mut Prepared) + Send + 'static,
-    ) -> Result<Tracked, Refusal> {
+        adjust: impl FnOnce(&mut Prepared) -> T + Send + 'static,
+    ) -> Result<(Tracked, T), Refusal> {
         let deadline = caller.deadline()?;
         bounds::request(&message, self.most_text)?;
         if caller.identity.is_some() {
@@ -382,10 +382,10 @@ impl Rpc {
         let host = Arc::clone(&self.host);
         let prepared = aside(move || {
             let mut prepared = prepare::prepare(&host, message, deadline)?;
-            adjust(&mut prepared);
-            Ok(prepared)
+            let found = adjust(&mut prepared);
+            Ok((prepared, found))
         });
-        let prepared = prepared.await?;
+        let (prepared, found) = prepared.await?;
         let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
         if let Some(places) = &mut places {
             places.admit(&prepared.request.id, prompt)?;
@@ -401,7 +401,7 @@ impl Rpc {
             // What is not run costs nothing.
             caller.allowance().meter.iter().for_each(|meter| meter.give_back(prompt, Instant::now()));
         })?;
-        Ok(Tracked { generation, _open: self.streams.token() })
+        Ok((Tracked { generation, _open: self.streams.token() }, found))
     }
 
     /// A Generate call's answer: its stream, which says in which trace it is, or why there is none, which is counted.

@@ -23,8 +23,6 @@ use tonic_health::ServingStatus;
 
 /// After the streams have ended, the time for connections to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(1);
-/// A client that is gone without a word is noticed after two of these.
-const KEEPALIVE: Duration = Duration::from_secs(30);
 
 /// How a host is served.
 #[derive(Clone, Debug)]
@@ -51,6 +49,10 @@ pub struct Options {
     pub handshake_wait: Duration,
     /// From a call's beginning until its message is there.
     pub message_wait: Duration,
+    /// After so much silence of a connection its client is asked whether it is there.
+    pub keepalive: Duration,
+    /// How long an answer to that is waited for. A client to which nothing can be sent has as long as both together.
+    pub keepalive_wait: Duration,
     /// What of it changes while the server runs, if somebody changes something.
     pub changes: Option<watch::Receiver<Changeable>>,
 }
@@ -90,6 +92,8 @@ impl Default for Options {
             connections: 1024,
             handshake_wait: bounds::HANDSHAKE_WAIT,
             message_wait: bounds::MESSAGE_WAIT,
+            keepalive: bounds::KEEPALIVE,
+            keepalive_wait: bounds::KEEPALIVE_WAIT,
             changes: None,
         }
     }
@@ -165,7 +169,8 @@ pub async fn serve(
     set_health(&reporter, ServingStatus::Serving).await;
 
     let router = tonic::transport::Server::builder()
-        .http2_keepalive_interval(Some(KEEPALIVE))
+        .http2_keepalive_interval(Some(options.keepalive))
+        .http2_keepalive_timeout(Some(options.keepalive_wait))
         .http2_max_header_list_size(bounds::HEADER_BYTES)
         .max_concurrent_streams(bounds::STREAMS)
         .layer(Authentication::new(options.tokens.clone(), Arc::clone(&host)))
@@ -175,7 +180,12 @@ pub async fn serve(
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);
-    let accept = tls::Accept { tls: options.tls, connections: options.connections, handshake: options.handshake_wait };
+    let accept = tls::Accept {
+        tls: options.tls,
+        connections: options.connections,
+        handshake: options.handshake_wait,
+        stuck: options.keepalive + options.keepalive_wait,
+    };
     let incoming = tls::incoming(listener, accept);
     let server = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
     tokio::pin!(server);

@@ -1,6 +1,6 @@
 //! Connections as they come in: accepted, counted, encrypted where there are certificates, and held to speaking HTTP/2
-//! soon. A connection that is half open takes one place for some seconds and nothing else. Deliberately absent: who
-//! may ask what on them (`auth`).
+//! soon and to taking what they are sent. A connection that is half open, or whose client does not read, takes one place
+//! for some time and nothing else. Deliberately absent: who may ask what on them (`auth`).
 
 use super::bounds::HANDSHAKES;
 use super::watch::Watched;
@@ -145,6 +145,8 @@ pub struct Accept {
     pub connections: usize,
     /// A connection has as long to be encrypted, and again to begin with HTTP/2.
     pub handshake: Duration,
+    /// A connection that has taken nothing for as long, with bytes waiting, is closed.
+    pub stuck: Duration,
 }
 
 /// The connections of a listener, until the stream is dropped.
@@ -189,12 +191,14 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
         let _ = stream.set_nodelay(true);
         let info = stream.connect_info();
         let peer = info.remote_addr;
-        let wait = accept.handshake;
+        let (wait, stuck) = (accept.handshake, accept.stuck);
         let connection = move |stream| Connection {
             stream,
             info,
             silence: Some(Box::pin(tokio::time::sleep(wait))),
             heard: 0,
+            stuck,
+            standing: None,
             _place: place,
         };
         let Some(tls) = &accept.tls else {
@@ -232,7 +236,28 @@ pub struct Connection {
     /// Until it has said enough: when it is taken for dead.
     silence: Option<Pin<Box<Sleep>>>,
     heard: usize,
+    /// How long it may take nothing of what it is to be sent.
+    stuck: Duration,
+    /// While it takes nothing: until when.
+    standing: Option<Pin<Box<Sleep>>>,
     _place: OwnedSemaphorePermit,
+}
+
+impl Connection {
+    /// What a write came to: an error where none has for too long. HTTP/2 alone would wait for ever: it asks the client
+    /// whether it is there, and says goodbye, behind what is not taken.
+    fn sent<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if sent.is_ready() {
+            self.standing = None;
+            return sent;
+        }
+        let wait = self.stuck;
+        let standing = self.standing.get_or_insert_with(|| Box::pin(tokio::time::sleep(wait)));
+        standing.as_mut().poll(context).map(|()| {
+            tracing::debug!(peer = ?self.info.remote_addr, "nothing could be sent for {:.1} s", wait.as_secs_f64());
+            Err(io::ErrorKind::TimedOut.into())
+        })
+    }
 }
 
 #[derive(Debug)]
@@ -271,24 +296,27 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
+        let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
             Transport::Encrypted(stream) => Pin::new(stream).poll_write(context, bytes),
-        }
+        };
+        self.sent(context, sent)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
+        let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_flush(context),
             Transport::Encrypted(stream) => Pin::new(stream).poll_flush(context),
-        }
+        };
+        self.sent(context, sent)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
+        let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_shutdown(context),
             Transport::Encrypted(stream) => Pin::new(stream).poll_shutdown(context),
-        }
+        };
+        self.sent(context, sent)
     }
 
     fn poll_write_vectored(
@@ -296,10 +324,11 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
+        let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_write_vectored(context, bytes),
             Transport::Encrypted(stream) => Pin::new(stream).poll_write_vectored(context, bytes),
-        }
+        };
+        self.sent(context, sent)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -201,6 +201,8 @@ pub const METRIC_REQUESTS_REFUSED: &str = "ostinato_requests_refused_total";
 pub const METRIC_INPUT_TOKENS: &str = "ostinato_input_tokens_total";
 /// Output tokens of ended requests.
 pub const METRIC_OUTPUT_TOKENS: &str = "ostinato_output_tokens_total";
+/// Outputs that were to be constrained.
+pub const METRIC_CONSTRAINTS: &str = "ostinato_constraints_total";
 /// Whether a replica runs: 0 once its device or its engine failed.
 pub const METRIC_REPLICA_UP: &str = "ostinato_replica_up";
 /// Whether a replica takes no requests: it drains or has failed.
@@ -298,6 +300,8 @@ pub const LABEL_MODEL: &str = "model";
 pub const LABEL_REPLICA: &str = "replica";
 /// Why a request or a submission ended.
 pub const LABEL_REASON: &str = "reason";
+/// Whether a constraint was `compiled` or `kept`.
+pub const LABEL_FROM: &str = "from";
 /// gRPC code.
 pub const LABEL_CODE: &str = "code";
 /// `prefill` or `decode`.

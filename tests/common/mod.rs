@@ -10,7 +10,8 @@
 //! instance of a test is made by [`Vulkan::new`]; so tests may run on several threads.
 #![allow(dead_code)]
 
-use ostinato::device::{Adapter, Device, DeviceError, Instance, InstanceOptions, Selector, select};
+use ostinato::device::{Adapter, Device, Instance, InstanceOptions, Selector, select};
+use ostinato::telemetry::with_causes;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -65,7 +66,7 @@ impl Vulkan {
     pub fn new() -> Vulkan {
         let layer = layer();
         let instance = Instance::new(&InstanceOptions { validation: true })
-            .unwrap_or_else(|e| panic!("no instance with {}: {}", layer.path.display(), chain(&e)));
+            .unwrap_or_else(|e| panic!("no instance with {}: {}", layer.path.display(), with_causes(&e)));
         Vulkan { instance, clean: true }
     }
 
@@ -73,7 +74,7 @@ impl Vulkan {
     pub fn without_validation() -> Vulkan {
         layer();
         let instance = Instance::new(&InstanceOptions { validation: false })
-            .unwrap_or_else(|e| panic!("no instance: {}", chain(&e)));
+            .unwrap_or_else(|e| panic!("no instance: {}", with_causes(&e)));
         Vulkan { instance, clean: true }
     }
 
@@ -116,17 +117,6 @@ impl Drop for Vulkan {
             self.assert_clean();
         }
     }
-}
-
-/// The message of an error and of everything that caused it.
-pub fn chain(error: &DeviceError) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(e) = cause {
-        text.push_str(&format!(": {e}"));
-        cause = e.source();
-    }
-    text
 }
 
 /// Prepares the environment once and says which layer was found.

@@ -11,10 +11,11 @@ use ostinato::actors::compute::{Compute, GpuTime, Submission};
 use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::Outbox;
 use ostinato::device::Device;
+use ostinato::kernels::barriers;
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
-use ostinato::kernels::recording::{Range, Recording};
+use ostinato::kernels::recording::{Op, Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region, RegionError};
 use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tags::TAG_BITS;
@@ -96,8 +97,14 @@ impl Bound<'_> {
         memory
     }
 
+    /// What it counts for clients is what was recorded.
     pub fn region(&self, recording: &Recording) -> Arc<Region> {
-        Arc::new(self.try_region(recording).unwrap_or_else(|e| panic!("{}: {e}", recording.name)))
+        let region = self.try_region(recording).unwrap_or_else(|e| panic!("{}: {e}", recording.name));
+        let calls = recording.ops.iter().filter(|op| matches!(op, Op::Call(_))).count();
+        let derived = barriers::derive(&recording.ops).into_iter().filter(|needed| *needed).count();
+        assert_eq!(region.dispatches() as usize, calls, "{}", recording.name);
+        assert_eq!(region.barriers() as usize, derived + 1, "{}, and one at the start", recording.name);
+        Arc::new(region)
     }
 
     pub fn try_region(&self, recording: &Recording) -> Result<Region, RegionError> {

@@ -2,7 +2,7 @@
 
 use crossbeam_channel::Receiver;
 use ostinato::engine::host::{Load, Replica};
-use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, SinkClosed, Started, Token};
+use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, Scored, SinkClosed, Started, Token};
 use ostinato::engine::start::{Progress, Unit};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -16,13 +16,28 @@ pub fn fixture(name: &str) -> PathBuf {
 pub struct Expected {
     pub prompt: Vec<u32>,
     pub greedy: Vec<u32>,
+    /// Logits of some steps, from which the token of that number is drawn.
+    pub logits: Vec<(usize, Vec<f32>)>,
+    /// What rounding keys and values to f16 costs it, in logits' relative norm; `None` where that was not tried.
+    pub f16_kv: Option<f64>,
 }
 
 pub fn expected(name: &str) -> Expected {
     let text = std::fs::read_to_string(fixture(name).join("expected.json")).expect("expected.json");
     let json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
     let ids = |key: &str| -> Vec<u32> { serde_json::from_value(json[key].clone()).expect(key) };
-    Expected { prompt: ids("prompt"), greedy: ids("greedy") }
+    let bytes = std::fs::read(fixture(name).join("expected.safetensors")).expect("expected.safetensors");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let logits = tensors.tensor("logits").expect("logits");
+    let values: Vec<f32> =
+        logits.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let steps = ids("logit_steps").into_iter().map(|step| step as usize);
+    Expected {
+        prompt: ids("prompt"),
+        greedy: ids("greedy"),
+        logits: steps.zip(values.chunks_exact(logits.shape()[1]).map(<[f32]>::to_vec)).collect(),
+        f16_kv: json["rounding"]["f16_kv"].as_f64(),
+    }
 }
 
 /// Greedy, not ended by the model.
@@ -33,6 +48,7 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
         sampling: Sampling::default(),
         limits: Limits { max_tokens: Some(tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
+        prompt_logprobs: None,
         dump_logits: false,
         grammar: None,
         priority: 0,
@@ -46,6 +62,8 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
 #[derive(Debug)]
 pub struct Generated {
     pub started: Started,
+    /// Tokens of the prompt, if their probabilities were asked for.
+    pub scored: Vec<Scored>,
     pub tokens: Vec<u32>,
     /// The same with what else was asked for.
     pub drawn: Vec<Token>,
@@ -62,15 +80,19 @@ pub fn submit(replica: &Replica, request: Request) -> Receiver<Event> {
 
 /// Everything that a request, which must start, has to say.
 pub fn collect(events: &Receiver<Event>) -> Generated {
-    let (mut started, mut drawn) = (None, Vec::new());
+    let (mut started, mut scored, mut drawn) = (None, Vec::new(), Vec::new());
     loop {
         match events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
             Event::Started(event) => started = Some(event),
+            Event::Prompt(tokens) => {
+                assert!(started.is_some() && drawn.is_empty(), "a prompt's probabilities after the first token");
+                scored.extend(tokens);
+            }
             Event::Token(token) => drawn.push(token),
             Event::Finished(finished) => {
                 let tokens = drawn.iter().map(|token| token.id).collect();
                 let started = *started.expect("it started before it ended");
-                return Generated { started, tokens, drawn, finished: *finished };
+                return Generated { started, scored, tokens, drawn, finished: *finished };
             }
         }
     }

@@ -202,6 +202,8 @@ pub fn token_request(model: &str, ids: &[u32], max_tokens: u32) -> proto::Genera
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub started: Option<proto::Started>,
+    /// The prompt's probabilities, if asked.
+    pub prompt: Vec<proto::TokenLogprobs>,
     pub deltas: Vec<proto::Delta>,
     pub finished: Option<proto::Finished>,
     pub error: Option<tonic::Status>,
@@ -238,6 +240,10 @@ pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outc
                         assert!(outcome.started.is_none() && outcome.deltas.is_empty());
                         outcome.started = Some(started);
                     }
+                    Event::Prompt(prompt) => {
+                        assert!(outcome.started.is_some() && outcome.deltas.is_empty());
+                        outcome.prompt.extend(prompt.tokens);
+                    }
                     Event::Delta(delta) => {
                         assert!(outcome.started.is_some());
                         outcome.deltas.push(delta);
@@ -253,6 +259,8 @@ pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outc
 #[derive(Debug)]
 pub struct Samples {
     pub started: Option<proto::Started>,
+    /// The prompt's probabilities, if asked.
+    pub prompt: Vec<proto::TokenLogprobs>,
     /// Token ids and text, by sample.
     pub outputs: Vec<(Vec<u32>, String)>,
     /// By sample.
@@ -272,8 +280,13 @@ impl Samples {
 
 /// Reads to the end: one `Started` before all else, nothing of a sample after its `Finished`.
 pub async fn read_samples(mut stream: tonic::Streaming<proto::GenerateResponse>, n: usize) -> Samples {
-    let mut samples =
-        Samples { started: None, outputs: vec![Default::default(); n], finished: vec![None; n], error: None };
+    let mut samples = Samples {
+        started: None,
+        prompt: Vec::new(),
+        outputs: vec![Default::default(); n],
+        finished: vec![None; n],
+        error: None,
+    };
     loop {
         match stream.message().await {
             Ok(None) => return samples,
@@ -285,6 +298,10 @@ pub async fn read_samples(mut stream: tonic::Streaming<proto::GenerateResponse>,
                 Event::Started(started) => {
                     assert!(samples.started.is_none() && samples.outputs.iter().all(|(ids, _)| ids.is_empty()));
                     samples.started = Some(started);
+                }
+                Event::Prompt(prompt) => {
+                    assert!(samples.started.is_some() && samples.outputs[0].0.is_empty());
+                    samples.prompt.extend(prompt.tokens);
                 }
                 Event::Delta(delta) => {
                     let index = delta.index as usize;

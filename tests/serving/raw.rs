@@ -2,7 +2,7 @@
 //! back is told by its frames' kinds only.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 
 /// Kinds of frames.
 pub const DATA: u8 = 0;
@@ -10,6 +10,13 @@ pub const HEADERS: u8 = 1;
 pub const RESET: u8 = 3;
 const SETTINGS: u8 = 4;
 pub const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
+/// The setting of how much may be sent on a stream.
+const INITIAL_WINDOW_SIZE: u16 = 4;
+/// The most that can be allowed.
+const LARGEST_WINDOW: u32 = (1 << 31) - 1;
+/// What is allowed on a connection before anybody says so.
+const FIRST_WINDOW: u32 = 65_535;
 /// Flags of them.
 pub const END_STREAM: u8 = 1;
 const ACK: u8 = 1;
@@ -60,6 +67,20 @@ impl Raw {
         let mut raw = Raw { stream, next: 1 };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         bytes.extend(frame(SETTINGS, 0, 0, &[]));
+        raw.send(&bytes).await;
+        raw
+    }
+
+    /// Connects likewise; as much as it likes may come, of which the system here keeps little.
+    pub async fn open_wide(address: &str) -> Raw {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4096).unwrap();
+        let stream = socket.connect(address.trim_start_matches("http://").parse().unwrap()).await.unwrap();
+        let mut raw = Raw { stream, next: 1 };
+        let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+        let setting = [&INITIAL_WINDOW_SIZE.to_be_bytes()[..], &LARGEST_WINDOW.to_be_bytes()].concat();
+        bytes.extend(frame(SETTINGS, 0, 0, &setting));
+        bytes.extend(frame(WINDOW_UPDATE, 0, 0, &(LARGEST_WINDOW - FIRST_WINDOW).to_be_bytes()));
         raw.send(&bytes).await;
         raw
     }

@@ -9,6 +9,7 @@ mod head;
 mod mlp;
 mod mtp;
 mod products;
+mod score;
 mod tuning;
 mod weights;
 
@@ -47,6 +48,12 @@ pub enum Shape {
         /// Rows of the bucket.
         rows: u32,
     },
+    /// How probable the tokens behind up to `rows` rows of a prompt are, after a prefill: of its first rows, and run again
+    /// of those behind them.
+    Score {
+        /// Rows at a time.
+        rows: u32,
+    },
     /// The next token of each of `sequences` slots and those drafted behind it: as many are drawn as the drafts are
     /// right, and one more.
     Verify {
@@ -64,6 +71,7 @@ impl Shape {
             Shape::Decode { rows } => format!("decode.{rows}"),
             Shape::Prefill { rows } => format!("prefill.{rows}"),
             Shape::Head { rows } => format!("head.{rows}"),
+            Shape::Score { rows } => format!("score.{rows}"),
             Shape::Verify { sequences, drafts } => format!("verify.{sequences}.{drafts}"),
         }
     }
@@ -71,7 +79,7 @@ impl Shape {
     /// Rows of activations.
     pub fn rows(self) -> u32 {
         match self {
-            Shape::Decode { rows } | Shape::Prefill { rows } | Shape::Head { rows } => rows,
+            Shape::Decode { rows } | Shape::Prefill { rows } | Shape::Head { rows } | Shape::Score { rows } => rows,
             Shape::Verify { sequences, drafts } => sequences * (drafts + 1),
         }
     }
@@ -287,8 +295,9 @@ impl Decoder<'_> {
         // Tagged words and plain ones never share memory: any plain word has some tag.
         let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
-        // A head reads what the largest step of prompts has left.
-        let x_rows = if matches!(shape, Shape::Head { .. }) { self.state.chunk } else { rows };
+        // Who comes behind the layers of a step of prompts reads what the largest one has left.
+        let behind = matches!(shape, Shape::Head { .. } | Shape::Score { .. });
+        let x_rows = if behind { self.state.chunk } else { rows };
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
         let chunk = match shape {
@@ -317,19 +326,21 @@ impl Decoder<'_> {
             pages: self.state.pages(r),
             chunk,
         };
-        if !matches!(shape, Shape::Head { .. }) {
+        if !behind {
             self.embed(r, shape, &step);
             for layer in 0..c.layers {
                 self.layer(r, shape, &step, layer);
             }
         }
-        if prefill {
-            self.mark(r, shape, &step);
-            if self.drafts() {
-                self.draft_prompts(r, shape, &step);
+        match shape {
+            Shape::Prefill { .. } => {
+                self.mark(r, shape, &step);
+                if self.drafts() {
+                    self.draft_prompts(r, shape, &step);
+                }
             }
-        } else {
-            self.head(r, shape, &step);
+            Shape::Score { .. } => self.score(r, shape, &step),
+            Shape::Decode { .. } | Shape::Head { .. } | Shape::Verify { .. } => self.head(r, shape, &step),
         }
         recording
     }

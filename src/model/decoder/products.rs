@@ -215,7 +215,7 @@ impl Decoder<'_> {
                     };
                     product.call(tile, rows, step.chunk)
                 }
-                (Shape::Decode { .. }, Some(tile)) => product.batch(tile, rows),
+                (Shape::Decode { .. } | Shape::Score { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows behind a chunk's end are zero.
                 _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
             });

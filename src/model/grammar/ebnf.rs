@@ -4,9 +4,12 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+/// How a grammar of Lark's may begin, which is one whatever follows.
+const LARK: &str = "%llguidance";
+
 /// Whether a grammar is written so, and not as Lark's.
 pub(super) fn is_ebnf(text: &str) -> bool {
-    text.contains("::=")
+    text.contains("::=") && !text.trim_start().starts_with(LARK)
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -114,6 +114,12 @@ fn requests(scrape: &mut Scrape, look: &Look<'_>) {
     }
     CODES.into_iter().for_each(|code| ended.expect_code(code_name(code)));
     ended.register(&mut scrape.0);
+    let texts = look.models.iter().filter_map(|model| Some((&model.name, model.text.as_ref()?.constraint_uses())));
+    let constraints = texts.flat_map(|(model, uses)| {
+        [("compiled", uses.compiled), ("kept", uses.kept)]
+            .map(|(from, count)| (vec![(LABEL_MODEL, model.clone()), (LABEL_FROM, from.to_owned())], count as f64))
+    });
+    scrape.counter(METRIC_CONSTRAINTS, "Requests whose outputs were to be constrained", constraints);
 }
 
 fn replicas(scrape: &mut Scrape, look: &Look<'_>) {

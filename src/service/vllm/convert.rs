@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Our field's name → the contract's.
-const NAMES: [(&str, &str); 10] = [
+const NAMES: [(&str, &str); 11] = [
     ("sampling.n", "sampling_params.n"),
     ("stopping.strings", "sampling_params.stop"),
     ("stop_ids", "sampling_params.stop_token_ids"),
@@ -27,6 +27,7 @@ const NAMES: [(&str, &str); 10] = [
     ("constraint.grammar", "sampling_params.grammar"),
     ("constraint.choice", "sampling_params.choice"),
     ("constraint.json_object", "sampling_params.json_object"),
+    ("constraint.structural_tag", "sampling_params.structural_tag"),
     ("prompt.text", "text"),
     ("prompt", "input"),
 ];
@@ -94,8 +95,8 @@ pub struct Rest {
 }
 
 impl Rest {
-    /// Puts it into a request whose tokens are known.
-    pub fn apply(self, prepared: &mut Prepared) {
+    /// Puts it into a request whose tokens are known; gives the first one of a prompt that is to be scored.
+    pub fn apply(self, prepared: &mut Prepared) -> Option<u32> {
         prepared.special_text = self.special_text;
         if let Some(most) = self.truncate {
             // One place is left for an output.
@@ -104,6 +105,8 @@ impl Rest {
             let kept = most.unwrap_or(room).min(prompt.len());
             prompt.drain(..prompt.len() - kept);
         }
+        let request = &prepared.request;
+        request.prompt_logprobs.and_then(|_| request.prompt.first().copied())
     }
 }
 
@@ -123,6 +126,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     let sampling = sampling(&params)?;
     let constraint = constraint(&params)?;
     let logprobs = at_least_zero("sampling_params.logprobs", params.logprobs)?;
+    let prompt_logprobs = at_least_zero("sampling_params.prompt_logprobs", params.prompt_logprobs)?;
     let truncate = match params.truncate_prompt_tokens {
         None => None,
         Some(-1) => Some(None),
@@ -153,7 +157,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
             ids: params.stop_token_ids,
             ignore_eos: params.ignore_eos,
         }),
-        output: Some(proto::Output { text: Some(false), token_ids: Some(true), logprobs }),
+        output: Some(proto::Output { text: Some(false), token_ids: Some(true), logprobs, prompt_logprobs }),
         device,
         constraint,
         ..Default::default()
@@ -164,9 +168,6 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
 
 /// How tokens are drawn; 0 is unset where a field cannot say so itself.
 fn sampling(params: &contract::SamplingParams) -> Result<proto::Sampling, Refusal> {
-    if params.prompt_logprobs.is_some() {
-        return Err(Refusal::NotServed { field: "sampling_params.prompt_logprobs" });
-    }
     let bias = |(&id, &bias): (&i32, &f32)| {
         let field = "sampling_params.logit_bias";
         let refuse = |value: String, rule| Refusal::Value { field, value, rule };
@@ -200,9 +201,7 @@ fn constraint(params: &contract::SamplingParams) -> Result<Option<proto::Constra
         Some(Constraint::JsonSchema(schema)) => Kind::JsonSchema(schema),
         Some(Constraint::Regex(regex)) => Kind::Regex(regex),
         Some(Constraint::Grammar(grammar)) => Kind::Grammar(grammar),
-        Some(Constraint::StructuralTag(_)) => {
-            return Err(Refusal::NotServed { field: "sampling_params.structural_tag" });
-        }
+        Some(Constraint::StructuralTag(tag)) => Kind::StructuralTag(tag),
         Some(Constraint::JsonObject(true)) => Kind::JsonObject(AnyJsonObject {}),
         Some(Constraint::Choice(choice)) => Kind::Choice(Choice { texts: choice.choices }),
     };
@@ -220,6 +219,8 @@ fn at_least_zero(field: &'static str, given: Option<i32>) -> Result<Option<u32>,
 #[derive(Debug)]
 pub struct Teller {
     stream: bool,
+    /// Of the prompt, if it was asked for, until it is told.
+    prompt: Option<contract::InputLogProbs>,
     prompt_tokens: u32,
     cached_tokens: u32,
     /// By index: what a sample has drawn so far.
@@ -234,9 +235,14 @@ struct Drawn {
 }
 
 impl Teller {
-    /// Of a request that asked for chunks, or did not.
-    pub fn new(stream: bool) -> Teller {
-        Teller { stream, prompt_tokens: 0, cached_tokens: 0, samples: Vec::new() }
+    /// Of a request that asked for chunks, or did not; `first`: of a prompt that is scored.
+    pub fn new(stream: bool, first: Option<u32>) -> Teller {
+        let prompt = first.map(|token_id| {
+            let mut told = contract::InputLogProbs::default();
+            told.push(token_id, None);
+            told
+        });
+        Teller { stream, prompt, prompt_tokens: 0, cached_tokens: 0, samples: Vec::new() }
     }
 
     /// What is to be said of an event, if anything.
@@ -244,6 +250,11 @@ impl Teller {
         let response = match event {
             Event::Started(started) => {
                 (self.prompt_tokens, self.cached_tokens) = (started.prompt_tokens, started.cached_tokens);
+                return None;
+            }
+            Event::Prompt(prompt) => {
+                let told = self.prompt.as_mut()?;
+                prompt.tokens.iter().for_each(|token| told.push(token.token_id, Some(token)));
                 return None;
             }
             Event::Delta(delta) => Response::Chunk(self.chunk(delta)?),
@@ -260,6 +271,11 @@ impl Teller {
         &mut self.samples[index]
     }
 
+    /// What the first sample says of the prompt, once.
+    fn input(&mut self, index: u32) -> Option<contract::InputLogProbs> {
+        if index == 0 { self.prompt.take().map(contract::InputLogProbs::told) } else { None }
+    }
+
     fn chunk(&mut self, delta: proto::Delta) -> Option<contract::GenerateStreamChunk> {
         let (stream, prompt_tokens, cached_tokens) = (self.stream, self.prompt_tokens, self.cached_tokens);
         let drawn = self.sample(delta.index);
@@ -268,13 +284,14 @@ impl Teller {
             drawn.logprobs.extend(delta.logprobs);
             return None;
         }
+        let input_logprobs = self.input(delta.index);
         Some(contract::GenerateStreamChunk {
             completion_tokens: delta.token_ids.len() as u32,
             token_ids: delta.token_ids,
             prompt_tokens,
             cached_tokens,
             output_logprobs: logprobs(&delta.logprobs),
-            input_logprobs: None,
+            input_logprobs,
             index: delta.index,
         })
     }
@@ -284,6 +301,7 @@ impl Teller {
         use proto::FinishReason as Reason;
         use proto::finished::StopMatch;
         let drawn = std::mem::take(self.sample(finished.index));
+        let input_logprobs = self.input(finished.index);
         let usage = finished.usage.unwrap_or_default();
         let finish_reason = match finished.reason() {
             Reason::Stop => "stop",
@@ -298,6 +316,7 @@ impl Teller {
             completion_tokens: usage.output_tokens,
             cached_tokens: usage.cached_tokens,
             output_logprobs: logprobs(&drawn.logprobs),
+            input_logprobs,
             index: finished.index,
             matched_stop: finished.stop_match.clone().map(|stop| match stop {
                 StopMatch::StopString(string) => MatchedStop::MatchedStopStr(string),
@@ -310,11 +329,31 @@ impl Teller {
     }
 }
 
-fn logprobs(tokens: &[proto::TokenLogprobs]) -> Option<contract::OutputLogProbs> {
-    let top = |token: &proto::TokenLogprobs| contract::TopLogProbs {
+impl contract::InputLogProbs {
+    /// The prompt's next token, of which something is known unless it is the first.
+    fn push(&mut self, token_id: u32, known: Option<&proto::TokenLogprobs>) {
+        self.token_ids.push(token_id);
+        self.token_logprobs.push(contract::InputTokenLogProb { value: known.map(|token| token.logprob) });
+        self.top_logprobs.push(known.map(top).unwrap_or_default());
+    }
+
+    /// Without lists of no alternatives.
+    fn told(mut self) -> contract::InputLogProbs {
+        if self.top_logprobs.iter().all(|top| top.values.is_empty()) {
+            self.top_logprobs.clear();
+        }
+        self
+    }
+}
+
+fn top(token: &proto::TokenLogprobs) -> contract::TopLogProbs {
+    contract::TopLogProbs {
         values: token.top.iter().map(|other| other.logprob).collect(),
         token_ids: token.top.iter().map(|other| other.token_id).collect(),
-    };
+    }
+}
+
+fn logprobs(tokens: &[proto::TokenLogprobs]) -> Option<contract::OutputLogProbs> {
     let any_top = tokens.iter().any(|token| !token.top.is_empty());
     (!tokens.is_empty()).then(|| contract::OutputLogProbs {
         token_logprobs: tokens.iter().map(|token| token.logprob).collect(),

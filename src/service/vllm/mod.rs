@@ -194,8 +194,9 @@ impl VllmEngine for VllmRpc {
             let caller = Caller::of(&request);
             let asked = convert::request(&*self.model()?, request.into_inner())?;
             let rest = asked.rest;
-            let stream = self.rpc.open(&span, caller, asked.message, move |prepared| rest.apply(prepared)).await?;
-            Ok(Answers { stream, teller: Teller::new(asked.stream) })
+            let opened = self.rpc.open(&span, caller, asked.message, move |prepared| rest.apply(prepared)).await?;
+            let (stream, first) = opened;
+            Ok(Answers { stream, teller: Teller::new(asked.stream, first) })
         };
         self.rpc.begun(&span, started.await.map_err(in_their_words))
     }

@@ -293,6 +293,9 @@ function renderOverview(state) {
   say($("idle-command"), `ostinato generate --server http://${state.endpoint ?? "ADDRESS"}${name} --prompt "Once upon a time"`);
 
   keyed($("models"), state.models, (model) => model.name, makeModel, updateModel);
+  const apart = state.configured.filter((model) => model.state !== "serving");
+  show($("apart"), apart.length > 0);
+  keyed($("apart"), apart, (model) => model.name, makeApart, updateApart);
   keyed($("devices"), state.devices, (device) => device.index, makeDevice, updateDevice);
   log($("start-lines"), state.loading.lines.length ? state.loading.lines : ["nothing was logged"]);
 }
@@ -371,6 +374,31 @@ function updateModel(card, model) {
   const active = model.active_parameters < model.parameters ? `, ${big(model.active_parameters)} of them for each token` : "";
   say(card.about, `${model.architecture} · ${big(model.parameters)} parameters${active} · ${bytes(model.weight_bytes)} of weights · context ${number(model.context)} tokens`);
   keyed(card.replicas, model.replicas, (replica) => replica.name, makeReplica, updateReplica);
+}
+
+/** A model of the configuration that is not loaded, or is on its way. */
+function makeApart(model) {
+  const card = el("article", { class: "card", "data-model": model.name });
+  card.pill = el("span", { class: "pill" });
+  card.bar = el("progress", { "aria-label": `How far ${model.name} is` });
+  card.about = el("p", { class: "sub" });
+  card.append(el("h3", null, model.name, " ", card.pill), card.bar, card.about);
+  return card;
+}
+
+function updateApart(card, { name, state, step }) {
+  card.pill.dataset.status = state;
+  say(card.pill, state === "unloaded" ? "not loaded" : state);
+  show(card.bar, step !== null);
+  if (step) {
+    card.bar.max = Math.max(step.total, 1);
+    card.bar.value = step.done;
+    const text = step.unit === "bytes" ? bytes : number;
+    say(card.about, `${step.what}: ${text(step.done)} of ${text(step.total)}`);
+  } else {
+    const command = `ostinato models --server http://${known.state.endpoint ?? "ADDRESS"} load ${quote(name)}`;
+    say(card.about, state === "unloaded" ? command : "");
+  }
 }
 
 function makeReplica(replica) {

@@ -1,0 +1,124 @@
+// The best tokens of a row of keys that a workgroup's threads own in parts: behind `reduce.glsl`. Who includes it has defined
+//   thread, THREADS, quads                  this invocation, their number, and the row's groups of four tokens
+//   load_block(base, out uvec4 block[4])    keys of this thread's four groups from base on; 0 outside the vocabulary
+//   args.vocabulary
+//   LIST_KEYS, LIST_TOKENS                  shared arrays of LIST words
+
+shared uint list_length;
+shared uint top_ids[TOP_ENTRIES];
+shared float top_values[TOP_ENTRIES];
+
+uint own_best; // the greatest key of this thread's tokens, as `best_after` found it last
+
+// The best key and its lowest token that come after `last` in the order (key down, token up).
+uvec2 best_after(uvec2 last) {
+    uvec2 best = uvec2(0u, TOKEN_NONE);
+    for (uint base = 0u; base < quads; base += 4u * THREADS) {
+        uvec4 block[4];
+        load_block(base, block);
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            uvec4 keys = block[j];
+            // Tokens come in ascending order: only a greater key wins.
+            if (max(max(keys.x, keys.y), max(keys.z, keys.w)) > best.x) {
+                for (uint c = 0u; c < 4u; c++) {
+                    uint token = 4u * (base + j * THREADS + thread) + c;
+                    bool after = keys[c] < last.x || (keys[c] == last.x && token > last.y);
+                    if (after && keys[c] > best.x) best = uvec2(keys[c], token);
+                }
+            }
+        }
+    }
+    own_best = best.x;
+    return reduce_best(best);
+}
+
+// A key above which there are probably some hundred tokens; `least` for a short row.
+uint guess_bound(uint least) {
+    if (args.vocabulary <= LIST) return least;
+    bool any = own_best > KEY_MINUS_INFINITY;
+    float sum = reduce_sum(any ? value_of(own_best) : 0.0);
+    float count = reduce_sum(any ? 1.0 : 0.0);
+    return max(least, key_of(sum / count));
+}
+
+void list(uint key, uint token) {
+    uint at = atomicAdd(list_length, 1u);
+    if (at < LIST) {
+        LIST_KEYS[at] = key;
+        LIST_TOKENS[at] = token;
+    }
+}
+
+// Lists the tokens with keys >= bound.
+void gather(uint bound) {
+    barrier();
+    if (thread == 0u) list_length = 0u;
+    barrier();
+    for (uint base = 0u; base < quads; base += 4u * THREADS) {
+        uvec4 block[4];
+        load_block(base, block);
+        uvec4 most = max(max(block[0], block[1]), max(block[2], block[3]));
+        if (max(max(most.x, most.y), max(most.z, most.w)) >= bound) {
+            [[unroll]] for (uint j = 0u; j < 4u; j++) {
+                uvec4 keys = block[j];
+                for (uint c = 0u; c < 4u; c++) {
+                    if (keys[c] >= bound) list(keys[c], 4u * (base + j * THREADS + thread) + c);
+                }
+            }
+        }
+    }
+    barrier();
+}
+
+// This thread's part of the sum of e^(value - most) over all tokens.
+float total(float most) {
+    float sum = 0.0;
+    for (uint base = 0u; base < quads; base += 4u * THREADS) {
+        uvec4 block[4];
+        load_block(base, block);
+        [[unroll]] for (uint j = 0u; j < 4u; j++) {
+            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                if (block[j][c] > KEY_MINUS_INFINITY) sum += exp(value_of(block[j][c]) - most);
+            }
+        }
+    }
+    return sum;
+}
+
+// Leaves the `wanted` best tokens, equal ones by id, and value - best - norm in `top_ids` and `top_values`; gives how many
+// there are. `best_after` must have found `best`, the row's, just before.
+uint find_top(uint wanted, uvec2 best, float norm) {
+    float most = value_of(best.x);
+    uint least = KEY_MINUS_INFINITY + 1u;
+    uint bound = guess_bound(least);
+    gather(bound);
+    uint n = list_length;
+    if (n <= LIST && (bound == least || n >= wanted)) {
+        for (uint i = thread; i < n; i += THREADS) {
+            uint key = LIST_KEYS[i];
+            uint id = LIST_TOKENS[i];
+            uint rank = 0u;
+            for (uint j = 0u; j < n; j++) {
+                rank += uint(LIST_KEYS[j] > key || (LIST_KEYS[j] == key && LIST_TOKENS[j] < id));
+            }
+            if (rank < wanted) {
+                top_ids[rank] = id;
+                top_values[rank] = value_of(key) - most - norm;
+            }
+        }
+        barrier();
+        return min(n, wanted);
+    }
+    uint count = 0u;
+    uvec2 last = best;
+    while (count < wanted && last.x > KEY_MINUS_INFINITY) {
+        if (thread == 0u) {
+            top_ids[count] = last.y;
+            top_values[count] = value_of(last.x) - most - norm;
+        }
+        count++;
+        if (count < wanted) last = best_after(last);
+    }
+    barrier();
+    return count;
+}

@@ -1,0 +1,118 @@
+//! `take_rows`, `score`: how probable the tokens of a prompt are, each behind those before it.
+//! Deliberately absent: the LM head between the two (`gemm`, `tiled`), and whoever asks.
+
+use super::determinate::{KEY_MINUS_INFINITY, exp_negative, key_of, value_of};
+use super::host_memory::HostMemory;
+use super::recording::Call;
+use super::shaders::{ScoreArgs, ScoreConstants, TakeRowsArgs, TakeRowsConstants};
+use super::state::*;
+
+/// Bytes of `scores` for chunks of at most so many rows: of two, so that one is read while the next is made.
+pub fn scores_bytes(chunk_rows: u32) -> u64 {
+    2 * u64::from(chunk_rows) * u64::from(SCORE_WORDS) * 4
+}
+
+/// Copies the next `rows` rows of a chunk to the LM head's input.
+pub fn take_rows(label: String, rows: u32, args: TakeRowsArgs) -> Call {
+    let threads = 64;
+    Call {
+        kernel: "take_rows",
+        label,
+        constants: TakeRowsConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.x_stride.div_ceil(threads), rows, 1],
+    }
+}
+
+/// Scores those rows' next tokens. Somebody counts the turn behind it.
+pub fn score(label: String, rows: u32, threads: u32, args: ScoreArgs) -> Call {
+    debug_assert!(
+        args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
+        "rows are read 16 bytes at a time"
+    );
+    Call {
+        kernel: "score",
+        label,
+        constants: ScoreConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [rows, 1, 1],
+    }
+}
+
+/// How probable a token was, and what else might have been.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Score {
+    /// The token.
+    pub token: u32,
+    /// Its log probability (natural).
+    pub logprob: f32,
+    /// The most probable, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl Score {
+    /// Decodes an entry of `SCORE_WORDS` words.
+    pub fn read(words: &[u32]) -> Score {
+        let count = words[SCORE_TOP_COUNT as usize].min(TOP_ENTRIES) as usize;
+        let pairs = words[SCORE_TOP as usize..].chunks_exact(2).take(count);
+        Score {
+            token: words[SCORE_TOKEN as usize],
+            logprob: f32::from_bits(words[SCORE_LOGPROB as usize]),
+            top: pairs.map(|pair| (pair[0], f32::from_bits(pair[1]))).collect(),
+        }
+    }
+}
+
+/// A token's score from the logits of the row before it: the meaning of `score`.
+pub fn score_of(logits: &[f32], token: u32, top_n: u32) -> Score {
+    let keys = logits.iter().map(|l| key_of(*l)).zip(0..);
+    let mut order: Vec<(u32, u32)> = keys.filter(|(key, _)| *key > KEY_MINUS_INFINITY).collect();
+    order.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+    let Some(&(best, _)) = order.first() else {
+        return Score { token, logprob: f32::NEG_INFINITY, top: Vec::new() };
+    };
+    let most = value_of(best);
+    let sum: f64 = order.iter().map(|(key, _)| f64::from(exp_negative(value_of(*key) - most))).sum();
+    let of = |key: u32| (f64::from(value_of(key)) - f64::from(most) - sum.ln()) as f32;
+    let top = order.iter().take(top_n.min(TOP_ENTRIES) as usize).map(|&(key, token)| (token, of(key))).collect();
+    Score { token, logprob: of(key_of(logits[token as usize])), top }
+}
+
+pub(super) fn reference_take_rows(call: &Call, memory: &mut HostMemory) {
+    let a = TakeRowsArgs::from_args(&call.args);
+    let heads = call.groups[1];
+    for head in 0..heads {
+        let row = memory.u32(a.score, SCORE_TURN) * heads + head;
+        let inside = row < memory.u32(a.chunk, 2);
+        for i in 0..a.x_stride {
+            let value = if inside { memory.u32(a.x, row * a.x_stride + i) } else { 0 };
+            memory.set_u32(a.head_x, head * a.x_stride + i, value);
+        }
+    }
+}
+
+pub(super) fn reference_score(call: &Call, memory: &mut HostMemory) {
+    let a = ScoreArgs::from_args(&call.args);
+    let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
+    let count = memory.u32(a.chunk, 2);
+    for head in 0..call.groups[0] {
+        let row = state(memory, SCORE_TURN) * call.groups[0] + head;
+        if row >= count {
+            continue;
+        }
+        let token = if row + 1 < count { memory.u32(a.rows, (row + 1) * 4) } else { state(memory, SCORE_NEXT) };
+        if token >= a.vocabulary {
+            continue;
+        }
+        let logits: Vec<f32> = (0..a.vocabulary).map(|i| memory.f32(a.logits, head * a.row_stride + i)).collect();
+        let score = score_of(&logits, token, state(memory, SCORE_TOP_N));
+        let entry = (state(memory, SCORE_FIRST) + row) * SCORE_WORDS;
+        memory.set_u32(a.scores, entry + SCORE_TOKEN, token);
+        memory.set_f32(a.scores, entry + SCORE_LOGPROB, score.logprob);
+        memory.set_u32(a.scores, entry + SCORE_TOP_COUNT, score.top.len() as u32);
+        for (i, (token, logprob)) in (0..).zip(score.top) {
+            memory.set_u32(a.scores, entry + SCORE_TOP + 2 * i, token);
+            memory.set_f32(a.scores, entry + SCORE_TOP + 2 * i + 1, logprob);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! How probable the tokens of a prompt are: the LM head over rows of its chunk, as many at a time as there is room for
+//! logits. Deliberately absent: the layers before it, which are those of any step of prompts.
+
+use super::{Decoder, Shape, Step};
+use crate::kernels::recording::Recording;
+use crate::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
+use crate::kernels::{sampling, score};
+
+/// Rows of logits that there is room for at least and that are made at most at a time: fewer read the LM head's weights
+/// too often, more gain little.
+const ROWS: (u32, u32) = (64, 256);
+
+impl Decoder<'_> {
+    /// Rows that are scored at a time.
+    pub fn score_rows(&self) -> u32 {
+        self.state.rows.clamp(ROWS.0, ROWS.1).min(self.state.chunk)
+    }
+
+    pub(super) fn score(&self, r: &mut Recording, shape: Shape, step: &Step) {
+        let (rows, chunk, words) = (shape.rows(), step.chunk, self.state.score(r));
+        let head_x = Self::activations(r, "head.x", rows, self.config.hidden);
+        let (x, x_stride) = (step.x.range, step.x.stride);
+        let args = TakeRowsArgs { x, chunk, score: words, head_x: head_x.range, x_stride };
+        r.call(score::take_rows("take_rows".to_owned(), rows, args));
+        let logits = step.logits;
+        self.lm_head(r, shape, step, head_x, "final_norm", logits);
+        let args = ScoreArgs {
+            logits: logits.range,
+            rows: step.rows,
+            chunk,
+            score: words,
+            scores: r.buffer("scores", score::scores_bytes(self.state.chunk)),
+            vocabulary: self.config.vocab,
+            row_stride: logits.stride,
+        };
+        r.call(score::score("score".to_owned(), rows, self.tuning.sample_threads, args));
+        r.call(sampling::advance("next_rows".to_owned(), AdvanceArgs { step_number: words.part(0, 4) }));
+    }
+}

@@ -1,6 +1,7 @@
 //! Owns the compute queue: submits regions in the order asked and has their completion
 //! watched. Does not allocate, does not record, does not decide what runs.
 
+use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Stamps;
 use super::timeline::FlushReason;
 use super::watcher::{Outbox, Report, Run, Watch, Watcher};
@@ -8,7 +9,6 @@ pub use crate::config::GpuTime;
 use crate::device::{Batch, Commands, Device, DeviceError, Entry, Gate, Point, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
-use crossbeam_channel::{Receiver, Sender, bounded};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -35,7 +35,7 @@ pub struct Submission {
 #[derive(Debug)]
 pub struct Compute {
     // Order matters: the inbox closes before the thread is joined.
-    inbox: Option<Sender<Message>>,
+    inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -52,7 +52,7 @@ impl Compute {
     /// Starts the thread and the watcher behind it.
     pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, DeviceError> {
         let stamps = if gpu_time == GpuTime::Off { None } else { Stamps::new(&device)? };
-        let (sender, inbox) = bounded(INBOX);
+        let (address, inbox) = mailbox(INBOX);
         let thread = std::thread::Builder::new()
             .name("compute".to_owned())
             .spawn(move || {
@@ -60,7 +60,7 @@ impl Compute {
                 Actor { device, watcher, stamps, gpu_time }.run(&inbox);
             })
             .expect("the host can start a thread");
-        Ok(Compute { inbox: Some(sender), thread: Some(thread) })
+        Ok(Compute { inbox: Some(address), thread: Some(thread) })
     }
 
     /// Runs after everything submitted before it.
@@ -89,7 +89,7 @@ struct Actor {
 }
 
 impl Actor {
-    fn run(mut self, inbox: &Receiver<Message>) {
+    fn run(mut self, inbox: &Mailbox<Message>) {
         while let Ok(Message::Submit(submission)) = inbox.recv() {
             self.submit(submission);
         }

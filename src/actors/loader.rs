@@ -2,13 +2,14 @@
 //! and has the transfer actor copy them, a staging slot at a time. Does not know what a tensor
 //! means, does not allocate device memory, never touches the compute queue.
 
+use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::device::{DeviceError, Point};
 use crate::memory::pack::{Format, Layout, Packing, Rows, pack};
 use crate::memory::plan::Bytes;
 use crate::memory::{Buffer, MappedFile, MemoryError, StagingRing};
 use crate::telemetry::clock::Moment;
-use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -247,7 +248,7 @@ pub enum LoadError {
 #[derive(Debug)]
 pub struct Loader {
     // Order matters: the inbox closes before the thread is joined.
-    inbox: Option<Sender<Message>>,
+    inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
     /// Set once, by drop: a load in progress ends at its next slot.
     closing: Arc<AtomicBool>,
@@ -276,7 +277,7 @@ impl Loader {
     /// Starts the thread. `workers` threads pack; `None`: one for each of the machine's cores, but for one in eight, up
     /// to 16.
     pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Loader {
-        let (sender, inbox) = bounded(INBOX);
+        let (address, inbox) = mailbox(INBOX);
         let closing = Arc::new(AtomicBool::new(false));
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
         let workers = workers.unwrap_or_else(|| workers_for(cores())).max(1);
@@ -285,7 +286,7 @@ impl Loader {
             .name("loader".to_owned())
             .spawn(move || actor.run(&inbox))
             .expect("the host can start a thread");
-        Loader { inbox: Some(sender), thread: Some(thread), closing }
+        Loader { inbox: Some(address), thread: Some(thread), closing }
     }
 
     /// Loads after the loads asked for before.
@@ -303,8 +304,8 @@ impl Loader {
         let inbox = self.inbox.as_ref().expect("taken by drop only");
         match inbox.try_send(message) {
             Ok(()) => Ok(Load { progress: progress_receiver, done: done_receiver, cancelled }),
-            Err(TrySendError::Full(_)) => Err(LoadError::Busy { waiting: INBOX }),
-            Err(TrySendError::Disconnected(_)) => Err(LoadError::Cancelled),
+            Err(Refused::Full) => Err(LoadError::Busy { waiting: INBOX }),
+            Err(Refused::Ended) => Err(LoadError::Cancelled),
         }
     }
 }
@@ -376,7 +377,7 @@ struct Shared<'a> {
 }
 
 impl Actor {
-    fn run(self, inbox: &Receiver<Message>) {
+    fn run(self, inbox: &Mailbox<Message>) {
         while let Ok(Message::Load { plan, workers, cancelled, progress, done }) = inbox.recv() {
             let result = self.load(&plan, workers, &cancelled, &progress);
             if let Ok(report) = &result {

@@ -3,6 +3,7 @@
 //! bytes, does not wait for the device while something else could be submitted.
 
 use super::gpu_clock::GpuClock;
+use super::mailbox::{Address, Ended, Mailbox, mailbox};
 use super::timeline::TransferRecord;
 use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Queries, Role};
 use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, Slot, StagingRing};
@@ -88,7 +89,7 @@ struct Counters {
 #[derive(Debug)]
 pub struct Transfer {
     // Order matters: the inbox closes before the thread is joined.
-    inbox: Option<Sender<Message>>,
+    inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
     counters: Arc<Counters>,
 }
@@ -128,7 +129,7 @@ impl Transfer {
     pub fn spawn(arena: &Arena) -> Result<Transfer, MemoryError> {
         let (_, mut slices) = arena.sliced("readback", READBACK_BYTES, 1, Place::Readback)?;
         let readback = slices.pop().expect("asked for one");
-        let (sender, inbox) = bounded(INBOX);
+        let (address, inbox) = mailbox(INBOX);
         let counters = Arc::new(Counters::default());
         let actor = Actor {
             device: Arc::clone(arena.device()),
@@ -148,7 +149,7 @@ impl Transfer {
             .name("transfer".to_owned())
             .spawn(move || actor.run(&inbox))
             .expect("the host can start a thread");
-        Ok(Transfer { inbox: Some(sender), thread: Some(thread), counters })
+        Ok(Transfer { inbox: Some(address), thread: Some(thread), counters })
     }
 
     /// Copies parts of a slot after `waits`, and after compute's earlier uses of the targets.
@@ -269,7 +270,7 @@ impl Transfer {
 
     fn send(&self, message: Message) -> Result<(), TransferError> {
         let inbox = self.inbox.as_ref().ok_or(TransferError::Ended)?;
-        inbox.send(message).map_err(|_| TransferError::Ended)
+        inbox.send(message).map_err(|Ended| TransferError::Ended)
     }
 }
 
@@ -401,7 +402,7 @@ struct Group {
 }
 
 impl Actor {
-    fn run(mut self, inbox: &Receiver<Message>) {
+    fn run(mut self, inbox: &Mailbox<Message>) {
         loop {
             let done = match self.next_event(inbox) {
                 Event::Message(message) => {
@@ -421,7 +422,7 @@ impl Actor {
         }
     }
 
-    fn next_event(&self, inbox: &Receiver<Message>) -> Event {
+    fn next_event(&self, inbox: &Mailbox<Message>) -> Event {
         let poll = match (&self.under_way, self.in_flight.is_empty()) {
             (Some(_), _) => READBACK_POLL,
             (None, false) => COLLECT_POLL,

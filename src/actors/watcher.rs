@@ -2,12 +2,13 @@
 //! submission. Never submits, never decides what runs.
 
 use super::gpu_clock::GpuClock;
+use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Taken;
 use super::timeline::{FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Device, DeviceError, Point};
 use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::Sender;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -104,7 +105,7 @@ impl Report {
 #[derive(Debug)]
 pub struct Watcher {
     // Order matters: the inbox closes before the thread is joined.
-    inbox: Option<Sender<Watch>>,
+    inbox: Option<Address<Watch>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -122,7 +123,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 impl Watcher {
     /// Starts the thread.
     pub fn spawn(device: Arc<Device>) -> Watcher {
-        let (sender, inbox) = bounded(INBOX);
+        let (address, inbox) = mailbox(INBOX);
         let thread = std::thread::Builder::new()
             .name("watcher".to_owned())
             .spawn(move || {
@@ -130,7 +131,7 @@ impl Watcher {
                 Actor { device, clock }.run(&inbox);
             })
             .expect("the host can start a thread");
-        Watcher { inbox: Some(sender), thread: Some(thread) }
+        Watcher { inbox: Some(address), thread: Some(thread) }
     }
 
     /// Reports behind everything watched before.
@@ -157,7 +158,7 @@ struct Actor {
 }
 
 impl Actor {
-    fn run(mut self, inbox: &Receiver<Watch>) {
+    fn run(mut self, inbox: &Mailbox<Watch>) {
         while let Ok(watch) = inbox.recv() {
             self.follow(watch);
         }

@@ -19,10 +19,11 @@ use super::spans;
 use super::totals::{StepTotals, Totals};
 use super::variants::Variants;
 use crate::actors::loader::LoadReport;
+use crate::actors::mailbox::{Address, Mailbox, mailbox};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::spans::{SpanName, exports};
 use crate::telemetry::with_causes;
-use crossbeam_channel::{Receiver, Sender, after, bounded, never, select};
+use crossbeam_channel::{Receiver, after, bounded, never, select};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -81,7 +82,7 @@ pub struct Replica {
     totals: Arc<StepTotals>,
     variants: Arc<Variants>,
     // Order matters: the inbox closes before the thread is joined.
-    inbox: Sender<Message>,
+    inbox: Address<Message>,
     thread: JoinOnDrop,
 }
 
@@ -152,7 +153,7 @@ impl Replica {
         let live_max = slots + config.queue_limit;
         // A place for every request that may be unfinished, one for the abort of each, and some
         // for the curious: so nobody waits for one in practice.
-        let (inbox, messages) = bounded(2 * live_max + 16);
+        let (inbox, messages) = mailbox(2 * live_max + 16);
         let shared = Arc::new(Shared::default());
         shared.pages_total.store(capacity.pages, Relaxed);
         let mut seed = RandomState::new().hash_one(&name);
@@ -186,8 +187,13 @@ impl Replica {
             shared: shared.clone(),
             stopping: None,
         };
-        let thread =
-            std::thread::Builder::new().name(format!("engine {name}")).spawn(move || actor.run_guarded(&messages))?;
+        let of_thread = Arc::clone(&shared);
+        let thread = std::thread::Builder::new().name(format!("engine {name}")).spawn(move || {
+            actor.run_guarded(&messages);
+            drop(messages);
+            // Those that passed the gate before it was closed, and came too late.
+            of_thread.gate().live.clear();
+        })?;
         Ok(Replica {
             name,
             device,
@@ -529,7 +535,7 @@ struct Actor {
 impl Actor {
     /// Runs until the handle is gone. A panic ends every request with an error first: a client
     /// must not wait for a thread that is no more.
-    fn run_guarded(mut self, inbox: &Receiver<Message>) {
+    fn run_guarded(mut self, inbox: &Mailbox<Message>) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.run(inbox)));
         if outcome.is_ok() {
             return;
@@ -546,7 +552,7 @@ impl Actor {
         self.followers.clear();
         // Some may have passed the gate before it was closed, and none may wait in vain.
         self.failed = Some(why);
-        for message in inbox {
+        for message in inbox.iter() {
             if matches!(message, Message::Stop(_)) {
                 return;
             }
@@ -554,7 +560,7 @@ impl Actor {
         }
     }
 
-    fn run(&mut self, inbox: &Receiver<Message>) {
+    fn run(&mut self, inbox: &Mailbox<Message>) {
         loop {
             match self.next_wake(inbox) {
                 Wake::Message(message) => {
@@ -586,14 +592,14 @@ impl Actor {
         self.publish();
     }
 
-    fn next_wake(&self, inbox: &Receiver<Message>) -> Wake {
+    fn next_wake(&self, inbox: &Mailbox<Message>) -> Wake {
         let deadline = match self.scheduler.next_deadline() {
             Some(deadline) => after(deadline.saturating_duration_since(Instant::now())),
             None => never(),
         };
         let device = if self.failed.is_none() { self.wake.clone() } else { never() };
         select! {
-            recv(inbox) -> message => message.map_or(Wake::Closed, Wake::Message),
+            recv(**inbox) -> message => message.map_or(Wake::Closed, Wake::Message),
             recv(device) -> woken => woken.map_or(Wake::DeviceGone, |()| Wake::Device),
             recv(deadline) -> _ => Wake::Deadline,
             // The sender is this thread's own too.

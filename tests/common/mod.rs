@@ -14,6 +14,10 @@ use ostinato::device::{Adapter, Device, Instance, InstanceOptions, Selector, sel
 use ostinato::telemetry::with_causes;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// A test program that has not ended by then waits for what will not come: the longest takes three minutes on two cores.
+const LONGEST: Duration = Duration::from_secs(20 * 60);
 
 /// What a test runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,6 +127,7 @@ impl Drop for Vulkan {
 pub fn layer() -> &'static Layer {
     static LAYER: OnceLock<Layer> = OnceLock::new();
     LAYER.get_or_init(|| {
+        end_in_time();
         let drivers = match gpu() {
             Some(_) => None,
             None => Some(std::env::join_paths([lavapipe(), swiftshader()]).expect("driver paths have no colon")),
@@ -151,6 +156,22 @@ pub fn layer() -> &'static Layer {
         );
         layer
     })
+}
+
+/// Ends a program that hangs, and says in what: who runs the tests should not have to find out.
+fn end_in_time() {
+    std::thread::spawn(|| {
+        std::thread::sleep(LONGEST);
+        eprintln!(
+            "after {} minutes it still runs; its threads, and what they wait for in the system:",
+            LONGEST.as_secs() / 60
+        );
+        for thread in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {
+            let read = |name: &str| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+            eprintln!("  {:<16} {}", read("comm").trim_end(), read("wchan").trim_end());
+        }
+        std::process::abort();
+    });
 }
 
 /// Chromium's layer is current; the distribution's own is the second choice.

@@ -905,6 +905,40 @@ fn a_panicking_engine_thread_ends_every_request_with_an_error() {
     replica.abort("a");
 }
 
+/// Goal: whoever asks or submits while a replica is stopped hears of it, however the two meet. Method: stopped after a time
+/// of its own in each round, with three who ask and submit all the while.
+#[test]
+fn nobody_waits_for_a_replica_that_is_stopped() {
+    for round in 0..150u64 {
+        let replica = replica(fake(2, Duration::from_micros(50)), 8);
+        std::thread::scope(|scope| {
+            for client in 0..3 {
+                let replica = &replica;
+                scope.spawn(move || {
+                    for count in 0.. {
+                        replica.steps(1);
+                        let (sink, events) = sink();
+                        match replica.submit(request(&format!("{client}-{count}"), 3, 2), sink) {
+                            Ok(()) => loop {
+                                match events.recv_timeout(PATIENCE) {
+                                    Ok(_) => {}
+                                    Err(mpsc::RecvTimeoutError::Disconnected) => break,
+                                    Err(mpsc::RecvTimeoutError::Timeout) => panic!("round {round}: it never ends"),
+                                }
+                            },
+                            Err(SubmitError::Unavailable { .. }) => return,
+                            Err(error) => panic!("{error}"),
+                        }
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_micros(37 * round));
+            replica.stop("a test");
+        });
+        assert_eq!(replica.unfinished(), 0);
+    }
+}
+
 /// Steps that wait for masks follow each other without a gap in the queue: a prompt must find one.
 #[test]
 fn constrained_sequences_leave_prompts_their_turn() {

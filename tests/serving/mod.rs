@@ -73,6 +73,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             run_ahead: 4,
             gates: true,
             vocabulary: VOCABULARY,
+            rebuild: None,
             drafts: Default::default(),
             snapshots: None,
         },
@@ -100,6 +101,7 @@ pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>,
             eos_ids: vec![END],
             context: fake.capacity.context,
             vocabulary: VOCABULARY,
+            rebuild: None,
             prefix_cache: true,
         };
         let executor = Box::new(FakeExecutor::realtime_with(fake));

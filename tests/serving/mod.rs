@@ -73,7 +73,6 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             run_ahead: 4,
             gates: true,
             vocabulary: VOCABULARY,
-            rebuild: None,
             drafts: Default::default(),
             snapshots: None,
         },

@@ -13,6 +13,7 @@ use ostinato::engine::executor::{
 use ostinato::engine::fake::{FakeConfig, FakeExecutor, scored};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
 use ostinato::engine::pace::Pace;
+use ostinato::engine::rebuild::Rebuild;
 use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
 use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Scored, Sink, SinkClosed,
@@ -22,12 +23,15 @@ use ostinato::engine::sequence::SequenceId;
 use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, Started};
 use ostinato::model::text::Text;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use tracing_subscriber::layer::{Context, SubscriberExt};
 
 const VOCABULARY: u32 = 97;
 const EOS: u32 = 96;
+/// Why a request is ended that runs whenever the device is lost.
+const LOST: &str = "the device was lost";
 
 // ---- simulation ----
 
@@ -108,6 +112,8 @@ struct World {
     state_lost_every: Option<u64>,
     /// Of so many requests one is constrained; none if 0.
     constrained: u64,
+    /// At one in so many moments the device is lost; never if 0.
+    lost: u64,
 }
 
 #[derive(Default)]
@@ -124,6 +130,8 @@ struct Outcome {
     aborted: u64,
     expired: u64,
     stopped: u64,
+    /// Ended, for the device was lost again and again while they ran.
+    lost: u64,
     /// Constrained requests that were complete.
     complete: u64,
     /// First starts in a row, at most, of others than the oldest that had not started.
@@ -149,7 +157,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         state_lost_every: world.state_lost_every,
         ..FakeConfig::default()
     };
-    let mut fake = FakeExecutor::simulated(config, epoch);
+    let mut fake = FakeExecutor::simulated(config.clone(), epoch);
     let mut scheduler = Scheduler::new(setup(world.capacity.clone(), seed));
     let beginnings: Vec<Vec<u32>> =
         (0..world.beginnings).map(|_| (0..context).map(|_| random.below(VOCABULARY.into()) as u32).collect()).collect();
@@ -230,6 +238,11 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         while let Some(&(at, number)) = aborts.first().filter(|&&(at, _)| at <= now) {
             scheduler.abort(&number.to_string(), now);
             aborts.remove(&(at, number));
+        }
+        if world.lost > 0 && random.one_in(world.lost) {
+            fake = FakeExecutor::simulated(config.clone(), now);
+            scheduler.restart(LOST, now);
+            scheduler.assert_consistent();
         }
         for progress in fake.poll().unwrap() {
             scheduler.progress(progress, now);
@@ -326,6 +339,10 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                 assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
                 assert!(request.grammar.is_some());
                 outcome.complete += 1;
+            }
+            FinishReason::Error(why) if world.lost > 0 && why == LOST => {
+                assert!(alone.starts_with(&seen.output), "{id} differs from what it draws alone");
+                outcome.lost += 1;
             }
             FinishReason::Error(why) => panic!("{id}: {why}"),
             cut => {
@@ -424,6 +441,7 @@ fn thousands_of_requests_one_at_a_time() {
             beginnings: 0,
             state_lost_every: None,
             constrained: 0,
+            lost: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
@@ -447,6 +465,7 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
             beginnings: 6,
             state_lost_every: None,
             constrained: 0,
+            lost: 0,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.preemptions > 100, "{outcome:?}");
@@ -470,6 +489,7 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
             beginnings: 6,
             state_lost_every: None,
             constrained: 0,
+            lost: 0,
         };
         let outcome = simulate(&world, seed);
         assert!(outcome.cached_tokens > 10_000, "{outcome:?}");
@@ -499,6 +519,7 @@ fn thousands_of_requests_with_recurrent_state() {
             beginnings: 5,
             state_lost_every,
             constrained: 5,
+            lost: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.cached_tokens > 1_000, snapshots > 0, "{outcome:?}");
@@ -520,6 +541,7 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
             beginnings: 0,
             state_lost_every: None,
             constrained: 0,
+            lost: 0,
         };
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.passed_over_most, 0);
@@ -549,6 +571,7 @@ fn odd_capacities() {
                 beginnings: 4,
                 state_lost_every: None,
                 constrained: 3,
+                lost: 0,
             };
             simulate(&world, seed);
         }
@@ -571,11 +594,45 @@ fn thousands_of_requests_that_are_constrained() {
                 beginnings: 4,
                 state_lost_every: None,
                 constrained: 3,
+                lost: 0,
             };
             let outcome = simulate(&world, seed);
             assert!(outcome.preemptions > 20, "{outcome:?}");
             assert!(outcome.complete > 50, "{outcome:?}");
             assert!(outcome.aborted > 50 && outcome.expired > 30, "{outcome:?}");
+        }
+    }
+}
+
+/// Devices that are lost in the middle of anything: with constraints, with recurrent state and drafts, with few pages.
+#[test]
+fn thousands_of_requests_on_devices_that_are_lost() {
+    for seed in seeds(3) {
+        let plain = capacity(8, 16, &[1, 2, 4, 8]);
+        let recurrent = Capacity {
+            prefill_chunk: 192,
+            context: 1200,
+            snapshots: Some(12),
+            drafts: Drafts { most: 1, sequences: 4, always: true },
+            ..capacity(8, 80, &[1, 2, 4, 8])
+        };
+        for capacity in [plain, recurrent] {
+            let snapshots = capacity.snapshots;
+            let world = World {
+                name: "lost",
+                requests: 1_200,
+                capacity,
+                gap_steps: 20,
+                priorities: 3,
+                nuisance: 10,
+                beginnings: 4,
+                state_lost_every: snapshots.map(|_| 40),
+                constrained: if snapshots.is_none() { 3 } else { 0 },
+                lost: 150,
+            };
+            let outcome = simulate(&world, seed);
+            assert!(outcome.lost > 5 && outcome.stopped > 200, "{outcome:?}");
+            assert!(outcome.scored > 500 && outcome.cached_tokens > 50, "{outcome:?}");
         }
     }
 }
@@ -592,6 +649,7 @@ fn the_same_seed_is_the_same_simulation() {
         beginnings: 3,
         state_lost_every: None,
         constrained: 4,
+        lost: 0,
     };
     assert_eq!(format!("{:?}", simulate(&world, 7)), format!("{:?}", simulate(&world, 7)));
 }
@@ -602,7 +660,7 @@ fn a_device_with_steps_to_do_never_waits_for_the_host() {
     let step = Duration::from_micros(500);
     let capacity = Capacity { context: 2048, ..capacity(1, 128, &[1]) };
     let config = FakeConfig { capacity: capacity.clone(), step, chunk: step, ..FakeConfig::default() };
-    let mut fake = FakeExecutor::simulated(config, epoch);
+    let mut fake = FakeExecutor::simulated(config.clone(), epoch);
     let mut scheduler = Scheduler::new(setup(capacity, 0));
     let tokens = 1001;
     scheduler.arrive(request("a", 1, tokens), epoch);
@@ -668,9 +726,33 @@ fn fake(slots: u32, step: Duration) -> FakeConfig {
 }
 
 fn spawn(name: &str, index: usize, executor: impl Executor + 'static, queue_limit: usize) -> Replica {
+    spawn_with(name, index, executor, queue_limit, None)
+}
+
+fn spawn_with(
+    name: &str,
+    index: usize,
+    executor: impl Executor + 'static,
+    queue_limit: usize,
+    rebuild: Option<Rebuild>,
+) -> Replica {
     let eos_ids = vec![EOS];
-    let config = ReplicaConfig { queue_limit, eos_ids, context: 512, vocabulary: VOCABULARY, prefix_cache: true };
+    let config =
+        ReplicaConfig { queue_limit, eos_ids, context: 512, vocabulary: VOCABULARY, prefix_cache: true, rebuild };
     Replica::spawn(name, device(index), Box::new(executor), config).unwrap()
+}
+
+/// A replica whose device is lost after so many plans, again and again, and takes a while to come back.
+fn losing(config: FakeConfig, queue_limit: usize, lives: Vec<Option<u64>>) -> Replica {
+    let mut lives = lives.into_iter();
+    let life = FakeConfig { lost_after: lives.next().expect("a first life"), ..config.clone() };
+    let lives = Mutex::new(lives);
+    let rebuild = Rebuild::new(move |_, _| {
+        std::thread::sleep(Duration::from_millis(20));
+        let lost_after = lives.lock().unwrap().next().ok_or("there is no other")?;
+        Ok(Box::new(FakeExecutor::realtime_with(FakeConfig { lost_after, ..config.clone() })))
+    });
+    spawn_with("m/0", 0, FakeExecutor::realtime_with(life), queue_limit, Some(rebuild))
 }
 
 fn replica(config: FakeConfig, queue_limit: usize) -> Replica {
@@ -864,6 +946,82 @@ fn a_lost_device_ends_every_request_and_takes_no_more() {
     assert_eq!(unavailable(&replica), "device \"fake\" is lost: it was told to");
     until_idle(&replica);
     assert!(!replica.steps(10).is_empty(), "the steps before are still told");
+}
+
+/// Goal: whoever runs when a device is lost, or waits, gets what it would have got. Method: a device that is lost in the
+/// middle of prompts and of decoding, whose tokens are a function of the whole history; requests that come while it is gone.
+#[test]
+fn a_device_that_is_built_anew_goes_on_where_the_lost_one_was() {
+    for lost_after in [1, 2, 3, 7, 20] {
+        let config = fake(2, Duration::from_millis(1));
+        let replica = losing(config, 8, vec![Some(lost_after), None]);
+        let requests: Vec<Request> = (0..5).map(|i| request(&i.to_string(), 3 + 40 * i, 60)).collect();
+        let mut all: Vec<_> = requests.iter().map(|request| submit(&replica, request.clone())).collect();
+        until("the device is lost", || replica.losses() > 0);
+        let late = request("late", 5, 10);
+        all.push(submit(&replica, late.clone()));
+        for (request, events) in requests.iter().chain([&late]).zip(&all) {
+            let (tokens, finished) = collect(events);
+            assert_eq!(tokens, alone(request, 512), "{}, lost after {lost_after}", request.id);
+            assert!(!matches!(finished.reason, FinishReason::Error(_)), "{finished:?}");
+        }
+        assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (1, false, false));
+        until_idle(&replica);
+        assert_eq!(replica.room(), 10);
+    }
+}
+
+/// Goal: who may be the cause of a loss does not take the device down for ever, and others go on.
+#[test]
+fn who_is_there_whenever_the_device_is_lost_is_ended() {
+    let config = fake(1, Duration::from_millis(1));
+    let replica = losing(config, 4, vec![Some(6), Some(6), None]);
+    let cause = submit(&replica, request("cause", 3, 400));
+    let other = request("other", 3, 20);
+    let events = submit(&replica, other.clone());
+    let (_, finished) = collect(&cause);
+    assert_eq!(finished.reason, FinishReason::Error("device \"fake\" is lost: it was told to".to_owned()));
+    let (tokens, _) = collect(&events);
+    assert_eq!(tokens, alone(&other, 512));
+    assert_eq!(replica.losses(), 2);
+}
+
+#[test]
+fn a_device_that_does_not_come_back_ends_every_request() {
+    let replica = losing(fake(2, Duration::from_millis(5)), 4, vec![Some(5)]);
+    let all = ["a", "b", "c", "d"].map(|id| submit(&replica, request(id, 1, 400)));
+    let why = "its device was lost and could not be built anew: there is no other";
+    for events in &all {
+        assert_eq!(collect(events).1.reason, FinishReason::Error(why.to_owned()));
+    }
+    assert_eq!(unavailable(&replica), why);
+    assert!(replica.failed() && !replica.rebuilding());
+    until_idle(&replica);
+}
+
+/// Goal: while the device is gone, requests can still be ended, by their clients and by their deadlines, and the replica
+/// stopped; none of them waits for the device.
+#[test]
+fn a_device_that_is_gone_holds_nobody_up() {
+    let config = fake(2, Duration::from_millis(1));
+    let life = FakeConfig { lost_after: Some(3), ..config };
+    let rebuild = Rebuild::new(|_, cancelled| {
+        while !cancelled.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Err("nobody wants it".into())
+    });
+    let replica = spawn_with("m/0", 0, FakeExecutor::realtime_with(life), 4, Some(rebuild));
+    let [aborted, stopped] = ["a", "b"].map(|id| submit(&replica, request(id, 3, 400)));
+    until("the device is lost", || replica.rebuilding());
+    assert_eq!(replica.room(), 0);
+    let deadline = Some(Instant::now() + Duration::from_millis(5));
+    let late = submit(&replica, Request { deadline, ..request("late", 3, 4) });
+    assert_eq!(collect(&late).1.reason, FinishReason::DeadlineExceeded);
+    replica.abort("a");
+    assert_eq!(collect(&aborted).1.reason, FinishReason::Aborted);
+    replica.stop("a test");
+    assert_eq!(collect(&stopped).1.reason, FinishReason::Error("a test".to_owned()));
 }
 
 /// An executor with a bug.

@@ -6,12 +6,13 @@ mod common;
 mod harness;
 
 use common::{Driver, Vulkan};
-use harness::models::{Generated, expected, fixture, generate, request};
+use harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, Model, Replica as Place};
 use ostinato::device::DeviceError;
 use ostinato::engine::host::{Host, RouteError};
-use ostinato::engine::request::FinishReason;
+use ostinato::engine::request::{FinishReason, Request};
 use ostinato::engine::start::{Quiet, StartError, start_on};
+use std::time::{Duration, Instant};
 
 fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
     let config = Config { models, ..Config::default() };
@@ -157,4 +158,49 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
     let error = start(None);
     assert!(matches!(&error, StartError::Device(DeviceError::MustChoose { count: 0, .. })), "{error:?}");
     lists(&error.to_string());
+}
+
+/// Goal: a device that is lost comes back by itself: its streams go on with the tokens that they would have had, who comes
+/// meanwhile waits, and another device feels nothing of it. Method: a replica on each driver, each lost in turn in the
+/// middle of its streams, the first twice; what the validation layer has to say is an error.
+#[test]
+fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
+    const TOKENS: u32 = 40;
+    let vulkan = Vulkan::new();
+    let places = Driver::BOTH.map(|driver| on(&vulkan.adapter(driver).uuid));
+    let model = Model { replicas: places.into(), slots: Some(2), ..Model::new("m", fixture("qwen3-deep"), None) };
+    let host = serve(&vulkan, vec![model]);
+    let replicas: Vec<_> = host.replicas().collect();
+    let prompt = expected("qwen3-deep").prompt;
+    let named = |id: &str| Request { id: id.to_owned(), ..request(&prompt, TOKENS) };
+    let undisturbed = generate(&replicas[0], named("before")).tokens;
+    assert_eq!(generate(&replicas[1], named("before")).tokens, undisturbed);
+    let handles = || host.devices().into_iter().map(|served| served.device.expect("an open device"));
+    for (lost, (replica, rounds)) in replicas.iter().zip([2, 1]).enumerate() {
+        let elsewhere = &replicas[1 - lost];
+        let losses = elsewhere.losses();
+        for round in 1..=rounds {
+            let device = handles().find(|device| device.adapter().uuid == replica.device.uuid).expect("it is served");
+            let there = submit(elsewhere, named("elsewhere"));
+            // One more than has a slot.
+            let streams = ["a", "b", "c"].map(|id| submit(replica, named(id)));
+            let start = Instant::now();
+            while streams[0].len() < 5 * round {
+                assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            device.declare_lost("a test");
+            for (id, events) in ["a", "b", "c"].iter().zip(&streams) {
+                let generated = collect(events);
+                assert_eq!(generated.tokens, undisturbed, "{id} on {}, round {round}", replica.name);
+                assert_eq!(generated.finished.reason, FinishReason::Length);
+            }
+            assert_eq!(collect(&there).tokens, undisturbed);
+            assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (round as u64, false, false));
+            assert!(handles().all(|device| !device.is_lost()), "the lost one is not served any more");
+            idle(replica);
+        }
+        assert_eq!(elsewhere.losses(), losses, "it was not lost");
+        idle(elsewhere);
+    }
 }

@@ -55,6 +55,10 @@ impl Queries {
     /// Where the range does not lie in the pool.
     pub fn reset_range(&self, first: u32, count: u32) {
         self.assert_has(first, count);
+        // Of a lost device nothing is known to have ended, and nothing is written again.
+        if self.0.logical.alive().is_err() {
+            return;
+        }
         // SAFETY: hostQueryReset is part of the baseline; the range lies in the pool, checked above.
         unsafe { self.0.logical.raw.reset_query_pool(self.0.raw, first, count) };
     }

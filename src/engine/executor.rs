@@ -27,7 +27,7 @@ pub struct Cell(pub u32);
 pub const STATE_TOKENS: u32 = BLOCK_ROWS;
 
 /// What an executor can hold.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// Sequences that can run at once.
     pub slots: u32,

@@ -445,6 +445,8 @@ impl GpuExecutor {
 
     fn take(&mut self, mut report: Report) -> Result<Option<Progress>, ExecuteError> {
         if let Err(error) = report.result {
+            // Nothing follows of it.
+            self.pending.pop_front();
             let device = self.parts.device_name.clone();
             return Err(match error.is_lost() {
                 true => ExecuteError::DeviceLost { device, source: Box::new(error) },

@@ -15,6 +15,7 @@ pub mod observe;
 pub mod pace;
 pub mod pages;
 pub mod prefix;
+pub mod rebuild;
 pub mod replica;
 pub mod request;
 pub mod scheduler;

@@ -54,6 +54,11 @@ impl Observer {
         self.open.push_back(Open { ticket, planned, sequences, steps: 0, tokens: 0, cost: PerToken::default() });
     }
 
+    /// The plans that are not finished never will be.
+    pub fn forget_open(&mut self) {
+        self.open.clear();
+    }
+
     /// A report came; `request` names the sequences that have not ended. Of a plan that is finished gives the record's
     /// number and the plan's sequences.
     pub fn reported(

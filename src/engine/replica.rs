@@ -9,6 +9,7 @@ use super::masks::{Answer, Masks};
 pub use super::observe::STEP_RING;
 use super::observe::{Observer, Reported};
 use super::pages::PageChange;
+use super::rebuild::{Absent, Built, Rebuild, Rebuilds};
 use super::request::{
     Bounds, Event, FinishReason, Finished, PerToken, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, Timings,
     sample_id,
@@ -61,6 +62,8 @@ pub struct ReplicaConfig {
     pub vocabulary: u32,
     /// Whether prompts are looked for in pages.
     pub prefix_cache: bool,
+    /// What makes another executor when the device is lost; `None`: the replica fails then.
+    pub rebuild: Option<Rebuild>,
 }
 
 /// A model on a device: an engine thread and its executor behind a bounded inbox. Dropped, it
@@ -80,7 +83,6 @@ pub struct Replica {
     slots: usize,
     shared: Arc<Shared>,
     totals: Arc<StepTotals>,
-    variants: Arc<Variants>,
     // Order matters: the inbox closes before the thread is joined.
     inbox: Address<Message>,
     thread: JoinOnDrop,
@@ -105,6 +107,12 @@ struct Shared {
     snapshots: AtomicU32,
     /// Written once, at spawn.
     pages_total: AtomicU32,
+    /// Of the executor.
+    variants: Mutex<Arc<Variants>>,
+    /// The device was lost, and is being built anew.
+    rebuilding: AtomicBool,
+    /// How often it was lost.
+    losses: AtomicU64,
     /// The device or the engine failed.
     failed: AtomicBool,
     /// It was stopped on purpose.
@@ -134,6 +142,11 @@ impl Shared {
     fn gate(&self) -> MutexGuard<'_, Gate> {
         // No panic happens while it is held, and each change of it is whole.
         self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn variants(&self) -> MutexGuard<'_, Arc<Variants>> {
+        // It is replaced as a whole.
+        self.variants.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -168,7 +181,7 @@ impl Replica {
             prefix_cache: config.prefix_cache,
         };
         let wake = executor.wake().clone();
-        let variants = executor.variants();
+        *shared.variants() = executor.variants();
         let observer = Observer::new(Instant::now());
         let totals = observer.totals();
         let actor = Actor {
@@ -177,6 +190,7 @@ impl Replica {
             wake,
             masks: Masks::new(&name),
             failed: None,
+            rebuilds: Rebuilds::new(config.rebuild),
             clients: ByAge::default(),
             observer,
             done: Vec::new(),
@@ -204,7 +218,6 @@ impl Replica {
             slots,
             shared,
             totals,
-            variants,
             inbox,
             thread: JoinOnDrop(Mutex::new(Some(thread))),
         })
@@ -302,10 +315,14 @@ impl Replica {
         self.slots
     }
 
-    /// Requests that it would take now; a request's samples count each.
+    /// Requests that it would take now, and could begin with; a request's samples count each.
     pub fn room(&self) -> usize {
         let gate = self.shared.gate();
-        if gate.closed.is_some() { 0 } else { self.live_max.load(Relaxed).saturating_sub(gate.live.len()) }
+        if gate.closed.is_some() || self.rebuilding() {
+            0
+        } else {
+            self.live_max.load(Relaxed).saturating_sub(gate.live.len())
+        }
     }
 
     /// Requests taken and not finished.
@@ -323,14 +340,24 @@ impl Replica {
         self.shared.failed.load(Relaxed)
     }
 
+    /// Whether its device was lost and is being built anew. Requests wait meanwhile.
+    pub fn rebuilding(&self) -> bool {
+        self.shared.rebuilding.load(Relaxed)
+    }
+
+    /// How often its device was lost.
+    pub fn losses(&self) -> u64 {
+        self.shared.losses.load(Relaxed)
+    }
+
     /// What all its finished plans were like together.
     pub fn totals(&self) -> Totals {
         self.totals.read()
     }
 
     /// Which kernels run, and the slower ways that are taken.
-    pub fn variants(&self) -> &Variants {
-        &self.variants
+    pub fn variants(&self) -> Arc<Variants> {
+        Arc::clone(&self.shared.variants())
     }
 
     /// The last steps, oldest first, at most `last`.
@@ -481,6 +508,8 @@ enum Wake {
     Message(Message),
     Device,
     Mask(Answer),
+    /// What the attempt at another executor came to.
+    Built(Built),
     Deadline,
     /// The handle is gone.
     Closed,
@@ -515,6 +544,7 @@ struct Actor {
     masks: Masks,
     /// Why the executor is not used any more.
     failed: Option<String>,
+    rebuilds: Rebuilds,
     /// From submission until `Finished`.
     clients: ByAge<Client>,
     observer: Observer,
@@ -571,6 +601,7 @@ impl Actor {
                     }
                 }
                 Wake::Mask(answer) => self.constrained(answer),
+                Wake::Built(built) => self.rebuilt(built),
                 Wake::Device | Wake::Deadline => {}
                 Wake::DeviceGone => self.fail(&ExecuteError::Failed("the executor has gone".to_string())),
                 Wake::Closed => break,
@@ -604,6 +635,7 @@ impl Actor {
             recv(deadline) -> _ => Wake::Deadline,
             // The sender is this thread's own too.
             recv(self.masks.answers()) -> answer => answer.map_or(Wake::Device, Wake::Mask),
+            recv(self.rebuilds.built()) -> built => built.map_or(Wake::Device, Wake::Built),
         }
     }
 
@@ -643,7 +675,7 @@ impl Actor {
             if self.failed.is_none()
                 && let Err(error) = self.advance()
             {
-                self.fail(&error);
+                self.lose(error);
             }
             self.export_steps();
             self.publish();
@@ -713,6 +745,9 @@ impl Actor {
         }
         self.scheduler.expire(Instant::now());
         self.obey()?;
+        if self.rebuilds.under_way() {
+            return Ok(());
+        }
         while let Some(plan) = self.scheduler.next_plan(Instant::now(), self.executor.pace()) {
             let sequences = plan.slots().filter_map(|slot| self.scheduler.holder_id(slot)).collect();
             let works = plan.work.is_some();
@@ -768,6 +803,50 @@ impl Actor {
             };
             let traced: Vec<spans::Traced<'_>> = shown.iter().filter_map(traced).collect();
             spans::step(record, &self.name, &traced);
+        }
+    }
+
+    /// The executor failed: if that is because the device is lost, another one is built, and who ran goes on with it.
+    fn lose(&mut self, error: ExecuteError) {
+        if !matches!(error, ExecuteError::DeviceLost { .. }) {
+            return self.fail(&error);
+        }
+        self.shared.losses.fetch_add(1, Relaxed);
+        let how = match self.rebuilds.lost(Instant::now()) {
+            Ok(how) => how,
+            Err(given_up) => {
+                tracing::error!(replica = self.name, %given_up, "the device is not built anew");
+                return self.fail(&error);
+            }
+        };
+        let absent = Absent::new(self.executor.capacity().clone());
+        self.wake = absent.wake().clone();
+        let lost = std::mem::replace(&mut self.executor, Box::new(absent));
+        if let Err(no_thread) = self.rebuilds.begin(&self.name, how, lost) {
+            tracing::error!(replica = self.name, %no_thread, "the device is not built anew");
+            return self.fail(&error);
+        }
+        let why = with_causes(&error);
+        tracing::error!(replica = self.name, error = %why, "the device is lost, and built anew");
+        self.shared.rebuilding.store(true, Relaxed);
+        self.scheduler.restart(&why, Instant::now());
+        self.observer.forget_open();
+    }
+
+    fn rebuilt(&mut self, built: Built) {
+        self.rebuilds.ended();
+        self.shared.rebuilding.store(false, Relaxed);
+        match built {
+            Ok(executor) => {
+                tracing::info!(replica = self.name, "the device is there again");
+                self.wake = executor.wake().clone();
+                *self.shared.variants() = executor.variants();
+                self.executor = executor;
+            }
+            Err(error) => {
+                let error = with_causes(&*error);
+                self.fail(&ExecuteError::Failed(format!("its device was lost and could not be built anew: {error}")));
+            }
         }
     }
 

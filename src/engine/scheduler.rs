@@ -65,6 +65,8 @@ pub const LONE_PROMPT_STEPS: u32 = 2;
 /// as many times [`PROMPT_STEPS`] as they outweigh the rows: prompts that come together are taken in before much is
 /// decoded, which a larger batch then does for hardly more than a small one.
 const MOST_ROWS_PER_PROMPT: usize = 16;
+/// Losses of the device while a sequence was on it after which the sequence is ended: it may be the cause.
+const MOST_LOSSES: u32 = 2;
 /// Tokens that such a plan may have, where all that a step takes would last too long.
 const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 /// Admissions that may pass over whoever has waited longest before it is its turn.
@@ -375,6 +377,37 @@ impl Scheduler {
     /// Whether there is neither a request nor an unfinished plan.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.flights.is_empty() && self.leaves.is_empty()
+    }
+
+    /// The device was lost and another is there, which knows nothing: whoever holds a slot goes back to the queue with all
+    /// that was reported of it, and what prompts could begin with is forgotten. Whoever has held one at
+    /// [`MOST_LOSSES`] losses is ended with `why`: it may be the cause.
+    pub fn restart(&mut self, why: &str, now: Instant) {
+        self.flights.clear();
+        self.unnamed = None;
+        self.leaves.clear();
+        // What is asked of grammars is not asked of the device.
+        self.orders.retain(|order| matches!(order, Order::Take(..)));
+        let residents: Vec<SequenceId> = self.slots.iter().flatten().copied().collect();
+        for id in residents {
+            let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+            sequence.in_flight = 0;
+            let ended = sequence.ended;
+            if !ended {
+                sequence.losses += 1;
+                sequence.preemptions += 1;
+                self.preemptions += 1;
+            }
+            let ends = !ended && sequence.losses >= MOST_LOSSES;
+            self.release(id);
+            if ends {
+                self.end(id, FinishReason::Error(why.to_owned()), now);
+            }
+        }
+        self.pool.forget();
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.forget();
+        }
     }
 
     /// Who holds a slot.

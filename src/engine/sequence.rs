@@ -130,6 +130,8 @@ pub struct Sequence {
     pub decode_cost: PhaseCost,
     /// How often it lost its pages.
     pub preemptions: u32,
+    /// How often it held a slot of a device that was lost.
+    pub losses: u32,
     /// Tokens that were drafted for it, and those of its output that were drafts.
     pub drafted_tokens: u32,
     /// As `drafted_tokens` says.
@@ -194,6 +196,7 @@ impl Sequence {
             prefill_cost: PhaseCost::default(),
             decode_cost: PhaseCost::default(),
             preemptions: 0,
+            losses: 0,
             drafted_tokens: 0,
             accepted_tokens: 0,
         }

@@ -2,16 +2,18 @@
 //! model first needs it, and stays open as long as the host: models come and go on it.
 //! Deliberately absent: how a replica is built (`start`), and when (`lifecycle`).
 
-use super::executor::Executor;
-use super::host::{DeviceInfo, Host, ModelInfo, ServedDevice, ServedModel};
+use super::executor::{Capacity, Executor};
+use super::gpu::GpuExecutor;
+use super::host::{DeviceInfo, Host, MemoryUse, ModelInfo, ServedDevice, ServedModel};
 use super::lifecycle::{Attempt, Source};
 use super::matrices;
+use super::rebuild::{Rebuild, RebuildError};
 use super::replica::{Replica, ReplicaConfig};
 use super::spans;
-use super::start::{Build, Progress, StartError};
+use super::start::{Build, Progress, Quiet, StartError};
 use super::tuned::Tuned;
 use crate::actors::compute::{Compute, GpuTime};
-use crate::actors::loader::Loader;
+use crate::actors::loader::{LoadReport, Loader};
 use crate::actors::transfer::Transfer;
 use crate::config::{self, Config};
 use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, Selector};
@@ -21,9 +23,9 @@ use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
 use crate::model::text::Text;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
@@ -125,13 +127,13 @@ pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartErro
 
 /// As [`start`], on an instance of the caller's (tests look at its validation messages).
 pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
-    let stations = Stations {
+    let stations = Stations(Arc::new(Shared {
         instance: instance.clone(),
         runtime: config.runtime.clone(),
         gpu_time: config.telemetry.gpu_time,
         open: Mutex::default(),
         opening: Mutex::default(),
-    };
+    }));
     // Every choice is checked before the first device is opened.
     config.models.iter().try_for_each(|model| stations.check(model))?;
     let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(stations));
@@ -139,9 +141,12 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
     Ok(host)
 }
 
-/// Builds models on the machine's devices.
+/// Builds models on the machine's devices. Clones share them.
+#[derive(Clone, Debug)]
+struct Stations(Arc<Shared>);
+
 #[derive(Debug)]
-struct Stations {
+struct Shared {
     instance: Instance,
     runtime: config::Runtime,
     gpu_time: GpuTime,
@@ -151,7 +156,7 @@ struct Stations {
     opening: Mutex<()>,
 }
 
-impl Stations {
+impl Shared {
     fn open(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<Station>>> {
         // Each change of it is whole.
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
@@ -164,19 +169,101 @@ impl Stations {
 
     fn station(&self, adapter: &Adapter) -> Result<Arc<Station>, StartError> {
         let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(station) = self.open().get(&adapter.index) {
+        if let Some(station) = self.open().get(&adapter.index).filter(|station| !station.device.is_lost()) {
             return Ok(Arc::clone(station));
         }
         let cache = self.runtime.cache_directory.as_deref();
         let station = Arc::new(Station::open(&self.instance, adapter, cache, self.gpu_time)?);
-        self.open().insert(adapter.index, Arc::clone(&station));
+        // One that is lost goes when nobody has anything on it any more.
+        let lost = self.open().insert(adapter.index, Arc::clone(&station));
+        drop(lost);
         Ok(station)
+    }
+
+    /// What runs a replica of a model, with its weights in place.
+    fn executor(
+        &self,
+        model: &config::Model,
+        index: usize,
+        adapter: &Adapter,
+        checkpoint: &Checkpoint,
+        attempt: &Attempt<'_>,
+    ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
+        let cache = self.runtime.cache_directory.as_deref();
+        let station = self.station(adapter)?;
+        let _turn = station.turn(&model.name, attempt)?;
+        let name = replica_name(model, index);
+        let span = spans::load(&name);
+        let build = Build {
+            name: &name,
+            model,
+            checkpoint,
+            station: &station,
+            adapter,
+            limit: model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0),
+            tune: &self.runtime.tune,
+            tuned: &Tuned::of_model(cache, adapter, checkpoint, attempt.progress),
+            progress: attempt.progress,
+            span: &span,
+            beside: attempt.beside,
+            cancelled: attempt.cancelled,
+        };
+        build.executor(cache)
+    }
+
+    fn checkpoint(&self, model: &config::Model) -> Result<Checkpoint, StartError> {
+        let path = self.unpacked(model)?;
+        let failed = |source| StartError::Checkpoint { model: model.name.clone(), path: path.clone(), source };
+        Checkpoint::open(&path).map_err(failed)
+    }
+
+    /// The model's folder.
+    fn unpacked(&self, model: &config::Model) -> Result<PathBuf, StartError> {
+        let cache = self.runtime.cache_directory.as_deref();
+        demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })
+    }
+
+    /// Another executor for a replica whose device was lost, which holds as much as the one before.
+    fn rebuild(
+        &self,
+        model: &config::Model,
+        index: usize,
+        capacity: &Capacity,
+        cancelled: &AtomicBool,
+    ) -> Result<GpuExecutor, StartError> {
+        let adapter = choose(&self.instance.adapters(), &model.name, model.replicas[index].device.as_deref())?;
+        let checkpoint = self.checkpoint(model)?;
+        // What memory was left then decided what is not asked for.
+        let model = config::Model {
+            context: Some(capacity.context),
+            kv_pages: Some(capacity.pages),
+            kv_memory: None,
+            ..model.clone()
+        };
+        // Nobody is told how far it is, and what else is on the device was lost as well.
+        let attempt = Attempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
+        Ok(self.executor(&model, index, &adapter, &checkpoint, &attempt)?.0)
+    }
+}
+
+fn replica_name(model: &config::Model, index: usize) -> String {
+    format!("{}/{index}", model.name)
+}
+
+impl Stations {
+    /// How a replica's executor is built when its device was lost.
+    fn rebuilding(&self, model: &config::Model, index: usize) -> Rebuild {
+        let (stations, model) = (Arc::clone(&self.0), model.clone());
+        Rebuild::new(move |capacity, cancelled| {
+            let built = stations.rebuild(&model, index, capacity, cancelled);
+            built.map(|executor| Box::new(executor) as Box<dyn Executor>).map_err(RebuildError::from)
+        })
     }
 }
 
 impl Source for Stations {
     fn check(&self, model: &config::Model) -> Result<(), StartError> {
-        self.choose(model).map(|_| ())
+        self.0.choose(model).map(|_| ())
     }
 
     fn devices(&self) -> Vec<ServedDevice> {
@@ -187,19 +274,14 @@ impl Source for Stations {
             device: Some(Arc::clone(&station.device)),
             arena: Some(station.arena.clone()),
         };
-        self.open().values().map(served).collect()
+        self.0.open().values().map(served).collect()
     }
 
     fn build(&self, model: &config::Model, attempt: &Attempt<'_>) -> Result<ServedModel, StartError> {
-        let adapters = self.choose(model)?;
-        let cache = self.runtime.cache_directory.as_deref();
+        let adapters = self.0.choose(model)?;
         let progress = attempt.progress;
-        let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
-        let checkpoint = Checkpoint::open(&path).map_err(|source| StartError::Checkpoint {
-            model: model.name.clone(),
-            path: path.clone(),
-            source,
-        })?;
+        let checkpoint = self.0.checkpoint(model)?;
+        let path = self.0.unpacked(model)?;
         let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
         if text.is_none() {
             progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
@@ -207,28 +289,7 @@ impl Source for Stations {
         let mut replicas = Vec::new();
         let mut context = checkpoint.config.context;
         for (index, adapter) in adapters.iter().enumerate() {
-            let station = self.station(adapter)?;
-            let _turn = station.turn(&model.name, attempt)?;
-            let limit = model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0);
-            let name = format!("{}/{index}", model.name);
-            let span = spans::load(&name);
-            let tuned = &Tuned::of_model(cache, adapter, &checkpoint, progress);
-            let build = Build {
-                name: &name,
-                model,
-                checkpoint: &checkpoint,
-                station: &station,
-                adapter,
-                limit,
-                tune: &self.runtime.tune,
-                tuned,
-                progress,
-                span: &span,
-                beside: attempt.beside,
-                cancelled: attempt.cancelled,
-            };
-            let (executor, loaded, memory) = build.executor(cache)?;
-            drop(span);
+            let (executor, loaded, memory) = self.0.executor(model, index, adapter, &checkpoint, attempt)?;
             context = context.min(executor.capacity().context);
             let replica_config = ReplicaConfig {
                 queue_limit: attempt.queue_limit,
@@ -236,8 +297,10 @@ impl Source for Stations {
                 context: executor.capacity().context,
                 vocabulary: checkpoint.config.vocab,
                 prefix_cache: model.prefix_cache.unwrap_or(true),
+                rebuild: Some(self.rebuilding(model, index)),
             };
-            let replica = Replica::spawn(&name, device_info(adapter), Box::new(executor), replica_config);
+            let name = replica_name(model, index);
+            let replica = Replica::spawn(name, device_info(adapter), Box::new(executor), replica_config);
             let mut replica = replica.map_err(StartError::Thread)?;
             replica.loaded = Some(loaded);
             replica.memory = memory;

@@ -227,7 +227,9 @@ pub const METRIC_SNAPSHOTS: &str = "ostinato_snapshots";
 pub const METRIC_PROMPT_TOKENS: &str = "ostinato_prompt_tokens_total";
 /// Of the prompts' tokens: those found in pages.
 pub const METRIC_PREFIX_HIT_TOKENS: &str = "ostinato_prefix_hit_tokens_total";
-/// Sequences that lost their pages to others.
+/// How often a replica's device was lost.
+pub const METRIC_LOSSES: &str = "ostinato_device_losses_total";
+/// Sequences that lost their pages to others, or with their device.
 pub const METRIC_PREEMPTIONS: &str = "ostinato_preemptions_total";
 /// Tokens that were drafted and verified.
 pub const METRIC_DRAFTED_TOKENS: &str = "ostinato_drafted_tokens_total";

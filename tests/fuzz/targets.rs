@@ -158,7 +158,8 @@ fn host() -> &'static Arc<Host> {
     HOST.get_or_init(|| {
         let fake = FakeConfig::default();
         let (vocabulary, context) = (fake.capacity.vocabulary, fake.capacity.context);
-        let config = ReplicaConfig { queue_limit: 4, eos_ids: vec![2], context, vocabulary, prefix_cache: true };
+        let config =
+            ReplicaConfig { queue_limit: 4, eos_ids: vec![2], context, vocabulary, prefix_cache: true, rebuild: None };
         let device = DeviceInfo { index: 0, name: "none".to_owned(), uuid: "00".to_owned(), pci: None };
         let replica = |name: &str| {
             let executor = Box::new(FakeExecutor::realtime_with(fake.clone()));

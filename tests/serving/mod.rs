@@ -100,6 +100,7 @@ pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>,
             eos_ids: vec![END],
             context: fake.capacity.context,
             vocabulary: VOCABULARY,
+            rebuild: None,
             prefix_cache: true,
         };
         let executor = Box::new(FakeExecutor::realtime_with(fake));

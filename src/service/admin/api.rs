@@ -13,7 +13,7 @@
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
-//!   requests), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
+//!   requests), `rebuilding` (its device was lost and is built anew), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
 //!   `cached_tokens`, `preemptions`, `drafted_tokens`, of them `accepted_tokens`, and `output_tokens` so far
 //! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), and of a load `step` as above without `begun`
 //!
@@ -172,6 +172,7 @@ fn replica(replica: &Replica) -> Value {
         "room": replica.room(),
         "unfinished": replica.unfinished(),
         "closed": replica.closed(),
+        "rebuilding": replica.rebuilding(),
         "running": load.running,
         "waiting": load.waiting,
         "pages_used": load.pages_used,

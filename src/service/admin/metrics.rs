@@ -125,7 +125,11 @@ fn requests(scrape: &mut Scrape, look: &Look<'_>) {
 fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     type Read = fn(&Replica) -> f64;
     let gauges: [(&str, &str, Read); 4] = [
-        (METRIC_REPLICA_UP, "0 once the replica's device or engine has failed", |r| f64::from(u8::from(!r.failed()))),
+        (
+            METRIC_REPLICA_UP,
+            "0 once the replica's device or engine has failed, and while a lost device is built anew",
+            |r| f64::from(u8::from(!r.failed() && !r.rebuilding())),
+        ),
         (METRIC_REPLICA_CLOSED, "1 while the replica takes no requests", |r| f64::from(u8::from(r.closed().is_some()))),
         (METRIC_SLOTS, "Sequences that can run at once", |r| r.slots() as f64),
         (METRIC_ROOM, "Requests that would be taken now", |r| r.room() as f64),
@@ -148,10 +152,14 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     for (name, help, read) in gauges {
         scrape.gauge(name, help, series(read));
     }
+    let losses = look.all().map(|(labels, replica)| (labels, replica.losses() as f64));
+    scrape.counter(METRIC_LOSSES, "How often the replica's device was lost", losses);
     let counters: [(&str, &str, Of); 5] = [
         (METRIC_PROMPT_TOKENS, "Tokens of prompts that started", |l| l.prompt_tokens as f64),
         (METRIC_PREFIX_HIT_TOKENS, "Of the prompts' tokens those found in pages", |l| l.cached_tokens as f64),
-        (METRIC_PREEMPTIONS, "Sequences that lost their pages to others", |l| l.preemptions as f64),
+        (METRIC_PREEMPTIONS, "Sequences that lost their pages to others, or with their device", |l| {
+            l.preemptions as f64
+        }),
         (METRIC_DRAFTED_TOKENS, "Tokens that were drafted and verified", |l| l.drafted_tokens as f64),
         (METRIC_ACCEPTED_TOKENS, "Of the drafted tokens those that were right", |l| l.accepted_tokens as f64),
     ];
@@ -209,8 +217,10 @@ fn kernels(scrape: &mut Scrape, look: &Look<'_>) {
             [(LABEL_REGION, &*variant.region), (LABEL_STAGE, &*variant.stage), (LABEL_VARIANT, variant.kernel)]
                 .map(|(name, value)| (name, value.to_owned()))
         };
-        let calls = replica.variants().calls().iter();
-        calls.map(move |variant| (labels.iter().cloned().chain(of(variant)).collect(), 1.0))
+        let variants = replica.variants();
+        let calls = variants.calls().iter();
+        let labelled = calls.map(|variant| (labels.iter().cloned().chain(of(variant)).collect(), 1.0));
+        labelled.collect::<Vec<(Labels, f64)>>()
     });
     scrape.gauge(METRIC_KERNEL_VARIANT_INFO, "1, with the kernel that computes a stage of a region", variants);
     let fallbacks = look.all().flat_map(|(labels, replica)| {

@@ -217,7 +217,12 @@ impl VllmEngine for VllmRpc {
         let why = match self.model() {
             Err(refusal) => Some(refusal.to_string()),
             Ok(model) => {
-                let closed: Vec<_> = model.replicas.iter().filter_map(|replica| replica.closed()).collect();
+                let rebuilding = |replica: &Replica| {
+                    replica.rebuilding().then(|| format!("the device of {} is built anew", replica.name))
+                };
+                let closed =
+                    model.replicas.iter().filter_map(|replica| replica.closed().or_else(|| rebuilding(replica)));
+                let closed: Vec<_> = closed.collect();
                 (closed.len() == model.replicas.len()).then(|| closed.join("; "))
             }
         };

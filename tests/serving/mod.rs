@@ -8,6 +8,7 @@ pub mod raw;
 use ostinato::engine::executor::Capacity;
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, Replica, ServedModel};
+use ostinato::engine::rebuild::Rebuild;
 use ostinato::engine::replica::ReplicaConfig;
 use ostinato::model::text::Text;
 use ostinato::service::proto;
@@ -92,20 +93,27 @@ pub fn device(index: usize) -> DeviceInfo {
     }
 }
 
+/// A replica on a device, which is built anew as said when that is lost.
+pub fn replica(name: String, on: usize, fake: FakeConfig, queue_limit: usize, rebuild: Option<Rebuild>) -> Replica {
+    let config = ReplicaConfig {
+        queue_limit,
+        eos_ids: vec![END],
+        context: fake.capacity.context,
+        vocabulary: VOCABULARY,
+        prefix_cache: true,
+        rebuild,
+    };
+    Replica::spawn(name, device(on), Box::new(FakeExecutor::realtime_with(fake)), config).unwrap()
+}
+
 /// A model with a replica on each given device.
 pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>, queue_limit: usize) -> ServedModel {
-    let spawn = |(index, (on, fake)): (usize, (usize, FakeConfig))| {
-        let config = ReplicaConfig {
-            queue_limit,
-            eos_ids: vec![END],
-            context: fake.capacity.context,
-            vocabulary: VOCABULARY,
-            rebuild: None,
-            prefix_cache: true,
-        };
-        let executor = Box::new(FakeExecutor::realtime_with(fake));
-        Replica::spawn(format!("{name}/{index}"), device(on), executor, config).unwrap()
-    };
+    let spawn = |(index, (on, fake))| replica(format!("{name}/{index}"), on, fake, queue_limit, None);
+    model_of(name, text, replicas.into_iter().enumerate().map(spawn).collect())
+}
+
+/// A model with these replicas.
+pub fn model_of(name: &str, text: Option<Text>, replicas: Vec<Replica>) -> ServedModel {
     let info = ModelInfo {
         architecture: "Qwen3ForCausalLM".to_owned(),
         context: 4096,
@@ -116,7 +124,6 @@ pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>,
         parameters: 5,
         active_parameters: 4,
     };
-    let replicas = replicas.into_iter().enumerate().map(spawn).collect();
     ServedModel::new(name.to_owned(), info, text.map(Arc::new), replicas)
 }
 

@@ -49,13 +49,13 @@ impl Queries {
         self.reset_range(0, self.0.count);
     }
 
-    /// As [`Queries::reset`], of `count` from `first` on.
+    /// As [`Queries::reset`], of `count` from `first` on. Of a lost device none is.
     ///
     /// # Panics
     /// Where the range does not lie in the pool.
     pub fn reset_range(&self, first: u32, count: u32) {
         self.assert_has(first, count);
-        // Of a lost device nothing is known to have ended, and nothing is written again.
+        // What is in flight on it may still write them, and nothing that comes later does.
         if self.0.logical.alive().is_err() {
             return;
         }

@@ -361,17 +361,22 @@ impl Scheduler {
         for id in unfinished.into_iter().collect::<BTreeSet<_>>() {
             self.end(id, FinishReason::Error(why.to_string()), now);
         }
-        self.flights.clear();
         self.orders.clear();
-        self.unnamed = None;
-        self.leaves.clear();
-        let resident = self.sequences.ids();
-        for id in resident {
-            if let Some(sequence) = self.sequences.get_mut(id) {
-                sequence.in_flight = 0;
-            }
+        for id in self.forget_plans() {
             self.release(id);
         }
+    }
+
+    /// No plan will be reported any more. Gives those who hold a slot, which nothing keeps any longer.
+    fn forget_plans(&mut self) -> Vec<SequenceId> {
+        self.flights.clear();
+        self.unnamed = None;
+        self.leaves.clear();
+        let residents: Vec<SequenceId> = self.slots.iter().flatten().copied().collect();
+        for id in &residents {
+            self.sequences.get_mut(*id).expect("whoever holds a slot is known").in_flight = 0;
+        }
+        residents
     }
 
     /// Whether there is neither a request nor an unfinished plan.
@@ -383,15 +388,10 @@ impl Scheduler {
     /// that was reported of it, and what prompts could begin with is forgotten. Whoever has held one at
     /// two losses is ended with `why`: it may be the cause.
     pub fn restart(&mut self, why: &str, now: Instant) {
-        self.flights.clear();
-        self.unnamed = None;
-        self.leaves.clear();
         // What is asked of grammars is not asked of the device.
         self.orders.retain(|order| matches!(order, Order::Take(..)));
-        let residents: Vec<SequenceId> = self.slots.iter().flatten().copied().collect();
-        for id in residents {
+        for id in self.forget_plans() {
             let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
-            sequence.in_flight = 0;
             let ended = sequence.ended;
             if !ended {
                 sequence.losses += 1;

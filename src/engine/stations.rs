@@ -127,13 +127,13 @@ pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartErro
 
 /// As [`start`], on an instance of the caller's (tests look at its validation messages).
 pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
-    let stations = Stations(Arc::new(Shared {
+    let stations = Arc::new(Stations {
         instance: instance.clone(),
         runtime: config.runtime.clone(),
         gpu_time: config.telemetry.gpu_time,
         open: Mutex::default(),
         opening: Mutex::default(),
-    }));
+    });
     // Every choice is checked before the first device is opened.
     config.models.iter().try_for_each(|model| stations.check(model))?;
     let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(stations));
@@ -141,12 +141,9 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
     Ok(host)
 }
 
-/// Builds models on the machine's devices. Clones share them.
-#[derive(Clone, Debug)]
-struct Stations(Arc<Shared>);
-
+/// Builds models on the machine's devices.
 #[derive(Debug)]
-struct Shared {
+struct Stations {
     instance: Instance,
     runtime: config::Runtime,
     gpu_time: GpuTime,
@@ -156,7 +153,7 @@ struct Shared {
     opening: Mutex<()>,
 }
 
-impl Shared {
+impl Stations {
     fn open(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<Station>>> {
         // Each change of it is whole.
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
@@ -174,8 +171,8 @@ impl Shared {
         }
         let cache = self.runtime.cache_directory.as_deref();
         let station = Arc::new(Station::open(&self.instance, adapter, cache, self.gpu_time)?);
-        // One that is lost goes when nobody has anything on it any more.
         let lost = self.open().insert(adapter.index, Arc::clone(&station));
+        // Not while others wait for the list: where nobody has anything on it any more, its actors end here.
         drop(lost);
         Ok(station)
     }
@@ -211,16 +208,14 @@ impl Shared {
         build.executor(cache)
     }
 
-    fn checkpoint(&self, model: &config::Model) -> Result<Checkpoint, StartError> {
-        let path = self.unpacked(model)?;
-        let failed = |source| StartError::Checkpoint { model: model.name.clone(), path: path.clone(), source };
-        Checkpoint::open(&path).map_err(failed)
-    }
-
-    /// The model's folder.
-    fn unpacked(&self, model: &config::Model) -> Result<PathBuf, StartError> {
+    /// The model's folder, and the checkpoint in it.
+    fn checkpoint(&self, model: &config::Model) -> Result<(PathBuf, Checkpoint), StartError> {
         let cache = self.runtime.cache_directory.as_deref();
-        demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })
+        let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
+        match Checkpoint::open(&path) {
+            Ok(checkpoint) => Ok((path, checkpoint)),
+            Err(source) => Err(StartError::Checkpoint { model: model.name.clone(), path, source }),
+        }
     }
 
     /// Another executor for a replica whose device was lost, which holds as much as the one before.
@@ -232,7 +227,7 @@ impl Shared {
         cancelled: &AtomicBool,
     ) -> Result<GpuExecutor, StartError> {
         let adapter = choose(&self.instance.adapters(), &model.name, model.replicas[index].device.as_deref())?;
-        let checkpoint = self.checkpoint(model)?;
+        let (_, checkpoint) = self.checkpoint(model)?;
         // What memory was left then decided what is not asked for.
         let model = config::Model {
             context: Some(capacity.context),
@@ -240,7 +235,7 @@ impl Shared {
             kv_memory: None,
             ..model.clone()
         };
-        // Nobody is told how far it is, and what else is on the device was lost as well.
+        // Nobody asked, so nobody is told how far it is. Its clients wait: it takes all of the host that it can use.
         let attempt = Attempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
         Ok(self.executor(&model, index, &adapter, &checkpoint, &attempt)?.0)
     }
@@ -250,20 +245,19 @@ fn replica_name(model: &config::Model, index: usize) -> String {
     format!("{}/{index}", model.name)
 }
 
-impl Stations {
-    /// How a replica's executor is built when its device was lost.
-    fn rebuilding(&self, model: &config::Model, index: usize) -> Rebuild {
-        let (stations, model) = (Arc::clone(&self.0), model.clone());
-        Rebuild::new(move |capacity, cancelled| {
-            let built = stations.rebuild(&model, index, capacity, cancelled);
-            built.map(|executor| Box::new(executor) as Box<dyn Executor>).map_err(RebuildError::from)
-        })
-    }
+/// How a replica's executor is built when its device was lost.
+fn rebuilding(stations: &Arc<Stations>, model: &config::Model, index: usize) -> Rebuild {
+    let (stations, model) = (Arc::clone(stations), model.clone());
+    Rebuild::new(move |capacity, cancelled| {
+        let built = stations.rebuild(&model, index, capacity, cancelled);
+        built.map(|executor| Box::new(executor) as Box<dyn Executor>).map_err(RebuildError::from)
+    })
 }
 
-impl Source for Stations {
+/// Shared with the replicas, which build anew what they lose.
+impl Source for Arc<Stations> {
     fn check(&self, model: &config::Model) -> Result<(), StartError> {
-        self.0.choose(model).map(|_| ())
+        self.choose(model).map(|_| ())
     }
 
     fn devices(&self) -> Vec<ServedDevice> {
@@ -274,14 +268,13 @@ impl Source for Stations {
             device: Some(Arc::clone(&station.device)),
             arena: Some(station.arena.clone()),
         };
-        self.0.open().values().map(served).collect()
+        self.open().values().map(served).collect()
     }
 
     fn build(&self, model: &config::Model, attempt: &Attempt<'_>) -> Result<ServedModel, StartError> {
-        let adapters = self.0.choose(model)?;
+        let adapters = self.choose(model)?;
         let progress = attempt.progress;
-        let checkpoint = self.0.checkpoint(model)?;
-        let path = self.0.unpacked(model)?;
+        let (path, checkpoint) = self.checkpoint(model)?;
         let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
         if text.is_none() {
             progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
@@ -289,7 +282,7 @@ impl Source for Stations {
         let mut replicas = Vec::new();
         let mut context = checkpoint.config.context;
         for (index, adapter) in adapters.iter().enumerate() {
-            let (executor, loaded, memory) = self.0.executor(model, index, adapter, &checkpoint, attempt)?;
+            let (executor, loaded, memory) = self.executor(model, index, adapter, &checkpoint, attempt)?;
             context = context.min(executor.capacity().context);
             let replica_config = ReplicaConfig {
                 queue_limit: attempt.queue_limit,
@@ -297,7 +290,7 @@ impl Source for Stations {
                 context: executor.capacity().context,
                 vocabulary: checkpoint.config.vocab,
                 prefix_cache: model.prefix_cache.unwrap_or(true),
-                rebuild: Some(self.rebuilding(model, index)),
+                rebuild: Some(rebuilding(self, model, index)),
             };
             let name = replica_name(model, index);
             let replica = Replica::spawn(name, device_info(adapter), Box::new(executor), replica_config);

@@ -13,8 +13,9 @@
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
-//!   requests), `rebuilding` (its device was lost and is built anew), `running`, `waiting`, `pages_used`, `pages_cached`, `pages_total`, `snapshots`, `prompt_tokens`,
-//!   `cached_tokens`, `preemptions`, `drafted_tokens`, of them `accepted_tokens`, and `output_tokens` so far
+//!   requests), `rebuilding` (its device was lost and is built anew), `running`, `waiting`, `pages_used`, `pages_cached`,
+//!   `pages_total`, `snapshots`, `prompt_tokens`, `cached_tokens`, `preemptions`, `drafted_tokens`, of them
+//!   `accepted_tokens`, and `output_tokens` so far
 //! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), and of a load `step` as above without `begun`
 //!
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last

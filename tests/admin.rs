@@ -2,6 +2,7 @@
 
 mod serving;
 
+use ostinato::engine::fake::FakeConfig;
 use ostinato::engine::host::Host;
 use ostinato::engine::start::{Progress, Unit};
 use ostinato::service::admin::{self, Admin};
@@ -278,4 +279,47 @@ async fn the_data_is_what_the_host_says() {
     }
     let odd = get(page.address, "/api/requests?since=NaN").await;
     assert_eq!(odd.status, 200, "{}", odd.body);
+}
+
+/// Goal: faults of decode steps are seen by whoever looks: requests go on as if nothing was, health stays 200 with a warning,
+/// and the page's data and the metrics count. Method: a fake whose every second decode plan meets with a fault.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn faults_while_serving_are_counted_and_warned_of() {
+    let sound = fake(Duration::from_millis(1), b"abc");
+    let faulty = FakeConfig { fault_every: Some(2), ..sound.clone() };
+    let models = vec![
+        model("sound", Some(tokenizer(true)), vec![(0, sound)], 8),
+        model("faulty", Some(tokenizer(true)), vec![(1, faulty)], 8),
+    ];
+    let served = serve_models(models, Options::default()).await;
+    let admin = Admin::new();
+    admin.set_host(Arc::clone(&served.host));
+    let page = start(&admin, "127.0.0.1:0").await;
+    let mut client = served.client().await;
+    let sound = generate(&mut client, text_request("sound", "Hello", 40)).await;
+    let health = get(page.address, "/healthz").await;
+    assert_eq!((health.status, health.body.as_str()), (200, "serving\n"));
+    assert_eq!(generate(&mut client, text_request("faulty", "Hello", 40)).await.text(), sound.text());
+    served.idle("faulty/0", Duration::from_secs(10)).await;
+
+    let of = |name: &str| served.host.replicas().find(|replica| replica.name == name).unwrap();
+    let faults = of("faulty/0").faults();
+    assert!(faults > 1 && of("sound/0").faults() == 0, "{faults} faults");
+    let health = get(page.address, "/healthz").await;
+    assert_eq!(health.status, 200, "a warning is no failure");
+    let [status, warning] = health.body.lines().collect::<Vec<_>>()[..] else { panic!("{}", health.body) };
+    let wanted = format!("warning: faulty/0: a kernel of a decode step waited in vain {faults} times, last ");
+    assert!(status == "serving" && warning.starts_with(&wanted), "{}", health.body);
+    let state = get(page.address, "/api/state").await.json();
+    assert_eq!(state["warnings"].as_array().unwrap().len(), 1);
+    let [sound, faulty] = [0, 1].map(|model| &state["models"][model]["replicas"][0]);
+    assert_eq!((&sound["faults"], &sound["last_fault"]), (&json!(0), &Value::Null));
+    assert_eq!(faulty["faults"], json!(faults));
+    assert!(faulty["last_fault"].as_f64().unwrap() <= state["now"].as_f64().unwrap());
+    let steps = get(page.address, "/api/steps?replica=faulty/0").await.json();
+    let of_steps: u64 = steps["steps"].as_array().unwrap().iter().map(|step| step["faults"].as_u64().unwrap()).sum();
+    assert_eq!(of_steps, faults);
+    let metrics = get(page.address, "/metrics").await.body;
+    let line = format!("ostinato_overlap_faults_total{{model=\"faulty\",replica=\"faulty/0\"}} {faults}.0");
+    assert!(metrics.lines().any(|found| found == line), "no {line} in {metrics}");
 }

@@ -375,6 +375,8 @@ async fn with_a_model() -> (Scrape, Scrape, bool) {
 
     let fallen = |scrape: &Scrape, what| scrape.sum("ostinato_fallbacks_total", &[("what", what)]);
     assert_eq!((fallen(&before, "overlap_fault"), fallen(&after, "overlap_fault")), (0.0, 1.0));
+    let faults = |scrape: &Scrape| scrape.sum("ostinato_overlap_faults_total", &[("replica", "demo/0")]);
+    assert_eq!((faults(&before), faults(&after)), (0.0, 1.0));
     for (what, wanted) in [("row_layout", 0.0), ("no_overlap", 0.0), ("overlap_test", 0.0)] {
         assert_eq!(fallen(&after, what), wanted, "{what}");
     }

@@ -33,7 +33,12 @@ async fn one_trace_from_the_client_to_the_steps() {
     );
 
     let step = Duration::from_millis(2);
-    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"abcdefgh"))], 8)];
+    let mut faulty = fake(step, b"abcdefgh");
+    faulty.fault_every = Some(2);
+    let models = vec![
+        model("alpha", Some(tokenizer(true)), vec![(0, fake(step, b"abcdefgh"))], 8),
+        model("faulty", Some(tokenizer(true)), vec![(1, faulty)], 8),
+    ];
     let served = serve_models(models, Options::default()).await;
     let mut client = served.client().await;
     let trace = |trace: &str, request| {
@@ -234,12 +239,31 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert!((20..120).contains(&steps), "{steps} steps of 3,000 tokens are shown");
     check_steps(&long);
 
-    // Nine asked to be traced; another one began here, where the ratio is 0.
+    // Steps that a fault kept from drawing: the request, its phase and the step say so, and nobody else's do.
+    const FAULTY: &str = "33333333333333333333333333333333";
+    let faulty = generate(&mut client, trace(FAULTY, text_request("faulty", "x", 40))).await;
+    assert_eq!(faulty.ids().len(), 40);
+    let until = Instant::now() + Duration::from_secs(10);
+    while !ended(FAULTY) {
+        tokio::task::block_in_place(|| guard.flush());
+        assert!(Instant::now() < until);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    const FAULTS: &str = "ostinato.overlap_faults";
+    let faulty = of(FAULTY);
+    let faults = int(&one(&faulty, "text_completion faulty").attributes, FAULTS);
+    assert!(faults > 1, "{faults} faults");
+    assert_eq!(int(&one(&faulty, "decode").attributes, FAULTS), faults);
+    let steps = faulty.iter().filter(|span| is_step(span) && find(&span.attributes, FAULTS).is_some());
+    assert_eq!(steps.map(|step| int(&step.attributes, FAULTS)).sum::<i64>(), faults, "each of them is shown");
+    assert!(long.iter().all(|span| find(&span.attributes, FAULTS).is_none()));
+
+    // Ten asked to be traced; another one began here, where the ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
     traces.dedup();
-    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, NAMED, OLDER, YOUNGER, LONG].map(str::to_owned);
+    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, NAMED, OLDER, YOUNGER, LONG, FAULTY].map(str::to_owned);
     asked.sort();
     assert_eq!(traces, asked);
     let everything = format!("{spans:?}");

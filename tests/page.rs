@@ -7,13 +7,14 @@ mod common;
 mod serving;
 
 use browser::Browser;
+use ostinato::engine::fake::FakeConfig;
 use ostinato::engine::host::Host;
 use ostinato::engine::start::{Progress, Unit};
 use ostinato::service::admin::{self, Admin};
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use serde_json::json;
-use serving::{Served, fake, model, serve_models, text_request, tokenizer};
+use serving::{Served, fake, generate, model, serve_models, text_request, tokenizer};
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -578,4 +579,34 @@ fn the_program_serves_the_page() {
     let id = program.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
     assert_eq!(program.0.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn a_warning_stands_above_every_view() {
+    let runtime = runtime();
+    let mut browser = Browser::start();
+    let (served, page) = runtime.block_on(async {
+        let faulty = FakeConfig { fault_every: Some(1), ..fake(Duration::from_millis(1), b"x") };
+        let models = vec![model("faulty", Some(tokenizer(true)), vec![(0, faulty)], 4)];
+        (serve_models(models, Options::default()).await, page().await)
+    });
+    page.admin.set_host(Arc::clone(&served.host));
+    browser.size(1280, 800, false);
+    browser.open(&page.url);
+    browser.until("document.body.dataset.view === 'overview'");
+    browser.until("document.querySelector('#warnings').hidden");
+    runtime.block_on(async { generate(&mut served.client().await, text_request("faulty", "Hello", 20)).await });
+    browser.until("!document.querySelector('#warnings').hidden");
+    let warning = browser.text("#warnings");
+    assert!(warning.starts_with("faulty/0: a kernel of a decode step waited in vain"), "{warning}");
+    for (size, width, height) in [("desk", 1280, 800), ("phone", 360, 740)] {
+        browser.size(width, height, size == "phone");
+        for theme in ["light", "dark"] {
+            browser.theme(theme);
+            fits(&mut browser, &format!("a warning, {size}, {theme}"));
+            browser.screenshot(&format!("warning-{size}-{theme}"));
+        }
+    }
+    assert_eq!(browser.text("#status"), "serving");
+    assert_eq!(browser.complaints, Vec::<String>::new());
 }

@@ -267,6 +267,9 @@ pub struct Progress {
     pub finished: bool,
     /// The recurrent state of the plan's slots is lost: they have to leave and be computed again.
     pub state_lost: bool,
+    /// With the last report: how often a fault (see [`Executor::faults`]) kept steps of the plan from drawing tokens, so
+    /// that they were run again, or (`state_lost`) their sequences are computed again.
+    pub faults: u32,
     /// Sum (not mean) over the steps reported here.
     pub cost: PerToken,
     /// With the last report: every submission that the plan took, in order.
@@ -329,6 +332,11 @@ pub trait Executor: Send {
     }
     /// What steps took lately; the step loop sizes its run-ahead and prompts' chunks by it.
     fn pace(&self) -> &Pace;
+    /// Faults so far: how often a kernel of a decode step without barriers waited in vain for another's words. Several
+    /// plans in flight can be affected by one fault (`Progress::faults` says which); none loses a token.
+    fn faults(&self) -> u64 {
+        0
+    }
     /// Which kernels run, and the slower ways that are taken; nothing of an executor without kernels.
     fn variants(&self) -> Arc<Variants> {
         Arc::default()

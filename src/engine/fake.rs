@@ -38,6 +38,9 @@ pub struct FakeConfig {
     pub lost_after: Option<u64>,
     /// Every so many decode plans recurrent state is lost with what the plan would have drawn.
     pub state_lost_every: Option<u64>,
+    /// Every so many decode plans a fault keeps the plan's steps from drawing, and they are run again: it takes twice as
+    /// long and draws the same.
+    pub fault_every: Option<u64>,
 }
 
 impl Default for FakeConfig {
@@ -62,6 +65,7 @@ impl Default for FakeConfig {
             parts: 0,
             lost_after: None,
             state_lost_every: None,
+            fault_every: None,
         }
     }
 }
@@ -79,6 +83,7 @@ pub struct FakeExecutor {
     /// State was lost, and the step loop has not heard of it.
     lost: bool,
     decode_plans: u64,
+    faults: u64,
     /// Decides which drafts are right.
     luck: u64,
     /// The last plan submitted.
@@ -231,6 +236,7 @@ impl FakeExecutor {
             cells: vec![None; (config.capacity.slots + config.capacity.snapshots.unwrap_or(0)) as usize],
             lost: false,
             decode_plans: 0,
+            faults: 0,
             luck: config.parts,
             ticket: 0,
             working: 0,
@@ -603,6 +609,7 @@ impl FakeExecutor {
                     scored,
                     finished: true,
                     state_lost: false,
+                    faults: 0,
                     cost,
                     submissions: Vec::new(),
                 };
@@ -617,9 +624,11 @@ impl FakeExecutor {
                     _ => self.pace.note_verify(slots.len() as u32, drafts, self.config.step),
                 }
                 self.decode_plans += 1;
-                let loses = self.config.state_lost_every.is_some_and(|every| self.decode_plans.is_multiple_of(every));
+                let due = |every: Option<u64>| every.is_some_and(|every| self.decode_plans.is_multiple_of(every));
+                let (loses, faults) = (due(self.config.state_lost_every), due(self.config.fault_every));
                 if loses || self.lost {
                     // What is queued behind draws nothing either.
+                    self.faults += u64::from(!self.lost);
                     self.lost = true;
                     self.busy_until = start + self.config.step * steps;
                     self.steps_queued += steps;
@@ -635,6 +644,7 @@ impl FakeExecutor {
                         scored: None,
                         finished: true,
                         state_lost: true,
+                        faults: 1,
                         cost,
                         submissions: Vec::new(),
                     };
@@ -643,6 +653,9 @@ impl FakeExecutor {
                 }
                 let mut rows = self.decode(&slots, steps, drafts).into_iter();
                 let mut left = steps;
+                self.faults += u64::from(faults);
+                // The steps that drew nothing come first.
+                let start = if faults { start + self.config.step * steps } else { start };
                 self.busy_until = start + self.config.step * steps;
                 while left > 0 {
                     let part = self.part(left);
@@ -662,6 +675,7 @@ impl FakeExecutor {
                             scored: None,
                             finished,
                             state_lost: false,
+                            faults: u32::from(faults && finished),
                             cost,
                             submissions: Vec::new(),
                         },
@@ -734,6 +748,10 @@ impl Executor for FakeExecutor {
 
     fn profile(&mut self, plans: u32) {
         self.profiled = plans;
+    }
+
+    fn faults(&self) -> u64 {
+        self.faults
     }
 
     fn pace(&self) -> &Pace {

@@ -195,6 +195,8 @@ struct Pending {
     scoring: Option<Scoring>,
     /// Steps from this one on drew nothing because of a fault; `u32::MAX` if none is known.
     good: u32,
+    /// Faults that its plan has met with before it was submitted this time.
+    faults: u32,
     work: Kind,
     /// Tokens of a step of prompts.
     prompt_tokens: u32,
@@ -487,6 +489,7 @@ impl GpuExecutor {
                     scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
                     finished,
                     state_lost,
+                    faults: if finished { pending.faults + u32::from(state_lost) } else { 0 },
                     cost,
                     submissions: if finished { self.submissions_of(pending.ticket) } else { Vec::new() },
                 };
@@ -793,7 +796,9 @@ impl GpuExecutor {
         self.open_gate_to(self.gates)?;
         let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
         let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };
-        self.enqueue(pending.ticket, Some(work), posts)
+        self.enqueue(pending.ticket, Some(work), posts)?;
+        self.pending.back_mut().into_iter().for_each(|again| again.faults = pending.faults + 1);
+        Ok(())
     }
 }
 
@@ -807,6 +812,7 @@ impl Pending {
             rows: 0,
             entries: 0,
             good: u32::MAX,
+            faults: 0,
             work: Kind::Changes,
             prompt_tokens: 0,
             scoring: None,
@@ -891,6 +897,10 @@ impl Executor for GpuExecutor {
 
     fn profile(&mut self, plans: u32) {
         self.profiled = plans;
+    }
+
+    fn faults(&self) -> u64 {
+        self.parts.variants.fallen(Fallback::OverlapFault)
     }
 
     fn pace(&self) -> &Pace {

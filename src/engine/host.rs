@@ -141,6 +141,8 @@ pub struct StepRecord {
     pub waiting: u32,
     /// As of its end: KV pages in use.
     pub pages_used: u32,
+    /// How often a fault kept some of its steps from drawing, so that they were run again.
+    pub faults: u32,
 }
 
 /// A device that is open: something is or was served on it.

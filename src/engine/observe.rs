@@ -95,6 +95,7 @@ impl Observer {
             running: counts.running,
             waiting: counts.waiting,
             pages_used: counts.pages_used,
+            faults: report.faults,
         };
         let number = self.number;
         self.number += 1;
@@ -148,6 +149,7 @@ pub struct Reported {
     ticket: Ticket,
     finished: bool,
     tokens: u32,
+    faults: u32,
     submissions: Vec<SubmissionRecord>,
 }
 
@@ -158,6 +160,7 @@ impl Reported {
             ticket: progress.ticket,
             finished: progress.finished,
             tokens: progress.tokens.len() as u32,
+            faults: progress.faults,
             submissions: std::mem::take(&mut progress.submissions),
         }
     }

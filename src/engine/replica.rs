@@ -113,6 +113,11 @@ struct Shared {
     rebuilding: AtomicBool,
     /// How often it was lost.
     losses: AtomicU64,
+    /// Faults of decode steps without barriers, over all executors that it had, and when the last one was told
+    /// (`Moment`'s nanoseconds; 0: never).
+    faults: AtomicU64,
+    /// As `faults` says.
+    last_fault: AtomicU64,
     /// The device or the engine failed.
     failed: AtomicBool,
     /// It was stopped on purpose.
@@ -191,6 +196,7 @@ impl Replica {
             masks: Masks::new(&name),
             failed: None,
             rebuilds: Rebuilds::new(config.rebuild),
+            earlier_faults: 0,
             clients: ByAge::default(),
             observer,
             done: Vec::new(),
@@ -348,6 +354,17 @@ impl Replica {
     /// How often its device was lost.
     pub fn losses(&self) -> u64 {
         self.shared.losses.load(Relaxed)
+    }
+
+    /// Faults while serving: how often a kernel of a decode step without barriers waited in vain for another's words.
+    pub fn faults(&self) -> u64 {
+        self.shared.faults.load(Relaxed)
+    }
+
+    /// When the last of them was told.
+    pub fn last_fault(&self) -> Option<Moment> {
+        let at = self.shared.last_fault.load(Relaxed);
+        (at > 0).then_some(Moment(at))
     }
 
     /// What all its finished plans were like together.
@@ -535,6 +552,8 @@ struct Client {
     traced: Option<SpanName>,
     /// Finished plans that it had rows in.
     plans: u32,
+    /// Faults of those plans.
+    faults: u32,
 }
 
 struct Actor {
@@ -545,6 +564,8 @@ struct Actor {
     /// Why the executor is not used any more.
     failed: Option<String>,
     rebuilds: Rebuilds,
+    /// Faults of the executors before this one.
+    earlier_faults: u64,
     /// From submission until `Finished`.
     clients: ByAge<Client>,
     observer: Observer,
@@ -732,10 +753,16 @@ impl Actor {
                 progress.cost.deliver_us = delivering.as_secs_f64() * 1e6;
             }
             let reported = Reported::of(&mut progress);
+            let faults = progress.faults;
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 let clients = &self.clients;
                 let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
                 let done = self.observer.reported(reported, completed, self.scheduler.counts(), name);
+                if faults > 0 {
+                    for id in done.iter().flat_map(|(_, sequences)| sequences) {
+                        self.clients.get_mut(*id).into_iter().for_each(|client| client.note_faults(faults));
+                    }
+                }
                 // Nobody else asks whom a plan was for.
                 self.done.extend(done.filter(|_| exports()));
             }
@@ -787,11 +814,12 @@ impl Actor {
     fn export_steps(&mut self) {
         for (number, sequences) in self.done.drain(..) {
             let mut shown = Vec::new();
+            let faulted = self.observer.record(number).is_some_and(|record| record.faults > 0);
             for id in sequences {
                 let Some(client) = self.clients.get_mut(id) else { continue };
                 let index = client.plans;
                 client.plans += 1;
-                if client.traced.is_some() && spans::shows_step(index) {
+                if client.traced.is_some() && (faulted || spans::shows_step(index)) {
                     shown.push(id);
                 }
             }
@@ -822,6 +850,7 @@ impl Actor {
         let absent = Absent::new(self.executor.capacity().clone());
         self.wake = absent.wake().clone();
         let lost = std::mem::replace(&mut self.executor, Box::new(absent));
+        self.earlier_faults += lost.faults();
         if let Err(no_thread) = self.rebuilds.begin(&self.name, how, lost) {
             tracing::error!(replica = self.name, %no_thread, "the device is not built anew");
             return self.fail(&error);
@@ -904,6 +933,10 @@ impl Actor {
         self.shared.preemptions.store(counts.preemptions, Relaxed);
         self.shared.drafted_tokens.store(counts.drafted_tokens, Relaxed);
         self.shared.accepted_tokens.store(counts.accepted_tokens, Relaxed);
+        let faults = self.earlier_faults + self.executor.faults();
+        if self.shared.faults.swap(faults, Relaxed) < faults {
+            self.shared.last_fault.store(Moment::now().0, Relaxed);
+        }
     }
 }
 
@@ -922,6 +955,7 @@ impl Client {
             output_tokens: 0,
             traced: SpanName::of(&request.span),
             plans: 0,
+            faults: 0,
         };
         (request, client)
     }
@@ -948,6 +982,12 @@ impl Client {
         }
         self.gone = (self.sink)(event).is_err();
         !self.gone
+    }
+
+    /// Steps of a plan that it had rows in drew nothing at first.
+    fn note_faults(&mut self, faults: u32) {
+        self.faults += faults;
+        spans::faults(&self.request, &self.phase, self.faults);
     }
 
     fn finish(mut self, mut event: Event) {

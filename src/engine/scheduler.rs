@@ -1347,6 +1347,7 @@ mod tests {
                 scored: None,
                 finished: true,
                 state_lost: false,
+                faults: 0,
                 cost,
                 submissions: Vec::new(),
             };

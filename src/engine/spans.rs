@@ -56,6 +56,14 @@ pub fn decode(request: &Span) -> Span {
     phase_span!(request, names::SPAN_DECODE)
 }
 
+/// Says of a request's span and its phase's how many faults its steps have met with so far (of this sample, where there
+/// are several).
+pub fn faults(request: &Span, phase: &Span, faults: u32) {
+    for span in [request, phase] {
+        spans::set(span, names::OVERLAP_FAULTS, i64::from(faults));
+    }
+}
+
 /// Writes what a phase cost to its span.
 pub fn record(span: &Span, cost: &PhaseCost) {
     if span.is_disabled() {
@@ -195,6 +203,9 @@ pub fn step(record: &StepRecord, replica: &str, shown: &[Traced<'_>]) {
         KeyValue::new(names::GPU_US, record.cost.gpu_us),
         KeyValue::new(names::FLUSH_REASON, Value::Array(reasons.into())),
     ];
+    if record.faults > 0 {
+        attributes.push(KeyValue::new(names::OVERLAP_FAULTS, i64::from(record.faults)));
+    }
     if let Some(last) = record.submissions.last() {
         attributes.push(KeyValue::new(names::TIMELINE_VALUE, last.point.value as i64));
     }

@@ -122,6 +122,7 @@ mod tests {
             running: 0,
             waiting: 0,
             pages_used: 0,
+            faults: 0,
         }
     }
 

@@ -178,6 +178,9 @@ pub const TRANSFER_SUBMITS: &str = "ostinato.transfer_submits";
 /// Pipelines that were built or found in the cache.
 pub const LOAD_PIPELINES: &str = "ostinato.load.pipelines";
 
+/// On a request, a phase or a step: how often a kernel of its decode steps waited in vain for another's words, so that
+/// steps were run again. Absent where that did not happen.
+pub const OVERLAP_FAULTS: &str = "ostinato.overlap_faults";
 /// How often the sequence lost its pages and was recomputed.
 pub const PREEMPTIONS: &str = "ostinato.preemptions";
 
@@ -229,6 +232,8 @@ pub const METRIC_PROMPT_TOKENS: &str = "ostinato_prompt_tokens_total";
 pub const METRIC_PREFIX_HIT_TOKENS: &str = "ostinato_prefix_hit_tokens_total";
 /// How often a replica's device was lost.
 pub const METRIC_LOSSES: &str = "ostinato_device_losses_total";
+/// Faults of decode steps without barriers.
+pub const METRIC_OVERLAP_FAULTS: &str = "ostinato_overlap_faults_total";
 /// Sequences that lost their pages to others, or with their device.
 pub const METRIC_PREEMPTIONS: &str = "ostinato_preemptions_total";
 /// Tokens that were drafted and verified.

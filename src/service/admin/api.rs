@@ -6,21 +6,22 @@
 //! `/api/state` is answered without waiting for anything:
 //!
 //! - `version`; `now`; `status`: `loading`, `serving`, `idle` (no model is loaded, and one can be) or `closed` (no replica takes
-//!   requests); `endpoint`: `ADDR` of gRPC
+//!   requests); `warnings[]` (sentences, as `/healthz` has them); `endpoint`: `ADDR` of gRPC
 //! - `loading`: `step` (`what`, `done`, `total`, `unit`: `bytes` or `things`, `begun`; `null` when over), `lines`
 //! - `devices[]`: `index`, `name`, `uuid`, `pci`; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
 //!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
-//!   requests), `rebuilding` (its device was lost and is built anew), `running`, `waiting`, `pages_used`, `pages_cached`,
+//!   requests), `rebuilding` (its device was lost and is built anew), `faults` (times that a kernel of a decode step waited in
+//!   vain and the step was run again), `last_fault` (when; `null`: never), `running`, `waiting`, `pages_used`, `pages_cached`,
 //!   `pages_total`, `snapshots`, `prompt_tokens`, `cached_tokens`, `preemptions`, `drafted_tokens`, of them
 //!   `accepted_tokens`, and `output_tokens` so far
 //! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), and of a load `step` as above without `begun`
 //!
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
 //! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
-//! `planned`, `taken`, `requests`, `running`, `waiting`, `pages_used`, `cost` (per record: `submits`, `dispatches`, `barriers`,
+//! `planned`, `taken`, `requests`, `running`, `waiting`, `pages_used`, `faults`, `cost` (per record: `submits`, `dispatches`, `barriers`,
 //! `transfer_submits`, `host_waits`, `enqueue_us`, `schedule_us`, `deliver_us`, `gpu_us`) and `submissions[]`: `enqueue` (begin,
 //! end), `point`, `waits[]` and `flush`, `seen`, `host_waits`, `dispatches`, `barriers`, `clock` (`quality`, `error_us`) and
 //! `regions[]`: `name`, `runs`, `begin`, `end`, `kernels` (how many were timed). A point is `queue` and `value`.
@@ -75,10 +76,11 @@ pub(super) fn state(admin: &Admin) -> Value {
         "version": env!("CARGO_PKG_VERSION"),
         "now": admin.now(),
         "status": admin.status().name(),
+        "warnings": admin.warnings(),
         "endpoint": admin.endpoint.get().map(ToString::to_string),
         "loading": loading(admin, &admin.loading()),
         "devices": devices.iter().map(device).collect::<Vec<_>>(),
-        "models": models.iter().map(|served| model(served)).collect::<Vec<_>>(),
+        "models": models.iter().map(|served| model(admin, served)).collect::<Vec<_>>(),
         "configured": configured.iter().map(listed).collect::<Vec<_>>(),
     })
 }
@@ -150,7 +152,7 @@ fn memory(line: &MemoryUse) -> Value {
     json!({ "replica": line.replica, "purpose": line.purpose.to_string(), "side": side, "bytes": line.bytes })
 }
 
-fn model(served: &ServedModel) -> Value {
+fn model(admin: &Admin, served: &ServedModel) -> Value {
     json!({
         "name": served.name,
         "architecture": served.info.architecture,
@@ -160,11 +162,11 @@ fn model(served: &ServedModel) -> Value {
         "active_parameters": served.info.active_parameters,
         "weight_bytes": served.info.weight_bytes,
         "bytes_per_token": served.info.bytes_per_token,
-        "replicas": served.replicas.iter().map(|of| replica(of)).collect::<Vec<_>>(),
+        "replicas": served.replicas.iter().map(|of| replica(admin, of)).collect::<Vec<_>>(),
     })
 }
 
-fn replica(replica: &Replica) -> Value {
+fn replica(admin: &Admin, replica: &Replica) -> Value {
     let (load, totals) = (replica.load(), replica.totals());
     json!({
         "name": replica.name,
@@ -174,6 +176,8 @@ fn replica(replica: &Replica) -> Value {
         "unfinished": replica.unfinished(),
         "closed": replica.closed(),
         "rebuilding": replica.rebuilding(),
+        "faults": replica.faults(),
+        "last_fault": replica.last_fault().map(|at| admin.us(at)),
         "running": load.running,
         "waiting": load.waiting,
         "pages_used": load.pages_used,
@@ -213,6 +217,7 @@ fn step(admin: &Admin, record: &StepRecord) -> Value {
         "running": record.running,
         "waiting": record.waiting,
         "pages_used": record.pages_used,
+        "faults": record.faults,
         "cost": {
             "submits": cost.submits,
             "dispatches": cost.dispatches,

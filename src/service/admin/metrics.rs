@@ -154,6 +154,8 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     }
     let losses = look.all().map(|(labels, replica)| (labels, replica.losses() as f64));
     scrape.counter(METRIC_LOSSES, "How often the replica's device was lost", losses);
+    let faults = look.all().map(|(labels, replica)| (labels, replica.faults() as f64));
+    scrape.counter(METRIC_OVERLAP_FAULTS, "Decode steps in which a kernel waited in vain: they were run again", faults);
     let counters: [(&str, &str, Of); 5] = [
         (METRIC_PROMPT_TOKENS, "Tokens of prompts that started", |l| l.prompt_tokens as f64),
         (METRIC_PREFIX_HIT_TOKENS, "Of the prompts' tokens those found in pages", |l| l.cached_tokens as f64),

@@ -6,7 +6,7 @@
 //! |---|---|
 //! | `/` | the page; `/page.css`, `/page.js`, `/favicon.svg` belong to it |
 //! | `/api/state`, `/api/steps`, `/api/transfers`, `/api/requests` | JSON |
-//! | `/healthz` | 200 while a replica takes requests, or none is loaded and one can be; else 503: loading, draining or failed |
+//! | `/healthz` | 200 while a replica takes requests, or none is loaded and one can be; else 503: loading, draining or failed. The first line is the status, each further one a warning: it changes no status |
 //! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
@@ -36,6 +36,8 @@ const LINES: usize = 256;
 const QUESTIONS: usize = 8;
 /// After the server's end, the time for answers under way.
 const GOODBYE: Duration = Duration::from_secs(1);
+/// How long after a fault of a decode step there is a warning of it.
+const FAULT_WARNING: Duration = Duration::from_secs(600);
 
 /// What the browser may do with the page: its own files and nothing else.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
@@ -110,6 +112,25 @@ impl Admin {
             Some(_) => Status::Closed,
         }
     }
+
+    /// What an operator should know though requests are served: a sentence each.
+    fn warnings(&self) -> Vec<String> {
+        let now = Moment::now();
+        let replicas = self.host().into_iter().flat_map(|host| host.replicas());
+        let fault = |replica: Arc<Replica>| {
+            let ago = now.since(replica.last_fault()?);
+            (ago < FAULT_WARNING).then(|| fault_warning(&replica.name, replica.faults(), ago))
+        };
+        replicas.filter_map(fault).collect()
+    }
+}
+
+fn fault_warning(replica: &str, faults: u64, ago: Duration) -> String {
+    let times = if faults == 1 { "once".to_owned() } else { format!("{faults} times") };
+    format!(
+        "{replica}: a kernel of a decode step waited in vain {times}, last {} s ago; steps were run again, and ran slower",
+        ago.as_secs()
+    )
 }
 
 impl Progress for Admin {
@@ -241,7 +262,8 @@ async fn health(State(admin): State<Arc<Admin>>) -> impl IntoResponse {
         Status::Serving | Status::Idle => StatusCode::OK,
         Status::Loading | Status::Closed => StatusCode::SERVICE_UNAVAILABLE,
     };
-    (code, format!("{}\n", status.name()))
+    let warnings: String = admin.warnings().iter().map(|warning| format!("warning: {warning}\n")).collect();
+    (code, format!("{}\n{warnings}", status.name()))
 }
 
 async fn metrics(State(admin): State<Arc<Admin>>) -> impl IntoResponse {

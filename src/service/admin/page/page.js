@@ -222,6 +222,8 @@ function render() {
   const models = state.status === "loading" ? "" : `${plural(state.models.length, "model")} on ${plural(state.devices.length, "device")} · `;
   say($("summary"), `${models}up ${state.now < 60e6 ? `${Math.floor(state.now / SECOND)} s` : length(state.now)}`);
   say($("version"), `Ostinato ${state.version}${state.endpoint ? ` · gRPC at ${state.endpoint}` : ""}`);
+  say($("warnings"), state.warnings.join("\n"));
+  show($("warnings"), state.warnings.length > 0);
   if (state.status === "loading") return renderLoading(state.loading);
   renderOverview(state);
   renderRequests();

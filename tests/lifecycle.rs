@@ -7,7 +7,7 @@ mod serving;
 
 use ostinato::config::{LoadWhen, Model};
 use ostinato::engine::host::{Host, ServedDevice, ServedModel};
-use ostinato::engine::lifecycle::{Attempt, Change, LifecycleError, Source};
+use ostinato::engine::lifecycle::{Attempt, Change, LifecycleError, Source, State};
 use ostinato::engine::start::{Quiet, StartError, Unit};
 use ostinato::service::admin::{self, Admin};
 use ostinato::service::proto::{self, ModelState, Replace, load_model_response::Event};
@@ -396,6 +396,80 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
     let changed = configure(&second, 5).await.unwrap();
     assert!(changed.len() == 2 && changed.iter().all(|changed| changed.result.is_ok()), "{changed:?}");
     assert_eq!(generate(&mut client, text_request("new", "x", 5)).await.text(), "newer");
+}
+
+/// Goal: what a new configuration does not have any more is gone when it has been taken over, whatever is asked meanwhile.
+/// Method: two models are removed; one of them has left at once, the other still has a long request, and the first is
+/// asked for again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_leaves_with_a_configuration_cannot_be_loaded_again_while_others_drain() {
+    let stays = Model::new("stays", "stays", None);
+    let (served, control) =
+        serve(&[stays.clone(), on_request("goes", "slow:goes"), Model::new("drains", "drains", None)]).await;
+    control.go.store(true, SeqCst);
+    let mut client = served.client().await;
+    load(&mut client, "goes", Replace::Beside).await.unwrap();
+    let request = proto::GenerateRequest { request_id: "long".to_owned(), ..text_request("drains", "x", 4000) };
+    let long = tokio::spawn(read(client.generate(request).await.unwrap().into_inner()));
+    served.busy("drains/0", 1, 0).await;
+    let host = Arc::clone(&served.host);
+    let configuring = tokio::task::spawn_blocking(move || {
+        host.configure(&[stays], 8, Duration::from_secs(60), &Quiet, || {}).unwrap()
+    });
+    let serving = |name: &str| served.host.models().iter().any(|model| model.name == name);
+    until("both have left", async || !serving("goes") && !serving("drains")).await;
+    until("nothing is done with the first", async || served.host.state("goes") != Some(State::Unloading)).await;
+
+    let begun = control.begun.load(SeqCst);
+    for name in ["goes", "drains"] {
+        let status = load(&mut client, name, Replace::Beside).await.unwrap_err();
+        let wanted = format!("model \"{name}\" is not configured; configured are stays");
+        assert_eq!((status.code(), status.message()), (Code::NotFound, &*wanted));
+    }
+    assert_eq!(control.begun.load(SeqCst), begun, "nothing is begun");
+    assert_eq!(states(&mut client).await.len(), 2, "the one that drains is still shown");
+    let refused = generate(&mut client, text_request("goes", "x", 3)).await.error.unwrap();
+    assert_eq!(refused.message(), "model \"goes\" is not served; served are stays");
+    client.abort(proto::AbortRequest { request_id: "long".to_owned() }).await.unwrap();
+    assert_eq!(long.await.unwrap().reason(), proto::FinishReason::Aborted);
+    let changed = configuring.await.unwrap();
+    assert!(changed.len() == 2 && changed.iter().all(|changed| changed.result.is_ok()), "{changed:?}");
+    assert_eq!(states(&mut client).await, [("stays".to_owned(), ModelState::Serving)]);
+    assert_eq!(served.host.replicas().count(), 1, "nothing of them is left");
+}
+
+/// Goal: what is loaded when a configuration is taken over is what that configuration says. Method: a load that waits for
+/// the test while its entry changes, of a model that is not served and of one that is, and one whose entry goes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_load_that_goes_on_when_its_entry_changes_ends_and_the_new_one_is_loaded() {
+    let (served, control) = serve(&[on_request("idle", "slow:old"), on_request("gone", "slow:gone")]).await;
+    let mut client = served.client().await;
+    let grace = Duration::from_secs(20);
+    for (round, path) in ["first", "second"].into_iter().enumerate() {
+        control.go.store(false, SeqCst);
+        let mut loads = Vec::new();
+        for name in ["idle", "gone"].into_iter().take(2 - round) {
+            let mut events = client.load_model(load_request(name, Replace::Beside)).await.unwrap().into_inner();
+            assert!(events.message().await.unwrap().is_some());
+            loads.push(events);
+        }
+        let (host, models) = (Arc::clone(&served.host), [on_request("idle", &format!("slow:{path}"))]);
+        let configuring = tokio::task::spawn_blocking(move || host.configure(&models, 8, grace, &Quiet, || {}));
+        for mut events in loads {
+            let status = loop {
+                match events.message().await {
+                    Ok(message) => assert!(message.is_some(), "it ends with a status"),
+                    Err(status) => break status,
+                }
+            };
+            assert!(status.message().contains("was cancelled"), "{status:?}");
+        }
+        control.go.store(true, SeqCst);
+        let changed = configuring.await.unwrap().unwrap();
+        assert!(changed.iter().all(|changed| changed.result.is_ok()), "{changed:?}");
+        assert_eq!(states(&mut client).await, [("idle".to_owned(), ModelState::Serving)]);
+        assert_eq!(generate(&mut client, text_request("idle", "x", 5)).await.text(), repeated(path, 5));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -254,6 +254,9 @@ struct Entry {
     work: Option<Work>,
     /// Somebody unloaded it: a new configuration that says the same of it does not load it.
     unloaded: bool,
+    /// The configuration does not have it any more. Nothing is loaded under its name, and the entry goes when what is
+    /// served has left.
+    removed: bool,
 }
 
 #[derive(Debug)]
@@ -273,14 +276,18 @@ impl Work {
 
 impl Entry {
     fn new(model: &config::Model) -> Entry {
-        Entry { model: model.clone(), served_as: None, work: None, unloaded: false }
+        Entry { model: model.clone(), served_as: None, work: None, unloaded: false, removed: false }
     }
 
-    /// Whether what is served is what is configured; when it is loaded makes no difference to it.
+    /// Whether what is served is what is configured.
     fn is_current(&self) -> bool {
-        let as_served = |served: &config::Model| config::Model { load: served.load, ..self.model.clone() } == *served;
-        self.served_as.as_ref().is_some_and(as_served)
+        self.served_as.as_ref().is_some_and(|served| builds_the_same(served, &self.model))
     }
+}
+
+/// When a model is loaded makes no difference to it.
+fn builds_the_same(a: &config::Model, b: &config::Model) -> bool {
+    config::Model { load: a.load, ..b.clone() } == *a
 }
 
 impl Catalogue {
@@ -297,15 +304,27 @@ impl Catalogue {
 }
 
 impl Models {
+    /// The entry of that name, be it one that goes.
     fn entry(&mut self, name: &str) -> Result<&mut Entry, LifecycleError> {
         match self.entries.iter().position(|entry| entry.model.name == name) {
             Some(index) => Ok(&mut self.entries[index]),
-            None => {
-                let names: Vec<&str> = self.entries.iter().map(|entry| entry.model.name.as_str()).collect();
-                let configured = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-                Err(LifecycleError::NotConfigured { asked: name.to_owned(), configured })
-            }
+            None => Err(self.not_configured(name)),
         }
+    }
+
+    /// The entry of that name, of those that the configuration has.
+    fn configured(&mut self, name: &str) -> Result<&mut Entry, LifecycleError> {
+        match self.entries.iter().position(|entry| entry.model.name == name && !entry.removed) {
+            Some(index) => Ok(&mut self.entries[index]),
+            None => Err(self.not_configured(name)),
+        }
+    }
+
+    fn not_configured(&self, asked: &str) -> LifecycleError {
+        let names = self.entries.iter().filter(|entry| !entry.removed).map(|entry| entry.model.name.as_str());
+        let names: Vec<&str> = names.collect();
+        let configured = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+        LifecycleError::NotConfigured { asked: asked.to_owned(), configured }
     }
 }
 
@@ -361,6 +380,7 @@ impl Host {
         let catalogue = self.catalogue.lock();
         let models = self.models();
         let find = |name: &str| models.iter().find(|served| served.name == name).map(Arc::clone);
+        let known = |name: &str| catalogue.entries.iter().any(|entry| entry.model.name == name && !entry.removed);
         let of_entry = |entry: &Entry| {
             let served = find(&entry.model.name);
             let state = match (&entry.work, &served) {
@@ -374,7 +394,9 @@ impl Host {
             };
             Listed { name: entry.model.name.clone(), state, served, step }
         };
-        let configured = catalogue.entries.iter().map(of_entry);
+        // One that the configuration does not have any more is shown for as long as there is something of it.
+        let there = |listed: &Listed| listed.state != State::Unloaded || known(&listed.name);
+        let configured = catalogue.entries.iter().map(of_entry).filter(there);
         let unknown =
             |served: &&Arc<ServedModel>| catalogue.entries.iter().all(|entry| entry.model.name != served.name);
         let others = models.iter().filter(unknown).map(|served| Listed {
@@ -435,7 +457,7 @@ impl Host {
                 return Err(LifecycleError::Stopping { model: name.to_owned() });
             }
             let queue_limit = catalogue.queue_limit;
-            let entry = catalogue.entry(name)?;
+            let entry = catalogue.configured(name)?;
             if let Some(work) = &entry.work {
                 return Err(LifecycleError::Busy { model: name.to_owned(), state: work.state() });
             }
@@ -459,7 +481,9 @@ impl Host {
         let built = self.source.build(&model, &attempt).map_err(failed)?;
         let built = Arc::new(built);
         let mut catalogue = self.catalogue.lock();
-        if catalogue.closed || cancelled.load(Ordering::Relaxed) {
+        // Nothing is served that the configuration does not have.
+        let unwanted = catalogue.closed || cancelled.load(Ordering::Relaxed) || catalogue.configured(name).is_err();
+        if unwanted {
             drop(catalogue);
             return Err(failed(StartError::Cancelled { model: name.to_owned() }));
         }
@@ -582,7 +606,11 @@ impl Host {
                 scope.spawn(move || {
                     let result = match self.unload(&model, grace) {
                         // Somebody was faster.
-                        Err(LifecycleError::NotServed { .. } | LifecycleError::Busy { .. }) => return None,
+                        Err(LifecycleError::NotServed { .. }) => return None,
+                        Err(LifecycleError::Busy { .. }) => {
+                            self.until_idle(&model);
+                            return None;
+                        }
                         result => result.map(|_| ()),
                     };
                     Some(Changed { model, change: Change::Removed, result })
@@ -591,9 +619,11 @@ impl Host {
             let leaving: Vec<_> = removed.iter().cloned().map(leave).collect();
             leaving.into_iter().filter_map(|thread| thread.join().expect("it does not panic")).collect()
         });
-        self.catalogue.lock().entries.retain(|entry| !removed.contains(&entry.model.name));
+        self.catalogue.lock().entries.retain(|entry| !entry.removed || entry.work.is_some());
         std::thread::scope(|scope| {
             for (model, change) in wanted {
+                // A load of what it was configured as before has been cancelled.
+                self.until_idle(&model);
                 let result = self.load(&model, Replace::Beside, grace, progress).map(|loaded| {
                     if let Some(old) = loaded.old {
                         scope.spawn(move || self.retire(old, grace));
@@ -614,28 +644,43 @@ impl Host {
         let mut entries = Vec::new();
         let mut wanted = Vec::new();
         for model in models {
-            let entry = match before.iter().position(|entry| entry.model.name == model.name) {
+            let mut entry = match before.iter().position(|entry| entry.model.name == model.name) {
                 None => Entry::new(model),
                 Some(at) => {
                     let mut entry = before.remove(at);
                     entry.unloaded &= entry.model == *model;
-                    entry.model = model.clone();
+                    entry.removed = false;
                     entry
                 }
             };
+            let same = builds_the_same(&entry.model, model);
+            entry.model = model.clone();
+            let mut asked = model.load == LoadWhen::Start && !entry.unloaded && (entry.work.is_none() || !same);
+            if let (Some(Work::Loading { cancelled, .. }), false) = (&entry.work, same) {
+                cancelled.store(true, Ordering::Relaxed);
+                // Whoever wanted it as it was wants it.
+                asked = true;
+            }
             let serves = entry.served_as.is_some();
             if serves && !entry.is_current() {
                 wanted.push((model.name.clone(), Change::Replaced));
-            } else if !serves && model.load == LoadWhen::Start && !entry.unloaded && entry.work.is_none() {
+            } else if !serves && asked {
                 wanted.push((model.name.clone(), Change::Added));
             }
             entries.push(entry);
         }
         let removed = before.iter().map(|entry| entry.model.name.clone()).collect();
         // Until they have left.
+        before.iter_mut().for_each(|entry| entry.removed = true);
         entries.append(&mut before);
         catalogue.entries = entries;
         (removed, wanted)
+    }
+
+    /// Waits until nothing is done with a model.
+    fn until_idle(&self, name: &str) {
+        let busy = |models: &mut Models| models.entry(name).is_ok_and(|entry| entry.work.is_some());
+        let _idle = self.catalogue.done.wait_while(self.catalogue.lock(), busy).unwrap_or_else(PoisonError::into_inner);
     }
 
     /// Waits until nothing is being loaded or unloaded, at most `limit`; whether that is so.

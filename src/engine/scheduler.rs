@@ -191,6 +191,8 @@ pub struct Scheduler {
     /// Of models with recurrent state.
     snapshots: Option<Snapshots>,
     speculation: Speculation,
+    /// Plans of decode steps and of prompts for which a size was chosen: one in some tries what seems worse.
+    choices: (u64, u64),
     /// All that have not ended, and those that have and still hold a slot.
     sequences: ByAge<Sequence>,
     /// Not ended, by the request's id.
@@ -283,6 +285,7 @@ impl Scheduler {
         Scheduler {
             snapshots: capacity.snapshots.map(|count| Snapshots::new(capacity.slots, count)),
             speculation: Speculation::new(capacity.drafts),
+            choices: (0, 0),
             pool: PagePool::new(capacity.pages),
             sequences: ByAge::default(),
             by_request: HashMap::new(),
@@ -740,7 +743,7 @@ impl Scheduler {
         let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
         let lasts = |tokens: u32, steps: u32| {
             let allowed = step * steps * weight.max(1) as u32;
-            tokens <= most && pace.chunk(tokens).is_none_or(|time| time <= allowed)
+            tokens <= most && pace.chunk(tokens, self.choices.1).is_none_or(|time| time <= allowed)
         };
         let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
         let mut left = taken_in().map(|sequence| sequence.unqueued()).chain(waiting);
@@ -754,6 +757,7 @@ impl Scheduler {
     /// The next prompt plan, which begins with `prompt`.
     fn plan_prefill(&mut self, prompt: Prompt, pace: &Pace, now: Instant) -> StepPlan {
         let mut prompt = Some(prompt);
+        self.choices.1 += 1;
         let mut left = self.prompt_tokens_aim(pace);
         let mut changes = self.take_leaves();
         let mut chunks: Vec<Chunk> = Vec::new();
@@ -870,6 +874,7 @@ impl Scheduler {
         if room == 0 {
             return None;
         }
+        self.choices.0 += 1;
         let mut rows = self.decode_rows(pace);
         if rows.is_empty() {
             return None;
@@ -966,7 +971,7 @@ impl Scheduler {
             .filter(|sequence| self.setup.capacity.gates || sequence.awaited_mask().is_none())
             .collect();
         let most = *self.setup.capacity.buckets.last().expect("there are buckets");
-        let most = pace.best_rows(most.min(rows.len() as u32)) as usize;
+        let most = pace.best_rows(most.min(rows.len() as u32), self.choices.0) as usize;
         if rows.len() > most {
             rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);

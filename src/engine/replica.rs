@@ -552,8 +552,8 @@ struct Client {
     traced: Option<SpanName>,
     /// Finished plans that it had rows in.
     plans: u32,
-    /// Faults of those plans.
-    faults: u32,
+    /// Faults of those plans: in all, and in its present phase.
+    faults: (u32, u32),
 }
 
 struct Actor {
@@ -955,7 +955,7 @@ impl Client {
             output_tokens: 0,
             traced: SpanName::of(&request.span),
             plans: 0,
-            faults: 0,
+            faults: (0, 0),
         };
         (request, client)
     }
@@ -964,13 +964,13 @@ impl Client {
     fn tell(&mut self, mut event: Event) -> bool {
         match &mut event {
             Event::Started(_) => {
-                self.phase = spans::prefill(&self.request);
+                self.begin(spans::prefill(&self.request));
                 self.sample.name(&self.phase);
             }
             Event::Token(token) => {
                 token.index = self.sample.index;
                 if self.output_tokens == 0 {
-                    self.phase = spans::decode(&self.request);
+                    self.begin(spans::decode(&self.request));
                     self.sample.name(&self.phase);
                 }
                 self.output_tokens += 1;
@@ -986,8 +986,14 @@ impl Client {
 
     /// Steps of a plan that it had rows in drew nothing at first.
     fn note_faults(&mut self, faults: u32) {
-        self.faults += faults;
-        spans::faults(&self.request, &self.phase, self.faults);
+        self.faults.0 += faults;
+        self.faults.1 += faults;
+    }
+
+    /// The present phase ends, and `next` begins.
+    fn begin(&mut self, next: tracing::Span) {
+        spans::faults(&self.phase, std::mem::take(&mut self.faults.1));
+        self.phase = next;
     }
 
     fn finish(mut self, mut event: Event) {
@@ -995,7 +1001,11 @@ impl Client {
             finished.index = self.sample.index;
         }
         // The spans end before the client hears of it.
-        self.phase = tracing::Span::none();
+        self.begin(tracing::Span::none());
+        // Samples share the span: their phases say it.
+        if !self.sample.one_of_several {
+            spans::faults(&self.request, self.faults.0);
+        }
         self.request = tracing::Span::none();
         if !self.gone {
             // Nothing follows, whether it is heard or not.

@@ -56,10 +56,9 @@ pub fn decode(request: &Span) -> Span {
     phase_span!(request, names::SPAN_DECODE)
 }
 
-/// Says of a request's span and its phase's how many faults its steps have met with so far (of this sample, where there
-/// are several).
-pub fn faults(request: &Span, phase: &Span, faults: u32) {
-    for span in [request, phase] {
+/// Says of a request's or a phase's span, once, how many faults its steps have met with, if any.
+pub fn faults(span: &Span, faults: u32) {
+    if faults > 0 {
         spans::set(span, names::OVERLAP_FAULTS, i64::from(faults));
     }
 }

@@ -411,7 +411,7 @@ impl Host {
     /// Whether a model could be loaded that is not served, or is being loaded.
     pub fn can_load(&self) -> bool {
         let catalogue = self.catalogue.lock();
-        !catalogue.closed && !catalogue.entries.is_empty()
+        !catalogue.closed && catalogue.entries.iter().any(|entry| !entry.removed)
     }
 
     /// Loads every model that is not left for a request to load, before anybody is served.

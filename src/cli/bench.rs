@@ -481,7 +481,7 @@ fn prompt_cost(replica: &Replica, before: Option<u64>, tokens: u32) -> PerToken 
 }
 
 fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Finished)> {
-    let (arrivals, finished) = ended.recv_timeout(Duration::from_secs(3600))?;
+    let (arrivals, finished) = ended.recv()?;
     match &finished.reason {
         FinishReason::Error(message) => bail!("the run failed: {message}"),
         FinishReason::Complete => bail!("the schema was satisfied after {} tokens", finished.output_tokens),

@@ -6,7 +6,7 @@ use crate::engine::host::Replica;
 use crate::engine::request::{Event, FinishReason, SinkClosed};
 use anyhow::bail;
 use crossbeam_channel::{Receiver, unbounded};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Tokens of each stream's own prompt.
 pub(super) const OWN_PROMPT: u32 = 128;
@@ -35,7 +35,7 @@ fn ask(replica: &Replica, id: String, prompt: Vec<u32>, output: u32) -> anyhow::
 /// The next token's time.
 fn token(events: &Receiver<(Instant, Event)>) -> anyhow::Result<Instant> {
     loop {
-        match events.recv_timeout(Duration::from_secs(600))? {
+        match events.recv()? {
             (at, Event::Token(_)) => return Ok(at),
             (_, Event::Started(_) | Event::Prompt(_)) => {}
             (_, Event::Finished(finished)) => match finished.reason {
@@ -88,7 +88,7 @@ pub(super) fn beside(
     }
     let mut longest = 0f64;
     for (events, last) in events.iter().zip(&mut last) {
-        while let Ok((at, event)) = events.recv_timeout(Duration::from_secs(60)) {
+        while let Ok((at, event)) = events.recv() {
             match event {
                 Event::Token(_) => {
                     if *last <= first && at >= begin {

@@ -49,7 +49,7 @@ pub struct Pipelines {
 
 impl Pipelines {
     /// Builds what the recordings call, on all cores, through the cache under `cache_dir`
-    /// (`None`: not kept). `progress` gets built and total counts.
+    /// (`None`: not kept; where it cannot be written, a warning says so). `progress` gets built and total counts.
     pub fn build(
         device: &Device,
         cache_dir: Option<&Path>,
@@ -73,7 +73,15 @@ impl Pipelines {
         };
         let mut pipelines = Pipelines { built: HashMap::new() };
         pipelines.build_missing(device, &cache, recordings, cores, progress)?;
-        cache.save()?;
+        match cache.save() {
+            Err(error) if error.is_lost() => return Err(error),
+            // The next start compiles them again: slower, and no reason to refuse this one.
+            Err(error) => {
+                let error = &error as &dyn std::error::Error;
+                tracing::warn!(error, "the pipeline cache is not kept: the next start compiles again");
+            }
+            Ok(()) => {}
+        }
         Ok(pipelines)
     }
 

@@ -27,8 +27,20 @@ const MODELS: [(&str, &str, Files); 2] =
     [(config::DEMO_PATH, "demo", files!("model")), (config::DEMO_HYBRID_PATH, "demo-hybrid", files!("hybrid"))];
 
 /// The folder of the checkpoint that `path` stands for: the path itself, but where it is [`config::embedded`], that model's files
-/// are written under `cache` (or the system's temporary folder), unless they are there already. An error names the path.
+/// are written under `cache` (or the system's temporary folder: also where the other cannot be written), unless they are
+/// there already. An error names the path.
 pub fn unpack(path: &Path, cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io::Error)> {
+    let unpacked = unpack_to(path, cache.map_or_else(std::env::temp_dir, Path::to_owned));
+    match (unpacked, cache) {
+        (Err((folder, error)), Some(_)) => {
+            tracing::warn!(%error, folder = %folder.display(), "the demo model goes to the system's temporary folder");
+            unpack_to(path, std::env::temp_dir()).map_err(|_| (folder, error))
+        }
+        (unpacked, _) => unpacked,
+    }
+}
+
+fn unpack_to(path: &Path, base: PathBuf) -> Result<PathBuf, (PathBuf, io::Error)> {
     let embedded = config::embedded(path);
     let Some((_, name, files)) = MODELS.iter().find(|(path, ..)| embedded == Some(*path)) else {
         return Ok(path.to_owned());
@@ -37,7 +49,6 @@ pub fn unpack(path: &Path, cache: Option<&Path>) -> Result<PathBuf, (PathBuf, io
     for byte in files.iter().flat_map(|(_, bytes)| bytes.iter()) {
         hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     }
-    let base = cache.map_or_else(std::env::temp_dir, Path::to_owned);
     let folder = base.join(format!("ostinato-{name}-{hash:016x}"));
     let whole =
         files.iter().all(|(name, bytes)| folder.join(name).metadata().is_ok_and(|m| m.len() == bytes.len() as u64));
@@ -81,6 +92,15 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_cache_that_cannot_be_written_is_done_without() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = folder.path().join("a file");
+        std::fs::write(&file, b"in the way").expect("written");
+        let unpacked = unpack(Path::new("demo"), Some(&file)).expect("unpacked elsewhere");
+        assert!(unpacked.starts_with(std::env::temp_dir()) && unpacked.join("config.json").is_file());
     }
 
     #[test]

@@ -129,6 +129,20 @@ impl Device {
         self.wait_for(&[point], timeout, vk::SemaphoreWaitFlags::empty())
     }
 
+    /// Waits for a point for as long as its queue moves: `false` once nothing was reached on it for `patience`. A CPU
+    /// driver is waited for without limit: it is as slow as its machine is busy, and nothing tells slow from stuck.
+    pub fn wait_while_moving(&self, point: Point, patience: Duration) -> Result<bool, DeviceError> {
+        let mut seen = self.progress(point.role)?;
+        while !self.wait(point, patience)? {
+            let now = self.progress(point.role)?;
+            if now == seen && !self.adapter().is_cpu() {
+                return Ok(false);
+            }
+            seen = now;
+        }
+        Ok(true)
+    }
+
     /// Waits until one of the points is reached; `false` when the time is over.
     pub fn wait_any(&self, points: &[Point], timeout: Duration) -> Result<bool, DeviceError> {
         self.wait_for(points, timeout, vk::SemaphoreWaitFlags::ANY)

@@ -4,10 +4,13 @@
 use super::barriers;
 use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, SHADER_SET};
-use crate::device::{Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Queries, Role};
+use crate::device::{
+    Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role,
+};
 use crate::memory::{Buffer, Table};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Why a region could not be built.
@@ -188,8 +191,10 @@ pub struct Region {
     /// It begins behind writes of the host.
     gated: bool,
     recording: Recording,
-    // The buffers must outlive every submission of the commands.
+    // The buffers must outlive every submission of the commands: `drop` tells them of the last.
     buffers: Vec<Arc<Buffer>>,
+    /// Of the compute queue: the last submission that the commands were in; written by whoever submits.
+    last_use: AtomicU64,
 }
 
 /// How a recording becomes a region.
@@ -336,6 +341,7 @@ impl Region {
             gated,
             recording: recording.clone(),
             buffers,
+            last_use: AtomicU64::new(0),
         })
     }
 
@@ -354,6 +360,14 @@ impl Region {
         &self.commands
     }
 
+    /// Notes that the commands are in the submission with this point, or may be. One word for all buffers of the region,
+    /// as there can be hundreds and a step is submitted a thousand times a second: they hear of it when the region goes,
+    /// before which none of them can.
+    pub fn mark_used(&self, point: Point) {
+        assert_eq!(point.role, Role::Compute, "regions are recorded for the compute queue");
+        self.last_use.fetch_max(point.value, Ordering::AcqRel);
+    }
+
     /// Its timestamps, if it has some.
     pub fn timing(&self) -> Option<&Timing> {
         self.timing.as_ref()
@@ -367,6 +381,16 @@ impl Region {
     /// Barriers between them, the one at the start included.
     pub fn barriers(&self) -> u32 {
         self.barriers
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        let value = self.last_use.load(Ordering::Acquire);
+        if value > 0 {
+            let point = Point { role: Role::Compute, value };
+            self.buffers.iter().for_each(|buffer| buffer.mark_written(point));
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use std::fmt;
 use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ const DEDICATED_BYTES: u64 = 8 << 20;
 /// Every buffer starts on such an address, whatever the driver asks for less: kernels load 16
 /// bytes at a time, and a cache line is 128.
 const ALIGNMENT: u64 = 256;
-/// Longest wait for the device's last use of a buffer that is dropped. Past it something is
-/// badly wrong, and the memory is leaked rather than freed under the device.
+/// How long the device's last use of a buffer that is dropped is waited for while its queue does not move (a CPU driver:
+/// however long). Past it something is badly wrong, and the memory is leaked rather than freed under the device.
 const LAST_USE_WAIT: Duration = Duration::from_secs(20);
 
 /// Where a device's buffers come from. Clones share it; it lives until its last buffer is gone.
@@ -41,6 +41,8 @@ struct Inner {
     // Order matters: the allocator frees its blocks before the device goes.
     allocator: Mutex<Allocator>,
     types: Vec<vk::MemoryType>,
+    /// The device did not finish with a buffer in time: others are not waited for again.
+    stuck: AtomicBool,
     device: Arc<Device>,
 }
 
@@ -79,7 +81,12 @@ impl Arena {
         // SAFETY: the physical device is of this instance, which the device keeps alive.
         let properties = unsafe { device.instance().raw().get_physical_device_memory_properties(device.physical()) };
         let types = properties.memory_types_as_slice().to_vec();
-        Ok(Arena(Arc::new(Inner { allocator: Mutex::new(allocator), types, device: device.clone() })))
+        Ok(Arena(Arc::new(Inner {
+            allocator: Mutex::new(allocator),
+            types,
+            stuck: AtomicBool::new(false),
+            device: device.clone(),
+        })))
     }
 
     /// The device that the memory is on.
@@ -272,9 +279,9 @@ pub struct Buffer {
     bytes: u64,
     device_local: bool,
     host: Option<HostPointer>,
-    /// By role: the last submission that uses it; written by whoever submits.
+    /// By role: the last submission that uses it; written by whoever submits copies, and by a region when it goes.
     last_use: [AtomicU64; 2],
-    /// By role: the last submission that writes it; written by whoever submits.
+    /// By role: the last submission that writes it; written by the same.
     last_write: [AtomicU64; 2],
     /// Taken by `drop` only.
     allocation: ManuallyDrop<Allocation>,
@@ -432,10 +439,12 @@ impl Drop for Buffer {
         // SAFETY: taken once, here; nothing reads the field afterwards.
         let allocation = unsafe { ManuallyDrop::take(&mut self.allocation) };
         for point in self.last_use() {
-            match self.arena.device.wait(point, LAST_USE_WAIT) {
+            let patience = if self.arena.stuck.load(Ordering::Relaxed) { Duration::ZERO } else { LAST_USE_WAIT };
+            match self.arena.device.wait_while_moving(point, patience) {
                 Ok(true) => {}
                 Err(error) if error.is_lost() => self.arena.device.wait_stopped(),
                 Ok(false) | Err(_) => {
+                    self.arena.stuck.store(true, Ordering::Relaxed);
                     tracing::error!(
                         buffer = self.name,
                         bytes = self.bytes,
@@ -449,8 +458,10 @@ impl Drop for Buffer {
                 }
             }
         }
-        // SAFETY: the device has reached the last point that uses the buffer, or is lost and has
-        // stopped (above); handles are only lent by `raw`, and nobody can lend one any more.
+        // SAFETY: the device has reached the last point that uses the buffer, or is lost and has stopped (above). Every use
+        // is among the points: transfers mark what they submit, and what regions submit is marked by each region when it
+        // goes, which is before its share of the buffer does. Handles are only lent by `raw`, and nobody can lend one any
+        // more.
         unsafe { self.arena.device.destroy_buffer(self.raw) };
         let mut allocator = self.arena.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = allocator.free(allocation) {

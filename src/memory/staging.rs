@@ -5,13 +5,13 @@
 use super::MemoryError;
 use super::arena::{Arena, Buffer, HostSlice};
 use super::place::Place;
-use crate::device::{Device, Point};
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crate::device::{Device, DeviceError, Point};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long [`StagingRing::acquire`] waits in all. The slowest link moves a ring's bytes in
-/// far less; past it the device or the one who holds a slot is stuck.
+/// How long [`StagingRing::acquire`] waits for a GPU: for a slot, and then while its queue does not move. The slowest link
+/// moves a ring's bytes in far less; past it the device or the one who holds a slot is stuck.
 const ACQUIRE_WAIT: Duration = Duration::from_secs(60);
 
 /// The ring. Clones share it; any thread may acquire.
@@ -69,30 +69,42 @@ impl StagingRing {
     }
 
     /// A slot that the device has finished with: waits until one is given back, then for
-    /// exactly the point of its last copy.
+    /// exactly the point of its last copy. On a CPU driver, which is as slow as its machine is busy, however long.
     pub fn acquire(&self) -> Result<Slot, MemoryError> {
-        self.acquire_within(ACQUIRE_WAIT)
+        let timeout = || MemoryError::StagingTimeout { seconds: ACQUIRE_WAIT.as_secs() };
+        let held = "the ring holds a sender itself";
+        let free = match self.device.adapter().is_cpu() {
+            true => self.free.recv().expect(held),
+            false => self.free.recv_timeout(ACQUIRE_WAIT).map_err(|_| timeout())?,
+        };
+        self.finished(free, |point| self.device.wait_while_moving(point, ACQUIRE_WAIT))?.ok_or_else(timeout)
     }
 
-    /// As [`StagingRing::acquire`], with another limit on the wait.
+    /// As [`StagingRing::acquire`], with a limit on the whole wait.
     pub fn acquire_within(&self, limit: Duration) -> Result<Slot, MemoryError> {
         let deadline = Instant::now() + limit;
         let timeout = || MemoryError::StagingTimeout { seconds: limit.as_secs() };
-        let free = match self.free.recv_timeout(limit) {
-            Ok(free) => free,
-            Err(RecvTimeoutError::Timeout) => return Err(timeout()),
-            Err(RecvTimeoutError::Disconnected) => unreachable!("the ring holds a sender itself"),
-        };
+        let free = self.free.recv_timeout(limit).map_err(|_| timeout())?;
+        let left = |point| self.device.wait(point, deadline.saturating_duration_since(Instant::now()));
+        self.finished(free, left)?.ok_or_else(timeout)
+    }
+
+    /// The slot once its last copy was reached; `None`, and it is given back, where `wait` gives up.
+    fn finished(
+        &self,
+        free: Free,
+        wait: impl FnOnce(Point) -> Result<bool, DeviceError>,
+    ) -> Result<Option<Slot>, MemoryError> {
         let point = free.last_copy;
         // From here on an early return gives the slot back.
         let mut slot = Slot { held: Some(free), give_back: self.give_back.clone() };
         if let Some(point) = point {
-            if !self.device.wait(point, deadline.saturating_duration_since(Instant::now()))? {
-                return Err(timeout());
+            if !wait(point)? {
+                return Ok(None);
             }
             slot.free().last_copy = None;
         }
-        Ok(slot)
+        Ok(Some(slot))
     }
 }
 

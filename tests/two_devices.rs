@@ -7,11 +7,15 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
+use ostinato::actors::compute::Submission;
+use ostinato::actors::timeline::FlushReason;
+use ostinato::actors::watcher::Outbox;
 use ostinato::config::{Config, Model, Replica as Place};
-use ostinato::device::DeviceError;
+use ostinato::device::{DeviceError, Gate};
 use ostinato::engine::host::{Host, RouteError};
 use ostinato::engine::request::{FinishReason, Request};
 use ostinato::engine::start::{Quiet, StartError, start_on};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
@@ -158,6 +162,46 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
     let error = start(None);
     assert!(matches!(&error, StartError::Device(DeviceError::MustChoose { count: 0, .. })), "{error:?}");
     lists(&error.to_string());
+}
+
+/// Goal: an actor that has ended is a device that is lost: its streams go on when it is there again, and nobody waits for
+/// an answer that does not come. Method: a submission that breaks the compute actor's rules, in the middle of a stream.
+#[test]
+fn a_compute_actor_that_panics_is_a_lost_device() {
+    let vulkan = Vulkan::without_validation();
+    let adapter = vulkan.adapter(Driver::first());
+    let replicas = vec![on(&adapter.uuid)];
+    let model = Model { replicas, slots: Some(2), ..Model::new("m", fixture("llama-plain"), None) };
+    let host = serve(&vulkan, vec![model]);
+    let replica = host.replicas().next().expect("one");
+    let named = |id: &str| Request { id: id.to_owned(), ..request(&expected("llama-plain").prompt, 40) };
+    let undisturbed = generate(&replica, named("before")).tokens;
+    let streams = ["a", "b"].map(|id| submit(&replica, named(id)));
+    let served = host.devices().pop().expect("a device");
+    let (reports, report) = crossbeam_channel::bounded(1);
+    let (wake, _woken) = crossbeam_channel::bounded(1);
+    let (compute, device) = (served.compute.expect("real"), served.device.expect("real"));
+    compute.submit(Submission {
+        id: 7,
+        entries: vec![Vec::new(), Vec::new()],
+        waits: Vec::new(),
+        gate: Some((Arc::new(Gate::new(&device).expect("a gate")), 1)),
+        flush: FlushReason::Readback,
+        // Parts of what stands behind a gate are not reported.
+        report_after: vec![1],
+        outbox: Outbox { reports: reports.clone(), wake },
+    });
+    let report = report.recv_timeout(Duration::from_secs(60)).expect("it is owed a report");
+    assert!(report.last && report.id == 7 && report.result.is_err_and(|error| error.is_lost()));
+    assert!(device.is_lost());
+    drop((compute, device));
+    for events in &streams {
+        let generated = collect(events);
+        assert_eq!((generated.tokens, generated.finished.reason), (undisturbed.clone(), FinishReason::Length));
+    }
+    assert_eq!(generate(&replica, named("after")).tokens, undisturbed);
+    assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (1, false, false));
+    drop(reports);
 }
 
 /// Goal: a device that is lost comes back by itself: its streams go on with the tokens that they would have had, who comes

@@ -4,13 +4,15 @@
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Stamps;
 use super::timeline::FlushReason;
-use super::watcher::{Outbox, Report, Run, Watch, Watcher};
+use super::watcher::{OnPanic, Outbox, Owed, Report, Run, Watch, Watcher};
 pub use crate::config::GpuTime;
 use crate::device::{Batch, Commands, Device, DeviceError, Entry, Gate, Point, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
+use crossbeam_channel::{Receiver, RecvTimeoutError};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Work for the queue: entries run in order, each is complete at a point of its own.
 #[derive(Debug)]
@@ -27,7 +29,7 @@ pub struct Submission {
     pub flush: FlushReason,
     /// Entries (counted from 1) after which a report is wanted, ascending; the last always is.
     pub report_after: Vec<u32>,
-    /// Where reports go.
+    /// Where reports go: the last one always comes, with an error where the device is lost or an actor has ended.
     pub outbox: Outbox,
 }
 
@@ -37,11 +39,22 @@ pub struct Compute {
     // Order matters: the inbox closes before the thread is joined.
     inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
+    device: Arc<Device>,
 }
 
-#[derive(Debug)]
 enum Message {
-    Submit(Submission),
+    Submit(Box<Work>),
+}
+
+/// A submission whose way back is kept.
+struct Work {
+    id: u64,
+    entries: Vec<Vec<Arc<Region>>>,
+    waits: Vec<Point>,
+    gate: Option<(Arc<Gate>, u64)>,
+    flush: FlushReason,
+    report_after: Vec<u32>,
+    owed: Owed,
 }
 
 /// Executors keep a few submissions in flight each; a full inbox means that the driver blocks
@@ -53,21 +66,49 @@ impl Compute {
     pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, DeviceError> {
         let stamps = if gpu_time == GpuTime::Off { None } else { Stamps::new(&device)? };
         let (address, inbox) = mailbox(INBOX);
+        let of_handle = Arc::clone(&device);
         let thread = std::thread::Builder::new()
             .name("compute".to_owned())
             .spawn(move || {
+                let _lost = OnPanic(Arc::clone(&device));
                 let watcher = Watcher::spawn(Arc::clone(&device));
                 Actor { device, watcher, stamps, gpu_time }.run(&inbox);
             })
             .expect("the host can start a thread");
-        Ok(Compute { inbox: Some(address), thread: Some(thread) })
+        Ok(Compute { inbox: Some(address), thread: Some(thread), device: of_handle })
     }
 
     /// Runs after everything submitted before it.
     pub fn submit(&self, submission: Submission) {
+        let Submission { id, entries, waits, gate, flush, report_after, outbox } = submission;
+        let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
         if let Some(inbox) = &self.inbox {
-            // The thread lives as long as the handle.
-            let _ = inbox.send(Message::Submit(submission));
+            // Where the thread has ended, the submission has too, and says so where its reports go.
+            let _ = inbox.send(Message::Submit(Box::new(Work { id, entries, waits, gate, flush, report_after, owed })));
+        }
+    }
+
+    /// The next report, for whoever has submitted and waits. `None` once the queue has not moved for `patience`; a CPU
+    /// driver is waited for without limit, as [`Device::wait_while_moving`] says.
+    pub fn report(&self, reports: &Receiver<Report>, patience: Duration) -> Option<Report> {
+        let moved = || self.device.progress(Role::Compute).ok();
+        let mut seen = moved();
+        let begun = Instant::now();
+        loop {
+            match reports.recv_timeout(patience) {
+                Ok(report) => return Some(report),
+                // Each submission is owed one: there was none.
+                Err(RecvTimeoutError::Disconnected) => return None,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let now = moved();
+            // Of a lost device the report is on its way.
+            if now.is_some() && now == seen && !self.device.adapter().is_cpu() {
+                return None;
+            }
+            seen = now;
+            let (device, seconds) = (&self.device.adapter().name, begun.elapsed().as_secs());
+            tracing::warn!(device, seconds, "a submission takes long");
         }
     }
 }
@@ -90,14 +131,14 @@ struct Actor {
 
 impl Actor {
     fn run(mut self, inbox: &Mailbox<Message>) {
-        while let Ok(Message::Submit(submission)) = inbox.recv() {
-            self.submit(submission);
+        while let Ok(Message::Submit(work)) = inbox.recv() {
+            self.submit(*work);
         }
     }
 
-    fn submit(&mut self, submission: Submission) {
+    fn submit(&mut self, work: Work) {
         let begin = Moment::now();
-        let Submission { id, entries, waits, mut gate, flush, mut report_after, outbox } = submission;
+        let Work { id, entries, waits, mut gate, flush, mut report_after, mut owed } = work;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);
@@ -137,16 +178,15 @@ impl Actor {
                 batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: gate.take() });
             }
         }
-        let result = self.device.queue(Role::Compute).submit(batch);
+        let queue = self.device.queue(Role::Compute);
+        let result = queue.submit(batch);
         let enqueue = (begin, Moment::now());
+        // Of a submission that failed it may not be known whether it runs: the last point given out is none sooner.
+        let used = *result.as_ref().unwrap_or(&queue.last());
+        entries.iter().flatten().for_each(|region| region.mark_used(used));
         let last = match result {
             Ok(last) => last,
-            Err(error) => {
-                let report = Report::failed(id, enqueue, error);
-                let _ = outbox.reports.send(report);
-                let _ = outbox.wake.try_send(());
-                return;
-            }
+            Err(error) => return owed.report(Report::failed(id, enqueue, error)),
         };
         let reports = report_after.len() as u64;
         let point = |index: usize| Point { role: last.role, value: last.value - (reports - 1 - index as u64) };
@@ -159,7 +199,7 @@ impl Actor {
             runs,
             stamps,
             regions: entries.into_iter().flatten().collect(),
-            outbox,
+            owed,
         });
     }
 

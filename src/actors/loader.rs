@@ -12,6 +12,7 @@ use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::fmt;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
@@ -239,6 +240,9 @@ pub enum LoadError {
         /// How many.
         waiting: usize,
     },
+    /// A bug; it was logged where it happened, and later loads are tried.
+    #[error("a thread that packs has panicked")]
+    Panicked,
     /// The load was dropped, or the loader.
     #[error("the load was cancelled")]
     Cancelled,
@@ -379,7 +383,8 @@ struct Shared<'a> {
 impl Actor {
     fn run(self, inbox: &Mailbox<Message>) {
         while let Ok(Message::Load { plan, workers, cancelled, progress, done }) = inbox.recv() {
-            let result = self.load(&plan, workers, &cancelled, &progress);
+            let load = || self.load(&plan, workers, &cancelled, &progress);
+            let result = catch_unwind(AssertUnwindSafe(load)).unwrap_or(Err(LoadError::Panicked));
             if let Ok(report) = &result {
                 tracing::info!(
                     bytes = report.bytes_written,
@@ -458,7 +463,7 @@ impl Actor {
             }
         }
         if let Some(point) = point
-            && !self.ring.device().wait(point, DRAIN_WAIT)?
+            && !self.ring.device().wait_while_moving(point, DRAIN_WAIT)?
         {
             return Err(LoadError::Stuck { seconds: DRAIN_WAIT.as_secs() });
         }

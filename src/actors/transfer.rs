@@ -5,6 +5,7 @@
 use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Ended, Mailbox, mailbox};
 use super::timeline::TransferRecord;
+use super::watcher::OnPanic;
 use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Queries, Role};
 use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, Slot, StagingRing};
 use crate::telemetry::clock::Moment;
@@ -147,7 +148,10 @@ impl Transfer {
         };
         let thread = std::thread::Builder::new()
             .name("transfer".to_owned())
-            .spawn(move || actor.run(&inbox))
+            .spawn(move || {
+                let _lost = OnPanic(Arc::clone(&actor.device));
+                actor.run(&inbox);
+            })
             .expect("the host can start a thread");
         Ok(Transfer { inbox: Some(address), thread: Some(thread), counters })
     }
@@ -415,8 +419,10 @@ impl Actor {
                 Event::Closed => return,
             };
             if let Err(error) = done.and_then(|()| self.progress()) {
-                // Whoever still waits for an answer sees its channel close.
+                // Whoever still waits for an answer sees its channel close. Nothing could be loaded any more on a device
+                // whose queue nobody owns: another is opened in its place.
                 tracing::error!(error = &error as &dyn std::error::Error, "the transfer actor ends");
+                self.device.declare_lost("its transfer actor, which has ended");
                 return;
             }
         }

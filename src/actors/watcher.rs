@@ -5,7 +5,7 @@ use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Taken;
 use super::timeline::{FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
-use crate::device::{Device, DeviceError, Point};
+use crate::device::{Device, DeviceError, Point, Role};
 use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::Sender;
@@ -46,7 +46,7 @@ pub(super) struct Watch {
     /// Its regions, in order.
     pub(super) regions: Vec<Arc<Region>>,
     /// Where reports go.
-    pub(super) outbox: Outbox,
+    pub(super) owed: Owed,
 }
 
 impl std::fmt::Debug for Watch {
@@ -62,6 +62,70 @@ pub struct Outbox {
     pub reports: Sender<Report>,
     /// Made readable after each report; holds one token.
     pub wake: Sender<()>,
+}
+
+/// What actors of a device say when they end before their time: that it is lost.
+pub(super) trait Loses: Send + Sync {
+    /// Gives it up, and the error for whoever waits.
+    fn lose(&self, why: &str) -> DeviceError;
+}
+
+impl Loses for Device {
+    fn lose(&self, why: &str) -> DeviceError {
+        self.declare_lost(why);
+        self.progress(Role::Compute).expect_err("it is lost")
+    }
+}
+
+/// A submission's way back, which ends with a last report whatever becomes of it. Dropped before, because the actor that
+/// had it has ended (a bug there, as actors end with their handles only), it says that the device is lost: nobody would
+/// submit to it or watch it any more.
+pub(super) struct Owed {
+    /// The submission's number, handed back.
+    id: u64,
+    outbox: Outbox,
+    open: bool,
+    device: Arc<dyn Loses>,
+}
+
+/// As [`Owed`] says.
+const ENDED: &str = "one of its actors, which has ended";
+
+impl Owed {
+    pub(super) fn new(id: u64, outbox: Outbox, device: Arc<dyn Loses>) -> Owed {
+        Owed { id, outbox, open: true, device }
+    }
+
+    /// Hands a report over; waits while there is no room.
+    pub(super) fn report(&mut self, report: Report) {
+        self.open &= !report.last;
+        // A receiver that is gone loses it, which is its wish.
+        let _ = self.outbox.reports.send(report);
+        let _ = self.outbox.wake.try_send(());
+    }
+}
+
+impl Drop for Owed {
+    fn drop(&mut self) {
+        if self.open {
+            let now = Moment::now();
+            let report = Report::failed(self.id, (now, now), self.device.lose(ENDED));
+            // Never waits: it may be the receiver's own thread that drops it. Receivers have room for what they asked for.
+            let _ = self.outbox.reports.try_send(report);
+            let _ = self.outbox.wake.try_send(());
+        }
+    }
+}
+
+/// Gives the device up where its thread ends by a panic.
+pub(super) struct OnPanic(pub(super) Arc<Device>);
+
+impl Drop for OnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.declare_lost(ENDED);
+        }
+    }
 }
 
 /// Progress of a submission.
@@ -127,6 +191,7 @@ impl Watcher {
         let thread = std::thread::Builder::new()
             .name("watcher".to_owned())
             .spawn(move || {
+                let _lost = OnPanic(Arc::clone(&device));
                 let clock = GpuClock::of(&device);
                 Actor { device, clock }.run(&inbox);
             })
@@ -137,7 +202,7 @@ impl Watcher {
     /// Reports behind everything watched before.
     pub(super) fn watch(&self, watch: Watch) {
         if let Some(inbox) = &self.inbox {
-            // The thread lives as long as the handle.
+            // Where the thread has ended, the watch has too, and says so where its reports go.
             let _ = inbox.send(watch);
         }
     }
@@ -189,8 +254,7 @@ impl Actor {
                 report.device_time = record.device_span().map(|(begin, end)| end.since(begin));
                 report.record = Some(Box::new(record));
             }
-            let _ = watch.outbox.reports.send(report);
-            let _ = watch.outbox.wake.try_send(());
+            watch.owed.report(report);
             if failed {
                 return;
             }
@@ -273,4 +337,68 @@ fn kernels(timing: &Timing, clock: &GpuClock) -> Vec<KernelSpan> {
             end: span[1],
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossbeam_channel::bounded;
+    use std::sync::Mutex;
+
+    /// A device that keeps why it was given up.
+    #[derive(Default)]
+    struct Fake(Mutex<Vec<String>>);
+
+    impl Loses for Fake {
+        fn lose(&self, why: &str) -> DeviceError {
+            self.0.lock().unwrap().push(why.to_owned());
+            DeviceError::DeviceLost { device: "fake".to_owned(), call: why.to_owned() }
+        }
+    }
+
+    fn watch(id: u64, outbox: &Outbox, device: &Arc<Fake>) -> Watch {
+        let now = Moment::now();
+        Watch {
+            id,
+            reports: vec![(1, Point { role: Role::Compute, value: id })],
+            enqueue: (now, now),
+            waits: Vec::new(),
+            flush: FlushReason::Readback,
+            runs: Vec::new(),
+            stamps: None,
+            regions: Vec::new(),
+            owed: Owed::new(id, outbox.clone(), Arc::clone(device) as _),
+        }
+    }
+
+    fn done(id: u64) -> Report {
+        let now = Moment::now();
+        Report { result: Ok(()), ..Report::failed(id, (now, now), Fake::default().lose("nothing")) }
+    }
+
+    /// Method: a thread that reports the first of three watches and panics with the second in hand; a fourth comes when
+    /// it has ended.
+    #[test]
+    fn a_watcher_that_panics_owes_nobody_a_report() {
+        let (reports, heard) = bounded(8);
+        let (wake, woken) = bounded(1);
+        let (outbox, device) = (Outbox { reports, wake }, Arc::new(Fake::default()));
+        let (address, inbox) = mailbox::<Watch>(8);
+        (1..=3).for_each(|id| address.send(watch(id, &outbox, &device)).unwrap());
+        let thread = std::thread::spawn(move || {
+            while let Ok(mut watch) = inbox.recv() {
+                assert_ne!(watch.id, 2, "a bug");
+                watch.owed.report(done(watch.id));
+            }
+        });
+        thread.join().unwrap_err();
+        address.send(watch(4, &outbox, &device)).unwrap_err();
+        let mut told: Vec<(u64, bool)> = heard.try_iter().map(|report| (report.id, report.result.is_ok())).collect();
+        told.sort_unstable();
+        assert_eq!(told, [(1, true), (2, false), (3, false), (4, false)], "each one once");
+        assert!(woken.try_recv().is_ok());
+        let given_up = device.0.lock().unwrap();
+        assert_eq!(given_up.len(), 3);
+        assert!(given_up.iter().all(|why| why == ENDED));
+    }
 }

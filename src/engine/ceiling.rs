@@ -13,6 +13,9 @@ use crate::memory::{Arena, Place, Table};
 use std::sync::Arc;
 use std::time::Duration;
 
+/// A GPU that finishes nothing for so long is stuck.
+const STEP_WAIT: Duration = Duration::from_secs(120);
+
 /// Bytes a second that the device reads, median of several sweeps over a buffer far larger than
 /// its caches; `None` where its queue has no timestamps.
 pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64>, StartError> {
@@ -64,7 +67,7 @@ pub(super) fn time_regions(
             });
         }
         for id in 0..repeats + WARM {
-            let Ok(report) = done.recv_timeout(Duration::from_secs(120)) else { break };
+            let Some(report) = compute.report(&done, STEP_WAIT) else { break };
             report.result?;
             if id >= WARM {
                 times.extend(report.device_time.map(|time| time.as_secs_f64()));

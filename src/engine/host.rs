@@ -7,6 +7,7 @@ use super::lifecycle::{Catalogue, Fixed, Source, State};
 use super::prefix::PageKey;
 pub use super::replica::Replica;
 use super::request::RequestError;
+use crate::actors::compute::Compute;
 use crate::actors::timeline::{SubmissionRecord, TransferRecord};
 use crate::actors::transfer::Transfer;
 use crate::device::Device;
@@ -154,6 +155,8 @@ pub struct ServedDevice {
     pub memory: Vec<MemoryUse>,
     /// Its submissions to the transfer queue; `None`: it has no such queue (a fake).
     pub transfer: Option<Arc<Transfer>>,
+    /// What submits to its compute queue; `None`: it is a fake.
+    pub compute: Option<Arc<Compute>>,
     /// The device itself; `None`: it is a fake.
     pub device: Option<Arc<Device>>,
     /// Where its buffers come from; `None`: it is a fake.
@@ -288,7 +291,8 @@ impl Host {
         for replica in models.iter().flat_map(|model| &model.replicas) {
             if devices.iter().all(|device| device.info != replica.device) {
                 let info = replica.device.clone();
-                devices.push(ServedDevice { info, memory: Vec::new(), transfer: None, device: None, arena: None });
+                let memory = Vec::new();
+                devices.push(ServedDevice { info, memory, transfer: None, compute: None, device: None, arena: None });
             }
         }
         let host = Host::empty(Catalogue::default(), Box::new(Fixed(devices)));

@@ -265,6 +265,7 @@ impl Source for Arc<Stations> {
             info: device_info(station.device.adapter()),
             memory: Vec::new(),
             transfer: Some(Arc::clone(&station.transfer)),
+            compute: Some(Arc::clone(&station.compute)),
             device: Some(Arc::clone(&station.device)),
             arena: Some(station.arena.clone()),
         };

@@ -26,6 +26,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+/// A GPU that finishes nothing for so long is stuck.
+const STEP_WAIT: Duration = Duration::from_secs(120);
 /// Steps that one value is timed with before it is held against the incumbent.
 const SCREENED: usize = 7;
 /// Steps of each of two that are held against each other.
@@ -550,9 +552,9 @@ impl<'a> Bench<'a> {
                 });
             }
             for _ in some {
-                let report = done
-                    .recv_timeout(Duration::from_secs(120))
-                    .map_err(|_| self.unsupported("a step did not finish in 120 s".to_owned()))?;
+                let report = self.compute.report(&done, STEP_WAIT);
+                let seconds = STEP_WAIT.as_secs();
+                let report = report.ok_or_else(|| self.unsupported(format!("a step did not finish in {seconds} s")))?;
                 report.result?;
                 times.push(report.device_time.map(|time| time.as_secs_f64() * 1e6));
             }

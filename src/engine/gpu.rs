@@ -345,13 +345,17 @@ impl GpuExecutor {
         if let Some(index) = self.free_inboxes.pop() {
             return Ok(index);
         }
-        // Reports come in the order of submission, and every used inbox belongs to one.
+        // Reports come in the order of submission, and every used inbox belongs to one. Each submission is owed a last
+        // report, also by actors that have ended.
         let mut finished = 0;
         loop {
-            let report =
-                self.reports.recv().map_err(|_| ExecuteError::Failed("the compute actor has stopped".to_owned()))?;
-            let last = report.last;
+            let report = self.reports.recv().expect("the executor holds a sender");
+            let (last, failed) = (report.last, report.result.is_err());
             self.early.push_back(report);
+            if failed {
+                let report = self.early.pop_back().expect("put there above");
+                self.take(report)?;
+            }
             if !last {
                 continue;
             }
@@ -916,13 +920,13 @@ impl Drop for GpuExecutor {
     fn drop(&mut self) {
         // Nobody brings masks any more; what is drawn without is not reported.
         let _ = self.parts.gate.open(self.gates);
-        // The buffers that regions use must outlive the device's work on them.
+        // The device's work ends before what it works on goes. There is no limit: each submission is owed a last report,
+        // also where the device is lost.
         let mut open: usize = self.pending.len() - self.early_finished().min(self.pending.len());
         while open > 0 {
             match self.reports.recv_timeout(Duration::from_secs(30)) {
-                Ok(report) if report.last => open -= 1,
-                Ok(_) => {}
-                Err(_) => return,
+                Ok(report) => open -= usize::from(report.last),
+                Err(_) => tracing::warn!(device = self.parts.device_name, plans = open, "the device is still at work"),
             }
         }
     }

@@ -13,7 +13,7 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture, generate, idle, request};
-use ostinato::config::{self, Config, ConfigError, Model, Sources};
+use ostinato::config::{self, Bytes, Config, ConfigError, Model, Sources};
 use ostinato::device::DeviceError;
 use ostinato::engine::host::{Host, Replica, SubmitError};
 use ostinato::engine::request::{Request, RequestError};
@@ -301,7 +301,11 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
     let good = model(&vulkan, &fixture("llama-plain"));
     let slots = Model { slots: Some(u32::MAX), ..good.clone() };
     let chunk = Model { prefill_chunk: Some(u32::MAX), ..good.clone() };
-    for (wrong, most) in [(slots, "1024"), (chunk, "16384")] {
+    // The scheduler would keep something for each of them.
+    let hybrid = model(&vulkan, &fixture("hybrid-one"));
+    let snapshots = Model { snapshots: Some(u32::MAX), ..hybrid.clone() };
+    let unused = Model { snapshots: Some(u32::MAX), ..good.clone() };
+    for (wrong, most) in [(slots, "1024"), (chunk, "16384"), (snapshots, "65536"), (unused, "65536")] {
         let error = refused(&vulkan, vec![wrong]);
         assert!(matches!(&error, StartError::Unsupported { .. }), "{error:?}");
         assert_names(&error.to_string(), &["\"m\"", "4294967295", most]);
@@ -312,7 +316,48 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
         matches!(&error, StartError::Plan { source: PlanError::DoesNotFit { purpose: Purpose::KvPages, .. }, .. }),
         "{error:?}"
     );
+    // As many as are possible have to fit, too.
+    let snapshots = Model { snapshots: Some(65_536), memory_limit: Some(Bytes(64 << 20)), ..hybrid };
+    let error = refused(&vulkan, vec![snapshots]);
+    assert!(
+        matches!(&error, StartError::Plan { source: PlanError::DoesNotFit { purpose: Purpose::Recurrent, .. }, .. }),
+        "{error:?}"
+    );
     works(&vulkan, "llama-plain");
+}
+
+/// Goal: what only spares the next start its compiling is no reason to refuse this one, nor to give a lost device up.
+/// Method: a cache folder that cannot be made, because a file stands in its place: from the start on, or once the server
+/// runs; the device is lost then, and its stream goes on.
+#[test]
+fn a_pipeline_cache_that_cannot_be_written_ends_nothing() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a file");
+    std::fs::write(&file, b"in the way").unwrap();
+    let serve = |cache: &Path| {
+        let mut config = Config { models: vec![model(&vulkan, &fixture("llama-plain"))], ..Config::default() };
+        config.runtime.cache_directory = Some(cache.to_owned());
+        start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}", with_causes(&e)))
+    };
+    for cache in [file.clone(), file.join("below")] {
+        let host = serve(&cache);
+        answers(&host.replicas().next().unwrap(), "llama-plain");
+        drop(host);
+        assert_no_actor_lives();
+    }
+    let cache = folder.path().join("cache");
+    let host = serve(&cache);
+    assert!(std::fs::read_dir(&cache).unwrap().count() > 0, "it is kept where it can be");
+    std::fs::remove_dir_all(&cache).unwrap();
+    std::fs::write(&cache, b"in the way").unwrap();
+    host.devices()[0].device.as_ref().unwrap().declare_lost("a test");
+    let replica = host.replicas().next().unwrap();
+    answers(&replica, "llama-plain");
+    assert_eq!((replica.losses(), replica.failed()), (1, false));
+    drop((replica, host));
+    assert_no_actor_lives();
 }
 
 #[test]

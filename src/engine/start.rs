@@ -204,6 +204,8 @@ const TAGS_TOLERANCE: f64 = 1e-6;
 /// Of a device that others serve on, what a load runs on the compute queue (its test, above all) takes at most one part
 /// in so many of the time, as far as the device tells how long it took.
 const BESIDE_SHARE: u32 = 32;
+/// A GPU that finishes nothing for so long while a model's first steps run is stuck.
+const FIRST_STEPS: Duration = Duration::from_secs(60);
 /// The longest pause for that.
 const BESIDE_PAUSE: Duration = Duration::from_secs(1);
 /// Cores that a load leaves alone while others serve: their engine's thread, the compute actor's, the watcher's and one
@@ -256,6 +258,10 @@ const DEFAULT_KV_TOKENS: u64 = 1 << 19;
 const INBOXES: usize = 16;
 /// Sequences that one decode step can have rows for.
 const MOST_SLOTS: u32 = 1024;
+/// Snapshots of recurrent state: the scheduler has an entry for each, whatever memory the device has.
+const MOST_SNAPSHOTS: u32 = 65_536;
+/// KV pages, for the same reason: 64 million tokens.
+const MOST_PAGES: u32 = 1 << 22;
 /// Tokens of a chunk: above it, one submission would last too long for a driver's watchdog.
 const MOST_CHUNK: u32 = 16_384;
 /// Context that is planned where neither the operator nor memory says otherwise.
@@ -366,9 +372,11 @@ impl Build<'_> {
         if let Some(asked) = self.model.context.filter(|asked| *asked > c.context) {
             return Err(StartError::Context { model: self.model.name.clone(), asked, own: c.context });
         }
-        for (what, asked, most) in
-            [("slots", self.model.slots, MOST_SLOTS), ("prefill_chunk", self.model.prefill_chunk, MOST_CHUNK)]
-        {
+        for (what, asked, most) in [
+            ("slots", self.model.slots, MOST_SLOTS),
+            ("prefill_chunk", self.model.prefill_chunk, MOST_CHUNK),
+            ("snapshots", self.model.snapshots, MOST_SNAPSHOTS),
+        ] {
             if let Some(asked) = asked.filter(|asked| *asked > most) {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
@@ -535,7 +543,9 @@ impl Build<'_> {
             side: entry.side,
         });
         let memory = memory.collect();
-        let pages = u32::try_from(plan.kv_pages()).unwrap_or(u32::MAX);
+        let pages = u32::try_from(plan.kv_pages()).ok().filter(|pages| *pages <= MOST_PAGES).ok_or_else(|| {
+            self.unsupported(format!("{} KV pages are asked for, at most {MOST_PAGES} are possible", plan.kv_pages()))
+        })?;
         let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
         let decoder = self.decoder(context, pages, chunk);
         let used = self.tuned.apply(&mut decoder.tuning.clone());
@@ -788,7 +798,7 @@ impl Build<'_> {
             (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
             (None, None) => {
                 let most = (context_pages * DEFAULT_CONTEXTS).max(DEFAULT_KV_TOKENS / u64::from(PAGE_TOKENS));
-                Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most))
+                Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most).min(MOST_PAGES.into()))
             }
         };
         // A context that was asked for is kept or refused; the model's own may shrink to the memory.
@@ -927,8 +937,8 @@ impl Build<'_> {
             report_after: Vec::new(),
             outbox: Outbox { reports, wake },
         });
-        match done.recv_timeout(Duration::from_secs(60)) {
-            Ok(report) => {
+        match self.station.compute.report(&done, FIRST_STEPS) {
+            Some(report) => {
                 report.result?;
                 if self.beside {
                     let ran = report.device_time.unwrap_or(Duration::ZERO);
@@ -936,9 +946,13 @@ impl Build<'_> {
                 }
                 Ok(())
             }
-            Err(_) => Err(StartError::Unsupported {
+            None => Err(StartError::Unsupported {
                 model: self.model.name.clone(),
-                what: format!("device \"{}\" did not finish its first steps in 60 s", self.adapter.name),
+                what: format!(
+                    "device \"{}\" has finished nothing for {} s of its first steps",
+                    self.adapter.name,
+                    FIRST_STEPS.as_secs()
+                ),
             }),
         }
     }

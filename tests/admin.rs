@@ -4,6 +4,7 @@ mod serving;
 
 use ostinato::engine::fake::FakeConfig;
 use ostinato::engine::host::Host;
+use ostinato::engine::rebuild::Rebuild;
 use ostinato::engine::start::{Progress, Unit};
 use ostinato::service::admin::{self, Admin};
 use ostinato::service::server::Options;
@@ -12,7 +13,8 @@ use serving::{fake, generate, model, serve_models, text_request, tokenizer};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
@@ -322,4 +324,33 @@ async fn faults_while_serving_are_counted_and_warned_of() {
     let metrics = get(page.address, "/metrics").await.body;
     let line = format!("ostinato_overlap_faults_total{{model=\"faulty\",replica=\"faulty/0\"}} {faults}.0");
     assert!(metrics.lines().any(|found| found == line), "no {line} in {metrics}");
+}
+
+/// Goal: a device that is gone is no reason to end the process, which builds it anew, and none to say that all is well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_that_is_built_anew_is_warned_of() {
+    let rebuild = Rebuild::new(|_, cancelled| {
+        while !cancelled.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Err("nobody wants it".into())
+    });
+    let lost = FakeConfig { lost_after: Some(1), ..fake(Duration::from_millis(1), b"abc") };
+    let replica = serving::replica("gone/0".to_owned(), 0, lost, 4, Some(rebuild));
+    let served =
+        serve_models(vec![serving::model_of("gone", Some(tokenizer(true)), vec![replica])], Options::default()).await;
+    let admin = Admin::new();
+    admin.set_host(Arc::clone(&served.host));
+    let page = start(&admin, "127.0.0.1:0").await;
+    let mut client = served.client().await;
+    let waiting = tokio::spawn(async move { generate(&mut client, text_request("gone", "Hello", 4)).await });
+    let until = Instant::now() + Duration::from_secs(20);
+    while !served.host.replicas().next().unwrap().rebuilding() {
+        assert!(Instant::now() < until, "it is not lost");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let health = get(page.address, "/healthz").await;
+    let wanted = "serving\nwarning: gone/0: its device was lost and is built anew; requests wait\n";
+    assert_eq!((health.status, health.body.as_str()), (200, wanted));
+    waiting.abort();
 }

@@ -116,12 +116,16 @@ impl Admin {
     /// What an operator should know though requests are served: a sentence each.
     fn warnings(&self) -> Vec<String> {
         let now = Moment::now();
-        let replicas = self.host().into_iter().flat_map(|host| host.replicas());
-        let fault = |replica: Arc<Replica>| {
-            let ago = now.since(replica.last_fault()?);
-            (ago < FAULT_WARNING).then(|| fault_warning(&replica.name, replica.faults(), ago))
-        };
-        replicas.filter_map(fault).collect()
+        let mut warnings = Vec::new();
+        for replica in self.host().into_iter().flat_map(|host| host.replicas()) {
+            if replica.rebuilding() {
+                warnings.push(format!("{}: its device was lost and is built anew; requests wait", replica.name));
+            }
+            if let Some(ago) = replica.last_fault().map(|at| now.since(at)).filter(|ago| *ago < FAULT_WARNING) {
+                warnings.push(fault_warning(&replica.name, replica.faults(), ago));
+            }
+        }
+        warnings
     }
 }
 

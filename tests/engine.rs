@@ -975,8 +975,8 @@ fn a_device_that_is_built_anew_goes_on_where_the_lost_one_was() {
 /// device is lost in between.
 #[test]
 fn a_fault_of_a_step_is_counted_and_changes_no_token() {
-    let config = FakeConfig { fault_every: Some(3), ..fake(2, Duration::from_millis(1)) };
-    let replica = losing(config, 8, vec![Some(20), None]);
+    let config = FakeConfig { fault_every: Some(2), ..fake(2, Duration::from_millis(1)) };
+    let replica = losing(config, 8, vec![Some(7), None]);
     let requests: Vec<Request> = (0..4).map(|i| request(&i.to_string(), 3 + 20 * i, 60)).collect();
     let all: Vec<_> = requests.iter().map(|request| submit(&replica, request.clone())).collect();
     for (request, events) in requests.iter().zip(&all) {
@@ -987,7 +987,7 @@ fn a_fault_of_a_step_is_counted_and_changes_no_token() {
     let told: u32 = replica.steps(usize::MAX).iter().map(|step| step.faults).sum();
     // A plan in flight when the device was lost is told of by nobody.
     let faults = replica.faults();
-    assert!(told > 10 && (u64::from(told)..=u64::from(told) + 2).contains(&faults), "{faults} faults, {told} told");
+    assert!(told >= 3 && (u64::from(told)..=u64::from(told) + 2).contains(&faults), "{faults} faults, {told} told");
     assert!(replica.last_fault().is_some());
 }
 

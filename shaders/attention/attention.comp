@@ -84,7 +84,7 @@ void load_heads(uint row, uint kvh) {
         uint at = base + i % QUADS
             + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
         uvec4 words = qkv.v[at];
-        if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[at];
+        if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
         vec4 value = uintBitsToFloat(words);
         if (head < G) q_s[i] = value;
         else if (head == G) k_s[i % QUADS] = value;
@@ -168,7 +168,7 @@ void write_output(uint row, uint kvh, uint i, float value) {
     if (GATED == 1u) {
         uint from = row * stride + (KV_HEADS * (G + 2u) + kvh * G) * D + i, polls = 0u;
         uvec4 words = qkv.v[from / 4u];
-        if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[from / 4u];
+        if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[from / 4u];
         // A row without a sequence has waited for its gates; they may be anything.
         if (value != 0.0) value /= 1.0 + exp(-uintBitsToFloat(words[from % 4u]));
     }

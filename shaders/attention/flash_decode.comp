@@ -16,9 +16,8 @@
 // are Q (16 heads' rows: f16 parts of head g in g and g + 8) times a page of keys, 16 × 32 dims in two loads;
 // the sums of a lane are then its part of P, whose two f16 parts again stand in rows g and g + 8. The first
 // page is asked for before q is waited for. The new token is no page's: it is the first state of one group.
-// Several workgroups along the context leave {m, l, o} in `partials`. On matrix units, where words are tagged,
-// each then waits for all of them and combines a share of the output; else the last to arrive combines all:
-// a CPU driver runs one workgroup after the other, and none may wait for a later one.
+// Several workgroups along the context leave {m, l, o} in `partials`. With WAITS 1 (tagged words only) the last one by
+// its number waits for the others' and combines them; with WAITS 0 the last to arrive does. Both give the same bits.
 // Traffic: 4·D bytes a token and KV head.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
@@ -37,6 +36,7 @@ layout(constant_id = 7) const uint TAGGED = 0;
 layout(constant_id = 8) const uint PLANNED = 0;
 layout(constant_id = 9) const uint PACKED = 0;
 layout(constant_id = 10) const uint GATED = 0;
+layout(constant_id = 11) const uint WAITS = 0;
 
 #include "fragments.glsl"
 
@@ -82,6 +82,15 @@ const uint JOINED = LOW_BIT < 32u ? LOW_BIT : 32u;
 #else
 const uint JOINED = 1u;
 #endif
+const uint ITEMS = G * QUADS;
+// Groups of ITEMS invocations that share the splits among themselves where they are combined.
+#if MATRIX == 1
+const uint TEAMS = LANES / ITEMS > 1u ? LANES / ITEMS : 1u;
+#else
+const uint TEAMS = 1u;
+#endif
+const uint TURNS = TEAMS > 1u ? 1u : (ITEMS + LANES - 1u) / LANES;
+const uint AHEAD = 8u;                            // splits whose words are in flight then
 const uint PART = G * (QUADS + 1u);               // words of 16 bytes that a split leaves
 const uint MOST_SPLITS = 32u;
 const float LOWEST = -3.0e38;
@@ -93,10 +102,10 @@ shared uvec2 new_k_s[QUADS];
 shared uvec2 new_v_s[QUADS];
 shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
 shared vec2 state_s[GROUPS * G];                  // m, l
-shared float most_s[G * MOST_SPLITS];             // of each split, then its weight
+shared float most_s[G * MOST_SPLITS];             // of each split
 shared float sum_s[G * MOST_SPLITS];
-shared vec4 share_s[G * QUADS + MOST_SPLITS];
-shared float total_s[G];
+shared float weight_s[G * MOST_SPLITS];
+shared vec4 own_s[ITEMS];                         // the workgroup's own part
 shared float new_score_s[G * QUADS / JOINED];
 shared uint last_s;
 
@@ -126,9 +135,11 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #if MATRIX == 1
 #define ITEM(n, count) (i0 + (n) * LANES)
 #define EACH(i, count) for (uint i = i0; i < (count); i += LANES)
+#define IS_ITEM(n, count) (ITEM(n, count) < (count))
 #else
 #define ITEM(n, count) min(i0 + (n) * LANES, (count) - 1u)
 #define EACH(i, count) for (uint turn_ = 0u, i = ITEM(0u, count); turn_ < ((count) + LANES - 1u) / LANES; turn_++, i = ITEM(turn_, count))
+#define IS_ITEM(n, count) true
 #endif
 
 // Two values rounded to bfloat16.
@@ -184,7 +195,7 @@ void main() {
         if (TAGGED != 0u && split == 0u) {
             EACH(i, RAW) {
                 uint at = head_quad(row, kvh, i);
-                while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault)) {}
+                while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault, qkv_tag)) {}
             }
             // What gates would multiply is zero.
             EACH(i, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
@@ -257,7 +268,7 @@ void main() {
         if (item < RAW) {
             uint at = head_quad(row, kvh, item);
             uvec4 words = qkv.v[at];
-            if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault)) words = qkv.v[at];
+            if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);
             raw_s[item] = x;
             if (QK_NORM == 1u) {
@@ -420,78 +431,103 @@ void main() {
         }
         if (live == 1u) {
             write_output(row, kvh, i, result / l);
-        } else {
-            vec4 state = vec4(top, l, 0.0, 0.0);
-            partials.v[part + G + i] = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
-            if (i % QUADS == 0u) partials.v[part + h] = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
+            continue;
+        }
+        vec4 state = vec4(top, l, 0.0, 0.0);
+        uvec4 words = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
+        uvec4 state_words = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
+        // The combining workgroup takes its own part from here, rounded as the others' are.
+        own_s[i] = uintBitsToFloat(words);
+        if (i % QUADS == 0u) {
+            most_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.x);
+            sum_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.y);
+        }
+        if (WAITS == 0u || split + 1u < live) {
+            partials.v[part + G + i] = words;
+            if (i % QUADS == 0u) partials.v[part + h] = state_words;
         }
     }
     if (live == 1u) return;
 
-#if MATRIX == 1
-    if (TAGGED != 0u) {
-        // Quads split, split + live, … of the output are this workgroup's.
-        uint quads = (G * QUADS - split + live - 1u) / live;
-        EACH(n, live * G) {
-            uvec4 words = partials.v[parts + n / G * each + n % G];
-            while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[parts + n / G * each + n % G];
-            most_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.x);
-            sum_s[n % G * MOST_SPLITS + n / G] = uintBitsToFloat(words.y);
-        }
-        EACH(n, live * quads) {
-            uint at = parts + n % live * each + G + split + n / live * live;
-            uvec4 words = partials.v[at];
-            while (poll_again(stale(words, o_tag) != 0u, polls, fault)) words = partials.v[at];
-            share_s[n] = uintBitsToFloat(words);
-        }
-        barrier();
-        EACH(j, quads) {
-            uint i = split + j * live, h = i / QUADS;
-            float top = LOWEST, l = 0.0;
-            for (uint s = 0u; s < live; s++) top = max(top, most_s[h * MOST_SPLITS + s]);
-            vec4 result = vec4(0.0);
-            for (uint s = 0u; s < live; s++) {
-                float w = exp(most_s[h * MOST_SPLITS + s] - top);
-                l += w * sum_s[h * MOST_SPLITS + s];
-                result += w * share_s[j * live + s];
-            }
-            write_output(row, kvh, i, result / l);
-        }
-        return;
-    }
-#endif
-
-    // Release the partials, count; the last to arrive acquires all of them.
-    memoryBarrierBuffer();
-    barrier();
-    if (i0 == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
-    barrier();
-    if (last_s != live) return;
-    memoryBarrierBuffer();
-    if (i0 == 0u) {
-        counters.v[slot] = 0u;
-        // Before the output, which is all that orders the next use where it is tagged.
+    if (WAITS == 1u) {
+        // Every workgroup that the last one waits for was launched before it. A workgroup must never wait for a later
+        // one: a device that preempts a context launches nothing new and lets what runs come to its end.
+        if (split + 1u < live) return;
+    } else {
+        // Release the partials, count; the last to arrive acquires all of them.
         memoryBarrierBuffer();
-    }
-    // The weight of each split, over the common maximum: a head a thread.
-    EACH(h, G) {
-        float top = LOWEST;
-        for (uint s = 0u; s < live; s++) top = max(top, uintBitsToFloat(partials.v[parts + s * each + h].x));
-        float l = 0.0;
-        for (uint s = 0u; s < live; s++) {
-            vec2 state = uintBitsToFloat(partials.v[parts + s * each + h].xy);
-            float w = exp(state.x - top);
-            most_s[h * MOST_SPLITS + s] = w;
-            l += w * state.y;
+        barrier();
+        if (i0 == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
+        barrier();
+        if (last_s != live) return;
+        memoryBarrierBuffer();
+        if (i0 == 0u) {
+            counters.v[slot] = 0u;
+            // Before the output, which is all that orders the next use where it is tagged.
+            memoryBarrierBuffer();
         }
-        total_s[h] = l;
+    }
+
+    // Words of the first item are on their way while the maxima are waited for.
+    uint team = TEAMS > 1u ? i0 / ITEMS : 0u;
+    bool works = team < TEAMS;
+    uvec4 words[AHEAD];
+#define LOAD_PARTS(item, first) [[unroll]] for (uint n = 0u; n < AHEAD; n++) \
+        words[n] = partials.v[parts + min((first) + n * TEAMS, live - 1u) * each + G + (item)];
+    uint item = TEAMS > 1u ? i0 % ITEMS : ITEM(0u, ITEMS);
+    item = min(item, ITEMS - 1u);
+    LOAD_PARTS(item, team)
+    EACH(n, live * G) {
+        uint s = n / G, h = n % G;
+        if (s != split) {
+            uint at = parts + s * each + h;
+            uvec4 state = partials.v[at];
+            if (WAITS == 1u) while (poll_again(stale(state, o_tag) != 0u, polls, fault, o_tag)) state = partials.v[at];
+            most_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.x);
+            sum_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.y);
+        }
     }
     barrier();
-    EACH(i, G * QUADS) {
-        uint h = i / QUADS;
+    // The weight of each split, over the common maximum.
+    EACH(n, live * G) {
+        uint s = n / G, h = n % G;
+        float top = LOWEST;
+        for (uint other = 0u; other < live; other++) top = max(top, most_s[h * MOST_SPLITS + other]);
+        weight_s[h * MOST_SPLITS + s] = exp(most_s[h * MOST_SPLITS + s] - top);
+    }
+    barrier();
+    for (uint turn = 0u; turn < TURNS; turn++) {
+        if (turn > 0u) {
+            item = min(ITEM(turn, ITEMS), ITEMS - 1u);
+            LOAD_PARTS(item, team)
+        }
+        uint h = item / QUADS;
         vec4 result = vec4(0.0);
-        for (uint s = 0u; s < live; s++)
-            result += most_s[h * MOST_SPLITS + s] * uintBitsToFloat(partials.v[parts + s * each + G + i]);
-        write_output(row, kvh, i, result / total_s[h]);
+        for (uint s = team; s < live; s += AHEAD * TEAMS) {
+            if (s != team) LOAD_PARTS(item, s)
+            if (WAITS == 1u) {
+                bool waiting = works;
+                while (waiting) {
+                    uint bad = 0u;
+                    [[unroll]] for (uint n = 0u; n < AHEAD; n++)
+                        bad |= min(s + n * TEAMS, live - 1u) != split ? stale(words[n], o_tag) : 0u;
+                    waiting = poll_again(bad != 0u, polls, fault, o_tag);
+                    if (waiting) LOAD_PARTS(item, s)
+                }
+            }
+            [[unroll]] for (uint n = 0u; n < AHEAD; n++) {
+                uint other = s + n * TEAMS;
+                if (other < live)
+                    result += weight_s[h * MOST_SPLITS + other] * (other == split ? own_s[item] : uintBitsToFloat(words[n]));
+            }
+        }
+        if (TEAMS > 1u) {
+            if (works) stage_s[i0] = floatBitsToUint(result);
+            barrier();
+            [[unroll]] for (uint n = 1u; n < TEAMS; n++) if (team == 0u) result += uintBitsToFloat(stage_s[n * ITEMS + item]);
+        }
+        float l = 0.0;
+        for (uint s = 0u; s < live; s++) l += weight_s[h * MOST_SPLITS + s] * sum_s[h * MOST_SPLITS + s];
+        if (IS_ITEM(turn, ITEMS)) write_output(row, kvh, item, result / l);
     }
 }

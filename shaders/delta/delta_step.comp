@@ -17,12 +17,14 @@
 // y      [rows][y_stride] f32; PACKED 1: bfloat16 blocks as `pack_rows` leaves them, `y_stride` of 32 columns
 // TAGGED 1: x is tagged (`tags.glsl`); 3: y too, and a row without a sequence then still writes zeros
 //
-// Speculation. PENDING 1: the state in memory has taken in SLOT_SETTLED tokens (slots: `state.glsl`) and lags behind the
-//   first row's position by the first tokens of
-//   pending [cells][value heads][4][key_dim + value_dim + 4] f32: k̂, δ, α
-// which come before the row's own. TOKENS > 1: so many rows on end are a sequence's tokens at positions on end, those
-// without one behind the others; the state is left where the pending tokens lead, and the new tokens, of which
-// some may be taken back, are left pending instead.
+// Pending tokens. With PENDING > 0 a step never adds its own tokens to the state in memory: a step may have to be run
+// again (drafts that are rejected, a fault of tagged words). It leaves what they would add in
+//   pending [cells][value heads][PENDING][key_dim + value_dim + 4] f32: k̂, δ, α, tokens in the state, 0, 0
+// and a later step adds it. Before a step the state holds SLOT_SETTLED tokens (slots: `state.glsl`) and lags behind the
+// first row's position by the first entries of `pending`. A step adds those and notes in the first entry how many tokens
+// the state holds then: if it is run again, it finds that number and adds nothing twice. PENDING 0: a row's token is
+// added at once. TOKENS > 1: so many consecutive rows are a sequence's tokens at consecutive positions, rows without a
+// token behind the others.
 //
 // One workgroup serves a value head of a row, or of TOKENS rows: a thread has four values' columns and KEY_DIM /
 // GROUPS rows of the state, which it asks for before it waits for x. The first value head of a key head writes
@@ -84,6 +86,7 @@ shared vec4 r_s[THREADS];
 shared vec4 w_s[THREADS];
 shared float gates_s[TOKENS * 2u];                 // β, α
 shared float squares_s[QUADS];
+shared vec4 pending_s[KEY_QUADS];                  // k̂ of the first pending token
 
 float component(vec4 quad, uint at) {
     return (at & 2u) == 0u ? ((at & 1u) == 0u ? quad.x : quad.y) : ((at & 1u) == 0u ? quad.z : quad.w);
@@ -99,7 +102,7 @@ uint channel_quad(uint h, uint item) {
 
 void wait_for(uint at, uint row_base, inout uvec4 words, inout uint polls) {
     words = x.v[row_base + at];
-    if (TAGGED != 0u) while (poll_again(stale(words, x_tag) != 0u, polls, fault)) words = x.v[row_base + at];
+    if (TAGGED != 0u) while (poll_again(stale(words, x_tag) != 0u, polls, fault, x_tag)) words = x.v[row_base + at];
 }
 
 // One word of the row.
@@ -109,7 +112,7 @@ uint wait_for_one(uint at, uint row_base, inout uint polls) {
         uvec4 words = x.v[row_base + at / 4u];
         uint low = (at & 1u) == 0u ? words.x : words.y, high = (at & 1u) == 0u ? words.z : words.w;
         word = (at & 2u) == 0u ? low : high;
-    } while (TAGGED != 0u && poll_again(stale(word, x_tag) != 0u, polls, fault));
+    } while (TAGGED != 0u && poll_again(stale(word, x_tag) != 0u, polls, fault, x_tag));
     return word;
 }
 
@@ -131,10 +134,9 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
     }
 }
 
-// Brings the state to where the pending tokens lead; gives their number.
-uint take_in_pending(inout vec4 s[EACH_ROWS], uint position, uint settled, uint pending_at, uint group, uint column) {
-    uint count = position == 0u ? 0u : min(position - settled, MOST_PENDING);
-    for (uint token = 0u; token < count; token++) {
+// Adds pending tokens `from` to `count` to the state.
+void take_in_pending(inout vec4 s[EACH_ROWS], uint from, uint count, uint pending_at, uint group, uint column) {
+    for (uint token = from; token < count; token++) {
         uint at = pending_at + token * PENDING_QUADS;
         vec4 delta = pending.v[at + KEY_QUADS + column];
         float alpha = pending.v[at + KEY_QUADS + QUADS].x;
@@ -143,7 +145,6 @@ uint take_in_pending(inout vec4 s[EACH_ROWS], uint position, uint settled, uint 
             s[n] = alpha * s[n] + component(pending.v[at + d / 4u], d) * delta;
         }
     }
-    return count;
 }
 
 void main() {
@@ -192,13 +193,24 @@ void main() {
     }
     vec4 scale = writes ? norm.v[column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
-    uint pending_at = (info.z * VALUE_HEADS + h) * 4u * PENDING_QUADS;
-    uint settled = PENDING == 1u ? slots.v[info.z * SLOT_WORDS + SLOT_SETTLED] : 0u;
-    if (TOKENS > 1u && PENDING == 1u) {
+    uint pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS, count = 0u;
+    // The first pending token, loaded before x is waited for; its k̂ is read behind the barrier.
+    vec4 first_delta;
+    float first_alpha;
+    if (PENDING > 0u) {
+        vec4 gate = pending.v[pending_at + KEY_QUADS + QUADS];
+        first_alpha = gate.x;
+        first_delta = pending.v[pending_at + KEY_QUADS + column];
+        if (TOKENS == 1u)
+            for (uint n = i0; n < KEY_QUADS; n += THREADS) pending_s[n] = pending.v[pending_at + n];
+        uint settled = slots.v[info.z * SLOT_WORDS + SLOT_SETTLED];
+        if (position > 0u && gate.y != float(position)) count = min(position - settled, PENDING);
+    }
+    if (TOKENS > 1u) {
         if (position == 0u) {
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
         }
-        uint count = take_in_pending(s, position, settled, pending_at, group, column);
+        take_in_pending(s, 0u, count, pending_at, group, column);
         if (count > 0u || position == 0u) {
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
         }
@@ -243,8 +255,19 @@ void main() {
         }
     }
     barrier();
-    // As the zeros below: not before the wait for x.
-    if (TOKENS == 1u && PENDING == 1u) take_in_pending(s, position, settled, pending_at, group, column);
+    // Not before the wait for x, which would then wait for the state first.
+    if (TOKENS == 1u) {
+        if (position == 0u) {
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
+        }
+        if (PENDING > 0u && count > 0u) {
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                uint d = group * EACH_ROWS + n;
+                s[n] = first_alpha * s[n] + pending_s[d / 4u][d % 4u] * first_delta;
+            }
+            take_in_pending(s, 1u, count, pending_at, group, column);
+        }
+    }
 
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
         if (token < valid) {
@@ -266,8 +289,6 @@ void main() {
                 uint at = group * EACH_ROWS + n;
                 float q = mixed_s[own + at / 4u][at % 4u];
                 key[n] = mixed_s[own + KEY_QUADS + at / 4u][at % 4u];
-                // Not before the wait for x, which would then wait for the state first.
-                if ((PENDING == 0u || TOKENS == 1u) && position == 0u) s[n] = vec4(0.0);
                 r += key[n] * s[n];
                 w += q * s[n];
             }
@@ -295,16 +316,19 @@ void main() {
             }
             if (writes)
                 write_output(first_row + token, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z[token]));
-            if (TOKENS > 1u) {
+            if (PENDING > 0u) {
                 uint at = pending_at + token * PENDING_QUADS;
                 for (uint n = i0; n < KEY_QUADS; n += THREADS) pending.v[at + n] = k_scale * mixed_s[own + KEY_QUADS + n];
                 if (writes) pending.v[at + KEY_QUADS + column] = delta;
-                if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, 0.0, 0.0, 0.0);
+                if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
             }
+            // With pending tokens a single row's state is what it was before the row.
             delta *= k_scale;
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-                s[n] = alpha * s[n] + key[n] * delta;
-                if (TOKENS == 1u) state.v[state_at + n * QUADS] = s[n];
+            if (TOKENS > 1u || PENDING == 0u) {
+                [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = alpha * s[n] + key[n] * delta;
+            }
+            if (TOKENS == 1u && (PENDING == 0u || count > 0u || position == 0u)) {
+                [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
             }
             // The next token's sums are put where these were read.
             if (TOKENS > 1u) barrier();

@@ -145,7 +145,7 @@ void main() {
                     bad = 0u;
                     [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = x.v[row[i] + column[i]];
                     [[unroll]] for (uint i = 0u; i < LOADS; i++) bad |= stale(words[i], x_tag);
-                } while (poll_again(subgroupAny(bad != 0u), polls, fault));
+                } while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag));
             }
             [[unroll]] for (uint i = 0u; i < LOADS; i++) {
                 vec4 value = there[i] ? uintBitsToFloat(words[i]) : vec4(0.0);
@@ -206,7 +206,7 @@ void main() {
         item_at = (item_token * y_stride + item_row) / 4u;
         if (EPILOGUE == 1u && item >= LANES) old = y.v[item_at];
         if (EPILOGUE == 1u && TAGGED == 3u)
-            while (poll_again(stale(old, old_tag) != 0u, polls, fault)) old = y.v[item_at];
+            while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[item_at];
 
         vec4 v = vec4(0.0);
         [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];

@@ -31,7 +31,7 @@ void choose_for_rows(inout uint polls) {
             }
             if (SHARED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
             if (SHARED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
-        } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault));
+        } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault, logits_tag));
         choose_experts(keys, row, row * CHOSEN);
         if (SHARED == 1u && LANE == 0u) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(gate)));
     }
@@ -40,7 +40,7 @@ void choose_for_rows(inout uint polls) {
 uint logit(uint at, inout uint polls) {
     uvec4 words = logits.v[at / 4u];
     uint word = at % 4u == 0u ? words.x : at % 4u == 1u ? words.y : at % 4u == 2u ? words.z : words.w;
-    while (TAGGED == 1u && poll_again(stale(word, logits_tag) != 0u, polls, fault)) {
+    while (TAGGED == 1u && poll_again(stale(word, logits_tag) != 0u, polls, fault, logits_tag)) {
         words = logits.v[at / 4u];
         word = at % 4u == 0u ? words.x : at % 4u == 1u ? words.y : at % 4u == 2u ? words.z : words.w;
     }

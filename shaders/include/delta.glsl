@@ -4,7 +4,6 @@ const uint RING = 8u;                 // positions of a cell's window
 const uint TAPS = 4u;                 // of the convolution
 const uint BLOCK_ROWS = 64u;          // rows of a prompt that are one step of its scan
 // Tokens of a cell that its state may have to take in still; of each k̂, δ, and α with three words of padding.
-const uint MOST_PENDING = 4u;
 const uint NO_CELL = 0xffffffffu;
 const float L2_EPSILON = 1e-6;
 

@@ -7,7 +7,7 @@
 //   counts [slots][vocabulary]       bit 31: in the prompt; the rest: times in the output
 //   rows   [rows][4]                 token, position, slot, valid
 //   step   [1]                       number of the region in flight
-//   fault  [1]                       set when a kernel waited too long for tagged words
+//   fault  [1]                       the number of a call that waited too long for tagged words; 0: none did
 //   score  [SCORE_STATE_WORDS]       which rows of a prompt's chunk are scored next, and how; patched by the host
 //   scores [2][chunk rows][SCORE_WORDS]  host-visible: the halves in turn, one chunk each
 //   ring   [ring_steps][ring_rows][ENTRY_WORDS], then [ring_steps][ring_rows][TOP_WORDS]  host-visible
@@ -65,7 +65,7 @@ const uint ENTRY_SLOT = 1u;
 const uint ENTRY_TOKEN = 2u;          // TOKEN_NONE: the row was inactive
 const uint ENTRY_DONE = 3u;
 const uint ENTRY_LOGPROB = 4u;        // f32
-const uint ENTRY_TOP_COUNT = 5u;
+const uint ENTRY_TOP_COUNT = 5u;      // with DONE_FAULT the fault word
 const uint TOP_WORDS = 40u;           // pairs of id and f32 log probability, best first
 
 const uint TOKEN_NONE = 0xffffffffu;

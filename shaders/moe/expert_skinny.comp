@@ -268,7 +268,7 @@ void main() {
                     bad = 0u;
                     [[unroll]] for (uint i = 0u; i < LOADS; i++) if (any[i]) words[i] = x.v[at[i]];
                     [[unroll]] for (uint i = 0u; i < LOADS; i++) bad |= there[i] ? stale(words[i], x_tag) : 0u;
-                } while (poll_again(subgroupAny(bad != 0u), polls, fault));
+                } while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag));
             }
             [[unroll]] for (uint i = 0u; i < LOADS; i++) {
                 vec4 value = there[i] ? uintBitsToFloat(words[i]) : vec4(0.0);
@@ -331,7 +331,7 @@ void main() {
         item_at = (item_token * y_stride + item_row) / 4u;
         if (STAGE == 1u && item >= LANES) old = y.v[item_at];
         if (STAGE == 1u && TAGGED == 1u)
-            while (poll_again(stale(old, old_tag) != 0u, polls, fault)) old = y.v[item_at];
+            while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[item_at];
 
         vec4 v = vec4(0.0);
         [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];

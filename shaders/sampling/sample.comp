@@ -48,6 +48,8 @@ layout(constant_id = 2) const uint COUNTS_STEP = 0;
 // first hold drafts: from each a token is drawn only if the one before drew just what it holds, as if there were no drafts.
 layout(constant_id = 3) const uint EVERY = 1;
 layout(constant_id = 4) const uint FIRST = 0;
+// The step left its tokens pending instead of adding them to recurrent state (`delta_step`).
+layout(constant_id = 5) const uint LAGS = 0;
 const uint THREADS = gl_WorkGroupSize.x;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer KeysInOut { uvec4 v[]; };
@@ -470,7 +472,7 @@ void main() {
             args.ring.v[entry + ENTRY_SLOT] = slot;
             args.ring.v[entry + ENTRY_TOKEN] = TOKEN_NONE;
             args.ring.v[entry + ENTRY_DONE] = fault ? DONE_FAULT : DONE_NO;
-            args.ring.v[entry + ENTRY_TOP_COUNT] = 0u;
+            args.ring.v[entry + ENTRY_TOP_COUNT] = fault ? args.fault.v[0] : 0u;
             memoryBarrierBuffer();
             args.ring.v[entry + ENTRY_STEP] = number;
             if (COUNTS_STEP != 0u) args.step_number.v[0] = number + 1u;
@@ -539,8 +541,7 @@ void main() {
     args.state.v[at + SLOT_POSITION] = input_row.y + 1u;
     args.state.v[at + SLOT_REMAINING] = remaining;
     args.state.v[at + SLOT_GENERATED] += 1u;
-    // Recurrent state takes in a row as it computes it, but drafts only once they are accepted.
-    if (FIRST == 0u) args.state.v[at + SLOT_SETTLED] = EVERY == 1u ? input_row.y + 1u : input_row.y;
+    if (FIRST == 0u) args.state.v[at + SLOT_SETTLED] = LAGS == 0u ? input_row.y + 1u : input_row.y;
     if (done != DONE_NO) args.state.v[at + SLOT_ACTIVE] = ACTIVE_DONE;
 
     args.ring.v[entry + ENTRY_SLOT] = slot;

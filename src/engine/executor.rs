@@ -265,10 +265,8 @@ pub struct Progress {
     pub scored: Option<ScoredChunk>,
     /// The plan has nothing further to report.
     pub finished: bool,
-    /// The recurrent state of the plan's slots is lost: they have to leave and be computed again.
-    pub state_lost: bool,
     /// With the last report: how often a fault (see [`Executor::faults`]) kept steps of the plan from drawing tokens, so
-    /// that they were run again, or (`state_lost`) their sequences are computed again.
+    /// that they were run again.
     pub faults: u32,
     /// Sum (not mean) over the steps reported here.
     pub cost: PerToken,

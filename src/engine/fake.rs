@@ -36,8 +36,6 @@ pub struct FakeConfig {
     pub parts: u64,
     /// The device is lost when this many plans with work were submitted.
     pub lost_after: Option<u64>,
-    /// Every so many decode plans recurrent state is lost with what the plan would have drawn.
-    pub state_lost_every: Option<u64>,
     /// Every so many decode plans a fault keeps the plan's steps from drawing, and they are run again: it takes twice as
     /// long and draws the same.
     pub fault_every: Option<u64>,
@@ -64,7 +62,6 @@ impl Default for FakeConfig {
             script: Vec::new(),
             parts: 0,
             lost_after: None,
-            state_lost_every: None,
             fault_every: None,
         }
     }
@@ -78,10 +75,8 @@ pub struct FakeExecutor {
     wake: Receiver<()>,
     memory: Vec<PageMemory>,
     slots: Vec<FakeSlot>,
-    /// What each cell's state has taken in; `None` where nothing was written, or a state was lost.
+    /// What each cell's state has taken in; `None` where nothing was written.
     cells: Vec<Option<u64>>,
-    /// State was lost, and the step loop has not heard of it.
-    lost: bool,
     decode_plans: u64,
     faults: u64,
     /// Decides which drafts are right.
@@ -234,7 +229,6 @@ impl FakeExecutor {
             ],
             slots: vec![empty; config.capacity.slots as usize],
             cells: vec![None; (config.capacity.slots + config.capacity.snapshots.unwrap_or(0)) as usize],
-            lost: false,
             decode_plans: 0,
             faults: 0,
             luck: config.parts,
@@ -608,7 +602,6 @@ impl FakeExecutor {
                     tokens,
                     scored,
                     finished: true,
-                    state_lost: false,
                     faults: 0,
                     cost,
                     submissions: Vec::new(),
@@ -625,32 +618,7 @@ impl FakeExecutor {
                 }
                 self.decode_plans += 1;
                 let due = |every: Option<u64>| every.is_some_and(|every| self.decode_plans.is_multiple_of(every));
-                let (loses, faults) = (due(self.config.state_lost_every), due(self.config.fault_every));
-                if loses || self.lost {
-                    // What is queued behind draws nothing either.
-                    self.faults += u64::from(!self.lost);
-                    self.lost = true;
-                    self.busy_until = start + self.config.step * steps;
-                    self.steps_queued += steps;
-                    for &slot in &slots {
-                        self.cells[slot.0 as usize] = None;
-                        self.slot(slot).last_ticket = ticket.0;
-                    }
-                    let (tokens, cost) = (Vec::new(), cost(steps, 1.0));
-                    let progress = Progress {
-                        ticket,
-                        steps,
-                        tokens,
-                        scored: None,
-                        finished: true,
-                        state_lost: true,
-                        faults: 1,
-                        cost,
-                        submissions: Vec::new(),
-                    };
-                    self.report(self.busy_until, steps, progress);
-                    return Ok(());
-                }
+                let faults = due(self.config.fault_every);
                 let mut rows = self.decode(&slots, steps, drafts).into_iter();
                 let mut left = steps;
                 self.faults += u64::from(faults);
@@ -674,7 +642,6 @@ impl FakeExecutor {
                             tokens,
                             scored: None,
                             finished,
-                            state_lost: false,
                             faults: u32::from(faults && finished),
                             cost,
                             submissions: Vec::new(),
@@ -733,10 +700,6 @@ impl Executor for FakeExecutor {
             self.steps_queued -= decode_steps;
             if progress.finished {
                 self.finished = progress.ticket.0;
-            }
-            if progress.state_lost {
-                // What waits for masks was queued with what was lost.
-                self.lost = !self.held.is_empty();
             }
             for sampled in &progress.tokens {
                 self.slot(sampled.slot).unreported -= 1;

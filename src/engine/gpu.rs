@@ -6,6 +6,7 @@ use super::executor::{
     Capacity, Change, Chunk, Done, ExecuteError, Executor, Progress, Sampled, ScoredChunk, Slot, SlotParams, StepPlan,
     Ticket, Work,
 };
+use super::overlap::OverlapRetry;
 use super::pace::Pace;
 use super::request::{PerToken, Scored, TokenLogprobs};
 use super::variants::{Fallback, Variants};
@@ -55,10 +56,30 @@ pub struct Inbox {
 /// The regions of a decode bucket.
 #[derive(Debug)]
 pub struct DecodeRegions {
-    /// Every dependency is a barrier's.
+    /// With a barrier for every dependency.
     pub plain: DecodeRegion,
-    /// The same step with words that carry their readiness, where the device can be relied on for that.
+    /// The same step with tagged words in place of barriers, where the device passed the start's test. Both give the
+    /// same bits.
     pub carried: Option<DecodeRegion>,
+    /// For tests: `carried`, but one of its calls waits for words that are never written.
+    pub broken: Option<DecodeRegion>,
+}
+
+/// Faults that tests inject.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Injection {
+    /// The fault word is set before this decode plan, counted from 1; 0: never.
+    pub plan: u32,
+    /// The step with this number among those without barriers, counted from 1, has a broken call; 0: none.
+    pub step: u32,
+    /// Every so manieth step without barriers has; 0: none.
+    pub every: u32,
+}
+
+impl Injection {
+    fn breaks(self, step: u32) -> bool {
+        step == self.step || self.every > 0 && step.is_multiple_of(self.every)
+    }
 }
 
 /// A decode step, whole and in two parts.
@@ -121,8 +142,10 @@ pub struct Parts {
     pub device: Arc<Device>,
     /// As `device` says.
     pub pipelines: Pipelines,
-    /// For tests: the fault word is set with this decode plan, counted from 1; 0 never.
-    pub fault_at: u32,
+    /// For tests.
+    pub injection: Injection,
+    /// How long steps run with barriers after a first fault.
+    pub retry_after: Duration,
 }
 
 /// Runs plans on a device's compute queue.
@@ -149,9 +172,13 @@ pub struct GpuExecutor {
     pace: Pace,
     /// Chunks that were scored, so far: their scores go to each half of the buffer in turn.
     scored: u32,
-    /// A kernel waited too long for a word: steps have run with barriers since.
-    faulted: bool,
+    /// When steps run without barriers again after a fault.
+    overlap: OverlapRetry,
+    /// The plan that is being queued repeats steps of a fault, with barriers.
+    repeats: bool,
     decode_plans: u32,
+    /// Steps without barriers that were queued.
+    carried_steps: u32,
     /// Plans with work that are still to be profiled.
     profiled: u32,
     /// Of plans that are not finished: the submissions that are, in order.
@@ -195,6 +222,8 @@ struct Pending {
     scoring: Option<Scoring>,
     /// Steps from this one on drew nothing because of a fault; `u32::MAX` if none is known.
     good: u32,
+    /// With `good`, the fault word: the number of the call that waited too long.
+    fault: u32,
     /// Faults that its plan has met with before it was submitted this time.
     faults: u32,
     work: Kind,
@@ -260,8 +289,10 @@ impl GpuExecutor {
             gates: 0,
             scored: 0,
             pace: Pace::default(),
-            faulted: false,
+            overlap: OverlapRetry::new(parts.retry_after),
+            repeats: false,
             decode_plans: 0,
+            carried_steps: 0,
             profiled: 0,
             submissions: VecDeque::new(),
             parts,
@@ -388,10 +419,20 @@ impl GpuExecutor {
         self.early.iter().filter(|report| report.last).count()
     }
 
-    fn rows_for(&self, slots: &[Slot]) -> (u32, DecodeRegion) {
-        let (rows, region) = fitting(&self.parts.decode, slots.len() as u32);
-        let carried = region.carried.as_ref().filter(|_| !self.faulted);
-        (rows, carried.unwrap_or(&region.plain).clone())
+    /// The bucket and the regions of `steps` decode steps of so many sequences.
+    fn decode_steps(&mut self, sequences: u32, steps: u32) -> (u32, Vec<DecodeRegion>) {
+        let (rows, regions) = fitting(&self.parts.decode, sequences);
+        let overlaps = !self.repeats && self.overlap.allows(Instant::now());
+        let Some(carried) = regions.carried.as_ref().filter(|_| overlaps) else {
+            return (rows, vec![regions.plain.clone(); steps as usize]);
+        };
+        let first = self.carried_steps + 1;
+        self.carried_steps += steps;
+        let region = |step| match &regions.broken {
+            Some(broken) if self.parts.injection.breaks(step) => broken,
+            _ => carried,
+        };
+        (rows, (first..first + steps).map(|step| region(step).clone()).collect())
     }
 
     /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where
@@ -410,8 +451,9 @@ impl GpuExecutor {
         entries.map(move |(words, row)| RingEntry::read(words, || top(row)))
     }
 
-    /// The tokens of steps `from..to`, and the first step that drew none because of a fault: `to` if none is.
-    fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<(Vec<Sampled>, u32), ExecuteError> {
+    /// The tokens of steps `from..to`, and the first step that drew none because of a fault (`to` if none is) with its
+    /// fault word.
+    fn tokens(&self, pending: &Pending, from: u32, to: u32) -> Result<(Vec<Sampled>, u32, u32), ExecuteError> {
         let mut tokens = Vec::with_capacity((pending.rows * (to - from)) as usize);
         let mut words = vec![0u32; (pending.rows * state::ENTRY_WORDS) as usize];
         for step in from..to {
@@ -421,7 +463,7 @@ impl GpuExecutor {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
                 }
                 if entry.done == state::DONE_FAULT {
-                    return Ok((tokens, step));
+                    return Ok((tokens, step, entry.fault));
                 }
                 let Some(id) = entry.token else { continue };
                 // The slot is the same sequence's until all its plans are reported.
@@ -446,7 +488,7 @@ impl GpuExecutor {
                 });
             }
         }
-        Ok((tokens, to))
+        Ok((tokens, to, 0))
     }
 
     fn take(&mut self, mut report: Report) -> Result<Option<Progress>, ExecuteError> {
@@ -471,29 +513,26 @@ impl GpuExecutor {
         let progress = match pending.work {
             Kind::Changes => None,
             Kind::Prompts | Kind::Sampled => {
-                let (tokens, good) = match pending.work {
+                let (tokens, good, fault) = match pending.work {
                     Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
-                    _ => (Vec::new(), to),
+                    _ => (Vec::new(), to, 0),
                 };
                 let from = from.min(pending.good);
-                if good < to {
-                    pending.good = good;
+                if good < to.min(pending.good) {
+                    (pending.good, pending.fault) = (good, fault);
                 }
                 let first = !pending.started;
                 pending.started = true;
                 let cost = pending.cost(&report, first, good - from);
-                // What a faulty step has made of recurrent state cannot be made again from it.
-                let state_lost = report.last && pending.good < pending.steps && self.parts.capacity.snapshots.is_some();
-                let finished = report.last && (pending.good >= pending.steps || state_lost);
-                let steps = if state_lost { pending.steps - from } else { good - from };
+                let finished = report.last && pending.good >= pending.steps;
+                let steps = good - from;
                 let progress = Progress {
                     ticket: pending.ticket,
                     steps,
                     tokens,
                     scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
                     finished,
-                    state_lost,
-                    faults: if finished { pending.faults + u32::from(state_lost) } else { 0 },
+                    faults: if finished { pending.faults } else { 0 },
                     cost,
                     submissions: if finished { self.submissions_of(pending.ticket) } else { Vec::new() },
                 };
@@ -503,10 +542,8 @@ impl GpuExecutor {
         if report.last {
             self.free_inboxes.append(&mut pending.inboxes);
             if pending.work == Kind::Sampled && pending.good < pending.steps {
-                self.note_fault();
-                if self.parts.capacity.snapshots.is_none() {
-                    self.run_again(&pending)?;
-                }
+                self.note_fault(&pending);
+                self.run_again(&pending)?;
             }
             let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
             // What waited at the gate does not count as a step's time.
@@ -621,8 +658,10 @@ impl GpuExecutor {
         let mut scoring = None;
         let mut draw: Option<Arc<Region>> = None;
         let steps = planned.as_ref().map_or(0, Work::steps);
-        let (work, steps, rows, step, flush) = match &planned {
-            None => (Kind::Changes, 0, 0, Vec::new(), FlushReason::PhaseBoundary),
+        // The regions of each step; of a plan without steps, what it runs.
+        let once = |regions: Vec<Arc<Region>>| vec![regions; steps.max(1) as usize];
+        let (work, steps, rows, mut entries, flush) = match &planned {
+            None => (Kind::Changes, 0, 0, once(Vec::new()), FlushReason::PhaseBoundary),
             Some(Work::Prefill { chunks }) => {
                 let (mut regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
                 prompt_tokens = tokens;
@@ -632,23 +671,23 @@ impl GpuExecutor {
                     regions.splice(1..1, turns);
                 }
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
-                (kind, steps, rows, regions, FlushReason::PhaseBoundary)
+                (kind, steps, rows, once(regions), FlushReason::PhaseBoundary)
             }
             Some(Work::Decode { slots, drafts, awaits, .. }) => {
-                let (sequences, region) = match drafts {
+                let (sequences, regions) = match drafts {
                     0 => {
-                        let (sequences, region) = self.rows_for(slots);
+                        let (sequences, mut regions) = self.decode_steps(slots.len() as u32, steps);
                         if *awaits {
-                            let [body, drawing] = region.parts.expect("there are gates");
+                            let [body, drawing] = regions.remove(0).parts.expect("there are gates");
                             draw = Some(drawing);
-                            (sequences, body)
+                            (sequences, vec![vec![body]])
                         } else {
-                            (sequences, region.whole)
+                            (sequences, regions.into_iter().map(|region| vec![region.whole]).collect())
                         }
                     }
                     _ => {
                         let (sequences, region) = fitting(&self.parts.verify[drafts], slots.len() as u32);
-                        (sequences, Arc::clone(region))
+                        (sequences, once(vec![Arc::clone(region)]))
                     }
                 };
                 let rows = sequences * (drafts + 1);
@@ -661,7 +700,7 @@ impl GpuExecutor {
                         posts.patch.set(layout.batch_word(row), slot);
                     }
                 }
-                (Kind::Sampled, steps, rows, vec![region], FlushReason::Readback)
+                (Kind::Sampled, steps, rows, regions, FlushReason::Readback)
             }
         };
         let applied = self.post(ticket, posts)?;
@@ -677,8 +716,7 @@ impl GpuExecutor {
             None => false,
         };
         let dump = asked && !self.pending.iter().any(|pending| pending.dump);
-        let mut each = sum(&step);
-        let mut entries = vec![step; steps.max(1) as usize];
+        let mut each = sum(&entries[0]);
         if let Some(draw) = draw {
             let drawing = sum(std::slice::from_ref(&draw));
             each = (each.0 + drawing.0, each.1 + drawing.1);
@@ -777,21 +815,29 @@ impl GpuExecutor {
         self.parts.gate.open(value).map_err(failed)
     }
 
-    /// A kernel had waited too long.
-    fn note_fault(&mut self) {
-        if !self.faulted {
-            self.faulted = true;
-            self.parts.variants.fell_back(Fallback::OverlapFault);
-            tracing::warn!(
-                device = self.parts.device_name,
-                "a kernel waited too long for another's words: steps run with barriers from now on"
-            );
-        }
+    /// A call of a plan's step waited too long for tagged words.
+    fn note_fault(&mut self, pending: &Pending) {
+        let Some(pause) = self.overlap.fault(Instant::now()) else { return };
+        self.parts.variants.fell_back(Fallback::OverlapFault);
+        let (_, regions) = fitting(&self.parts.decode, pending.rows);
+        let call = regions.carried.as_ref().and_then(|region| region.whole.label(pending.fault.wrapping_sub(1)));
+        tracing::warn!(
+            device = self.parts.device_name,
+            call = call.unwrap_or("unknown"),
+            rows = pending.rows,
+            pause_ms = pause.as_millis() as u64,
+            "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
+             barriers until the pause is over"
+        );
     }
 
-    /// Submits the steps of a plan that drew nothing because a kernel had waited too long, with barriers, as
-    /// everything from now on. The device's state stands where the last good step left it. Plans that were
-    /// queued behind this one draw nothing either, as the fault word is set, and come here in their turn.
+    /// Submits the steps of a plan that drew nothing because of a fault again, with barriers. Plans that were queued
+    /// behind this one draw nothing either, as the fault word is set, and come here in their turn.
+    ///
+    /// The device's state is that of the last good step, and what faulty steps have written is written again before it
+    /// is read: activations by every step; keys, values and the convolution's window at the position that a step
+    /// computes; recurrent state only takes tokens that were drawn (`delta_step`). Slots, counts, random state and the
+    /// ring's tokens are the sampler's, which does nothing while the fault word is set.
     fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
         let mut posts = Posts::default();
         posts.patch.set(self.parts.layout.fault_word(), 0);
@@ -800,7 +846,10 @@ impl GpuExecutor {
         self.open_gate_to(self.gates)?;
         let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
         let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };
-        self.enqueue(pending.ticket, Some(work), posts)?;
+        self.repeats = true;
+        let queued = self.enqueue(pending.ticket, Some(work), posts);
+        self.repeats = false;
+        queued?;
         self.pending.back_mut().into_iter().for_each(|again| again.faults = pending.faults + 1);
         Ok(())
     }
@@ -816,6 +865,7 @@ impl Pending {
             rows: 0,
             entries: 0,
             good: u32::MAX,
+            fault: 0,
             faults: 0,
             work: Kind::Changes,
             prompt_tokens: 0,
@@ -866,7 +916,7 @@ impl Executor for GpuExecutor {
         self.next += 1;
         if matches!(plan.work, Some(Work::Decode { .. })) {
             self.decode_plans += 1;
-            if self.decode_plans == self.parts.fault_at {
+            if self.decode_plans == self.parts.injection.plan {
                 posts.patch.set(self.parts.layout.fault_word(), 1);
             }
         }

@@ -12,6 +12,8 @@ pub mod lifecycle;
 pub mod masks;
 mod matrices;
 pub mod observe;
+pub mod overlap;
+mod overlap_test;
 pub mod pace;
 pub mod pages;
 pub mod prefix;

@@ -628,12 +628,6 @@ impl Scheduler {
             }
             self.take_token(sampled, flight.drafts, now);
         }
-        if progress.state_lost {
-            // What was queued behind it had the same fault.
-            let behind = self.flights.iter().filter(|flight| !flight.is_prefill()).flat_map(|flight| &flight.slots);
-            let slots: BTreeSet<Slot> = flight.slots.iter().chain(behind).copied().collect();
-            self.recompute(slots);
-        }
         let finished = progress.finished;
         if finished {
             for (index, slot) in flight.slots.into_iter().enumerate() {
@@ -1026,20 +1020,6 @@ impl Scheduler {
         }
     }
 
-    /// The slots' recurrent state is lost: whoever has not ended leaves and comes back.
-    fn recompute(&mut self, slots: BTreeSet<Slot>) {
-        for slot in slots {
-            let Some(sequence) = self.holder(slot) else { continue };
-            if matches!(sequence.state, State::Prefill | State::Decode) {
-                sequence.state = State::Leaving;
-                sequence.preemptions += 1;
-                self.preemptions += 1;
-                self.leaves.push(slot);
-                self.has_come(slot, u32::MAX);
-            }
-        }
-    }
-
     /// Pages that are free when the plans in flight are finished: those of who leaves, and of who has no token
     /// left to be drawn, unless others hold them too.
     fn pages_free_soon(&self) -> u32 {
@@ -1351,7 +1331,6 @@ mod tests {
                 tokens,
                 scored: None,
                 finished: true,
-                state_lost: false,
                 faults: 0,
                 cost,
                 submissions: Vec::new(),

@@ -3,8 +3,9 @@
 //! and go (`lifecycle`).
 
 use super::executor::{Capacity, Drafts, PAGE_TOKENS, STATE_TOKENS};
-use super::gpu::{DecodeRegion, DecodeRegions, GpuExecutor, Inbox, Parts};
+use super::gpu::{DecodeRegion, DecodeRegions, GpuExecutor, Inbox, Injection, Parts};
 use super::host::MemoryUse;
+use super::overlap_test::{Probe, test_overlap};
 use super::spans;
 use super::stations::{Station, staging};
 pub use super::stations::{start, start_on};
@@ -25,9 +26,10 @@ use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
 use crate::kernels::skinny::Matrices;
 use crate::kernels::state::MOST_DRAFTS;
+use crate::kernels::tags;
 use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
-use crate::memory::{Buffer, MappedFile, MemoryError, Place, Table};
+use crate::memory::{MappedFile, MemoryError, Place, Table};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
@@ -197,10 +199,6 @@ impl StartError {
     }
 }
 
-/// How far logits of a step without barriers may be from those of the very same operations with barriers between them,
-/// relative norms: nothing but the order of their running differs.
-const TAGS_TOLERANCE: f64 = 1e-6;
-
 /// Of a device that others serve on, what a load runs on the compute queue (its test, above all) takes at most one part
 /// in so many of the time, as far as the device tells how long it took.
 const BESIDE_SHARE: u32 = 32;
@@ -294,7 +292,10 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,
-        wrong_tag: false,
+        broken_call: 0,
+        broken_step: 0,
+        broken_every: 0,
+        retry_ms: 1000,
         gates: !cpu,
     }
 }
@@ -602,7 +603,7 @@ impl Build<'_> {
 
     /// Waits until a prepared model is loaded; gives the points after which it can run, and what the load was like.
     pub(super) fn finish(&self, mut loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
-        self.run_once(vec![loading.init], Vec::new())?;
+        self.run_once(vec![loading.init])?;
         let load = loading.weights.0.take().expect("it is waited for once");
         for p in load.progress() {
             self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes);
@@ -644,7 +645,9 @@ impl Build<'_> {
         let mut decode = BTreeMap::new();
         for (rows, recording, plain) in &recordings.decode {
             let carried = plain.as_ref().map(|_| step(recording)).transpose()?;
-            decode.insert(*rows, DecodeRegions { plain: step(plain.as_ref().unwrap_or(recording))?, carried });
+            let broken = recordings.broken.get(rows).map(step).transpose()?;
+            let plain = step(plain.as_ref().unwrap_or(recording))?;
+            decode.insert(*rows, DecodeRegions { plain, carried, broken });
         }
         let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
         for (drafts, sequences, recording) in &recordings.verify {
@@ -673,7 +676,16 @@ impl Build<'_> {
         let dump_region = region(&recordings.dump)?;
         let dump = Arc::clone(table.require("dump")?);
         let (ready, loaded) = self.finish(loading)?;
-        let failed = self.test_tags(&decoder, &table, &pipelines, (&dump_region, &dump), &mut decode, &ready)?;
+        let ring_buffer = Arc::clone(table.require("ring")?);
+        let probe = Probe {
+            inbox: &inboxes[0],
+            ring: &ring_buffer,
+            dump_region: &dump_region,
+            dump: &dump,
+            ready: &ready,
+            page_tokens: PAGE_TOKENS,
+        };
+        let failed = test_overlap(self, &decoder, &table, &probe, &mut decode)?;
         spans::recorded(self.span, begin);
         let variants = Arc::new(variants(&decoder, &recordings, failed));
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
@@ -710,7 +722,7 @@ impl Build<'_> {
             layout: decoder.state,
             heads: decoder.heads(),
             ring: decoder.ring,
-            ring_buffer: Arc::clone(table.require("ring")?),
+            ring_buffer,
             masks: Arc::clone(table.require("masks")?),
             gate: Arc::new(Gate::new(&self.station.device)?),
             dump,
@@ -730,13 +742,18 @@ impl Build<'_> {
             device_name: self.adapter.name.clone(),
             device: Arc::clone(&self.station.device),
             pipelines,
-            fault_at: decoder.tuning.fault_at,
+            injection: Injection {
+                plan: decoder.tuning.fault_at,
+                step: decoder.tuning.broken_step,
+                every: decoder.tuning.broken_every,
+            },
+            retry_after: Duration::from_millis(u64::from(decoder.tuning.retry_ms)),
         });
         Ok((executor, loaded, memory))
     }
 
     /// An error once nobody wants the model any more.
-    fn wanted(&self) -> Result<(), StartError> {
+    pub(super) fn wanted(&self) -> Result<(), StartError> {
         match self.cancelled.load(Ordering::Relaxed) {
             true => Err(StartError::Cancelled { model: self.model.name.clone() }),
             false => Ok(()),
@@ -847,114 +864,46 @@ impl Build<'_> {
             .map_err(|source| StartError::Load { model: self.model.name.clone(), source })
     }
 
-    /// Runs a step of every bucket without barriers and the same operations with a barrier before each, with no
-    /// sequence in it, and leaves those whose words cannot be relied on to barriers: a kernel waited in vain, or the
-    /// logits differ. The step that stands by rounds otherwise, and routers of experts may make much of that: it is
-    /// not what they are compared with. Gives how many.
-    fn test_tags(
-        &self,
-        decoder: &Decoder<'_>,
-        table: &Table,
-        pipelines: &Pipelines,
-        (dump_region, dump): (&Arc<Region>, &Buffer),
-        decode: &mut BTreeMap<u32, DecodeRegions>,
-        ready: &[Point],
-    ) -> Result<u32, StartError> {
-        if decode.values().all(|regions| regions.carried.is_none()) {
-            return Ok(0);
-        }
-        let mut look = Recording::new("look at fault");
-        let (from, to) = (decoder.state.fault(&mut look).part(0, 4), look.buffer("dump", 4));
-        look.ops.push(Op::Copy { from, to });
-        // Words of the step before have any tag: they must not be there when words are waited for.
-        let mut reset = Recording::new("reset after test");
-        let mut clear = vec![decoder.state.fault(&mut reset).part(0, 4), reset.buffer("step", 4)];
-        for rows in decode.keys() {
-            let carried = decoder.record(Shape::Decode { rows: *rows });
-            let tagged = carried.buffers.iter().filter(|buffer| buffer.name.starts_with(decoder::TAGGED));
-            clear.extend(tagged.map(|buffer| reset.buffer(&buffer.name, buffer.bytes)));
-        }
-        reset.ops.extend(clear.into_iter().map(|to| Op::Fill { to, word: 0 }));
-        // Copies and fills need none.
-        let none = Pipelines::build(&self.station.device, None, &[&look, &reset], &|_, _| {})?;
-        let region = |recording: &Recording| Region::build(&self.station.device, recording, table, &none).map(Arc::new);
-        let (look, reset) = (region(&look)?, region(&reset)?);
-        let logits = |of: &Arc<Region>| -> Result<Vec<f32>, StartError> {
-            self.run_once(vec![Arc::clone(of), Arc::clone(dump_region)], ready.to_vec())?;
-            let mut logits = vec![0f32; decoder.config.vocab as usize];
-            dump.read(0, bytemuck::cast_slice_mut(&mut logits));
-            Ok(logits)
-        };
-        let mut failed = 0;
-        for (rows, regions) in decode.iter_mut() {
-            let Some(carried) = &regions.carried else { continue };
-            self.wanted()?;
-            let found = logits(&carried.whole)?;
-            self.run_once(vec![Arc::clone(&look)], Vec::new())?;
-            let mut fault = 0u32;
-            dump.read(0, bytemuck::bytes_of_mut(&mut fault));
-            let wanted = if fault == 0 {
-                let step = decoder.record(Shape::Decode { rows: *rows });
-                let serial = Region::build_serial(&self.station.device, &step, table, pipelines)?;
-                logits(&Arc::new(serial))?
-            } else {
-                Vec::new()
-            };
-            let square =
-                |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
-            let norm = square(&mut wanted.iter().copied()).sqrt();
-            let difference = square(&mut wanted.iter().zip(&found).map(|(a, b)| a - b)).sqrt();
-            let fails = if fault != 0 {
-                Some("a kernel waited in vain".to_owned())
-            } else if difference.is_nan() || difference > TAGS_TOLERANCE * norm {
-                Some(format!("its logits differ by {:.1e} of their size", difference / norm))
-            } else {
-                None
-            };
-            if let Some(why) = fails {
-                self.progress.line(&format!(
-                    "\"{}\": the step of {rows} without barriers failed its test ({why}): it runs with barriers",
-                    self.name
-                ));
-                regions.carried = None;
-                failed += 1;
-            }
-            self.run_once(vec![Arc::clone(&reset)], Vec::new())?;
-        }
-        Ok(failed)
+    /// Runs regions in order and waits for them.
+    fn run_once(&self, regions: Vec<Arc<Region>>) -> Result<(), StartError> {
+        self.run_all(vec![regions], &[])
     }
 
-    /// Runs regions in order and waits for them.
-    fn run_once(&self, regions: Vec<Arc<Region>>, waits: Vec<Point>) -> Result<(), StartError> {
-        let (reports, done) = crossbeam_channel::bounded(1);
+    /// Submits each list of regions, behind `waits`, and then waits for all of them.
+    pub(super) fn run_all(&self, submissions: Vec<Vec<Arc<Region>>>, waits: &[Point]) -> Result<(), StartError> {
+        let (reports, done) = crossbeam_channel::bounded(submissions.len());
         let (wake, _woken) = crossbeam_channel::bounded(1);
-        self.station.compute.submit(Submission {
-            id: 0,
-            entries: vec![regions],
-            waits,
-            gate: None,
-            flush: FlushReason::PhaseBoundary,
-            report_after: Vec::new(),
-            outbox: Outbox { reports, wake },
-        });
-        match self.station.compute.report(&done, FIRST_STEPS) {
-            Some(report) => {
-                report.result?;
-                if self.beside {
-                    let ran = report.device_time.unwrap_or(Duration::ZERO);
-                    std::thread::sleep((ran * (BESIDE_SHARE - 1)).min(BESIDE_PAUSE));
-                }
-                Ok(())
-            }
-            None => Err(StartError::Unsupported {
-                model: self.model.name.clone(),
-                what: format!(
-                    "device \"{}\" has finished nothing for {} s of its first steps",
-                    self.adapter.name,
-                    FIRST_STEPS.as_secs()
-                ),
-            }),
+        let count = submissions.len();
+        for regions in submissions {
+            self.station.compute.submit(Submission {
+                id: 0,
+                entries: vec![regions],
+                waits: waits.to_vec(),
+                gate: None,
+                flush: FlushReason::PhaseBoundary,
+                report_after: Vec::new(),
+                outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+            });
         }
+        let mut ran = Duration::ZERO;
+        for _ in 0..count {
+            let Some(report) = self.station.compute.report(&done, FIRST_STEPS) else {
+                return Err(StartError::Unsupported {
+                    model: self.model.name.clone(),
+                    what: format!(
+                        "device \"{}\" has finished nothing for {} s of its first steps",
+                        self.adapter.name,
+                        FIRST_STEPS.as_secs()
+                    ),
+                });
+            };
+            report.result?;
+            ran += report.device_time.unwrap_or(Duration::ZERO);
+        }
+        if self.beside {
+            std::thread::sleep((ran * (BESIDE_SHARE - 1)).min(BESIDE_PAUSE));
+        }
+        Ok(())
     }
 }
 
@@ -1000,6 +949,8 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source
 pub(super) struct Recordings {
     /// By rows; the second with barriers, where that is another.
     decode: Vec<(u32, Recording, Option<Recording>)>,
+    /// For tests: by rows, steps without barriers of which one call waits for words that are never written.
+    broken: BTreeMap<u32, Recording>,
     /// By drafts of a sequence and sequences.
     verify: Vec<(u32, u32, Recording)>,
     /// By rows.
@@ -1025,12 +976,25 @@ pub(super) struct InboxRecordings {
 impl Recordings {
     fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
         let mut decode = Vec::new();
+        let mut broken = BTreeMap::new();
+        let tuning = &decoder.tuning;
         let mut rows = 1;
         while rows <= decoder.state.rows {
-            let recording = decoder.record(Shape::Decode { rows });
-            // Where words carry their readiness, the same step with barriers stands by.
+            let mut recording = decoder.record(Shape::Decode { rows });
+            // Where words are tagged, the same step with barriers stands by.
             let plain = recording.with_barriers();
             let plain = (plain != recording).then_some(plain);
+            if plain.is_some() && tuning.broken_call > 0 {
+                let mut other = recording.clone();
+                if tags::break_call(&mut other, tuning.broken_call) {
+                    match tuning.broken_step + tuning.broken_every {
+                        0 => recording = other,
+                        _ => {
+                            broken.insert(rows, other);
+                        }
+                    }
+                }
+            }
             decode.push((rows, recording, plain));
             rows *= 2;
         }
@@ -1053,7 +1017,7 @@ impl Recordings {
         dump.ops.push(Op::Copy { from, to });
         let rows = decoder.score_rows();
         let score = (rows, decoder.record(Shape::Score { rows }));
-        Recordings { decode, verify, prefill, first, score, inboxes, dump }
+        Recordings { decode, broken, verify, prefill, first, score, inboxes, dump }
     }
 
     /// What steps are made of, without those that stand by.

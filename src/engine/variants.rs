@@ -27,7 +27,7 @@ pub enum Fallback {
     NoOverlap,
     /// A bucket's step without barriers failed its test at start.
     OverlapTest,
-    /// A kernel waited in vain at run time: all steps have had barriers since.
+    /// A call waited too long at run time: for a while steps have barriers.
     OverlapFault,
 }
 

@@ -1,8 +1,11 @@
 //! Where a recording needs barriers: a pure function of what its operations touch.
 //! Deliberately absent: which barrier a queue understands (`region`).
 
-use super::recording::{Access, Op, Touch};
+use super::recording::{Access, BufferId, Op, Touch};
 use std::collections::BTreeSet;
+
+/// Writes to a buffer of carried words between two barriers, at most; fewer than there are tags (`tags`).
+pub const MOST_GENERATIONS: usize = 100;
 
 /// Whether a barrier must stand before each operation: an operation that reads or writes
 /// what an earlier one since the last barrier wrote, or writes what one read, gets one.
@@ -12,6 +15,9 @@ use std::collections::BTreeSet;
 /// Carried words need none where they flow: a read waits for the write by itself. A write over carried
 /// words that an earlier operation reads or wrote needs none either if it cannot begin before that one has
 /// ended, because what it waits for depends on everything that one made.
+///
+/// A buffer of carried words is written at most [`MOST_GENERATIONS`] times between two barriers: after that, tags would
+/// repeat, and a reader could take an old word for a new one.
 pub fn derive(ops: &[Op]) -> Vec<bool> {
     let mut pending: Vec<(usize, Touch)> = Vec::new();
     let mut flow = Flow::default();
@@ -20,8 +26,16 @@ pub fn derive(ops: &[Op]) -> Vec<bool> {
         .map(|(index, op)| {
             let touches = op.touches();
             flow.add(index, op, &touches, &pending);
+            let generations = |of: BufferId| {
+                let writes = |touch: &Touch| touch.carried && touch.access.writes() && touch.range.buffer == of;
+                pending.iter().filter(|(_, touch)| writes(touch)).count()
+            };
             let needed = touches.iter().any(|now| {
-                pending.iter().any(|(earlier, before)| hazard(before, now) && !flow.orders(*earlier, before, now))
+                let repeats = now.carried && now.access.writes() && generations(now.range.buffer) >= MOST_GENERATIONS;
+                repeats
+                    || pending
+                        .iter()
+                        .any(|(earlier, before)| hazard(before, now) && !flow.orders(*earlier, before, now))
             });
             if needed {
                 pending.clear();

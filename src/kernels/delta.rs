@@ -61,12 +61,12 @@ impl DeltaHeads {
         4 * u64::from(cells) * u64::from(RING * self.channels())
     }
 
-    /// Bytes of as many cells' pending tokens.
-    pub fn pending_bytes(self, cells: u32) -> u64 {
-        4 * u64::from(cells) * u64::from(self.value * MOST_PENDING) * u64::from(self.pending_floats())
+    /// Bytes of as many cells' pending tokens, of so many each.
+    pub fn pending_bytes(self, cells: u32, entries: u32) -> u64 {
+        4 * u64::from(cells) * u64::from(self.value * entries) * u64::from(self.pending_floats())
     }
 
-    /// k̂, δ and α of a head's token, with padding.
+    /// k̂, δ and α of a head's token, then the number of tokens in the state and padding.
     fn pending_floats(self) -> u32 {
         self.key_dim + self.value_dim + 4
     }
@@ -99,13 +99,21 @@ fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
 /// One token of each of `rows` rows of a step. With `packed` the output is packed for the next product, and its
 /// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones.
 ///
-/// Where `args.pending` has bytes ([`DeltaHeads::pending_bytes`]), each cell's first pending tokens go before the row's: as
-/// many as its position is behind the slot's settled tokens. Then none is pending any more, which the sampler notes.
+/// With `entries` of pending tokens a cell ([`DeltaHeads::pending_bytes`]), the state is brought to the row's position by
+/// the pending tokens, and the row's own token is left pending: the step can be run again. With 0 entries the row's token
+/// is added to the state at once.
 ///
 /// # Panics
 /// If [`delta_serves`] denies the heads, strides do not fit them, or the output is both packed and tagged.
-pub fn delta_step(label: String, heads: DeltaHeads, rows: u32, packed: bool, flow: Flow, args: DeltaStepArgs) -> Call {
-    step(label, heads, (rows, 1), packed, flow, args)
+pub fn delta_step(
+    label: String,
+    heads: DeltaHeads,
+    (rows, entries): (u32, u32),
+    packed: bool,
+    flow: Flow,
+    args: DeltaStepArgs,
+) -> Call {
+    step(label, heads, (rows, 1, entries), packed, flow, args)
 }
 
 /// `tokens` tokens, of which some may be taken back, of each of `sequences` sequences: as many rows on end, at
@@ -117,19 +125,22 @@ pub fn delta_step(label: String, heads: DeltaHeads, rows: u32, packed: bool, flo
 pub fn delta_verify(
     label: String,
     heads: DeltaHeads,
-    (sequences, tokens): (u32, u32),
+    (sequences, tokens, entries): (u32, u32, u32),
     packed: bool,
     flow: Flow,
     args: DeltaStepArgs,
 ) -> Call {
-    assert!((2..=MOST_PENDING).contains(&tokens) && args.pending.bytes > 0, "{tokens} tokens of a sequence");
-    step(label, heads, (sequences, tokens), packed, flow, args)
+    assert!(
+        (2..=MOST_PENDING).contains(&tokens) && tokens <= entries,
+        "{tokens} tokens of a sequence, {entries} may be pending"
+    );
+    step(label, heads, (sequences, tokens, entries), packed, flow, args)
 }
 
 fn step(
     label: String,
     heads: DeltaHeads,
-    (sequences, tokens): (u32, u32),
+    (sequences, tokens, entries): (u32, u32, u32),
     packed: bool,
     flow: Flow,
     args: DeltaStepArgs,
@@ -147,7 +158,7 @@ fn step(
         tagged: flow.code(),
         packed: u32::from(packed),
         tokens,
-        pending: u32::from(args.pending.bytes > 0),
+        pending: entries,
     };
     let args = DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
     let (x, y) = (args.x, args.y);
@@ -439,13 +450,16 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
             let u = memory.u32(a.x, (first_row + row) * a.stride + channel);
             memory.set_u32(a.window, ring(start + row, channel), u);
         }
-        let pending = match c.pending == 1 && start > 0 {
-            true => start.wrapping_sub(memory.u32(a.slots, cell * SLOT_WORDS + SLOT_SETTLED)).min(MOST_PENDING),
+        let lag = match c.pending > 0 && start > 0 {
+            true => start.wrapping_sub(memory.u32(a.slots, cell * SLOT_WORDS + SLOT_SETTLED)).min(c.pending),
             false => 0,
         };
         for h in 0..value {
             let at = |d: usize, column: usize| ((cell * value + h) * key_dim + d as u32) * value_dim + column as u32;
-            let pending_at = |token: u32| ((cell * value + h) * MOST_PENDING + token) * heads.pending_floats();
+            let pending_at = |token: u32| ((cell * value + h) * c.pending + token) * heads.pending_floats();
+            // The step has added them before, and is run again.
+            let added = lag > 0 && memory.f32(a.pending, pending_at(0) + key_dim + value_dim + 1) == start as f32;
+            let pending = if added { 0 } else { lag };
             // [key dim][column]
             let mut s: Vec<Vec<f64>> = (0..key_dim as usize)
                 .map(|d| {
@@ -470,7 +484,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     row.iter().enumerate().for_each(|(column, s)| memory.set_f32(a.state, at(d, column), *s as f32));
                 }
             };
-            if c.tokens > 1 && (pending > 0 || start == 0) {
+            if c.pending > 0 && (pending > 0 || start == 0) {
                 store(memory, &s);
             }
             for token in 0..valid {
@@ -492,8 +506,9 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     v.iter().enumerate().map(|(column, v)| beta * (v - alpha * dots(&s, &k, column))).collect();
                 advance(&mut s, &k, &delta, alpha);
                 let o: Vec<f64> = (0..value_dim as usize).map(|column| dots(&s, &q, column)).collect();
-                if c.tokens > 1 {
-                    for (i, value) in (0..).zip(k.iter().chain(&delta).chain(&[alpha, 0.0, 0.0, 0.0])) {
+                if c.pending > 0 {
+                    let rest = [alpha, f64::from(start), 0.0, 0.0];
+                    for (i, value) in (0..).zip(k.iter().chain(&delta).chain(&rest)) {
                         memory.set_f32(a.pending, pending_at(token) + i, *value as f32);
                     }
                 }
@@ -506,7 +521,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     }
                 }
             }
-            if c.tokens == 1 {
+            if c.pending == 0 {
                 store(memory, &s);
             }
         }

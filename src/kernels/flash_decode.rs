@@ -28,8 +28,8 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     let joined = if matrices == Matrices::ByHand { 1 } else { 8 };
     let raw = g + 2 + if heads.gated { g } else { 0 };
     let sums = (raw + g) * (d / 4) / joined * 4;
-    let combined = 2 * g * MOST_SPLITS * 4 + (g * d / 4 + MOST_SPLITS) * 16;
-    4 * (raw * d + g * d + d + g + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
+    let combined = 3 * g * MOST_SPLITS * 4 + g * d * 4;
+    4 * (raw * d + g * d + d + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
 }
 
 /// How the workgroups of a batch's attention are shared out among its rows.
@@ -120,6 +120,8 @@ pub fn flash_decode(
         planned,
         packed: u32::from(packed),
         gated: u32::from(heads.gated),
+        // A CPU driver may run workgroups in any order.
+        waits: u32::from(flow.output.is_some() && matrices == Matrices::Cooperative),
     };
     // The block is `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };

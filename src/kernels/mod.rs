@@ -50,6 +50,7 @@ pub type Reference = fn(&Call, &mut HostMemory);
 /// If no such kernel exists: a recording can only name compiled shaders.
 pub fn reference(kernel: &str) -> Reference {
     match kernel.split('.').next().unwrap_or(kernel) {
+        "clear_tags" => tags::reference_clear_tags,
         "embed_rows" => embed::reference_embed_rows,
         "gemv" => gemm::reference_gemv,
         "skinny" => skinny::reference_skinny,

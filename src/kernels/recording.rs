@@ -241,7 +241,8 @@ impl Recording {
         &self.buffers[id.0 as usize]
     }
 
-    /// The same recording with nothing carried: every dependency is a barrier's.
+    /// The same calls with a barrier for every dependency, in which no workgroup waits for another. Words are tagged
+    /// as before, so that results have the same bits.
     pub fn with_barriers(&self) -> Recording {
         let mut plain = self.clone();
         for op in &mut plain.ops {
@@ -253,7 +254,7 @@ impl Recording {
             }
             let constants = super::shaders::find(call.kernel).constants;
             for (value, (_, name)) in call.constants.iter_mut().zip(constants) {
-                if *name == "tagged" {
+                if *name == "waits" {
                     *value = 0;
                 }
             }

@@ -350,6 +350,11 @@ impl Region {
         &self.name
     }
 
+    /// The label of operation `index` of the recording, if that is a call.
+    pub fn label(&self, index: u32) -> Option<&str> {
+        self.recording.ops.get(index as usize).and_then(as_call).map(|call| call.label.as_str())
+    }
+
     /// The recording's name, to be kept.
     pub fn shared_name(&self) -> &Arc<str> {
         &self.name

@@ -124,13 +124,27 @@ pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
     inbox
 }
 
+/// How the logits of a step were made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SampledStep {
+    /// From tagged words: no row is drawn once the fault word is set.
+    pub tagged: bool,
+    /// By `delta_step` with pending tokens: recurrent state lags behind by the row's token.
+    pub lags: bool,
+}
+
 /// Draws the next token of `rows` rows, advances their slots and writes their ring entries.
 /// `partials` may be any range (`Range::none`) where `partial_count` is 0.
-/// With `tagged`, rows of a step whose logits came by way of tagged words: none is drawn once `fault` is set.
 /// A single row counts the step itself and needs no `advance`.
-pub fn sample(label: String, rows: u32, threads: u32, tagged: bool, args: SampleArgs) -> Call {
-    let constants =
-        SampleConstants { threads, tagged: u32::from(tagged), counts_step: u32::from(rows == 1), every: 1, first: 0 };
+pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: SampleArgs) -> Call {
+    let constants = SampleConstants {
+        threads,
+        tagged: u32::from(step.tagged),
+        counts_step: u32::from(rows == 1),
+        every: 1,
+        first: 0,
+        lags: u32::from(step.lags),
+    };
     sample_rows(label, rows, constants, args)
 }
 
@@ -143,7 +157,7 @@ pub fn sample_drafts(
     args: SampleArgs,
 ) -> Call {
     assert!(first < every, "row {first} of {every}");
-    let constants = SampleConstants { threads, tagged: 0, counts_step: 0, every, first };
+    let constants = SampleConstants { threads, tagged: 0, counts_step: 0, every, first, lags: 1 };
     sample_rows(label, sequences, constants, args)
 }
 
@@ -432,7 +446,8 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
             memory.set_u32(args.ring, entry + ENTRY_SLOT, slot);
             memory.set_u32(args.ring, entry + ENTRY_TOKEN, TOKEN_NONE);
             memory.set_u32(args.ring, entry + ENTRY_DONE, if fault { DONE_FAULT } else { DONE_NO });
-            memory.set_u32(args.ring, entry + ENTRY_TOP_COUNT, 0);
+            let word = if fault { memory.u32(args.fault, 0) } else { 0 };
+            memory.set_u32(args.ring, entry + ENTRY_TOP_COUNT, word);
             continue;
         }
         let mut state = words(memory, args.state, at, SLOT_WORDS);
@@ -473,7 +488,7 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         state[SLOT_REMAINING as usize] = remaining;
         state[SLOT_GENERATED as usize] += 1;
         if constants.first == 0 {
-            state[SLOT_SETTLED as usize] = if constants.every == 1 { position + 1 } else { position };
+            state[SLOT_SETTLED as usize] = if constants.lags == 0 { position + 1 } else { position };
         }
         if done != DONE_NO {
             state[SLOT_ACTIVE as usize] = ACTIVE_DONE;

@@ -285,6 +285,8 @@ pub struct RingEntry {
     pub token: Option<u32>,
     /// `DONE_*`.
     pub done: u32,
+    /// With `DONE_FAULT` the fault word: the number of the call that waited too long; else 0.
+    pub fault: u32,
     /// Log probability of the token; 0 if the slot did not ask.
     pub logprob: f32,
     /// The most probable, best first.
@@ -319,6 +321,7 @@ impl RingEntry {
             slot: word(ENTRY_SLOT),
             token: running.then_some(token),
             done: word(ENTRY_DONE),
+            fault: if word(ENTRY_DONE) == DONE_FAULT { word(ENTRY_TOP_COUNT) } else { 0 },
             logprob: if running { f32::from_bits(word(ENTRY_LOGPROB)) } else { 0.0 },
             top: top.chunks_exact(2).take(count as usize).map(|pair| (pair[0], f32::from_bits(pair[1]))).collect(),
         }

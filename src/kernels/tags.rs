@@ -1,16 +1,26 @@
-//! Activations that carry their own readiness, the host half of `tags.glsl`: the generations of a
-//! recording's buffers, and which operands of a call are tagged.
-//! Deliberately absent: where barriers then stand (`barriers`).
+//! Tagged activations, the host half of `tags.glsl`: generation numbers of a recording's buffers, which operands of a
+//! call are tagged, the call that clears tags at the start of a step, and a check that no reader can take a stale word.
+//! Deliberately absent: where barriers stand (`barriers`).
 
-use super::recording::{BufferId, Call, Range};
+use super::barriers;
+use super::host_memory::HostMemory;
+use super::recording::{Access, Arg, BufferId, Call, Op, Range, Recording};
+use super::shaders::{self, ClearTagsArgs, ClearTagsConstants};
 use std::collections::HashMap;
 
 /// Low bits of a word that are its tag.
 pub const TAG_BITS: u32 = 7;
 const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
 
-/// The word of generation `tag` that is nearest to a value.
+/// In a tag argument, the call's number stands above this many bits.
+pub const CALL_SHIFT: u32 = 8;
+
+/// Buffers that one call of `clear_tags` can clear.
+pub const MOST_CLEARED: usize = 8;
+
+/// The word of generation `tag` that is nearest to a value. Of `tag` only the low [`TAG_BITS`] count.
 pub fn tagged(value: f32, tag: u32) -> u32 {
+    let tag = tag & TAG_MASK;
     let bits = value.to_bits();
     let mut magnitude = bits & 0x7fff_ffff;
     if magnitude < 0x7f80_0000 {
@@ -39,8 +49,8 @@ impl Generations {
     }
 }
 
-/// Tag 1 is the first write's alone, so that a step's first words differ from the last of the step before,
-/// whatever their number, if there are two or more.
+/// Tag 1 belongs to a recording's first write to a buffer: whoever waits for it takes no word of an earlier step for the
+/// new one, even where the buffer is not cleared.
 fn tag_of(count: u32) -> u32 {
     if count == 1 { 1 } else { 2 + (count - 2) % (TAG_MASK - 1) }
 }
@@ -81,6 +91,184 @@ impl Flow {
         }
         call
     }
+}
+
+/// Zeroes tagged buffers.
+///
+/// # Panics
+/// If there are more than [`MOST_CLEARED`], or one's size is no multiple of 16 bytes.
+pub fn clear_tags(label: String, buffers: &[Range]) -> Call {
+    assert!(buffers.len() <= MOST_CLEARED, "{} tagged buffers, at most {MOST_CLEARED} can be cleared", buffers.len());
+    let threads = 128;
+    let range = |at: usize| buffers.get(at).copied().unwrap_or(buffers[0].none());
+    let words = |at: usize| {
+        let bytes = buffers.get(at).map_or(0, |range| range.bytes);
+        assert!(bytes.is_multiple_of(16), "a tagged buffer of {bytes} bytes");
+        (bytes / 16) as u32
+    };
+    let args = ClearTagsArgs {
+        a: range(0),
+        b: range(1),
+        c: range(2),
+        d: range(3),
+        e: range(4),
+        f: range(5),
+        g: range(6),
+        h: range(7),
+        a_words: words(0),
+        b_words: words(1),
+        c_words: words(2),
+        d_words: words(3),
+        e_words: words(4),
+        f_words: words(5),
+        g_words: words(6),
+        h_words: words(7),
+    };
+    let most = (0..buffers.len()).map(words).max().unwrap_or(0);
+    Call {
+        kernel: "clear_tags",
+        label,
+        constants: ClearTagsConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [most.div_ceil(threads), buffers.len() as u32, 1],
+    }
+}
+
+pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
+    let a = ClearTagsArgs::from_args(&call.args);
+    let buffers = [
+        (a.a, a.a_words),
+        (a.b, a.b_words),
+        (a.c, a.c_words),
+        (a.d, a.d_words),
+        (a.e, a.e_words),
+        (a.f, a.f_words),
+        (a.g, a.g_words),
+        (a.h, a.h_words),
+    ];
+    for (range, words) in buffers {
+        (0..words * 4).for_each(|word| memory.set_u32(range, word, 0));
+    }
+}
+
+/// The tags that a call waits for: the names of its arguments.
+const AWAITED: [&str; 5] = ["x_tag", "qkv_tag", "logits_tag", "old_tag", "o_tag"];
+
+/// Puts each call's number, its place among the recording's operations counted from 1, above the tags that it waits
+/// for, so that the fault word names the call that waited too long.
+pub fn number_calls(recording: &mut Recording) {
+    for (op, number) in recording.ops.iter_mut().zip(1u32..) {
+        let Op::Call(call) = op else { continue };
+        if !call.args.iter().any(|arg| matches!(arg, Arg::Carried(..))) {
+            continue;
+        }
+        for (arg, field) in call.args.iter_mut().zip(shaders::find(call.kernel).fields) {
+            if let Arg::U32(tag) = arg
+                && AWAITED.contains(&field.name)
+            {
+                *tag = (*tag & TAG_MASK) | number << CALL_SHIFT;
+            }
+        }
+    }
+}
+
+/// Makes the call of a number wait for words that are never written: an injected fault, for tests. False if no call of
+/// that number waits for a tag of its own input.
+pub fn break_call(recording: &mut Recording, number: u32) -> bool {
+    let Some(Op::Call(call)) = recording.ops.get_mut(number.wrapping_sub(1) as usize) else { return false };
+    if !call.args.iter().any(|arg| matches!(arg, Arg::Carried(..))) {
+        return false;
+    }
+    let fields = shaders::find(call.kernel).fields;
+    let awaited = call.args.iter_mut().zip(fields).find(|(_, field)| matches!(field.name, "x_tag" | "qkv_tag"));
+    let Some((Arg::U32(tag), _)) = awaited else { return false };
+    if call.kernel.starts_with("embed_rows") {
+        return false;
+    }
+    // Recordings that are tested have fewer generations.
+    *tag |= TAG_MASK;
+    true
+}
+
+/// A word's generation as [`check`] sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Held {
+    /// Of an earlier region, or never written: any tag but 1, which only first writes have.
+    Unknown,
+    /// Of this recording.
+    Tag(u32),
+}
+
+/// Whether every reader of tagged words can tell the words that it waits for from all others that the buffer may hold
+/// while it waits: what the buffer held at the last barrier and what was written since.
+///
+/// Splits' partial results (`attention.partials`), which attention writes and reads in one call, are not followed.
+pub fn check(recording: &Recording) -> Result<(), String> {
+    let needed = barriers::derive(&recording.ops);
+    let mut held: HashMap<BufferId, Vec<Held>> = HashMap::new();
+    for (op, barrier) in recording.ops.iter().zip(needed) {
+        if barrier {
+            for states in held.values_mut() {
+                *states = states.last().copied().into_iter().collect();
+            }
+        }
+        for touch in op.touches().iter().filter(|touch| !touch.carried && touch.access.writes()) {
+            let cleared = matches!(op, Op::Call(call) if call.kernel == "clear_tags");
+            held.insert(touch.range.buffer, vec![if cleared { Held::Tag(0) } else { Held::Unknown }]);
+        }
+        let Op::Call(call) = op else { continue };
+        let fields = shaders::find(call.kernel).fields;
+        let tag = |name: &str| {
+            let at = fields.iter().position(|field| field.name == name)?;
+            Some(call.args[at].u32() & TAG_MASK)
+        };
+        let carried = |access: fn(Access) -> bool| {
+            call.args.iter().zip(fields).filter_map(move |(arg, field)| match arg {
+                Arg::Carried(range, found) if range.bytes > 0 && access(*found) => Some((range.buffer, field.name)),
+                _ => None,
+            })
+        };
+        let scratch = |name: &str| matches!(name, "partials" | "counters");
+        // What is read: the input, and with a residual the output.
+        for (buffer, name) in carried(Access::reads).filter(|(_, name)| !scratch(name)) {
+            let awaited = match name {
+                "qkv" => tag("qkv_tag"),
+                "logits" => tag("logits_tag"),
+                "y" => tag("old_tag"),
+                _ => tag("x_tag"),
+            };
+            let Some(awaited) = awaited else { continue };
+            let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
+            let (last, others) = states.split_last().expect("a buffer holds something");
+            let reads_old = name != "y" || *last == Held::Tag(awaited);
+            let stale = |state: &Held| match state {
+                Held::Unknown => awaited != 1,
+                Held::Tag(tag) => *tag == awaited,
+            };
+            if *last != Held::Tag(awaited) && reads_old || reads_old && others.iter().any(stale) {
+                return Err(format!(
+                    "\"{}\" waits for tag {awaited} of \"{}\", which may hold {states:?} meanwhile",
+                    call.label,
+                    recording.decl(buffer).name
+                ));
+            }
+        }
+        for (buffer, name) in carried(Access::writes).filter(|(_, name)| !scratch(name)) {
+            let Some(made) = (match name {
+                "o" => tag("o_tag"),
+                "x" if call.kernel.starts_with("embed_rows") => tag("x_tag"),
+                _ => tag("y_tag"),
+            }) else {
+                continue;
+            };
+            let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
+            // Parts of one product write the same generation.
+            if states.last() != Some(&Held::Tag(made)) {
+                states.push(Held::Tag(made));
+            }
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Gated-delta layers: their state and window, and their stages. Deliberately absent: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Shape, Step};
-use crate::kernels::delta::{self, DeltaHeads, PromptOperands};
+use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
 use crate::kernels::skinny::Matrices;
@@ -35,10 +35,9 @@ impl Decoder<'_> {
         let state = r.buffer(&format!("{cells}.state"), heads.state_bytes(self.cells));
         let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
         let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);
-        let (slots, pending) = match self.drafts() {
-            true => (self.state.slots(r), r.buffer(&format!("{cells}.pending"), heads.pending_bytes(self.state.slots))),
-            false => (state.none(), state.none()),
-        };
+        let slots = self.state.slots(r);
+        let entries = if self.drafts() { MOST_PENDING } else { 1 };
+        let pending = r.buffer(&format!("{cells}.pending"), heads.pending_bytes(self.state.slots, entries));
         if let Shape::Decode { .. } | Shape::Verify { .. } = shape {
             let flow = step.flow(Some(x), packed.is_none().then_some(y));
             let args = DeltaStepArgs {
@@ -63,9 +62,9 @@ impl Decoder<'_> {
             let (label, packed) = (block.name("delta"), packed.is_some());
             r.call(match shape {
                 Shape::Verify { sequences, drafts } => {
-                    delta::delta_verify(label, heads, (sequences, drafts + 1), packed, flow, args)
+                    delta::delta_verify(label, heads, (sequences, drafts + 1, entries), packed, flow, args)
                 }
-                _ => delta::delta_step(label, heads, rows, packed, flow, args),
+                _ => delta::delta_step(label, heads, (rows, entries), packed, flow, args),
             });
         } else {
             let prompts = self.state.prompts.min(rows);

@@ -6,7 +6,7 @@ use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::gemm::{Activations, Epilogue, take_last};
 use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
-use crate::kernels::sampling;
+use crate::kernels::sampling::{self, SampledStep};
 use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
 use crate::kernels::tiled::Output;
 
@@ -151,8 +151,9 @@ impl Decoder<'_> {
                 self.draft(r, step, x, rows_range, (sequences, each), drafts);
             }
             _ => {
-                let carried = step.generations.is_some();
-                r.call(sampling::sample("sample".to_owned(), rows, threads, carried, args));
+                let decode = matches!(shape, Shape::Decode { .. });
+                let of = SampledStep { tagged: step.generations.is_some(), lags: decode && c.delta.is_some() };
+                r.call(sampling::sample("sample".to_owned(), rows, threads, of, args));
                 if rows > 1 {
                     r.call(sampling::advance("advance".to_owned(), advance));
                 }

@@ -24,7 +24,7 @@ use crate::kernels::layout::StateLayout;
 use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::tags::{Flow, Generations};
+use crate::kernels::tags::{self, Flow, Generations};
 use crate::kernels::tiled::{Output, Packed};
 use crate::memory::pack::Format;
 use std::cell::RefCell;
@@ -255,12 +255,11 @@ impl Decoder<'_> {
         Activations { range: recording.buffer(name, u64::from(rows) * u64::from(stride) * 4), stride }
     }
 
-    /// Whether the activations of a shape's step carry their readiness: products wait for whole chunks of 32
-    /// columns, and words that a step writes once could not be told from those of the step before.
+    /// Whether the activations of a shape's step are tagged. Products wait for whole chunks of 32 columns. With a single
+    /// layer of attention, splits' partial results, which are not cleared, could not be told from those of the step before.
     fn carries(&self, shape: Shape) -> bool {
         let c = self.config;
         let attention = c.layers_of(LayerKind::FullAttention).count();
-        let delta = c.layers_of(LayerKind::GatedDelta).count();
         let heads = self.heads();
         let mut widths = vec![c.hidden];
         if attention > 0 {
@@ -273,13 +272,11 @@ impl Decoder<'_> {
             widths.push(c.intermediate);
         }
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
-        let experts = c.mlp_kinds.iter().filter(|kind| **kind == MlpKind::Experts).count();
-        let dense = c.mlp_kinds.len() - experts;
         self.tuning.tags
             && matches!(shape, Shape::Decode { .. })
             && !self.packs(shape)
             && whole
-            && [attention, delta, experts, dense].iter().all(|layers| *layers != 1)
+            && attention != 1
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
     }
@@ -327,6 +324,9 @@ impl Decoder<'_> {
             chunk,
         };
         if !behind {
+            if carries {
+                self.clear_tags(r, &step);
+            }
             self.embed(r, shape, &step);
             for layer in 0..c.layers {
                 self.layer(r, shape, &step, layer);
@@ -342,7 +342,17 @@ impl Decoder<'_> {
             Shape::Score { .. } => self.score(r, shape, &step),
             Shape::Decode { .. } | Shape::Head { .. } | Shape::Verify { .. } => self.head(r, shape, &step),
         }
+        tags::number_calls(&mut recording);
+        debug_assert_eq!(tags::check(&recording), Ok(()));
         recording
+    }
+
+    /// Zeroes the step's tagged activations but for x, whose first words have a tag that no others have. It is one call
+    /// before a barrier that stands there anyway: attention reads which rows there are.
+    fn clear_tags(&self, r: &mut Recording, step: &Step) {
+        let all = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
+        let buffers: Vec<Range> = all.iter().map(|of| of.range).filter(|range| range.bytes > 0).collect();
+        r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
     }
 
     fn layer(&self, r: &mut Recording, shape: Shape, step: &Step, layer: u32) {

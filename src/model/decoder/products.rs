@@ -91,10 +91,7 @@ impl Decoder<'_> {
         let bias = self.vector(recording, &format!("{name}.bias"));
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
         // Logits are for kernels that wait at barriers.
-        let mut flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
-        if self.tuning.wrong_tag && name == format!("layers.{}.down", self.config.layers - 1) {
-            flow.input = 0;
-        }
+        let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
         for (first, weight) in self.matrix(recording, name) {
             let product = Product {
                 label: label_of(name),

@@ -45,8 +45,15 @@ pub struct Tuning {
     pub fold_rows: u32,
     /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
     pub tags: bool,
-    /// For tests: the last product of the layers waits for words that are never written.
-    pub wrong_tag: bool,
+    /// For tests: the call of this number in a decode step, counted from 1, waits for words that are never written; 0:
+    /// none. In all steps, the start's test too, unless `broken_step` or `broken_every` names some.
+    pub broken_call: u32,
+    /// For tests: the decode step without barriers, counted from 1, that has the broken call.
+    pub broken_step: u32,
+    /// For tests: every so manieth decode step without barriers has the broken call.
+    pub broken_every: u32,
+    /// Milliseconds for which steps run with barriers after a first fault.
+    pub retry_ms: u32,
     /// Steps are queued before their masks are there. Not on drivers that wait for all that is queued when a timestamp is
     /// read, unless nothing is timed.
     pub gates: bool,
@@ -107,16 +114,16 @@ impl Tuning {
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
             "fault_at" => &mut self.fault_at,
+            "broken_call" => &mut self.broken_call,
+            "broken_step" => &mut self.broken_step,
+            "broken_every" => &mut self.broken_every,
+            "retry_ms" => &mut self.retry_ms,
             "tags" => {
                 self.tags = value != 0;
                 return true;
             }
             "gates" => {
                 self.gates = value != 0;
-                return true;
-            }
-            "wrong_tag" => {
-                self.wrong_tag = value != 0;
                 return true;
             }
             "fragments" => {

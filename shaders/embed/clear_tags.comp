@@ -1,0 +1,45 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+#include "common.glsl"
+
+// Zeroes up to eight buffers of tagged words (`tags.glsl`): the first call of a step whose activations are tagged, so
+// that no word of an earlier step has the tag that a reader of this step waits for.
+//   a .. h  [words] uvec4; unused ones have no words
+// y selects the buffer, an invocation writes 16 bytes of it. Traffic: every word once.
+
+layout(local_size_x_id = 0) in;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
+
+layout(push_constant) uniform Args {
+    Words4Out a;
+    Words4Out b;
+    Words4Out c;
+    Words4Out d;
+    Words4Out e;
+    Words4Out f;
+    Words4Out g;
+    Words4Out h;
+    uint a_words;     // of 16 bytes, as all that follow
+    uint b_words;
+    uint c_words;
+    uint d_words;
+    uint e_words;
+    uint f_words;
+    uint g_words;
+    uint h_words;
+} args;
+
+void main() {
+    uint at = gl_GlobalInvocationID.x;
+    switch (gl_WorkGroupID.y) {
+        case 0u: if (at < args.a_words) args.a.v[at] = uvec4(0u); break;
+        case 1u: if (at < args.b_words) args.b.v[at] = uvec4(0u); break;
+        case 2u: if (at < args.c_words) args.c.v[at] = uvec4(0u); break;
+        case 3u: if (at < args.d_words) args.d.v[at] = uvec4(0u); break;
+        case 4u: if (at < args.e_words) args.e.v[at] = uvec4(0u); break;
+        case 5u: if (at < args.f_words) args.f.v[at] = uvec4(0u); break;
+        case 6u: if (at < args.g_words) args.g.v[at] = uvec4(0u); break;
+        default: if (at < args.h_words) args.h.v[at] = uvec4(0u); break;
+    }
+}

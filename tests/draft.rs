@@ -210,7 +210,7 @@ impl Layer {
             |part: &str, bytes: u64| cases.output(&format!("{name}.{part}"), bytes as usize / 4, Expect::Floats(SUMS));
         let state = buffer("state", self.heads.state_bytes(1));
         let window = buffer("window", self.heads.window_bytes(1));
-        Cell { state, window, pending: buffer("pending", self.heads.pending_bytes(1)) }
+        Cell { state, window, pending: buffer("pending", self.heads.pending_bytes(1, MOST_PENDING)) }
     }
 
     /// A step of the tokens of `rows`, a plain one of a single token; `settled`: tokens that the state has taken in, where
@@ -248,9 +248,10 @@ impl Layer {
             y_tag: 0,
         };
         let label = name.to_owned();
+        let entries = if settled.is_some() { MOST_PENDING } else { 0 };
         cases.recording.call(match each {
-            1 => delta_step(label, self.heads, 1, false, Flow::NONE, args),
-            _ => delta_verify(label, self.heads, (1, each), false, Flow::NONE, args),
+            1 => delta_step(label, self.heads, (1, entries), false, Flow::NONE, args),
+            _ => delta_verify(label, self.heads, (1, each, entries), false, Flow::NONE, args),
         });
         args.y
     }
@@ -285,16 +286,22 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
                 })
                 .collect();
             let at = (position, Some(settled));
+            // Steps of a fault, which read anything, run before; the right one leaves what it would alone.
+            for again in 0..turn % 3 {
+                let garbage: Vec<Vec<f32>> = (0..each).map(|_| random.floats(layer.stride as usize)).collect();
+                layer.step(&mut cases, &format!("faulty.{turn}.{again}"), &drafting, at, &garbage);
+            }
             let y = layer.step(&mut cases, &format!("verify.{turn}"), &drafting, at, &rows);
             outputs.extend((0..accepted).map(|t| (y, t)));
-            // A step of a single token takes it in at once.
-            settled = if each == 1 { position + 1 } else { position };
+            settled = position;
             position += accepted;
         }
-        assert!(position - settled <= MOST_PENDING);
+        assert!(position - settled <= MOST_PENDING && position + 1 < layer.rows.len() as u32);
         // A step without drafts takes in what is left.
         let row = |p: u32| std::slice::from_ref(&layer.rows[p as usize]);
         outputs.push((layer.step(&mut cases, "last", &drafting, (position, Some(settled)), row(position)), 0));
+        // The next step adds the last token to the state.
+        layer.step(&mut cases, "behind", &drafting, (position + 1, Some(position)), row(position + 1));
         for p in 0..=position {
             let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, (p, None), row(p));
             let (drafted, row) = outputs[p as usize];

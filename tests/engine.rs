@@ -109,7 +109,7 @@ struct World {
     /// Beginnings that prompts share; none if 0.
     beginnings: u64,
     /// Every so many decode plans recurrent state is lost.
-    state_lost_every: Option<u64>,
+    fault_every: Option<u64>,
     /// Of so many requests one is constrained; none if 0.
     constrained: u64,
     /// At one in so many moments the device is lost; never if 0.
@@ -154,7 +154,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         step,
         chunk: step * 3,
         parts: seed | 1,
-        state_lost_every: world.state_lost_every,
+        fault_every: world.fault_every,
         ..FakeConfig::default()
     };
     let mut fake = FakeExecutor::simulated(config.clone(), epoch);
@@ -439,7 +439,7 @@ fn thousands_of_requests_one_at_a_time() {
             priorities: 3,
             nuisance: 10,
             beginnings: 0,
-            state_lost_every: None,
+            fault_every: None,
             constrained: 0,
             lost: 0,
         };
@@ -463,7 +463,7 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
             priorities: 3,
             nuisance: 10,
             beginnings: 6,
-            state_lost_every: None,
+            fault_every: None,
             constrained: 0,
             lost: 0,
         };
@@ -487,7 +487,7 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
             priorities: 3,
             nuisance: 10,
             beginnings: 6,
-            state_lost_every: None,
+            fault_every: None,
             constrained: 0,
             lost: 0,
         };
@@ -502,7 +502,7 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
 /// one or two that are right by chance.
 #[test]
 fn thousands_of_requests_with_recurrent_state() {
-    for (seed, snapshots, state_lost_every) in [(0, 12, None), (1, 3, Some(7)), (2, 0, Some(50))] {
+    for (seed, snapshots, fault_every) in [(0, 12, None), (1, 3, Some(7)), (2, 0, Some(50))] {
         let world = World {
             name: "recurrent state",
             requests: 4_000,
@@ -517,7 +517,7 @@ fn thousands_of_requests_with_recurrent_state() {
             priorities: 3,
             nuisance: 20,
             beginnings: 5,
-            state_lost_every,
+            fault_every,
             constrained: 5,
             lost: 0,
         };
@@ -539,7 +539,7 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
             priorities: 1,
             nuisance: 1_000_000,
             beginnings: 0,
-            state_lost_every: None,
+            fault_every: None,
             constrained: 0,
             lost: 0,
         };
@@ -569,7 +569,7 @@ fn odd_capacities() {
                 priorities: 2,
                 nuisance: 20,
                 beginnings: 4,
-                state_lost_every: None,
+                fault_every: None,
                 constrained: 3,
                 lost: 0,
             };
@@ -592,7 +592,7 @@ fn thousands_of_requests_that_are_constrained() {
                 priorities: 3,
                 nuisance: 10,
                 beginnings: 4,
-                state_lost_every: None,
+                fault_every: None,
                 constrained: 3,
                 lost: 0,
             };
@@ -626,7 +626,7 @@ fn thousands_of_requests_on_devices_that_are_lost() {
                 priorities: 3,
                 nuisance: 10,
                 beginnings: 4,
-                state_lost_every: snapshots.map(|_| 40),
+                fault_every: snapshots.map(|_| 40),
                 constrained: if snapshots.is_none() { 3 } else { 0 },
                 lost: 150,
             };
@@ -647,7 +647,7 @@ fn the_same_seed_is_the_same_simulation() {
         priorities: 3,
         nuisance: 10,
         beginnings: 3,
-        state_lost_every: None,
+        fault_every: None,
         constrained: 4,
         lost: 0,
     };

@@ -362,7 +362,8 @@ async fn with_a_model() -> (Scrape, Scrape, bool) {
     config.runtime.cache_directory = Some(Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned());
     // A GPU takes what it has.
     let fragments: &[&str] = if driver == Driver::Gpu { &[] } else { &["fragments=1"] };
-    config.runtime.tune = fragments.iter().chain(&["tags=1", "fault_at=2"]).map(|c| (*c).to_owned()).collect();
+    config.runtime.tune =
+        fragments.iter().chain(&["tags=1", "fault_at=2", "retry_ms=60000"]).map(|c| (*c).to_owned()).collect();
     let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
     let served: Served = serve_host(host, Options::default()).await;
     let before = Scrape::of(&served.host);

@@ -27,10 +27,10 @@ use ostinato::kernels::interpreter;
 use ostinato::kernels::layout::StateLayout;
 use ostinato::kernels::recording::{Arg, Op, Recording, Touch};
 use ostinato::kernels::region::{RegionError, buffer_sizes};
-use ostinato::kernels::shaders::TakeLastArgs;
+use ostinato::kernels::shaders::{TakeLastArgs, find};
 use ostinato::kernels::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::state::{self, RingEntry, SlotInit};
-use ostinato::kernels::tags::{Flow, tagged};
+use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::{self, Format};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::{LayerKind, MlpKind};
@@ -645,6 +645,7 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
             };
             let layers = checkpoint.config.layers as usize;
             let plain = count(&recording.with_barriers());
+            assert_eq!(tags::check(&recording), Ok(()), "{name}");
             // One a stage: three of a mixer, two of a dense MLP, three with a router.
             let c = &checkpoint.config;
             let routed = c.mlp_kinds.iter().filter(|kind| **kind == MlpKind::Experts).count();
@@ -661,6 +662,171 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
             }
         }
     }
+}
+
+/// What a part of a buffer holds in the simulation: its tag, and the step and operation that wrote it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Word {
+    tag: u32,
+    by: Option<(u32, usize)>,
+}
+
+/// A workgroup of an operation: the parts of tagged buffers that it still waits for, each with the tag and who must
+/// have written it, and what it writes then.
+#[derive(Clone, Debug)]
+struct Workgroup {
+    op: usize,
+    waits: Vec<(u32, usize, Word)>,
+    writes: Vec<(u32, usize, Word)>,
+}
+
+/// Goal: whatever the order in which a device runs workgroups that it launches in order, a tagged step reads just the
+/// words that it should, and ends.
+/// Method: three steps of a recording on a simulated device: every operation has three workgroups, which take their
+/// words one by one at random moments; barriers stand where they are derived.
+fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
+    const PARTS: usize = 3;
+    const MASK: u32 = 127;
+    let barriers = barriers::derive(&recording.ops);
+    let mut memory: HashMap<(u32, usize), Word> = HashMap::new();
+    let mut chance = |n: usize| random.below(n as u32) as usize;
+    for step in 0..3u32 {
+        // Who has last written each buffer, in the order of the recording.
+        let mut last: HashMap<u32, Word> = HashMap::new();
+        let mut queue: Vec<(bool, Workgroup)> = Vec::new();
+        for (op, (call, barrier)) in recording.ops.iter().zip(&barriers).enumerate() {
+            let Op::Call(call) = call else { panic!("a step has calls alone") };
+            let fields = find(call.kernel).fields;
+            let tag = |name: &str| fields.iter().position(|f| f.name == name).map(|at| call.args[at].u32() & MASK);
+            let (mut reads, mut olds, mut writes) = (Vec::new(), Vec::new(), Vec::new());
+            for (arg, field) in call.args.iter().zip(fields) {
+                if call.kernel == "clear_tags" {
+                    if let Arg::Buffer(range, _) = arg
+                        && range.bytes > 0
+                    {
+                        writes.push((range.buffer.0, 0));
+                    }
+                    continue;
+                }
+                let Arg::Carried(range, access) = arg else { continue };
+                if range.bytes == 0 {
+                    continue;
+                }
+                let buffer = range.buffer.0;
+                match field.name {
+                    "partials" | "counters" => {}
+                    "qkv" => reads.push((buffer, tag("qkv_tag").unwrap())),
+                    "logits" => reads.push((buffer, tag("logits_tag").unwrap())),
+                    "x" if access.writes() => writes.push((buffer, tag("x_tag").unwrap())),
+                    "x" => reads.push((buffer, tag("x_tag").unwrap())),
+                    "o" => writes.push((buffer, tag("o_tag").unwrap())),
+                    "y" => {
+                        // A residual is added to what is there.
+                        if call.label.ends_with(".o") || call.label.ends_with("down") {
+                            olds.push((buffer, tag("old_tag").unwrap_or(0)));
+                        }
+                        writes.push((buffer, tag("y_tag").unwrap()));
+                    }
+                    other => panic!("{}: {other}", call.kernel),
+                }
+            }
+            let whole = call.kernel.starts_with("skinny") || call.kernel.starts_with("expert_skinny");
+            for own in 0..PARTS {
+                let word = |buffer: &u32, tag: u32| Word { tag, by: last.get(buffer).and_then(|word| word.by) };
+                let parts = |whole: bool| (0..PARTS).filter(move |part| whole || *part == own);
+                let mut waits: Vec<(u32, usize, Word)> = Vec::new();
+                for (buffer, tag) in &reads {
+                    waits.extend(parts(whole).map(|part| (*buffer, part, word(buffer, *tag))));
+                }
+                for (buffer, tag) in &olds {
+                    waits.push((*buffer, own, word(buffer, *tag)));
+                }
+                let made = |(buffer, tag): &(u32, u32)| (*buffer, own, Word { tag: *tag, by: Some((step, op)) });
+                let writes = writes.iter().map(made).collect();
+                queue.push((*barrier && own == 0, Workgroup { op, waits, writes }));
+            }
+            for (buffer, tag) in &writes {
+                last.insert(*buffer, Word { tag: *tag, by: Some((step, op)) });
+            }
+        }
+        let room = [2, 7, 40, 1000][chance(4)];
+        let mut queue = queue.into_iter().peekable();
+        let mut running: Vec<Workgroup> = Vec::new();
+        let mut idle = 0;
+        while queue.peek().is_some() || !running.is_empty() {
+            let launches =
+                queue.peek().is_some_and(|(barrier, _)| running.len() < room && (!barrier || running.is_empty()));
+            if launches && (running.is_empty() || chance(3) > 0) {
+                running.push(queue.next().expect("it was peeked").1);
+                idle = 0;
+                continue;
+            }
+            let at = chance(running.len());
+            let workgroup = &mut running[at];
+            if workgroup.waits.is_empty() {
+                for (buffer, part, word) in &workgroup.writes {
+                    memory.insert((*buffer, *part), *word);
+                }
+                running.swap_remove(at);
+                idle = 0;
+                continue;
+            }
+            let next = chance(workgroup.waits.len());
+            let (buffer, part, wanted) = workgroup.waits[next];
+            let found = memory.get(&(buffer, part)).copied().unwrap_or_default();
+            if found.tag == wanted.tag {
+                if found.by != wanted.by {
+                    let label = calls(recording)[workgroup.op];
+                    return Err(format!("step {step}, {label}: took {found:?} for {wanted:?}"));
+                }
+                workgroup.waits.swap_remove(next);
+                idle = 0;
+            } else {
+                idle += 1;
+                if idle > 100_000 {
+                    let waiting: Vec<&str> = running.iter().map(|w| calls(recording)[w.op]).collect();
+                    return Err(format!("step {step}: {waiting:?} wait for ever"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
+    let vulkan = Vulkan::new();
+    let way = ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+    let mut random = Random(5);
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut written = Vec::new();
+    for layers in [2, 3, 4, 5, 70] {
+        let config = synth::with_layers(&synth::preset("tiny-llama").expect("a preset"), layers);
+        let path = folder.path().join(layers.to_string());
+        synth::write(&config, &path, &SynthOptions::default(), &mut |_, _| {}).expect("written");
+        written.push((format!("{layers} layers"), Checkpoint::open(&path).expect("what was written")));
+    }
+    let (_folder, others) = on_fragments();
+    let others = others.into_iter().filter(|(name, _)| name.starts_with("tiny-"));
+    written.extend(others.map(|(name, checkpoint)| (name.to_owned(), checkpoint)));
+    let mut stale = 0;
+    for (name, checkpoint) in &written {
+        let decoder = by_hand(&vulkan, Driver::first(), checkpoint, way);
+        for rows in [1, 4] {
+            let recording = decoder.record(Shape::Decode { rows });
+            assert_eq!(tags::check(&recording), Ok(()), "{name}");
+            // The same without the clearing of tags: what it is for.
+            let mut uncleared = recording.clone();
+            uncleared.ops.retain(|op| !matches!(op, Op::Call(call) if call.kernel == "clear_tags"));
+            assert_eq!(uncleared.ops.len() + 1, recording.ops.len(), "{name}: tags are not cleared");
+            assert!(tags::check(&uncleared).is_err(), "{name}: the check sees no stale words");
+            for _ in 0..if name.starts_with("70") { 3 } else { 40 } {
+                assert_eq!(simulate(&recording, &mut random), Ok(()), "{name}, {rows} rows");
+                stale += u32::from(simulate(&uncleared, &mut random).is_err());
+            }
+        }
+    }
+    assert!(stale > 0, "the simulation finds no stale word even where tags are not cleared");
 }
 
 /// Method: a product of rows whose tag is not the one it waits for.

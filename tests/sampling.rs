@@ -8,7 +8,7 @@ use ostinato::device::{Batch, Device, Entry, Role};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::{Op, Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region};
-use ostinato::kernels::sampling::{self, SlotTables};
+use ostinato::kernels::sampling::{self, SampledStep, SlotTables};
 use ostinato::kernels::shaders::{AdvanceArgs, ClearCountsArgs, MarkPromptArgs, PatchArgs, SampleArgs};
 use ostinato::kernels::state::*;
 use ostinato::kernels::{determinate, interpreter};
@@ -170,7 +170,7 @@ impl Scene {
             fault: row_list.none(),
             masks,
         };
-        recording.call(sampling::sample("sample".into(), rows, self.threads, false, args));
+        recording.call(sampling::sample("sample".into(), rows, self.threads, SampledStep::default(), args));
         if rows > 1 {
             recording.call(sampling::advance("advance".into(), AdvanceArgs { step_number }));
         }

@@ -4,9 +4,9 @@
 
 use super::refusal::Refusal;
 use super::{bounds, proto};
-use crate::engine::host::{Host, Replica, ServedModel};
+use crate::engine::host::{Host, Replica, ServedModel, SubmitError};
 use crate::engine::prefix::page_keys;
-use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
+use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
 use crate::model::grammar::{Constraint, Started, structural_tag};
 use crate::model::text::Text;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
@@ -97,6 +97,16 @@ pub fn prepare(
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
 ) -> Result<Prepared, Refusal> {
+    prepare_end(host, message, deadline, None)
+}
+
+/// As [`prepare`], of a prompt of which the last `keep` tokens are kept where that is said.
+pub fn prepare_end(
+    host: &Arc<Host>,
+    message: proto::GenerateRequest,
+    deadline: Option<Instant>,
+    keep: Option<usize>,
+) -> Result<Prepared, Refusal> {
     let samples = samples(&message)?;
     let sampling = message.sampling.unwrap_or_default();
     let place = Place::find(host, &message.model, &message.device)?;
@@ -109,10 +119,6 @@ pub fn prepare(
         tokenizer("stopping.strings")?;
     }
     bounds::stop_strings(&stopping.strings)?;
-    let grammar = match message.constraint {
-        None => None,
-        Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos)?),
-    };
     let text = match output.text {
         Some(true) => {
             tokenizer("output.text")?;
@@ -121,13 +127,22 @@ pub fn prepare(
         Some(false) => false,
         None => place.model().text.is_some(),
     };
-    let (operation, prompt) = match message.prompt {
+    let (operation, mut prompt) = match message.prompt {
         None => {
             return Err(Refusal::Missing { field: "prompt", rule: "one of text, tokens and chat" });
         }
         Some(Prompt::Text(text)) => ("text_completion", tokenizer("prompt.text")?.encode(&text, true)?),
         Some(Prompt::Tokens(tokens)) => ("text_completion", tokens.ids),
         Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat)?.1),
+    };
+    if let Some(keep) = keep {
+        prompt.drain(..prompt.len().saturating_sub(keep));
+    }
+    // Before a grammar is compiled, which may take longer than all else.
+    fits(place.replica(), prompt.len())?;
+    let grammar = match message.constraint {
+        None => None,
+        Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos)?),
     };
 
     // Where its beginning may lie already, now that its tokens are known.
@@ -178,6 +193,15 @@ pub fn prepare(
         text,
         token_ids: output.token_ids.unwrap_or(true),
     })
+}
+
+/// Whether a prompt of so many tokens leaves room for an output.
+pub fn fits(replica: &Replica, prompt: usize) -> Result<(), Refusal> {
+    let context = replica.bounds().context as usize;
+    if prompt < context {
+        return Ok(());
+    }
+    Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output: 1, context }).into())
 }
 
 /// A constraint, compiled for a model.

@@ -210,7 +210,7 @@ pub fn vllm_generate(bytes: &[u8]) {
     let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
     let asked = convert::model(host()).and_then(|model| convert::request(&model, message));
     checked(asked.and_then(|asked| {
-        let mut prepared = prepare::prepare(host(), asked.message, None)?;
+        let mut prepared = prepare::prepare_end(host(), asked.message, None, asked.rest.keep)?;
         asked.rest.apply(&mut prepared);
         Ok(prepared)
     }));

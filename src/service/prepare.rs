@@ -139,7 +139,7 @@ pub fn prepare_end(
         prompt.drain(..prompt.len().saturating_sub(keep));
     }
     // Before a grammar is compiled, which may take longer than all else.
-    fits(place.replica(), prompt.len())?;
+    fits(place.model(), prompt.len())?;
     let grammar = match message.constraint {
         None => None,
         Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos)?),
@@ -195,9 +195,9 @@ pub fn prepare_end(
     })
 }
 
-/// Whether a prompt of so many tokens leaves room for an output.
-pub fn fits(replica: &Replica, prompt: usize) -> Result<(), Refusal> {
-    let context = replica.bounds().context as usize;
+/// Whether a prompt of so many tokens leaves room for an output on any of a model's replicas.
+pub fn fits(model: &ServedModel, prompt: usize) -> Result<(), Refusal> {
+    let context = model.replicas.iter().map(|replica| replica.bounds().context).max().unwrap_or(0) as usize;
     if prompt < context {
         return Ok(());
     }

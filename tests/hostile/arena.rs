@@ -83,7 +83,7 @@ pub struct Target {
 pub struct Arena {
     server: Server,
     target: Target,
-    watch: Watch,
+    watch: Option<Watch>,
     expected: Vec<u32>,
     token: Option<String>,
     before: Memory,
@@ -400,7 +400,7 @@ impl Arena {
             assert_eq!(tokens.len(), TOKENS as usize);
             tokens
         });
-        let watch = Watch::start(&target, setup.token.clone(), expected.clone());
+        let watch = Some(Watch::start(&target, setup.token.clone(), expected.clone()));
         let before = target.memory();
         Arena { server, target, watch, expected, token: setup.token, before, _turn: turn }
     }
@@ -423,8 +423,9 @@ impl Arena {
     /// The attack is over: says what the well-behaved client saw, or fails with all that does not hold.
     pub fn leave(mut self, bounds: Bounds) -> Seen {
         let mut problems = Vec::new();
-        self.watch.stop.cancel();
-        let mut seen = self.watch.thread.join().expect("the well-behaved client");
+        let watch = self.watch.take().expect("it is left once");
+        watch.stop.cancel();
+        let mut seen = watch.thread.join().expect("the well-behaved client");
         problems.append(&mut seen.problems);
         if seen.requests == 0 {
             problems.push("no request of the well-behaved client was answered".to_owned());

@@ -123,7 +123,10 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     let keep = match params.truncate_prompt_tokens {
         None => None,
         // What the context has room for; one place is left for an output.
-        Some(-1) => Some(model.info.context.saturating_sub(1) as usize),
+        Some(-1) => {
+            let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
+            Some(context.saturating_sub(1) as usize)
+        }
         Some(most) if most > 0 => usize::try_from(most).ok(),
         Some(other) => {
             let (field, rule) = ("sampling_params.truncate_prompt_tokens", "at least 1, or -1");

@@ -205,6 +205,13 @@ impl Target {
         Ok(text)
     }
 
+    /// A token's lines in a file of tokens.
+    pub fn token_entry(name: &str, secret: &str, more: &str) -> String {
+        use sha2::{Digest, Sha256};
+        let digest: String = Sha256::digest(secret).iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[tokens]]\nname = \"{name}\"\nsha256 = \"{digest}\"\n{more}\n")
+    }
+
     /// Its memory now.
     pub fn memory(&self) -> Memory {
         Memory::of(self.id)
@@ -229,7 +236,7 @@ impl Drop for Server {
 }
 
 /// The UUID of lavapipe, as the program tells it.
-fn lavapipe() -> &'static str {
+pub fn lavapipe() -> &'static str {
     static UUID: OnceLock<String> = OnceLock::new();
     UUID.get_or_init(|| {
         common::layer();
@@ -239,6 +246,21 @@ fn lavapipe() -> &'static str {
         let device = devices.as_array().expect("a list").iter().find(lavapipe).expect("lavapipe");
         device["uuid"].as_str().expect("a UUID").to_owned()
     })
+}
+
+/// Those who attack open more than most programs.
+fn many_files() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limits = getrlimit(Resource::Nofile);
+    let current = limits.maximum.map_or(8192, |most| most.min(8192));
+    if limits.current.is_some_and(|files| files < current) {
+        setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limits }).expect("the limit of open files");
+    }
+}
+
+/// The program: the one that was built, or another build that is held against the same attacks.
+pub fn program() -> std::ffi::OsString {
+    std::env::var_os("OSTINATO_HOSTILE_PROGRAM").unwrap_or_else(|| env!("CARGO_BIN_EXE_ostinato").into())
 }
 
 impl Server {
@@ -274,7 +296,7 @@ impl Server {
         }
         let log = std::fs::File::create(folder.path().join("log")).expect("a log");
         let mut command = Command::new("sh");
-        command.args(["-c", &format!("{limits}exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_ostinato")]);
+        command.arg("-c").arg(format!("{limits}exec \"$0\" \"$@\"")).arg(program());
         command.args(["serve", "--config"]).arg(&file).env_remove("OSTINATO_TOKEN");
         command.envs(setup.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
@@ -392,6 +414,7 @@ impl Arena {
     pub fn enter(setup: Setup) -> Arena {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        many_files();
         let (server, target) = Server::start(&setup);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         let expected = runtime.block_on(async {
@@ -400,6 +423,8 @@ impl Arena {
             assert_eq!(tokens.len(), TOKENS as usize);
             tokens
         });
+        // From here on its height counts.
+        let _ = std::fs::write(format!("/proc/{}/clear_refs", target.id), "5");
         let watch = Some(Watch::start(&target, setup.token.clone(), expected.clone()));
         let before = target.memory();
         Arena { server, target, watch, expected, token: setup.token, before, _turn: turn }

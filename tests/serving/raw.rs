@@ -9,6 +9,7 @@ pub const DATA: u8 = 0;
 pub const HEADERS: u8 = 1;
 pub const RESET: u8 = 3;
 const SETTINGS: u8 = 4;
+const PING: u8 = 6;
 pub const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
 /// The setting of how much may be sent on a stream.
@@ -50,6 +51,21 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes.extend(stream.to_be_bytes());
     bytes.extend(payload);
     bytes
+}
+
+/// The headers of a call.
+fn block(path: &str) -> Vec<u8> {
+    // POST, http, then names and values with their lengths.
+    let mut block = vec![0x83, 0x86];
+    for (name, value) in
+        [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")]
+    {
+        block.extend([0, name.len() as u8]);
+        block.extend(name.bytes());
+        block.push(value.len() as u8);
+        block.extend(value.bytes());
+    }
+    block
 }
 
 /// A gRPC message with its prefix.
@@ -97,16 +113,7 @@ impl Raw {
 
     /// Opens calls of this method with headers and nothing else; gives the last one's number.
     pub async fn call(&mut self, path: &str, calls: usize) -> u32 {
-        // POST, http, then names and values with their lengths.
-        let mut block = vec![0x83, 0x86];
-        for (name, value) in
-            [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")]
-        {
-            block.extend([0, name.len() as u8]);
-            block.extend(name.bytes());
-            block.push(value.len() as u8);
-            block.extend(value.bytes());
-        }
+        let block = block(path);
         let mut bytes = Vec::new();
         for _ in 0..calls {
             bytes.extend(frame(HEADERS, END_HEADERS, self.next, &block));
@@ -119,6 +126,24 @@ impl Raw {
     /// Sends of a call's body.
     pub async fn data(&mut self, stream: u32, bytes: &[u8], end: bool) {
         self.send(&frame(DATA, u8::from(end) * END_STREAM, stream, bytes)).await;
+    }
+
+    /// What answers what was never asked.
+    pub fn pong() -> Vec<u8> {
+        frame(PING, ACK, 0, &[7; 8])
+    }
+
+    /// What opens a call and ends it.
+    pub fn opened_and_reset(path: &str, stream: u32) -> Vec<u8> {
+        let mut bytes = frame(HEADERS, END_HEADERS, stream, &block(path));
+        // CANCEL.
+        bytes.extend(frame(RESET, 0, stream, &8u32.to_be_bytes()));
+        bytes
+    }
+
+    /// Bytes as they are.
+    pub async fn bytes(&mut self, bytes: &[u8]) -> std::io::Result<()> {
+        self.stream.write_all(bytes).await
     }
 
     /// The next frame, or that the connection is closed.

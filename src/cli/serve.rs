@@ -306,3 +306,21 @@ fn announce(host: &Host) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn connections_leave_files_to_others() {
+        for (asked, others, files, fitting) in [
+            (1024, 320, 65_536, 1024),
+            (1024, 320, 1344, 1024),
+            (1024, 320, 1024, 704),
+            (100, 320, 1024, 100),
+            // Of few files a quarter, and one in any case.
+            (1024, 320, 256, 64),
+            (1024, 320, 0, 1),
+        ] {
+            assert_eq!(super::fitting(asked, others, files), fitting, "{asked} {others} {files}");
+        }
+    }
+}

@@ -53,6 +53,10 @@ pub const MESSAGE_WAIT: Duration = Duration::from_secs(30);
 /// Messages of the largest size that may be coming in at once, or as many bytes of smaller ones.
 pub const MESSAGES_COMING: usize = 16;
 
+/// A message of this part of the largest size is a small one: a part of the room as large as this is kept for those.
+const SMALL_MESSAGE: usize = 256;
+const SMALL_ROOM: usize = 4;
+
 /// Bytes of a message of such a conversation: names of services and files.
 pub const CONVERSATION_BYTES: usize = 64 << 10;
 
@@ -182,6 +186,8 @@ pub struct Arrival {
 struct Room {
     held: AtomicUsize,
     most: usize,
+    /// Messages of so many bytes find room where large ones do not.
+    small: usize,
 }
 
 /// Some of them.
@@ -194,9 +200,10 @@ struct Held {
 impl Held {
     /// Room for what has come.
     fn more(&mut self, bytes: usize) -> Result<(), Refusal> {
-        let most = self.room.most;
+        let Room { most, small, .. } = *self.room;
         let held = self.room.held.fetch_add(bytes, Ordering::Relaxed);
         self.bytes += bytes;
+        let most = if self.bytes <= small { most.saturating_add(most / SMALL_ROOM) } else { most };
         if held.saturating_add(bytes) > most { Err(Refusal::Crowded { held, bytes, most }) } else { Ok(()) }
     }
 
@@ -215,7 +222,8 @@ impl Arrival {
     /// Within `wait`, and [`MESSAGES_COMING`] of `max_message_bytes` at once.
     pub fn new(wait: Duration, max_message_bytes: usize) -> Arrival {
         let most = max_message_bytes.saturating_mul(MESSAGES_COMING);
-        Arrival { wait, most: max_message_bytes, room: Arc::new(Room { held: AtomicUsize::new(0), most }) }
+        let room = Arc::new(Room { held: AtomicUsize::new(0), most, small: max_message_bytes / SMALL_MESSAGE });
+        Arrival { wait, most: max_message_bytes, room }
     }
 
     fn held(&self) -> Held {

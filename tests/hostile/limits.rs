@@ -78,6 +78,37 @@ fn what_a_message_says_that_it_is_long_takes_no_memory() {
     arena.leave(Bounds { peak_mib: 512, address_space_mib: 2048, ..Bounds::default() });
 }
 
+/// Twenty messages of the largest size, none of which ends: large messages have no room left, small ones do.
+#[test]
+fn messages_that_do_not_end_refuse_nobody_elses() {
+    let arena = Arena::enter(Setup::default());
+    let target = arena.target();
+    runtime().block_on(async {
+        let mut open = Vec::new();
+        for _ in 0..20 {
+            let asked = proto::DetokenizeRequest { token_ids: vec![7; MESSAGE as usize - 100], ..Default::default() };
+            let bytes = prost::Message::encode_to_vec(&asked);
+            // Whole messages would be answered: one byte less than was said is sent.
+            let mut raw = Raw::open(&target.address).await;
+            let mut framed = vec![0];
+            framed.extend((bytes.len() as u32 + 1).to_be_bytes());
+            framed.extend(bytes);
+            open.push(tokio::spawn(async move {
+                raw.acknowledge().await;
+                let call = raw.call("/ostinato.v1.Ostinato/Detokenize", 1).await;
+                let _ = tokio::time::timeout(Duration::from_secs(10), raw.flood(call, &framed)).await;
+                raw
+            }));
+        }
+        let mut held = Vec::new();
+        for task in open {
+            held.push(task.await.expect("an attacker"));
+        }
+        tokio::time::sleep(Duration::from_secs(3)).await;
+    });
+    arena.leave(Bounds { peak_mib: 700, ..Bounds::default() });
+}
+
 /// Asks with prompts of the largest size, and goes away before any can be answered; gives the codes of those that were
 /// refused at once.
 fn reset_prompts(target: &Target, token: Option<&str>, calls: usize, wait: Duration) -> Vec<Code> {

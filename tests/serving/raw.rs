@@ -128,6 +128,26 @@ impl Raw {
         self.send(&frame(DATA, u8::from(end) * END_STREAM, stream, bytes)).await;
     }
 
+    /// Sends of a call's body as much as may be sent, and does not end it.
+    pub async fn flood(&mut self, stream: u32, bytes: &[u8]) {
+        let mut window = i64::from(FIRST_WINDOW);
+        let mut connection = i64::from(FIRST_WINDOW);
+        for part in bytes.chunks(16_384) {
+            while window.min(connection) < part.len() as i64 {
+                let Some(frame) = self.frame().await else { return };
+                if frame.stream == stream && frame.ends() {
+                    return;
+                }
+                if frame.kind == WINDOW_UPDATE {
+                    let more = i64::from(u32::from_be_bytes(frame.payload[..4].try_into().unwrap()));
+                    if frame.stream == 0 { connection += more } else { window += more }
+                }
+            }
+            (window, connection) = (window - part.len() as i64, connection - part.len() as i64);
+            self.data(stream, part, false).await;
+        }
+    }
+
     /// What answers what was never asked.
     pub fn pong() -> Vec<u8> {
         frame(PING, ACK, 0, &[7; 8])

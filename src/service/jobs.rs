@@ -14,6 +14,8 @@ use tokio::sync::oneshot;
 const AT_ONCE: (usize, usize) = (4, 16);
 /// A job of more bytes is a long one, and so is one with a constraint. Long ones may take half of the turns.
 pub const LONG: usize = 64 << 10;
+/// Bytes of the long jobs that run at once, of which one may have more: encoding takes a hundred times the memory.
+const LONG_BYTES: usize = 8 << 20;
 /// Jobs that may wait for a turn.
 pub const WAITING: usize = 512;
 /// How long a job is expected to take: for each MiB of its message, and if it has a constraint.
@@ -61,8 +63,9 @@ pub struct Jobs {
 #[derive(Debug, Default)]
 struct State {
     running: usize,
-    /// Of them.
+    /// Of them, and their bytes.
     long: usize,
+    long_bytes: usize,
     /// By when they should have ended.
     waiting: BTreeMap<(Instant, u64), Waiting>,
     bytes: usize,
@@ -138,13 +141,19 @@ impl Jobs {
     fn grant(self: &Arc<Jobs>, state: &mut State) -> Vec<(oneshot::Sender<Turn>, Turn)> {
         let mut granted = Vec::new();
         while state.running < self.bounds.at_once {
-            let may = |waiting: &Waiting| !waiting.size.long() || state.long < self.bounds.long;
+            let may = |waiting: &Waiting| {
+                let fits = state.long == 0 || state.long_bytes.saturating_add(waiting.size.bytes) <= LONG_BYTES;
+                !waiting.size.long() || (state.long < self.bounds.long && fits)
+            };
             let Some(key) = state.waiting.iter().find(|(_, waiting)| may(waiting)).map(|(key, _)| *key) else {
                 break;
             };
             let Some(Waiting { client, size, turn }) = state.waiting.remove(&key) else { break };
             state.running += 1;
-            state.long += usize::from(size.long());
+            if size.long() {
+                state.long += 1;
+                state.long_bytes += size.bytes;
+            }
             granted.push((turn, Turn { jobs: Arc::clone(self), client, size }));
         }
         granted
@@ -203,7 +212,10 @@ impl Drop for Turn {
         let granted = {
             let mut state = self.jobs.state();
             state.running -= 1;
-            state.long -= usize::from(self.size.long());
+            if self.size.long() {
+                state.long -= 1;
+                state.long_bytes -= self.size.bytes;
+            }
             state.forget(&self.client, &self.size);
             self.jobs.grant(&mut state)
         };

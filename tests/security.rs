@@ -438,7 +438,7 @@ async fn a_token_for_some_models_hears_of_no_other() {
             let mut note = |what: &str, result: Result<(), Status>| {
                 let status = result.err();
                 codes.push((what.to_owned(), status.as_ref().map_or(Code::Ok, |status| status.code())));
-                heard.extend(status.map(|status| format!("{token} {what} {name:?}: {status:?}")));
+                heard.extend(status.map(|status| format!("{token} {what}: {}", status.message())));
             };
             let input = || Some(proto::tokenize_request::Input::Text("x".to_owned()));
             let named = || name.to_owned();
@@ -471,13 +471,13 @@ async fn a_token_for_some_models_hears_of_no_other() {
             assert_eq!(status.code(), Code::NotFound);
             let names = if own.is_empty() { "none".to_owned() } else { own.join(", ") };
             assert!(status.message().ends_with(&format!("served are {names}")), "{status:?}");
-            heard.push(format!("{status:?}"));
+            heard.push(status.message().to_owned());
             let missing = proto::LoadModelRequest { name: "missing".to_owned(), ..Default::default() };
             let status = match ours.load_model(missing).await {
                 Err(status) => status,
                 Ok(stream) => stream.into_inner().message().await.unwrap_err(),
             };
-            heard.push(format!("{status:?}"));
+            heard.push(status.message().to_owned());
         }
         let devices = ours.list_devices(proto::ListDevicesRequest {}).await.unwrap().into_inner().devices;
         let listed: Vec<String> = devices.into_iter().flat_map(|device| device.replicas).collect();
@@ -493,10 +493,10 @@ async fn a_token_for_some_models_hears_of_no_other() {
             theirs.start_profile(smg::StartProfileRequest::default()).await.map(drop),
             theirs.subscribe_kv_events(smg::SubscribeKvEventsRequest::default()).await.map(drop),
         ] {
-            heard.push(format!("{token}: {status:?}"));
+            heard.extend(status.err().map(|status| format!("{token}: {}", status.message())));
         }
         let health = theirs.health_check(contract::HealthCheckRequest {}).await.unwrap().into_inner();
-        heard.push(format!("{token}: {health:?}"));
+        heard.push(format!("{token}: {}", health.message));
     }
     assert!(heard.len() > 30, "{heard:?}");
     let leaks: Vec<_> =

@@ -86,13 +86,11 @@ fn messages_that_do_not_end_refuse_nobody_elses() {
     runtime().block_on(async {
         let mut open = Vec::new();
         for _ in 0..20 {
-            let asked = proto::DetokenizeRequest { token_ids: vec![7; MESSAGE as usize - 100], ..Default::default() };
-            let bytes = prost::Message::encode_to_vec(&asked);
-            // Whole messages would be answered: one byte less than was said is sent.
+            // A whole message would be answered: less than was said is sent.
             let mut raw = Raw::open(&target.address).await;
             let mut framed = vec![0];
-            framed.extend((bytes.len() as u32 + 1).to_be_bytes());
-            framed.extend(bytes);
+            framed.extend(MESSAGE.to_be_bytes());
+            framed.resize(MESSAGE as usize - 100, 0);
             open.push(tokio::spawn(async move {
                 raw.acknowledge().await;
                 let call = raw.call("/ostinato.v1.Ostinato/Detokenize", 1).await;
@@ -294,7 +292,7 @@ fn resets(target: &Target, connections: usize) {
             raw.acknowledge().await;
             let mut bytes = Vec::new();
             for call in 0..300 {
-                bytes.extend(raw.opened_and_reset(GENERATE, 1 + 2 * call));
+                bytes.extend(Raw::opened_and_reset(GENERATE, 1 + 2 * call));
             }
             bytes.extend(Raw::pong().repeat(300));
             // It may be closed already.

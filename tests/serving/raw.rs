@@ -27,6 +27,8 @@ const END_HEADERS: u8 = 4;
 pub struct Raw {
     stream: TcpStream,
     next: u32,
+    /// What may be sent on a new stream, as far as the server has said.
+    window: u32,
 }
 
 /// What came.
@@ -80,7 +82,7 @@ impl Raw {
     /// Connects to `http://HOST:PORT`; what comes may be 64 KiB long, and no more.
     pub async fn open(address: &str) -> Raw {
         let stream = TcpStream::connect(address.trim_start_matches("http://")).await.unwrap();
-        let mut raw = Raw { stream, next: 1 };
+        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         bytes.extend(frame(SETTINGS, 0, 0, &[]));
         raw.send(&bytes).await;
@@ -92,7 +94,7 @@ impl Raw {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
         let stream = socket.connect(address.trim_start_matches("http://").parse().unwrap()).await.unwrap();
-        let mut raw = Raw { stream, next: 1 };
+        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         let setting = [&INITIAL_WINDOW_SIZE.to_be_bytes()[..], &LARGEST_WINDOW.to_be_bytes()].concat();
         bytes.extend(frame(SETTINGS, 0, 0, &setting));
@@ -107,7 +109,17 @@ impl Raw {
 
     /// The server's settings are taken note of.
     pub async fn acknowledge(&mut self) {
-        while self.frame().await.unwrap().kind != SETTINGS {}
+        let settings = loop {
+            let frame = self.frame().await.unwrap();
+            if frame.kind == SETTINGS {
+                break frame.payload;
+            }
+        };
+        for setting in settings.chunks_exact(6) {
+            if setting[..2] == INITIAL_WINDOW_SIZE.to_be_bytes() {
+                self.window = u32::from_be_bytes(setting[2..].try_into().unwrap());
+            }
+        }
         self.send(&frame(SETTINGS, ACK, 0, &[])).await;
     }
 
@@ -130,7 +142,7 @@ impl Raw {
 
     /// Sends of a call's body as much as may be sent, and does not end it.
     pub async fn flood(&mut self, stream: u32, bytes: &[u8]) {
-        let mut window = i64::from(FIRST_WINDOW);
+        let mut window = i64::from(self.window);
         let mut connection = i64::from(FIRST_WINDOW);
         for part in bytes.chunks(16_384) {
             while window.min(connection) < part.len() as i64 {

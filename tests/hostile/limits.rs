@@ -94,7 +94,7 @@ fn messages_that_do_not_end_refuse_nobody_elses() {
             open.push(tokio::spawn(async move {
                 raw.acknowledge().await;
                 let call = raw.call("/ostinato.v1.Ostinato/Detokenize", 1).await;
-                let _ = tokio::time::timeout(Duration::from_secs(10), raw.flood(call, &framed)).await;
+                let _ = tokio::time::timeout(Duration::from_secs(25), raw.flood(call, &framed)).await;
                 raw
             }));
         }
@@ -103,7 +103,7 @@ fn messages_that_do_not_end_refuse_nobody_elses() {
             held.push(task.await.expect("an attacker"));
         }
         let more = target.memory().peak.saturating_sub(arena.before().resident) >> 10;
-        assert!(more > 200, "{more} MiB are held of messages: they have not come");
+        assert!(more > 64, "{more} MiB are held of messages: they have not come");
         tokio::time::sleep(Duration::from_secs(3)).await;
     });
     arena.leave(Bounds { peak_mib: 900, ..Bounds::default() });

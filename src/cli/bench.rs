@@ -484,6 +484,7 @@ fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Fin
     let (arrivals, finished) = ended.recv_timeout(Duration::from_secs(3600))?;
     match &finished.reason {
         FinishReason::Error(message) => bail!("the run failed: {message}"),
+        FinishReason::Constraint(error) => bail!("{error}"),
         FinishReason::Complete => bail!("the schema was satisfied after {} tokens", finished.output_tokens),
         _ => {}
     }

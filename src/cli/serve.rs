@@ -3,6 +3,7 @@
 
 use super::reload::Reload;
 use super::{Usage, cache_directory, progress};
+use crate::actors::workers::{self, Limits};
 use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Sources};
 use crate::engine::host::Host;
 use crate::engine::start::{Progress, Unit, start};
@@ -90,6 +91,10 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         log: config.telemetry.log.clone(),
         json: args.json,
     })?;
+    workers::use_limits(Limits {
+        memory: config.server.worker_memory.0,
+        cpu: Duration::from_secs_f64(config.server.worker_seconds),
+    });
     // Taken before minutes of loading, listened on after: until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
     // Read before too: what is wrong with certificates is known at once.

@@ -20,6 +20,7 @@ use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, Templates};
 use self::stream::TextStream;
 use super::grammar::{GrammarError, Grammars, Uses};
+use crate::actors::workers::Cancel;
 
 /// Tokenizer and chat template of a checkpoint.
 #[derive(Clone)]
@@ -27,9 +28,20 @@ pub struct Text {
     inner: Arc<Inner>,
 }
 
+/// A tokenizer alone, for what a text owns itself.
+#[derive(Clone)]
+pub(super) struct Tokens(Arc<Tokenizer>);
+
+impl Tokens {
+    /// The token ids of a text, without those that stand around a prompt.
+    pub(super) fn of(&self, text: &str) -> Option<Vec<u32>> {
+        self.0.encode_fast(text, false).ok().map(|encoding| encoding.get_ids().to_vec())
+    }
+}
+
 /// What all clones share; never changed after loading.
 struct Inner {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     /// Ids of special tokens, which decoding leaves out.
     special: HashSet<u32>,
     templates: Templates,
@@ -82,6 +94,15 @@ pub enum TextError {
     /// The conversation was refused by the template itself.
     #[error("the chat template refuses the messages: {0}")]
     Refused(String),
+    /// The template meets a limit of its worker process (stack, memory or processor time), or renders too much.
+    #[error("the chat template cannot be rendered: {0}")]
+    TooLarge(String),
+    /// The call that asked has ended.
+    #[error("nobody waits for the text any more")]
+    Cancelled,
+    /// There is no worker process to render it.
+    #[error("no chat template can be rendered now: {0}")]
+    Unavailable(String),
 }
 
 impl Text {
@@ -156,7 +177,7 @@ impl Text {
         let special =
             tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
-        Ok(Inner { tokenizer, special, templates, files: Vec::new(), grammars: OnceLock::new() })
+        Ok(Inner { tokenizer: Arc::new(tokenizer), special, templates, files: Vec::new(), grammars: OnceLock::new() })
     }
 
     /// The token ids of a text; `add_special` puts what the tokenizer puts around a text
@@ -198,6 +219,11 @@ impl Text {
         self.inner.grammars.get().map(|grammars| grammars.uses()).unwrap_or_default()
     }
 
+    /// Its tokenizer.
+    pub(super) fn tokens(&self) -> Tokens {
+        Tokens(Arc::clone(&self.inner.tokenizer))
+    }
+
     /// How many tokens the tokenizer knows; the model may have more rows.
     pub fn vocabulary(&self) -> usize {
         self.inner.tokenizer.get_vocab_size(true)
@@ -226,7 +252,17 @@ impl Text {
     /// Renders a conversation with the checkpoint's template. The result names its special
     /// tokens itself: encode it with `add_special` false.
     pub fn chat(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
-        self.inner.templates.render(messages, options)
+        self.chat_until(messages, options, &Cancel::default())
+    }
+
+    /// The same; gives up when nobody waits for it any more.
+    pub fn chat_until(
+        &self,
+        messages: &[ChatMessage],
+        options: &ChatOptions,
+        cancel: &Cancel,
+    ) -> Result<String, TextError> {
+        self.inner.templates.render(messages, options, cancel)
     }
 
     /// A detokenizer for one sequence.

@@ -311,6 +311,10 @@ impl Generation {
                 refusal = Some(Refusal::Deadline { output_tokens: sample.output_tokens });
                 (Reason::DeadlineExceeded, "deadline_exceeded", None)
             }
+            (None, FinishReason::Constraint(source)) => {
+                refusal = Some(Refusal::Grammar { field: "constraint", source: source.clone() });
+                (Reason::Error, "error", None)
+            }
             (None, FinishReason::Error(why)) => {
                 refusal = Some(self.place.failed(why));
                 (Reason::Error, "error", None)

@@ -252,8 +252,17 @@ impl Refusal {
             Refusal::Submit(SubmitError::Unavailable { .. }) => Code::Unavailable,
             Refusal::Text(TextError::NoTemplate(_)) => Code::FailedPrecondition,
             Refusal::Text(
-                TextError::Encode(_) | TextError::Decode(_) | TextError::Template(_) | TextError::Refused(_),
+                TextError::Encode(_)
+                | TextError::Decode(_)
+                | TextError::Template(_)
+                | TextError::TooLarge(_)
+                | TextError::Refused(_),
             ) => Code::InvalidArgument,
+            Refusal::Text(TextError::Cancelled) | Refusal::Grammar { source: GrammarError::Cancelled, .. } => {
+                Code::Cancelled
+            }
+            Refusal::Text(TextError::Unavailable(_))
+            | Refusal::Grammar { source: GrammarError::Unavailable(_), .. } => Code::Unavailable,
             Refusal::Text(_) => Code::Internal,
             Refusal::Grammar { source: GrammarError::Tokenizer, .. } => Code::FailedPrecondition,
             Refusal::Grammar { .. } => Code::InvalidArgument,

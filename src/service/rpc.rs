@@ -12,6 +12,7 @@ use super::proto;
 use super::refusal::{Refusal, code_name, status};
 use super::server::Changeable;
 use super::{convert, proto::ostinato_server::Ostinato};
+use crate::actors::workers::Cancel;
 use crate::engine::host::{Host, RouteError, ServedModel, StepRecord};
 use crate::engine::lifecycle::LifecycleError;
 use crate::model::text::Text;
@@ -461,8 +462,11 @@ impl Rpc {
         let samples = prepare::samples(&message)?;
         let size = Size { bytes: message.encoded_len(), constraint: message.constraint.is_some() };
         let host = Arc::clone(&self.host);
+        // What is found out for a call ends with it.
+        let cancel = Cancel::until(deadline);
+        let _waits = cancel.guard();
         let work = move |mut places: Option<Places>| {
-            let mut prepared = prepare::prepare_end(&host, message, deadline, keep)?;
+            let mut prepared = prepare::prepare_end(&host, message, deadline, keep, &cancel)?;
             let found = adjust(&mut prepared);
             let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
             if let Some(places) = &mut places {
@@ -500,11 +504,13 @@ impl Rpc {
             Some(Input::Chat(chat)) => bounds::chat(chat, self.most_text).map(|()| "chat")?,
         };
         let size = Size { bytes: message.encoded_len(), constraint: false };
+        let cancel = Cancel::until(caller.deadline()?);
+        let _waits = cancel.guard();
         // Encoding is work: while it goes on it counts as a request.
         let work = move |_places: Option<Places>| {
             let tokenizer = tokenizer(&place, field)?;
             let (text, token_ids) = match message.input {
-                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat)?,
+                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat, &cancel)?,
                 Some(Input::Text(text)) => {
                     let ids = tokenizer.encode(&text, true)?;
                     (text, ids)

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Our field's name → the contract's.
-const NAMES: [(&str, &str); 11] = [
+const NAMES: [(&str, &str); 12] = [
     ("sampling.n", "sampling_params.n"),
     ("stopping.strings", "sampling_params.stop"),
     ("stop_ids", "sampling_params.stop_token_ids"),
@@ -28,6 +28,7 @@ const NAMES: [(&str, &str); 11] = [
     ("constraint.choice", "sampling_params.choice"),
     ("constraint.json_object", "sampling_params.json_object"),
     ("constraint.structural_tag", "sampling_params.structural_tag"),
+    ("constraint", "sampling_params.constraint"),
     ("prompt.text", "text"),
     ("prompt", "input"),
 ];

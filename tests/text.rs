@@ -350,3 +350,50 @@ fn a_template_with_everything() {
 }
 
 const EXPECTED: &str = "<s>[Be brief.]\n\n  1/3 USER*: héy</s>\n\n  2/3 ASSISTANT: <yes></s>\n\n  3/3 USER: !go</s>\n\nuser,assistant,user {\"b\": 1, \"a\": [true, null]} -4 anon\n> (quiet)";
+
+/// Goal: whatever a checkpoint's chat template says, this process goes on, and who asks for a chat hears why there is none.
+#[test]
+fn no_chat_template_ends_the_process_or_goes_on_for_ever() {
+    let times = |text: &str, count: usize| text.repeat(count);
+    let templates = [
+        ("a sum", format!("{{{{ 1{} }}}}", times("+1", 30_000))),
+        ("parentheses", format!("{{{{ {}1{} }}}}", times("(", 30_000), times(")", 30_000))),
+        ("lists", format!("{{{{ {}{} }}}}", times("[", 30_000), times("]", 30_000))),
+        ("not", format!("{{{{ {}1 }}}}", times("not ", 30_000))),
+        ("minus", format!("{{{{ {}1 }}}}", times("-", 30_000))),
+        ("filters", format!("{{{{ 1{} }}}}", times("|upper", 20_000))),
+        ("attributes", format!("{{{{ messages{} }}}}", times("[0]", 20_000))),
+        ("blocks", format!("{}{}", times("{% if true %}", 20_000), times("{% endif %}", 20_000))),
+        ("if else", format!("{{{{ {}1 }}}}", times("1 if x else ", 20_000))),
+        ("loops", times("{% for a in range(100000) %}", 5) + "x" + &times("{% endfor %}", 5)),
+        ("a long range", "{{ range(100000000000) | list | length }}".to_owned()),
+        ("a long text", "{{ 'a' * 100000000000 }}".to_owned()),
+        ("doubling", format!("{{% set s = 'abcdefgh' %}}{}{{{{ s }}}}", times("{% set s = s ~ s %}", 60))),
+        ("a macro of itself", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}".to_owned()),
+        (
+            "much text",
+            "{% for a in range(10000) %}{% for b in range(10000) %}0123456789{% endfor %}{% endfor %}".to_owned(),
+        ),
+        (
+            "nested values",
+            format!(
+                "{{% set ns = namespace(a=[]) %}}{{% for i in range(99999) %}}{{% set ns.a = [ns.a] %}}{{% endfor %}}{{{{ ns.a }}}}"
+            ),
+        ),
+        ("nested values as JSON", "{% set ns = namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a | tojson }}".to_owned()),
+    ];
+    let messages = [ChatMessage { role: "user".into(), content: "hi".into() }];
+    for (name, template) in templates {
+        let began = std::time::Instant::now();
+        let text = Text::from_bytes(byte_level_json().as_bytes(), None, Some(&template)).unwrap();
+        let rendered = text.chat(&messages, &ChatOptions::default());
+        let shown = rendered.as_ref().map(String::len).map_err(ToString::to_string);
+        println!("{name}: {:.2} s, {shown:?}", began.elapsed().as_secs_f64());
+        match rendered {
+            Ok(_) | Err(TextError::Template(_) | TextError::TooLarge(_)) => {}
+            Err(error) => panic!("{name}: {error}"),
+        }
+        // Two seconds of processor time, on a machine where others are busy.
+        assert!(began.elapsed().as_secs() < 40, "{name}");
+    }
+}

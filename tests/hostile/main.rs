@@ -16,6 +16,7 @@
 mod arena;
 #[path = "../common/mod.rs"]
 mod common;
+mod constraints;
 #[path = "../serving/mod.rs"]
 mod serving;
 
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 
 /// All attacks that can be mixed.
 fn attacks() -> Vec<Attack> {
-    let all: [&[Attack]; 0] = [];
+    let all: [&[Attack]; 1] = [constraints::ATTACKS];
     all.concat()
 }
 

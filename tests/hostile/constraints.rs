@@ -51,8 +51,7 @@ fn properties(count: usize, required: bool) -> String {
 
 /// Names, and what is sent. `scale` 1 is about what ended a server whose threads have two megabytes of stack.
 pub fn payloads(scale: usize) -> Vec<(String, Kind)> {
-    let grammar = |text: String| Kind::Grammar(text);
-    let schema = |text: String| Kind::JsonSchema(text);
+    let (grammar, schema) = (Kind::Grammar, Kind::JsonSchema);
     let tag = |content: String| {
         Kind::StructuralTag(format!(
             "{{\"type\":\"structural_tag\",\"format\":{{\"type\":\"tag\",\"begin\":\"<\",\"content\":{content},\"end\":\">\"}}}}"

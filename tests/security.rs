@@ -137,6 +137,18 @@ fn certificates_that_cannot_be_used_are_named() {
     let (_, other_key) = authority.issue_to(folder.path(), "other");
     let empty = folder.path().join("empty.pem");
     std::fs::write(&empty, "").unwrap();
+    let pipe = folder.path().join("pipe.pem");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::from(0o600)).unwrap();
+    for files in [
+        certificates(&pipe, &key, None),
+        certificates(&certificate, &pipe, None),
+        certificates(&certificate, &key, Some(pipe.clone())),
+    ] {
+        let (said, heard) = std::sync::mpsc::channel();
+        std::thread::spawn(move || said.send(ostinato::telemetry::with_causes(&Tls::read(&files).unwrap_err())));
+        let error = heard.recv_timeout(Duration::from_secs(20)).expect("it waits for the other end of the pipe");
+        assert!(error.contains("pipe.pem") && error.contains("a named pipe, not a regular file"), "{error}");
+    }
     let nowhere = folder.path().join("nowhere.pem");
     Tls::read(&certificates(&certificate, &key, Some(authority.write(folder.path(), "ca.pem")))).unwrap();
     for (files, names) in [

@@ -9,6 +9,7 @@ pub mod stream;
 
 use std::collections::HashSet;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -20,6 +21,7 @@ use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, Templates};
 use self::stream::TextStream;
 use super::grammar::{GrammarError, Grammars, Uses};
+use crate::config::file;
 
 /// Tokenizer and chat template of a checkpoint.
 #[derive(Clone)]
@@ -89,15 +91,15 @@ impl Text {
     /// config.json and generation_config.json for those who ask for its files; `None` where there is no
     /// tokenizer.json.
     pub fn load(dir: &Path) -> Result<Option<Text>, TextError> {
-        let read = |name: &str| {
+        let read = |name: &str, most: u64| {
             let path = dir.join(name);
-            match std::fs::read(&path) {
+            match file::read(&path, most) {
                 Ok(bytes) => Ok(Some(bytes)),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
                 Err(source) => Err(TextError::Unreadable { path, source }),
             }
         };
-        let Some(tokenizer) = read("tokenizer.json")? else {
+        let Some(tokenizer) = read("tokenizer.json", file::LARGE)? else {
             return Ok(None);
         };
         let mut files = vec![("tokenizer.json", tokenizer)];
@@ -108,7 +110,7 @@ impl Text {
             "config.json",
             "generation_config.json",
         ] {
-            files.extend(read(name)?.map(|bytes| (name, bytes)));
+            files.extend(read(name, file::SMALL)?.map(|bytes| (name, bytes)));
         }
         Text::from_files(files).map(Some)
     }
@@ -168,7 +170,13 @@ impl Text {
 
     /// The text of token ids. Ids outside the tokenizer's vocabulary have none.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-        self.inner.tokenizer.decode(ids, skip_special).map_err(|error| TextError::Decode(error.to_string()))
+        // A decoder of the library counts on one token at least.
+        if !ids.iter().any(|id| self.is_text(*id, !skip_special)) {
+            return Ok(String::new());
+        }
+        self.decoded(ids, skip_special)
+            .unwrap_or_else(|| Err("its decoder cannot take them".into()))
+            .map_err(|error| TextError::Decode(error.to_string()))
     }
 
     /// The text of one token as it stands, special or not; a part of a character is `U+FFFD`.
@@ -246,10 +254,18 @@ impl Text {
 
     /// Like `decode`; for windows of a stream, which cannot fail half way.
     fn window(&self, ids: &[u32], special: bool) -> String {
-        self.inner
-            .tokenizer
-            .decode(ids, !special)
-            .unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
+        if ids.is_empty() {
+            return String::new();
+        }
+        // What is too short for its decoder is so far no text.
+        let Some(decoded) = self.decoded(ids, !special) else { return String::new() };
+        decoded.unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
+    }
+
+    /// What the library makes of ids; `None` where it panics, as some of its decoders do for texts of nothing but spaces.
+    fn decoded(&self, ids: &[u32], skip_special: bool) -> Option<tokenizers::Result<String>> {
+        let tokenizer = AssertUnwindSafe(&self.inner.tokenizer);
+        std::panic::catch_unwind(move || tokenizer.decode(ids, skip_special)).ok()
     }
 
     /// Whether the id leaves a trace in the text, special tokens only where asked for.

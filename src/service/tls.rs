@@ -4,7 +4,7 @@
 
 use super::bounds::HANDSHAKES;
 use super::watch::Watched;
-use crate::config;
+use crate::config::{self, file};
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -102,18 +102,17 @@ impl Tls {
 
 fn certificates(what: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let wrong = |source| TlsError::File { what, path: path.to_owned(), source };
-    let all: Vec<_> = CertificateDer::pem_file_iter(path).map_err(wrong)?.collect::<Result<_, _>>().map_err(wrong)?;
+    let pem = file::read(path, file::SMALL).map_err(|error| wrong(PemError::Io(error)))?;
+    let all: Vec<_> = CertificateDer::pem_slice_iter(&pem).collect::<Result<_, _>>().map_err(wrong)?;
     if all.is_empty() { Err(wrong(PemError::NoItemsFound)) } else { Ok(all) }
 }
 
 fn server_config(files: &config::Tls) -> Result<ServerConfig, TlsError> {
     let config::Tls { certificate, key, client_ca } = files;
     let chain = certificates("a certificate", certificate)?;
-    let private = PrivateKeyDer::from_pem_file(key).map_err(|source| TlsError::File {
-        what: "a private key",
-        path: key.clone(),
-        source,
-    })?;
+    let wrong = |source| TlsError::File { what: "a private key", path: key.clone(), source };
+    let pem = file::read(key, file::SMALL).map_err(|error| wrong(PemError::Io(error)))?;
+    let private = PrivateKeyDer::from_pem_slice(&pem).map_err(wrong)?;
     let pair = |source| TlsError::Pair { certificate: certificate.clone(), key: key.clone(), source };
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ServerConfig::builder_with_provider(Arc::clone(&provider));

@@ -5,12 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use ostinato::model::checkpoint::{Checkpoint, CheckpointProblem, WeightKind, WeightSpec};
 use ostinato::model::config::{ConfigProblem, Dtype};
 use ostinato::model::synth::{self, SynthError, SynthOptions};
 use ostinato::model::text::Text;
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
+use ostinato::telemetry::with_causes;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -656,6 +659,64 @@ fn progress_reaches_the_end_and_nothing_is_overwritten() {
     let error = synth::write(&synth::preset("tiny-qwen3").unwrap(), dir.path(), &options, &mut |_, _| {}).unwrap_err();
     assert!(error.to_string().contains("model-00002-of-00008.safetensors"), "{error}");
     assert!(!dir.path().join("model-00001-of-00008.safetensors").exists());
+}
+
+/// What a reader says of a folder, if it says so in time: a pipe could be waited for without end.
+fn said_of(dir: &Path) -> (String, String) {
+    let (said, heard) = std::sync::mpsc::channel();
+    let dir = dir.to_owned();
+    std::thread::spawn(move || {
+        let checkpoint = Checkpoint::open(&dir).map_or_else(|error| error.to_string(), |_| String::new());
+        let text = Text::load(&dir).map_or_else(|error| with_causes(&error), |_| String::new());
+        said.send((checkpoint, text))
+    });
+    heard.recv_timeout(Duration::from_secs(20)).expect("it waits for the other end of a pipe")
+}
+
+/// Goal: nothing in a model's folder holds up a load or is read without end, and a file that is not there counts as
+/// absent only where nothing has its name. Method: in the place of each file stand a pipe, a device, a folder, a link to
+/// nothing, and a file of a terabyte that takes no room.
+#[test]
+fn what_is_no_regular_file_of_a_sane_size_is_refused_by_name() {
+    const MODEL: [&str; 4] = ["config.json", "generation_config.json", "model.safetensors.index.json", "SHARD"];
+    const TEXT: [&str; 5] = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ];
+    let names: BTreeSet<&str> = MODEL.into_iter().chain(TEXT).chain(["model.safetensors"]).collect();
+    for name in names {
+        let (dir, of_text) = (if name == "model.safetensors" { tiny() } else { sharded() }, TEXT.contains(&name));
+        let shard = "model-00001-of-00008.safetensors";
+        let file = if name == "SHARD" { shard } else { name };
+        let path = dir.path().join(file);
+        let places: [(&str, &dyn Fn()); 5] = [
+            ("a named pipe", &|| assert!(Command::new("mkfifo").arg(&path).status().unwrap().success())),
+            ("a character device", &|| std::os::unix::fs::symlink("/dev/zero", &path).unwrap()),
+            ("a directory", &|| fs::create_dir(&path).unwrap()),
+            ("a symbolic link to ../blobs/0a1b", &|| std::os::unix::fs::symlink("../blobs/0a1b", &path).unwrap()),
+            ("1099511627776 bytes, at most ", &|| fs::File::create(&path).unwrap().set_len(1 << 40).unwrap()),
+        ];
+        for (wanted, place) in places {
+            let weights = file.ends_with(".safetensors");
+            if weights && wanted.starts_with("10995") {
+                continue;
+            }
+            fs::remove_file(&path).or_else(|_| fs::remove_dir(&path)).ok();
+            place();
+            let (checkpoint, text) = said_of(dir.path());
+            let says = |said: &str| said.contains(file) && said.contains(wanted);
+            assert!(says(&checkpoint) || !MODEL.contains(&name) && !weights, "{name}, {wanted}: {checkpoint}");
+            assert!(says(&text) || !of_text, "{name}, {wanted}: {text}");
+        }
+        // What may be absent is, once nothing has its name.
+        fs::remove_file(&path).unwrap();
+        if name == "generation_config.json" || of_text {
+            assert_eq!(said_of(dir.path()), (String::new(), String::new()), "{name}");
+        }
+    }
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! The boundary between what an operator writes and `Config`: the example, every problem at
 //! once with key, rule and value, and which source wins.
 
-use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Sources, from_sources};
+use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Sources, from_sources, tokens};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 fn write(text: &str) -> (tempfile::TempDir, Sources) {
     let folder = tempfile::tempdir().unwrap();
@@ -199,6 +200,33 @@ fn a_file_that_is_missing_or_not_toml_is_named() {
     assert!(matches!(error, ConfigError::Syntax { .. }), "{error:?}");
     let cause = std::error::Error::source(&error).unwrap().to_string();
     assert!(cause.contains("line 1"), "{cause}");
+}
+
+#[test]
+fn a_configuration_is_a_regular_file_of_a_bounded_size() {
+    let (folder, sources) = write("");
+    let file = sources.file.clone().unwrap();
+    let refused = |wanted: &str| {
+        let (said, heard) = std::sync::mpsc::channel();
+        let (sources, path) = (sources.clone(), file.clone());
+        std::thread::spawn(move || said.send((from_sources(&sources).unwrap_err(), tokens(&path).unwrap_err())));
+        let (error, of_tokens) = heard.recv_timeout(Duration::from_secs(20)).expect("it waits for a pipe's other end");
+        for error in [error, of_tokens] {
+            assert!(matches!(error, ConfigError::Read { .. }), "{error:?}");
+            assert!(error.to_string().contains("ostinato.toml"), "{error}");
+            let cause = std::error::Error::source(&error).unwrap().to_string();
+            assert!(cause.contains(wanted), "{cause}");
+        }
+        std::fs::remove_file(&file).unwrap();
+    };
+    std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(1 << 40).unwrap();
+    refused("1099511627776 bytes, at most 16777216");
+    assert!(std::process::Command::new("mkfifo").arg(&file).status().unwrap().success());
+    refused("a named pipe, not a regular file");
+    std::os::unix::fs::symlink("/dev/zero", &file).unwrap();
+    refused("a character device, not a regular file");
+    std::os::unix::fs::symlink(folder.path().join("gone.toml"), &file).unwrap();
+    refused("a symbolic link to ");
 }
 
 #[test]

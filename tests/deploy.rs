@@ -668,6 +668,38 @@ fn the_unit_is_one_that_systemd_reads_and_that_exposes_little() {
     assert!(!kept, "{said}");
 }
 
+/// Goal: whatever ends the program, and however often, it is started again. Method: the rules of each supervisor.
+#[test]
+fn whatever_ends_the_server_it_comes_back() {
+    let unit = text("ostinato.service");
+    let value = |key: &str| unit.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+    // systemd gives up after `StartLimitBurst` starts within `StartLimitIntervalSec`, five in ten seconds by default; 0
+    // has it never give up.
+    assert_eq!((value("StartLimitIntervalSec"), value("StartLimitBurst")), (Some("0"), None));
+    assert_eq!(value("Restart"), Some("on-failure"), "after any end but one that was asked for");
+    let pause: f64 = value("RestartSec").and_then(|seconds| seconds.parse().ok()).expect("a pause");
+    assert!((1.0..=30.0).contains(&pause), "it neither spins nor is missed for long");
+    for key in ["RestartPreventExitStatus", "RestartForceExitStatus", "SuccessExitStatus"] {
+        assert_eq!(value(key), None, "{key}: no end is a reason to stay away");
+    }
+    for file in ["compose.yaml", "fleet.yaml"] {
+        for (name, service) in entries(&one(file)["services"]) {
+            let restart = service["restart"].as_str();
+            assert!(matches!(restart, Some("unless-stopped" | "always")), "{file}, {name}: restart is {restart:?}");
+        }
+    }
+    // Pods of a deployment are started again without end; a probe must not be what ends one that loads.
+    let all = yaml("kubernetes.yaml");
+    for (name, deployment) in objects(&all, "Deployment") {
+        let pod = &deployment["spec"]["template"]["spec"];
+        assert!(matches!(pod["restartPolicy"].as_str(), None | Some("Always")), "{name}");
+    }
+    let pod = &objects(&all, "Deployment")["ostinato"]["spec"]["template"]["spec"]["containers"][0];
+    let probe = &pod["startupProbe"];
+    let seconds = |key: &str| probe[key].as_i64().unwrap_or(1);
+    assert!(seconds("periodSeconds") * seconds("failureThreshold") >= 600, "large models load for minutes");
+}
+
 #[test]
 fn the_unit_gives_the_program_what_it_needs() {
     let unit = text("ostinato.service");

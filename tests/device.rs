@@ -10,6 +10,7 @@ use ostinato::device::{
     Selector, select,
 };
 use ostinato::telemetry::with_causes;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -488,6 +489,36 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
     }
     let names: Vec<_> = std::fs::read_dir(&dir).expect("the folder").flatten().map(|e| e.file_name()).collect();
     assert_eq!(names.len(), devices.len(), "no temporary file is left: {names:?}");
+}
+
+/// Goal: what stands in the place of the cache's file and is none neither holds up the start nor fills memory.
+#[test]
+fn the_pipeline_cache_reads_regular_files_only() {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let device = vulkan.device(Driver::first());
+    let (said, opened) = std::sync::mpsc::channel();
+    let dir = folder.path().to_owned();
+    std::thread::spawn(move || {
+        let open = || PipelineCache::open(&dir, &device, 1).expect("a cache");
+        let file = open().file().expect("on disk").to_owned();
+        for place in ["pipe", "zeroes", "nothing"] {
+            match place {
+                "pipe" => assert!(Command::new("mkfifo").arg(&file).status().expect("mkfifo").success()),
+                "zeroes" => std::os::unix::fs::symlink("/dev/zero", &file).expect("a link"),
+                _ => std::os::unix::fs::symlink("/nowhere/pipelines", &file).expect("a link"),
+            }
+            let cache = open();
+            assert_eq!(cache.loaded_bytes(), 0, "{place}");
+            // It is replaced by a file.
+            Pipeline::new(&device, &cache, &desc("add", &[1])).expect("built anew");
+            cache.save().expect("written");
+            assert!(open().loaded_bytes() > 0, "{place}");
+            std::fs::remove_file(&file).expect("removed");
+        }
+        said.send(()).expect("the test waits");
+    });
+    opened.recv_timeout(LONG).expect("it waits for the other end of a pipe, or has failed");
 }
 
 #[test]

@@ -93,7 +93,8 @@ fn constraints() -> Vec<Started> {
         Constraint::Regex("[a-z]{600}".to_owned()),
     ]
     .iter()
-    .map(|constraint| grammars.start(constraint, false).unwrap())
+    // How long it took to compile is of this machine, and no simulation depends on it.
+    .map(|constraint| Started { slow: false, ..grammars.start(constraint, false).unwrap() })
     .collect()
 }
 
@@ -254,13 +255,19 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             scheduler.assert_consistent();
         }
         scheduler.expire(now);
+        scheduler.give_up_late_masks(now);
+        scheduler.assert_consistent();
         let mut obey = |scheduler: &mut Scheduler, fake: &mut FakeExecutor, random: &mut Random| {
             for order in scheduler.take_orders() {
                 match order {
                     Order::Take(id, mut grammar, token) => {
                         questions += 1;
                         let next = grammar.take(token);
-                        let late = if random.one_in(4) { random.below(3) } else { 0 };
+                        let late = match random.below(32) {
+                            0 => random.below(200),
+                            1..8 => random.below(3),
+                            _ => 0,
+                        };
                         answers.insert((now + step * late as u32, questions), (id, grammar, next));
                     }
                     Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
@@ -344,6 +351,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                 assert!(alone.starts_with(&seen.output), "{id} differs from what it draws alone");
                 outcome.lost += 1;
             }
+            FinishReason::Constraint(error) => panic!("{id}: {error}"),
             FinishReason::Error(why) => panic!("{id}: {why}"),
             cut => {
                 assert!(alone.starts_with(&seen.output), "{id} differs from what it draws alone");
@@ -1114,6 +1122,121 @@ fn nobody_waits_for_a_replica_that_is_stopped() {
             replica.stop("a test");
         });
         assert_eq!(replica.unfinished(), 0);
+    }
+}
+
+/// Goal: rows beside one whose mask takes five seconds draw on, prompts that come meanwhile are taken in, though all slots
+/// are held, and the late one goes on once its mask is there, with what it may draw.
+/// Method: the fake device on virtual time; the answer about the third token is held back. With and without gates, with
+/// and without recurrent state.
+#[test]
+fn rows_beside_one_whose_mask_is_late_draw_on() {
+    for (gates, snapshots) in [(true, None), (false, None), (true, Some(4))] {
+        let mut capacity = capacity(2, 1024, &[1, 2]);
+        (capacity.context, capacity.gates, capacity.snapshots) = (8192, gates, snapshots);
+        if snapshots.is_some() {
+            capacity.prefill_chunk = capacity.prefill_chunk.max(64);
+        }
+        let (step, epoch) = (Duration::from_millis(1), Instant::now());
+        let config = FakeConfig { capacity: capacity.clone(), step, chunk: step * 3, ..FakeConfig::default() };
+        let mut fake = FakeExecutor::simulated(config, epoch);
+        let mut scheduler = Scheduler::new(setup(capacity, 1));
+        let grammar = constraints().pop();
+        let late = scheduler.arrive(Request { grammar, ..request("late", 40, 50) }, epoch);
+        let free = scheduler.arrive(request("free", 4, 6_000), epoch);
+        let mut third = None;
+        let (mut questions, mut drawn, mut last, mut longest) = (0, 0, epoch, Duration::ZERO);
+        let (mut answers, mut finished, mut joined) = (Vec::new(), None, None);
+        let held = epoch + Duration::from_secs(5);
+        let mut now = epoch;
+        while finished.is_none() {
+            let next = [scheduler.next_deadline(), fake.next_report(), third.as_ref().map(|_| held)];
+            // At the beginning nothing has been asked for.
+            assert!(now == epoch || next.iter().any(Option::is_some), "nothing is to happen");
+            now = next.into_iter().flatten().min().unwrap_or(now).max(now);
+            assert!(now < epoch + Duration::from_secs(10), "it never ends");
+            fake.advance(now);
+            if joined.is_none() && now > epoch + Duration::from_secs(1) {
+                joined = Some((scheduler.arrive(request("later", 30, 3), now), now, None));
+            }
+            for progress in fake.poll().unwrap() {
+                scheduler.progress(progress, now);
+                scheduler.assert_consistent();
+            }
+            if now >= held {
+                answers.extend(third.take());
+            }
+            for (id, grammar, next) in answers.drain(..) {
+                scheduler.constrained(id, grammar, next, now);
+                scheduler.assert_consistent();
+            }
+            scheduler.expire(now);
+            scheduler.give_up_late_masks(now);
+            scheduler.assert_consistent();
+            for turn in 0..2 {
+                for order in scheduler.take_orders() {
+                    match order {
+                        Order::Take(id, mut grammar, token) => {
+                            questions += 1;
+                            let next = grammar.take(token);
+                            match questions {
+                                3 => third = Some((id, grammar, next)),
+                                _ => answers.push((id, grammar, next)),
+                            }
+                        }
+                        Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
+                        Order::Release(ticket) => fake.release(ticket).unwrap(),
+                    }
+                }
+                while turn == 0
+                    && let Some(plan) = scheduler.next_plan(now, fake.pace())
+                {
+                    let ticket = fake.submit(plan).unwrap();
+                    scheduler.submitted(ticket);
+                    scheduler.assert_consistent();
+                }
+            }
+            // What was found out at once is told at once.
+            for (id, grammar, next) in answers.drain(..) {
+                scheduler.constrained(id, grammar, next, now);
+            }
+            for order in scheduler.take_orders() {
+                match order {
+                    Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
+                    Order::Release(ticket) => fake.release(ticket).unwrap(),
+                    Order::Take(..) => unreachable!("nothing was drawn"),
+                }
+            }
+            while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
+                let ticket = fake.submit(plan).unwrap();
+                scheduler.submitted(ticket);
+            }
+            for output in scheduler.take_outputs() {
+                match output {
+                    Output::Event(id, Event::Token(_)) if id == free => {
+                        longest = longest.max(now - last);
+                        (last, drawn) = (now, drawn + 1);
+                    }
+                    Output::Event(id, Event::Finished(end)) if id == late => finished = Some(end.reason),
+                    Output::Event(id, Event::Finished(_)) => {
+                        let (_, _, ended) =
+                            joined.as_mut().filter(|(joined, ..)| *joined == id).expect("the short one");
+                        *ended = Some(now);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        assert_eq!(finished, Some(FinishReason::Length));
+        assert!(now >= held, "it has not waited for its mask");
+        assert_eq!(questions, 49, "the last token's successor is not asked for");
+        assert!(longest < Duration::from_millis(60), "gates {gates}: a free row waited {longest:?}");
+        assert!(drawn > 3_000, "gates {gates}: {drawn} tokens in five seconds of a millisecond's steps");
+        let (_, arrived, ended) = joined.expect("it came");
+        // Without gates the late one stands in nobody's way and keeps its slot.
+        if gates {
+            assert!(ended.is_some_and(|ended| ended - arrived < Duration::from_millis(200)), "{ended:?}");
+        }
     }
 }
 

@@ -8,14 +8,16 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use harness::models::{Generated, Lines, collect, generate, idle, request, submit};
+use ostinato::actors::workers::{Cancel, Limits};
 use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
 use ostinato::engine::host::{Host, Replica, RequestView};
 use ostinato::engine::request::{FinishReason, Request, Sampling};
 use ostinato::engine::start::{Quiet, start_on};
 use ostinato::model::demo;
-use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, bit, structural_tag};
+use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, Started, bit, structural_tag};
 use ostinato::model::text::Text;
 use std::sync::Arc;
+use std::time::Duration;
 
 fn text() -> Text {
     let dir = tempfile::tempdir().unwrap();
@@ -228,6 +230,83 @@ fn constraints_that_are_kept_are_as_good_as_fresh_ones() {
     }
     kept.start(&large("a"), false).unwrap();
     assert_eq!(uses(&kept), (3, 1));
+}
+
+/// Masks of an output that draws by a seed.
+fn walk(started: Started, random: &mut harness::Random, tokens: usize) -> Result<Vec<Next>, GrammarError> {
+    let mut grammar = started.grammar;
+    let mut walk = vec![Next::Mask(started.mask)];
+    while let Some(Next::Mask(mask)) = walk.last().filter(|_| walk.len() < tokens) {
+        let allowed: Vec<u32> = (0..mask.len() as u32 * 32).filter(|token| bit(mask, *token)).collect();
+        walk.push(grammar.take(allowed[random.below(allowed.len() as u32) as usize])?);
+    }
+    Ok(walk)
+}
+
+/// Goal: an output whose worker process dies at any token has the masks that it would have had; and so have others whose
+/// worker dies because a constraint takes all its memory.
+#[test]
+fn outputs_outlive_their_worker_process() {
+    let text = text();
+    let long = Constraint::Regex("([a-z]{2,8} ){30}".to_owned());
+    let (undisturbed, vocabulary, eos) = grammars(&text);
+    let expected = walk(undisturbed.start(&long, false).unwrap(), &mut harness::Random(3), 40).unwrap();
+
+    let (killed, ..) = grammars(&text);
+    let mut started = killed.start(&long, false).unwrap();
+    let mut random = harness::Random(3);
+    let mut masks = vec![Next::Mask(Arc::clone(&started.mask))];
+    while masks.len() < expected.len() {
+        if masks.len() % 5 == 0 {
+            let workers = killed.workers();
+            assert!(!workers.is_empty());
+            for id in workers {
+                assert!(
+                    std::process::Command::new("kill").args(["-KILL", &id.to_string()]).status().unwrap().success()
+                );
+            }
+        }
+        let Some(Next::Mask(mask)) = masks.last() else { break };
+        let allowed: Vec<u32> = (0..mask.len() as u32 * 32).filter(|token| bit(mask, *token)).collect();
+        masks.push(started.grammar.take(allowed[random.below(allowed.len() as u32) as usize]).unwrap());
+    }
+    assert!(masks == expected, "other masks after a death");
+
+    let limits = Limits { memory: 64 << 20, cpu: Duration::from_secs(20) };
+    let small = Grammars::with(&text, vocabulary, &[eos], limits).unwrap();
+    let mut beside = small.start(&long, false).unwrap();
+    let large = Constraint::Regex("a?".repeat(15_000));
+    let error = small.start(&large, false).unwrap_err();
+    assert!(matches!(error, GrammarError::TooLarge(_)), "{error}");
+    assert!(error.to_string().contains("more than 64 MiB of memory"), "{error}");
+    let mut random = harness::Random(3);
+    assert!(walk(beside.clone(), &mut random, 40).unwrap() == expected);
+    assert_eq!(beside.grammar.take(0).is_err(), !bit(&beside.mask, 0));
+}
+
+/// Goal: what takes longer than it may, or than anybody waits for it, ends, and says which.
+#[test]
+fn nobody_waits_longer_for_a_constraint_than_it_may_take() {
+    let text = text();
+    let (_, vocabulary, eos) = grammars(&text);
+    let with = |memory, cpu| Grammars::with(&text, vocabulary, &[eos], Limits { memory, cpu }).unwrap();
+    // Longer than a minute, and 10 GB.
+    let endless = Constraint::Regex("a?".repeat(60_000));
+    let short = with(16 << 30, Duration::from_millis(200));
+    let error = short.start(&endless, false).unwrap_err();
+    assert!(error.to_string().contains("more than 0.2 s of processor time"), "{error}");
+
+    let patient = with(16 << 30, Duration::from_secs(600));
+    let began = std::time::Instant::now();
+    let cancel = Cancel::until(Some(began + Duration::from_millis(300)));
+    assert_eq!(patient.start_until(&endless, false, &cancel).unwrap_err(), GrammarError::Cancelled);
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert!(patient.workers().is_empty(), "a worker goes on for nobody");
+
+    // What is asked for an output that has ended meanwhile.
+    let mut started = patient.start(&Constraint::Regex("xa*".to_owned()), false).unwrap();
+    started.grammar.cancel().cancel();
+    assert_eq!(started.grammar.take(text.encode("x", false).unwrap()[0]).unwrap_err(), GrammarError::Cancelled);
 }
 
 /// A structural tag of the older form.

@@ -10,7 +10,7 @@ use ostinato::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, So
 use ostinato::actors::transfer::{Piece, Transfer, TransferError};
 use ostinato::device::{Batch, Device, Entry, Point, Role};
 use ostinato::memory::pack::{Format, Layout, Packing, fragment_index};
-use ostinato::memory::{Arena, MappedFile, MemoryError, Place, StagingRing};
+use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -48,13 +48,13 @@ impl Host {
 }
 
 /// A file of bf16 numbers: number `i` has the bits `i * 40503` (every pattern comes up).
-fn shard(numbers: usize) -> (tempfile::NamedTempFile, Arc<MappedFile>) {
+fn shard(numbers: usize) -> (tempfile::NamedTempFile, Arc<WeightFile>) {
     let file = tempfile::NamedTempFile::new().unwrap();
     let bytes: Vec<u8> = (0..numbers).flat_map(|i| bits(i).to_le_bytes()).collect();
     // A header of odd length: tensors need no alignment.
     std::fs::write(file.path(), [&[0xff; 7][..], &bytes].concat()).unwrap();
-    let mapped = Arc::new(MappedFile::open(file.path()).unwrap());
-    (file, mapped)
+    let opened = Arc::new(WeightFile::open(file.path()).unwrap());
+    (file, opened)
 }
 
 fn bits(i: usize) -> u16 {
@@ -62,7 +62,7 @@ fn bits(i: usize) -> u16 {
 }
 
 /// Rows of the shard from number `first` on.
-fn source(file: &Arc<MappedFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
+fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
     let offset = 7 + 2 * first as u64;
     Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
 }
@@ -320,6 +320,47 @@ fn a_dropped_load_is_cancelled() {
         release.join().unwrap();
         drop((transfer, ring));
     });
+}
+
+/// Goal: a file that shrinks while it is loaded is an error of that load and nothing else. Method: the test holds every
+/// staging slot, so that the load is certainly in progress when the file is cut; and files are cut at any moment of
+/// loads, while their maps are read too.
+#[test]
+fn a_file_that_shrinks_ends_its_load_only() {
+    let vulkan = Vulkan::new();
+    let host = Host::new(&vulkan, Driver::first());
+    let (keep, file) = shard(100_000);
+    let packing =
+        Packing { rows: 1000, cols: 100, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
+    let target = host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap();
+    let sources = vec![source(&file, 0, 1000, 100, 0, 1)];
+    let tensor = LoadTensor { name: "w".to_owned(), target, offset: 0, packing, sources };
+    let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
+    let load = host.load(vec![tensor]);
+    assert!(load.done().recv_timeout(Duration::from_millis(50)).is_err(), "it waits for a slot");
+    keep.as_file().set_len(50_000).unwrap();
+    drop(slots);
+    let result = load.wait();
+    let Err(LoadError::Memory(MemoryError::FileChanged { was: 200_007, is: 50_000, .. })) = result else {
+        panic!("{result:?}")
+    };
+    let mut cut_short = 0;
+    for round in 0..60 {
+        let (keep, file) = shard(1_000_000);
+        let packing = Packing { rows: 10_000, ..packing };
+        let target = host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap();
+        let sources = vec![source(&file, 0, 10_000, 100, 0, 1)];
+        let load = host.load(vec![LoadTensor { name: "w".to_owned(), target, offset: 0, packing, sources }]);
+        std::thread::sleep(Duration::from_micros(100 * round));
+        keep.as_file().set_len(100).unwrap();
+        match load.wait() {
+            Ok(report) => assert_eq!(report.bytes_written, 2_000_000),
+            Err(LoadError::Memory(MemoryError::FileChanged { was: 2_000_007, is: 100, .. })) => cut_short += 1,
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+    assert!(cut_short > 0, "no load was in progress");
+    vulkan.assert_clean();
 }
 
 /// Goal: transfers happen in the order asked, also where they overlap, and a readback larger

@@ -12,6 +12,8 @@ use ostinato::config::{Bytes, Config, LoadWhen, Model};
 use ostinato::engine::host::Host;
 use ostinato::engine::lifecycle::{LifecycleError, Replace, State};
 use ostinato::engine::start::{Progress, Quiet, StartError, Unit, start_on};
+use ostinato::telemetry::with_causes;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex};
@@ -53,7 +55,11 @@ fn comes_back(host: &Host, wanted: &[u64], when: &str) {
 }
 
 fn load(host: &Host, name: &str) -> Result<(), LifecycleError> {
-    host.load(name, Replace::Beside, NOW, &Quiet).map(|loaded| {
+    load_with(host, name, &Quiet)
+}
+
+fn load_with(host: &Host, name: &str, progress: &dyn Progress) -> Result<(), LifecycleError> {
+    host.load(name, Replace::Beside, NOW, progress).map(|loaded| {
         if let Some(old) = loaded.old {
             let _ = host.retire(old, NOW);
         }
@@ -169,6 +175,50 @@ fn a_load_that_fails_leaves_everything_as_it_was() {
     assert!(matches!(fails("broken", &Quiet), StartError::Checkpoint { .. }));
     load(&host, "plain").unwrap_or_else(|e| panic!("{e:?}"));
     answers(&host, "plain", "llama-plain");
+}
+
+/// How a file is changed, in words and in deed.
+type Change<'a> = (&'a str, &'a (dyn Fn(&str) + Sync + 'a));
+
+/// Goal: weights that are not those whose headers were read are not loaded. Method: they are written to or replaced
+/// between the look at their headers and the load, with the same length, and with the time that they had.
+#[test]
+fn weights_that_are_written_to_while_they_load_are_noticed() {
+    let vulkan = Vulkan::new();
+    let uuid = vulkan.adapter(Driver::first()).uuid;
+    let folder = tempfile::tempdir().expect("a folder");
+    let weights = folder.path().join("model.safetensors");
+    let models = vec![small("m", folder.path(), &uuid, LoadWhen::Request)];
+    let host = serve(&vulkan, models);
+    let rewrite = |path: &Path| {
+        let file = std::fs::OpenOptions::new().write(true).open(path).expect("the weights");
+        let end = file.metadata().expect("its length").len();
+        file.write_all_at(&[0x3f; 512], end - 512).expect("written");
+        file
+    };
+    let in_place = |_: &str| drop(rewrite(&weights));
+    let time_kept = |_: &str| {
+        let time = std::fs::metadata(&weights).and_then(|found| found.modified()).expect("its time");
+        rewrite(&weights).set_modified(time).expect("set back");
+    };
+    let replaced = |_: &str| {
+        let other = folder.path().join("other");
+        std::fs::copy(&weights, &other).expect("a copy");
+        rewrite(&other);
+        std::fs::rename(&other, &weights).expect("in its place");
+    };
+    let changes: [Change<'_>; 3] = [("written at", &in_place), ("changed at", &time_kept), ("another file", &replaced)];
+    for (how, change) in changes {
+        for file in std::fs::read_dir(fixture("llama-plain")).expect("a checkpoint").flatten() {
+            std::fs::copy(file.path(), folder.path().join(file.file_name())).expect("a copy");
+        }
+        let Err(error) = load_with(&host, "m", &When("memory of", change)) else { panic!("{how}: it was loaded") };
+        let said = with_causes(&error);
+        assert!(said.contains("model.safetensors was changed while it was loaded") && said.contains(how), "{said}");
+        assert!(host.models().is_empty());
+    }
+    // As they are now they can be loaded.
+    load(&host, "m").unwrap_or_else(|e| panic!("{e:?}"));
 }
 
 #[test]

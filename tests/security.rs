@@ -137,6 +137,18 @@ fn certificates_that_cannot_be_used_are_named() {
     let (_, other_key) = authority.issue_to(folder.path(), "other");
     let empty = folder.path().join("empty.pem");
     std::fs::write(&empty, "").unwrap();
+    let pipe = folder.path().join("pipe.pem");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::from(0o600)).unwrap();
+    for files in [
+        certificates(&pipe, &key, None),
+        certificates(&certificate, &pipe, None),
+        certificates(&certificate, &key, Some(pipe.clone())),
+    ] {
+        let (said, heard) = std::sync::mpsc::channel();
+        std::thread::spawn(move || said.send(ostinato::telemetry::with_causes(&Tls::read(&files).unwrap_err())));
+        let error = heard.recv_timeout(Duration::from_secs(20)).expect("it waits for the other end of the pipe");
+        assert!(error.contains("pipe.pem") && error.contains("a named pipe, not a regular file"), "{error}");
+    }
     let nowhere = folder.path().join("nowhere.pem");
     Tls::read(&certificates(&certificate, &key, Some(authority.write(folder.path(), "ca.pem")))).unwrap();
     for (files, names) in [
@@ -404,6 +416,157 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     assert_eq!(lost.get_model_info(contract::GetModelInfoRequest {}).await.unwrap_err().code(), Code::PermissionDenied);
     its.generate(routers_request(3)).await.unwrap();
     its.get_model_info(contract::GetModelInfoRequest {}).await.unwrap();
+}
+
+/// A token for some models hears of no other: not by the answers to its calls, and not by what is refused, which is
+/// the same whether a model is served, unloaded or not there. What it may do is looked at before what it has.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_token_for_some_models_hears_of_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokens.toml");
+    let both = "may = [\"generate\", \"admin\"]\n";
+    let entries = [
+        entry("one", "o", &format!("{both}models = [\"beta\"]\nrequests = 1")),
+        entry("two", "t", &format!("{both}models = [\"beta\", \"gamma\", \"missing\"]")),
+        entry("lost", "l", &format!("{both}models = [\"missing\"]")),
+        entry("all", "a", both),
+    ];
+    std::fs::write(&file, entries.concat()).unwrap();
+    let tokens = Some(Arc::new(Tokens::read(&file).unwrap()));
+    let one = |name: &str| model(name, Some(tokenizer(true)), vec![(0, fake(Duration::from_millis(5), b"abc"))], 8);
+    let models = vec![one("alpha-secret"), one("beta"), one("gamma")];
+    let options = Options { tokens, ..Options::default() };
+    let guarded = Guarded { served: serve_models(models, options).await, folder };
+    // Its only place is taken.
+    let mut client = guarded.ours("o").await;
+    let running = client.generate(text_request("beta", "x", 4000)).await.unwrap();
+
+    let mut heard = Vec::new();
+    for (token, own) in [("o", &["beta"][..]), ("t", &["beta", "gamma"]), ("l", &[])] {
+        let (mut ours, mut theirs) = (guarded.ours(token).await, guarded.theirs(token).await);
+        let mut refused = Vec::new();
+        for name in ["alpha-secret", "nothing", ""] {
+            let mut codes = Vec::new();
+            let mut note = |what: &str, result: Result<(), Status>| {
+                let status = result.err();
+                codes.push((what.to_owned(), status.as_ref().map_or(Code::Ok, |status| status.code())));
+                heard.extend(status.map(|status| format!("{token} {what}: {}", status.message())));
+            };
+            let input = || Some(proto::tokenize_request::Input::Text("x".to_owned()));
+            let named = || name.to_owned();
+            note("Generate", ours.generate(text_request(name, "x", 1)).await.map(drop));
+            note("Tokenize", ours.tokenize(proto::TokenizeRequest { model: named(), input: input() }).await.map(drop));
+            let ids = proto::DetokenizeRequest { model: named(), token_ids: vec![1], ..Default::default() };
+            note("Detokenize", ours.detokenize(ids).await.map(drop));
+            note(
+                "Profile",
+                ours.profile(proto::ProfileRequest { model: named(), ..Default::default() }).await.map(drop),
+            );
+            if !name.is_empty() {
+                note("GetLoad", ours.get_load(proto::GetLoadRequest { model: named() }).await.map(drop));
+                let load = proto::LoadModelRequest { name: named(), ..Default::default() };
+                note("LoadModel", ours.load_model(load).await.map(drop));
+                let unload = proto::UnloadModelRequest { name: named(), ..Default::default() };
+                note("UnloadModel", ours.unload_model(unload).await.map(drop));
+            }
+            if name.is_empty() {
+                continue;
+            }
+            // Before its places are looked at, of which "o" has none left.
+            assert!(codes.iter().all(|(_, code)| *code == Code::PermissionDenied), "{token} {name}: {codes:?}");
+            refused.push(codes);
+        }
+        assert_eq!(refused[0], refused[1], "what is served and what is not there are told apart");
+        // Names that it may say and that are not served.
+        if token != "o" {
+            let status = ours.generate(text_request("missing", "x", 1)).await.unwrap_err();
+            assert_eq!(status.code(), Code::NotFound);
+            let names = if own.is_empty() { "none".to_owned() } else { own.join(", ") };
+            assert!(status.message().ends_with(&format!("served are {names}")), "{status:?}");
+            heard.push(status.message().to_owned());
+            let missing = proto::LoadModelRequest { name: "missing".to_owned(), ..Default::default() };
+            let status = match ours.load_model(missing).await {
+                Err(status) => status,
+                Ok(stream) => stream.into_inner().message().await.unwrap_err(),
+            };
+            heard.push(status.message().to_owned());
+        }
+        let devices = ours.list_devices(proto::ListDevicesRequest {}).await.unwrap().into_inner().devices;
+        let listed: Vec<String> = devices.into_iter().flat_map(|device| device.replicas).collect();
+        let expected: Vec<String> = own.iter().map(|name| format!("{name}/0")).collect();
+        assert_eq!(listed, expected);
+        for status in [
+            theirs.generate(routers_request(1)).await.map(drop),
+            theirs.get_model_info(contract::GetModelInfoRequest {}).await.map(drop),
+            theirs.get_server_info(contract::GetServerInfoRequest {}).await.map(drop),
+            theirs.get_loads(contract::GetLoadsRequest::default()).await.map(drop),
+            theirs.get_tokenizer(smg::GetTokenizerRequest {}).await.map(drop),
+            theirs.flush_cache(smg::FlushCacheRequest { timeout_s: 0.0 }).await.map(drop),
+            theirs.start_profile(smg::StartProfileRequest::default()).await.map(drop),
+            theirs.subscribe_kv_events(smg::SubscribeKvEventsRequest::default()).await.map(drop),
+        ] {
+            heard.extend(status.err().map(|status| format!("{token}: {}", status.message())));
+        }
+        let health = theirs.health_check(contract::HealthCheckRequest {}).await.unwrap().into_inner();
+        heard.push(format!("{token}: {}", health.message));
+    }
+    assert!(heard.len() > 30, "{heard:?}");
+    let leaks: Vec<_> =
+        heard.iter().filter(|words| words.replace("\"alpha-secret\"", "").contains("alpha-secret")).collect();
+    // What was asked for is told again, in quotes.
+    assert!(leaks.is_empty(), "{leaks:#?}");
+    // Who may use one of several means that one.
+    drop(running);
+    guarded.served.idle("beta/0", Duration::from_secs(5)).await;
+    assert_eq!(text_of(&mut client, text_request("", "x", 3)).await.unwrap(), "abc");
+    // Who may use all hears of all.
+    let status = guarded.ours("a").await.generate(text_request("nothing", "x", 1)).await.unwrap_err();
+    assert!(status.message().contains("alpha-secret, beta, gamma"), "{status:?}");
+}
+
+/// Detokenize is bounded in what it takes, and takes a place as Tokenize does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ids_to_be_decoded_are_bounded_and_take_a_place() {
+    let guarded =
+        guarded(&[entry("a", "a", "requests = 1"), entry("b", "b", "tokens_per_minute = 60")], Options::default())
+            .await;
+    let asked = |ids: usize| proto::DetokenizeRequest { token_ids: vec![97; ids], ..Default::default() };
+    let mut client = guarded.ours("a").await;
+    assert_eq!(client.detokenize(asked(4096)).await.unwrap().into_inner().text.len(), 4096);
+    let status = client.detokenize(asked(4097)).await.unwrap_err();
+    let words = "token_ids has 4097 ids, at most 4096 are decoded: as many as the model's context holds";
+    assert_eq!((status.code(), status.message()), (Code::InvalidArgument, words));
+    let running = client.generate(text_request("", "x", 4000)).await.unwrap();
+    assert_eq!(client.detokenize(asked(1)).await.unwrap_err().code(), Code::ResourceExhausted);
+    drop(running);
+    guarded.served.idle("alpha/0", Duration::from_secs(5)).await;
+    // Who is in debt waits.
+    let mut client = guarded.ours("b").await;
+    assert_eq!(text_of(&mut client, text_request("", &"p".repeat(30), 100)).await.unwrap().len(), 100);
+    assert_eq!(client.detokenize(asked(1)).await.unwrap_err().code(), Code::ResourceExhausted);
+}
+
+/// A prompt that is too long is refused before a place is taken and before anything is compiled for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_that_is_too_long_is_refused_first() {
+    let guarded = guarded(&[entry("a", "a", "requests = 1")], Options::default()).await;
+    let mut client = guarded.ours("a").await;
+    // No grammar that could be compiled.
+    let broken = || Some(proto::Constraint { kind: Some(proto::constraint::Kind::Regex("(".to_owned())) });
+    let long = |ids: usize| proto::GenerateRequest { constraint: broken(), ..token_request("", &vec![97; ids], 1) };
+    let status = client.generate(long(4096)).await.unwrap_err();
+    assert!(status.message().contains("exceed the context of 4096"), "{status:?}");
+    let status = client.generate(long(4095)).await.unwrap_err();
+    assert!(status.message().starts_with("constraint.regex"), "{status:?}");
+    let text = proto::GenerateRequest { constraint: broken(), ..text_request("", &"x".repeat(5000), 1) };
+    let status = client.generate(text).await.unwrap_err();
+    assert!(status.message().contains("exceed the context of 4096"), "{status:?}");
+    // Its only place is taken: what is refused for its length is not refused for that.
+    let running = client.generate(text_request("", "x", 4000)).await.unwrap();
+    let status = client.generate(long(4096)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+    drop(running);
+    guarded.served.idle("alpha/0", Duration::from_secs(5)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -242,6 +242,201 @@ proptest! {
     }
 }
 
+/// A tokenizer of one kind, and whether any ids are a text: not where a byte may spoil those before it.
+struct Kind {
+    name: &'static str,
+    text: Text,
+    any_ids: bool,
+}
+
+/// Decoders that treat the beginning or the end of a text, or bytes, each in their own way.
+static KINDS: LazyLock<Vec<Kind>> = LazyLock::new(|| {
+    const PIECES: [&str; 15] = ["▁", "a", "b", "t", "h", "e", "s", "é", ".", ",", "'", "th", "▁th", "▁the", "▁▁"];
+    let merges = json!([["t", "h"], ["▁", "th"], ["▁th", "e"], ["▁", "▁"]]);
+    let numbered = |pieces: &[String]| -> Value {
+        let numbers = pieces.iter().zip(0..).map(|(piece, id)| (piece.clone(), json!(id)));
+        numbers.collect::<serde_json::Map<_, _>>().into()
+    };
+    let plain: Vec<String> = ["<unk>", "<s>"].iter().chain(&PIECES).map(|piece| (*piece).to_owned()).collect();
+    let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
+    let with_bytes: Vec<String> = plain.iter().cloned().chain(bytes).collect();
+    let file = |normalizer: Value, pre_tokenizer: Value, decoder: Value, model: Value| {
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "post_processor": null,
+            "added_tokens": [{"id": 1, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                              "normalized": false, "special": true}],
+            "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": decoder, "model": model,
+        });
+        Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap_or_else(|e| panic!("{e}"))
+    };
+    let bpe = |pieces: &[String], fallback: bool, suffix: Option<&str>, merges: &Value| {
+        json!({"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+               "end_of_word_suffix": suffix, "fuse_unk": true, "byte_fallback": fallback, "ignore_merges": false,
+               "vocab": numbered(pieces), "merges": merges})
+    };
+    let metaspace =
+        |scheme: &str| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false});
+    let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
+    let sequence = |decoders: Vec<Value>| json!({"type": "Sequence", "decoders": decoders});
+    let (fuse, fallback) = (json!({"type": "Fuse"}), json!({"type": "ByteFallback"}));
+    let strip = |start: u32, stop: u32| json!({"type": "Strip", "content": " ", "start": start, "stop": stop});
+
+    let mut kinds = vec![
+        Kind { name: "byte level", text: BYTE_LEVEL.clone(), any_ids: true },
+        Kind { name: "as Llama 2", text: FALLBACK.clone(), any_ids: false },
+    ];
+    for scheme in ["always", "first", "never"] {
+        let (space, own) = (metaspace(scheme), bpe(&plain, false, None, &merges));
+        kinds.push(Kind { name: "BPE, Metaspace", text: file(Value::Null, space.clone(), space, own), any_ids: true });
+        let decoder = sequence(vec![fallback.clone(), metaspace(scheme)]);
+        let own = bpe(&with_bytes, true, None, &merges);
+        let text = file(Value::Null, metaspace(scheme), decoder, own);
+        kinds.push(Kind { name: "BPE, bytes and Metaspace", text, any_ids: false });
+    }
+    let unigram = |pieces: &[String], fallback: bool| {
+        let scores: Vec<Value> = pieces.iter().zip(1..).map(|(piece, rank)| json!([piece, -f64::from(rank)])).collect();
+        json!({"type": "Unigram", "unk_id": 0, "vocab": scores, "byte_fallback": fallback})
+    };
+    let text = file(Value::Null, metaspace("always"), metaspace("always"), unigram(&plain, false));
+    kinds.push(Kind { name: "Unigram, Metaspace", text, any_ids: true });
+    // As Gemma has it: spaces are pieces and nothing is removed.
+    let decoder = sequence(vec![replace("▁", " "), fallback.clone(), fuse.clone()]);
+    let text = file(replace(" ", "▁"), Value::Null, decoder, bpe(&with_bytes, true, None, &merges));
+    kinds.push(Kind { name: "BPE, bytes, nothing removed", text, any_ids: false });
+    for (start, stop) in [(1, 0), (2, 0), (0, 1)] {
+        let decoder = sequence(vec![replace("▁", " "), fuse.clone(), strip(start, stop)]);
+        let text = file(replace(" ", "▁"), Value::Null, decoder, bpe(&plain, false, None, &merges));
+        kinds.push(Kind { name: "BPE, spaces removed at both ends", text, any_ids: true });
+    }
+    let words: Vec<String> =
+        ["[UNK]", "<s>", "the", "a", "b", "t", "h", "e", "##a", "##b", "##th", "##e", "##h", "##t", ".", ",", "'", "s"]
+            .map(str::to_owned)
+            .into();
+    for cleanup in [true, false] {
+        let model = json!({"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                           "max_input_chars_per_word": 100, "vocab": numbered(&words)});
+        let decoder = json!({"type": "WordPiece", "prefix": "##", "cleanup": cleanup});
+        let text = file(Value::Null, json!({"type": "BertPreTokenizer"}), decoder, model);
+        kinds.push(Kind { name: "WordPiece", text, any_ids: true });
+    }
+    let ends: Vec<String> =
+        ["<unk>", "<s>", "a", "b", "t", "h", "e", "a</w>", "b</w>", "t</w>", "h</w>", "e</w>", "th"]
+            .map(str::to_owned)
+            .into();
+    let (words, decoder) = (json!({"type": "Whitespace"}), json!({"type": "BPEDecoder", "suffix": "</w>"}));
+    let own = bpe(&ends, false, Some("</w>"), &json!([["t", "h"]]));
+    kinds.push(Kind { name: "BPE, ends of words", text: file(Value::Null, words, decoder, own), any_ids: true });
+    kinds
+});
+
+/// The text that comes of `ids` behind a prompt, and the prompt's text as far as its characters are whole.
+fn continued(text: &Text, prompt: &[u32], ids: &[u32]) -> (String, String) {
+    let decode = |ids: &[u32]| text.decode(ids, true).unwrap();
+    // A byte that is missing may spoil those before it, to some decoders: the longest of all beginnings.
+    let whole = (0..=prompt.len()).map(|end| decode(&prompt[..end]).trim_end_matches('\u{FFFD}').to_owned());
+    let whole = whole.max_by_key(String::len).expect("there is an empty one");
+    let mut stream = text.stream().after(prompt);
+    let mut told: String = ids.iter().filter_map(|id| stream.push(*id)).collect();
+    told.push_str(&stream.finish());
+    (whole, told)
+}
+
+#[test]
+fn the_first_token_behind_a_prompt_keeps_its_space() {
+    for kind in KINDS.iter().filter(|kind| kind.name != "byte level") {
+        let ids = kind.text.encode("the the the", true).unwrap();
+        let begins = (1..ids.len()).find(|at| kind.text.decode(&ids[..*at], true).unwrap() == "the").unwrap();
+        let (prompt, told) = continued(&kind.text, &ids[..begins], &ids[begins..]);
+        assert_eq!((prompt.as_str(), told.as_str()), ("the", " the the"), "{}", kind.name);
+        // A stop string is found with its space, and only behind the prompt.
+        let stops = vec![" the".to_owned(), "the".to_owned()];
+        let mut assembler = kind.text.assembler(stops).after(&ids[..begins]);
+        let outputs = ids[begins..].iter().map(|id| assembler.push(*id));
+        let stopped = outputs.map(|output| (output.text, output.stopped)).find(|(_, stopped)| stopped.is_some());
+        assert_eq!(stopped, Some((String::new(), Some(" the".to_owned()))), "{}", kind.name);
+    }
+}
+
+/// Goal: where the library that decodes panics, a call has an error and a stream goes on. Method: it does where a decoder
+/// removes a space at each end of a text that is one space.
+#[test]
+fn a_decoder_that_panics_ends_nothing() {
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "post_processor": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": null,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 1}]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                  "vocab": {" ": 0, "a": 1, "b": 2}, "merges": []},
+    });
+    let text = Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap();
+    let error = text.decode(&[0], true).unwrap_err();
+    assert!(matches!(error, TextError::Decode(_)), "{error}");
+    let mut stream = text.stream().after(&[0]);
+    let told: String = [0, 1, 0, 2].iter().filter_map(|id| stream.push(*id)).collect();
+    assert_eq!(told + &stream.finish(), " a b");
+}
+
+#[test]
+fn a_character_that_the_prompt_has_begun_comes_whole() {
+    for kind in KINDS.iter().filter(|kind| kind.name.contains("byte")) {
+        let text = "the 🦊🦉漢";
+        let ids = kind.text.encode(text, true).unwrap();
+        let mut inside = 0;
+        for end in 0..ids.len() {
+            let (prompt, told) = continued(&kind.text, &ids[..end], &ids[end..]);
+            assert_eq!((prompt + &told).as_str(), text, "{}, cut at {end}", kind.name);
+            assert!(!told.contains('\u{FFFD}'), "{}, cut at {end}: {told}", kind.name);
+            let partial = kind.text.decode(&ids[..end], true).unwrap().ends_with('\u{FFFD}');
+            inside += usize::from(partial);
+        }
+        assert!(inside > 2, "{}: only {inside} cuts are inside characters", kind.name);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Goal: text behind a prompt is what the whole has beyond the prompt, whatever the decoder does at a text's
+    /// beginning. Method: a text is encoded, its tokens are cut into a prompt and an output anywhere, inside words and
+    /// characters too; `repeat` makes prompts longer than what is looked at of them.
+    #[test]
+    fn prompt_and_deltas_join_to_the_whole_text(
+        text in "([athbe]{0,3}|the|[ ]{1,3}|[.,']|👍🏽|漢字|é){0,12}",
+        repeat in prop::sample::select(vec![1usize, 1, 1, 20]),
+        cut in 0.0..1.0f64,
+    ) {
+        for kind in KINDS.iter() {
+            let ids = kind.text.encode(&text.repeat(repeat), true).unwrap();
+            if ids.is_empty() {
+                continue;
+            }
+            let cut = (cut * ids.len() as f64) as usize;
+            let (prompt, told) = continued(&kind.text, &ids[..cut], &ids[cut..]);
+            prop_assert_eq!(prompt + &told, kind.text.decode(&ids, true).unwrap(), "{}, {:?}", kind.name, ids);
+        }
+    }
+
+    /// The same of any ids: broken characters, special tokens, ids that nobody knows.
+    #[test]
+    fn prompt_and_deltas_of_any_ids_join_to_the_whole_text(
+        ids in prop::collection::vec(0u32..310, 1..100),
+        cut in 0.0..1.0f64,
+    ) {
+        for kind in KINDS.iter().filter(|kind| kind.any_ids) {
+            let size = kind.text.vocabulary() as u32 + 1;
+            let ids: Vec<u32> = ids.iter().map(|id| id % size).filter(|id| *id != 1).collect();
+            if ids.is_empty() {
+                continue;
+            }
+            let cut = (cut * ids.len() as f64) as usize;
+            let (prompt, told) = continued(&kind.text, &ids[..cut], &ids[cut..]);
+            prop_assert_eq!(prompt + &told, kind.text.decode(&ids, true).unwrap(), "{}, {:?}", kind.name, ids);
+        }
+    }
+}
+
 #[test]
 fn no_stop_string_counts_within_the_first_tokens() {
     let ids = BYTE_LEVEL.encode("the end of the end of it", false).unwrap();
@@ -350,3 +545,48 @@ fn a_template_with_everything() {
 }
 
 const EXPECTED: &str = "<s>[Be brief.]\n\n  1/3 USER*: héy</s>\n\n  2/3 ASSISTANT: <yes></s>\n\n  3/3 USER: !go</s>\n\nuser,assistant,user {\"b\": 1, \"a\": [true, null]} -4 anon\n> (quiet)";
+
+/// Goal: whatever a checkpoint's chat template says, this process goes on, and who asks for a chat hears why there is none.
+#[test]
+fn no_chat_template_ends_the_process_or_goes_on_for_ever() {
+    let times = |text: &str, count: usize| text.repeat(count);
+    let templates = [
+        ("a sum", format!("{{{{ 1{} }}}}", times("+1", 30_000))),
+        ("parentheses", format!("{{{{ {}1{} }}}}", times("(", 30_000), times(")", 30_000))),
+        ("lists", format!("{{{{ {}{} }}}}", times("[", 30_000), times("]", 30_000))),
+        ("not", format!("{{{{ {}1 }}}}", times("not ", 30_000))),
+        ("minus", format!("{{{{ {}1 }}}}", times("-", 30_000))),
+        ("filters", format!("{{{{ 1{} }}}}", times("|upper", 20_000))),
+        ("attributes", format!("{{{{ messages{} }}}}", times("[0]", 20_000))),
+        ("blocks", format!("{}{}", times("{% if true %}", 20_000), times("{% endif %}", 20_000))),
+        ("if else", format!("{{{{ {}1 }}}}", times("1 if x else ", 20_000))),
+        ("loops", times("{% for a in range(100000) %}", 5) + "x" + &times("{% endfor %}", 5)),
+        ("a long range", "{{ range(100000000000) | list | length }}".to_owned()),
+        ("a long text", "{{ 'a' * 100000000000 }}".to_owned()),
+        ("doubling", format!("{{% set s = 'abcdefgh' %}}{}{{{{ s }}}}", times("{% set s = s ~ s %}", 60))),
+        ("a macro of itself", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}".to_owned()),
+        (
+            "much text",
+            "{% for a in range(10000) %}{% for b in range(10000) %}0123456789{% endfor %}{% endfor %}".to_owned(),
+        ),
+        (
+            "nested values",
+            "{% set ns = namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}".to_owned(),
+        ),
+        ("nested values as JSON", "{% set ns = namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a | tojson }}".to_owned()),
+    ];
+    let messages = [ChatMessage { role: "user".into(), content: "hi".into() }];
+    for (name, template) in templates {
+        let began = std::time::Instant::now();
+        let text = Text::from_bytes(byte_level_json().as_bytes(), None, Some(&template)).unwrap();
+        let rendered = text.chat(&messages, &ChatOptions::default());
+        let shown = rendered.as_ref().map(String::len).map_err(ToString::to_string);
+        println!("{name}: {:.2} s, {shown:?}", began.elapsed().as_secs_f64());
+        match rendered {
+            Ok(_) | Err(TextError::Template(_) | TextError::TooLarge(_)) => {}
+            Err(error) => panic!("{name}: {error}"),
+        }
+        // Two seconds of processor time, on a machine where others are busy.
+        assert!(began.elapsed().as_secs() < 40, "{name}");
+    }
+}

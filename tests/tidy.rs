@@ -97,6 +97,35 @@ fn unsafe_has_its_places_and_its_reasons() {
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
+/// Ways to open a file that would wait for a pipe's other end, or read a device without end.
+const UNBOUNDED: [&str; 9] = [
+    "fs::read(",
+    "read_to_string(",
+    "File::open(",
+    "File::options(",
+    "OpenOptions::new(",
+    "from_pem_file(",
+    "pem_file_iter(",
+    "Toml::file",
+    "Mmap",
+];
+/// Files that may: the helper itself, what maps a file that it has opened, a probe of device files, and a new file that
+/// is only written.
+const OPENERS: [&str; 4] = ["src/config/file.rs", "src/memory/arena.rs", "src/device/visible.rs", "src/cli/token.rs"];
+
+#[test]
+fn files_are_opened_in_one_place() {
+    for (name, text) in files("src", "rs") {
+        let code = text.split("#[cfg(test)]").next().unwrap_or("");
+        for (number, line) in code.lines().enumerate().filter(|(_, line)| !is_comment(line)) {
+            let found = UNBOUNDED.iter().find(|word| line.contains(**word));
+            if let Some(word) = found.filter(|_| !OPENERS.contains(&name.as_str())) {
+                panic!("{name}:{}: {word} may wait or read without end: use config::file", number + 1);
+            }
+        }
+    }
+}
+
 #[test]
 fn tokio_lives_in_the_service() {
     for (name, text) in files("src", "rs") {

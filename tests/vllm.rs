@@ -26,6 +26,7 @@ use contract::generate_request::Input;
 use contract::generate_response::Response;
 use contract::sampling_params::Constraint;
 use contract::vllm_engine_client::VllmEngineClient;
+use proto::generate_request::Prompt;
 
 const FAST: Duration = Duration::from_micros(100);
 
@@ -262,6 +263,52 @@ async fn stop_strings_ids_and_the_end_of_sequence_end_it_and_say_so() {
     assert_eq!(ask(&mut client, on.clone()).await.complete().completion_tokens, 50);
     params(&mut on).stop = vec!["zx".to_owned()];
     assert_eq!(ask(&mut client, on).await.complete().completion_tokens, 5);
+}
+
+/// Goal: the space of the first token behind a prompt is text, to clients of our own service and to stop strings of both.
+/// Method: a tokenizer whose decoder removes the first space of a text, as those of SentencePiece do; the device draws
+/// " ab b" over and over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_output_keeps_the_space_that_it_begins_with() {
+    let mut config = fake(FAST, &[]);
+    config.script = vec![4, 3, 5];
+    let served =
+        serve_models(vec![model("alpha", Some(sentencepiece()), vec![(0, config)], 8)], Options::default()).await;
+    let mut ours = served.client().await;
+    let text = text_request("alpha", "a b", 6);
+    let message = proto::ChatMessage { role: "user".to_owned(), content: "a".to_owned() };
+    let chat = proto::Chat { messages: vec![message] };
+    let chat = proto::GenerateRequest { prompt: Some(Prompt::Chat(chat)), ..text.clone() };
+    for (request, told) in [
+        (text.clone(), " ab b ab b"),
+        (chat, " ab b ab b"),
+        (token_request("alpha", &[1, 4, 6], 6), " ab b ab b"),
+        // Nothing is before it: decoders remove the space of a text's first token.
+        (token_request("alpha", &[1], 6), "ab b ab b"),
+    ] {
+        let outcome = generate(&mut ours, request.clone()).await;
+        assert_eq!(outcome.text(), told, "{request:?}");
+        let mut several = request;
+        several.sampling = Some(proto::Sampling { n: Some(3), ..Default::default() });
+        let samples = read_samples(ours.generate(several).await.unwrap().into_inner(), 3).await;
+        assert!(samples.outputs.iter().all(|(_, text)| text == told), "{samples:?}");
+    }
+    let mut stopped = text;
+    stopped.stopping.as_mut().unwrap().strings = vec![" a".to_owned()];
+    let outcome = generate(&mut ours, stopped).await;
+    assert_eq!((outcome.text().as_str(), outcome.reason()), ("", proto::FinishReason::Stop));
+
+    let mut theirs = client(&served).await;
+    for skip_special_tokens in [true, false] {
+        let mut stopped = request("", 6);
+        let tokens = contract::TokenizedInput { original_text: String::new(), input_ids: vec![1, 4, 5] };
+        stopped.input = Some(Input::Tokenized(tokens));
+        params(&mut stopped).stop = vec![" a".to_owned()];
+        params(&mut stopped).skip_special_tokens = skip_special_tokens;
+        let told = ask(&mut theirs, stopped).await;
+        assert_eq!(told.complete().matched_stop, Some(MatchedStop::MatchedStopStr(" a".to_owned())));
+        assert_eq!(told.complete().completion_tokens, 1);
+    }
 }
 
 /// The contract brings back ids; where they wait for their text, for a stop string's sake, a chunk holds whole characters.

@@ -86,7 +86,6 @@ shared vec4 r_s[THREADS];
 shared vec4 w_s[THREADS];
 shared float gates_s[TOKENS * 2u];                 // β, α
 shared float squares_s[QUADS];
-shared vec4 pending_s[KEY_QUADS];                  // k̂ of the first pending token
 
 float component(vec4 quad, uint at) {
     return (at & 2u) == 0u ? ((at & 1u) == 0u ? quad.x : quad.y) : ((at & 1u) == 0u ? quad.z : quad.w);
@@ -194,23 +193,24 @@ void main() {
     vec4 scale = writes ? norm.v[column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
     uint pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS, count = 0u;
-    // The first pending token, loaded before x is waited for; its k̂ is read behind the barrier.
-    vec4 first_delta;
-    float first_alpha;
+    // All of the state's own work comes before the wait for x: it is done while the call before still computes.
     if (PENDING > 0u) {
         vec4 gate = pending.v[pending_at + KEY_QUADS + QUADS];
-        first_alpha = gate.x;
-        first_delta = pending.v[pending_at + KEY_QUADS + column];
-        if (TOKENS == 1u)
-            for (uint n = i0; n < KEY_QUADS; n += THREADS) pending_s[n] = pending.v[pending_at + n];
+        vec4 delta = pending.v[pending_at + KEY_QUADS + column];
+        float key[EACH_ROWS];
+        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+            uint d = group * EACH_ROWS + n;
+            key[n] = component(pending.v[pending_at + d / 4u], d);
+        }
         uint settled = slots.v[info.z * SLOT_WORDS + SLOT_SETTLED];
         if (position > 0u && gate.y != float(position)) count = min(position - settled, PENDING);
-    }
-    if (TOKENS > 1u) {
         if (position == 0u) {
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
         }
-        take_in_pending(s, 0u, count, pending_at, group, column);
+        if (count > 0u) {
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = gate.x * s[n] + key[n] * delta;
+        }
+        if (PENDING > 1u) take_in_pending(s, 1u, count, pending_at, group, column);
         if (count > 0u || position == 0u) {
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
         }
@@ -256,17 +256,8 @@ void main() {
     }
     barrier();
     // Not before the wait for x, which would then wait for the state first.
-    if (TOKENS == 1u) {
-        if (position == 0u) {
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
-        }
-        if (PENDING > 0u && count > 0u) {
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-                uint d = group * EACH_ROWS + n;
-                s[n] = first_alpha * s[n] + pending_s[d / 4u][d % 4u] * first_delta;
-            }
-            take_in_pending(s, 1u, count, pending_at, group, column);
-        }
+    if (PENDING == 0u && position == 0u) {
+        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
     }
 
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
@@ -327,7 +318,7 @@ void main() {
             if (TOKENS > 1u || PENDING == 0u) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = alpha * s[n] + key[n] * delta;
             }
-            if (TOKENS == 1u && (PENDING == 0u || count > 0u || position == 0u)) {
+            if (PENDING == 0u) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
             }
             // The next token's sums are put where these were read.

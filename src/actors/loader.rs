@@ -1,4 +1,4 @@
-//! Owns the loading of weights: reads them from mapped files, packs them on a few threads,
+//! Owns the loading of weights: reads them from files, packs them on a few threads,
 //! and has the transfer actor copy them, a staging slot at a time. Does not know what a tensor
 //! means, does not allocate device memory, never touches the compute queue.
 
@@ -7,7 +7,7 @@ use super::transfer::{Piece, Transfer, TransferError};
 use crate::device::{DeviceError, Point};
 use crate::memory::pack::{Format, Layout, Packing, Rows, pack};
 use crate::memory::plan::Bytes;
-use crate::memory::{Buffer, MappedFile, MemoryError, StagingRing};
+use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::fmt;
@@ -33,6 +33,9 @@ const CORES_PER_FREE: usize = 8;
 const TILE: usize = 64 << 10;
 /// How much less of a core than others a thread gets that gives way: of two that want one, about a tenth.
 const NICE: i32 = 10;
+/// Packed bytes whose sources are read at once where a file is not mapped, if whole units of rows are not more. With a
+/// tile they stay in a core's second cache.
+const BAND: u64 = 256 << 10;
 /// Pieces start on multiples of this in a slot: a cache line.
 const SLOT_ALIGNMENT: u64 = 64;
 /// Longest wait for the last copies once they are submitted.
@@ -64,7 +67,7 @@ pub struct LoadTensor {
 #[derive(Clone, Debug)]
 pub struct Source {
     /// The shard.
-    pub file: Arc<MappedFile>,
+    pub file: Arc<WeightFile>,
     /// First byte of the tensor in it.
     pub offset: u64,
     /// Rows.
@@ -88,6 +91,12 @@ impl Source {
 
     fn range(&self) -> Range<u64> {
         self.offset..self.offset.saturating_add(self.row_bytes() * u64::from(self.rows))
+    }
+
+    /// Where some of its rows lie in the file.
+    fn bytes_of(&self, rows: &Range<u32>) -> Range<u64> {
+        let at = |row: u32| self.offset + u64::from(row) * self.row_bytes();
+        at(rows.start)..at(rows.end)
     }
 }
 
@@ -393,14 +402,11 @@ impl Actor {
                     "{report}"
                 );
             }
-            // Whoever hears of the end finds the plan's buffers given back; its files end afterwards, which takes as long
-            // as half a load.
-            let sources = plan.tensors.into_iter().flat_map(|tensor| tensor.sources);
-            let files: Vec<Arc<MappedFile>> = sources.map(|source| source.file).collect();
+            // Whoever hears of the end finds the plan's buffers given back.
+            drop(plan);
             drop(progress);
             // Nobody may be waiting any more.
             let _ = done.try_send(result);
-            drop(files);
         }
     }
 
@@ -492,7 +498,7 @@ impl Actor {
     fn work(&self, shared: &Shared<'_>) -> Result<Worker, LoadError> {
         let (now, none) = (Moment::now(), Duration::ZERO);
         let mut spent = Worker { begin: now, end: now, read: none, pack: none, staging_wait: none };
-        let mut tile = vec![0; TILE];
+        let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new() };
         loop {
             let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
             if stop {
@@ -503,7 +509,7 @@ impl Actor {
                 spent.end = Moment::now();
                 return Ok(spent);
             }
-            if let Err(error) = self.one(shared, &shared.chunks[index], &mut tile, &mut spent) {
+            if let Err(error) = self.one(shared, &shared.chunks[index], &mut buffers, &mut spent) {
                 shared.failed.store(true, Ordering::Relaxed);
                 return Err(error);
             }
@@ -511,7 +517,13 @@ impl Actor {
     }
 
     /// Packs one chunk, a tile at a time, and hands it to the transfer actor.
-    fn one(&self, shared: &Shared<'_>, chunk: &Chunk, tile: &mut [u8], spent: &mut Worker) -> Result<(), LoadError> {
+    fn one(
+        &self,
+        shared: &Shared<'_>,
+        chunk: &Chunk,
+        buffers: &mut Buffers,
+        spent: &mut Worker,
+    ) -> Result<(), LoadError> {
         let start = Instant::now();
         let mut slot = self.ring.acquire()?;
         let have_slot = Instant::now();
@@ -519,7 +531,7 @@ impl Actor {
         let mut pieces = Vec::with_capacity(chunk.pieces.len());
         for part in &chunk.pieces {
             let tensor = &shared.plan.tensors[part.tensor];
-            spent.read += fill(tensor, part.range.clone(), tile, |offset, bytes| {
+            spent.read += fill(tensor, part.range.clone(), buffers, |offset, bytes| {
                 slot.stream((part.at + offset) as usize, bytes);
             })?;
             pieces.push(Piece {
@@ -553,44 +565,69 @@ fn workers_for(cores: usize) -> usize {
     (cores - cores / CORES_PER_FREE).min(MOST_WORKERS)
 }
 
-/// Packs a part of a tensor from its files in `tile`, and gives `put` each tile with its offset in the part; gives the
-/// time that reading the files took.
+/// A worker's own memory.
+struct Buffers {
+    /// Packed bytes on their way into the slot.
+    tile: Vec<u8>,
+    /// Rows of the files that they are made of.
+    band: Vec<u8>,
+}
+
+/// Packs a part of a tensor from its files, a band of rows at a time, and gives `put` each tile with its offset in the
+/// part; gives the time that reading the files took.
 fn fill(
     tensor: &LoadTensor,
     part: Range<u64>,
-    tile: &mut [u8],
+    buffers: &mut Buffers,
     mut put: impl FnMut(u64, &[u8]),
 ) -> Result<Duration, LoadError> {
-    let begin = Instant::now();
     let rows = packed_rows(&tensor.packing, &part);
-    let mut sources = Vec::new();
-    for source in &tensor.sources {
-        let needed = source_rows(source, &rows);
-        if needed.is_empty() {
-            // Of the hundreds of experts that a tensor may come from, a part has rows of a few.
-            continue;
-        }
-        let start = source.offset + u64::from(needed.start) * source.row_bytes();
-        let end = source.offset + u64::from(needed.end) * source.row_bytes();
-        source.file.populate(start..end, &tensor.name)?;
-        sources.push(Rows {
-            bytes: source.file.bytes(source.range(), &tensor.name)?,
-            format: source.format,
-            rows: source.rows,
-            cols: source.cols,
-            first_row: source.first_row,
-            row_step: source.row_step,
-            plus: source.plus,
-        });
+    // Of the hundreds of experts that a tensor may come from, a part has rows of a few.
+    let needed: Vec<&Source> = tensor.sources.iter().filter(|source| !source_rows(source, &rows).is_empty()).collect();
+    let started = Instant::now();
+    for source in &needed {
+        source.file.unchanged()?;
+        source.file.announce(&source.bytes_of(&source_rows(source, &rows)))?;
     }
-    let read = begin.elapsed();
-    let mut at = part.start;
-    while at < part.end {
-        let end = part.end.min(at + tile.len() as u64);
-        let tile = &mut tile[..(end - at) as usize];
-        pack(&tensor.packing, &sources, at..end, tile);
-        put(at - part.start, tile);
-        at = end;
+    let mut read = started.elapsed();
+    let stride = tensor.packing.row_bytes() * u64::from(tensor.packing.rows_of_unit());
+    let band = (BAND / stride).max(1) * stride;
+    let mut begin = part.start;
+    while begin < part.end {
+        let end = part.end.min((begin / band + 1) * band);
+        let started = Instant::now();
+        let rows = packed_rows(&tensor.packing, &(begin..end));
+        let here = needed.iter().map(|source| (*source, source_rows(source, &rows))).filter(|(_, of)| !of.is_empty());
+        let here: Vec<(&Source, Range<u32>)> = here.collect();
+        let lengths = here.iter().map(|(source, of)| source.row_bytes() * u64::from(of.end - of.start));
+        let total = lengths.sum::<u64>() as usize;
+        if buffers.band.len() < total {
+            buffers.band.resize(total, 0);
+        }
+        let mut room = &mut buffers.band[..total];
+        let mut sources = Vec::with_capacity(here.len());
+        for (source, of) in here {
+            let bytes = source.bytes_of(&of);
+            let (into, rest) = std::mem::take(&mut room).split_at_mut((bytes.end - bytes.start) as usize);
+            room = rest;
+            sources.push(Rows {
+                bytes: source.file.bytes(bytes, into, &tensor.name)?,
+                format: source.format,
+                rows: of.end - of.start,
+                cols: source.cols,
+                first_row: source.first_row + of.start * source.row_step,
+                row_step: source.row_step,
+                plus: source.plus,
+            });
+        }
+        read += started.elapsed();
+        while begin < end {
+            let tile_end = end.min(begin + buffers.tile.len() as u64);
+            let tile = &mut buffers.tile[..(tile_end - begin) as usize];
+            pack(&tensor.packing, &sources, begin..tile_end, tile);
+            put(begin - part.start, tile);
+            begin = tile_end;
+        }
     }
     Ok(read)
 }
@@ -769,7 +806,7 @@ mod tests {
         assert_eq!(packed_rows(&rows, &(64..130)), 1..3);
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), [0; 8]).unwrap();
-        let file = Arc::new(MappedFile::open(file.path()).unwrap());
+        let file = Arc::new(WeightFile::open(file.path()).unwrap());
         // Every second packed row from 1: 1, 3, 5, …, 19.
         let source =
             Source { file, offset: 0, rows: 10, cols: 1, format: Format::Bf16, first_row: 1, row_step: 2, plus: 0.0 };

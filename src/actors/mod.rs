@@ -1,5 +1,5 @@
 //! One thread per file: compute, transfer, loader, and the watcher that turns timeline
-//! progress into messages; and the mailboxes through which they are asked. Deliberately absent:
+//! progress into messages; the mailboxes through which they are asked; and worker processes. Deliberately absent:
 //! model knowledge.
 
 pub mod compute;
@@ -10,3 +10,4 @@ mod stamps;
 pub mod timeline;
 pub mod transfer;
 pub mod watcher;
+pub mod workers;

@@ -4,7 +4,7 @@
 use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
-use crate::config::{Config, GpuTime, Model};
+use crate::config::{Config, GpuTime, Model, file};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, choose};
 use crate::engine::ceiling::read_ceiling;
 use crate::engine::host::{Host, Replica};
@@ -320,7 +320,7 @@ enum Test {
 /// What outputs are to follow.
 fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<Started>> {
     let Some(path) = &args.json_schema else { return Ok(None) };
-    let schema = std::fs::read_to_string(path).map_err(|error| anyhow!("{}: {error}", path.display()))?;
+    let schema = file::read_argument_text(path, file::SMALL).map_err(|error| anyhow!("{}: {error}", path.display()))?;
     let (model, _) = host.route("", "")?;
     let text = model.text.as_deref().ok_or_else(|| anyhow!("--json-schema needs a model with a tokenizer"))?;
     let grammars = text.grammars(model.info.vocabulary, &model.info.eos_ids)?;
@@ -484,6 +484,7 @@ fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Fin
     let (arrivals, finished) = ended.recv()?;
     match &finished.reason {
         FinishReason::Error(message) => bail!("the run failed: {message}"),
+        FinishReason::Constraint(error) => bail!("{error}"),
         FinishReason::Complete => bail!("the schema was satisfied after {} tokens", finished.output_tokens),
         _ => {}
     }

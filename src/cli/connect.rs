@@ -1,6 +1,7 @@
 //! How the program reaches a server: its address, certificates and a token. Deliberately absent: what it asks there.
 
 use super::Usage;
+use crate::config::file;
 use crate::service::proto::ostinato_client::OstinatoClient;
 use anyhow::Context;
 use std::path::{Path, PathBuf};
@@ -109,5 +110,6 @@ pub(super) async fn open(endpoint: &Endpoint, bearer: Bearer, address: &str) -> 
 }
 
 fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
-    std::fs::read(path).map_err(|error| Usage(format!("cannot read \"{}\": {error}", path.display())).into())
+    file::read_argument(path, file::SMALL)
+        .map_err(|error| Usage(format!("cannot read \"{}\": {error}", path.display())).into())
 }

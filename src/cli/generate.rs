@@ -2,7 +2,7 @@
 //! same stream of messages, printed by the same code.
 
 use super::{Usage, cache_directory, progress};
-use crate::config::{Bytes, Config, DEMO_PATH, Model};
+use crate::config::{Bytes, Config, DEMO_PATH, Model, file};
 use crate::engine::start::start;
 use crate::service::generation::{Generation, Surroundings};
 use crate::service::prepare::prepare;
@@ -137,7 +137,8 @@ impl Constraint {
     fn message(&self) -> anyhow::Result<Option<proto::Constraint>> {
         use proto::constraint::{Choice, Kind};
         let read = |path: &PathBuf| {
-            std::fs::read_to_string(path).map_err(|error| Usage(format!("cannot read {}: {error}", path.display())))
+            file::read_argument_text(path, file::SMALL)
+                .map_err(|error| Usage(format!("cannot read {}: {error}", path.display())))
         };
         let kind = if let Some(path) = &self.json_schema {
             Kind::JsonSchema(read(path)?)

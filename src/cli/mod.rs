@@ -62,6 +62,9 @@ enum Command {
     Tune(tune::Tune),
     /// Write a checkpoint of random weights in the layout of Hugging Face.
     Synth(Synth),
+    /// Follow constraints or render chat templates for the process that started this one.
+    #[command(hide = true)]
+    Worker,
 }
 
 #[derive(Debug, clap::Args)]
@@ -105,7 +108,9 @@ pub(crate) struct Usage(pub(crate) String);
 pub fn main() -> ExitCode {
     // Arguments that cannot be read end here, with status 2; `--help` with 0.
     let Cli { command } = Cli::parse();
-    if !matches!(command, Command::Serve(_)) {
+    // This very file, even where another was put in its place meanwhile.
+    crate::actors::workers::use_program("/proc/self/exe");
+    if !matches!(command, Command::Serve(_) | Command::Worker) {
         crate::telemetry::warnings();
     }
     let result = match command {
@@ -116,6 +121,7 @@ pub fn main() -> ExitCode {
         Command::Generate(args) => generate::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Profile(args) => profile::run(&args),
+        Command::Worker => return crate::model::worker::serve(),
         Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
             let Synth { shape: Shape { arch, config }, out, seed, dtype, layers, shard_size } = args;

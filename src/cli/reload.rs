@@ -103,6 +103,8 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     compare("server.insecure", a.insecure.to_string(), b.insecure.to_string());
     compare("server.max_message_bytes", a.max_message_bytes.to_string(), b.max_message_bytes.to_string());
     compare("server.max_prompt_bytes", a.max_prompt_bytes.to_string(), b.max_prompt_bytes.to_string());
+    compare("server.worker_memory", a.worker_memory.to_string(), b.worker_memory.to_string());
+    compare("server.worker_seconds", a.worker_seconds.to_string(), b.worker_seconds.to_string());
     compare("server.connections", a.connections.to_string(), b.connections.to_string());
     compare("server.tls", show(&a.tls), show(&b.tls));
     compare("server.tokens", show(&a.tokens), show(&b.tokens));

@@ -3,15 +3,18 @@
 
 use super::reload::Reload;
 use super::{Usage, cache_directory, progress};
+use crate::actors::workers::{self, Limits};
 use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Sources};
 use crate::engine::host::Host;
 use crate::engine::start::{Progress, Unit, start};
 use crate::service::admin::{self, Admin};
 use crate::service::auth::Tokens;
+use crate::service::bounds::FILES_KEPT;
 use crate::service::server::{Changeable, Options, serve};
 use crate::service::tls::Tls;
 use crate::telemetry;
 use anyhow::Context;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -88,6 +91,10 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         log: config.telemetry.log.clone(),
         json: args.json,
     })?;
+    workers::use_limits(Limits {
+        memory: config.server.worker_memory.0,
+        cpu: Duration::from_secs_f64(config.server.worker_seconds),
+    });
     // Taken before minutes of loading, listened on after: until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
     // Read before too: what is wrong with certificates is known at once.
@@ -165,6 +172,8 @@ async fn listen(
     page: Option<SocketAddr>,
     (hangups, reload): (Signal, Reload),
 ) -> anyhow::Result<()> {
+    // Before anybody can hear of the address: whoever does may end the server at once.
+    let stopped = signals()?;
     let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, "server.listen", error))?;
     let address = listener.local_addr().context("the endpoint has no address")?;
     admin.set_endpoint(address);
@@ -177,7 +186,7 @@ async fn listen(
     let (sender, changes) = watch::channel(changeable(&config.server));
     let reloads = tokio::spawn(reload.at(hangups, sender));
     let options = Options { changes: Some(changes), ..options };
-    let stopped = serve(Arc::clone(&host), listener, options, signals()?).await?;
+    let stopped = serve(Arc::clone(&host), listener, options, stopped).await?;
     reloads.abort();
     // A load has been told to end; the process does not end under a driver that compiles for it.
     let settled = tokio::task::spawn_blocking(move || host.settle(SETTLE)).await;
@@ -217,9 +226,37 @@ fn options(config: &Config) -> anyhow::Result<Options> {
         trust_client_header,
         tls: server.tls.as_ref().map(|files| Tls::read(files).map(Arc::new)).transpose()?,
         tokens: server.tokens.as_deref().map(|file| Tokens::read(file).map(Arc::new)).transpose()?,
-        connections: server.connections as usize,
+        connections: connections(server.connections, config.admin.listen.is_some()),
         ..Options::default()
     })
+}
+
+/// As many connections as were asked for and the system has files for. The soft limit of open files is raised where the
+/// hard one allows it.
+fn connections(asked: u32, page: bool) -> usize {
+    let others = u64::from(FILES_KEPT) + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
+    let wanted = u64::from(asked) + others;
+    let mut limits = getrlimit(Resource::Nofile);
+    if limits.current.is_some_and(|current| current < wanted) {
+        let raised = limits.maximum.map_or(wanted, |most| most.min(wanted));
+        // Where it fails it stays as it is.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(raised), ..limits });
+        limits = getrlimit(Resource::Nofile);
+    }
+    let fitting = limits.current.map_or(u64::from(asked), |files| fitting(u64::from(asked), others, files));
+    if fitting < u64::from(asked) {
+        tracing::warn!(
+            "server.connections is {asked}, and {fitting} are taken: of {} open files {others} are kept for others",
+            limits.current.unwrap_or_default()
+        );
+    }
+    usize::try_from(fitting).unwrap_or(usize::MAX)
+}
+
+/// Connections of `asked` that can be taken where so many files can be open, of which `others` are not theirs; a few in
+/// any case.
+fn fitting(asked: u64, others: u64, files: u64) -> u64 {
+    asked.min(files.saturating_sub(others).max(files / 4).max(1))
 }
 
 /// `key` is where the configuration says the address.
@@ -271,6 +308,24 @@ fn announce(host: &Host) {
                 context = model.info.context,
                 "ready"
             );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn connections_leave_files_to_others() {
+        for (asked, others, files, fitting) in [
+            (1024, 320, 65_536, 1024),
+            (1024, 320, 1344, 1024),
+            (1024, 320, 1024, 704),
+            (100, 320, 1024, 100),
+            // Of few files a quarter, and one in any case.
+            (1024, 320, 256, 64),
+            (1024, 320, 0, 1),
+        ] {
+            assert_eq!(super::fitting(asked, others, files), fitting, "{asked} {others} {files}");
         }
     }
 }

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::config::file;
 use crate::model::config::Dtype;
 use crate::model::synth::{self, SynthError, SynthOptions};
 
@@ -26,7 +27,7 @@ pub(crate) fn run(
     let (text, origin) = match (arch, config) {
         (Some(name), None) => (synth::preset(name)?, Path::new(name)),
         (None, Some(path)) => {
-            let text = std::fs::read_to_string(path);
+            let text = file::read_argument_text(path, file::SMALL);
             (text.map_err(|source| SynthError::Read { path: path.to_owned(), source })?, path)
         }
         _ => return Err(SynthError::Shape),

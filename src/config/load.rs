@@ -1,10 +1,10 @@
 //! From a file, the environment and arguments to a `Config`, or to every problem at once.
 
-use super::{Config, Model};
+use super::{Config, Model, file};
 use figment::error::Kind;
 use figment::providers::{Env, Format, Serialized, Toml};
-use figment::value::{Dict, Tag, Value};
-use figment::{Figment, Profile, Provider};
+use figment::value::{Dict, Map, Tag, Value};
+use figment::{Figment, Metadata, Profile, Provider};
 use serde::de::DeserializeOwned;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -104,9 +104,10 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     let mut figment = Figment::new();
     if let Some(path) = &sources.file {
         let read = |source| ConfigError::Read { path: path.clone(), source };
-        let text = std::fs::read_to_string(path).map_err(read)?;
-        syntax(path, &Toml::string(&text))?;
-        figment = figment.merge(Toml::file_exact(path));
+        let text = file::read_text(path, file::SMALL).map_err(read)?;
+        let toml = Toml::string(&text);
+        syntax(path, &toml)?;
+        figment = figment.merge(FromFile { path, toml });
     }
     if sources.environment {
         // Only names with a section: OSTINATO_X without one may mean something else.
@@ -135,6 +136,22 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     add_models(&mut config.models, &sources.models);
     problems.extend(config.problems());
     if problems.is_empty() { Ok(config) } else { Err(ConfigError::Problems(problems)) }
+}
+
+/// What was read of a file, so that problems name it.
+struct FromFile<'a> {
+    path: &'a Path,
+    toml: figment::providers::Data<Toml>,
+}
+
+impl Provider for FromFile<'_> {
+    fn metadata(&self) -> Metadata {
+        Metadata::from("TOML file", self.path)
+    }
+
+    fn data(&self) -> figment::Result<Map<Profile, Dict>> {
+        self.toml.data()
+    }
 }
 
 /// Asks for the data, so that a syntax error is told apart from a wrong value.

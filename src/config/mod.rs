@@ -3,6 +3,7 @@
 
 mod admin;
 mod bytes;
+pub mod file;
 mod load;
 mod models;
 mod server;

@@ -34,6 +34,12 @@ pub struct Server {
     pub max_message_bytes: super::Bytes,
     /// Most text of a prompt, of all messages of a chat together, bytes.
     pub max_prompt_bytes: super::Bytes,
+    /// Most memory that a worker process may take beyond what it has at its start: for all constraints that it follows,
+    /// or to render a chat template. A constraint that needs more is refused.
+    pub worker_memory: super::Bytes,
+    /// Most processor time, in seconds, for one job of a worker: compiling a constraint, finding the tokens that it
+    /// allows next, rendering a chat template.
+    pub worker_seconds: f64,
     /// Events kept of each sample for a client that reads slower than its tokens come; one more cancels it.
     pub stream_buffer: u32,
 }
@@ -64,6 +70,8 @@ impl Default for Server {
             drain_seconds: 30.0,
             max_message_bytes: super::Bytes(16 << 20),
             max_prompt_bytes: super::Bytes(4 << 20),
+            worker_memory: super::Bytes(512 << 20),
+            worker_seconds: 2.0,
             stream_buffer: 1024,
         }
     }
@@ -124,6 +132,16 @@ impl Server {
         }
         if self.max_prompt_bytes.0 == 0 {
             problems.push(Problem::new("server.max_prompt_bytes", "must be above 0", 0));
+        }
+        if !(64 << 20..=64 << 30).contains(&self.worker_memory.0) {
+            problems.push(Problem::new(
+                "server.worker_memory",
+                "must be between 64 MiB and 64 GiB",
+                self.worker_memory,
+            ));
+        }
+        if !(0.1..=600.0).contains(&self.worker_seconds) {
+            problems.push(Problem::new("server.worker_seconds", "must be between 0.1 and 600", self.worker_seconds));
         }
         if !(1..=1_048_576).contains(&self.stream_buffer) {
             problems.push(Problem::new("server.stream_buffer", "must be between 1 and 1048576", self.stream_buffer));

@@ -2,6 +2,7 @@
 //! tokens, and no message about it quotes what it says where a token could stand by mistake.
 //! Deliberately absent: comparing, counting, watching the file.
 
+use super::file;
 use super::load::{ConfigError, Problem, syntax, typed};
 use figment::Figment;
 use figment::providers::{Format, Toml};
@@ -76,7 +77,7 @@ fn parse(text: &str) -> Option<[u8; 32]> {
 /// Reads the file; all that is wrong with it is reported at once.
 pub fn tokens(path: &Path) -> Result<Vec<Token>, ConfigError> {
     let read = |source| ConfigError::Read { path: path.to_owned(), source };
-    let text = std::fs::read_to_string(path).map_err(read)?;
+    let text = file::read_text(path, file::SMALL).map_err(read)?;
     let toml = Toml::string(&text);
     syntax(path, &toml).map_err(|error| match error {
         ConfigError::Syntax { path, source } => {

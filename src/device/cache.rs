@@ -1,12 +1,13 @@
 //! The pipeline cache and its file. A file that is torn, foreign or of another shader set is
 //! ignored: the cache then starts empty and is written anew.
 
+use crate::config::file;
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
 use crate::device::handle::Device;
 use crate::device::logical::Logical;
 use ash::vk;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -39,8 +40,15 @@ impl PipelineCache {
         let adapter = device.adapter();
         let key = driver_key(adapter, shader_set);
         let file = dir.join(format!("{}-{key:016x}.pipelines", adapter.file_stem()));
-        let known = std::fs::metadata(&file).is_ok_and(|m| m.len() <= MAX_BYTES);
-        let bytes = if known { std::fs::read(&file).unwrap_or_default() } else { Vec::new() };
+        let bytes = match file::read(&file, MAX_BYTES) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                if error.kind() != ErrorKind::NotFound {
+                    tracing::warn!(%error, "the pipeline cache \"{}\" is not read", file.display());
+                }
+                Vec::new()
+            }
+        };
         let data = unpack(&bytes, key).filter(|data| is_drivers(data, adapter)).unwrap_or_default();
         PipelineCache::create(device, Some(file), key, data)
     }

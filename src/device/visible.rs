@@ -2,6 +2,7 @@
 //! that name what is missing and what to do about it, in a container and outside. Pure over [`View`], which is what it
 //! looks at. Deliberately absent: Vulkan; what the drivers themselves say is in the list of adapters.
 
+use crate::config::file;
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
 use crate::device::select::{Selector, select};
@@ -58,7 +59,7 @@ impl View for Machine {
     }
 
     fn read(&self, path: &Path) -> Option<Vec<u8>> {
-        std::fs::read(path).ok()
+        file::read(path, file::SMALL).ok()
     }
 
     fn device(&self, path: &Path) -> Access {

@@ -193,7 +193,7 @@ impl Replica {
             scheduler: Scheduler::new(setup),
             executor,
             wake,
-            masks: Masks::new(&name),
+            masks: Masks::default(),
             failed: None,
             rebuilds: Rebuilds::new(config.rebuild),
             earlier_faults: 0,
@@ -770,7 +770,9 @@ impl Actor {
         while let Ok(answer) = self.masks.answers().try_recv() {
             self.constrained(answer);
         }
-        self.scheduler.expire(Instant::now());
+        let now = Instant::now();
+        self.scheduler.expire(now);
+        self.scheduler.give_up_late_masks(now);
         self.obey()?;
         if self.rebuilds.under_way() {
             return Ok(());
@@ -798,10 +800,7 @@ impl Actor {
     fn obey(&mut self) -> Result<(), ExecuteError> {
         for order in self.scheduler.take_orders() {
             match order {
-                Order::Take(id, grammar, token) => {
-                    let failed = |error| ExecuteError::Failed(format!("a thread for constraints: {error}"));
-                    self.masks.take(id, grammar, token).map_err(failed)?;
-                }
+                Order::Take(id, grammar, token) => self.masks.take(id, grammar, token),
                 Order::Mask(slot, mask) => self.executor.set_mask(slot, &mask),
                 Order::Release(ticket) => self.executor.release(ticket)?,
             }

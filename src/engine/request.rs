@@ -1,7 +1,7 @@
 //! What crosses between the engine and those who ask it: a request in, events out.
 //! Deliberately absent: text (token ids only; `model::text` turns them into text).
 
-use crate::model::grammar::Started as StartedGrammar;
+use crate::model::grammar::{GrammarError, Started as StartedGrammar};
 use std::time::{Duration, Instant};
 
 /// One generation asked of a replica.
@@ -174,6 +174,8 @@ pub enum FinishReason {
     Aborted,
     /// The deadline passed.
     DeadlineExceeded,
+    /// Its constraint cannot be followed any further.
+    Constraint(GrammarError),
     /// The device or the engine failed; the message says how.
     Error(String),
 }

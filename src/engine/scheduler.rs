@@ -19,7 +19,8 @@
 //!   takes at most `PLAN_TIME_MAX`, and at least `PLAN_STEPS_MIN` where there is room, so that even a
 //!   slow device is submitted to less than once a token.
 //! - What a constrained sequence may draw is known once its last token is: its next step is queued before that, alone,
-//!   and draws when the mask has come, for all rows that share it. Nothing but decode steps is queued behind it.
+//!   and draws when the mask has come, for all rows that share it. Nothing but decode steps is queued behind it. A row
+//!   whose mask is late loses its place, so that the step goes on without it, and comes back when its mask is there.
 //! - A slot and its pages are free when the last plan that names the slot is finished.
 
 use super::by_age::ByAge;
@@ -31,7 +32,7 @@ use super::host::RequestView;
 use super::pace::Pace;
 use super::pages::PagePool;
 use super::request::{Event, FinishReason, Finished, PerToken, Request, Started, Token};
-use super::sequence::{Constrained, PhaseCost, Sequence, SequenceId, State, pages_for};
+use super::sequence::{PhaseCost, Sequence, SequenceId, State, pages_for};
 use super::snapshots::{Found, Snapshots};
 use super::speculation::Speculation;
 use crate::model::grammar::{Grammar, GrammarError, Next};
@@ -203,6 +204,8 @@ pub struct Scheduler {
     ranked: BTreeSet<(Reverse<i32>, SequenceId)>,
     /// In the queue, oldest first.
     waiting: BTreeSet<SequenceId>,
+    /// Beside the queue: they hold nothing, and what they may draw next is being found out.
+    unmasked: BTreeSet<SequenceId>,
     /// Admissions since the oldest in the queue could have gone.
     passed_over: u32,
     /// Holder by slot.
@@ -292,6 +295,7 @@ impl Scheduler {
             deadlines: BTreeSet::new(),
             ranked: BTreeSet::new(),
             waiting: BTreeSet::new(),
+            unmasked: BTreeSet::new(),
             passed_over: 0,
             slots: vec![None; capacity.slots as usize],
             leaves: Vec::new(),
@@ -353,9 +357,37 @@ impl Scheduler {
         }
     }
 
-    /// When `expire` next has something to do.
+    /// Rows whose masks are late lose their places: what was queued with them goes on.
+    pub fn give_up_late_masks(&mut self, now: Instant) {
+        // Each once: two plans may wait for one row.
+        let late: BTreeSet<SequenceId> =
+            self.awaited().filter(|(_, deadline)| *deadline <= now).map(|(sequence, _)| sequence.id).collect();
+        for id in late {
+            let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+            if let Some(constraint) = &mut sequence.constraint {
+                constraint.is_late();
+            }
+            sequence.preemptions += 1;
+            self.preemptions += 1;
+            sequence.state = State::Leaving;
+            let slot = sequence.slot.expect("it has a row");
+            self.leaves.push(slot);
+            self.has_come(slot, u32::MAX);
+        }
+    }
+
+    /// Who has a row in a plan that waits for its mask, which is being found out, and when that is late.
+    fn awaited(&self) -> impl Iterator<Item = (&Sequence, Instant)> {
+        let slots = self.flights.iter().flat_map(|flight| &flight.awaits).map(|(slot, _)| *slot);
+        let sequences = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
+        let running = sequences.filter(|sequence| sequence.state == State::Decode);
+        running.filter_map(|sequence| Some((sequence, sequence.mask_deadline()?)))
+    }
+
+    /// When `expire` or `give_up_late_masks` next has something to do.
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.deadlines.first().map(|&(deadline, _)| deadline)
+        let masks = self.awaited().map(|(_, deadline)| deadline);
+        self.deadlines.first().map(|&(deadline, _)| deadline).into_iter().chain(masks).min()
     }
 
     /// Ends everything: the device has failed, and no plan will be reported any more.
@@ -429,8 +461,8 @@ impl Scheduler {
     pub fn counts(&self) -> Counts {
         Counts {
             running: self.slots.iter().flatten().count() as u32,
-            waiting: self.waiting.len() as u32,
-            admitted: (self.by_request.len() - self.waiting.len()) as u32,
+            waiting: (self.waiting.len() + self.unmasked.len()) as u32,
+            admitted: (self.by_request.len() - self.waiting.len() - self.unmasked.len()) as u32,
             pages_used: self.pool.used(),
             pages_cached: self.pool.cached(),
             prompt_tokens: self.prompt_tokens,
@@ -471,7 +503,8 @@ impl Scheduler {
             let slot = Slot(index as u32);
             assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
             assert_ne!(sequence.state, State::Waiting, "{id:?} waits and holds {slot:?}");
-            assert!(!self.waiting.contains(id), "{id:?} is in the queue and holds {slot:?}");
+            let queued = self.waiting.contains(id) || self.unmasked.contains(id);
+            assert!(!queued, "{id:?} is in the queue and holds {slot:?}");
             let live = self.by_request.get(&sequence.request) == Some(id);
             assert_eq!(live, !sequence.ended, "{id:?} has ended and is live, or neither");
             ended += usize::from(sequence.ended);
@@ -495,8 +528,9 @@ impl Scheduler {
         }
         self.pool.assert_consistent();
         let resident = self.slots.iter().flatten().count();
-        let waiting = self.waiting.len();
-        assert_eq!(waiting, self.ranked.len());
+        assert_eq!(self.waiting.len(), self.ranked.len());
+        assert!(self.waiting.is_disjoint(&self.unmasked));
+        let waiting = self.waiting.len() + self.unmasked.len();
         assert_eq!(resident + waiting, self.sequences.len(), "a sequence is nowhere, or twice");
         assert_eq!(resident + waiting - ended, self.by_request.len(), "an ended request is live");
         assert!(self.flights.len() <= PLANS_IN_FLIGHT);
@@ -526,11 +560,15 @@ impl Scheduler {
         let mask = match next {
             Ok(Next::Mask(mask)) => mask,
             Ok(Next::Complete) => return self.end(id, FinishReason::Complete, now),
-            Err(error) => return self.end(id, FinishReason::Error(error.to_string()), now),
+            Err(error) => return self.end(id, FinishReason::Constraint(error), now),
         };
         let output = sequence.output_tokens();
         let constraint = sequence.constraint.as_mut().expect("only a constrained sequence is asked about");
-        *constraint = Constrained { grammar: Some(grammar), mask: Arc::clone(&mask), next: output };
+        constraint.answered(grammar, Arc::clone(&mask), output, now);
+        if self.unmasked.remove(&id) {
+            self.ranked.insert((Reverse(sequence.priority), id));
+            self.waiting.insert(id);
+        }
         if let (State::Decode, Some(slot)) = (sequence.state, sequence.slot) {
             self.orders.push(Order::Mask(slot, mask));
             self.has_come(slot, output);
@@ -675,9 +713,6 @@ impl Scheduler {
         let &(_, best) = self.ranked.first()?;
         let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
         let slot = self.slots.iter().position(Option::is_none)?;
-        if !self.sequences[id].may_join() {
-            return None;
-        }
         // A page in reserve for everyone who runs: else who joins is preempted at once.
         let reserve = self.slots.iter().flatten().count() as u32;
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
@@ -877,7 +912,8 @@ impl Scheduler {
         // While someone waits for a slot, a plan ends with the first row that does.
         let useful = if self.waiting.is_empty() { undrawn().max() } else { undrawn().min() };
         let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
-        let constrained = self.residents().any(|s| s.constraint.is_some() && s.decodes());
+        // Who waits for a late mask is not waited for.
+        let constrained = self.residents().any(|s| s.constraint.is_some() && s.decodes() && !s.waits_apart());
         let sequences = rows.len() as u32;
         let mut drafts = if dumps || constrained { 0 } else { self.speculation.choose(sequences, pace) };
         // What drafts are to follow has to fit the context too.
@@ -962,7 +998,10 @@ impl Scheduler {
             .filter(|sequence| sequence.decodes())
             // Logits are read back before the next step overwrites them.
             .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
-            .filter(|sequence| self.setup.capacity.gates || sequence.awaited_mask().is_none())
+            .filter(|sequence| match self.setup.capacity.gates {
+                true => !sequence.waits_apart(),
+                false => sequence.awaited_mask().is_none(),
+            })
             .collect();
         let most = *self.setup.capacity.buckets.last().expect("there are buckets");
         let most = pace.best_rows(most.min(rows.len() as u32), self.choices.0) as usize;
@@ -1078,7 +1117,10 @@ impl Scheduler {
             return;
         }
         sequence.tokens.push(sampled.id);
-        let grammar = sequence.constraint.as_mut().and_then(|constraint| constraint.grammar.take());
+        let grammar = sequence.constraint.as_mut().and_then(|constraint| {
+            constraint.asked = Some(now);
+            constraint.grammar.take()
+        });
         let (drafted, accepted) = if sampled.draft > 0 { (0, 1) } else { (drafts, 0) };
         sequence.drafted_tokens += drafted;
         sequence.accepted_tokens += accepted;
@@ -1126,6 +1168,9 @@ impl Scheduler {
         let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
         sequence.ended = true;
+        if let Some(constraint) = &sequence.constraint {
+            constraint.cancel.cancel();
+        }
         self.by_request.remove(&sequence.request);
         if let Some(deadline) = sequence.deadline {
             self.deadlines.remove(&(deadline, id));
@@ -1152,6 +1197,7 @@ impl Scheduler {
         match sequence.state {
             State::Waiting => {
                 self.waiting.remove(&id);
+                self.unmasked.remove(&id);
                 self.ranked.remove(&(Reverse(sequence.priority), id));
                 self.sequences.remove(id);
             }
@@ -1187,9 +1233,12 @@ impl Scheduler {
         }
         if sequence.ended {
             self.sequences.remove(id);
-        } else {
+        } else if sequence.may_join() {
             self.ranked.insert((Reverse(sequence.priority), id));
             self.waiting.insert(id);
+        } else {
+            // Nobody waits behind it.
+            self.unmasked.insert(id);
         }
     }
 

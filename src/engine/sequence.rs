@@ -6,6 +6,7 @@ use super::host::RequestView;
 use super::pages::Content;
 use super::prefix::PageKey;
 use super::request::{PerToken, Request, Scored, Timings};
+use crate::actors::workers::Cancel;
 use crate::model::grammar::{Grammar, Started};
 use crate::telemetry::names;
 use std::cmp::Reverse;
@@ -38,6 +39,41 @@ pub struct Constrained {
     pub mask: Arc<[u32]>,
     /// As `mask` says; at most the number of tokens reported.
     pub next: u32,
+    /// Since when somebody finds it out.
+    pub asked: Option<Instant>,
+    /// How often its mask was late, and how many were in time since.
+    pub late: (u32, u32),
+    /// Ends what is being found out for it.
+    pub cancel: Cancel,
+}
+
+/// How long a step that has been queued waits for a mask; then the row that lacks it leaves the batch.
+pub const MASK_PATIENCE: Duration = Duration::from_millis(30);
+/// Masks in time, after which a row whose mask was late once is queued before its masks again; twice as many after
+/// each further time.
+const TRUSTED_AFTER: u32 = 64;
+
+impl Constrained {
+    /// Whether a step is not queued before its mask is there: its masks were late, lately.
+    fn waits_apart(&self) -> bool {
+        let (late, in_time) = self.late;
+        late > 0 && in_time < TRUSTED_AFTER << (late - 1).min(16)
+    }
+
+    /// Takes what was found out at `now`.
+    pub fn answered(&mut self, grammar: Box<Grammar>, mask: Arc<[u32]>, next: u32, now: Instant) {
+        if let Some(asked) = self.asked.take()
+            && now.saturating_duration_since(asked) < MASK_PATIENCE / 2
+        {
+            self.late.1 = self.late.1.saturating_add(1);
+        }
+        (self.grammar, self.mask, self.next) = (Some(grammar), mask, next);
+    }
+
+    /// Its mask is late.
+    pub fn is_late(&mut self) {
+        self.late = (self.late.0 + 1, 0);
+    }
 }
 
 /// Where a sequence stands.
@@ -157,8 +193,14 @@ impl Sequence {
             dump_logits: request.dump_logits,
             mask: None,
         };
-        let constrained =
-            |started: Started| Constrained { grammar: Some(started.grammar), mask: started.mask, next: 0 };
+        let constrained = |started: Started| Constrained {
+            cancel: started.grammar.cancel(),
+            grammar: Some(started.grammar),
+            mask: started.mask,
+            next: 0,
+            asked: None,
+            late: (u32::from(started.slow), 0),
+        };
         Sequence {
             id,
             request: request.id,
@@ -374,6 +416,16 @@ impl Sequence {
     pub fn awaited_mask(&self) -> Option<u32> {
         let next = self.history - self.prompt_tokens + self.drawn;
         self.constraint.as_ref().filter(|constraint| constraint.next != next).map(|_| next)
+    }
+
+    /// Whether its next step is not queued before its mask is there, which it is not.
+    pub fn waits_apart(&self) -> bool {
+        self.constraint.as_ref().is_some_and(Constrained::waits_apart) && self.awaited_mask().is_some()
+    }
+
+    /// When the mask that is being found out for it is late.
+    pub fn mask_deadline(&self) -> Option<Instant> {
+        Some(self.constraint.as_ref()?.asked? + MASK_PATIENCE)
     }
 
     /// Whether it can have a row of the next decode step: who has ended is leaving.

@@ -16,7 +16,7 @@ use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, S
 use crate::actors::timeline::FlushReason;
 use crate::actors::transfer::TransferError;
 use crate::actors::watcher::Outbox;
-use crate::config;
+use crate::config::{self, file::Stamp};
 use crate::device::{Adapter, DeviceError, Gate, Point};
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::layout::StateLayout;
@@ -29,7 +29,7 @@ use crate::kernels::state::MOST_DRAFTS;
 use crate::kernels::tags;
 use crate::memory::pack::{Format, Packing};
 use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, PlanError, Purpose, Side};
-use crate::memory::{MappedFile, MemoryError, Place, Table};
+use crate::memory::{MemoryError, Place, Table, WeightFile};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, SourceRef, WeightSpec};
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part, RingLayout, Shape, Tuning};
@@ -831,7 +831,11 @@ impl Build<'_> {
         weights: &[(&WeightSpec, Vec<Part>)],
         table: &Table,
     ) -> Result<Load, StartError> {
-        let mut files: HashMap<Arc<Path>, Arc<MappedFile>> = HashMap::new();
+        // Those whose headers were read, and not what may have been put in their place since.
+        let stamps: HashMap<&Path, &Stamp> =
+            self.checkpoint.files.iter().map(|file| (&*file.path, &file.stamp)).collect();
+        let failed = |source: LoadError| StartError::Load { model: self.model.name.clone(), source };
+        let mut files: HashMap<Arc<Path>, Arc<WeightFile>> = HashMap::new();
         let mut tensors = Vec::new();
         for (weight, parts) in weights {
             for part in parts {
@@ -841,7 +845,8 @@ impl Build<'_> {
                     let file = match files.get(&source.path) {
                         Some(file) => Arc::clone(file),
                         None => {
-                            let file = Arc::new(MappedFile::open(&source.path)?);
+                            let file = WeightFile::open_as(&source.path, stamps[&*source.path]);
+                            let file = Arc::new(file.map_err(|error| failed(error.into()))?);
                             files.insert(Arc::clone(&source.path), Arc::clone(&file));
                             file
                         }
@@ -858,10 +863,7 @@ impl Build<'_> {
             }
         }
         let threads = self.beside.then(threads_beside);
-        self.station
-            .loader
-            .load_on(LoadPlan { tensors }, threads)
-            .map_err(|source| StartError::Load { model: self.model.name.clone(), source })
+        self.station.loader.load_on(LoadPlan { tensors }, threads).map_err(failed)
     }
 
     /// Runs regions in order and waits for them.
@@ -924,7 +926,7 @@ fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32) -> Vari
 }
 
 /// The rows of a source that lie in a part of its weight.
-fn clip(source: &SourceRef, part: &Part, file: Arc<MappedFile>) -> Option<Source> {
+fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Source> {
     let format = decoder::format(source.dtype);
     let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
     let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));

@@ -3,6 +3,7 @@
 //! none. Deliberately absent: how the shapes are found (`tune`).
 
 use super::start::Progress;
+use crate::config::file;
 use crate::device::{Adapter, driver_key, write_atomically};
 use crate::kernels::attention::Heads;
 use crate::kernels::flash_decode;
@@ -94,7 +95,7 @@ pub(super) fn path(folder: &Path, adapter: &Adapter) -> PathBuf {
 
 /// The file's content; `Ok(None)` where there is no file, `Err` with the reason where it counts as none.
 fn read(folder: &Path, adapter: &Adapter) -> Result<Option<File>, String> {
-    match std::fs::read_to_string(path(folder, adapter)) {
+    match file::read_text(&path(folder, adapter), file::SMALL) {
         Ok(text) => File::parse(&text, adapter).map(Some),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(format!("cannot be read ({error})")),

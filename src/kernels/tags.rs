@@ -245,7 +245,7 @@ pub fn check(recording: &Recording) -> Result<(), String> {
                 Held::Unknown => awaited != 1,
                 Held::Tag(tag) => *tag == awaited,
             };
-            if *last != Held::Tag(awaited) && reads_old || reads_old && others.iter().any(stale) {
+            if reads_old && (*last != Held::Tag(awaited) || others.iter().any(stale)) {
                 return Err(format!(
                     "\"{}\" waits for tag {awaited} of \"{}\", which may hold {states:?} meanwhile",
                     call.label,

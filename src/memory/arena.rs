@@ -561,25 +561,228 @@ fn stream(to: &mut [u8], from: &[u8]) {
     to.copy_from_slice(from);
 }
 
-/// Maps a whole file, to read. Used by [`super::file::MappedFile`] only.
-pub(super) fn map_file(file: &File) -> std::io::Result<memmap2::Mmap> {
-    // SAFETY: the map is private and only read. What Rust cannot know is that nobody else
-    // changes the file meanwhile: `MappedFile` checks its length and time again at each use,
-    // and says in its documentation that a checkpoint must be left alone while it is loaded.
-    unsafe { memmap2::Mmap::map(file) }
+/// A whole file mapped to read. Used by [`super::file::WeightFile`] only.
+///
+/// The system raises SIGBUS where a page of a map cannot be read: beyond the end of a file that was cut, or because
+/// its disk fails. That ends a process, so a handler looks whether the address is in one of these maps: then the map
+/// from there on becomes zeroes, whoever reads goes on with these, and [`FileMap::is_lost`] says so afterwards.
+pub(super) struct FileMap {
+    map: memmap2::Mmap,
+    /// Its place in [`MAPS`].
+    #[cfg(target_os = "linux")]
+    place: &'static guard::Place,
 }
 
-/// Takes a part of a map of [`map_file`] out of the process's page tables. Used by [`super::file::MappedFile`] only.
+impl FileMap {
+    /// Maps a file; `None` where that cannot be done, or not be guarded.
+    #[cfg(target_os = "linux")]
+    pub(super) fn of(file: &File) -> Option<FileMap> {
+        guard::install()?;
+        // SAFETY: the map is private and only read. What Rust cannot know is that nobody else changes the file
+        // meanwhile: numbers may then be any, and `WeightFile::unchanged` is asked behind every use whether they count.
+        let map = unsafe { memmap2::Mmap::map(file) }.ok()?;
+        let place = guard::enter(map.as_ptr().addr(), map.len())?;
+        Some(FileMap { map, place })
+    }
+
+    /// Elsewhere files are read.
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn of(_: &File) -> Option<FileMap> {
+        None
+    }
+
+    /// The file's bytes, zeroes where they could not be read.
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.map
+    }
+
+    /// Whether some bytes could not be read.
+    pub(super) fn is_lost(&self) -> bool {
+        #[cfg(target_os = "linux")]
+        return self.place.lost.load(Ordering::Acquire);
+        #[cfg(not(target_os = "linux"))]
+        false
+    }
+
+    /// Brings a part into memory at once instead of page by page as it is touched.
+    pub(super) fn populate(&self, start: usize, len: usize) -> std::io::Result<()> {
+        #[cfg(target_os = "linux")]
+        return self.map.advise_range(memmap2::Advice::PopulateRead, start, len);
+        #[cfg(not(target_os = "linux"))]
+        Ok(())
+    }
+
+    /// Takes a part out of the process's page tables.
+    #[cfg(target_os = "linux")]
+    pub(super) fn let_go(&self, start: usize, len: usize) -> std::io::Result<()> {
+        // SAFETY: the advice loses what was written to a map. This one is only read: whoever touches the part again, or
+        // has a reference into it, finds the file's bytes as before.
+        unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len) }
+    }
+}
+
 #[cfg(target_os = "linux")]
-pub(super) fn let_go(map: &memmap2::Mmap, start: usize, len: usize) -> std::io::Result<()> {
-    // SAFETY: the advice loses what was written to a map. This one is only read: whoever touches the part again, or has
-    // a reference into it, finds the file's bytes as before.
-    unsafe { map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len) }
+impl Drop for FileMap {
+    fn drop(&mut self) {
+        // The map itself ends behind this: nobody reads it any more.
+        self.place.leave();
+    }
+}
+
+/// What keeps a map's missing pages from ending the process.
+#[cfg(target_os = "linux")]
+mod guard {
+    use std::ffi::{c_int, c_void};
+    use std::mem;
+    use std::ptr;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    /// Maps at once; further files are read instead.
+    const MOST: usize = 1024;
+
+    /// The addresses of one map. Empty while `start` is the largest address.
+    pub(super) struct Place {
+        taken: AtomicBool,
+        start: AtomicUsize,
+        end: AtomicUsize,
+        pub(super) lost: AtomicBool,
+    }
+
+    static MAPS: [Place; MOST] = [const {
+        Place {
+            taken: AtomicBool::new(false),
+            start: AtomicUsize::new(usize::MAX),
+            end: AtomicUsize::new(0),
+            lost: AtomicBool::new(false),
+        }
+    }; MOST];
+    /// What SIGBUS did before; `None`: it could not be changed.
+    static BEFORE: OnceLock<Option<libc::sigaction>> = OnceLock::new();
+    static PAGE: AtomicUsize = AtomicUsize::new(0);
+
+    /// Sees to the handler, once a process.
+    pub(super) fn install() -> Option<()> {
+        let before = BEFORE.get_or_init(|| {
+            PAGE.store(rustix::param::page_size(), Ordering::Release);
+            let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_bus_error;
+            // SAFETY: all zeroes are a valid `sigaction`, the default one; the system fills `before`. The handler is of
+            // the form that SA_SIGINFO asks for, and runs on the stack of its own that Rust gives each thread.
+            unsafe {
+                let mut action: libc::sigaction = mem::zeroed();
+                action.sa_sigaction = handler as usize;
+                action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+                let mut before: libc::sigaction = mem::zeroed();
+                (libc::sigaction(libc::SIGBUS, &action, &mut before) == 0).then_some(before)
+            }
+        });
+        before.as_ref().map(|_| ())
+    }
+
+    /// Has the handler know a map.
+    pub(super) fn enter(start: usize, len: usize) -> Option<&'static Place> {
+        let free =
+            |place: &&Place| place.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
+        let place = MAPS.iter().find(free)?;
+        place.lost.store(false, Ordering::Release);
+        // In an order in which the addresses between are never others'.
+        place.end.store(start + len.next_multiple_of(PAGE.load(Ordering::Acquire)), Ordering::Release);
+        place.start.store(start, Ordering::Release);
+        Some(place)
+    }
+
+    /// The map that an address is in, and that map's end.
+    pub(super) fn knows(address: usize) -> Option<(&'static Place, usize)> {
+        MAPS.iter().find_map(|place| {
+            let (start, end) = (place.start.load(Ordering::Acquire), place.end.load(Ordering::Acquire));
+            (start..end).contains(&address).then_some((place, end))
+        })
+    }
+
+    impl Place {
+        pub(super) fn leave(&self) {
+            self.start.store(usize::MAX, Ordering::Release);
+            self.end.store(0, Ordering::Release);
+            self.taken.store(false, Ordering::Release);
+        }
+
+        /// From a page of this map on there are zeroes.
+        fn lose(&self, address: usize, end: usize) -> bool {
+            self.lost.store(true, Ordering::Release);
+            let from = address & !(PAGE.load(Ordering::Acquire) - 1);
+            let (access, kind) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
+            // SAFETY: the pages are those of a map of ours, which lives as long as its place is taken, and they are only
+            // read. A system call by itself: it may be made in a handler.
+            let mapped = unsafe { libc::mmap(ptr::without_provenance_mut(from), end - from, access, kind, -1, 0) };
+            mapped != libc::MAP_FAILED
+        }
+    }
+
+    extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+        // SAFETY: the system gives what SA_SIGINFO asks for.
+        let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
+        // Not an error of the machine's memory, nor a signal that somebody sent.
+        if code == libc::BUS_ADRERR && knows(address).is_some_and(|(place, end)| place.lose(address, end)) {
+            return;
+        }
+        // Nobody's of ours: what would have happened without this handler.
+        let before = BEFORE.get().and_then(Option::as_ref);
+        match before {
+            Some(before) if ![libc::SIG_DFL, libc::SIG_IGN].contains(&before.sa_sigaction) => {
+                let handler = before.sa_sigaction;
+                if before.sa_flags & libc::SA_SIGINFO != 0 {
+                    // SAFETY: it was set as a handler of this form.
+                    let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
+                        unsafe { mem::transmute(handler) };
+                    handler(signal, info, context);
+                } else {
+                    // SAFETY: as above.
+                    let handler: extern "C" fn(c_int) = unsafe { mem::transmute(handler) };
+                    handler(signal);
+                }
+            }
+            _ => {
+                // SAFETY: as in `install`. The instruction is run again and ends the process.
+                unsafe {
+                    let default: libc::sigaction = mem::zeroed();
+                    libc::sigaction(libc::SIGBUS, &default, ptr::null_mut());
+                }
+            }
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Goal: only maps of weights are guarded: a page of another that cannot be read ends the process as ever. Method: this
+    /// test again as a process of its own.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_lost_page_of_another_map_still_ends_the_process() {
+        use std::os::unix::process::ExitStatusExt;
+        const NAME: &str = "memory::arena::tests::a_lost_page_of_another_map_still_ends_the_process";
+        const CHILD: &str = "OSTINATO_TEST_SIGBUS";
+        if std::env::var_os(CHILD).is_some() {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(100_000).unwrap();
+            let guarded = FileMap::of(&file).unwrap();
+            // SAFETY: nobody looks at what becomes of it but this test.
+            let other = unsafe { memmap2::Mmap::map(&file) }.unwrap();
+            file.set_len(0).unwrap();
+            assert_eq!((guarded.bytes()[50_000], guarded.is_lost()), (0, true));
+            let start = guarded.bytes().as_ptr().addr();
+            drop(guarded);
+            assert!(guard::knows(start).is_none(), "it has left");
+            println!("{}", other[50_000]);
+            return;
+        }
+        let own = std::env::current_exe().unwrap();
+        let output = std::process::Command::new(own).args(["--exact", NAME]).env(CHILD, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.signal(), Some(libc::SIGBUS), "{:?}: {said}", output.status);
+    }
 
     #[test]
     fn what_is_streamed_arrives_whole_from_any_address_to_any() {

@@ -89,7 +89,7 @@ pub enum MemoryError {
         /// How long was waited.
         seconds: u64,
     },
-    /// A file cannot be opened or mapped.
+    /// A file cannot be opened or read.
     #[error("cannot read {}", path.display())]
     File {
         /// Which.
@@ -110,11 +110,13 @@ pub enum MemoryError {
         /// Length of the file.
         has: u64,
     },
-    /// A file was written to after it was opened.
-    #[error("{} was changed while it was read: {was} bytes when opened, {is} now", path.display())]
+    /// A file was written to or replaced after it was first looked at.
+    #[error("{} was changed while it was loaded: {how}; it had {was} bytes and has {is}", path.display())]
     FileChanged {
         /// Which.
         path: PathBuf,
+        /// What shows it.
+        how: String,
         /// Length when opened.
         was: u64,
         /// Length now.

@@ -1,49 +1,76 @@
-//! Files that are read as memory: the shards of a checkpoint.
+//! The shards of a checkpoint: open files that are mapped into memory where that can be done, else read by position.
+//! Whatever becomes of a file meanwhile, a load has an error and nothing else happens.
 //! Deliberately absent: what is in them.
 
 use super::MemoryError;
-use super::arena;
+use super::arena::FileMap;
+use crate::config::file::{self, Stamp};
+use rustix::fs::Advice;
 use std::fs::File;
+use std::num::NonZeroU64;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
 /// Bytes of a map that end at once: a millisecond's work.
 #[cfg(target_os = "linux")]
 const END_STEP: usize = 64 << 20;
 
-/// A file mapped to read. It must be left alone meanwhile: one that shrinks under the map ends
-/// the process (the operating system has no other way to say it), which
-/// [`MappedFile::bytes`] makes unlikely by looking at the length each time.
-pub struct MappedFile {
+/// A regular file that is open to be read, and the state in which it was found. Whoever writes to it meanwhile makes
+/// [`WeightFile::unchanged`] fail.
+pub struct WeightFile {
     path: PathBuf,
     file: File,
-    /// When opened.
-    modified: Option<SystemTime>,
-    map: memmap2::Mmap,
+    stamp: Stamp,
+    /// `None`: it is read.
+    map: Option<FileMap>,
 }
 
-impl std::fmt::Debug for MappedFile {
+impl std::fmt::Debug for WeightFile {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MappedFile").field("path", &self.path).field("len", &self.map.len()).finish()
+        let mapped = self.map.is_some();
+        f.debug_struct("WeightFile")
+            .field("path", &self.path)
+            .field("stamp", &self.stamp)
+            .field("mapped", &mapped)
+            .finish()
     }
 }
 
-impl MappedFile {
-    /// Opens and maps a file. An empty one is truncated.
-    pub fn open(path: &Path) -> Result<MappedFile, MemoryError> {
+impl WeightFile {
+    /// Opens a file. An empty one is truncated.
+    pub fn open(path: &Path) -> Result<WeightFile, MemoryError> {
         let failed = |source| MemoryError::File { path: path.to_owned(), source };
-        let file = File::open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            return Err(failed(std::io::Error::other("not a regular file")));
-        }
-        if metadata.len() == 0 {
+        let (file, _) = file::open(path).map_err(failed)?;
+        let stamp = Stamp::settled(&file).map_err(failed)?;
+        if stamp.len == 0 {
             let path = path.to_owned();
             return Err(MemoryError::Truncated { path, what: "its header".to_owned(), wanted: 8, has: 0 });
         }
-        let map = arena::map_file(&file).map_err(failed)?;
-        Ok(MappedFile { path: path.to_owned(), file, modified: metadata.modified().ok(), map })
+        Ok(WeightFile::of(path, file, stamp))
+    }
+
+    fn of(path: &Path, file: File, stamp: Stamp) -> WeightFile {
+        let map = FileMap::of(&file).filter(|map| map.bytes().len() as u64 == stamp.len);
+        WeightFile { path: path.to_owned(), file, stamp, map }
+    }
+
+    /// The same without a map.
+    pub fn unmapped(self) -> WeightFile {
+        WeightFile {
+            path: self.path.clone(),
+            file: self.file.try_clone().expect("a descriptor"),
+            stamp: self.stamp,
+            map: None,
+        }
+    }
+
+    /// As [`WeightFile::open`]; an error if it is not the file of `stamp`, unchanged since that was taken.
+    pub fn open_as(path: &Path, stamp: &Stamp) -> Result<WeightFile, MemoryError> {
+        let failed = |source| MemoryError::File { path: path.to_owned(), source };
+        let (file, metadata) = file::open(path).map_err(failed)?;
+        compare(path, stamp, &Stamp::of(&metadata))?;
+        Ok(WeightFile::of(path, file, *stamp))
     }
 
     /// Where it is.
@@ -51,25 +78,35 @@ impl MappedFile {
         &self.path
     }
 
-    /// Its length when it was opened.
+    /// Its length when it was opened, bytes.
     pub fn len(&self) -> u64 {
-        self.map.len() as u64
+        self.stamp.len
     }
 
     /// Never: an empty file is not opened.
     pub fn is_empty(&self) -> bool {
-        self.map.is_empty()
+        self.stamp.len == 0
     }
 
-    /// A part of it, called `what` in errors. Errors: the file ends before, or was changed
-    /// since it was opened.
-    pub fn bytes(&self, part: Range<u64>, what: &str) -> Result<&[u8], MemoryError> {
+    /// A part of it, called `what` in errors: of its map, or read into `room`, which has as many bytes. Errors: the file ends
+    /// before, or its disk fails. What a map cannot read is zeroes: only [`WeightFile::unchanged`], asked behind all
+    /// use, tells whether they count.
+    pub fn bytes<'a>(&'a self, part: Range<u64>, room: &'a mut [u8], what: &str) -> Result<&'a [u8], MemoryError> {
         self.holds(&part, what)?;
-        self.unchanged()?;
-        Ok(&self.map[part.start as usize..part.end as usize])
+        if let Some(map) = &self.map {
+            return Ok(&map.bytes()[part.start as usize..part.end as usize]);
+        }
+        self.file.read_exact_at(room, part.start).map_err(|source| self.failed(source))?;
+        Ok(room)
     }
 
-    /// Whether `part` is inside the file, as an error if not.
+    /// A read that failed: because the file was changed, or as the system says.
+    fn failed(&self, source: std::io::Error) -> MemoryError {
+        let changed = self.unchanged().err();
+        changed.unwrap_or_else(|| MemoryError::File { path: self.path.clone(), source })
+    }
+
+    /// Whether `part` is inside the file as it was opened, as an error if not.
     pub fn holds(&self, part: &Range<u64>, what: &str) -> Result<(), MemoryError> {
         if part.start <= part.end && part.end <= self.len() {
             return Ok(());
@@ -82,44 +119,55 @@ impl MappedFile {
         })
     }
 
-    /// An error if the file was written to since it was opened.
+    /// An error if the file was written to since it was opened, or [`WeightFile::open_as`]'s stamp was taken, or if a
+    /// part of it could not be read.
     pub fn unchanged(&self) -> Result<(), MemoryError> {
-        let now = self.file.metadata().map_err(|source| MemoryError::File { path: self.path.clone(), source })?;
-        if now.len() == self.len() && now.modified().ok() == self.modified {
-            return Ok(());
+        let failed = |source| MemoryError::File { path: self.path.clone(), source };
+        let now = self.file.metadata().map_err(failed)?;
+        compare(&self.path, &self.stamp, &Stamp::of(&now))?;
+        match &self.map {
+            Some(map) if map.is_lost() => Err(failed(std::io::Error::other("a part of its map could not be read"))),
+            _ => Ok(()),
         }
-        Err(MemoryError::FileChanged { path: self.path.clone(), was: self.len(), is: now.len() })
     }
 
-    /// Brings a part into memory at once instead of page by page as it is touched. An error of
-    /// the disk is reported here; without this it would end the process at the touch.
-    pub fn populate(&self, part: Range<u64>, what: &str) -> Result<(), MemoryError> {
-        self.holds(&part, what)?;
-        self.unchanged()?;
-        #[cfg(target_os = "linux")]
-        {
-            let (start, len) = (part.start as usize, (part.end - part.start) as usize);
-            let advised = self.map.advise_range(memmap2::Advice::PopulateRead, start, len);
-            // Kernels before 5.14 do not know this advice: then the touch does it.
-            if let Err(source) = advised
-                && source.kind() != std::io::ErrorKind::InvalidInput
-            {
-                return Err(MemoryError::File { path: self.path.clone(), source });
+    /// Has the system bring a part into memory, at once instead of page by page. Errors of the disk are told here, or
+    /// when it is read.
+    pub fn announce(&self, part: &Range<u64>) -> Result<(), MemoryError> {
+        let Some(len) = NonZeroU64::new(part.end.saturating_sub(part.start)) else { return Ok(()) };
+        match &self.map {
+            None => {
+                // Only a hint: reads work without it.
+                let _ = rustix::fs::fadvise(&self.file, part.start, Some(len), Advice::WillNeed);
+                Ok(())
             }
+            Some(map) => match map.populate(part.start as usize, len.get() as usize) {
+                // Kernels before 5.14 do not know this advice: then the touch does it.
+                Err(source) if source.kind() != std::io::ErrorKind::InvalidInput => Err(self.failed(source)),
+                _ => Ok(()),
+            },
         }
-        Ok(())
     }
 }
 
 /// A whole checkpoint's map ends in steps: until the system has taken its pages out of the page tables one by one, a quarter
 /// of a second for 15 GiB, nobody else in the process maps memory.
 #[cfg(target_os = "linux")]
-impl Drop for MappedFile {
+impl Drop for WeightFile {
     fn drop(&mut self) {
-        for start in (0..self.map.len()).step_by(END_STEP) {
+        let Some(map) = &self.map else { return };
+        let len = map.bytes().len();
+        for start in (0..len).step_by(END_STEP) {
             // What is still there ends with the map.
-            let _ = arena::let_go(&self.map, start, END_STEP.min(self.map.len() - start));
+            let _ = map.let_go(start, END_STEP.min(len - start));
         }
+    }
+}
+
+fn compare(path: &Path, was: &Stamp, is: &Stamp) -> Result<(), MemoryError> {
+    match was.difference(is) {
+        None => Ok(()),
+        Some(how) => Err(MemoryError::FileChanged { path: path.to_owned(), how, was: was.len, is: is.len }),
     }
 }
 
@@ -128,45 +176,105 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    #[test]
-    fn a_part_beyond_the_end_is_truncated_by_name_and_numbers() {
+    fn file_of(bytes: &[u8]) -> (tempfile::NamedTempFile, WeightFile) {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(&[7; 100]).unwrap();
-        let mapped = MappedFile::open(file.path()).unwrap();
-        assert_eq!(mapped.bytes(90..100, "x").unwrap(), &[7; 10]);
-        let error = mapped.bytes(90..101, "layers.0.q").unwrap_err().to_string();
-        assert!(error.ends_with("is truncated: layers.0.q ends at byte 101, the file has 100"), "{error}");
+        file.write_all(bytes).unwrap();
+        let opened = WeightFile::open(file.path()).unwrap();
+        (file, opened)
+    }
+
+    /// Mapped, and not.
+    fn both(bytes: &[u8], test: impl Fn(&tempfile::NamedTempFile, WeightFile)) {
+        let (keep, file) = file_of(bytes);
+        assert!(file.map.is_some() || cfg!(not(target_os = "linux")));
+        test(&keep, file);
+        let (keep, file) = file_of(bytes);
+        test(&keep, file.unmapped());
     }
 
     #[test]
-    fn a_file_that_shrank_is_noticed_before_it_is_read() {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        file.write_all(&[7; 10_000]).unwrap();
-        let mapped = MappedFile::open(file.path()).unwrap();
-        file.as_file().set_len(100).unwrap();
-        assert!(matches!(mapped.bytes(9000..9001, "x"), Err(MemoryError::FileChanged { was: 10_000, is: 100, .. })));
+    fn a_part_beyond_the_end_is_truncated_by_name_and_numbers() {
+        both(&[7; 100], |_, file| {
+            assert_eq!(file.bytes(90..100, &mut [0; 10], "x").unwrap(), [7; 10]);
+            let error = file.bytes(90..101, &mut [0; 11], "layers.0.q").unwrap_err().to_string();
+            assert!(error.ends_with("is truncated: layers.0.q ends at byte 101, the file has 100"), "{error}");
+            file.announce(&(0..100)).unwrap();
+            file.announce(&(7..7)).unwrap();
+        });
+    }
+
+    /// Goal: what is read of a file that was cut neither ends the process nor counts.
+    #[test]
+    fn a_file_that_shrinks_is_an_error_and_not_the_end_of_the_process() {
+        both(&[7; 1_000_000], |keep, file| {
+            let mut room = vec![0; 1_000_000];
+            assert_eq!(file.bytes(0..1_000_000, &mut room, "x").unwrap(), [7; 1_000_000]);
+            keep.as_file().set_len(5_000).unwrap();
+            match file.bytes(0..1_000_000, &mut room, "x") {
+                // The rest of a page whose beginning is in the file, and pages that are not, read as zeroes.
+                Ok(bytes) => {
+                    assert!(file.map.is_some());
+                    assert!(bytes.iter().zip(0..).all(|(byte, at)| *byte == if at < 5_000 { 7 } else { 0 }));
+                }
+                Err(error) => {
+                    assert!(matches!(error, MemoryError::FileChanged { was: 1_000_000, is: 5_000, .. }), "{error:?}")
+                }
+            }
+            assert!(file.map.as_ref().is_none_or(FileMap::is_lost));
+            let changed = |result: Result<(), MemoryError>| {
+                matches!(result, Err(MemoryError::FileChanged { was: 1_000_000, is: 5_000, .. }))
+            };
+            assert!(changed(file.unchanged()));
+            if file.map.is_some() {
+                assert!(changed(file.announce(&(0..1_000_000))) || file.announce(&(0..1_000_000)).is_ok());
+            }
+        });
+        // Others are guarded as before.
+        both(&[7; 10_000], |_, file| {
+            assert_eq!(file.bytes(0..10_000, &mut [0; 10_000], "x").unwrap(), [7; 10_000]);
+            file.unchanged().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_file_that_was_written_to_or_replaced_is_not_the_one_of_its_stamp() {
+        let (keep, file) = file_of(&[7; 1000]);
+        file.unchanged().unwrap();
+        let stamp = file.stamp;
+        drop(WeightFile::open_as(keep.path(), &stamp).unwrap());
+        // In place, of the same length.
+        keep.as_file().write_all_at(&[8], 999).unwrap();
+        for error in [file.unchanged().unwrap_err(), WeightFile::open_as(keep.path(), &stamp).unwrap_err()] {
+            assert!(matches!(&error, MemoryError::FileChanged { was: 1000, is: 1000, .. }), "{error:?}");
+            assert!(error.to_string().contains("was changed while it was loaded: written at "), "{error}");
+        }
+        let (other, _open) = file_of(&[7; 1000]);
+        std::fs::rename(other.path(), keep.path()).unwrap();
+        let error = WeightFile::open_as(keep.path(), &stamp).unwrap_err().to_string();
+        assert!(error.contains("another file (inode "), "{error}");
+        // `other` has nothing to remove any more.
+        std::mem::forget(other);
     }
 
     #[cfg(target_os = "linux")]
     #[test]
     fn what_was_let_go_is_there_when_it_is_read_again() {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
         let bytes: Vec<u8> = (0..100_000u32).map(|i| (i / 7) as u8).collect();
-        file.write_all(&bytes).unwrap();
-        let mapped = MappedFile::open(file.path()).unwrap();
-        let before = mapped.bytes(0..100_000, "x").unwrap();
+        let (_keep, file) = file_of(&bytes);
+        let before = file.bytes(0..100_000, &mut [], "x").unwrap();
         assert_eq!(before, bytes);
-        arena::let_go(&mapped.map, 5_000, 85_001).unwrap();
+        file.map.as_ref().unwrap().let_go(0, 85_001).unwrap();
         assert_eq!(before, bytes);
     }
 
     #[test]
-    fn what_cannot_be_mapped_is_an_error_that_names_it() {
-        let missing = MappedFile::open(Path::new("/nowhere/model.safetensors")).unwrap_err();
+    fn what_cannot_be_read_is_an_error_that_names_it() {
+        let missing = WeightFile::open(Path::new("/nowhere/model.safetensors")).unwrap_err();
         assert_eq!(missing.to_string(), "cannot read /nowhere/model.safetensors");
         let folder = tempfile::tempdir().unwrap();
-        assert!(matches!(MappedFile::open(folder.path()), Err(MemoryError::File { .. })));
+        assert!(matches!(WeightFile::open(folder.path()), Err(MemoryError::File { .. })));
+        assert!(matches!(WeightFile::open(Path::new("/dev/zero")), Err(MemoryError::File { .. })));
         let empty = tempfile::NamedTempFile::new().unwrap();
-        assert!(matches!(MappedFile::open(empty.path()), Err(MemoryError::Truncated { .. })));
+        assert!(matches!(WeightFile::open(empty.path()), Err(MemoryError::Truncated { .. })));
     }
 }

@@ -15,7 +15,7 @@ mod table;
 
 pub use arena::{Arena, Buffer, HostSlice, Usage};
 pub use error::MemoryError;
-pub use file::MappedFile;
+pub use file::WeightFile;
 pub use place::Place;
 pub use plan::Plan;
 pub use staging::{Slot, StagingRing};

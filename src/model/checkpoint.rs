@@ -1,6 +1,6 @@
 //! A checkpoint in Hugging Face layout: its configuration, where each tensor lies in its
 //! files, and the packed weights that kernels want, as plain data. Everything that is wrong
-//! is reported at once. Deliberately absent: the tensors' bytes (the loader maps them by
+//! is reported at once. Deliberately absent: the tensors' bytes (the loader reads them by
 //! path and offset).
 
 mod headers;
@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::config::{ConfigProblem, Dtype, ModelConfig};
+use crate::config::file::{self, Stamp};
 use headers::Headers;
 
 /// One tensor of a safetensors file.
@@ -36,6 +37,8 @@ pub struct CheckpointFile {
     pub path: Arc<Path>,
     /// Its length in bytes.
     pub bytes: u64,
+    /// Its state when its header was read: weights are read from the same file, unchanged since.
+    pub stamp: Stamp,
 }
 
 /// Whether a packed weight is multiplied by a vector or taken element by element.
@@ -339,9 +342,10 @@ pub enum CheckpointProblem {
 }
 
 fn read_config(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<ModelConfig> {
-    let config = read_text(&dir.join("config.json"), problems)?;
+    let config = read_text(&dir.join("config.json"), file::SMALL, problems)?;
     let generation_path = dir.join("generation_config.json");
-    let generation = generation_path.exists().then(|| read_text(&generation_path, problems)).flatten();
+    let named = file::is_named(&generation_path);
+    let generation = named.then(|| read_text(&generation_path, file::SMALL, problems)).flatten();
     match ModelConfig::parse(&config, generation.as_deref()) {
         Ok(config) => Some(config),
         Err(error) => {
@@ -351,8 +355,9 @@ fn read_config(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<Mode
     }
 }
 
-fn read_text(path: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<String> {
-    std::fs::read_to_string(path)
+/// A file of at most `most` bytes.
+fn read_text(path: &Path, most: u64, problems: &mut Vec<CheckpointProblem>) -> Option<String> {
+    file::read_text(path, most)
         .map_err(|error| {
             problems.push(CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() })
         })

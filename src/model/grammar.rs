@@ -1,42 +1,51 @@
 //! Structured output: what an output may look like (a JSON Schema, a regular expression, a grammar, one of several
-//! texts), and from there, token after token, which tokens may be drawn next. The parsing is llguidance's.
+//! texts), and from there, token after token, which tokens may be drawn next. The parsing is llguidance's, in worker
+//! processes (`actors::workers`): neither its stack nor its memory nor its time can be bounded inside this process.
 //! Deliberately absent: who draws, and when.
 
+mod compiled;
 mod ebnf;
 mod kept;
+mod remote;
 mod structural;
 mod vocabulary;
 
 pub use kept::Uses;
 pub use structural::structural_tag;
 
+pub(crate) use remote::Service;
+
+use crate::actors::workers::{Cancel, Failure, Home, Limits, Worker, Workers, limits};
 use crate::kernels::sampling::mask_words;
-use crate::model::text::Text;
+use crate::model::text::{Text, Tokens};
 use kept::Kept;
-use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
-use llguidance::{Matcher, ParserFactory};
-use serde_json::{Value, json};
+use remote::{Ask, tag};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
-use toktrie::InferenceCapabilities;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use vocabulary::Vocabulary;
+
+/// A first mask and about how many bytes its parser takes, or what is wrong with the constraint.
+type Begun = Result<(Arc<[u32]>, usize), GrammarError>;
 
 /// Bytes of a schema, expression or grammar, or of all choices together.
 pub const MOST_BYTES: usize = 256 << 10;
 /// Choices of one constraint.
 pub const MOST_CHOICES: usize = 1024;
-/// Symbols of a compiled grammar.
-const MOST_SYMBOLS: usize = 200_000;
-/// States of a request's lexer, of one to two kilobytes each.
-const MOST_LEXER_STATES: usize = 50_000;
-/// What a byte of a constraint takes when it is compiled, besides its lexer: about so many bytes, as measured with a
-/// schema of 190 KB.
-const COMPILED_BYTES: usize = 160;
 /// White space that may stand between the parts of a JSON text: a space or two, or a new line and its indentation. No
 /// more, since a model that has begun with it may never end.
 const JSON_SPACE: &str = r"\x20{1,2}|\x0D?\x0A(\x20{0,24}|\x09{0,8})";
+/// The first byte of the first frame of workers that follow constraints.
+pub(crate) const WORKER: u8 = b'g';
+/// Tokens that are replayed at once, so that no replay meets the limit of time by its length.
+const REPLAYED: usize = 512;
+/// A constraint whose first mask took longer is not waited for with a batch.
+const SLOW: Duration = Duration::from_millis(50);
 
 /// What an output must look like.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Constraint {
     /// JSON that satisfies this JSON Schema.
     JsonSchema(String),
@@ -48,13 +57,18 @@ pub enum Constraint {
     Grammar(String),
     /// One of these texts.
     Choice(Vec<String>),
+    /// What routers ask for with tool calls, see [`structural_tag`].
+    StructuralTag(String),
 }
 
 impl Constraint {
     /// Of its texts.
     fn bytes(&self) -> usize {
         match self {
-            Constraint::JsonSchema(text) | Constraint::Regex(text) | Constraint::Grammar(text) => text.len(),
+            Constraint::JsonSchema(text)
+            | Constraint::Regex(text)
+            | Constraint::Grammar(text)
+            | Constraint::StructuralTag(text) => text.len(),
             Constraint::Choice(choices) => choices.iter().map(String::len).sum(),
             Constraint::JsonObject => 0,
         }
@@ -62,7 +76,7 @@ impl Constraint {
 }
 
 /// Why an output cannot be constrained so, or not any further.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum GrammarError {
     /// The tokens' bytes are not known.
     #[error("constraints need a byte-level or byte-fallback tokenizer, this model's is neither")]
@@ -85,71 +99,130 @@ pub enum GrammarError {
     /// The parser gave up.
     #[error("the constraint became too complex to follow: {0}")]
     Stuck(String),
+    /// It meets a limit of its worker process: stack, memory or processor time.
+    #[error("the constraint is too large to be followed: {0}")]
+    TooLarge(String),
+    /// Its call has ended.
+    #[error("nobody waits for the constraint any more")]
+    Cancelled,
+    /// There is no worker process to follow it.
+    #[error("no constraint can be followed now: {0}")]
+    Unavailable(String),
 }
 
-/// What a model's outputs can be constrained with: its tokens as bytes. Made once a model.
+impl From<Failure> for GrammarError {
+    fn from(failure: Failure) -> GrammarError {
+        match failure {
+            Failure::Memory { .. } | Failure::Stack { .. } | Failure::Time { .. } => {
+                GrammarError::TooLarge(failure.to_string())
+            }
+            Failure::Panicked => GrammarError::Invalid(failure.to_string()),
+            Failure::Cancelled => GrammarError::Cancelled,
+            Failure::Died(_) | Failure::Start(_) => GrammarError::Unavailable(failure.to_string()),
+        }
+    }
+}
+
+/// What a model's outputs can be constrained with: its tokens as bytes, and the workers that know them. Made once a
+/// model.
 pub struct Grammars {
-    factory: ParserFactory,
-    /// Of the model: its rows may be more than the tokenizer knows.
+    shared: Arc<Shared>,
+    kept: Kept<Beginning>,
+}
+
+/// What all outputs of a model share.
+struct Shared {
+    workers: Workers,
+    tokens: Tokens,
     vocabulary: u32,
-    eos_ids: Vec<u32>,
-    kept: Kept,
+    /// Numbers of outputs.
+    outputs: AtomicU64,
+}
+
+/// What is known of a constraint's beginning without its worker.
+#[derive(Clone)]
+struct Beginning {
+    mask: Arc<[u32]>,
+    /// Who has compiled it, and likely still has it.
+    home: Home,
+    slow: bool,
 }
 
 impl fmt::Debug for Grammars {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Grammars").field("vocabulary", &self.vocabulary).finish_non_exhaustive()
+        f.debug_struct("Grammars").field("vocabulary", &self.shared.vocabulary).finish_non_exhaustive()
     }
 }
 
 impl Grammars {
     /// For a model of `vocabulary` tokens that ends with any of `eos_ids`.
     pub fn new(text: &Text, vocabulary: u32, eos_ids: &[u32]) -> Result<Grammars, GrammarError> {
-        let tokens = vocabulary::environment(text, vocabulary, eos_ids)?;
-        let slices = llguidance::earley::SlicedBiasComputer::general_slices();
-        let mut factory = ParserFactory::new(&tokens, InferenceCapabilities::default(), &slices)
-            .map_err(|error| GrammarError::Invalid(error.to_string()))?;
-        factory.quiet();
-        let limits = factory.limits_mut();
-        limits.max_grammar_size = MOST_SYMBOLS;
-        limits.max_lexer_states = MOST_LEXER_STATES;
-        // They would hold what was generated so far.
-        limits.verbose_errors = false;
-        Ok(Grammars { factory, vocabulary, eos_ids: eos_ids.to_vec(), kept: Kept::default() })
+        Grammars::with(text, vocabulary, eos_ids, limits())
+    }
+
+    /// The same with limits of its own.
+    pub fn with(text: &Text, vocabulary: u32, eos_ids: &[u32], limits: Limits) -> Result<Grammars, GrammarError> {
+        let mut first = vec![WORKER];
+        Vocabulary::of(text, vocabulary, eos_ids)?.write(&mut first);
+        let workers = Workers::with("constraints", first, limits);
+        let shared = Shared { workers, tokens: text.tokens(), vocabulary, outputs: AtomicU64::new(1) };
+        Ok(Grammars { shared: Arc::new(shared), kept: Kept::default() })
     }
 
     /// A constraint at its beginning: compiled, or one of those that were compiled lately. With `ignore_eos` an output
     /// that could end goes on as long as it can.
     pub fn start(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Started, GrammarError> {
-        if let Some(started) = self.kept.find(constraint, ignore_eos) {
-            return Ok(started);
+        self.start_until(constraint, ignore_eos, &Cancel::default())
+    }
+
+    /// The same; gives up when nobody waits for it any more.
+    pub fn start_until(
+        &self,
+        constraint: &Constraint,
+        ignore_eos: bool,
+        cancel: &Cancel,
+    ) -> Result<Started, GrammarError> {
+        let bytes = constraint.bytes();
+        if bytes > MOST_BYTES {
+            return Err(GrammarError::TooLong { bytes });
         }
-        let (started, bytes) = self.compile(constraint, ignore_eos)?;
-        self.kept.keep(constraint, ignore_eos, bytes, &started);
-        Ok(started)
+        let constraint = Arc::new(constraint.clone());
+        let output = |home| Output {
+            shared: Arc::clone(&self.shared),
+            constraint: Arc::clone(&constraint),
+            ignore_eos,
+            number: self.shared.outputs.fetch_add(1, Ordering::Relaxed),
+            home,
+            tokens: Vec::new(),
+            cancel: Cancel::default(),
+        };
+        if let Some(kept) = self.kept.find(&constraint, ignore_eos) {
+            let Beginning { mask, home, slow } = Beginning::clone(&kept);
+            return Ok(Started { grammar: Box::new(Grammar(Some(Box::new(output(Some(home)))))), mask, slow });
+        }
+        let (mut output, cancel) = (output(None), cancel.clone());
+        let begun = Instant::now();
+        let (output, compiled) = self.shared.workers.run(None, move |worker| {
+            let compiled = output.settled(worker, &cancel, |output, worker| output.begin(worker, &cancel));
+            Ok((output, compiled))
+        })?;
+        let (mask, bytes) = compiled?;
+        let slow = begun.elapsed() > SLOW;
+        if let Some(home) = output.home {
+            let beginning = Beginning { mask: Arc::clone(&mask), home, slow };
+            self.kept.keep(&constraint, ignore_eos, bytes, &Arc::new(beginning));
+        }
+        Ok(Started { grammar: Box::new(Grammar(Some(Box::new(output)))), mask, slow })
+    }
+
+    /// The process ids of its workers, for those who watch them.
+    pub fn workers(&self) -> Vec<u32> {
+        self.shared.workers.processes()
     }
 
     /// How often constraints were asked for, and of which the work was already done.
     pub fn uses(&self) -> Uses {
         self.kept.uses()
-    }
-
-    /// Compiles a constraint and finds the first tokens: takes a millisecond for a small one, up to seconds for one at
-    /// the limits. Says about how many bytes it takes.
-    fn compile(&self, constraint: &Constraint, ignore_eos: bool) -> Result<(Started, usize), GrammarError> {
-        let invalid = |error: anyhow::Error| GrammarError::Invalid(first_line(&error.to_string()));
-        let parser = self.factory.create_parser(top_level(constraint)?).map_err(invalid)?;
-        let bytes = parser.parser.lexer_stats().num_bytes + constraint.bytes() * COMPILED_BYTES;
-        let mut grammar = Grammar {
-            matcher: Matcher::new(Ok(parser)),
-            vocabulary: self.vocabulary,
-            eos_ids: self.eos_ids.clone(),
-            ignore_eos,
-        };
-        match grammar.next().map_err(|error| GrammarError::Invalid(error.to_string()))? {
-            Next::Mask(mask) => Ok((Started { grammar: Box::new(grammar), mask }, bytes)),
-            Next::Complete => Err(GrammarError::Invalid("it allows no text at all".to_owned())),
-        }
     }
 }
 
@@ -160,20 +233,40 @@ pub struct Started {
     pub grammar: Box<Grammar>,
     /// What the first token may be: [`Next::Mask`].
     pub mask: Arc<[u32]>,
+    /// It took so long that its next masks are not to be waited for.
+    pub slow: bool,
 }
 
-/// Where one output stands.
-pub struct Grammar {
-    matcher: Matcher,
-    vocabulary: u32,
-    eos_ids: Vec<u32>,
+/// Where one output stands. What is known of it lives in a worker process, and is made again from the constraint and the
+/// tokens where that is lost.
+pub struct Grammar(Option<Box<Output>>);
+
+struct Output {
+    shared: Arc<Shared>,
+    constraint: Arc<Constraint>,
     ignore_eos: bool,
+    /// Its name among a worker's outputs.
+    number: u64,
+    /// The worker that has it, or has its constraint.
+    home: Option<Home>,
+    tokens: Vec<u32>,
+    cancel: Cancel,
 }
 
 impl Clone for Grammar {
     /// Of its own from here on: nothing is shared that both would wait for.
     fn clone(&self) -> Grammar {
-        Grammar { matcher: self.matcher.deep_clone(), eos_ids: self.eos_ids.clone(), ..*self }
+        Grammar(self.0.as_ref().map(|output| {
+            Box::new(Output {
+                shared: Arc::clone(&output.shared),
+                constraint: Arc::clone(&output.constraint),
+                ignore_eos: output.ignore_eos,
+                number: output.shared.outputs.fetch_add(1, Ordering::Relaxed),
+                home: output.home,
+                tokens: output.tokens.clone(),
+                cancel: Cancel::default(),
+            })
+        }))
     }
 }
 
@@ -193,100 +286,166 @@ pub enum Next {
 }
 
 impl Grammar {
-    /// Takes a token that was drawn; says what may follow. Tens of microseconds mostly, up to about ten milliseconds.
+    /// Takes a token that was drawn; says what may follow. Tens of microseconds mostly, up to the limit of time. After an
+    /// error there is nothing to go on with.
     pub fn take(&mut self, token: u32) -> Result<Next, GrammarError> {
-        // What the parser says quotes the output, which is nobody's but the client's.
-        let refused = |_| GrammarError::Stuck("a token was drawn that it does not allow".to_owned());
-        self.matcher.consume_token(token).map_err(refused)?;
-        self.next()
+        let Some(mut output) = self.0.take() else { return Err(ended()) };
+        let shared = Arc::clone(&output.shared);
+        let (output, next) = shared.workers.run(output.home, move |worker| {
+            let next = output.take(worker, token);
+            Ok((output, next))
+        })?;
+        self.0 = Some(output);
+        next
     }
 
-    fn next(&mut self) -> Result<Next, GrammarError> {
-        if self.matcher.is_stopped() {
-            return match self.matcher.stop_reason() {
-                reason if reason.is_ok() => Ok(Next::Complete),
-                reason => Err(GrammarError::Stuck(reason.to_string())),
-            };
+    /// The same without waiting: `answer` is called with the grammar, on a thread of the workers'.
+    pub fn take_then(
+        self: Box<Self>,
+        token: u32,
+        answer: impl FnOnce(Box<Grammar>, Result<Next, GrammarError>) + Send + 'static,
+    ) {
+        let Some(mut output) = self.0 else { return answer(self, Err(ended())) };
+        let shared = Arc::clone(&output.shared);
+        shared.workers.submit(
+            output.home,
+            Box::new(move |worker| {
+                let next = match worker {
+                    Ok(worker) => output.take(worker, token),
+                    Err(failure) => Err(failure.into()),
+                };
+                answer(Box::new(Grammar(Some(output))), next);
+            }),
+        );
+    }
+
+    /// What to cancel when its output has ended: what is being found out for it then ends.
+    pub fn cancel(&self) -> Cancel {
+        self.0.as_ref().map(|output| output.cancel.clone()).unwrap_or_default()
+    }
+}
+
+fn ended() -> GrammarError {
+    GrammarError::Stuck("it has failed before".to_owned())
+}
+
+impl Output {
+    /// Has `work` done by a worker. One that meets the limit of memory in a worker that holds other outputs has not met
+    /// it alone, and is tried once more in a new one.
+    fn settled<T>(
+        &mut self,
+        worker: &mut Worker,
+        cancel: &Cancel,
+        mut work: impl FnMut(&mut Output, &mut Worker) -> Result<Result<T, GrammarError>, Failure>,
+    ) -> Result<T, GrammarError> {
+        let alone = worker.calls() == 0;
+        match work(self, worker) {
+            Err(failure) if failure.may_be_others(alone) && !cancel.is_cancelled() => work(self, worker)?,
+            worked => worked?,
         }
-        let allowed = self.matcher.compute_mask().map_err(stuck)?;
-        let mut words = allowed.as_slice().to_vec();
-        words.resize(mask_words(self.vocabulary) as usize, 0);
-        let ends: Vec<u32> = self.eos_ids.iter().copied().filter(|id| bit(&words, *id)).collect();
-        for id in &ends {
-            words[(id / 32) as usize] &= !(1 << (id % 32));
+    }
+
+    fn call(&self, worker: &mut Worker, asked: &Ask, cancel: &Cancel) -> Result<Vec<u8>, Failure> {
+        let frame = serde_json::to_vec(asked).map_err(|error| Failure::Died(error.to_string()))?;
+        let tokens = &self.shared.tokens;
+        worker.call(&frame, cancel, tag::TOKENS, &mut |text| {
+            // A zero: there are none.
+            let ids = std::str::from_utf8(text).ok().and_then(|text| tokens.of(text));
+            ids.map_or(vec![0], |ids| [&[1][..], bytemuck::cast_slice(&ids)].concat())
+        })
+    }
+
+    fn error<T>(&self, answer: &[u8]) -> Result<T, GrammarError> {
+        let strange = || GrammarError::Unavailable("a worker process gave a strange answer".to_owned());
+        match answer.split_first() {
+            Some((&tag::ERROR, words)) => Err(serde_json::from_slice(words).unwrap_or_else(|_| strange())),
+            _ => Err(strange()),
         }
-        if words.iter().all(|word| *word == 0) {
-            return Ok(Next::Complete);
+    }
+
+    fn mask(&self, bytes: &[u8]) -> Option<Arc<[u32]>> {
+        let words = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("four bytes")));
+        let mask: Arc<[u32]> = words.collect();
+        (mask.len() == mask_words(self.shared.vocabulary) as usize).then_some(mask)
+    }
+
+    /// At its beginning in this worker: the first mask, and about how many bytes it takes.
+    fn begin(&mut self, worker: &mut Worker, cancel: &Cancel) -> Result<Begun, Failure> {
+        let (constraint, ignore_eos) = (Constraint::clone(&self.constraint), self.ignore_eos);
+        let asked = Ask::Start { output: self.number, constraint, ignore_eos };
+        let answer = self.call(worker, &asked, cancel)?;
+        self.home = Some(worker.home());
+        Ok(match answer.split_first_chunk::<9>() {
+            Some(([tag::STARTED, bytes @ ..], mask)) => match self.mask(mask) {
+                Some(mask) => Ok((mask, u64::from_le_bytes(*bytes) as usize)),
+                None => self.error(&[]),
+            },
+            _ => self.error(&answer),
+        })
+    }
+
+    fn take(&mut self, worker: &mut Worker, token: u32) -> Result<Next, GrammarError> {
+        let cancel = self.cancel.clone();
+        let next = self.settled(worker, &cancel, |output, worker| output.try_take(worker, token))?;
+        self.tokens.push(token);
+        Ok(next)
+    }
+
+    fn try_take(&mut self, worker: &mut Worker, token: u32) -> Result<Result<Next, GrammarError>, Failure> {
+        let cancel = self.cancel.clone();
+        let asked = Ask::Take { output: self.number, token };
+        let mut answer = vec![tag::UNKNOWN];
+        if self.home == Some(worker.home()) {
+            answer = self.call(worker, &asked, &cancel)?;
         }
-        if !self.ignore_eos {
-            for id in ends {
-                words[(id / 32) as usize] |= 1 << (id % 32);
+        if answer == [tag::UNKNOWN] {
+            if let Err(error) = self.begin(worker, &cancel)? {
+                return Ok(Err(error));
             }
+            for tokens in self.tokens.chunks(REPLAYED) {
+                let asked = Ask::Replay { output: self.number, tokens: tokens.to_vec() };
+                let answer = self.call(worker, &asked, &cancel)?;
+                if answer.first() != Some(&tag::DONE) {
+                    return Ok(self.error(&answer));
+                }
+            }
+            answer = self.call(worker, &asked, &cancel)?;
         }
-        Ok(Next::Mask(words.into()))
+        Ok(match answer.split_first() {
+            Some((&tag::MASK, mask)) => match self.mask(mask) {
+                Some(mask) => Ok(Next::Mask(mask)),
+                None => self.error(&[]),
+            },
+            Some((&tag::COMPLETE, _)) => Ok(Next::Complete),
+            _ => self.error(&answer),
+        })
+    }
+}
+
+impl Drop for Output {
+    /// Its worker forgets it.
+    fn drop(&mut self) {
+        let Some(home) = self.home.filter(|home| self.shared.workers.is_home(*home)) else { return };
+        let Ok(frame) = serde_json::to_vec(&Ask::Forget { output: self.number }) else { return };
+        let most = self.shared.workers.limits().memory / 4;
+        let forget = move |worker: Result<&mut Worker, Failure>| {
+            // A worker that has died has forgotten it.
+            if let Ok(worker) = worker
+                && worker.home() == home
+                && worker.calls() > 0
+                && let Ok(answer) = worker.call(&frame, &Cancel::default(), tag::TOKENS, &mut |_| Vec::new())
+                && answer == [&[tag::DONE][..], &0u64.to_le_bytes()].concat()
+                && worker.grown() > most
+            {
+                // Nobody has anything in it: its memory is given back.
+                worker.end();
+            }
+        };
+        self.shared.workers.submit(Some(home), Box::new(forget));
     }
 }
 
 /// Whether a mask allows a token.
 pub fn bit(mask: &[u32], token: u32) -> bool {
     mask.get((token / 32) as usize).is_some_and(|word| word >> (token % 32) & 1 != 0)
-}
-
-fn stuck(error: anyhow::Error) -> GrammarError {
-    GrammarError::Stuck(first_line(&error.to_string()))
-}
-
-/// Errors quote what they are about over many lines.
-fn first_line(text: &str) -> String {
-    const MOST: usize = 400;
-    let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or("unknown").trim();
-    match line.char_indices().nth(MOST) {
-        Some((at, _)) => format!("{}…", &line[..at]),
-        None => line.to_owned(),
-    }
-}
-
-fn top_level(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarError> {
-    let bytes = constraint.bytes();
-    if bytes > MOST_BYTES {
-        return Err(GrammarError::TooLong { bytes });
-    }
-    let lark = |text: String| TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(text));
-    Ok(match constraint {
-        Constraint::JsonSchema(text) => {
-            let schema: Value = serde_json::from_str(text)
-                .map_err(|error| GrammarError::Invalid(format!("the JSON Schema is not JSON: {error}")))?;
-            TopLevelGrammar::from_json_schema(with_bounded_space(schema)?)
-        }
-        Constraint::JsonObject => TopLevelGrammar::from_json_schema(with_bounded_space(json!({"type": "object"}))?),
-        Constraint::Regex(text) => TopLevelGrammar::from_regex(text),
-        Constraint::Grammar(text) if ebnf::is_ebnf(text) => lark(ebnf::to_lark(text).map_err(GrammarError::Invalid)?),
-        Constraint::Grammar(text) => lark(text.clone()),
-        Constraint::Choice(choices) => {
-            if choices.is_empty() || choices.len() > MOST_CHOICES {
-                return Err(GrammarError::Choices { choices: choices.len() });
-            }
-            if choices.iter().any(String::is_empty) {
-                return Err(GrammarError::Invalid("a choice is empty".to_owned()));
-            }
-            let texts: Vec<String> = choices.iter().map(|choice| Value::from(choice.as_str()).to_string()).collect();
-            lark(format!("start: {}", texts.join(" | ")))
-        }
-    })
-}
-
-/// The schema, and between the parts of what it describes at most so much white space. A schema's own wish about that
-/// (`x-guidance`) stands.
-fn with_bounded_space(mut schema: Value) -> Result<Value, GrammarError> {
-    match &mut schema {
-        Value::Object(keys) => {
-            keys.entry("x-guidance").or_insert_with(|| json!({"whitespace_pattern": JSON_SPACE}));
-        }
-        Value::Bool(true) => schema = json!({"x-guidance": {"whitespace_pattern": JSON_SPACE}}),
-        other => {
-            let given = first_line(&other.to_string());
-            return Err(GrammarError::Invalid(format!("the JSON Schema is {given}, must be an object")));
-        }
-    }
-    Ok(schema)
 }

@@ -9,3 +9,4 @@ pub mod demo;
 pub mod grammar;
 pub mod synth;
 pub mod text;
+pub mod worker;

@@ -9,6 +9,7 @@ pub mod stream;
 
 use std::collections::HashSet;
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -20,6 +21,8 @@ use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, Templates};
 use self::stream::TextStream;
 use super::grammar::{GrammarError, Grammars, Uses};
+use crate::actors::workers::Cancel;
+use crate::config::file;
 
 /// Tokenizer and chat template of a checkpoint.
 #[derive(Clone)]
@@ -27,9 +30,20 @@ pub struct Text {
     inner: Arc<Inner>,
 }
 
+/// A tokenizer alone, for what a text owns itself.
+#[derive(Clone)]
+pub(super) struct Tokens(Arc<Tokenizer>);
+
+impl Tokens {
+    /// The token ids of a text, without those that stand around a prompt.
+    pub(super) fn of(&self, text: &str) -> Option<Vec<u32>> {
+        self.0.encode_fast(text, false).ok().map(|encoding| encoding.get_ids().to_vec())
+    }
+}
+
 /// What all clones share; never changed after loading.
 struct Inner {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     /// Ids of special tokens, which decoding leaves out.
     special: HashSet<u32>,
     templates: Templates,
@@ -82,6 +96,15 @@ pub enum TextError {
     /// The conversation was refused by the template itself.
     #[error("the chat template refuses the messages: {0}")]
     Refused(String),
+    /// The template meets a limit of its worker process (stack, memory or processor time), or renders too much.
+    #[error("the chat template cannot be rendered: {0}")]
+    TooLarge(String),
+    /// The call that asked has ended.
+    #[error("nobody waits for the text any more")]
+    Cancelled,
+    /// There is no worker process to render it.
+    #[error("no chat template can be rendered now: {0}")]
+    Unavailable(String),
 }
 
 impl Text {
@@ -89,15 +112,15 @@ impl Text {
     /// config.json and generation_config.json for those who ask for its files; `None` where there is no
     /// tokenizer.json.
     pub fn load(dir: &Path) -> Result<Option<Text>, TextError> {
-        let read = |name: &str| {
+        let read = |name: &str, most: u64| {
             let path = dir.join(name);
-            match std::fs::read(&path) {
+            match file::read(&path, most) {
                 Ok(bytes) => Ok(Some(bytes)),
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
                 Err(source) => Err(TextError::Unreadable { path, source }),
             }
         };
-        let Some(tokenizer) = read("tokenizer.json")? else {
+        let Some(tokenizer) = read("tokenizer.json", file::LARGE)? else {
             return Ok(None);
         };
         let mut files = vec![("tokenizer.json", tokenizer)];
@@ -108,7 +131,7 @@ impl Text {
             "config.json",
             "generation_config.json",
         ] {
-            files.extend(read(name)?.map(|bytes| (name, bytes)));
+            files.extend(read(name, file::SMALL)?.map(|bytes| (name, bytes)));
         }
         Text::from_files(files).map(Some)
     }
@@ -156,7 +179,7 @@ impl Text {
         let special =
             tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
-        Ok(Inner { tokenizer, special, templates, files: Vec::new(), grammars: OnceLock::new() })
+        Ok(Inner { tokenizer: Arc::new(tokenizer), special, templates, files: Vec::new(), grammars: OnceLock::new() })
     }
 
     /// The token ids of a text; `add_special` puts what the tokenizer puts around a text
@@ -168,7 +191,13 @@ impl Text {
 
     /// The text of token ids. Ids outside the tokenizer's vocabulary have none.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-        self.inner.tokenizer.decode(ids, skip_special).map_err(|error| TextError::Decode(error.to_string()))
+        // A decoder of the library counts on one token at least.
+        if !ids.iter().any(|id| self.is_text(*id, !skip_special)) {
+            return Ok(String::new());
+        }
+        self.decoded(ids, skip_special)
+            .unwrap_or_else(|| Err("its decoder cannot take them".into()))
+            .map_err(|error| TextError::Decode(error.to_string()))
     }
 
     /// The text of one token as it stands, special or not; a part of a character is `U+FFFD`.
@@ -196,6 +225,11 @@ impl Text {
     /// How often outputs were to be constrained.
     pub fn constraint_uses(&self) -> Uses {
         self.inner.grammars.get().map(|grammars| grammars.uses()).unwrap_or_default()
+    }
+
+    /// Its tokenizer.
+    pub(super) fn tokens(&self) -> Tokens {
+        Tokens(Arc::clone(&self.inner.tokenizer))
     }
 
     /// How many tokens the tokenizer knows; the model may have more rows.
@@ -226,7 +260,17 @@ impl Text {
     /// Renders a conversation with the checkpoint's template. The result names its special
     /// tokens itself: encode it with `add_special` false.
     pub fn chat(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
-        self.inner.templates.render(messages, options)
+        self.chat_until(messages, options, &Cancel::default())
+    }
+
+    /// The same; gives up when nobody waits for it any more.
+    pub fn chat_until(
+        &self,
+        messages: &[ChatMessage],
+        options: &ChatOptions,
+        cancel: &Cancel,
+    ) -> Result<String, TextError> {
+        self.inner.templates.render(messages, options, cancel)
     }
 
     /// A detokenizer for one sequence.
@@ -246,10 +290,18 @@ impl Text {
 
     /// Like `decode`; for windows of a stream, which cannot fail half way.
     fn window(&self, ids: &[u32], special: bool) -> String {
-        self.inner
-            .tokenizer
-            .decode(ids, !special)
-            .unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
+        if ids.is_empty() {
+            return String::new();
+        }
+        // What is too short for its decoder is so far no text.
+        let Some(decoded) = self.decoded(ids, !special) else { return String::new() };
+        decoded.unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
+    }
+
+    /// What the library makes of ids; `None` where it panics, as some of its decoders do for texts of nothing but spaces.
+    fn decoded(&self, ids: &[u32], skip_special: bool) -> Option<tokenizers::Result<String>> {
+        let tokenizer = AssertUnwindSafe(&self.inner.tokenizer);
+        std::panic::catch_unwind(move || tokenizer.decode(ids, skip_special)).ok()
     }
 
     /// Whether the id leaves a trace in the text, special tokens only where asked for.

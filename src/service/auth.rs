@@ -105,6 +105,11 @@ impl Identity {
         self.0.may.contains(&right)
     }
 
+    /// Whether it may use some models only.
+    pub fn is_restricted(&self) -> bool {
+        self.0.models.is_some()
+    }
+
     /// Whether it may use a model.
     pub fn may_use(&self, model: &str) -> bool {
         self.0.models.as_ref().is_none_or(|models| models.iter().any(|name| name == model))

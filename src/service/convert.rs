@@ -190,14 +190,17 @@ pub fn model(model: &ServedModel) -> proto::Model {
 }
 
 /// The devices that have a replica, by index.
-pub fn devices(host: &Host) -> Vec<proto::ServingDevice> {
+pub fn devices(host: &Host, may_know: impl Fn(&str) -> bool) -> Vec<proto::ServingDevice> {
     let mut devices: BTreeMap<usize, proto::ServingDevice> = BTreeMap::new();
-    for replica in host.models().iter().flat_map(|model| &model.replicas) {
-        devices
-            .entry(replica.device.index)
-            .or_insert_with(|| proto::ServingDevice { device: Some(device(&replica.device)), replicas: Vec::new() })
-            .replicas
-            .push(replica.name.clone());
+    for model in &*host.models() {
+        let known = may_know(&model.name);
+        for replica in &model.replicas {
+            let entry = devices.entry(replica.device.index).or_insert_with(|| proto::ServingDevice {
+                device: Some(device(&replica.device)),
+                replicas: Vec::new(),
+            });
+            entry.replicas.extend(known.then(|| replica.name.clone()));
+        }
     }
     devices.into_values().collect()
 }

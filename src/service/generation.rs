@@ -126,13 +126,13 @@ impl Generation {
         let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
         let min_tokens = request.limits.min_tokens;
-        let assembler = || match &place.model().text {
+        let assembler = match &place.model().text {
             Some(tokenizer) if text || !stop_strings.is_empty() => {
                 let assembler = match special_text {
                     true => tokenizer.assembler_of_all(stop_strings.clone()),
                     false => tokenizer.assembler(stop_strings.clone()),
                 };
-                Some(assembler.not_before(min_tokens))
+                Some(assembler.not_before(min_tokens).after(&request.prompt))
             }
             _ => None,
         };
@@ -162,7 +162,7 @@ impl Generation {
         }
         let samples = (0..samples).map(|index| Sample {
             index,
-            assembler: assembler(),
+            assembler: assembler.clone(),
             held_logprobs: VecDeque::new(),
             delta: proto::Delta::default(),
             delta_tokens: 0,
@@ -310,6 +310,10 @@ impl Generation {
             (None, FinishReason::DeadlineExceeded) => {
                 refusal = Some(Refusal::Deadline { output_tokens: sample.output_tokens });
                 (Reason::DeadlineExceeded, "deadline_exceeded", None)
+            }
+            (None, FinishReason::Constraint(source)) => {
+                refusal = Some(Refusal::Grammar { field: "constraint", source: source.clone() });
+                (Reason::Error, "error", None)
             }
             (None, FinishReason::Error(why)) => {
                 refusal = Some(self.place.failed(why));

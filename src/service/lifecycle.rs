@@ -4,7 +4,7 @@
 use super::convert;
 use super::proto;
 use super::refusal::Refusal;
-use super::rpc::refused;
+use super::rpc::{Scope, refused};
 use crate::engine::host::Host;
 use crate::engine::lifecycle::{Listed, Loaded, Replace, State, Step};
 use crate::engine::start::{Progress, Unit};
@@ -31,16 +31,18 @@ type Message = Result<proto::LoadModelResponse, Status>;
 pub struct Loading(mpsc::Receiver<Message>);
 
 impl Loading {
-    /// Begins a load; what it replaces has `drain` for what runs on it.
-    pub fn start(
+    /// Begins a load of a model that the caller may use; what it replaces has `drain` for what runs on it.
+    pub(super) fn start(
         host: &Arc<Host>,
         message: proto::LoadModelRequest,
+        scope: Scope,
         drain: Duration,
         span: Span,
     ) -> Result<Loading, Refusal> {
         if message.name.is_empty() {
             return Err(Refusal::Missing { field: "name", rule: "the name of a model of the configuration" });
         }
+        scope.may_use(&message.name)?;
         let replace = match proto::Replace::try_from(message.replace) {
             Ok(proto::Replace::Beside) => Replace::Beside,
             Ok(proto::Replace::UnloadFirst) => Replace::UnloadFirst,
@@ -67,7 +69,7 @@ impl Loading {
                     (Ok(response(Event::Loaded(loaded))), old)
                 }
                 Err(error) => {
-                    let refusal = Refusal::Lifecycle(error);
+                    let refusal = scope.narrowed(&host, Refusal::Lifecycle(error));
                     tracing::warn!(model = message.name, error = %refusal, "not loaded");
                     (Err(refused(&span, &refusal)), None)
                 }
@@ -145,15 +147,17 @@ fn progress(step: &Step) -> proto::LoadProgress {
     proto::LoadProgress { what: step.what.clone(), done: step.done, total: step.total, unit: unit.into() }
 }
 
-/// Unloads a model; where the message does not say how long its requests may go on, they have `drain`.
+/// Unloads a model that the caller may use; where the message does not say how long its requests may go on, they have `drain`.
 pub(super) async fn unload(
     host: &Arc<Host>,
     message: proto::UnloadModelRequest,
+    scope: &Scope,
     drain: Duration,
 ) -> Result<proto::UnloadModelResponse, Refusal> {
     if message.name.is_empty() {
         return Err(Refusal::Missing { field: "name", rule: "the name of a model" });
     }
+    scope.may_use(&message.name)?;
     let grace = match message.grace_seconds {
         None => drain,
         Some(seconds) if (0.0..=MOST_GRACE).contains(&seconds) => Duration::from_secs_f64(seconds),

@@ -10,6 +10,7 @@ pub mod bounds;
 pub mod clients;
 pub mod convert;
 pub mod generation;
+pub mod jobs;
 pub mod lifecycle;
 pub mod meter;
 pub mod prepare;

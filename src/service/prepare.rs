@@ -4,12 +4,13 @@
 
 use super::refusal::Refusal;
 use super::{bounds, proto};
-use crate::engine::host::{Host, Replica, ServedModel};
+use crate::actors::workers::Cancel;
+use crate::engine::host::{Host, Replica, ServedModel, SubmitError};
 use crate::engine::prefix::page_keys;
-use crate::engine::request::{Limits, MAX_SAMPLES, Request, Sampling};
-use crate::model::grammar::{Constraint, Started, structural_tag};
-use crate::model::text::Text;
+use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
+use crate::model::grammar::{Constraint, GrammarError, Started};
 use crate::model::text::chat::{ChatMessage, ChatOptions};
+use crate::model::text::{Text, TextError};
 use proto::generate_request::Prompt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -91,11 +92,23 @@ pub fn samples(message: &proto::GenerateRequest) -> Result<u32, Refusal> {
     Err(Refusal::Value { field: "sampling.n", value: samples.to_string(), rule })
 }
 
-/// Checks a message and turns it into a request; encodes its prompt.
+/// Checks a message and turns it into a request; encodes its prompt. Gives up at the deadline.
 pub fn prepare(
     host: &Arc<Host>,
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
+) -> Result<Prepared, Refusal> {
+    prepare_end(host, message, deadline, None, &Cancel::until(deadline))
+}
+
+/// As [`prepare`], of a prompt of which the last `keep` tokens are kept where that is said; gives up when nobody waits for it any
+/// more.
+pub fn prepare_end(
+    host: &Arc<Host>,
+    message: proto::GenerateRequest,
+    deadline: Option<Instant>,
+    keep: Option<usize>,
+    cancel: &Cancel,
 ) -> Result<Prepared, Refusal> {
     let samples = samples(&message)?;
     let sampling = message.sampling.unwrap_or_default();
@@ -109,10 +122,6 @@ pub fn prepare(
         tokenizer("stopping.strings")?;
     }
     bounds::stop_strings(&stopping.strings)?;
-    let grammar = match message.constraint {
-        None => None,
-        Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos)?),
-    };
     let text = match output.text {
         Some(true) => {
             tokenizer("output.text")?;
@@ -121,13 +130,22 @@ pub fn prepare(
         Some(false) => false,
         None => place.model().text.is_some(),
     };
-    let (operation, prompt) = match message.prompt {
+    let (operation, mut prompt) = match message.prompt {
         None => {
             return Err(Refusal::Missing { field: "prompt", rule: "one of text, tokens and chat" });
         }
         Some(Prompt::Text(text)) => ("text_completion", tokenizer("prompt.text")?.encode(&text, true)?),
         Some(Prompt::Tokens(tokens)) => ("text_completion", tokens.ids),
-        Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat)?.1),
+        Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat, cancel)?.1),
+    };
+    if let Some(keep) = keep {
+        prompt.drain(..prompt.len().saturating_sub(keep));
+    }
+    // Before a grammar is compiled, which may take longer than all else.
+    fits(place.model(), prompt.len())?;
+    let grammar = match message.constraint {
+        None => None,
+        Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos, cancel)?),
     };
 
     // Where its beginning may lie already, now that its tokens are known.
@@ -180,8 +198,22 @@ pub fn prepare(
     })
 }
 
+/// Whether a prompt of so many tokens leaves room for an output on any of a model's replicas.
+pub fn fits(model: &ServedModel, prompt: usize) -> Result<(), Refusal> {
+    let context = model.replicas.iter().map(|replica| replica.bounds().context).max().unwrap_or(0) as usize;
+    if prompt < context {
+        return Ok(());
+    }
+    Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output: 1, context }).into())
+}
+
 /// A constraint, compiled for a model.
-fn start_grammar(model: &ServedModel, constraint: proto::Constraint, ignore_eos: bool) -> Result<Started, Refusal> {
+fn start_grammar(
+    model: &ServedModel,
+    constraint: proto::Constraint,
+    ignore_eos: bool,
+    cancel: &Cancel,
+) -> Result<Started, Refusal> {
     use proto::constraint::Kind;
     let (field, constraint) = match constraint.kind {
         None => {
@@ -193,28 +225,30 @@ fn start_grammar(model: &ServedModel, constraint: proto::Constraint, ignore_eos:
         Some(Kind::Grammar(grammar)) => ("constraint.grammar", Constraint::Grammar(grammar)),
         Some(Kind::Choice(choice)) => ("constraint.choice", Constraint::Choice(choice.texts)),
         Some(Kind::JsonObject(_)) => ("constraint.json_object", Constraint::JsonObject),
-        // What it describes is a grammar.
-        Some(Kind::StructuralTag(tag)) => {
-            let field = "constraint.structural_tag";
-            let lark = structural_tag(&tag).map_err(|source| Refusal::Grammar { field, source })?;
-            (field, Constraint::Grammar(lark))
-        }
+        Some(Kind::StructuralTag(tag)) => ("constraint.structural_tag", Constraint::StructuralTag(tag)),
     };
     let text = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })?;
     let started = text
         .grammars(model.info.vocabulary, &model.info.eos_ids)
-        .and_then(|grammars| grammars.start(&constraint, ignore_eos));
-    started.map_err(|source| Refusal::Grammar { field, source })
+        .and_then(|grammars| grammars.start_until(&constraint, ignore_eos, cancel));
+    started.map_err(|source| match source {
+        GrammarError::Cancelled if cancel.is_late() => Refusal::Deadline { output_tokens: 0 },
+        source => Refusal::Grammar { field, source },
+    })
 }
 
 /// A conversation as the model's template renders it, and its tokens.
-pub fn encode_chat(text: &Text, chat: proto::Chat) -> Result<(String, Vec<u32>), Refusal> {
+pub fn encode_chat(text: &Text, chat: proto::Chat, cancel: &Cancel) -> Result<(String, Vec<u32>), Refusal> {
     if chat.messages.is_empty() {
         return Err(Refusal::Missing { field: "chat.messages", rule: "at least one message" });
     }
     let messages: Vec<ChatMessage> =
         chat.messages.into_iter().map(|message| ChatMessage { role: message.role, content: message.content }).collect();
-    let rendered = text.chat(&messages, &ChatOptions::default())?;
+    let rendered = text.chat_until(&messages, &ChatOptions::default(), cancel);
+    let rendered = match rendered {
+        Err(TextError::Cancelled) if cancel.is_late() => return Err(Refusal::Deadline { output_tokens: 0 }),
+        rendered => rendered?,
+    };
     // The template names its special tokens itself.
     let ids = text.encode(&rendered, false)?;
     Ok((rendered, ids))

@@ -57,6 +57,14 @@ pub enum Refusal {
         /// The bound.
         most: usize,
     },
+    /// More ids are to be decoded than a model has drawn.
+    #[error("token_ids has {ids} ids, at most {most} are decoded: as many as the model's context holds")]
+    ManyIds {
+        /// What was given.
+        ids: usize,
+        /// The bound.
+        most: usize,
+    },
     /// Text was asked of a model that has token ids only.
     #[error("model \"{model}\" has no tokenizer: it serves token ids only, and {field} needs text")]
     NoTokenizer {
@@ -136,12 +144,28 @@ pub enum Refusal {
         /// Which.
         model: String,
     },
-    /// Messages that are coming in take all the room that there is for them.
+    /// Messages that are coming in, or that are being prepared, take all the room that there is for them.
     #[error("messages of {held} bytes are coming in, {bytes} more are more than the {most} that are kept")]
     Crowded {
         /// Of all calls.
         held: usize,
         /// Of this one.
+        bytes: usize,
+        /// The bound.
+        most: usize,
+    },
+    /// As many requests wait to be prepared as may.
+    #[error("{waiting} requests wait to be prepared, at most {most} may")]
+    Jobs {
+        /// Of all clients.
+        waiting: usize,
+        /// The bound.
+        most: usize,
+    },
+    /// A message says that it is longer than may be.
+    #[error("a message of {bytes} bytes is longer than the {most} that are taken")]
+    LongMessage {
+        /// As it says.
         bytes: usize,
         /// The bound.
         most: usize,
@@ -175,6 +199,12 @@ pub enum Refusal {
     Unloaded {
         /// Which.
         model: String,
+    },
+    /// No model that the token is for is served.
+    #[error("no model that token \"{name}\" is for is served")]
+    NoneOfIts {
+        /// Whose.
+        name: String,
     },
     /// A model was not loaded or unloaded.
     #[error("{}", chain(.0))]
@@ -222,20 +252,31 @@ impl Refusal {
             Refusal::Submit(SubmitError::Unavailable { .. }) => Code::Unavailable,
             Refusal::Text(TextError::NoTemplate(_)) => Code::FailedPrecondition,
             Refusal::Text(
-                TextError::Encode(_) | TextError::Decode(_) | TextError::Template(_) | TextError::Refused(_),
+                TextError::Encode(_)
+                | TextError::Decode(_)
+                | TextError::Template(_)
+                | TextError::TooLarge(_)
+                | TextError::Refused(_),
             ) => Code::InvalidArgument,
+            Refusal::Text(TextError::Cancelled) | Refusal::Grammar { source: GrammarError::Cancelled, .. } => {
+                Code::Cancelled
+            }
+            Refusal::Text(TextError::Unavailable(_))
+            | Refusal::Grammar { source: GrammarError::Unavailable(_), .. } => Code::Unavailable,
             Refusal::Text(_) => Code::Internal,
             Refusal::Grammar { source: GrammarError::Tokenizer, .. } => Code::FailedPrecondition,
             Refusal::Grammar { .. } => Code::InvalidArgument,
             Refusal::Missing { .. } | Refusal::Value { .. } | Refusal::LongText { .. } => Code::InvalidArgument,
+            Refusal::ManyIds { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
-            Refusal::Past { .. } => Code::OutOfRange,
+            Refusal::Past { .. } | Refusal::LongMessage { .. } => Code::OutOfRange,
             Refusal::Gap => Code::DataLoss,
             Refusal::SeveralModels { .. } | Refusal::NoModel => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
-            Refusal::ClientBusy { .. } | Refusal::Spent { .. } | Refusal::Crowded { .. } => Code::ResourceExhausted,
+            Refusal::ClientBusy { .. } | Refusal::Spent { .. } => Code::ResourceExhausted,
+            Refusal::Crowded { .. } | Refusal::Jobs { .. } => Code::ResourceExhausted,
             Refusal::NoToken | Refusal::UnknownToken => Code::Unauthenticated,
-            Refusal::NoRight { .. } | Refusal::OtherModel { .. } => Code::PermissionDenied,
+            Refusal::NoRight { .. } | Refusal::OtherModel { .. } | Refusal::NoneOfIts { .. } => Code::PermissionDenied,
             Refusal::NoMessage { .. } => Code::DeadlineExceeded,
             Refusal::Deadline { .. } => Code::DeadlineExceeded,
             Refusal::Slow { .. } => Code::ResourceExhausted,

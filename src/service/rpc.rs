@@ -5,25 +5,34 @@ use super::auth::Identity;
 use super::bounds;
 use super::clients::{Allowance, Client, Clients, Places};
 use super::generation::{Generation, Surroundings};
+use super::jobs::{Jobs, Size};
 use super::lifecycle::{self, Loading};
 use super::prepare::{self, Place, Prepared};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
 use super::server::Changeable;
 use super::{convert, proto::ostinato_server::Ostinato};
-use crate::engine::host::{Host, StepRecord};
+use crate::actors::workers::Cancel;
+use crate::engine::host::{Host, RouteError, ServedModel, StepRecord};
+use crate::engine::lifecycle::LifecycleError;
+use crate::model::text::Text;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::{names, spans};
+use prost::Message;
+use proto::generate_request::Prompt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tokio_util::task::task_tracker::TaskTrackerToken;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 use tracing::Span;
+
+/// Calls that may wait for engine threads at once; further ones wait for their turn. (There are 512 blocking threads.)
+const QUESTIONS: usize = 32;
 
 /// Package and service, as spans and health name it.
 pub const SERVICE: &str = "ostinato.v1.Ostinato";
@@ -38,6 +47,10 @@ pub struct Rpc {
     streams: TaskTracker,
     /// Most text of a prompt, bytes.
     most_text: usize,
+    /// What is done for a call before it is admitted or answered.
+    jobs: Arc<Jobs>,
+    /// Threads that may wait for engine threads.
+    questions: Arc<Semaphore>,
 }
 
 impl Rpc {
@@ -49,12 +62,19 @@ impl Rpc {
         stop: CancellationToken,
         streams: TaskTracker,
     ) -> Rpc {
-        Rpc { host, settings, clients, stop, streams, most_text: usize::MAX }
+        let jobs = Arc::new(Jobs::new(usize::MAX));
+        let questions = Arc::new(Semaphore::new(QUESTIONS));
+        Rpc { host, settings, clients, stop, streams, most_text: usize::MAX, jobs, questions }
     }
 
     /// Takes prompts of so many bytes of text at most.
     pub fn with_most_text(self, most_text: usize) -> Rpc {
         Rpc { most_text, ..self }
+    }
+
+    /// Takes requests to be prepared whose messages have so many bytes at most, all together.
+    pub fn with_most_prepared(self, bytes: usize) -> Rpc {
+        Rpc { jobs: Arc::new(Jobs::new(bytes)), ..self }
     }
 }
 
@@ -102,8 +122,7 @@ pub(super) fn refused(span: &Span, refusal: &Refusal) -> Status {
     status
 }
 
-/// Runs what may take milliseconds (templates, long prompts, asking an engine thread) away
-/// from the threads that move streams.
+/// Runs what may wait away from the threads that move streams. How many there are at once is for the caller to bound.
 pub(super) async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
 ) -> Result<T, Refusal> {
@@ -151,7 +170,7 @@ impl Ostinato for Rpc {
     async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
         let span = rpc_span(SERVICE, "Generate", request.metadata());
         let caller = Caller::of(&request);
-        let started = self.open(&span, caller, request.into_inner(), |_| {}).await.map(|(stream, ())| stream);
+        let started = self.open(&span, caller, request.into_inner(), None, |_| {}).await.map(|(stream, ())| stream);
         self.begun(&span, started)
     }
 
@@ -172,7 +191,8 @@ impl Ostinato for Rpc {
         request: Request<proto::ListDevicesRequest>,
     ) -> Result<Response<proto::ListDevicesResponse>, Status> {
         let span = rpc_span(SERVICE, "ListDevices", request.metadata());
-        let devices = convert::devices(&self.host);
+        let caller = Caller::of(&request);
+        let devices = convert::devices(&self.host, |model| caller.scope.may_use(model).is_ok());
         answer(&span, Ok(proto::ListDevicesResponse { devices }))
     }
 
@@ -183,7 +203,7 @@ impl Ostinato for Rpc {
         let span = rpc_span(SERVICE, "ListModels", request.metadata());
         let caller = Caller::of(&request);
         let listed = self.host.listed();
-        let mine = listed.iter().filter(|model| caller.may_use(&model.name).is_ok());
+        let mine = listed.iter().filter(|model| caller.scope.may_use(&model.name).is_ok());
         let models = mine.map(lifecycle::listed).collect();
         answer(&span, Ok(proto::ListModelsResponse { models }))
     }
@@ -191,7 +211,8 @@ impl Ostinato for Rpc {
     async fn load_model(&self, request: Request<proto::LoadModelRequest>) -> Result<Response<Loading>, Status> {
         let span = rpc_span(SERVICE, "LoadModel", request.metadata());
         let settings = self.settings();
-        answer(&span, Loading::start(&self.host, request.into_inner(), settings.drain, span.clone()))
+        let scope = Caller::of(&request).scope;
+        answer(&span, Loading::start(&self.host, request.into_inner(), scope, settings.drain, span.clone()))
     }
 
     async fn unload_model(
@@ -199,8 +220,9 @@ impl Ostinato for Rpc {
         request: Request<proto::UnloadModelRequest>,
     ) -> Result<Response<proto::UnloadModelResponse>, Status> {
         let span = rpc_span(SERVICE, "UnloadModel", request.metadata());
-        let unloaded = lifecycle::unload(&self.host, request.into_inner(), self.settings().drain).await;
-        answer(&span, unloaded)
+        let scope = Caller::of(&request).scope;
+        let unloaded = lifecycle::unload(&self.host, request.into_inner(), &scope, self.settings().drain).await;
+        answer(&span, unloaded.map_err(|refusal| scope.narrowed(&self.host, refusal)))
     }
 
     async fn get_load(
@@ -212,11 +234,11 @@ impl Ostinato for Rpc {
         let model = request.into_inner().model;
         let replicas = if model.is_empty() {
             let models = self.host.models();
-            let mine = models.iter().filter(|model| caller.may_use(&model.name).is_ok());
+            let mine = models.iter().filter(|model| caller.scope.may_use(&model.name).is_ok());
             Ok(mine.flat_map(|model| &model.replicas).map(|replica| convert::load(replica)).collect())
         } else {
             let loads = |place: Place| place.model().replicas.iter().map(|replica| convert::load(replica)).collect();
-            caller.may_use(&model).and_then(|()| Place::find(&self.host, &model, "")).map(loads)
+            caller.scope.place(&self.host, &model, "").map(loads)
         };
         answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
     }
@@ -226,7 +248,8 @@ impl Ostinato for Rpc {
         request: Request<proto::ProfileRequest>,
     ) -> Result<Response<proto::ProfileResponse>, Status> {
         let span = rpc_span(SERVICE, "Profile", request.metadata());
-        let profiled = self.profiled(request.into_inner()).await;
+        let scope = Caller::of(&request).scope;
+        let profiled = self.profiled(&scope, request.into_inner()).await;
         answer(&span, profiled)
     }
 
@@ -234,44 +257,10 @@ impl Ostinato for Rpc {
         &self,
         request: Request<proto::TokenizeRequest>,
     ) -> Result<Response<proto::TokenizeResponse>, Status> {
-        use proto::tokenize_request::Input;
         let span = rpc_span(SERVICE, "Tokenize", request.metadata());
         let caller = Caller::of(&request);
-        let message = request.into_inner();
-        let (host, most) = (Arc::clone(&self.host), self.most_text);
-        // Encoding is work: while it goes on it counts as a request.
-        let room = self.room(&caller, 1);
-        let tokens = aside(move || {
-            let _room = room?;
-            bounds::name("model", &message.model)?;
-            match &message.input {
-                Some(Input::Text(text)) => bounds::prompt("text", text.len(), most)?,
-                Some(Input::Chat(chat)) => bounds::chat(chat, most)?,
-                None => {}
-            }
-            let place = Place::find(&host, &message.model, "")?;
-            caller.may_use(&place.model().name)?;
-            let field = match message.input {
-                None => {
-                    return Err(Refusal::Missing { field: "input", rule: "one of text and chat" });
-                }
-                Some(Input::Text(_)) => "text",
-                Some(Input::Chat(_)) => "chat",
-            };
-            let model = place.model();
-            let tokenizer =
-                model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })?;
-            let (text, token_ids) = match message.input {
-                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat)?,
-                Some(Input::Text(text)) => {
-                    let ids = tokenizer.encode(&text, true)?;
-                    (text, ids)
-                }
-                None => unreachable!("refused above"),
-            };
-            Ok(proto::TokenizeResponse { token_ids, text })
-        });
-        answer(&span, tokens.await)
+        let tokens = self.tokenized(&caller, request.into_inner()).await;
+        answer(&span, tokens)
     }
 
     async fn detokenize(
@@ -280,21 +269,8 @@ impl Ostinato for Rpc {
     ) -> Result<Response<proto::DetokenizeResponse>, Status> {
         let span = rpc_span(SERVICE, "Detokenize", request.metadata());
         let caller = Caller::of(&request);
-        let message = request.into_inner();
-        let host = Arc::clone(&self.host);
-        let text = aside(move || {
-            bounds::name("model", &message.model)?;
-            let place = Place::find(&host, &message.model, "")?;
-            caller.may_use(&place.model().name)?;
-            let model = place.model();
-            let tokenizer = model
-                .text
-                .as_deref()
-                .ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field: "token_ids" })?;
-            let text = tokenizer.decode(&message.token_ids, message.skip_special)?;
-            Ok(proto::DetokenizeResponse { text })
-        });
-        answer(&span, text.await)
+        let text = self.detokenized(&caller, request.into_inner()).await;
+        answer(&span, text)
     }
 }
 
@@ -309,22 +285,19 @@ const PROFILE_LOOK: Duration = Duration::from_millis(20);
 pub(super) struct Caller {
     metadata: MetadataMap,
     peer: Option<SocketAddr>,
-    /// Whom its token stands for, where there are tokens.
+    /// Which models it may know of.
+    pub(super) scope: Scope,
+}
+
+/// The models that a caller may use, and so hear of: all, or those of its token.
+#[derive(Clone, Debug)]
+pub(super) struct Scope {
+    /// Whom the token stands for, where there are tokens.
     identity: Option<Identity>,
 }
 
-impl Caller {
-    pub(super) fn of<T>(request: &Request<T>) -> Caller {
-        let identity = request.extensions().get().cloned();
-        Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), identity }
-    }
-
-    /// What its token says of its limits.
-    fn allowance(&self) -> Allowance {
-        self.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
-    }
-
-    /// Whether it may use a model.
+impl Scope {
+    /// Whether it may use a model, whether there is one of that name or not.
     pub(super) fn may_use(&self, model: &str) -> Result<(), Refusal> {
         match &self.identity {
             Some(identity) if !identity.may_use(model) => {
@@ -332,6 +305,83 @@ impl Caller {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Where a request of this caller runs. Where it names no model, the only one that it may use is meant.
+    pub(super) fn place(&self, host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
+        let found = match self.only(host, model)? {
+            Some(only) => Place::find(host, &only.name, device),
+            None => self.may_use(model).and_then(|()| Place::find(host, model, device)),
+        };
+        found.map_err(|refusal| self.narrowed(host, refusal))
+    }
+
+    /// The model that a caller means who names none and may use some only; `None`: it is for the host to say.
+    fn only(&self, host: &Host, asked: &str) -> Result<Option<Arc<ServedModel>>, Refusal> {
+        let Some(identity) = self.identity.as_ref().filter(|identity| identity.is_restricted() && asked.is_empty())
+        else {
+            return Ok(None);
+        };
+        let models = host.models();
+        let mut own = models.iter().filter(|model| identity.may_use(&model.name));
+        match (own.next(), own.next()) {
+            (None, _) => Err(Refusal::NoneOfIts { name: identity.name().to_owned() }),
+            (Some(only), None) => Ok(Some(Arc::clone(only))),
+            _ => {
+                let served = self.own(models.iter().map(|model| &*model.name));
+                Err(RouteError::UnknownModel { asked: String::new(), served }.into())
+            }
+        }
+    }
+
+    /// The only model, for a contract that names none.
+    pub(super) fn only_model(&self, host: &Host) -> Result<Arc<ServedModel>, Refusal> {
+        match self.only(host, "") {
+            Ok(None) => super::vllm::convert::model(host),
+            Ok(Some(only)) => Ok(only),
+            Err(Refusal::Route(RouteError::UnknownModel { served, .. })) => Err(Refusal::SeveralModels { served }),
+            Err(refusal) => Err(refusal),
+        }
+    }
+
+    /// A refusal that names no model that the caller may not use.
+    pub(super) fn narrowed(&self, host: &Host, refusal: Refusal) -> Refusal {
+        if self.identity.as_ref().is_none_or(|identity| !identity.is_restricted()) {
+            return refusal;
+        }
+        let served = || self.own(host.models().iter().map(|model| &*model.name));
+        match refusal {
+            Refusal::Route(RouteError::UnknownModel { asked, .. }) => {
+                RouteError::UnknownModel { asked, served: served() }.into()
+            }
+            Refusal::Route(RouteError::NotLoaded { asked, state, .. }) => {
+                RouteError::NotLoaded { asked, state, served: served() }.into()
+            }
+            Refusal::Lifecycle(LifecycleError::NotConfigured { asked, .. }) => {
+                let configured = self.own(host.listed().iter().map(|model| &*model.name));
+                Refusal::Lifecycle(LifecycleError::NotConfigured { asked, configured })
+            }
+            other => other,
+        }
+    }
+
+    /// Those of these names that it may use, as messages list them.
+    fn own<'a>(&self, names: impl Iterator<Item = &'a str>) -> String {
+        let own: Vec<&str> = names.filter(|name| self.may_use(name).is_ok()).collect();
+        if own.is_empty() { "none".to_owned() } else { own.join(", ") }
+    }
+}
+
+impl Caller {
+    pub(super) fn of<T>(request: &Request<T>) -> Caller {
+        let identity = request.extensions().get().cloned();
+        let scope = Scope { identity };
+        Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), scope }
+    }
+
+    /// What its token says of its limits.
+    fn allowance(&self) -> Allowance {
+        self.scope.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
     }
 
     /// When the call must have ended.
@@ -355,41 +405,77 @@ impl Rpc {
         &self.stop
     }
 
-    /// Room for a caller's requests.
-    fn room(&self, caller: &Caller, asked: u32) -> Result<Option<Places>, Refusal> {
-        let client = match &caller.identity {
-            Some(identity) => Client::Token(identity.name().to_owned()),
-            None => self.clients.identify(&caller.metadata, caller.peer)?,
-        };
-        self.clients.take(client, asked, &caller.allowance())
+    /// Runs what waits for an engine thread away from the threads that move streams, so much of it at once.
+    pub(super) async fn ask<T: Send + 'static>(
+        &self,
+        question: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        // Never closed.
+        let permit = Arc::clone(&self.questions).acquire_owned().await;
+        aside(move || {
+            let _permit = permit;
+            question()
+        })
+        .await
     }
 
-    /// Starts a generation, of which `adjust` may change what a message cannot say, and tell what it finds.
+    /// For whom a caller's requests are counted.
+    fn client(&self, caller: &Caller) -> Result<Client, Refusal> {
+        match &caller.scope.identity {
+            Some(identity) => Ok(Client::Token(identity.name().to_owned())),
+            None => self.clients.identify(&caller.metadata, caller.peer),
+        }
+    }
+
+    /// Room for a client's requests, and a turn for the work that they begin with. The work is given the room: whoever
+    /// goes away while it is done has not ended it.
+    async fn work<T: Send + 'static>(
+        &self,
+        caller: &Caller,
+        asked: u32,
+        size: Size,
+        work: impl FnOnce(Option<Places>) -> Result<T, Refusal> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let client = self.client(caller)?;
+        let places = self.clients.take(client.clone(), asked, &caller.allowance())?;
+        self.jobs.run(client, size, move || work(places)).await
+    }
+
+    /// Starts a generation, of whose prompt the last `keep` tokens are kept, if that is said; of which `adjust` may
+    /// change what a message cannot say, and tell what it finds.
     pub(super) async fn open<T: Send + 'static>(
         &self,
         span: &Span,
         caller: Caller,
-        message: proto::GenerateRequest,
+        mut message: proto::GenerateRequest,
+        keep: Option<usize>,
         adjust: impl FnOnce(&mut Prepared) -> T + Send + 'static,
     ) -> Result<(Tracked, T), Refusal> {
         let deadline = caller.deadline()?;
         bounds::request(&message, self.most_text)?;
-        if caller.identity.is_some() {
-            caller.may_use(&Place::find(&self.host, &message.model, "")?.model().name)?;
+        // What it may do first, then whether it can be, then whether there is room for it.
+        let place = caller.scope.place(&self.host, &message.model, &message.device)?;
+        if let Some(Prompt::Tokens(tokens)) = &message.prompt {
+            prepare::fits(place.model(), tokens.ids.len())?;
         }
-        // Before its prompt is looked at: that costs more than the answer.
-        let mut places = self.room(&caller, prepare::samples(&message)?)?;
+        message.model.clone_from(&place.model().name);
+        let samples = prepare::samples(&message)?;
+        let size = Size { bytes: message.encoded_len(), constraint: message.constraint.is_some() };
         let host = Arc::clone(&self.host);
-        let prepared = aside(move || {
-            let mut prepared = prepare::prepare(&host, message, deadline)?;
+        // What is found out for a call ends with it.
+        let cancel = Cancel::until(deadline);
+        let _waits = cancel.guard();
+        let work = move |mut places: Option<Places>| {
+            let mut prepared = prepare::prepare_end(&host, message, deadline, keep, &cancel)?;
             let found = adjust(&mut prepared);
-            Ok((prepared, found))
-        });
-        let (prepared, found) = prepared.await?;
-        let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
-        if let Some(places) = &mut places {
-            places.admit(&prepared.request.id, prompt)?;
-        }
+            let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
+            if let Some(places) = &mut places {
+                places.admit(&prepared.request.id, prompt)?;
+            }
+            Ok((prepared, found, places, prompt))
+        };
+        let worked = self.work(&caller, samples, size, work).await;
+        let (prepared, found, places, prompt) = worked.map_err(|refusal| caller.scope.narrowed(&self.host, refusal))?;
         let surroundings = Surroundings {
             buffer: self.settings().stream_buffer,
             rpc: span.clone(),
@@ -402,6 +488,55 @@ impl Rpc {
             caller.allowance().meter.iter().for_each(|meter| meter.give_back(prompt, Instant::now()));
         })?;
         Ok((Tracked { generation, _open: self.streams.token() }, found))
+    }
+
+    async fn tokenized(
+        &self,
+        caller: &Caller,
+        message: proto::TokenizeRequest,
+    ) -> Result<proto::TokenizeResponse, Refusal> {
+        use proto::tokenize_request::Input;
+        bounds::name("model", &message.model)?;
+        let place = caller.scope.place(&self.host, &message.model, "")?;
+        let field = match &message.input {
+            None => return Err(Refusal::Missing { field: "input", rule: "one of text and chat" }),
+            Some(Input::Text(text)) => bounds::prompt("text", text.len(), self.most_text).map(|()| "text")?,
+            Some(Input::Chat(chat)) => bounds::chat(chat, self.most_text).map(|()| "chat")?,
+        };
+        let size = Size { bytes: message.encoded_len(), constraint: false };
+        let cancel = Cancel::until(caller.deadline()?);
+        let _waits = cancel.guard();
+        // Encoding is work: while it goes on it counts as a request.
+        let work = move |_places: Option<Places>| {
+            let tokenizer = tokenizer(&place, field)?;
+            let (text, token_ids) = match message.input {
+                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat, &cancel)?,
+                Some(Input::Text(text)) => {
+                    let ids = tokenizer.encode(&text, true)?;
+                    (text, ids)
+                }
+                None => Default::default(),
+            };
+            Ok(proto::TokenizeResponse { token_ids, text })
+        };
+        self.work(caller, 1, size, work).await
+    }
+
+    async fn detokenized(
+        &self,
+        caller: &Caller,
+        message: proto::DetokenizeRequest,
+    ) -> Result<proto::DetokenizeResponse, Refusal> {
+        bounds::name("model", &message.model)?;
+        let place = caller.scope.place(&self.host, &message.model, "")?;
+        bounds::decoded(message.token_ids.len(), place.model().info.context as usize)?;
+        let size = Size { bytes: message.encoded_len(), constraint: false };
+        // As with Tokenize.
+        let work = move |_places: Option<Places>| {
+            let text = tokenizer(&place, "token_ids")?.decode(&message.token_ids, message.skip_special)?;
+            Ok(proto::DetokenizeResponse { text })
+        };
+        self.work(caller, 1, size, work).await
     }
 
     /// A Generate call's answer: its stream, which says in which trace it is, or why there is none, which is counted.
@@ -421,7 +556,7 @@ impl Rpc {
 
     /// Ends the request of this id, on whichever replicas there is one; not another token's.
     pub(super) fn end(&self, caller: &Caller, id: &str) {
-        if let Some(identity) = &caller.identity
+        if let Some(identity) = &caller.scope.identity
             && !self.clients.may_end(&Client::Token(identity.name().to_owned()), id)
         {
             return;
@@ -431,7 +566,7 @@ impl Rpc {
         }
     }
 
-    async fn profiled(&self, message: proto::ProfileRequest) -> Result<proto::ProfileResponse, Refusal> {
+    async fn profiled(&self, scope: &Scope, message: proto::ProfileRequest) -> Result<proto::ProfileResponse, Refusal> {
         if !(0.0..=PROFILE_WAIT.0).contains(&message.wait_seconds) {
             let (field, value) = ("wait_seconds", message.wait_seconds.to_string());
             return Err(Refusal::Value { field, value, rule: "from 0 to 60" });
@@ -440,13 +575,13 @@ impl Rpc {
             let (field, value) = ("last", message.last.to_string());
             return Err(Refusal::Value { field, value, rule: "at most 256 with kernels" });
         }
-        let place = Place::find(&self.host, &message.model, &message.device)?;
+        let place = scope.place(&self.host, &message.model, &message.device)?;
         let steps = if message.kernels {
             let plans = if message.last == 0 { PROFILED_PLANS.1 } else { message.last };
             let wait = if message.wait_seconds == 0.0 { PROFILE_WAIT.1 } else { message.wait_seconds };
             let until = Instant::now() + Duration::from_secs_f64(wait);
             let asked = place.clone();
-            let mut next = aside(move || Ok(asked.replica().profile(plans))).await?;
+            let mut next = self.ask(move || Ok(asked.replica().profile(plans))).await?;
             let mut steps: Vec<StepRecord> = Vec::new();
             let timed = |step: &StepRecord| {
                 step.submissions
@@ -457,7 +592,7 @@ impl Rpc {
             loop {
                 // Each record is copied once: with kernels they are large, and the engine's thread copies them.
                 let asked = place.clone();
-                steps.extend(aside(move || Ok(asked.replica().steps_from(next))).await?);
+                steps.extend(self.ask(move || Ok(asked.replica().steps_from(next))).await?);
                 next = steps.last().map_or(next, |step| step.number + 1);
                 let stopped = self.stop.is_cancelled() || place.replica().closed().is_some();
                 if steps.iter().filter(|step| timed(step)).count() >= plans as usize
@@ -466,7 +601,7 @@ impl Rpc {
                 {
                     // What was asked for and has not run is not asked for any more.
                     let asked = place.clone();
-                    aside(move || Ok(asked.replica().profile(0))).await?;
+                    self.ask(move || Ok(asked.replica().profile(0))).await?;
                     let last = steps.iter().rposition(timed).map_or(steps.len(), |index| index + 1);
                     steps.truncate(last);
                     break steps;
@@ -476,10 +611,10 @@ impl Rpc {
         } else {
             let last = if message.last == 0 { usize::MAX } else { message.last as usize };
             let asked = place.clone();
-            aside(move || Ok(asked.replica().steps(last))).await?
+            self.ask(move || Ok(asked.replica().steps(last))).await?
         };
         let asked = place.clone();
-        let transfers = aside(move || {
+        let transfers = self.ask(move || {
             let devices = asked.host().devices();
             let device = devices.iter().find(|device| device.info == asked.replica().device);
             Ok(device.map(|device| device.transfers(0)).unwrap_or_default())
@@ -499,6 +634,11 @@ impl Rpc {
             load: replica.loaded.as_ref().map(convert::load_report),
         })
     }
+}
+
+fn tokenizer<'a>(place: &'a Place, field: &'static str) -> Result<&'a Text, Refusal> {
+    let model = place.model();
+    model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })
 }
 
 /// A generation whose being open the server can see.

@@ -147,7 +147,8 @@ pub async fn serve(
     // Without a sender it stays as it is.
     let settings = options.changes.clone().unwrap_or_else(|| watch::channel(options.changeable()).1);
     let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone())
-        .with_most_text(options.max_prompt_bytes);
+        .with_most_text(options.max_prompt_bytes)
+        .with_most_prepared(options.max_message_bytes.saturating_mul(bounds::MESSAGES_COMING));
     let follow = tokio::spawn(follow(settings.clone(), clients));
     let _follow = AbortOnDrop(follow);
     let _following = closing.clone().drop_guard();

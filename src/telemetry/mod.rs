@@ -77,9 +77,13 @@ impl Guard {
     }
 }
 
+/// Libraries that warn of what a client does, a line for each frame, reset or alert that it sends; what the filter says of
+/// them goes before this.
+const QUIET: &str = "h2=error,rustls=off";
+
 /// Starts logs to stderr and, with an endpoint, the export of spans. Once a process.
 pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
-    let filter = EnvFilter::try_new(&settings.log)
+    let filter = EnvFilter::try_new(format!("{QUIET},{}", settings.log))
         .map_err(|source| TelemetryError::Filter { filter: settings.log.clone(), source })?;
     let plain = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
     let logs = if settings.json {

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 seconds=${1:?how many seconds for each target}
 shift
-all=(safetensors model_config tokenizer chat configuration generate vllm_generate)
+all=(safetensors model_config tokenizer chat constraint configuration generate vllm_generate)
 targets=("$@")
 [ ${#targets[@]} -gt 0 ] || targets=("${all[@]}")
 
@@ -20,6 +20,10 @@ flags=(
     -Cllvm-args=-sanitizer-coverage-trace-compares
 )
 RUSTFLAGS="${flags[*]}" CARGO_TARGET_DIR=$target cargo build --locked --target "$host" --bins
+
+# Constraints and templates are followed in worker processes, which are the program itself.
+CARGO_TARGET_DIR=$target cargo build --locked --manifest-path ../../Cargo.toml --bin ostinato
+export OSTINATO_PROGRAM=$target/debug/ostinato
 
 failed=()
 for name in "${targets[@]}"; do

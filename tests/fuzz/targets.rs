@@ -2,12 +2,17 @@
 //! fuzzer's binaries and `tests/regressions.rs` call the same functions. Deliberately absent: what the right answer is,
 //! which the ordinary tests say.
 
+#[path = "constraints.rs"]
+mod constraints;
+
+use ostinato::actors::workers::{self, Cancel};
 use ostinato::config::{Sources, from_sources};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, Replica, ServedModel};
 use ostinato::engine::replica::ReplicaConfig;
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::ModelConfig;
+use ostinato::model::grammar::{GrammarError, Grammars, Next, bit};
 use ostinato::model::text::Text;
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
 use ostinato::service::prepare::{self, Prepared};
@@ -24,11 +29,12 @@ use tempfile::TempDir;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All of them, by the names of their binaries.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     ("safetensors", safetensors),
     ("model_config", model_config),
     ("tokenizer", tokenizer),
     ("chat", chat),
+    ("constraint", constraint),
     ("configuration", configuration),
     ("generate", generate),
     ("vllm_generate", vllm_generate),
@@ -143,6 +149,34 @@ pub fn chat(bytes: &[u8]) {
     }
 }
 
+/// A constraint of some structure (`constraints.rs`), which is compiled and followed for some tokens.
+pub fn constraint(bytes: &[u8]) {
+    static GRAMMARS: OnceLock<Grammars> = OnceLock::new();
+    let grammars = GRAMMARS.get_or_init(|| {
+        // The fuzzer is told where the program is; tests find it beside them.
+        std::env::var_os("OSTINATO_PROGRAM").into_iter().for_each(workers::use_program);
+        let text = Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's");
+        Grammars::new(&text, text.vocabulary() as u32, &[2]).expect("a byte-level tokenizer")
+    });
+    let followed = grammars.start(&constraints::constraint(bytes), false).and_then(|started| {
+        let (mut grammar, mut mask) = (started.grammar, started.mask);
+        for _ in 0..3 {
+            let token = (0..mask.len() as u32 * 32).find(|token| bit(&mask, *token)).expect("a mask allows something");
+            match grammar.take(token)? {
+                Next::Mask(next) => mask = next,
+                Next::Complete => break,
+            }
+        }
+        Ok(())
+    });
+    // What it is at fault for is said; that a worker was there and told why it ended is our part.
+    match followed {
+        Ok(()) => {}
+        Err(GrammarError::Unavailable(why)) => panic!("{why}"),
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
 /// The operator's file.
 pub fn configuration(bytes: &[u8]) {
     let folder = with_file("ostinato.toml", bytes, &[]);
@@ -210,7 +244,7 @@ pub fn vllm_generate(bytes: &[u8]) {
     let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
     let asked = convert::model(host()).and_then(|model| convert::request(&model, message));
     checked(asked.and_then(|asked| {
-        let mut prepared = prepare::prepare(host(), asked.message, None)?;
+        let mut prepared = prepare::prepare_end(host(), asked.message, None, asked.rest.keep, &Cancel::default())?;
         asked.rest.apply(&mut prepared);
         Ok(prepared)
     }));

@@ -61,6 +61,35 @@ pub fn tokenizer(chat: bool) -> Text {
     Text::from_bytes(json.to_string().as_bytes(), None, chat.then_some(template)).unwrap()
 }
 
+/// A tokenizer as SentencePiece makes them: `▁` is a space, and the first token's is removed by the decoder. Ids: `a` 2,
+/// `b` 3, `▁a` 4, `▁b` 5, `▁` 6; 1 is `<s>`, which encoding puts first.
+pub fn sentencepiece() -> Text {
+    let json = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null,
+        "added_tokens": [{
+            "id": 1, "content": "<s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true
+        }],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+        },
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false},
+        "model": {
+            "type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": false,
+            "vocab": {"<unk>": 0, "<s>": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5, "▁": 6},
+            "merges": [["▁", "a"], ["▁", "b"]]
+        }
+    });
+    let template = "{% for m in messages %}{{ m.content }}{% endfor %}";
+    Text::from_bytes(json.to_string().as_bytes(), None, Some(template)).unwrap()
+}
+
 /// How a replica's fake device behaves; `script` is its output, over and over.
 pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
     FakeConfig {

@@ -2,7 +2,6 @@
 //! itself is checked before it is believed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 use std::str::FromStr;
@@ -10,6 +9,7 @@ use std::str::FromStr;
 use serde_json::Value;
 
 use super::{CheckpointFile, CheckpointProblem, TensorInfo, read_text};
+use crate::config::file::{self, Stamp};
 use crate::model::config::Dtype;
 
 /// The longest header that a safetensors file may have; the format's own limit.
@@ -31,12 +31,12 @@ impl Headers {
         let mut headers = Headers::default();
         let single = dir.join("model.safetensors");
         let index = dir.join("model.safetensors.index.json");
-        if single.exists() {
+        if file::is_named(&single) {
             match headers.read_file(&single, problems) {
                 Some(found) => headers.tensors.extend(found),
                 None => headers.all_lost = true,
             }
-        } else if index.exists() {
+        } else if file::is_named(&index) {
             headers.read_shards(dir, &index, problems);
         } else {
             problems.push(CheckpointProblem::NoWeights { dir: dir.to_owned(), others: other_weights(dir) });
@@ -47,7 +47,7 @@ impl Headers {
 
     fn read_shards(&mut self, dir: &Path, index: &Path, problems: &mut Vec<CheckpointProblem>) {
         self.all_lost = true;
-        let Some(text) = read_text(index, problems) else {
+        let Some(text) = read_text(index, file::LARGE, problems) else {
             return;
         };
         let mut bad = |reason: String| problems.push(CheckpointProblem::BadIndex { path: index.to_owned(), reason });
@@ -71,7 +71,7 @@ impl Headers {
         self.all_lost = false;
         for (name, tensors) in shards {
             let path = dir.join(name);
-            let found = if path.exists() {
+            let found = if file::is_named(&path) {
                 self.read_file(&path, problems)
             } else {
                 problems.push(CheckpointProblem::MissingShard { path, tensors: tensors.len() });
@@ -165,8 +165,9 @@ fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
     let bad = |reason: String| CheckpointProblem::BadHeader { path: path.to_owned(), reason };
     let truncated = |needs: u64, has: u64| CheckpointProblem::Truncated { path: path.to_owned(), needs, has };
 
-    let mut file = File::open(path).map_err(unreadable)?;
-    let has = file.metadata().map_err(unreadable)?.len();
+    let (mut file, _) = file::open(path).map_err(unreadable)?;
+    let stamp = Stamp::settled(&file).map_err(unreadable)?;
+    let has = stamp.len;
     if has < 8 {
         return Err(truncated(8, has));
     }
@@ -213,7 +214,7 @@ fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
         let info = TensorInfo { file: index, dtype: dtype.to_owned(), shape, offset, bytes: end - begin };
         tensors.insert(name.clone(), info);
     }
-    Ok(Header { file: CheckpointFile { path: path.into(), bytes: has }, tensors, end_of_data })
+    Ok(Header { file: CheckpointFile { path: path.into(), bytes: has, stamp }, tensors, end_of_data })
 }
 
 fn numbers(value: Option<&Value>) -> Option<Vec<u64>> {

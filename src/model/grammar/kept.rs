@@ -1,7 +1,7 @@
 //! Constraints that were asked for lately, compiled and at their beginning, so that who asks for the same again does not
 //! wait for it once more. Deliberately absent: what compiling is, and constraints that failed at it.
 
-use super::{Constraint, Started};
+use super::Constraint;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,30 +20,35 @@ pub struct Uses {
     pub kept: u64,
 }
 
-/// The constraints, the lately used last.
-#[derive(Default)]
-pub(super) struct Kept {
-    entries: Mutex<VecDeque<Entry>>,
+/// The constraints, the lately used last, and of each what there is at its beginning.
+pub(super) struct Kept<T> {
+    entries: Mutex<VecDeque<Entry<T>>>,
     compiled: AtomicU64,
     kept: AtomicU64,
 }
 
-struct Entry {
+impl<T> Default for Kept<T> {
+    fn default() -> Kept<T> {
+        Kept { entries: Mutex::default(), compiled: AtomicU64::new(0), kept: AtomicU64::new(0) }
+    }
+}
+
+struct Entry<T> {
     constraint: Constraint,
     ignore_eos: bool,
     bytes: usize,
-    started: Arc<Started>,
+    started: Arc<T>,
 }
 
-impl Entry {
+impl<T> Entry<T> {
     fn is(&self, constraint: &Constraint, ignore_eos: bool) -> bool {
         self.ignore_eos == ignore_eos && self.constraint == *constraint
     }
 }
 
-impl Kept {
-    /// A beginning of its own, if the constraint is there.
-    pub(super) fn find(&self, constraint: &Constraint, ignore_eos: bool) -> Option<Started> {
+impl<T> Kept<T> {
+    /// The beginning, if the constraint is there.
+    pub(super) fn find(&self, constraint: &Constraint, ignore_eos: bool) -> Option<Arc<T>> {
         let found = {
             let mut entries = self.entries();
             let at = entries.iter().position(|entry| entry.is(constraint, ignore_eos));
@@ -55,16 +60,15 @@ impl Kept {
         };
         let counter = if found.is_some() { &self.kept } else { &self.compiled };
         counter.fetch_add(1, Relaxed);
-        // Copied outside of the lock: a large one takes a millisecond.
-        found.map(|started| Started::clone(&started))
+        found
     }
 
-    /// Keeps a copy of a beginning that takes so many bytes; what was used least lately makes room for it.
-    pub(super) fn keep(&self, constraint: &Constraint, ignore_eos: bool, bytes: usize, started: &Started) {
+    /// Keeps a beginning that takes so many bytes; what was used least lately makes room for it.
+    pub(super) fn keep(&self, constraint: &Constraint, ignore_eos: bool, bytes: usize, started: &Arc<T>) {
         if bytes > MOST_KEPT_BYTES {
             return;
         }
-        let started = Arc::new(started.clone());
+        let started = Arc::clone(started);
         let mut entries = self.entries();
         // Whoever else has compiled it meanwhile.
         entries.retain(|entry| !entry.is(constraint, ignore_eos));
@@ -80,7 +84,7 @@ impl Kept {
         Uses { compiled: self.compiled.load(Relaxed), kept: self.kept.load(Relaxed) }
     }
 
-    fn entries(&self) -> MutexGuard<'_, VecDeque<Entry>> {
+    fn entries(&self) -> MutexGuard<'_, VecDeque<Entry<T>>> {
         // Each change of it is whole when a panic could happen.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }

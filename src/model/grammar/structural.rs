@@ -3,7 +3,8 @@
 //! Deliberately absent: formats of tokens instead of text, and parts that no end can be found of, which are refused by
 //! name.
 
-use super::{GrammarError, MOST_BYTES, MOST_CHOICES, ebnf, with_bounded_space};
+use super::compiled::with_bounded_space;
+use super::{GrammarError, MOST_BYTES, MOST_CHOICES, ebnf};
 use serde_json::{Map, Value};
 use std::fmt::Write;
 

@@ -44,6 +44,12 @@ impl Assembler {
         Assembler { unwatched: tokens, ..self }
     }
 
+    /// The same for a sequence that follows a prompt, as [`TextStream::after`] says. Stop strings are looked for in what
+    /// comes, not in the prompt.
+    pub fn after(self, prompt: &[u32]) -> Assembler {
+        Assembler { stream: self.stream.after(prompt), ..self }
+    }
+
     /// Takes the next id. Ids after a stop string are ignored.
     pub fn push(&mut self, id: u32) -> Output {
         if self.stops.is_stopped() {

@@ -1,18 +1,20 @@
-//! Chat templates: the Jinja of checkpoints, rendered as transformers renders it.
-//! Deliberately absent: tools, and the encoding of what was rendered.
+//! Chat templates: the Jinja of checkpoints, rendered as transformers renders it. They are parsed and rendered in worker
+//! processes (`actors::workers`): a checkpoint's template is a program, whose nesting, loops and output nothing else
+//! bounds. Deliberately absent: tools, and the encoding of what was rendered.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::value::{Kwargs, Value as Jinja};
 use minijinja::{Environment, Error, ErrorKind};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::TextError;
+use crate::actors::workers::{Cancel, Failure, Workers};
 
 /// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatMessage {
     /// Mostly `system`, `user` or `assistant`; the template decides.
     pub role: String,
@@ -21,7 +23,7 @@ pub struct ChatMessage {
 }
 
 /// How a conversation is rendered.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatOptions {
     /// Whether the beginning of the assistant's answer follows the messages.
     pub add_generation_prompt: bool,
@@ -38,12 +40,22 @@ impl Default for ChatOptions {
     }
 }
 
-/// The templates of a checkpoint, compiled.
+/// The most bytes that a template may render: more than any prompt that a server takes.
+const MOST_RENDERED: usize = 16 << 20;
+/// The first byte of the first frame of workers that render templates.
+pub(crate) const WORKER: u8 = b't';
+
+/// The templates of a checkpoint, and the workers that render them.
 pub(super) struct Templates {
-    environment: Environment<'static>,
-    /// By name; a template that did not compile is kept as what was wrong with it, so that a
-    /// checkpoint with a strange template still completes text.
-    compiled: BTreeMap<String, Result<(), String>>,
+    names: Vec<String>,
+    workers: Workers,
+}
+
+/// What a checkpoint says about chats.
+#[derive(Debug, Serialize, Deserialize)]
+struct Sources {
+    /// Names and sources.
+    templates: Vec<(String, String)>,
     /// `bos_token` and its like, for the template.
     tokens: Map<String, Value>,
 }
@@ -52,19 +64,19 @@ pub(super) struct Templates {
 const TOKEN_KEYS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-impl Templates {
+impl Sources {
     /// From tokenizer_config.json and, before it, the text of chat_template.jinja.
-    pub(super) fn new(config: &Map<String, Value>, file: Option<&str>) -> Result<Templates, TextError> {
+    fn read(config: &Map<String, Value>, file: Option<&str>) -> Result<Sources, TextError> {
         let invalid = |reason: &str| TextError::Invalid { file: "tokenizer_config.json", reason: reason.to_owned() };
-        let mut sources: Vec<(String, String)> = Vec::new();
+        let mut templates: Vec<(String, String)> = Vec::new();
         match config.get("chat_template") {
             None | Some(Value::Null) => {}
-            Some(Value::String(source)) => sources.push(("default".to_owned(), source.clone())),
+            Some(Value::String(source)) => templates.push(("default".to_owned(), source.clone())),
             Some(Value::Array(list)) => {
                 for entry in list {
                     let part = |key: &str| entry.get(key).and_then(Value::as_str).map(str::to_owned);
                     match (part("name"), part("template")) {
-                        (Some(name), Some(source)) => sources.push((name, source)),
+                        (Some(name), Some(source)) => templates.push((name, source)),
                         _ => return Err(invalid("chat_template has an entry without name and template")),
                     }
                 }
@@ -72,15 +84,8 @@ impl Templates {
             Some(_) => return Err(invalid("chat_template is neither a text nor a list")),
         }
         if let Some(source) = file {
-            sources.retain(|(name, _)| name != "default");
-            sources.push(("default".to_owned(), source.to_owned()));
-        }
-
-        let mut environment = environment();
-        let mut compiled = BTreeMap::new();
-        for (name, source) in sources {
-            let result = environment.add_template_owned(name.clone(), without_generation_tags(&source));
-            compiled.insert(name, result.map_err(|error| error.to_string()));
+            templates.retain(|(name, _)| name != "default");
+            templates.push(("default".to_owned(), source.to_owned()));
         }
         let mut tokens = Map::new();
         for key in TOKEN_KEYS {
@@ -92,23 +97,145 @@ impl Templates {
                 tokens.insert(key.to_owned(), Value::String(token));
             }
         }
-        Ok(Templates { environment, compiled, tokens })
+        Ok(Sources { templates, tokens })
+    }
+}
+
+/// What a worker is asked.
+#[derive(Debug, Serialize, Deserialize)]
+struct Ask {
+    name: String,
+    messages: Vec<ChatMessage>,
+    options: ChatOptions,
+}
+
+/// What it answers.
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    Rendered(String),
+    Failed(String),
+    Refused(String),
+    TooLarge(String),
+}
+
+/// No frame of a template's worker begins with this: it asks nothing.
+const QUESTION: u8 = 0;
+
+impl Templates {
+    /// From tokenizer_config.json and, before it, the text of chat_template.jinja. Nothing is parsed before it is rendered:
+    /// a checkpoint with a strange template still completes text.
+    pub(super) fn new(config: &Map<String, Value>, file: Option<&str>) -> Result<Templates, TextError> {
+        let sources = Sources::read(config, file)?;
+        let mut names: Vec<String> = sources.templates.iter().map(|(name, _)| name.clone()).collect();
+        names.sort();
+        names.dedup();
+        let mut first = vec![WORKER];
+        serde_json::to_writer(&mut first, &sources)
+            .map_err(|error| TextError::Invalid { file: "tokenizer_config.json", reason: error.to_string() })?;
+        Ok(Templates { names, workers: Workers::new("templates", first) })
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.compiled.is_empty()
+        self.names.is_empty()
     }
 
-    pub(super) fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
+    pub(super) fn render(
+        &self,
+        messages: &[ChatMessage],
+        options: &ChatOptions,
+        cancel: &Cancel,
+    ) -> Result<String, TextError> {
         let name = options.template.as_deref().unwrap_or("default");
-        match self.compiled.get(name) {
-            Some(Ok(())) => {}
-            Some(Err(reason)) => return Err(TextError::Template(reason.clone())),
-            None if self.compiled.is_empty() => return Err(TextError::NoTemplate(String::new())),
-            None => {
-                let names: Vec<&str> = self.compiled.keys().map(String::as_str).collect();
-                return Err(TextError::NoTemplate(format!(" \"{name}\" (it has {})", names.join(", "))));
+        known(self.names.iter().map(String::as_str), name)?;
+        let asked = Ask { name: name.to_owned(), messages: messages.to_vec(), options: options.clone() };
+        let frame = serde_json::to_vec(&asked).map_err(|error| TextError::Template(error.to_string()))?;
+        drop(asked);
+        let most = self.workers.limits().memory / 4;
+        let cancel = cancel.clone();
+        let answered = self.workers.run(None, move |worker| {
+            let alone = worker.calls() == 0;
+            let mut call = || worker.call(&frame, &cancel, QUESTION, &mut |_| Vec::new());
+            let answered = match call() {
+                // What earlier jobs have left was in its way.
+                Err(failure) if failure.may_be_others(alone) && !cancel.is_cancelled() => call(),
+                answered => answered,
+            };
+            if worker.grown() > most {
+                worker.end();
             }
+            answered
+        });
+        let answer = answered.map_err(|failure| match failure {
+            Failure::Memory { .. } | Failure::Stack { .. } | Failure::Time { .. } => {
+                TextError::TooLarge(failure.to_string())
+            }
+            Failure::Panicked => TextError::Template(failure.to_string()),
+            Failure::Cancelled => TextError::Cancelled,
+            Failure::Died(_) | Failure::Start(_) => TextError::Unavailable(failure.to_string()),
+        })?;
+        match serde_json::from_slice(&answer) {
+            Ok(Answer::Rendered(text)) => Ok(text),
+            Ok(Answer::Failed(reason)) => Err(TextError::Template(reason)),
+            Ok(Answer::Refused(reason)) => Err(TextError::Refused(reason)),
+            Ok(Answer::TooLarge(reason)) => Err(TextError::TooLarge(reason)),
+            Err(error) => Err(TextError::Unavailable(format!("a worker process gave a strange answer: {error}"))),
+        }
+    }
+}
+
+/// Whether there is a template of that name.
+fn known<'a>(names: impl Iterator<Item = &'a str>, name: &str) -> Result<(), TextError> {
+    let names: Vec<&str> = names.collect();
+    match names.contains(&name) {
+        true => Ok(()),
+        false if names.is_empty() => Err(TextError::NoTemplate(String::new())),
+        false => Err(TextError::NoTemplate(format!(" \"{name}\" (it has {})", names.join(", ")))),
+    }
+}
+
+/// A worker's side.
+pub(crate) struct Service {
+    environment: Environment<'static>,
+    sources: BTreeMap<String, String>,
+    /// By name; one that did not compile is kept as what was wrong with it.
+    compiled: BTreeMap<String, Result<(), String>>,
+    tokens: Map<String, Value>,
+}
+
+impl Service {
+    /// From the first frame.
+    pub(crate) fn new(first: &[u8]) -> serde_json::Result<Service> {
+        Ok(Service::of(serde_json::from_slice(first)?))
+    }
+
+    fn of(Sources { templates, tokens }: Sources) -> Service {
+        let sources = templates.into_iter().collect();
+        Service { environment: environment(), sources, compiled: BTreeMap::new(), tokens }
+    }
+
+    /// Answers a frame.
+    pub(crate) fn answer(&mut self, frame: &[u8]) -> Vec<u8> {
+        let answer = match serde_json::from_slice(frame) {
+            Ok(Ask { name, messages, options }) => self.render(&name, &messages, &options),
+            Err(error) => Answer::Failed(error.to_string()),
+        };
+        serde_json::to_vec(&answer).unwrap_or_default()
+    }
+
+    fn compile(&mut self, name: &str) -> Result<(), String> {
+        if let Some(compiled) = self.compiled.get(name) {
+            return compiled.clone();
+        }
+        let source = without_generation_tags(self.sources.get(name).map_or("", String::as_str));
+        let result = self.environment.add_template_owned(name.to_owned(), source);
+        let result = result.map_err(|error| error.to_string());
+        self.compiled.insert(name.to_owned(), result.clone());
+        result
+    }
+
+    fn render(&mut self, name: &str, messages: &[ChatMessage], options: &ChatOptions) -> Answer {
+        if let Err(reason) = self.compile(name) {
+            return Answer::Failed(reason);
         }
         let mut variables: BTreeMap<&str, Jinja> = BTreeMap::new();
         for (key, value) in self.tokens.iter().chain(&options.extra) {
@@ -119,11 +246,20 @@ impl Templates {
         // transformers defines both, as None.
         variables.entry("tools").or_insert(Jinja::from(()));
         variables.entry("documents").or_insert(Jinja::from(()));
-        let template = self.environment.get_template(name).map_err(|error| TextError::Template(error.to_string()))?;
-        template.render(variables).map_err(|error| match error.detail().and_then(|text| text.strip_prefix(RAISED)) {
-            Some(message) => TextError::Refused(message.to_owned()),
-            None => TextError::Template(error.to_string()),
-        })
+        let template = match self.environment.get_template(name) {
+            Ok(template) => template,
+            Err(error) => return Answer::Failed(error.to_string()),
+        };
+        match template.render(variables) {
+            Ok(text) if text.len() > MOST_RENDERED => {
+                Answer::TooLarge(format!("it has {} bytes, at most {MOST_RENDERED} are taken", text.len()))
+            }
+            Ok(text) => Answer::Rendered(text),
+            Err(error) => match error.detail().and_then(|text| text.strip_prefix(RAISED)) {
+                Some(message) => Answer::Refused(message.to_owned()),
+                None => Answer::Failed(error.to_string()),
+            },
+        }
     }
 }
 
@@ -311,11 +447,32 @@ fn strftime(seconds: u64, format: &str) -> String {
 mod tests {
     use super::*;
 
-    fn templates(source: &str) -> Templates {
+    /// What a worker does, in this process.
+    struct Here(std::cell::RefCell<Service>);
+
+    impl Here {
+        fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
+            let mut service = self.0.borrow_mut();
+            let name = options.template.as_deref().unwrap_or("default");
+            known(service.sources.keys().map(String::as_str), name)?;
+            match service.render(name, messages, options) {
+                Answer::Rendered(text) => Ok(text),
+                Answer::Failed(reason) => Err(TextError::Template(reason)),
+                Answer::Refused(reason) => Err(TextError::Refused(reason)),
+                Answer::TooLarge(reason) => Err(TextError::TooLarge(reason)),
+            }
+        }
+    }
+
+    fn here(config: &Map<String, Value>, file: Option<&str>) -> Here {
+        Here(Service::of(Sources::read(config, file).unwrap()).into())
+    }
+
+    fn templates(source: &str) -> Here {
         let config: Map<String, Value> =
             serde_json::from_str(r#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}"#)
                 .unwrap();
-        Templates::new(&config, Some(source)).unwrap()
+        here(&config, Some(source))
     }
 
     fn user(content: &str) -> Vec<ChatMessage> {
@@ -359,13 +516,13 @@ mod tests {
     fn named_templates() {
         let config = r#"{"chat_template": [{"name": "default", "template": "d"}, {"name": "rag", "template": "r"}]}"#;
         let config: Map<String, Value> = serde_json::from_str(config).unwrap();
-        let t = Templates::new(&config, None).unwrap();
+        let t = here(&config, None);
         let named = |name: &str| ChatOptions { template: Some(name.into()), ..ChatOptions::default() };
         assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "d");
         assert_eq!(t.render(&[], &named("rag")).unwrap(), "r");
         let error = t.render(&[], &named("tools")).unwrap_err().to_string();
         assert_eq!(error, "the checkpoint has no chat template \"tools\" (it has default, rag)");
-        let t = Templates::new(&config, Some("f")).unwrap();
+        let t = here(&config, Some("f"));
         assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "f");
     }
 

@@ -10,6 +10,7 @@
 //! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
+pub mod connections;
 pub mod metrics;
 
 use crate::engine::host::{Host, Replica};
@@ -34,6 +35,8 @@ use tokio_util::sync::CancellationToken;
 const LINES: usize = 256;
 /// Threads that may wait for engine threads at once: each answers after its turn, and several pages may be open.
 const QUESTIONS: usize = 8;
+/// Longest time for an answer: engine threads answer between two turns.
+const ANSWER_WAIT: Duration = Duration::from_secs(30);
 /// After the server's end, the time for answers under way.
 const GOODBYE: Duration = Duration::from_secs(1);
 /// How long after a fault of a decode step there is a warning of it.
@@ -181,18 +184,13 @@ impl Status {
 /// Answers on `listener` until `stop`, then for a moment more.
 pub async fn serve(admin: Arc<Admin>, listener: TcpListener, stop: CancellationToken) {
     let loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
-    let app = router(admin, loopback);
-    let server = axum::serve(listener, app).with_graceful_shutdown(stop.clone().cancelled_owned());
+    let server = connections::serve(listener, router(admin, loopback), stop.clone());
     let late = async {
         stop.cancelled().await;
         tokio::time::sleep(GOODBYE).await;
     };
     tokio::select! {
-        ended = server => {
-            if let Err(error) = ended {
-                tracing::error!(error = &error as &dyn std::error::Error, "the admin endpoint ended");
-            }
-        }
+        () = server => {}
         () = late => {}
     }
 }
@@ -224,7 +222,8 @@ async fn guard(loopback: bool, request: Request, next: Next) -> Response {
         let allow = [(header::ALLOW, HeaderValue::from_static("GET, HEAD"))];
         (StatusCode::METHOD_NOT_ALLOWED, allow, "only GET is answered\n").into_response()
     } else {
-        next.run(request).await
+        let late = |_| (StatusCode::SERVICE_UNAVAILABLE, "the answer took too long\n").into_response();
+        tokio::time::timeout(ANSWER_WAIT, next.run(request)).await.unwrap_or_else(late)
     };
     let set = [
         (header::CONTENT_SECURITY_POLICY, POLICY),

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Our field's name → the contract's.
-const NAMES: [(&str, &str); 11] = [
+const NAMES: [(&str, &str); 12] = [
     ("sampling.n", "sampling_params.n"),
     ("stopping.strings", "sampling_params.stop"),
     ("stop_ids", "sampling_params.stop_token_ids"),
@@ -28,6 +28,7 @@ const NAMES: [(&str, &str); 11] = [
     ("constraint.choice", "sampling_params.choice"),
     ("constraint.json_object", "sampling_params.json_object"),
     ("constraint.structural_tag", "sampling_params.structural_tag"),
+    ("constraint", "sampling_params.constraint"),
     ("prompt.text", "text"),
     ("prompt", "input"),
 ];
@@ -89,8 +90,8 @@ pub struct Asked {
 /// What our message has no field for.
 #[derive(Clone, Copy, Debug)]
 pub struct Rest {
-    /// Tokens of the prompt that are kept, from its end; `Some(None)`: what the context has room for.
-    truncate: Option<Option<usize>>,
+    /// Tokens of the prompt that are kept, from its end.
+    pub keep: Option<usize>,
     special_text: bool,
 }
 
@@ -98,13 +99,6 @@ impl Rest {
     /// Puts it into a request whose tokens are known; gives the first one of a prompt that is to be scored.
     pub fn apply(self, prepared: &mut Prepared) -> Option<u32> {
         prepared.special_text = self.special_text;
-        if let Some(most) = self.truncate {
-            // One place is left for an output.
-            let room = prepared.place.replica().bounds().context.saturating_sub(1) as usize;
-            let prompt = &mut prepared.request.prompt;
-            let kept = most.unwrap_or(room).min(prompt.len());
-            prompt.drain(..prompt.len() - kept);
-        }
         let request = &prepared.request;
         request.prompt_logprobs.and_then(|_| request.prompt.first().copied())
     }
@@ -127,10 +121,14 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     let constraint = constraint(&params)?;
     let logprobs = at_least_zero("sampling_params.logprobs", params.logprobs)?;
     let prompt_logprobs = at_least_zero("sampling_params.prompt_logprobs", params.prompt_logprobs)?;
-    let truncate = match params.truncate_prompt_tokens {
+    let keep = match params.truncate_prompt_tokens {
         None => None,
-        Some(-1) => Some(None),
-        Some(most) if most > 0 => Some(usize::try_from(most).ok()),
+        // What the context has room for; one place is left for an output.
+        Some(-1) => {
+            let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
+            Some(context.saturating_sub(1) as usize)
+        }
+        Some(most) if most > 0 => usize::try_from(most).ok(),
         Some(other) => {
             let (field, rule) = ("sampling_params.truncate_prompt_tokens", "at least 1, or -1");
             return Err(Refusal::Value { field, value: other.to_string(), rule });
@@ -143,7 +141,12 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     let prompt = match message.input {
         None => return Err(Refusal::Missing { field: "input", rule: "one of tokenized and text" }),
         Some(Input::Text(text)) => Prompt::Text(text),
-        Some(Input::Tokenized(tokens)) => Prompt::Tokens(proto::TokenIds { ids: tokens.input_ids }),
+        Some(Input::Tokenized(mut tokens)) => {
+            if let Some(keep) = keep {
+                tokens.input_ids.drain(..tokens.input_ids.len().saturating_sub(keep));
+            }
+            Prompt::Tokens(proto::TokenIds { ids: tokens.input_ids })
+        }
     };
     let message_of_ours = proto::GenerateRequest {
         request_id: message.request_id,
@@ -162,7 +165,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
         constraint,
         ..Default::default()
     };
-    let rest = Rest { truncate, special_text: !params.skip_special_tokens };
+    let rest = Rest { keep, special_text: !params.skip_special_tokens };
     Ok(Asked { message: message_of_ours, rest, stream: message.stream })
 }
 

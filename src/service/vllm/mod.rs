@@ -7,9 +7,10 @@ pub mod events;
 pub mod tokenizer;
 
 use super::bounds;
+use super::prepare::Prepared;
 use super::proto::{smg::grpc::common, vllm::grpc::engine as contract};
 use super::refusal::Refusal;
-use super::rpc::{Caller, Rpc, Tracked, answer, aside, refused, rpc_span};
+use super::rpc::{Caller, Rpc, Scope, Tracked, answer, refused, rpc_span};
 use crate::engine::executor::PAGE_TOKENS;
 use crate::engine::host::{Host, Replica, ServedModel};
 use crate::model::text::Text;
@@ -42,53 +43,66 @@ pub struct VllmRpc {
     /// When the last Generate came: the bits of seconds since 1970.
     last_received: AtomicU64,
     /// The tokenizer's files, packed when first asked for, and whose they are.
-    archive: Mutex<Option<(Weak<Text>, Arc<Archive>)>>,
+    archive: Arc<Mutex<Option<Packed>>>,
 }
+
+/// A tokenizer's files, packed, and whose they are.
+type Packed = (Weak<Text>, Arc<Archive>);
 
 impl VllmRpc {
     /// Over the same host, clients and streams as our own service.
     pub fn new(rpc: Rpc) -> VllmRpc {
-        VllmRpc { rpc, began: Instant::now(), last_received: AtomicU64::new(0), archive: Mutex::default() }
+        VllmRpc { rpc, began: Instant::now(), last_received: AtomicU64::new(0), archive: Arc::default() }
     }
 
     fn host(&self) -> &Arc<Host> {
         self.rpc.host()
     }
 
-    /// The only model.
-    fn model(&self) -> Result<Arc<ServedModel>, Refusal> {
-        convert::model(self.host())
+    /// The only model that a caller may use.
+    fn model(&self, scope: &Scope) -> Result<Arc<ServedModel>, Refusal> {
+        scope.only_model(self.host())
     }
 
-    /// Asks something of the only model that may take a while.
+    /// Asks something of it that may take a while.
     async fn of_model<T: Send + 'static>(
         &self,
+        scope: &Scope,
         work: impl FnOnce(&ServedModel) -> Result<T, Refusal> + Send + 'static,
     ) -> Result<T, Refusal> {
-        let host = Arc::clone(self.host());
-        aside(move || work(&*convert::model(&host)?)).await
+        let model = self.model(scope)?;
+        self.rpc.ask(move || work(&model)).await
     }
 
     /// The tokenizer's files.
-    async fn packed(&self) -> Result<Arc<Archive>, Refusal> {
-        let model = self.model()?;
+    async fn packed(&self, scope: &Scope) -> Result<Arc<Archive>, Refusal> {
+        let model = self.model(scope)?;
         let no_tokenizer = || Refusal::NoTokenizer { model: model.name.clone(), field: "GetTokenizer" };
         let text = Arc::clone(model.text.as_ref().ok_or_else(no_tokenizer)?);
-        // Each change of it is whole.
-        let kept = || self.archive.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((whose, archive)) = &*kept()
-            && Weak::as_ptr(whose) == Arc::as_ptr(&text)
-        {
-            return Ok(Arc::clone(archive));
-        }
-        let whose = Arc::downgrade(&text);
-        let packed = Arc::new(aside(move || Archive::of(text.files())).await?);
-        *kept() = Some((whose, Arc::clone(&packed)));
-        Ok(packed)
+        let kept = Arc::clone(&self.archive);
+        // Packed once: whoever asks meanwhile waits.
+        let packed = move || {
+            // Each change of it is whole.
+            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some((whose, archive)) = &*kept
+                && Weak::as_ptr(whose) == Arc::as_ptr(&text)
+            {
+                return Ok(Arc::clone(archive));
+            }
+            let packed = Arc::new(Archive::of(text.files())?);
+            *kept = Some((Arc::downgrade(&text), Arc::clone(&packed)));
+            Ok(packed)
+        };
+        self.rpc.ask(packed).await
     }
 
     /// Forgets what prompts could begin with as soon as nothing runs or waits, at least within `timeout` seconds.
-    async fn flush(&self, timeout: f32, deadline: Option<Instant>) -> Result<common::FlushCacheResponse, Refusal> {
+    async fn flush(
+        &self,
+        scope: &Scope,
+        timeout: f32,
+        deadline: Option<Instant>,
+    ) -> Result<common::FlushCacheResponse, Refusal> {
         if !timeout.is_finite() || timeout < 0.0 {
             let (field, rule) = ("timeout_s", "finite and at least 0");
             return Err(Refusal::Value { field, value: timeout.to_string(), rule });
@@ -97,13 +111,13 @@ impl VllmRpc {
         let until = Instant::now() + wait;
         let until = deadline.map_or(until, |deadline| deadline.min(until));
         loop {
-            let busy = self.of_model(|model| {
+            let busy = self.of_model(scope, |model| {
                 let busy = model.replicas.iter().filter(|replica| !replica.forget_prompts());
                 Ok(busy.map(|replica| replica.name.clone()).collect::<Vec<_>>())
             });
             let busy = busy.await?;
             if busy.is_empty() {
-                self.host().forget_prompts(&self.model()?.name);
+                self.host().forget_prompts(&self.model(scope)?.name);
                 let message = "all pages and states that prompts could begin with are forgotten".to_owned();
                 return Ok(common::FlushCacheResponse { success: true, message });
             }
@@ -117,14 +131,14 @@ impl VllmRpc {
     }
 
     /// Has the kernels of the next `plans` plans of every replica timed.
-    async fn profile(&self, plans: u32) -> Result<(), Refusal> {
+    async fn profile(&self, scope: &Scope, plans: u32) -> Result<(), Refusal> {
         let ask = move |model: &ServedModel| {
             for replica in &model.replicas {
                 replica.profile(plans);
             }
             Ok(())
         };
-        self.of_model(ask).await
+        self.of_model(scope, ask).await
     }
 }
 
@@ -192,10 +206,10 @@ impl VllmEngine for VllmRpc {
         self.last_received.store(since_1970().to_bits(), Ordering::Relaxed);
         let started = async {
             let caller = Caller::of(&request);
-            let asked = convert::request(&*self.model()?, request.into_inner())?;
+            let asked = convert::request(&*self.model(&caller.scope)?, request.into_inner())?;
             let rest = asked.rest;
-            let opened = self.rpc.open(&span, caller, asked.message, move |prepared| rest.apply(prepared)).await?;
-            let (stream, first) = opened;
+            let adjust = move |prepared: &mut Prepared| rest.apply(prepared);
+            let (stream, first) = self.rpc.open(&span, caller, asked.message, rest.keep, adjust).await?;
             Ok(Answers { stream, teller: Teller::new(asked.stream, first) })
         };
         self.rpc.begun(&span, started.await.map_err(in_their_words))
@@ -214,7 +228,7 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::HealthCheckRequest>,
     ) -> Result<Response<contract::HealthCheckResponse>, Status> {
         let span = rpc_span(SERVICE, "HealthCheck", request.metadata());
-        let why = match self.model() {
+        let why = match self.model(&Caller::of(&request).scope) {
             Err(refusal) => Some(refusal.to_string()),
             Ok(model) => {
                 let rebuilding = |replica: &Replica| {
@@ -236,8 +250,8 @@ impl VllmEngine for VllmRpc {
     ) -> Result<Response<common::FlushCacheResponse>, Status> {
         let span = rpc_span(SERVICE, "FlushCache", request.metadata());
         let flushed = async {
-            let deadline = Caller::of(&request).deadline()?;
-            self.flush(request.into_inner().timeout_s, deadline).await
+            let caller = Caller::of(&request);
+            self.flush(&caller.scope, request.into_inner().timeout_s, caller.deadline()?).await
         };
         answer(&span, flushed.await)
     }
@@ -248,7 +262,7 @@ impl VllmEngine for VllmRpc {
     ) -> Result<Response<common::ProfileResponse>, Status> {
         let span = rpc_span(SERVICE, "StartProfile", request.metadata());
         let started = async {
-            self.profile(plans(request.get_ref())?).await?;
+            self.profile(&Caller::of(&request).scope, plans(request.get_ref())?).await?;
             let message = "kernels are timed; ostinato.v1.Ostinato/Profile shows them".to_owned();
             Ok(common::ProfileResponse { success: true, message })
         };
@@ -260,7 +274,7 @@ impl VllmEngine for VllmRpc {
         request: Request<common::StopProfileRequest>,
     ) -> Result<Response<common::ProfileResponse>, Status> {
         let span = rpc_span(SERVICE, "StopProfile", request.metadata());
-        let stopped = self.profile(0).await.map(|()| {
+        let stopped = self.profile(&Caller::of(&request).scope, 0).await.map(|()| {
             let message =
                 "kernels are not timed any more; ostinato.v1.Ostinato/Profile shows those that were".to_owned();
             common::ProfileResponse { success: true, message }
@@ -292,7 +306,7 @@ impl VllmEngine for VllmRpc {
     ) -> Result<Response<contract::GetModelInfoResponse>, Status> {
         let span = rpc_span(SERVICE, "GetModelInfo", request.metadata());
         let caller = Caller::of(&request);
-        let info = self.model().and_then(|model| caller.may_use(&model.name).map(|()| convert::model_info(&model)));
+        let info = self.model(&caller.scope).map(|model| convert::model_info(&model));
         answer(&span, info)
     }
 
@@ -301,7 +315,7 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::GetServerInfoRequest>,
     ) -> Result<Response<contract::GetServerInfoResponse>, Status> {
         let span = rpc_span(SERVICE, "GetServerInfo", request.metadata());
-        let info = self.model().map(|model| {
+        let info = self.model(&Caller::of(&request).scope).map(|model| {
             let slots = model.replicas.iter().map(|replica| replica.slots()).min().unwrap_or(0);
             contract::GetServerInfoResponse {
                 active_requests: self.host().unfinished() as u32,
@@ -324,8 +338,7 @@ impl VllmEngine for VllmRpc {
         let span = rpc_span(SERVICE, "GetLoads", request.metadata());
         let caller = Caller::of(&request);
         let message = request.into_inner();
-        let loads = self.of_model(move |model| {
-            caller.may_use(&model.name)?;
+        let loads = self.of_model(&caller.scope, move |model| {
             if let Some(rank) = message.dp_rank {
                 convert::replica(model, "dp_rank", rank)?;
             }
@@ -345,12 +358,7 @@ impl VllmEngine for VllmRpc {
     async fn get_tokenizer(&self, request: Request<common::GetTokenizerRequest>) -> Result<Response<Chunks>, Status> {
         let span = rpc_span(SERVICE, "GetTokenizer", request.metadata());
         let caller = Caller::of(&request);
-        let mine = self.model().and_then(|model| caller.may_use(&model.name));
-        let packed = match mine {
-            Ok(()) => self.packed().await,
-            Err(refusal) => Err(refusal),
-        };
-        answer(&span, packed.map(Chunks::of))
+        answer(&span, self.packed(&caller.scope).await.map(Chunks::of))
     }
 
     async fn subscribe_kv_events(
@@ -358,12 +366,14 @@ impl VllmEngine for VllmRpc {
         request: Request<common::SubscribeKvEventsRequest>,
     ) -> Result<Response<Self::SubscribeKvEventsStream>, Status> {
         let span = rpc_span(SERVICE, "SubscribeKvEvents", request.metadata());
+        let caller = Caller::of(&request);
         let from = request.into_inner().start_sequence_number;
         if from != 0 {
             return answer(&span, Err(Refusal::Past { field: "start_sequence_number", value: from }));
         }
         let stop = self.rpc.stop().clone();
-        answer(&span, self.of_model(move |model| Ok(PageEvents::of(model, stop))).await)
+        let events = self.of_model(&caller.scope, move |model| Ok(PageEvents::of(model, stop)));
+        answer(&span, events.await)
     }
 }
 

@@ -1,0 +1,526 @@
+//! What every attack needs: the server program, the client that must not be disturbed, a look at the process's memory.
+//! Deliberately absent: attacks.
+#![allow(dead_code)] // each kind of attack uses a part
+
+use crate::common;
+use crate::serving::certificates::Authority;
+use ostinato::service::proto;
+use ostinato::service::proto::generate_response::Event;
+use ostinato::service::proto::ostinato_client::OstinatoClient;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::{Request, Status};
+
+/// What is thrown at a server, by its name. It may end in any way but by a panic, which says what is wrong.
+pub type Attack = (&'static str, fn(&Target, &mut Random));
+
+/// What the well-behaved client asks, and how many tokens it takes.
+const QUESTION: &str = "Tell me a story about a fox, a lantern and a river.";
+const TOKENS: u32 = 32;
+/// A server on two busy cores has begun by then.
+const START: Duration = Duration::from_secs(180);
+/// It has ended by then after SIGTERM.
+const END: Duration = Duration::from_secs(60);
+
+/// How a server is started.
+#[derive(Default)]
+pub struct Setup {
+    /// Lines of `[server]` beside `listen`.
+    pub server: String,
+    /// Files of the configuration's folder.
+    pub files: Vec<(&'static str, String)>,
+    /// Encrypts with a certificate of this authority.
+    pub authority: Option<Authority>,
+    /// The well-behaved client's token, where there are tokens.
+    pub token: Option<String>,
+    /// Soft limit of open files.
+    pub open_files: Option<u32>,
+    /// Limit of the process's address space, KiB.
+    pub address_space_kib: Option<u64>,
+    /// Variables of the program's environment.
+    pub environment: Vec<(&'static str, String)>,
+}
+
+/// What must hold after an attack.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Between two messages of the well-behaved client, and until its first.
+    pub gap: Duration,
+    /// Resident memory beyond what the undisturbed server had, at its height, MiB.
+    pub peak_mib: u64,
+    /// Address space beyond what the undisturbed server had, afterwards, MiB.
+    pub address_space_mib: u64,
+}
+
+impl Default for Bounds {
+    fn default() -> Bounds {
+        Bounds { gap: Duration::from_secs(10), peak_mib: 1024, address_space_mib: 8192 }
+    }
+}
+
+/// Where a server is, for those who attack it.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// `127.0.0.1:PORT` of gRPC.
+    pub address: String,
+    /// Of the admin endpoint.
+    pub page: String,
+    /// The process.
+    pub id: u32,
+    authority: Option<String>,
+}
+
+/// A server under attack, and the client that watches it. One at a time in a test program.
+pub struct Arena {
+    server: Server,
+    target: Target,
+    watch: Option<Watch>,
+    expected: Vec<u32>,
+    token: Option<String>,
+    before: Memory,
+    _turn: MutexGuard<'static, ()>,
+}
+
+/// What the well-behaved client has seen.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    /// Requests that were answered whole.
+    pub requests: usize,
+    /// Tokens of all of them.
+    pub tokens: usize,
+    /// The longest wait for a message, the first included.
+    pub longest_gap: Duration,
+    /// What was wrong.
+    pub problems: Vec<String>,
+}
+
+/// A process's memory, KiB, and what else it holds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Memory {
+    pub resident: u64,
+    pub peak: u64,
+    pub address_space: u64,
+    pub threads: u64,
+    pub open_files: u64,
+}
+
+impl Memory {
+    /// Of a process that runs.
+    pub fn of(id: u32) -> Memory {
+        let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
+        let number = |key: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+            line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+        };
+        let open = std::fs::read_dir(format!("/proc/{id}/fd")).map_or(0, |files| files.count() as u64);
+        Memory {
+            resident: number("VmRSS"),
+            peak: number("VmHWM"),
+            address_space: number("VmSize"),
+            threads: number("Threads"),
+            open_files: open,
+        }
+    }
+}
+
+/// Numbers from a seed (splitmix64).
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Random {
+        Random(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut number = self.0;
+        number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        number ^ (number >> 31)
+    }
+
+    /// From 0 to `bound`, which it is not.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound.max(1)
+    }
+
+    /// From `least` to `most`.
+    pub fn between(&mut self, least: u64, most: u64) -> u64 {
+        least + self.below(most - least + 1)
+    }
+}
+
+/// Puts a token into each call.
+#[derive(Clone)]
+pub struct Bearer(Option<MetadataValue<Ascii>>);
+
+impl Interceptor for Bearer {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(token) = &self.0 {
+            request.metadata_mut().insert("authorization", token.clone());
+        }
+        Ok(request)
+    }
+}
+
+pub type Client = OstinatoClient<InterceptedService<Channel, Bearer>>;
+
+impl Target {
+    /// A connection.
+    pub async fn channel(&self) -> Result<Channel, tonic::transport::Error> {
+        let endpoint = match &self.authority {
+            None => Endpoint::new(format!("http://{}", self.address))?,
+            Some(authority) => {
+                let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(authority));
+                Endpoint::new(format!("https://{}", self.address))?.tls_config(tls)?
+            }
+        };
+        endpoint.connect().await
+    }
+
+    /// A client on a connection of its own.
+    pub async fn client(&self, token: Option<&str>) -> Result<Client, tonic::transport::Error> {
+        let token = token.map(|token| format!("Bearer {token}").parse().expect("a token in ASCII"));
+        Ok(OstinatoClient::with_interceptor(self.channel().await?, Bearer(token)))
+    }
+
+    /// A GET of the admin endpoint: its answer with its head, within `wait`.
+    pub fn get(&self, path: &str, wait: Duration) -> std::io::Result<String> {
+        let address = self.page.parse().map_err(std::io::Error::other)?;
+        let mut stream = TcpStream::connect_timeout(&address, wait)?;
+        stream.set_read_timeout(Some(wait))?;
+        stream.set_write_timeout(Some(wait))?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.page)?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        Ok(text)
+    }
+
+    /// A token's lines in a file of tokens.
+    pub fn token_entry(name: &str, secret: &str, more: &str) -> String {
+        use sha2::{Digest, Sha256};
+        let digest: String = Sha256::digest(secret).iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[tokens]]\nname = \"{name}\"\nsha256 = \"{digest}\"\n{more}\n")
+    }
+
+    /// Its memory now.
+    pub fn memory(&self) -> Memory {
+        Memory::of(self.id)
+    }
+}
+
+/// A runtime for an attacker's calls, on two threads.
+pub fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
+}
+
+struct Server {
+    child: Child,
+    folder: tempfile::TempDir,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The UUID of lavapipe, as the program tells it.
+pub fn lavapipe() -> &'static str {
+    static UUID: OnceLock<String> = OnceLock::new();
+    UUID.get_or_init(|| {
+        common::layer();
+        let output = Command::new(env!("CARGO_BIN_EXE_ostinato")).args(["devices", "--json"]).output().unwrap();
+        let devices: serde_json::Value = serde_json::from_slice(&output.stdout).expect("devices as JSON");
+        let lavapipe = |d: &&serde_json::Value| d["name"].as_str().is_some_and(|name| name.contains("llvmpipe"));
+        let device = devices.as_array().expect("a list").iter().find(lavapipe).expect("lavapipe");
+        device["uuid"].as_str().expect("a UUID").to_owned()
+    })
+}
+
+/// Those who attack open more than most programs.
+fn many_files() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limits = getrlimit(Resource::Nofile);
+    let current = limits.maximum.map_or(8192, |most| most.min(8192));
+    if limits.current.is_some_and(|files| files < current) {
+        setrlimit(Resource::Nofile, Rlimit { current: Some(current), ..limits }).expect("the limit of open files");
+    }
+}
+
+/// The program: the one that was built, or another build that is held against the same attacks.
+pub fn program() -> std::ffi::OsString {
+    std::env::var_os("OSTINATO_HOSTILE_PROGRAM").unwrap_or_else(|| env!("CARGO_BIN_EXE_ostinato").into())
+}
+
+impl Server {
+    fn start(setup: &Setup) -> (Server, Target) {
+        let uuid = lavapipe();
+        let folder = tempfile::tempdir().expect("a folder");
+        let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let tls = match &setup.authority {
+            None => String::new(),
+            Some(authority) => {
+                authority.issue_to(folder.path(), "server");
+                "tls = { certificate = \"server.pem\", key = \"server.key\" }\n".to_owned()
+            }
+        };
+        for (name, text) in &setup.files {
+            std::fs::write(folder.path().join(name), text).expect("a file");
+        }
+        let file = folder.path().join("ostinato.toml");
+        let text = format!(
+            "[server]\nlisten = \"127.0.0.1:0\"\n{tls}{}\n[admin]\nlisten = \"127.0.0.1:0\"\n\
+             [runtime]\ncache_directory = {cache:?}\n\
+             [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{uuid}\" }}]\n",
+            setup.server
+        );
+        std::fs::write(&file, text).expect("a configuration");
+        // A shell sets the limits, and becomes the program.
+        let mut limits = String::new();
+        if let Some(files) = setup.open_files {
+            limits.push_str(&format!("ulimit -n {files} && "));
+        }
+        if let Some(kib) = setup.address_space_kib {
+            limits.push_str(&format!("ulimit -v {kib} && "));
+        }
+        let log = std::fs::File::create(folder.path().join("log")).expect("a log");
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(format!("{limits}exec \"$0\" \"$@\"")).arg(program());
+        command.args(["serve", "--config"]).arg(&file).env_remove("OSTINATO_TOKEN");
+        command.envs(setup.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+        let mut child = command.spawn().expect("a server");
+        let output = child.stdout.take().expect("its output");
+        let mut server = Server { child, folder };
+        // Lines on a thread of their own: a server that says nothing is waited for with a bound.
+        let (sender, lines) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            BufReader::new(output).lines().map_while(Result::ok).for_each(|line| drop(sender.send(line)));
+        });
+        let mut line = |begin: &str| {
+            let told = match lines.recv_timeout(START) {
+                Ok(line) => line,
+                Err(_) => panic!("it does not begin: {:?}\n{}", server.child.try_wait(), server.log()),
+            };
+            let rest = told.strip_prefix(begin).unwrap_or_else(|| panic!("{told}"));
+            rest.trim_end_matches('/').to_owned()
+        };
+        let (address, page) = (line("listening on "), line("admin on http://"));
+        let authority = setup.authority.as_ref().map(Authority::pem);
+        let target = Target { address, page, id: server.child.id(), authority };
+        (server, target)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+}
+
+/// The well-behaved client's request; each is computed anew.
+fn question(number: usize) -> proto::GenerateRequest {
+    let message = proto::ChatMessage { role: "user".to_owned(), content: QUESTION.to_owned() };
+    proto::GenerateRequest {
+        model: "demo".to_owned(),
+        prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages: vec![message] })),
+        sampling: Some(proto::Sampling { temperature: Some(0.0), ..Default::default() }),
+        stopping: Some(proto::Stopping { max_tokens: Some(TOKENS), ignore_eos: true, ..Default::default() }),
+        cache_salt: format!("watch {number}"),
+        ..Default::default()
+    }
+}
+
+/// Asks once; the tokens and the longest wait for a message.
+async fn ask(client: &mut Client, number: usize, wait: Duration) -> Result<(Vec<u32>, Duration), String> {
+    let mut longest = Duration::ZERO;
+    let mut last = Instant::now();
+    let late = |_| format!("nothing came for {:.1} s", wait.as_secs_f64());
+    let begun = tokio::time::timeout(wait, client.generate(question(number))).await.map_err(late)?;
+    let mut stream = begun.map_err(|status| format!("refused: {status:?}"))?.into_inner();
+    let (mut tokens, mut finished) = (Vec::new(), false);
+    loop {
+        let message = tokio::time::timeout(wait, stream.message()).await.map_err(late)?;
+        longest = longest.max(last.elapsed());
+        last = Instant::now();
+        match message.map_err(|status| format!("ended: {status:?}"))? {
+            None if finished => return Ok((tokens, longest)),
+            None => return Err("the stream ended without a last message".to_owned()),
+            Some(message) => match message.event {
+                Some(Event::Delta(delta)) => tokens.extend(delta.token_ids),
+                Some(Event::Finished(_)) => finished = true,
+                _ => {}
+            },
+        }
+    }
+}
+
+/// After so long without a message the client gives up.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Watch {
+    stop: CancellationToken,
+    thread: std::thread::JoinHandle<Seen>,
+}
+
+impl Watch {
+    /// Asks on a thread of its own until it is stopped; its connection stays.
+    fn start(target: &Target, token: Option<String>, expected: Vec<u32>) -> Watch {
+        let stop = CancellationToken::new();
+        let (stopped, target) = (stop.clone(), target.clone());
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            runtime.block_on(async {
+                let mut seen = Seen::default();
+                let mut client = target.client(token.as_deref()).await.expect("a connection before any attack");
+                for number in 1.. {
+                    if stopped.is_cancelled() {
+                        break;
+                    }
+                    match ask(&mut client, number, PATIENCE).await {
+                        Ok((tokens, gap)) => {
+                            seen.requests += 1;
+                            seen.tokens += tokens.len();
+                            seen.longest_gap = seen.longest_gap.max(gap);
+                            if tokens != expected {
+                                seen.problems.push(format!("request {number} has drawn {tokens:?}, not {expected:?}"));
+                            }
+                        }
+                        Err(why) => {
+                            seen.problems.push(format!("request {number}: {why}"));
+                            // Whoever is refused does not ask a thousand times a second.
+                            tokio::time::sleep(Duration::from_millis(200)).await;
+                        }
+                    }
+                }
+                seen
+            })
+        });
+        Watch { stop, thread }
+    }
+}
+
+impl Arena {
+    /// Starts a server, asks it undisturbed, and goes on asking.
+    pub fn enter(setup: Setup) -> Arena {
+        static TURN: Mutex<()> = Mutex::new(());
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        many_files();
+        let (server, target) = Server::start(&setup);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let expected = runtime.block_on(async {
+            let mut client = target.client(setup.token.as_deref()).await.expect("a connection");
+            let (tokens, _) = ask(&mut client, 0, PATIENCE).await.expect("an answer");
+            assert_eq!(tokens.len(), TOKENS as usize);
+            tokens
+        });
+        // From here on its height counts.
+        let _ = std::fs::write(format!("/proc/{}/clear_refs", target.id), "5");
+        let watch = Some(Watch::start(&target, setup.token.clone(), expected.clone()));
+        let before = target.memory();
+        Arena { server, target, watch, expected, token: setup.token, before, _turn: turn }
+    }
+
+    /// Where to attack.
+    pub fn target(&self) -> Target {
+        self.target.clone()
+    }
+
+    /// The memory of the undisturbed server.
+    pub fn before(&self) -> Memory {
+        self.before
+    }
+
+    /// What the server has logged.
+    pub fn log(&self) -> String {
+        self.server.log()
+    }
+
+    /// The attack is over: says what the well-behaved client saw, or fails with all that does not hold.
+    pub fn leave(mut self, bounds: Bounds) -> Seen {
+        let mut problems = Vec::new();
+        let watch = self.watch.take().expect("it is left once");
+        watch.stop.cancel();
+        let mut seen = watch.thread.join().expect("the well-behaved client");
+        problems.append(&mut seen.problems);
+        if seen.requests == 0 {
+            problems.push("no request of the well-behaved client was answered".to_owned());
+        }
+        if seen.longest_gap > bounds.gap {
+            problems.push(format!(
+                "the well-behaved client waited {:.1} s for a message, at most {:.1} are allowed",
+                seen.longest_gap.as_secs_f64(),
+                bounds.gap.as_secs_f64()
+            ));
+        }
+        match self.server.child.try_wait().expect("its status") {
+            Some(status) => problems.push(format!("the server has ended: {status}")),
+            None => {
+                let after = self.target.memory();
+                for (what, before, after, most) in [
+                    ("resident memory at its height", self.before.resident, after.peak, bounds.peak_mib),
+                    ("address space", self.before.address_space, after.address_space, bounds.address_space_mib),
+                ] {
+                    let more = after.saturating_sub(before) >> 10;
+                    eprintln!("{what}: {more} MiB more than before");
+                    if more > most {
+                        problems.push(format!("{what} has grown by {more} MiB, at most {most} are allowed"));
+                    }
+                }
+                problems.extend(self.new_client().err());
+                problems.extend(self.end().err());
+            }
+        }
+        assert!(
+            problems.is_empty(),
+            "{}\n{seen:?}\nthe log ends with:\n{}",
+            problems.join("\n"),
+            tail(&self.server.log())
+        );
+        seen
+    }
+
+    /// Whoever comes now is served.
+    fn new_client(&self) -> Result<(), String> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        runtime.block_on(async {
+            let client = tokio::time::timeout(PATIENCE, self.target.client(self.token.as_deref())).await;
+            let client = client.map_err(|_| "a new client cannot connect".to_owned())?;
+            let mut client = client.map_err(|error| format!("a new client cannot connect: {error}"))?;
+            let (tokens, _) =
+                ask(&mut client, usize::MAX, PATIENCE).await.map_err(|why| format!("a new client: {why}"))?;
+            if tokens == self.expected { Ok(()) } else { Err(format!("a new client was told {tokens:?}")) }
+        })
+    }
+
+    /// SIGTERM ends it in order.
+    fn end(&mut self) -> Result<(), String> {
+        let id = self.server.child.id().to_string();
+        let sent = Command::new("kill").args(["-TERM", &id]).status().expect("kill");
+        assert!(sent.success());
+        let until = Instant::now() + END;
+        loop {
+            match self.server.child.try_wait().expect("its status") {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => return Err(format!("after SIGTERM it ended with {status}")),
+                None if Instant::now() > until => return Err(format!("it runs {} s after SIGTERM", END.as_secs())),
+                None => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+}
+
+/// The last lines of a log.
+fn tail(log: &str) -> String {
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
+}

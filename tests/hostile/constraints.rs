@@ -1,0 +1,285 @@
+//! Constraints that are small to send and large to follow: chains of references, cycles, products, repetitions, of every
+//! form and through both contracts. Each is followed or refused with a reason, within the limits of the workers, and
+//! nothing goes on once its call has ended.
+
+use crate::arena::{Arena, Attack, Bounds, Random, Setup, Target, runtime};
+use ostinato::service::proto::constraint::{Choice, Kind};
+use ostinato::service::proto::vllm::grpc::engine as contract;
+use ostinato::service::proto::vllm::grpc::engine::vllm_engine_client::VllmEngineClient;
+use ostinato::service::proto::{self, generate_request::Prompt};
+use std::time::{Duration, Instant};
+use tonic::{Code, Status};
+
+/// All that can be mixed.
+pub const ATTACKS: &[Attack] = &[("constraints", mixed)];
+
+/// A worker holds at most 512 MiB beyond what it has at its start; with that, its stack and its program.
+const WORKER_MIB: u64 = 512 + 64 + 192;
+/// Two seconds of processor time for compiling, as much for a mask, on a machine where others are busy too.
+const ANSWERED: Duration = Duration::from_secs(60);
+
+fn lark_chain(links: usize) -> String {
+    let links: String = (0..links).map(|i| format!("a{i}: a{}\n", i + 1)).collect();
+    format!("start: a0\n{links}a{}: \"x\"\n", links.lines().count())
+}
+
+fn terminal_chain(links: usize) -> String {
+    let chain: String = (0..links).map(|i| format!("A{i}: A{}\n", i + 1)).collect();
+    format!("start: A0\n{chain}A{links}: \"x\"\n")
+}
+
+fn ebnf_chain(links: usize) -> String {
+    let chain: String = (0..links).map(|i| format!("a{i} ::= a{}\n", i + 1)).collect();
+    format!("root ::= a0\n{chain}a{links} ::= \"x\"\n")
+}
+
+/// A chain of definitions, each of which is `link` of the next.
+fn schema_chain(links: usize, link: impl Fn(&str) -> String) -> String {
+    let definitions = (0..links).map(|i| format!("\"d{i}\":{}", link(&format!("{{\"$ref\":\"#/$defs/d{}\"}}", i + 1))));
+    let definitions: Vec<String> = definitions.chain([format!("\"d{links}\":{{\"type\":\"null\"}}")]).collect();
+    format!("{{\"$ref\":\"#/$defs/d0\",\"$defs\":{{{}}}}}", definitions.join(","))
+}
+
+fn properties(count: usize, required: bool) -> String {
+    let names: Vec<String> = (0..count).map(|i| format!("\"p{i}\"")).collect();
+    if required {
+        return format!("{{\"type\":\"object\",\"required\":[{}]}}", names.join(","));
+    }
+    let properties: Vec<String> = names.iter().map(|name| format!("{name}:{{}}")).collect();
+    format!("{{\"type\":\"object\",\"properties\":{{{}}}}}", properties.join(","))
+}
+
+/// Names, and what is sent. `scale` 1 is about what ended a server whose threads have two megabytes of stack.
+pub fn payloads(scale: usize) -> Vec<(String, Kind)> {
+    let (grammar, schema) = (Kind::Grammar, Kind::JsonSchema);
+    let tag = |content: String| {
+        Kind::StructuralTag(format!(
+            "{{\"type\":\"structural_tag\",\"format\":{{\"type\":\"tag\",\"begin\":\"<\",\"content\":{content},\"end\":\">\"}}}}"
+        ))
+    };
+    let quoted = |text: &str| serde_json::Value::from(text).to_string();
+    let forms: Vec<(&str, Kind)> = vec![
+        ("lark rules in a chain", grammar(lark_chain(700 * scale))),
+        ("lark terminals in a chain", grammar(terminal_chain(900 * scale))),
+        ("ebnf rules in a chain", grammar(ebnf_chain(700 * scale))),
+        ("lark rules in a circle", grammar(lark_chain(700 * scale).replace(": \"x\"", ": a0 | \"x\""))),
+        ("items of $ref", schema(schema_chain(280 * scale, |next| format!("{{\"type\":\"array\",\"items\":{next}}}")))),
+        ("allOf of $ref", schema(schema_chain(370 * scale, |next| format!("{{\"allOf\":[{next}]}}")))),
+        ("$ref of $ref", schema(schema_chain(670 * scale, str::to_owned))),
+        ("anyOf of two $ref", schema(schema_chain(40 * scale, |next| format!("{{\"anyOf\":[{next},{next}]}}")))),
+        ("required names", schema(properties(7_000 * scale, true))),
+        ("optional properties", schema(properties(7_000 * scale, false))),
+        ("optional letters", Kind::Regex("a?".repeat(15_000 * scale))),
+        ("a second mask that takes long", Kind::Regex(format!("x{}", "a?".repeat(8_000 * scale)))),
+        ("optional letters in a repetition", Kind::Regex(format!("(a?){{{}}}", 5_000 * scale))),
+        ("a terminal's repetition", grammar("start: \"a\"~1000000".to_owned())),
+        ("a rule's repetition", grammar("start: a~1000000\na: \"a\" | \"b\"".to_owned())),
+        ("the largest repetition", Kind::Regex("a{4294967295}".to_owned())),
+        ("a repetition of repetitions", Kind::Regex("(a{1000}){1000}".to_owned())),
+        ("three repetitions", Kind::Regex("((a{1,100}){1,100}){1,100}".to_owned())),
+        ("ebnf repetition", grammar("root ::= \"a\"{1000000}".to_owned())),
+        ("minLength", schema("{\"type\":\"string\",\"minLength\":100000000}".to_owned())),
+        ("minItems", schema("{\"type\":\"array\",\"items\":{\"type\":\"null\"},\"minItems\":100000000}".to_owned())),
+        ("large numbers", schema("{\"type\":\"integer\",\"minimum\":1,\"maximum\":1e300}".to_owned())),
+        ("multipleOf", schema("{\"type\":\"integer\",\"multipleOf\":99999989}".to_owned())),
+        ("alternatives", Kind::Regex(format!("({}x)*", "(a|b|ab|ba)*".repeat(60 * scale)))),
+        ("and of regexes", grammar("start: A\nA: /(.*a.{20})/ & /(.*b.{19})/ & /(.*c.{18})/".to_owned())),
+        ("not of a regex", grammar("start: A\nA: ~/.*(a|b).{24}/".to_owned())),
+        ("choices", Kind::Choice(Choice { texts: (0..1_000).map(|i| format!("{i}{}", "x".repeat(250))).collect() })),
+        ("a tag's grammar", tag(format!("{{\"type\":\"grammar\",\"grammar\":{}}}", quoted(&lark_chain(700 * scale))))),
+        ("a tag's regex", tag(format!("{{\"type\":\"regex\",\"pattern\":{}}}", quoted(&"a?".repeat(15_000))))),
+    ];
+    forms.into_iter().map(|(name, kind)| (format!("{name} x{scale}"), kind)).collect()
+}
+
+fn ours(kind: Kind) -> proto::GenerateRequest {
+    proto::GenerateRequest {
+        prompt: Some(Prompt::Text("give me".to_owned())),
+        sampling: Some(proto::Sampling { temperature: Some(1.0), seed: Some(5), ..Default::default() }),
+        stopping: Some(proto::Stopping { max_tokens: Some(3), ..Default::default() }),
+        constraint: Some(proto::Constraint { kind: Some(kind) }),
+        ..Default::default()
+    }
+}
+
+fn theirs(kind: Kind) -> contract::GenerateRequest {
+    use contract::sampling_params::Constraint;
+    let constraint = match kind {
+        Kind::JsonSchema(text) => Constraint::JsonSchema(text),
+        Kind::Regex(text) => Constraint::Regex(text),
+        Kind::Grammar(text) => Constraint::Grammar(text),
+        Kind::Choice(choice) => Constraint::Choice(contract::ChoiceConstraint { choices: choice.texts }),
+        Kind::JsonObject(_) => Constraint::JsonObject(true),
+        Kind::StructuralTag(text) => Constraint::StructuralTag(text),
+    };
+    let tokens = contract::TokenizedInput { original_text: String::new(), input_ids: vec![40, 41, 42] };
+    contract::GenerateRequest {
+        input: Some(contract::generate_request::Input::Tokenized(tokens)),
+        sampling_params: Some(contract::SamplingParams {
+            max_tokens: Some(3),
+            temperature: Some(1.0),
+            constraint: Some(constraint),
+            ..Default::default()
+        }),
+        ..Default::default()
+    }
+}
+
+async fn ask_ours(target: &Target, kind: Kind) -> Result<(), Status> {
+    let mut client = target.client(None).await.map_err(|error| Status::unavailable(error.to_string()))?;
+    let mut stream = client.generate(ours(kind)).await?.into_inner();
+    while stream.message().await?.is_some() {}
+    Ok(())
+}
+
+async fn ask_theirs(target: &Target, kind: Kind) -> Result<(), Status> {
+    let channel = target.channel().await.map_err(|error| Status::unavailable(error.to_string()))?;
+    let mut stream = VllmEngineClient::new(channel).generate(theirs(kind)).await?.into_inner();
+    while stream.message().await?.is_some() {}
+    Ok(())
+}
+
+/// Followed, or refused for what it is.
+fn check(name: &str, result: Result<(), Status>, took: Duration) -> Option<String> {
+    eprintln!(
+        "{name}: {:.2} s, {:?}",
+        took.as_secs_f64(),
+        result.as_ref().map_err(|status| (status.code(), status.message()))
+    );
+    match result {
+        Err(status) if status.code() != Code::InvalidArgument => Some(format!("{name}: {status:?}")),
+        Err(status) if status.message().contains("panic") => Some(format!("{name}: {status:?}")),
+        _ if took > ANSWERED => Some(format!("{name}: {took:?}")),
+        _ => None,
+    }
+}
+
+/// The workers of a server: their ids.
+fn workers(server: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{server}/task")).into_iter().flatten().flatten();
+    let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
+    children.flat_map(|ids| ids.split_whitespace().filter_map(|id| id.parse().ok()).collect::<Vec<u32>>()).collect()
+}
+
+/// Processor time of the workers of a server that live, in ticks.
+fn ticks(server: u32) -> u64 {
+    let of = |id: u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+        let fields: Vec<u64> =
+            stat.rsplit_once(')')?.1.split_whitespace().skip(11).take(2).filter_map(|f| f.parse().ok()).collect();
+        Some(fields.iter().sum::<u64>())
+    };
+    workers(server).into_iter().filter_map(of).sum()
+}
+
+/// The most memory that any worker of a server ever had while this ran, MiB.
+struct Heights {
+    stop: std::sync::mpsc::Sender<()>,
+    thread: std::thread::JoinHandle<u64>,
+}
+
+impl Heights {
+    fn watch(server: u32) -> Heights {
+        let (stop, stopped) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let mut most = 0;
+            loop {
+                most =
+                    workers(server).into_iter().map(|id| crate::arena::Memory::of(id).peak >> 10).fold(most, u64::max);
+                match stopped.recv_timeout(Duration::from_millis(20)) {
+                    Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
+                    _ => return most,
+                }
+            }
+        });
+        Heights { stop, thread }
+    }
+
+    fn most(self) -> u64 {
+        drop(self.stop);
+        self.thread.join().expect("it only reads")
+    }
+}
+
+fn mixed(target: &Target, random: &mut Random) {
+    let payloads = payloads(1 + random.below(3) as usize);
+    runtime().block_on(async {
+        for _ in 0..3 {
+            let (name, kind) = payloads[random.below(payloads.len() as u64) as usize].clone();
+            let begun = Instant::now();
+            let result =
+                if random.below(2) == 0 { ask_ours(target, kind).await } else { ask_theirs(target, kind).await };
+            match result {
+                // Others attack the same places.
+                Err(status) if status.code() == Code::ResourceExhausted => {}
+                result => {
+                    let problem = check(&name, result, begun.elapsed() / 4);
+                    assert!(problem.is_none(), "{problem:?}");
+                }
+            }
+        }
+    });
+}
+
+/// Every form, through both contracts, at the size that ended the server; where there is time, at three times that too.
+#[test]
+fn no_constraint_ends_the_server_or_takes_more_than_it_may() {
+    let arena = Arena::enter(Setup::default());
+    let target = arena.target();
+    let heights = Heights::watch(target.id);
+    let mut problems = Vec::new();
+    runtime().block_on(async {
+        let scales: &[usize] = if crate::number("OSTINATO_HOSTILE_SECONDS", 20) > 60 { &[1, 3] } else { &[1] };
+        for &scale in scales {
+            for (name, kind) in payloads(scale) {
+                let begun = Instant::now();
+                let result = ask_ours(&target, kind.clone()).await;
+                problems.extend(check(&name, result, begun.elapsed()));
+                let begun = Instant::now();
+                let result = ask_theirs(&target, kind).await;
+                problems.extend(check(&format!("{name}, as routers ask"), result, begun.elapsed()));
+            }
+        }
+    });
+    let most = heights.most();
+    eprintln!("a worker had at most {most} MiB");
+    if most > WORKER_MIB {
+        problems.push(format!("a worker had {most} MiB, at most {WORKER_MIB} are allowed"));
+    }
+    assert!(problems.is_empty(), "{}\n{}", problems.join("\n"), arena.log());
+    let seen = arena.leave(Bounds { gap: Duration::from_secs(20), ..Bounds::default() });
+    eprintln!("{seen:?}");
+}
+
+/// What is compiled for a call ends with it, whether its client has gone or its deadline has passed.
+#[test]
+fn nothing_is_compiled_for_a_call_that_has_ended() {
+    // So much time that only the call's end can end it.
+    let arena = Arena::enter(Setup {
+        server: "worker_seconds = 600\nworker_memory = \"16GiB\"\n".to_owned(),
+        ..Setup::default()
+    });
+    let target = arena.target();
+    let long = || ours(Kind::Regex("a?".repeat(60_000)));
+    runtime().block_on(async {
+        let mut client = target.client(None).await.expect("a connection");
+        let left = tokio::time::timeout(Duration::from_millis(1_500), client.generate(long())).await;
+        assert!(left.is_err(), "{left:?}");
+        let mut request = tonic::Request::new(long());
+        request.set_timeout(Duration::from_millis(1_500));
+        let status = client.generate(request).await.expect_err("its deadline");
+        assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?}");
+    });
+    // The answer to who asked too late is there, so it has been noticed.
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        let before = ticks(target.id);
+        std::thread::sleep(Duration::from_millis(500));
+        // The well-behaved client's template is rendered now and then.
+        if ticks(target.id) < before + 20 {
+            break;
+        }
+        assert!(Instant::now() < until, "workers go on: {before} and {} ticks", ticks(target.id));
+    }
+    arena.leave(Bounds { gap: Duration::from_secs(20), ..Bounds::default() });
+}

@@ -1,0 +1,393 @@
+//! Attacks on what a client may cost the others, each of which ended a server or starved its clients once.
+
+use crate::arena::{Arena, Attack, Bounds, Random, Setup, Target, lavapipe, program, runtime};
+use crate::serving::certificates::Authority;
+use crate::serving::raw::Raw;
+use ostinato::service::proto;
+use std::io::Read;
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use tonic::Code;
+
+/// Those that can be mixed: none needs a server of its own.
+pub const ATTACKS: &[Attack] = &[
+    ("declared lengths", |target, random| declared_lengths(target, random.between(1, 5) as usize)),
+    ("prompts that are reset", |target, random| {
+        let wait = Duration::from_millis(random.between(1, 500));
+        reset_prompts(target, None, random.between(1, 10) as usize, wait);
+    }),
+    ("long lists of ids", |target, random| drop(long_ids(target, None, random.between(1, 3) as usize))),
+    ("half a request to the page", |target, random| drop(half_requests(target, random.between(1, 200) as usize))),
+    ("resets", |target, random| resets(target, random.between(1, 5) as usize)),
+    ("silence", |target, random| drop(silent(target, random.between(1, 100) as usize, b""))),
+    ("noise", noise),
+];
+
+const GENERATE: &str = "/ostinato.v1.Ostinato/Generate";
+/// What the server takes of a message unless it is told otherwise, and of a prompt's text.
+const MESSAGE: u32 = 16 << 20;
+const PROMPT: usize = 4 << 20;
+
+/// A prompt's text of so many bytes.
+fn text(bytes: usize) -> String {
+    let mut text = "the quick brown fox jumps over the lazy dog and goes on to the river, where a lantern is. "
+        .repeat(bytes / 90 + 1);
+    text.truncate(bytes);
+    text
+}
+
+/// A request for two tokens after that.
+fn request(bytes: usize) -> proto::GenerateRequest {
+    proto::GenerateRequest {
+        prompt: Some(proto::generate_request::Prompt::Text(text(bytes))),
+        stopping: Some(proto::Stopping { max_tokens: Some(2), ..Default::default() }),
+        ..Default::default()
+    }
+}
+
+/// Connections with as many calls as one may have, of which each says that a message of the largest size comes.
+fn declared_lengths(target: &Target, connections: usize) {
+    runtime().block_on(async {
+        let mut open = Vec::new();
+        let mut prefix = vec![0];
+        prefix.extend(MESSAGE.to_be_bytes());
+        for _ in 0..connections {
+            let mut raw = Raw::open(&target.address).await;
+            raw.acknowledge().await;
+            let last = raw.call(GENERATE, 200).await;
+            for stream in (1..=last).step_by(2) {
+                raw.data(stream, &prefix, false).await;
+            }
+            open.push(raw);
+        }
+        tokio::time::sleep(Duration::from_secs(2)).await;
+    });
+}
+
+/// Fifteen thousand messages of five bytes that say that 16 MiB come: nothing is reserved for what has not come, so a
+/// server that may have 16 GiB of address space goes on.
+#[test]
+fn what_a_message_says_that_it_is_long_takes_no_memory() {
+    let arena = Arena::enter(Setup { address_space_kib: Some(16 << 20), ..Setup::default() });
+    declared_lengths(&arena.target(), 75);
+    let after = arena.target().memory();
+    let more = after.address_space.saturating_sub(arena.before().address_space) >> 10;
+    assert!(more < 2048, "address space has grown by {more} MiB: {after:?}");
+    arena.leave(Bounds { peak_mib: 512, address_space_mib: 2048, ..Bounds::default() });
+}
+
+/// Twenty messages of the largest size, none of which ends: large messages have no room left, small ones do.
+#[test]
+fn messages_that_do_not_end_refuse_nobody_elses() {
+    let arena = Arena::enter(Setup::default());
+    let target = arena.target();
+    runtime().block_on(async {
+        let mut open = Vec::new();
+        for _ in 0..20 {
+            // A whole message would be answered: less than was said is sent.
+            let mut raw = Raw::open(&target.address).await;
+            let mut framed = vec![0];
+            framed.extend(MESSAGE.to_be_bytes());
+            framed.resize(MESSAGE as usize - 100, 0);
+            open.push(tokio::spawn(async move {
+                raw.acknowledge().await;
+                let call = raw.call("/ostinato.v1.Ostinato/Detokenize", 1).await;
+                let _ = tokio::time::timeout(Duration::from_secs(25), raw.flood(call, &framed)).await;
+                raw
+            }));
+        }
+        let mut held = Vec::new();
+        for task in open {
+            held.push(task.await.expect("an attacker"));
+        }
+        let more = target.memory().peak.saturating_sub(arena.before().resident) >> 10;
+        assert!(more > 64, "{more} MiB are held of messages: they have not come");
+        tokio::time::sleep(Duration::from_secs(3)).await;
+    });
+    arena.leave(Bounds { peak_mib: 900, ..Bounds::default() });
+}
+
+/// Asks with prompts of the largest size, and goes away before any can be answered; gives the codes of those that were
+/// refused at once.
+fn reset_prompts(target: &Target, token: Option<&str>, calls: usize, wait: Duration) -> Vec<Code> {
+    runtime().block_on(async {
+        let mut refused = Vec::new();
+        let Ok(mut client) = target.client(token).await else { return refused };
+        let asked = request(PROMPT - 1);
+        for _ in 0..calls {
+            if let Ok(Err(status)) = tokio::time::timeout(wait, client.generate(asked.clone())).await {
+                refused.push(status.code());
+            }
+        }
+        refused
+    })
+}
+
+/// A token that may have one request, whoever has it.
+fn one_request() -> Setup {
+    let tokens = Target::token_entry("watch", "w", "") + &Target::token_entry("hostile", "h", "requests = 1");
+    Setup {
+        server: "tokens = \"tokens.toml\"\n".to_owned(),
+        files: vec![("tokens.toml", tokens)],
+        token: Some("w".to_owned()),
+        ..Setup::default()
+    }
+}
+
+/// A client that has gone has not ended the work that it has caused: while its prompt is prepared its place is taken.
+#[test]
+fn a_cancelled_request_keeps_its_place_while_its_prompt_is_prepared() {
+    let arena = Arena::enter(one_request());
+    let target = arena.target();
+    let refused = reset_prompts(&target, Some("h"), 40, Duration::from_millis(150));
+    let busy = refused.iter().filter(|code| **code == Code::ResourceExhausted).count();
+    eprintln!("of 40 requests {busy} were refused: {refused:?}");
+    assert!(busy >= 20, "40 requests of a client that may have one: {refused:?}");
+    let after = target.memory();
+    assert!(after.threads < arena.before().threads + 20, "{:?} → {after:?}", arena.before());
+    // The text of one takes 0.4 GiB while it is encoded; forty took 2.4 GiB and more.
+    arena.leave(Bounds { peak_mib: 900, ..Bounds::default() });
+}
+
+/// Many of them without any limit of clients: they take turns of their own, and those of others come in between.
+#[test]
+fn prompts_that_are_reset_hold_up_nobody() {
+    let arena = Arena::enter(Setup::default());
+    let target = arena.target();
+    std::thread::scope(|scope| {
+        for _ in 0..6 {
+            scope.spawn(|| reset_prompts(&target, None, 10, Duration::from_millis(700)));
+        }
+    });
+    let seen = arena.leave(Bounds { peak_mib: 1024, ..Bounds::default() });
+    eprintln!("{seen:?}");
+}
+
+/// Asks for the text of as many ids as a message can hold; gives the codes.
+fn long_ids(target: &Target, token: Option<&str>, calls: usize) -> Vec<Code> {
+    let runtime = runtime();
+    let asked = proto::DetokenizeRequest { token_ids: vec![7; 16_700_000], ..Default::default() };
+    let tasks: Vec<_> = (0..calls)
+        .map(|_| {
+            let (target, asked, token) = (target.clone(), asked.clone(), token.map(str::to_owned));
+            runtime.spawn(async move {
+                let Ok(mut client) = target.client(token.as_deref()).await else { return Code::Unavailable };
+                client.detokenize(asked).await.map_or_else(|status| status.code(), |_| Code::Ok)
+            })
+        })
+        .collect();
+    runtime.block_on(async {
+        let mut codes = Vec::new();
+        for task in tasks {
+            codes.push(task.await.unwrap_or(Code::Unknown));
+        }
+        codes
+    })
+}
+
+/// Detokenize is bounded as Tokenize is: in what it takes, and in how many run.
+#[test]
+fn ids_to_be_decoded_are_bounded_and_counted() {
+    let arena = Arena::enter(one_request());
+    let target = arena.target();
+    let codes = long_ids(&target, Some("h"), 8);
+    assert!(codes.iter().all(|code| *code == Code::InvalidArgument), "{codes:?}");
+    let seen = arena.leave(Bounds { peak_mib: 1500, ..Bounds::default() });
+    eprintln!("{seen:?}");
+}
+
+/// Connections that have sent this much and say nothing more.
+fn silent(target: &Target, connections: usize, bytes: &[u8]) -> Vec<TcpStream> {
+    connections_to(&target.address, connections, bytes)
+}
+
+fn connections_to(address: &str, connections: usize, bytes: &[u8]) -> Vec<TcpStream> {
+    let open = (0..connections).filter_map(|_| {
+        let mut stream = TcpStream::connect(address).ok()?;
+        std::io::Write::write_all(&mut stream, bytes).ok()?;
+        Some(stream)
+    });
+    open.collect()
+}
+
+/// Requests of the admin endpoint whose heads do not end.
+fn half_requests(target: &Target, connections: usize) -> Vec<TcpStream> {
+    connections_to(&target.page, connections, b"GET /healthz HTTP/1.1\r\nHost: loc")
+}
+
+/// Two thousand requests that do not end, before a server that can open a thousand files: the probe of orchestrators is
+/// answered, new clients of gRPC are served, and those who say nothing are closed.
+#[test]
+fn half_requests_to_the_page_starve_nobody() {
+    let arena = Arena::enter(Setup { open_files: Some(1024), ..Setup::default() });
+    let target = arena.target();
+    let mut open = Vec::new();
+    let begin = Instant::now();
+    for _ in 0..20 {
+        open.extend(half_requests(&target, 100));
+        let healthy = target.get("/healthz", Duration::from_secs(5)).expect("the probe is answered");
+        assert!(healthy.starts_with("HTTP/1.1 200"), "{healthy}");
+    }
+    assert_eq!(open.len(), 2000);
+    runtime().block_on(async {
+        for _ in 0..5 {
+            let connected = tokio::time::timeout(Duration::from_secs(10), target.client(None)).await;
+            let mut client = connected.expect("in time").expect("a connection");
+            let listed = client.list_models(proto::ListModelsRequest {});
+            tokio::time::timeout(Duration::from_secs(10), listed).await.expect("in time").expect("an answer");
+        }
+    });
+    let files = target.memory().open_files;
+    assert!(files < 1000, "{files} files are open");
+    let until = Instant::now() + Duration::from_secs(40);
+    for mut stream in open {
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        stream.set_read_timeout(Some(left)).expect("a timeout");
+        // Closed, or reset: what was sent was not read.
+        let read = stream.read(&mut [0; 1024]);
+        let late = read
+            .as_ref()
+            .is_err_and(|error| matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut));
+        assert!(!late, "it is open after {:?}", begin.elapsed());
+    }
+    arena.leave(Bounds::default());
+}
+
+/// Sixty connections a second that do not begin their handshake, and sixty that stop after its first byte: whoever does
+/// theirs is served meanwhile.
+#[test]
+fn silent_handshakes_delay_nobody() {
+    let arena = Arena::enter(Setup { authority: Some(Authority::new("hostile")), ..Setup::default() });
+    let target = arena.target();
+    let begin = Instant::now();
+    let mut open = Vec::new();
+    let mut waits = Vec::new();
+    let runtime = runtime();
+    for round in 0.. {
+        if begin.elapsed() > Duration::from_secs(14) {
+            break;
+        }
+        open.extend(silent(&target, 6, b""));
+        open.extend(silent(&target, 6, &[0x16]));
+        if round % 10 == 9 && begin.elapsed() > Duration::from_secs(5) {
+            let asked = Instant::now();
+            let client =
+                runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), target.client(None)).await });
+            client.expect("a connection in time").expect("a connection");
+            waits.push(asked.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    eprintln!("{} silent connections; new clients waited {waits:?}", open.len());
+    let longest = waits.iter().max().copied().unwrap_or_default();
+    assert!(!waits.is_empty() && longest < Duration::from_secs(4), "new clients waited {waits:?}");
+    drop(open);
+    arena.leave(Bounds::default());
+}
+
+/// Connections that open and reset more calls than a library lets them.
+fn resets(target: &Target, connections: usize) {
+    runtime().block_on(async {
+        for _ in 0..connections {
+            let mut raw = Raw::open(&target.address).await;
+            raw.acknowledge().await;
+            let mut bytes = Vec::new();
+            for call in 0..300 {
+                bytes.extend(Raw::opened_and_reset(GENERATE, 1 + 2 * call));
+            }
+            bytes.extend(Raw::pong().repeat(300));
+            // It may be closed already.
+            let _ = raw.bytes(&bytes).await;
+            let _ = tokio::time::timeout(Duration::from_millis(50), raw.frame()).await;
+        }
+    });
+}
+
+/// What clients do to their own connections writes no line for each of them.
+#[test]
+fn resets_write_no_lines() {
+    let arena = Arena::enter(Setup::default());
+    let before = arena.log().lines().count();
+    resets(&arena.target(), 100);
+    let log = arena.log();
+    let lines: Vec<&str> = log.lines().skip(before).collect();
+    assert!(lines.len() < 10, "{} lines for 100 connections, such as {:?}", lines.len(), lines.first());
+    arena.leave(Bounds::default());
+}
+
+/// Bytes of no protocol.
+fn noise(target: &Target, random: &mut Random) {
+    for address in [&target.address, &target.page] {
+        for _ in 0..random.between(1, 20) {
+            let mut bytes = match random.below(3) {
+                0 => b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
+                1 => b"GET / HTTP/1.1\r\n".to_vec(),
+                _ => Vec::new(),
+            };
+            bytes.extend((0..random.below(5000)).map(|_| random.next() as u8));
+            drop(connections_to(address, 1, &bytes));
+        }
+    }
+}
+
+/// Writes to a pipe until it takes no more.
+fn fill(pipe: &std::io::PipeWriter) {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::OpenOptionsExt;
+    const NONBLOCK: i32 = 0o4000;
+    // The same pipe, opened so that nobody waits.
+    let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
+    let mut again = std::fs::OpenOptions::new().write(true).custom_flags(NONBLOCK).open(path).expect("the pipe");
+    while std::io::Write::write_all(&mut again, &[b'\n'; 64]).is_ok() {}
+}
+
+/// Whoever has heard of the address may end the server at once: the signal is waited for before the address is told.
+/// The line that tells it goes to a pipe that is full, so the server stands just there.
+#[test]
+fn sigterm_is_waited_for_before_the_address_is_told() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr()).expect("a free port").port();
+    let address = format!("127.0.0.1:{port}");
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let file = folder.path().join("ostinato.toml");
+    let text = format!(
+        "[server]\nlisten = \"{address}\"\n[admin]\nlisten = \"off\"\n[runtime]\ncache_directory = {cache:?}\n\
+         [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{}\" }}]\n",
+        lavapipe()
+    );
+    std::fs::write(&file, text).expect("a configuration");
+    // Full, so that whoever writes waits.
+    let (mut output, input) = std::io::pipe().expect("a pipe");
+    fill(&input);
+    let mut child = Command::new(program())
+        .args(["serve", "--config"])
+        .arg(&file)
+        .stdin(Stdio::null())
+        .stdout(input)
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("a server");
+    let until = Instant::now() + Duration::from_secs(180);
+    while TcpStream::connect(&address).is_err() {
+        assert!(Instant::now() < until && child.try_wait().expect("its status").is_none(), "it does not listen");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // It listens, and has not told anybody.
+    std::thread::sleep(Duration::from_millis(200));
+    let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).expect("its status");
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).expect("the signals that it waits for");
+    let caught = u64::from_str_radix(caught.trim(), 16).expect("a mask");
+    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().expect("kill").success());
+    let reader = std::thread::spawn(move || {
+        let mut told = String::new();
+        let _ = output.read_to_string(&mut told);
+        told
+    });
+    let ended = child.wait().expect("its status");
+    let told = reader.join().expect("what it told");
+    assert!(caught >> 14 & 1 == 1, "SIGTERM is not waited for: {caught:x}; it ended with {ended}");
+    assert!(ended.success() && told.contains("listening on"), "{ended}: {told:?}");
+}

@@ -1,0 +1,75 @@
+//! Goal: nothing that a client sends can end the server, take its memory without bound, or disturb another client.
+//! Method: the program itself with the demo model on a CPU driver. While a test throws something at it, a well-behaved
+//! client asks the same question again and again: its tokens must be those of an undisturbed run and the gaps between
+//! them stay below a bound; afterwards the process must be alive, within bounds of memory, and serve a new client.
+//!
+//! Each kind of attack is a module with tests of its own and a list `ATTACKS` of those that can be mixed:
+//! `everything_at_once` throws those at one server, chosen by a seed.
+//!
+//! | variable | meaning | default |
+//! |---|---|---|
+//! | `OSTINATO_HOSTILE_SECONDS` | how long attacks are mixed | 20 |
+//! | `OSTINATO_HOSTILE_SEED` | what is chosen, and when | 1 |
+//! | `OSTINATO_HOSTILE_PROGRAM` | the program that is attacked | the one that was built |
+//!
+//! By hand: `OSTINATO_HOSTILE_SECONDS=3600 cargo test --test hostile -- everything_at_once --nocapture`.
+
+mod arena;
+#[path = "../common/mod.rs"]
+mod common;
+mod constraints;
+mod limits;
+#[path = "../serving/mod.rs"]
+mod serving;
+
+use arena::{Arena, Attack, Bounds, Random, Setup};
+use std::time::{Duration, Instant};
+
+/// All attacks that can be mixed.
+fn attacks() -> Vec<Attack> {
+    [constraints::ATTACKS, limits::ATTACKS].concat()
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    match std::env::var(variable) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{variable} is {text:?}, must be a number")),
+        Err(_) => default,
+    }
+}
+
+/// Without any attack the harness finds nothing wrong, and sees the tokens that it is there to see.
+#[test]
+fn a_quiet_server_is_found_well() {
+    let arena = Arena::enter(Setup::default());
+    std::thread::sleep(Duration::from_secs(2));
+    let seen = arena.leave(Bounds::default());
+    assert!(seen.requests >= 1 && seen.tokens >= 32, "{seen:?}");
+}
+
+/// Three attacks at a time, until the time is over.
+#[test]
+fn everything_at_once() {
+    let (seconds, seed) = (number("OSTINATO_HOSTILE_SECONDS", 20), number("OSTINATO_HOSTILE_SEED", 1));
+    let attacks = attacks();
+    eprintln!("OSTINATO_HOSTILE_SEED={seed}, {seconds} s");
+    let arena = Arena::enter(Setup::default());
+    let until = Instant::now() + Duration::from_secs(seconds);
+    let target = arena.target();
+    std::thread::scope(|scope| {
+        for lane in 0..3 {
+            let (target, attacks) = (&target, &attacks);
+            scope.spawn(move || {
+                let mut random = Random::new(seed.wrapping_mul(3).wrapping_add(lane));
+                while Instant::now() < until {
+                    let (name, attack) = attacks[random.below(attacks.len() as u64) as usize];
+                    let begun = Instant::now();
+                    attack(target, &mut random);
+                    eprintln!("lane {lane}: {name} took {:.1} s", begun.elapsed().as_secs_f64());
+                }
+            });
+        }
+    });
+    // Each of them has less for itself; together they took more than five before there were bounds.
+    let seen = arena.leave(Bounds { peak_mib: 2048, ..Bounds::default() });
+    eprintln!("{seen:?}");
+}

@@ -677,6 +677,11 @@ fn whatever_ends_the_server_it_comes_back() {
     // has it never give up.
     assert_eq!((value("StartLimitIntervalSec"), value("StartLimitBurst")), (Some("0"), None));
     assert_eq!(value("Restart"), Some("on-failure"), "after any end but one that was asked for");
+    assert_eq!(
+        value("OOMPolicy"),
+        Some("continue"),
+        "a worker process that is ended for want of memory ends the server"
+    );
     let pause: f64 = value("RestartSec").and_then(|seconds| seconds.parse().ok()).expect("a pause");
     assert!((1.0..=30.0).contains(&pause), "it neither spins nor is missed for long");
     for key in ["RestartPreventExitStatus", "RestartForceExitStatus", "SuccessExitStatus"] {

@@ -40,8 +40,8 @@
 // each 8 bits) and repeated scans.
 
 layout(local_size_x_id = 0) in;
-// The logits came by way of tagged words: nothing is drawn once the fault word is set.
-layout(constant_id = 1) const uint TAGGED = 0;
+// Nothing is drawn while the fault word is set: this step, or one before it in the queue, waited too long for tagged words.
+layout(constant_id = 1) const uint HEEDS_FAULT = 0;
 // The only row also counts the step.
 layout(constant_id = 2) const uint COUNTS_STEP = 0;
 // Rows of a sequence, of which this call draws from the one with the number FIRST. With EVERY above 1 the rows behind the
@@ -466,7 +466,7 @@ void main() {
     bool running = input_row.w != 0u && args.state.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
     if (running && FIRST != 0u)
         running = args.state.v[at + SLOT_TOKEN] == input_row.x && args.state.v[at + SLOT_POSITION] == input_row.y;
-    bool fault = TAGGED != 0u && args.fault.v[0] != 0u;
+    bool fault = HEEDS_FAULT != 0u && args.fault.v[0] != 0u;
     if (!running || fault) {
         if (thread == 0u) {
             args.ring.v[entry + ENTRY_SLOT] = slot;

@@ -32,6 +32,9 @@ use std::time::{Duration, Instant};
 /// Reports that may wait for the engine's thread: as many as plans in flight can make.
 const REPORTS: usize = 1024;
 
+/// How often a plan is run again after faults. Repeats have barriers, so a second fault is a device's or ours.
+const MOST_REPEATS: u32 = 4;
+
 /// A client should not wait longer than this for a token that the device has finished: of one row; with several, a
 /// report is shared by as many more tokens and comes as much sooner.
 const REPORT_EVERY: Duration = Duration::from_millis(16);
@@ -77,8 +80,8 @@ pub struct Injection {
 }
 
 impl Injection {
-    fn breaks(self, step: u32) -> bool {
-        step == self.step || self.every > 0 && step.is_multiple_of(self.every)
+    fn breaks(self, step: u64) -> bool {
+        step == u64::from(self.step) || self.every > 0 && step.is_multiple_of(self.every.into())
     }
 }
 
@@ -178,7 +181,7 @@ pub struct GpuExecutor {
     repeats: bool,
     decode_plans: u32,
     /// Steps without barriers that were queued.
-    carried_steps: u32,
+    carried_steps: u64,
     /// Plans with work that are still to be profiled.
     profiled: u32,
     /// Of plans that are not finished: the submissions that are, in order.
@@ -427,12 +430,12 @@ impl GpuExecutor {
             return (rows, vec![regions.plain.clone(); steps as usize]);
         };
         let first = self.carried_steps + 1;
-        self.carried_steps += steps;
+        self.carried_steps += u64::from(steps);
         let region = |step| match &regions.broken {
             Some(broken) if self.parts.injection.breaks(step) => broken,
             _ => carried,
         };
-        (rows, (first..first + steps).map(|step| region(step).clone()).collect())
+        (rows, (first..self.carried_steps + 1).map(|step| region(step).clone()).collect())
     }
 
     /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where
@@ -553,6 +556,8 @@ impl GpuExecutor {
             };
             match total {
                 None => {}
+                // Waiting in vain is not what a step takes.
+                Some(_) if pending.good < pending.steps => {}
                 // Another chunk as long takes less.
                 Some(_) if pending.scoring.is_some() => {}
                 Some(total) if pending.prompt_tokens > 0 => self.pace.note_chunk(pending.prompt_tokens, total),
@@ -839,6 +844,13 @@ impl GpuExecutor {
     /// computes; recurrent state only takes tokens that were drawn (`delta_step`). Slots, counts, random state and the
     /// ring's tokens are the sampler's, which does nothing while the fault word is set.
     fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
+        if pending.faults >= MOST_REPEATS {
+            let device = &self.parts.device_name;
+            return Err(ExecuteError::Failed(format!(
+                "device \"{device}\": a decode plan has faulted {} times, at most {MOST_REPEATS} repeats are tried",
+                pending.faults + 1
+            )));
+        }
         let mut posts = Posts::default();
         posts.patch.set(self.parts.layout.fault_word(), 0);
         // Steps behind this one draw nothing, with masks or without, and are run again in their turn: until they have
@@ -915,7 +927,7 @@ impl Executor for GpuExecutor {
         let ticket = Ticket(self.next);
         self.next += 1;
         if matches!(plan.work, Some(Work::Decode { .. })) {
-            self.decode_plans += 1;
+            self.decode_plans = self.decode_plans.wrapping_add(1);
             if self.decode_plans == self.parts.injection.plan {
                 posts.patch.set(self.parts.layout.fault_word(), 1);
             }

@@ -80,7 +80,7 @@ impl Pace {
 
     /// Rows of which a step draws most tokens a second, of `rows` that there are: all of them, or as many as fill the
     /// next smaller power of two, where the larger step takes longer by more than its rows. `choice` counts the choices so
-    /// far: one in [`EXPLORE`] is the other of the two, where the other could be better.
+    /// far: one in `EXPLORE` is the other of the two, where the other could be better.
     pub fn best_rows(&self, rows: u32, choice: u64) -> u32 {
         let full = size(rows);
         let fewer = 1u32 << full.saturating_sub(1);
@@ -114,7 +114,7 @@ impl Pace {
     }
 
     /// What a chunk of so many tokens should take; `None` if nothing was measured that could tell. `choice` counts the
-    /// choices so far: with one in [`EXPLORE`], a size that was not measured for long is judged by smaller ones, as one
+    /// choices so far: with one in `EXPLORE`, a size that was not measured for long is judged by smaller ones, as one
     /// that was never measured, if they make it shorter.
     pub fn chunk(&self, tokens: u32, choice: u64) -> Option<Duration> {
         let guessed = || self.estimate(tokens, false);

@@ -364,7 +364,7 @@ fn purpose(name: &str) -> Purpose {
 }
 
 impl Build<'_> {
-    fn unsupported(&self, what: String) -> StartError {
+    pub(super) fn unsupported(&self, what: String) -> StartError {
         StartError::Unsupported { model: self.model.name.clone(), what }
     }
 

@@ -127,8 +127,8 @@ pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
 /// How the logits of a step were made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampledStep {
-    /// From tagged words: no row is drawn once the fault word is set.
-    pub tagged: bool,
+    /// In a replica whose decode steps may fault: no row is drawn while the fault word is set.
+    pub heeds_fault: bool,
     /// By `delta_step` with pending tokens: recurrent state lags behind by the row's token.
     pub lags: bool,
 }
@@ -139,7 +139,7 @@ pub struct SampledStep {
 pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: SampleArgs) -> Call {
     let constants = SampleConstants {
         threads,
-        tagged: u32::from(step.tagged),
+        heeds_fault: u32::from(step.heeds_fault),
         counts_step: u32::from(rows == 1),
         every: 1,
         first: 0,
@@ -157,7 +157,7 @@ pub fn sample_drafts(
     args: SampleArgs,
 ) -> Call {
     assert!(first < every, "row {first} of {every}");
-    let constants = SampleConstants { threads, tagged: 0, counts_step: 0, every, first, lags: 1 };
+    let constants = SampleConstants { threads, heeds_fault: 0, counts_step: 0, every, first, lags: 1 };
     sample_rows(label, sequences, constants, args)
 }
 
@@ -430,7 +430,7 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     let vocabulary = args.vocabulary;
     let constants = SampleConstants::from_values(&call.constants);
     let number = memory.u32(args.step_number, 0);
-    let fault = constants.tagged == 1 && memory.u32(args.fault, 0) != 0;
+    let fault = constants.heeds_fault == 1 && memory.u32(args.fault, 0) != 0;
     if constants.counts_step == 1 {
         memory.set_u32(args.step_number, 0, number.wrapping_add(1));
     }

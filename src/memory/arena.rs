@@ -695,7 +695,9 @@ mod guard {
     pub(super) fn knows(address: usize) -> Option<(&'static Place, usize)> {
         MAPS.iter().find_map(|place| {
             let (start, end) = (place.start.load(Ordering::Acquire), place.end.load(Ordering::Acquire));
-            (start..end).contains(&address).then_some((place, end))
+            // Another map may have taken the place between the two loads.
+            let same = place.start.load(Ordering::Acquire) == start;
+            (same && (start..end).contains(&address)).then_some((place, end))
         })
     }
 

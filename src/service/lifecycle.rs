@@ -1,6 +1,7 @@
 //! LoadModel and UnloadModel: the host's lifecycle on threads that may wait, its progress as a stream. Neither depends on
 //! its caller: who goes away has not undone anything. Deliberately absent: who may call.
 
+use super::bounds;
 use super::convert;
 use super::proto;
 use super::refusal::Refusal;
@@ -42,6 +43,7 @@ impl Loading {
         if message.name.is_empty() {
             return Err(Refusal::Missing { field: "name", rule: "the name of a model of the configuration" });
         }
+        bounds::name("name", &message.name)?;
         scope.may_use(&message.name)?;
         let replace = match proto::Replace::try_from(message.replace) {
             Ok(proto::Replace::Beside) => Replace::Beside,
@@ -157,6 +159,7 @@ pub(super) async fn unload(
     if message.name.is_empty() {
         return Err(Refusal::Missing { field: "name", rule: "the name of a model" });
     }
+    bounds::name("name", &message.name)?;
     scope.may_use(&message.name)?;
     let grace = match message.grace_seconds {
         None => drain,

@@ -182,6 +182,9 @@ impl Ostinato for Rpc {
             let rule = "the id of the request to end";
             return answer(&span, Err(Refusal::Missing { field: "request_id", rule }));
         }
+        if let Err(refusal) = bounds::name("request_id", &id) {
+            return answer(&span, Err(refusal));
+        }
         self.end(&caller, &id);
         answer(&span, Ok(proto::AbortResponse {}))
     }
@@ -232,6 +235,9 @@ impl Ostinato for Rpc {
         let span = rpc_span(SERVICE, "GetLoad", request.metadata());
         let caller = Caller::of(&request);
         let model = request.into_inner().model;
+        if let Err(refusal) = bounds::name("model", &model) {
+            return answer(&span, Err(refusal));
+        }
         let replicas = if model.is_empty() {
             let models = self.host.models();
             let mine = models.iter().filter(|model| caller.scope.may_use(&model.name).is_ok());
@@ -567,6 +573,7 @@ impl Rpc {
     }
 
     async fn profiled(&self, scope: &Scope, message: proto::ProfileRequest) -> Result<proto::ProfileResponse, Refusal> {
+        bounds::name("model", &message.model)?;
         if !(0.0..=PROFILE_WAIT.0).contains(&message.wait_seconds) {
             let (field, value) = ("wait_seconds", message.wait_seconds.to_string());
             return Err(Refusal::Value { field, value, rule: "from 0 to 60" });

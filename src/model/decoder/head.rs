@@ -152,7 +152,8 @@ impl Decoder<'_> {
             }
             _ => {
                 let decode = matches!(shape, Shape::Decode { .. });
-                let of = SampledStep { tagged: step.generations.is_some(), lags: decode && c.delta.is_some() };
+                // A step without tags may be queued behind one that faults: it draws nothing either, as both run again.
+                let of = SampledStep { heeds_fault: decode && self.tuning.tags, lags: decode && c.delta.is_some() };
                 r.call(sampling::sample("sample".to_owned(), rows, threads, of, args));
                 if rows > 1 {
                     r.call(sampling::advance("advance".to_owned(), advance));

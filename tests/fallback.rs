@@ -145,7 +145,8 @@ fn a_fault_in_any_call_of_any_step_changes_no_token() {
     let path = folder.path().join("hybrid");
     hybrid(&path);
     let path = path.to_str().expect("UTF-8");
-    for (path, calls) in [(DEMO_PATH, [4, 11]), (path, [4, 22])] {
+    // With several rows the first attention has a call before it that waits for nothing.
+    for (path, calls) in [(DEMO_PATH, [5, 11]), (path, [4, 23])] {
         let (host, said) = start_model(&vulkan, path, Some(0), 2, &["tags=1"]);
         assert!(said.is_empty(), "{path}: {said:?}");
         let wanted = texts(&host, 2);

@@ -45,7 +45,7 @@ fn faults(host: &Host) -> u64 {
     host.route("", "").expect("one model").1.variants().fallen(Fallback::OverlapFault)
 }
 
-const PROMPT: [u32; 5] = [5, 80, 300, 7, 400];
+const PROMPT: [u32; 5] = [5, 80, 300, 7, 1200];
 const TOKENS: u32 = 16;
 
 /// Greedy tokens of `count` sequences at once, each of a prompt of its own.
@@ -133,6 +133,8 @@ fn hybrid(folder: &Path) {
     for (key, value) in [("num_key_heads", 8), ("num_value_heads", 16), ("key_head_dim", 16), ("value_head_dim", 16)] {
         json["text_config"][format!("linear_{key}")] = value.into();
     }
+    // The prompts' tokens are the demo model's.
+    json["text_config"]["vocab_size"] = 2048.into();
     synth::write(&json.to_string(), folder, &SynthOptions::default(), &mut |_, _| {}).expect("written");
 }
 

@@ -9,9 +9,11 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
-use ostinato::engine::host::{Host, Replica};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::replica::Replica;
 use std::sync::Arc;
 
 /// Gated delta nets and attention; the same with experts.

@@ -4,7 +4,10 @@
 use std::path::{Path, PathBuf};
 
 /// From the bottom up: a folder may use those before it. `telemetry` uses none, all may use it.
-const ORDER: [&str; 9] = ["config", "device", "memory", "kernels", "actors", "model", "engine", "service", "cli"];
+const ORDER: [&str; 13] = [
+    "config", "device", "memory", "kernels", "actors", "model", "engine", "replica", "host", "gpu", "service",
+    "measure", "cli",
+];
 
 /// Where `unsafe` may stand.
 const UNSAFE: [&str; 2] = ["src/device/", "src/memory/arena.rs"];

@@ -20,7 +20,8 @@ mod tune;
 
 use crate::config::{self, ConfigError};
 use crate::device::DeviceError;
-use crate::engine::start::StartError;
+use crate::gpu::error::StartError;
+use crate::host::source::BuildError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::Dtype;
 use crate::model::synth::SynthError;
@@ -153,6 +154,9 @@ pub fn main() -> ExitCode {
 fn is_users(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         if let Some(error) = cause.downcast_ref::<StartError>() {
+            return error.is_users();
+        }
+        if let Some(error) = cause.downcast_ref::<BuildError>() {
             return error.is_users();
         }
         if let Some(error) = cause.downcast_ref::<DeviceError>() {

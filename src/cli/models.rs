@@ -4,7 +4,7 @@
 use super::connect::{Client, Reach};
 use super::generate::Refused;
 use super::progress::Show;
-use crate::engine::start::{Progress, Unit};
+use crate::host::progress::{Progress, Unit};
 use crate::memory::plan::Bytes;
 use crate::service::proto;
 use anyhow::Context;

@@ -1,6 +1,6 @@
 //! How far a start is: a bar on a terminal, plain lines elsewhere, always on stderr.
 
-use crate::engine::start::{Progress, Unit};
+use crate::host::progress::{Progress, Unit};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};

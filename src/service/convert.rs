@@ -4,8 +4,10 @@ use super::proto;
 use crate::actors::loader::{LoadReport, Worker};
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
 use crate::device::Point;
-use crate::engine::host::{DeviceInfo, Host, Replica, ServedModel, StepRecord};
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
+use crate::host::{Host, ServedModel};
+use crate::replica::observer::StepRecord;
+use crate::replica::{DeviceInfo, Replica};
 use std::collections::BTreeMap;
 
 /// A device's identity.

@@ -1,5 +1,5 @@
-//! Compiles the shaders and writes the Rust side of their argument blocks; compiles the
-//! protocol. Deliberately absent: any tool that is not a crate.
+//! The build script: compiles the shaders to SPIR-V, generates the Rust structs of their push-constant blocks, and
+//! compiles the gRPC protocol. It needs no external tools, only crates.
 
 #[path = "build/proto.rs"]
 mod proto;

@@ -1,12 +1,12 @@
-//! Compiles `proto/` to Rust and to the descriptor set that gRPC reflection serves. No
-//! external `protoc`: protox parses.
+//! Compiles `proto/` to Rust code and to the descriptor set that gRPC reflection serves. The crate `protox` parses the
+//! files, so no external `protoc` is needed.
 
 use std::path::PathBuf;
 
-/// Our own contract, and the one of others that is answered beside it.
+/// The project's own contract, and vLLM's engine contract, which the server implements as well.
 const FILES: [&str; 2] = ["ostinato/v1/ostinato.proto", "vllm/engine.proto"];
 
-/// Writes a Rust file for each package (`ostinato.v1.rs`) and `descriptors.bin` to `OUT_DIR`.
+/// Writes one Rust file per package (such as `ostinato.v1.rs`) and `descriptors.bin` to `OUT_DIR`.
 pub fn compile() {
     println!("cargo:rerun-if-changed=proto");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

@@ -1,6 +1,7 @@
-//! GLSL to SPIR-V, and SPIR-V to Rust: every `shaders/**/*.comp` becomes one module for
-//! each of its rows in `shaders/permutations.txt`, and one struct for its argument block.
-//! A layout is written once, in the shader; the Rust side is read off the compiled code.
+//! Compiles GLSL to SPIR-V and generates Rust code from the SPIR-V. Each `shaders/**/*.comp` becomes one SPIR-V module
+//! per row that names it in `shaders/permutations.txt` (or one module if no row does), and one Rust struct for its
+//! push-constant block. The layout is written once, in the shader; the Rust struct is read from the compiled module by
+//! reflection.
 
 use glslang::include::{IncludeHandler, IncludeResult, IncludeType};
 use rspirv::binary::{Consumer, ParseAction};
@@ -10,20 +11,20 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-/// A row of `permutations.txt`: `name = folder/file.comp DEFINE=VALUE …`.
+/// One shader variant: a row of `permutations.txt`, `name = folder/file.comp DEFINE=VALUE …`.
 struct Variant {
     name: String,
     file: PathBuf,
     defines: Vec<(String, String)>,
 }
 
-/// What the compiled code says about a shader.
+/// The interface of a shader, reflected from its SPIR-V.
 #[derive(Debug, PartialEq)]
 struct Reflection {
     /// Name, byte offset and kind of each push-constant member.
     fields: Vec<(String, u32, Kind)>,
     push_bytes: u32,
-    /// Name and default by specialization id.
+    /// Name and default value of each specialization constant, by its id.
     constants: BTreeMap<u32, (String, u32)>,
 }
 
@@ -105,12 +106,12 @@ pub fn compile() {
     std::fs::write(path, out).expect("OUT_DIR is writable");
 }
 
-/// Whether a module declares `CooperativeMatrixKHR`.
+/// Returns whether a module declares the capability `CooperativeMatrixKHR`.
 fn multiplies_matrices(words: &[u32]) -> bool {
     const OP_CAPABILITY: u32 = 17;
     const COOPERATIVE_MATRIX: u32 = 6022;
     let mut at = 5;
-    // Capabilities come first.
+    // SPIR-V puts all capabilities directly after the five-word header.
     while at + 1 < words.len() && words[at] & 0xffff == OP_CAPABILITY {
         if words[at + 1] == COOPERATIVE_MATRIX {
             return true;
@@ -259,7 +260,7 @@ fn reflect(file: &Path, words: &[u32]) -> Reflection {
         {
             let target = id_of(&annotation.operands[0]);
             let Some(Operand::LiteralBit32(id)) = annotation.operands.get(2) else { continue };
-            // The workgroup size's constant has no name of its own.
+            // The workgroup size's constant has no name in the SPIR-V, so it is called "threads".
             let name =
                 names.get(&(target, None)).filter(|n| !n.is_empty()).cloned().unwrap_or_else(|| "threads".to_owned());
             let default = match find(target).and_then(|i| i.operands.first().cloned()) {
@@ -279,7 +280,7 @@ fn reflect(file: &Path, words: &[u32]) -> Reflection {
     Reflection { fields, push_bytes, constants }
 }
 
-/// The instructions that say what a module's interface is.
+/// The instructions of a module that describe its interface.
 #[derive(Default)]
 struct Module {
     debug_names: Vec<Instruction>,
@@ -301,7 +302,7 @@ impl Consumer for Module {
         match instruction.class.opcode {
             Op::Name | Op::MemberName => self.debug_names.push(instruction),
             Op::Decorate | Op::MemberDecorate => self.annotations.push(instruction),
-            // Functions follow all types and constants.
+            // Functions follow all types and constants, so the rest of the module is not needed.
             Op::Function => return ParseAction::Stop,
             _ => self.types_global_values.push(instruction),
         }
@@ -349,7 +350,8 @@ fn member_offset(module: &Module, block: u32, member: u32) -> u32 {
     panic!("member {member} has no offset")
 }
 
-/// `readonly` and `writeonly` on a buffer reference decorate its members.
+/// Returns whether a shader reads, writes, or reads and writes a buffer reference. The GLSL qualifiers `readonly` and
+/// `writeonly` on a buffer reference decorate the members of its block.
 fn pointee_access(module: &Module, block: u32) -> Kind {
     let has = |decoration: Decoration| {
         module.annotations.iter().any(|a| {

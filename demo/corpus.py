@@ -45,7 +45,7 @@ FRESH_LOOKS = "red golden little big round beautiful magic tiny perfect green".s
 PLACE_LOOKS = "old quiet dark wide green little deep great lonely misty beautiful hidden windy sunny".split()
 COLORS = "red blue green yellow white black brown purple orange pink gray golden".split()
 
-# Things fall into classes, each with ways in which such a thing looks, helps and pleases.
+# Objects are grouped into classes. Each class has descriptions of how such an object looks, helps and pleases.
 OBJECTS = {
     "light": "lantern candle lamp torch flashlight".split(),
     "tool": "rope ladder hammer shovel saw bucket broom stick spoon fork hook net anchor axe knife sword shield".split(),
@@ -80,7 +80,8 @@ LOOK = {
     "plant": ["It smelled of [spring|rain|fresh earth].", "It was small and perfect."],
     "other": ["It was [unlike anything else|the finest of its kind].", "Nobody had ever seen one like it."],
 }
-# {S} finds the way by the thing {x}, alone or together: {they} and {them} say which.
+# Sentences in which {S} finds the way with the object {x}, alone or with a companion; {they} and {them} agree with
+# that.
 SOLVE = {
     "light": ["{S} held up the {x}, and its light showed the way.", "{S} lit the {x}, and the shadows [drew back|fled]."],
     "tool": ["{S} used the {x} to [clear the way|push the branches aside|move the stones away].",
@@ -101,7 +102,7 @@ SOLVE = {
     "plant": ["{S} smelled the {x} and remembered the right path.", "{S} held the {x} tightly for good luck, and it worked."],
     "other": ["{S} used the {x} to [clear the way|find the way].", "With the {x} it was [easy|not hard at all]."],
 }
-# {H} frees {F} by the thing {x}.
+# Sentences in which {H} frees {F} with the object {x}.
 FREE = {
     "light": ["{H} held up the {x}, and in its light {he} saw how to free {F}."],
     "tool": ["{H} pushed the {x} in like a lever and pulled with all {his} strength.", "{H} held out the {x}, and {F} took hold of it."],
@@ -414,8 +415,8 @@ MACROS = {
               "{^at} named {T} showed them the [shortest|safest] path{+third}."],
 }
 
-# Each plot: its text, and questions with answers. A question may ask for a fact that the text only sometimes tells:
-# then its third part names the {+fact} that must have been told.
+# Each plot has a text and questions with answers. A question about a fact that the text tells only sometimes has a
+# third part, which names the {+fact} that must have been told.
 PLOTS = {
     "lost": ("""{@open} {@hobby} {^his} [dearest|greatest|most precious] treasure was {ao}. {look_o} {@day}, {H} [took a walk|went for a walk|walked] {toP}.
  {scene} But when {he} [came home|got home], the {o} was gone. "Oh no!" [cried|said] {H}. "I have lost my {o} {inp}!" {@sad}
@@ -546,7 +547,8 @@ class Story:
 
     def __init__(self, rng, theme=None, want_third=False):
         slots = {}
-        # What the request may leave open leans on what it names, so that the likeliest stories differ too.
+        # What the request may leave open is chosen with a preference that depends on what the request names, so that
+        # the most likely stories differ as well.
         objects = rng.sample(STORY_OBJECTS, 2)
         kinds = [favorite(rng, KINDS, "kind", number(objects[0]))]
         kinds.append(favorite(rng, KINDS, "friend", number(kinds[0])))

@@ -140,7 +140,8 @@ if triton is not None:
             r = v.to(tl.float32) - seen  # R without its beta
             change = tl.dot(t, (beta[:, None] * r).to(k.dtype)).to(k.dtype)
             after = ds.to(k.dtype)
-            # The output and the next state are made of P, N, Q, K and S; then N of T and R, T of A.
+            # Backpropagates first through the output and the next state, which depend on P, N, Q, K and S; then through
+            # N, which depends on T and R; then through T, which depends on A.
             dchange = tl.dot(tl.trans(p).to(k.dtype), do) + rest * tl.dot(k, after)
             dr = tl.dot(tl.trans(t), dchange.to(k.dtype))
             dp = tl.where(lower, tl.dot(do, tl.trans(change)), 0.0)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import delta
 
-# 8 layers, 256 wide: 4.82 million weights with the draft block.
+# 8 layers, hidden size 256: 4.82 million weights with the draft block.
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "bos_token_id": None, "dtype": "bfloat16",
     "eos_token_id": 2, "full_attention_interval": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 256, "initializer_range": 0.02, "intermediate_size": 256,
@@ -112,7 +112,7 @@ class GatedDelta(torch.nn.Module):
     def forward(self, y, place):
         b, t, _ = y.shape
         u, z, open, decay = linear(y, torch.cat((self.qkv, self.z, self.b, self.a))).split((self.qkv.shape[0], self.values, self.vh, self.vh), -1)
-        # The convolution ends at its token and begins no earlier than the document.
+        # The convolution is causal and does not reach back beyond the beginning of the document.
         taps = F.pad(u, (0, 0, self.taps - 1, 0))
         u = sum(taps[:, self.taps - 1 - back:self.taps - 1 - back + t].float() * self.conv[:, 0, self.taps - 1 - back] * (place.positions >= back)[..., None] for back in range(self.taps))
         q, k, v = F.silu(u).split((self.keys, self.keys, self.values), -1)
@@ -205,7 +205,8 @@ class Model(torch.nn.Module):
         losses = [self.mean_loss(hidden, targets, weights, dtype)]
         for n in range(self.drafts):
             hidden, own = self.step_ahead(hidden, ahead(targets, n), self.place(positions + n, attend, dtype), own)
-            # What is drafted counts where it is of the document that the draft begins in: where positions count on.
+            # A drafted token counts only if it belongs to the document in which the draft begins, that is, if positions
+            # are consecutive.
             on = ahead(positions, n + 1) == positions + n + 1
             losses.append(self.mean_loss(hidden, ahead(targets, n + 1), ahead(weights, n + 1) * on, dtype))
         return torch.stack(losses)

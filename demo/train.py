@@ -52,7 +52,7 @@ import corpus
 import delta
 import qwen35
 
-# 7 layers, 256 wide: 4.65 million weights.
+# 7 layers, hidden size 256: 4.65 million weights.
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "dtype": "bfloat16",
     "eos_token_id": 2, "head_dim": 32, "hidden_act": "silu", "hidden_size": 256, "initializer_range": 0.02, "intermediate_size": 512,
@@ -70,7 +70,7 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
-# Words with the space (or sign) before them, single digits, runs of other signs, line ends.
+# Splits text into words with the preceding space (or sign), single digits, runs of other signs, and line ends.
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -516,7 +516,7 @@ def evaluate(args):
     print(json.dumps(accuracy, indent=1), flush=True)
     for entry in wrong[:args.wrong]:
         print(entry)
-    # Stories asked for by chat: whether the named things all occur, and whether the story ends by itself.
+    # Chats that ask for a story: whether all the named things occur, and whether the story ends by itself.
     rng = random.Random(5)
     asked, things = [], []
     while len(asked) < args.stories:

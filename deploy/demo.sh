@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Serves the embedded demo model on loopback, asks it for a story through gRPC, shows the text as
-# it arrives and what it cost, and stops the server.
+# Serves the embedded demo model on loopback, requests a story from it through gRPC, shows the text as it arrives and
+# the cost per token, and stops the server.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 program=${OSTINATO:-target/release/ostinato}
 listen=${LISTEN:-127.0.0.1:50551}
 ask=${ASK:-Tell me a story about a fox, a lantern and a river.}
 
-# A GPU if there is one, else a CPU driver: this demo may, the program itself never falls back.
+# Prints the UUID of the first usable GPU, or nothing. Without a GPU this demo falls back to a CPU driver; the program
+# itself never falls back.
 gpu() {
     "$program" devices --json | tr -d ' \n' |
         grep -o '"uuid":"[^"]*","pci":[^,]*,"type":"[^"]*","driver":"[^"]*","usable":true' |

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Licences, sources and duplicate bans of every crate; known vulnerabilities where the advisory
-# database can be reached.
+# Checks all crates with cargo-deny (see deny.toml): bans, licences and sources; also known vulnerabilities, if the
+# advisory database can be reached.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo deny --locked --offline check --hide-inclusion-graph bans licenses sources 2>/dev/null ||

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Installs what is missing and nothing else; asks for root only then.
-#   setup.sh run    the Vulkan loader, and a CPU driver where no GPU driver is there
-#   setup.sh test   both CPU drivers, the validation layer, a browser, cargo-deny, what makes hosts of namespaces and
-#                   checks units, and a Python environment with a router (target/python)
+# Installs missing packages. Needs root, or uses sudo, only if a package is missing.
+#   setup.sh run    the C++ compiler, the Vulkan loader, and a CPU driver if no Vulkan driver is installed
+#   setup.sh test   the C++ compiler, the Vulkan loader, both CPU drivers, the validation layer, a browser, cargo-deny,
+#                   the tools for network namespaces (iproute2) and for checking units (systemd), and a Python
+#                   environment with a router (target/python)
 set -euo pipefail
 what=${1:-run}
 
 has_library() { ldconfig -p 2>/dev/null | grep -q "$1" || /sbin/ldconfig -p 2>/dev/null | grep -q "$1"; }
 
-# Manifests of Vulkan drivers, wherever the loader looks for them.
+# Lists the manifests of Vulkan drivers in the places where the loader looks for them.
 drivers() {
     local folders=(/usr/share/vulkan/icd.d /etc/vulkan/icd.d /usr/local/share/vulkan/icd.d /usr/local/etc/vulkan/icd.d)
     [ -n "${VK_DRIVER_FILES:-}${VK_ICD_FILENAMES:-}" ] && echo "${VK_DRIVER_FILES:-$VK_ICD_FILENAMES}"
@@ -31,9 +32,10 @@ run)
 test)
     [ -e /usr/share/vulkan/icd.d/lvp_icd.x86_64.json ] || [ -e /usr/share/vulkan/icd.d/lvp_icd.json ] || need mesa-vulkan-drivers
     [ -e /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json ] || need vulkan-validationlayers
-    # The admin page is tested in it; SwiftShader, the second CPU driver, comes with it, and a newer validation layer.
+    # Chromium is used to test the admin page. Its package also contains SwiftShader, the second CPU driver, and a newer
+    # validation layer.
     { [ -e /usr/bin/chromium ] && [ -e /usr/lib/chromium/vk_swiftshader_icd.json ]; } || need chromium
-    # Three hosts behind each other, and the unit of the service.
+    # For the tests with three hosts as network namespaces, and for checking the service's systemd unit.
     command -v ip >/dev/null || [ -x /sbin/ip ] || need iproute2
     command -v systemd-analyze >/dev/null || need systemd
     python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
@@ -53,7 +55,7 @@ if [ ${#missing[@]} -gt 0 ]; then
 fi
 
 if [ "$what" = test ] && ! cargo deny --version >/dev/null 2>&1; then
-    # Not optimised: it looks at a few hundred crates, and is built for longer than it runs.
+    # Built without optimization: it takes longer to build than to check a few hundred crates.
     echo "installing cargo-deny"
     CARGO_PROFILE_DEV_DEBUG=false cargo install --locked --quiet --debug cargo-deny
 fi
@@ -62,7 +64,7 @@ if [ "$what" = test ]; then
     cd "$(dirname "$0")/.."
     python=${CARGO_TARGET_DIR:-target}/python
     wanted=tests/requirements.txt
-    # What is installed is what was asked for last.
+    # installed.txt is a copy of the requirements that were installed last.
     if ! cmp --silent "$wanted" "$python/installed.txt"; then
         echo "installing the tests' Python packages in $python"
         python3 -m venv --clear "$python"

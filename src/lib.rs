@@ -1,8 +1,8 @@
-//! Ostinato: language models on any Vulkan 1.3 GPU, served over gRPC.
+//! Ostinato: an inference server for language models on any Vulkan 1.3 GPU, with a gRPC interface.
 //!
-//! Imports point one way, and `tests/tidy.rs` keeps it so:
-//! `config → device → memory → kernels → actors → model → engine → replica → host → gpu, service → measure → cli`.
-//! `gpu` and `service` do not use each other; every module may use `telemetry`, which uses none of them.
+//! Modules import in one direction only, which `tests/tidy.rs` checks: `config → device → memory → kernels → actors →
+//! model → engine → replica → host → gpu, service → measure → cli`. `gpu` and `service` do not import each other. Every
+//! module may import `telemetry`, which imports none of them.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs, unreachable_pub, missing_debug_implementations)]

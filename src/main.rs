@@ -1,9 +1,9 @@
-//! The program: parses arguments and hands over to `ostinato::cli`.
+//! The program's entry point: calls `ostinato::cli::main`, which parses the arguments and runs the command.
 
-/// jemalloc gives memory that was freed back to the system within seconds, by a thread of its own where nothing else
-/// runs. glibc's allocator keeps what each thread's arena has ever held (docs/performance.md has both). It is the
-/// allocator of the whole process (`override_allocator_on_supported_platforms`), of drivers too: a CPU driver's compiler
-/// allocates more than all of our own code.
+/// The allocator of the whole process, drivers included (`override_allocator_on_supported_platforms`): the compiler
+/// inside a CPU driver allocates more memory than all of this crate's own code. jemalloc returns freed memory to the
+/// system within seconds, from a background thread, even when no other code runs. glibc's allocator keeps all memory
+/// that each thread's arena has ever held (docs/performance.md compares both).
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 

@@ -1,7 +1,7 @@
-//! Goal: what is handed to a device's actors comes back or is said to be lost, and memory outlives the work on it, whatever
-//! ends first. Method: the compute actor over CPU drivers (or the GPU that is tested), work that takes a while (a large
-//! buffer is filled again and again), a submission that breaks the actor's rules so that it panics, and a device that is
-//! declared lost while it works; the validation layer says what is destroyed in use.
+//! Goal: every submission to a device's actors is completed or reported as lost, and memory outlives the work that uses
+//! it, whichever ends first. Method: the compute actor on CPU drivers (or on the selected GPU); long-running work (a
+//! large buffer filled many times); a submission that violates the actor's rules so that the actor panics; and a device
+//! that is declared lost while it works. The validation layer reports objects that are destroyed while in use.
 
 mod common;
 
@@ -16,10 +16,10 @@ use ostinato::memory::{Arena, Place, Table};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here takes on a busy machine.
+/// Time limit, longer than any wait here takes on a busy machine.
 const LONG: Duration = Duration::from_secs(120);
 
-/// A region that fills `bytes` so many times.
+/// Returns a region that fills a buffer of `bytes` bytes `times` times.
 fn filling(device: &Device, arena: &Arena, bytes: u64, times: u32) -> Arc<Region> {
     let mut recording = Recording::new("filling");
     let to = recording.buffer("large", bytes);
@@ -30,7 +30,8 @@ fn filling(device: &Device, arena: &Arena, bytes: u64, times: u32) -> Arc<Region
     Arc::new(Region::build(device, &recording, &table, &none).unwrap())
 }
 
-/// Where reports go, with an end that stays here: as with an executor, who waits cannot tell by a closed channel.
+/// The channel that receives reports. It holds a sender itself, so that, as in an executor, a waiting receiver cannot
+/// learn from a closed channel that a report will never come.
 struct Reports {
     outbox: Outbox,
     reports: crossbeam_channel::Receiver<Report>,
@@ -65,7 +66,8 @@ fn every_submission_is_owed_a_report_also_by_an_actor_that_has_ended() {
     let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases).unwrap();
     let region = filling(&device, &arena, 32 << 20, 4);
     let reports = Reports::new();
-    // At work, the one that ends the actor, one that is probably in its inbox then, and one that comes when it has ended.
+    // Submission 0 is running. Submission 1 makes the actor panic. Submission 2 is probably in the inbox at that time.
+    // Submission 3 comes after the actor has ended.
     compute.submit(reports.submission(0, vec![Arc::clone(&region)]));
     let gate = Some((Arc::new(Gate::new(&device).unwrap()), 1));
     let wrong = Submission { gate, report_after: vec![1], ..reports.submission(1, Vec::new()) };
@@ -98,7 +100,7 @@ fn memory_outlives_the_work_on_a_device_that_was_declared_lost() {
         let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off).unwrap();
         let region = filling(&device, &arena, 64 << 20, 16);
         let reports = Reports::new();
-        // How long it takes.
+        // Measures how long one run takes.
         let begun = Instant::now();
         compute.submit(reports.submission(0, vec![Arc::clone(&region)]));
         reports.reports.recv_timeout(LONG).unwrap().result.unwrap();
@@ -111,7 +113,7 @@ fn memory_outlives_the_work_on_a_device_that_was_declared_lost() {
         device.declare_lost("a test");
         let report = reports.reports.recv_timeout(LONG).unwrap();
         assert!(report.result.is_err_and(|error| error.is_lost()));
-        // The last who holds the memory; the device is still at work on it.
+        // The region is the last owner of the memory, which the device is still using.
         assert!(arena.usage().buffers_bytes >= 64 << 20);
         let begun = Instant::now();
         drop(region);
@@ -137,7 +139,7 @@ fn a_slow_driver_is_waited_for() {
     let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off).unwrap();
     let region = filling(&device, &arena, 64 << 20, 32);
     let reports = Reports::new();
-    // Far less than it takes.
+    // Much less than the work takes.
     let patience = Duration::from_millis(2);
     compute.submit(reports.submission(0, vec![Arc::clone(&region)]));
     assert!(reports.reports.recv_timeout(patience).is_err(), "the test's work is too small");
@@ -145,7 +147,7 @@ fn a_slow_driver_is_waited_for() {
         let report = compute.report(&reports.reports, patience).expect("a CPU driver is waited for");
         report.result.unwrap();
     } else {
-        // One that stands behind a gate does not move.
+        // Work behind a closed gate makes no progress, so the wait on a GPU must give up.
         let gate = Arc::new(Gate::new(&device).unwrap());
         reports.reports.recv_timeout(LONG).unwrap().result.unwrap();
         compute.submit(Submission { gate: Some((Arc::clone(&gate), 1)), ..reports.submission(1, vec![region]) });

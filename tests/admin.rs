@@ -1,4 +1,5 @@
-//! The admin endpoint over plain HTTP: who is answered, with which headers, and that its data is what the host says.
+//! Tests of the admin endpoint over plain HTTP: which requests it answers, with which headers, and that its data
+//! matches the host's state.
 
 mod serving;
 
@@ -47,7 +48,7 @@ impl Answer {
     }
 }
 
-/// A request as it stands on the wire, less what ends it.
+/// Sends a request and returns the answer. `head` is the request line and the headers without the final CRLF.
 async fn send(address: SocketAddr, head: &str) -> Answer {
     let mut stream = TcpStream::connect(("127.0.0.1", address.port())).await.unwrap();
     stream.write_all(format!("{head}\r\nConnection: close\r\n\r\n").as_bytes()).await.unwrap();
@@ -255,7 +256,7 @@ async fn the_data_is_what_the_host_says() {
     let later = get(page.address, &format!("/api/requests?since={after}")).await.json();
     assert_eq!(later["ended"], json!([ended[2]]));
 
-    // Running ones, by another way than the page's.
+    // A running request, which `/api/requests` must list.
     let mut message = text_request(name, "Hello", 2000);
     message.device = "1".to_owned();
     message.request_id = "long".to_owned();
@@ -283,8 +284,9 @@ async fn the_data_is_what_the_host_says() {
     assert_eq!(odd.status, 200, "{}", odd.body);
 }
 
-/// Goal: faults of decode steps are seen by whoever looks: requests go on as if nothing was, health stays 200 with a warning,
-/// and the page's data and the metrics count. Method: a fake whose every second decode plan meets with a fault.
+/// Goal: faults of decode steps are visible to operators: requests continue as if nothing had happened, health stays
+/// 200 with a warning, and the page's data and the metrics count the faults. Method: a fake device on which every
+/// second decode plan has a fault.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn faults_while_serving_are_counted_and_warned_of() {
     let sound = fake(Duration::from_millis(1), b"abc");
@@ -326,7 +328,8 @@ async fn faults_while_serving_are_counted_and_warned_of() {
     assert!(metrics.lines().any(|found| found == line), "no {line} in {metrics}");
 }
 
-/// Goal: a device that is gone is no reason to end the process, which builds it anew, and none to say that all is well.
+/// Goal: a lost device that is being rebuilt leaves health at 200, because restarting the process would not help, but
+/// health shows a warning.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_device_that_is_built_anew_is_warned_of() {
     let rebuild = Rebuild::new(|_, cancelled| {

@@ -1,11 +1,9 @@
-//! Goal: whatever is wrong with a checkpoint, a configuration or a request is a typed error
-//! that names the thing and both numbers, nothing of the attempt stays behind, and what is
-//! right works afterwards.
-//! Method: copies of committed checkpoints with one thing broken; lavapipe under the
-//! validation layer, which complains of device objects that outlive their device. After a
-//! refused start no actor's thread is alive; after a refused request nothing is queued and no
-//! page is taken. What is wrong on the wire is sent to a server over fake devices, by hand where
-//! no client would send it.
+//! Goal: every defect of a checkpoint, a configuration or a request gives a typed error that names the defective item
+//! and both numbers; the failed attempt leaves nothing behind; and valid input works afterwards. Method: copies of
+//! committed checkpoints with one defect each, on lavapipe under the validation layer, which reports device objects
+//! that outlive their device. After a refused start no actor thread is alive; after a refused request nothing is queued
+//! and no page is in use. Malformed messages go to a server on fake devices, as raw HTTP/2 frames where no client
+//! library would send them.
 
 mod common;
 mod harness;
@@ -40,13 +38,13 @@ use tempfile::TempDir;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 
-/// Threads are counted, so tests of this file take turns.
+/// Serializes the tests of this file, because they count the threads of the process.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Names of living threads that are a device's or a replica's.
+/// Returns the names of the living threads that belong to a device or a replica.
 fn actors() -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").expect("this system lists threads").flatten();
     let names = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
@@ -59,7 +57,7 @@ fn actors() -> Vec<String> {
 fn assert_no_actor_lives() {
     let start = Instant::now();
     while !actors().is_empty() {
-        // A joined thread may be listed a moment longer.
+        // A thread that has been joined may be listed a moment longer.
         assert!(start.elapsed() < Duration::from_secs(5), "still there: {:?}", actors());
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -71,7 +69,7 @@ fn assert_names(text: &str, parts: &[&str]) {
     }
 }
 
-/// A copy of a committed checkpoint, to be broken.
+/// Returns a copy of a committed checkpoint, which the test may modify.
 fn copy(name: &str) -> TempDir {
     let folder = tempfile::tempdir().expect("a folder");
     for entry in std::fs::read_dir(fixture(name)).expect("the fixture").flatten() {
@@ -80,7 +78,7 @@ fn copy(name: &str) -> TempDir {
     folder
 }
 
-/// Changes keys of a checkpoint's config.json.
+/// Sets keys of a checkpoint's config.json.
 fn configure(folder: &Path, changes: serde_json::Value) {
     let path = folder.join("config.json");
     let mut json: serde_json::Value =
@@ -99,7 +97,7 @@ fn start(vulkan: &Vulkan, models: Vec<Model>) -> Result<Host, StartError> {
     start_on(&vulkan.instance, &Config { models, ..Config::default() }, &Quiet)
 }
 
-/// The error of a start that must fail and leave nothing behind.
+/// Returns the error of a start that must fail and must leave no actor thread and no validation message behind.
 fn refused(vulkan: &Vulkan, models: Vec<Model>) -> StartError {
     let error = start(vulkan, models).map(|_| ()).expect_err("it cannot be served");
     assert!(error.is_users(), "the operator can mend it: {error:?}");
@@ -108,7 +106,7 @@ fn refused(vulkan: &Vulkan, models: Vec<Model>) -> StartError {
     error
 }
 
-/// A checkpoint as it is committed is served as ever.
+/// Checks that the unmodified checkpoint starts, answers correctly and ends all its threads.
 fn works(vulkan: &Vulkan, name: &str) {
     let host = start(vulkan, vec![model(vulkan, &fixture(name))]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     answers(&host.replicas().next().unwrap(), name);
@@ -120,7 +118,7 @@ fn works(vulkan: &Vulkan, name: &str) {
     assert_no_actor_lives();
 }
 
-/// A replica says what transformers says, and is idle afterwards.
+/// Checks that a replica generates the tokens of transformers and is idle afterwards.
 fn answers(replica: &Replica, name: &str) {
     let known = expected(name);
     assert_eq!(generate(replica, request(&known.prompt, 12)).tokens, known.greedy[..12], "{name}");
@@ -168,7 +166,7 @@ fn a_truncated_shard_is_named_with_both_lengths() {
         &with_causes(&error),
         &["model-00001-of-00002.safetensors", &bytes.to_string(), &(bytes - 1).to_string()],
     );
-    // In the header, in its length, and with nothing left.
+    // Cut within the header, within the header's length field, and to an empty file.
     for to in [100, 4, 0] {
         let error = cut(to);
         let named = problems(&error).iter().any(|problem| match problem {
@@ -257,7 +255,7 @@ fn tensors_of_a_format_that_is_not_read_are_all_named() {
     let folder = copy("llama-plain");
     let path = folder.path().join("model.safetensors");
     let mut bytes = std::fs::read(&path).expect("the weights");
-    // As long as before: the tensors stay where they are.
+    // The replacement has the same length, so the tensors' offsets stay valid.
     let (from, to) = (br#""BF16""#, br#""I16" "#);
     let mut changed = 0;
     let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
@@ -290,7 +288,7 @@ fn a_context_longer_than_the_models_is_refused_with_both_numbers() {
     let error = refused(&vulkan, vec![asked]);
     assert!(matches!(&error, StartError::Context { model, asked: 4096, own: 512 } if model == "m"), "{error:?}");
     assert_names(&error.to_string(), &["\"m\"", "4096", "512"]);
-    // All that the model has is no error.
+    // The model's full context is accepted.
     let asked = Model { context: Some(512), ..model(&vulkan, &fixture("llama-plain")) };
     let host = start(&vulkan, vec![asked]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     assert_eq!(host.models()[0].info.context, 512);
@@ -304,7 +302,7 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
     let good = model(&vulkan, &fixture("llama-plain"));
     let slots = Model { slots: Some(u32::MAX), ..good.clone() };
     let chunk = Model { prefill_chunk: Some(u32::MAX), ..good.clone() };
-    // The scheduler would keep something for each of them.
+    // The scheduler keeps an entry per snapshot, so their number is limited even where memory is not.
     let hybrid = model(&vulkan, &fixture("hybrid-one"));
     let snapshots = Model { snapshots: Some(u32::MAX), ..hybrid.clone() };
     let unused = Model { snapshots: Some(u32::MAX), ..good.clone() };
@@ -319,7 +317,7 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
         matches!(&error, StartError::Plan { source: PlanError::DoesNotFit { purpose: Purpose::KvPages, .. }, .. }),
         "{error:?}"
     );
-    // As many as are possible have to fit, too.
+    // The largest allowed number of snapshots must also fit in memory.
     let snapshots = Model { snapshots: Some(65_536), memory_limit: Some(Bytes(64 << 20)), ..hybrid };
     let error = refused(&vulkan, vec![snapshots]);
     assert!(
@@ -329,9 +327,10 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
     works(&vulkan, "llama-plain");
 }
 
-/// Goal: what only spares the next start its compiling is no reason to refuse this one, nor to give a lost device up.
-/// Method: a cache folder that cannot be made, because a file stands in its place: from the start on, or once the server
-/// runs; the device is lost then, and its stream goes on.
+/// Goal: a pipeline cache that cannot be written, which only saves compilation at the next start, neither prevents a
+/// start nor the rebuild of a lost device. Method: the cache folder cannot be created because a file has its name,
+/// first from the start on, then once the server runs; in the second case the device is then lost, and the request must
+/// be answered.
 #[test]
 fn a_pipeline_cache_that_cannot_be_written_ends_nothing() {
     let _turn = turn();
@@ -367,7 +366,7 @@ fn a_pipeline_cache_that_cannot_be_written_ends_nothing() {
 fn drafts_and_chunks_that_a_model_cannot_have_are_refused_with_both_numbers() {
     let _turn = turn();
     let vulkan = Vulkan::new();
-    // The first has a block that drafts and recurrent state, the second neither.
+    // The first model has a drafting block and recurrent state, the second has neither.
     let [hybrid, dense] = ["hybrid-one", "llama-plain"].map(|name| model(&vulkan, &fixture(name)));
     let drafts = |model: &Model, drafts: u32| Model { drafts: Some(drafts), ..model.clone() };
     let chunk = Model { prefill_chunk: Some(100), ..hybrid.clone() };
@@ -381,7 +380,7 @@ fn drafts_and_chunks_that_a_model_cannot_have_are_refused_with_both_numbers() {
         assert!(matches!(&error, StartError::Unsupported { model, .. } if model == "m"), "{error:?}");
         assert_names(&error.to_string(), &names);
     }
-    // None is always possible, and a chunk of any size without such state.
+    // `drafts = 0` is always valid, and without recurrent state so is a chunk of any size.
     let dense = Model { prefill_chunk: Some(100), ..drafts(&dense, 0) };
     let host = start(&vulkan, vec![dense]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
     answers(&host.replicas().next().unwrap(), "llama-plain");
@@ -396,7 +395,7 @@ fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
     let vulkan = Vulkan::new();
     let good = model(&vulkan, &fixture("llama-plain"));
     let limited = |bytes: u64| Model { memory_limit: Some(config::Bytes(bytes)), ..good.clone() };
-    // Too little for the weights, and for what comes after them.
+    // One limit is too small for the weights, the other for the allocations that follow them.
     for (limit, wanted) in [(64 << 10, Some(Purpose::Weights)), (400 << 10, None)] {
         let error = refused(&vulkan, vec![limited(limit)]);
         let StartError::Plan { model, source: PlanError::DoesNotFit { purpose, asked, free, limited: true, device } } =
@@ -412,7 +411,7 @@ fn a_model_larger_than_the_memory_limit_is_refused_with_both_numbers() {
         assert_names(&text, &["\"m\"", "memory limit", device, "cannot reserve"]);
         assert!(text.matches("KiB").count() + text.matches("MiB").count() >= 2, "both numbers: {text}");
     }
-    // The limit of a replica goes before the model's.
+    // A replica's limit overrides the model's.
     let mut wider = limited(64 << 10);
     wider.replicas[0].memory_limit = Some(config::Bytes(1 << 30));
     let host = start(&vulkan, vec![wider]).unwrap_or_else(|e| panic!("{}", with_causes(&e)));
@@ -442,7 +441,7 @@ fn an_unknown_device_is_refused_before_anything_is_opened() {
     works(&vulkan, "llama-plain");
 }
 
-/// The first model is loaded and ready when the second turns out to be broken.
+/// Goal: a broken second model refuses the start and releases the first, which is already loaded and ready.
 #[test]
 fn a_bad_second_model_takes_down_all_of_the_first() {
     let _turn = turn();
@@ -526,9 +525,9 @@ fn bad_requests_are_refused_with_both_numbers_and_take_nothing() {
         assert_names(&text, &[name]);
     }
 
-    // The id of a refused request is free, and the replica is as good as new.
+    // The replica still works, and the id of the refused requests can be used again.
     answers(replica, "llama-plain");
-    // The longest prompt that is none of these fills the context with its one token.
+    // The longest valid prompt leaves room for exactly one token in the context.
     let longest = generate(replica, request(&vec![1; context - 1], 9));
     assert_eq!(longest.tokens.len(), 1);
     idle(replica);
@@ -585,26 +584,26 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
 
 // ---- on the wire ----
 
-/// Runs a test with clients and a server while it has its turn.
+/// Runs an asynchronous test with clients and a server, serialized with the other tests of this file.
 fn in_turn(test: impl Future<Output = ()>) {
     let _turn = turn();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(test);
 }
 
-/// Generate of both contracts.
+/// The Generate method of both gRPC contracts.
 const PATHS: [&str; 2] = ["/ostinato.v1.Ostinato/Generate", "/vllm.grpc.engine.VllmEngine/Generate"];
 
-/// What a fake device takes for a step.
+/// Duration of a step of the fake device.
 const STEP: Duration = Duration::from_millis(1);
 
-/// One model on a fake device of two slots.
+/// Serves one model on a fake device of two slots.
 async fn served(step: Duration, options: Options) -> Served {
     let fakes = vec![(0, fake(step, b"abc"))];
     serve_models(vec![serving::model("alpha", Some(tokenizer(true)), fakes, 1000)], options).await
 }
 
-/// The same question on both contracts, as it stands on the wire.
+/// Returns the same request encoded for each of the contracts in [`PATHS`].
 fn questions(max_tokens: u32) -> [Vec<u8>; 2] {
     let sampling = contract::SamplingParams { max_tokens: Some(max_tokens), ignore_eos: true, ..Default::default() };
     let tokens = contract::TokenizedInput { input_ids: vec![1, 2, 3], ..Default::default() };
@@ -617,7 +616,8 @@ fn questions(max_tokens: u32) -> [Vec<u8>; 2] {
     [token_request("alpha", &[1, 2, 3], max_tokens).encode_to_vec(), theirs.encode_to_vec()]
 }
 
-/// Nothing runs, waits or holds a page, as the server itself tells.
+/// Checks that the server itself reports nothing running, nothing waiting and no page in use, and that it still
+/// answers.
 async fn nothing_is_left(served: &Served) {
     served.idle("alpha/0", Duration::from_secs(30)).await;
     let mut client = served.client().await;
@@ -627,7 +627,7 @@ async fn nothing_is_left(served: &Served) {
     assert_eq!(serving::generate(&mut client, text_request("alpha", "x", 3)).await.text(), "abc");
 }
 
-/// What the server says to bytes that a call's body consists of.
+/// Sends raw bytes as the body of a call and returns the gRPC status.
 async fn answer(served: &Served, path: &str, body: &[u8]) -> u32 {
     let mut raw = Raw::open(&served.address).await;
     raw.acknowledge().await;
@@ -645,9 +645,10 @@ async fn answer(served: &Served, path: &str, body: &[u8]) -> u32 {
     }
 }
 
-/// The status in headers whose strings may be packed: the literal behind `grpc-status` is a digit or two.
+/// Returns the gRPC status in a header block. Strings may be Huffman-coded; the value that follows the literal
+/// `grpc-status` has one or two digits.
 fn status_of(block: &[u8]) -> u32 {
-    // "grpc-status" in HPACK's Huffman code, and as it is.
+    // "grpc-status" in HPACK's Huffman code and as plain text.
     let names: [&[u8]; 2] = [&[0x9a, 0xca, 0xc8, 0xb2, 0x12, 0x34, 0xda, 0x8f], b"grpc-status"];
     let after = names.iter().find_map(|name| {
         let at = block.windows(name.len()).position(|window| window == *name)?;
@@ -659,7 +660,7 @@ fn status_of(block: &[u8]) -> u32 {
     if !packed {
         return std::str::from_utf8(value).expect("digits").parse().expect("a number");
     }
-    // Digits 0 to 2 have five bits, 3 to 9 six.
+    // In HPACK's Huffman code the digits 0 to 2 have five bits and 3 to 9 have six.
     let bits = value.iter().fold(0u64, |bits, byte| bits << 8 | u64::from(*byte));
     let mut left = value.len() * 8;
     let mut number = 0;
@@ -690,7 +691,7 @@ fn bytes_that_are_no_message_are_refused_and_take_nothing() {
                 change(&mut bytes);
                 bytes
             };
-            // Field 1 is the request's id on both: text.
+            // Field 1 is the request id, a string, in both contracts.
             let text = |bytes: &[u8]| raw::message(&[&[0x0a, bytes.len() as u8], bytes].concat());
             for (what, body, codes) in [
                 ("text that is not UTF-8", text(&[0xff, 0xfe, 0x80]), &[internal][..]),
@@ -770,7 +771,7 @@ fn what_a_request_may_say_is_bounded_on_both_contracts() {
         };
         for (message, words) in [
             (chat(vec![say(""); 4097]), ["4097 messages", "at most 4096"]),
-            // Roles count too.
+            // The roles count as well.
             (chat(vec![say(&"x".repeat(500)), say(&"x".repeat(500))]), ["1008 bytes", "at most 1000"]),
             (proto::GenerateRequest { model: "m".repeat(9999), ..text_request("", "x", 1) }, ["model", "9999 bytes"]),
             (proto::GenerateRequest { device: "d".repeat(9999), ..text_request("", "x", 1) }, ["device", "9999 bytes"]),
@@ -786,13 +787,13 @@ fn what_a_request_may_say_is_bounded_on_both_contracts() {
         let aborts = |count: usize| contract::AbortRequest { request_ids: vec!["x".to_owned(); count] };
         theirs.abort(aborts(1024)).await.expect("within the bound");
         assert_names(theirs.abort(aborts(1025)).await.expect_err("too many").message(), &["1025 ids", "at most 1024"]);
-        // What is quoted in a refusal is cut: it goes back in headers.
+        // A value quoted in an error message is truncated, because the message is sent in response headers.
         let profile = smg::StartProfileRequest { output_dir: Some("d".repeat(100_000)), ..Default::default() };
         let status = theirs.start_profile(profile).await.expect_err("no folder is taken");
         assert_eq!(status.code(), tonic::Code::InvalidArgument);
         assert!(status.message().len() < 1100, "{}", status.message().len());
 
-        // Headers beyond what is read; the server goes on.
+        // Headers above the size limit are refused and the server keeps serving.
         let mut large = tonic::Request::new(text_request("alpha", "x", 3));
         large.metadata_mut().insert("x-large", "h".repeat(20 << 10).parse().expect("a value"));
         let error = serving::generate(&mut ours, large).await.error.expect("they are too large");
@@ -809,7 +810,8 @@ fn their_text(text: &str) -> contract::GenerateRequest {
     }
 }
 
-/// Ten thousand calls of headers and nothing else, on fifty connections; another client's generation goes on.
+/// Goal: calls that never send a message end by themselves and do not affect other clients. Method: 10,000 calls that
+/// send only headers, on 50 connections, while another client's generation runs.
 #[test]
 fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
     in_turn(async {
@@ -826,12 +828,12 @@ fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
             raw.acknowledge().await;
             let last = raw.call(PATHS[connection % 2], CALLS).await;
             if connection % 5 == 0 {
-                // Some send the beginning of a message.
+                // Every fifth connection also sends the beginning of a message.
                 raw.data(last, &[0, 0, 0, 1], false).await;
             }
             open.push(raw);
         }
-        // Meanwhile others are served, by both contracts.
+        // Other requests are served meanwhile.
         assert_eq!(serving::generate(&mut client, text_request("alpha", "x", 3)).await.text(), "abc");
         let begin = Instant::now();
         for mut raw in open {
@@ -849,7 +851,7 @@ fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
         assert_eq!(outcome.ids().len(), 4000);
         nothing_is_left(&served).await;
 
-        // More calls at once than a connection may have are reset, and those before them are not.
+        // Calls above the limit of a connection (200) are reset, and those before them are not.
         let mut raw = Raw::open(&served.address).await;
         raw.acknowledge().await;
         raw.call(PATHS[0], 230).await;
@@ -863,7 +865,7 @@ fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
     });
 }
 
-/// Sixteen messages of the largest size may be on their way at once; further ones are refused until there is room.
+/// Goal: up to sixteen messages of the maximum size may be in transit at once; more are refused until there is room.
 #[test]
 fn messages_on_their_way_have_so_much_room() {
     in_turn(async {
@@ -888,7 +890,8 @@ fn messages_on_their_way_have_so_much_room() {
     });
 }
 
-/// Its requests are sent and nothing is ever read: neither its streams nor the server's threads are held by it.
+/// Goal: a client that sends requests and never reads the answers holds up neither its own requests nor the server's
+/// threads.
 #[test]
 fn a_client_that_never_reads_holds_up_nobody() {
     in_turn(async {
@@ -911,7 +914,7 @@ fn a_client_that_never_reads_holds_up_nobody() {
         }
         let outcome = serving::generate(&mut client, text_request("alpha", "x", 300)).await;
         assert_eq!(outcome.ids().len(), 300, "{:?}", outcome.error);
-        // They are still connected.
+        // The clients that do not read are still connected.
         nothing_is_left_within(&served, Duration::from_secs(120)).await;
         drop(sent);
         nothing_is_left(&served).await;
@@ -923,10 +926,10 @@ async fn nothing_is_left_within(served: &Served, within: Duration) {
     nothing_is_left(served).await;
 }
 
-/// Goal: who sends its requests and then neither reads nor says that it is there keeps its connection no longer than
-/// that takes to notice, and its requests neither; others go on. Method: room for two connections, so that a third
-/// shows whether a place is free; once with what HTTP/2 lets it be sent, and once with so much on its way that nothing
-/// more can be sent, a question or a goodbye neither.
+/// Goal: a client that sends requests and then neither reads nor answers keepalive pings is disconnected within the
+/// keepalive timeout, its requests end, and others continue. Method: room for two connections, so that a third one
+/// shows whether a place has become free. Once with the default HTTP/2 windows, and once with so much unread data in
+/// transit that the server cannot send anything more, neither a ping nor a GOAWAY.
 #[test]
 fn a_client_that_neither_reads_nor_answers_is_cut_off() {
     in_turn(async {
@@ -945,7 +948,7 @@ fn a_client_that_neither_reads_nor_answers_is_cut_off() {
             raw.data(call, &raw::message(&questions(4000)[0]), true).await;
             served.busy("alpha/0", 2, 0).await;
             if flooded {
-                // Answers of tens of kilobytes each.
+                // Each answer has tens of kilobytes.
                 let symbol = MessageRequest::FileContainingSymbol("ostinato.v1.Ostinato".to_owned());
                 let asked = ServerReflectionRequest { message_request: Some(symbol), ..Default::default() };
                 for _ in 0..150 {

@@ -1,11 +1,11 @@
-//! Goal: sequences that share a device's steps know nothing of each other: what each draws is
-//! what it draws alone, bit for bit, however rows, buckets and chunks fall, and whoever leaves.
-//! Method: one replica with four slots on lavapipe; requests of every kind of sampling, alone
-//! and then all at once; too few pages for all, so that some are computed again. Kernels of other
-//! shapes (weights in fragments, many rows) sum in another order: there a token may differ, but only where two
-//! logits of the sequence alone are as near to each other as those orders are apart.
+//! Goal: sequences that share a device's decode steps do not affect each other. Each draws bit for bit the tokens that
+//! it draws alone, regardless of batch rows, buckets and prompt chunks, and of other sequences leaving the batch.
+//! Method: one replica with four slots on lavapipe; requests with every kind of sampling, first alone and then all at
+//! once; too few pages for all of them, so that some are preempted and recomputed. Kernels of other shapes (weights in
+//! fragment order, many rows) sum in a different order. With those a token may differ, but only where the two
+//! candidates' logits, in the sequence run alone, differ by no more than those orders of summation do.
 //!
-//! `OSTINATO_TEST_CHECKPOINT=DIR` runs the wide batch on another checkpoint, as on a GPU a large one.
+//! `OSTINATO_TEST_CHECKPOINT=DIR` runs the wide batch on another checkpoint, for example a large one on a GPU.
 
 mod common;
 mod harness;
@@ -32,14 +32,14 @@ fn serve_with(vulkan: &Vulkan, kv_pages: u32, prefix_cache: bool) -> Host {
     model.kv_pages = Some(kv_pages);
     model.kv_format = Some(KvFormat::F32);
     model.context = Some(128);
-    // Prompts take several chunks.
+    // Smaller than most prompts, so that they take several chunks.
     model.prefill_chunk = Some(8);
     model.prefix_cache = Some(prefix_cache);
     start_on(&vulkan.instance, &Config { models: vec![model], ..Config::default() }, &Quiet)
         .unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-/// Prompts of every length, every kind of sampling, outputs of different lengths.
+/// Returns requests that cover many prompt lengths, every kind of sampling and different output lengths.
 fn requests() -> Vec<Request> {
     let prompt = expected(CHECKPOINT).prompt;
     let hot = Sampling { temperature: 1.0, seed: Some(7), ..Sampling::default() };
@@ -77,7 +77,7 @@ fn sequences_draw_together_what_they_draw_alone() {
     let alone: Vec<Vec<u32>> = requests().into_iter().map(|request| generate(replica, request).tokens).collect();
     assert_ne!(alone[1], alone[0][..5], "sampling matters");
     for turn in 0..2 {
-        // In both orders, so that other rows meet.
+        // Both orders, so that different sequences share the batch.
         let mut order: Vec<usize> = (0..alone.len()).collect();
         if turn == 1 {
             order.reverse();
@@ -98,8 +98,9 @@ fn sequences_draw_together_what_they_draw_alone() {
     }
 }
 
-/// Four sequences of six pages each have twelve: some lose theirs and are computed again from
-/// their tokens, prompt and output in chunks, which must change nothing.
+/// Goal: a preempted sequence continues as if it had not been preempted. Method: six sequences of up to six pages each
+/// run in four slots with twelve pages in total. Some lose their pages, and their prompt and output tokens are computed
+/// again in chunks.
 #[test]
 fn sequences_that_lose_their_pages_go_on_as_if_they_had_not() {
     let vulkan = Vulkan::new();
@@ -115,16 +116,16 @@ fn sequences_that_lose_their_pages_go_on_as_if_they_had_not() {
         assert_eq!(generated.tokens, known.greedy, "request {index}");
         assert_eq!(generated.finished.reason, FinishReason::Length);
     }
-    // More prompt tokens ran than the prompts have.
+    // Recomputation means that more prompt tokens were run than the prompts contain.
     let prefilled: u32 =
         replica.steps(100_000).iter().filter(|step| step.phase == "prefill").map(|step| step.rows).sum();
     assert!(prefilled > 6 * known.prompt.len() as u32, "none was computed again: {prefilled} prompt tokens");
     idle(replica);
 }
 
-/// Goal: a prompt whose beginning is found in pages draws what it draws where nothing is found, whether the pages
-/// are of a sequence that has ended, of one that runs, or are written within the same step; and what is counted
-/// for penalties is counted all the same. Prompts end one before, at, and one behind the end of a page.
+/// Goal: a prompt whose prefix is found in cached pages gives the same output as without the prefix cache, whether the
+/// pages belong to a finished sequence, to a running one, or are written in the same step; and penalties count the
+/// cached tokens as well. Prompts end one token before a page boundary, at it and one token after it.
 #[test]
 fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
     let vulkan = Vulkan::new();
@@ -139,7 +140,7 @@ fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
         .map(|(index, length)| Request {
             id: format!("r{index}"),
             sampling: [Sampling::default(), penalties.clone(), hot.clone()][index % 3].clone(),
-            // The last fills the context.
+            // The last request runs to the end of the context.
             ..request(&tokens[..length], if index == 8 { 128 } else { 20 })
         })
         .collect();
@@ -156,7 +157,7 @@ fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
     let host = serve(&vulkan, 40);
     let replica = &host.replicas().next().unwrap();
     for turn in 0..2 {
-        // All at once, then each with all pages there.
+        // In the first turn the requests run together; in the second the pages of all of them are already cached.
         let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
         for ((ask, events), without) in asks.iter().zip(events).zip(&without) {
             let run = collect(&events);
@@ -170,27 +171,29 @@ fn prompts_that_find_their_beginning_draw_what_they_draw_without() {
         }
         idle(replica);
     }
-    // Another tenant finds nothing.
+    // A request with another cache salt finds no cached pages.
     let mut other = asks[4].clone();
     other.cache_salt = "other".into();
     let run = generate(replica, other);
     assert_eq!((run.finished.cached_tokens, &run.tokens), (0, &without[4]));
-    // What was generated is found by a longer prompt, too: the last of the requests went on to the context's end.
+    // Generated tokens are cached as well. The last request generated up to the end of the context, so a longer prompt
+    // finds them.
     let run = generate(replica, request(&tokens[..76], 5));
     assert_eq!(run.finished.cached_tokens, 64);
     assert_eq!(run.tokens, tokens[76..81], "greedy goes on as it went");
     idle(replica);
 }
 
-/// Streams of the wide batch and tokens of each, on a GPU and on a CPU: more tokens than it takes steps of prompts to take in
-/// all of them, or the first have ended when the last begin.
+/// Number of streams of the wide batch and tokens of each, on a GPU and on a CPU. The tokens outnumber the steps that
+/// all the prompts take, because otherwise the first streams have finished when the last begin to decode.
 const WIDE: [(u32, u32); 2] = [(40, 24), (20, 14)];
-/// How far apart logits of different kernels may be, of the root mean square of all: rows of large batches and prompts
-/// are rounded to bfloat16 (2^-9 of each value at every product), which moved logits by up to 8.2e-3 in norm on real
-/// shapes; single ones by some times that.
+/// The largest difference at which two logits count as tied, as a fraction of the root mean square of the step's
+/// logits. Kernels for large batches and for prompts round rows to bfloat16 (2^-9 of each value at every product). That
+/// moved the logits by up to 8.2e-3 in relative norm on real shapes, and single logits by several times as much.
 const TIE: f32 = 0.06;
 
-/// Goal: every stream of a batch of mixed lengths draws greedily what it draws alone, or parts from it at a tie.
+/// Goal: every stream of a batch of mixed prompt lengths draws greedily the tokens that it draws alone, or diverges
+/// from them at a tie.
 #[test]
 fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
     let vulkan = Vulkan::new();
@@ -203,7 +206,7 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
     model.context = Some(512);
     let mut config = Config { models: vec![model], ..Config::default() };
     if Driver::first() != Driver::Gpu {
-        // The blocks of a GPU's matrix units, by hand.
+        // Use the kernels for a GPU's matrix units, in the variant that multiplies the blocks without them.
         config.runtime.tune = vec!["fragments=1".into(), "flash_threads=64".into()];
     }
     let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
@@ -212,7 +215,7 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
     let ask = |index: u32| {
         let length = [1, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100][index as usize % 12] + index / 12;
         let prompt: Vec<u32> = (0..length).map(|at| (index * 7919 + at * 104_729 + 17) % vocabulary).collect();
-        // Nothing is found in pages: prompts are computed beside others.
+        // A salt per stream, so that no prompt finds cached pages and all are computed beside others.
         let salt = format!("{index}");
         Request { id: format!("w{index}"), cache_salt: salt, ..request(&prompt, tokens) }
     };
@@ -235,8 +238,9 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
     idle(replica);
 }
 
-/// Goal: sequences join, leave and are cancelled by the hundred, and some lose their pages, and nothing of them is left.
-/// Method: prompts that are beginnings of one greedy text, so that what each draws is known; pages for about two.
+/// Goal: when hundreds of sequences join, finish and are cancelled, and some lose their pages, nothing of them is left.
+/// Method: prompts that are prefixes of one greedy text, so that the expected output of each is known; pages for about
+/// two sequences.
 #[test]
 fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
     let vulkan = Vulkan::new();
@@ -257,7 +261,7 @@ fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
             .collect();
         let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
         for (index, ask) in asks.iter().enumerate().filter(|(index, _)| index % 4 == 3) {
-            // Some in the queue, some while they run.
+            // Some are aborted while they wait in the queue and some while they run.
             if index % 8 == 3 {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -298,7 +302,7 @@ fn an_aborted_sequence_leaves_the_others_as_they_are() {
     let known = expected(CHECKPOINT);
     let ask = |id: &str| submit(replica, Request { id: id.to_owned(), ..request(&known.prompt, 60) });
     let (first, leaving, last) = (ask("first"), ask("leaving"), ask("last"));
-    // Let it draw a little.
+    // Wait until it has drawn three tokens.
     let mut drawn = 0;
     while drawn < 3 {
         match leaving.recv_timeout(Duration::from_secs(60)).expect("it goes on") {
@@ -334,7 +338,7 @@ fn logits_and_log_probabilities_are_those_of_the_sequence_that_asked() {
         ..request(&known.prompt[..11], 12)
     };
     let alone = generate(replica, asks("alone"));
-    // Others hold the first rows when it comes.
+    // The others occupy the first batch rows when this request arrives.
     let others: Vec<_> =
         (0..3).map(|i| submit(replica, Request { id: format!("o{i}"), ..request(&known.prompt, 60) })).collect();
     let together = collect(&submit(replica, asks("together")));
@@ -353,7 +357,7 @@ fn logits_and_log_probabilities_are_those_of_the_sequence_that_asked() {
         assert_eq!(other.tokens, known.greedy[..60]);
         assert!(other.drawn.iter().all(|token| token.logits.is_none() && token.logprobs.is_none()), "not asked for");
     }
-    // A certain token has log probability 0, which is not the same as none.
+    // A token of probability 1 has log probability 0, which must be distinguishable from an absent value.
     let mut certain = request(&known.prompt, 6);
     certain.sampling.logit_bias = vec![(42, 1.0e4)];
     certain.logprobs = Some(0);

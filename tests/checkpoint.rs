@@ -1,5 +1,5 @@
-//! Checkpoints on disk: what `synth` writes is opened with the right list of weights, and what
-//! is broken is refused with every reason at once.
+//! Tests of checkpoints on disk: a checkpoint written by `synth` opens with the right list of weights, and a broken one
+//! is refused with all its problems at once.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,7 +17,7 @@ use ostinato::telemetry::with_causes;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// A config.json with keys replaced.
+/// Returns the config.json of a preset with some keys replaced.
 fn config(preset: &str, changes: Value) -> String {
     let mut config: Value = serde_json::from_str(&synth::preset(preset).unwrap()).unwrap();
     for (key, value) in changes.as_object().unwrap() {
@@ -55,7 +55,7 @@ fn edit(dir: &Path, file: &str, change: impl FnOnce(&mut Value)) {
     fs::write(path, value.to_string()).unwrap();
 }
 
-/// Rewrites the JSON header of a safetensors file, keeping its length by padding.
+/// Rewrites the JSON header of a safetensors file, padded to at least its old length.
 fn edit_header(path: &Path, change: impl FnOnce(&mut Value)) {
     let mut bytes = fs::read(path).unwrap();
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -68,7 +68,8 @@ fn edit_header(path: &Path, change: impl FnOnce(&mut Value)) {
     fs::write(path, bytes).unwrap();
 }
 
-/// The packed weight as a loader would make it, element by element, in f32.
+/// Returns a packed weight as f32, built element by element from its sources as the loader must do it. Panics if a row
+/// has no source or more than one.
 fn pack(spec: &WeightSpec) -> Vec<f32> {
     let mut packed = vec![f32::NAN; spec.elements() as usize];
     for source in &spec.sources {
@@ -93,7 +94,7 @@ fn pack(spec: &WeightSpec) -> Vec<f32> {
     packed
 }
 
-/// Every tensor by name through the safetensors crate: another reader than ours.
+/// Returns every tensor by name, read with the safetensors crate so that the reader is independent of ours.
 fn tensors(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut all = BTreeMap::new();
     for entry in fs::read_dir(dir).unwrap() {
@@ -137,7 +138,7 @@ fn weights_of_a_tied_qwen3() {
     assert_eq!(shape("layers.0.q_norm"), (64, 1, WeightKind::Vector, Dtype::F32));
     assert_eq!(shape("embed"), (512, 128, WeightKind::Matrix, Dtype::Bf16));
 
-    // Every row from its place, read by another reader.
+    // Every row is in its place, compared with what the independent reader gives.
     let raw = tensors(dir.path());
     let tensor = |name: &str| bf16(&raw[&format!("model.layers.1.{name}.weight")]);
     let stacked = [tensor("self_attn.q_proj"), tensor("self_attn.k_proj"), tensor("self_attn.v_proj")].concat();
@@ -181,13 +182,13 @@ fn weights_of_an_untied_llama_with_every_bias() {
     for spec in checkpoint.weights() {
         pack(spec);
     }
-    // One row of the embedding, all of the head.
+    // A token reads one row of the embedding and all of the LM head.
     let embed = find("embed").unwrap();
     assert_eq!(checkpoint.bytes_per_token(), checkpoint.weight_bytes() - embed.bytes() + 2 * 128);
     assert_eq!(checkpoint.config.dtype, Some(Dtype::F16));
 }
 
-/// Every packed weight by name, element by element.
+/// Returns every packed weight by name, built by [`pack`].
 fn packed(dir: &Path) -> BTreeMap<String, Vec<f32>> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let packed: BTreeMap<_, _> = checkpoint.weights().iter().map(|w| (w.name.clone(), pack(w))).collect();
@@ -195,7 +196,7 @@ fn packed(dir: &Path) -> BTreeMap<String, Vec<f32>> {
     packed
 }
 
-/// Writes a checkpoint anew with other tensors; all bf16.
+/// Replaces the checkpoint's weights file with one of these tensors, all of them bf16.
 fn rewrite(dir: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<u8>)>) {
     use safetensors::tensor::{Dtype, TensorView};
     let views = tensors
@@ -204,14 +205,14 @@ fn rewrite(dir: &Path, tensors: &BTreeMap<String, (Vec<usize>, Vec<u8>)>) {
     safetensors::serialize_to_file(views, None, &dir.join("model.safetensors")).unwrap();
 }
 
-/// Every tensor by name with its shape.
+/// Returns every tensor by name with its shape and bytes.
 fn shaped(dir: &Path) -> BTreeMap<String, (Vec<usize>, Vec<u8>)> {
     let bytes = fs::read(dir.join("model.safetensors")).unwrap();
     let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     read.tensors().into_iter().map(|(name, view)| (name, (view.shape().to_vec(), view.data().to_vec()))).collect()
 }
 
-/// Rows `from` to `to` of a matrix of `cols` columns.
+/// Returns rows `from..to` of a matrix with `cols` columns.
 fn rows(matrix: &[f32], from: usize, to: usize, cols: usize) -> Vec<f32> {
     matrix[from * cols..to * cols].to_vec()
 }
@@ -239,18 +240,19 @@ fn weights_of_a_hybrid() {
     expected.extend(attention.iter().chain(&mlp).chain(&further).map(|part| format!("mtp.{part}")));
     assert_eq!(packed.keys().cloned().collect::<BTreeSet<_>>(), expected);
 
-    // Projections one below the other; hidden is 128, 2 key heads and 4 value heads of 32 dimensions.
+    // The input projections are stacked in the order qkv, z, b, a. The hidden size is 128; there are 2 key heads and 4
+    // value heads of 32 dimensions.
     let tensor = |name: &str| bf16(&raw[&format!("model.language_model.layers.{name}")]);
     let parts = ["qkv", "z", "b", "a"].map(|part| tensor(&format!("1.linear_attn.in_proj_{part}.weight")));
     assert_eq!(parts.each_ref().map(|p| p.len() / 128), [256, 128, 4, 4]);
     assert_eq!(packed["layers.1.in_proj"], parts.concat());
-    // Channel after channel, tap after tap, as they lie.
+    // The convolution keeps the checkpoint's layout [channel][tap].
     assert_eq!(packed["layers.1.conv"].len(), 256 * 4);
     assert_eq!(packed["layers.1.conv"], tensor("1.linear_attn.conv1d.weight"));
     assert_eq!(packed["layers.1.a_log"], tensor("1.linear_attn.A_log"));
     assert_eq!(packed["layers.1.dt_bias"], tensor("1.linear_attn.dt_bias"));
     assert_eq!(packed["layers.1.o"], tensor("1.linear_attn.out_proj.weight"));
-    // The gated norm alone is stored as it is used.
+    // The gated norm is stored as the factor that is applied; all other norms of this family are stored minus one.
     assert_eq!(packed["layers.1.delta_norm"], tensor("1.linear_attn.norm.weight"));
     assert_eq!(packed["layers.1.attn_norm"], one_more(&tensor("1.input_layernorm.weight")));
     assert_eq!(packed["layers.3.mlp_norm"], one_more(&tensor("3.post_attention_layernorm.weight")));
@@ -258,7 +260,8 @@ fn weights_of_a_hybrid() {
     assert_eq!(packed["layers.3.k_norm"], one_more(&tensor("3.self_attn.k_norm.weight")));
     assert_eq!(packed["final_norm"], one_more(&bf16(&raw["model.language_model.norm.weight"])));
 
-    // Of each of the 4 heads of 64 the query, then keys, values, and of each head the gate.
+    // The rows of `qkv` are the queries of the 4 heads of 64 dimensions, then keys, values and the heads' gates. In the
+    // checkpoint each head's gate follows its query.
     let q = tensor("3.self_attn.q_proj.weight");
     let mut qkv: Vec<f32> = (0..4).flat_map(|head| rows(&q, 128 * head, 128 * head + 64, 128)).collect();
     qkv.extend(tensor("3.self_attn.k_proj.weight"));
@@ -301,7 +304,7 @@ fn hybrids_under_every_name_and_without_further_tokens() {
     }
     let below = |name: &str| Some(if name.starts_with("mtp.") { format!("model.{name}") } else { name.to_owned() });
     assert_eq!(renamed(&below), reference);
-    // Tensors of what we do not read are no trouble.
+    // Tensors that the model does not use are ignored.
     let mut more = all.clone();
     more.insert("model.visual.blocks.0.norm1.weight".to_owned(), (vec![4], vec![0; 8]));
     rewrite(dir.path(), &more);
@@ -311,7 +314,7 @@ fn hybrids_under_every_name_and_without_further_tokens() {
     assert!(without.keys().all(|name| !name.starts_with("mtp.")) && without.len() < reference.len());
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     assert_eq!((checkpoint.has_mtp(), checkpoint.config.mtp_layers), (false, 1));
-    // A part of them is an error: what is missing is named.
+    // An incomplete set of `mtp.` tensors is an error that names the missing tensor.
     rewrite(
         dir.path(),
         &all.iter().filter(|(n, _)| *n != "mtp.norm.weight").map(|(n, t)| (n.clone(), t.clone())).collect(),
@@ -319,15 +322,16 @@ fn hybrids_under_every_name_and_without_further_tokens() {
     assert_eq!(problems(dir.path()), [CheckpointProblem::MissingTensor { tensor: "mtp.norm.weight".into() }]);
 }
 
-/// Goal: a router, experts and a shared one from where they lie, and the numbers an operator sees. Also: one by one
-/// and all in one tensor are the same.
+/// Goal: the router, the experts and the shared expert are read from the right tensors, and the parameter and byte
+/// counts that an operator sees are correct. Experts in one tensor per expert and experts in one fused tensor give the
+/// same weights.
 #[test]
 fn experts_one_by_one_and_fused() {
     let dir = written(&synth::preset("tiny-qwen3.5-moe").unwrap(), SynthOptions::default());
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let (all, fused) = (shaped(dir.path()), packed(dir.path()));
     let tensor = |name: &str| bf16(&all[&format!("model.language_model.layers.2.mlp.{name}")].1);
-    // 8 experts of 64 and a shared one of 96 at a width of 128.
+    // 8 experts with an intermediate size of 64 and a shared expert of 96; the hidden size is 128.
     assert_eq!(fused["layers.2.router"], [tensor("gate.weight"), tensor("shared_expert_gate.weight")].concat());
     let both = tensor("experts.gate_up_proj");
     let interleaved: Vec<f32> = (0..8)
@@ -347,7 +351,8 @@ fn experts_one_by_one_and_fused() {
     assert_eq!(shape("mtp.experts.down"), (8 * 128, 64, WeightKind::Matrix, Dtype::Bf16));
     assert_eq!(shape("layers.0.router"), (9, 128, WeightKind::Matrix, Dtype::Bf16));
 
-    // 2 of 8 experts in 4 layers; no further tokens' block; of the untied embedding a row.
+    // A token reads 2 of 8 experts in each of 4 layers, nothing of the multi-token prediction block, and one row of the
+    // untied embedding.
     let of_experts = 4 * 8 * 3 * 64 * 128u64;
     let main: Vec<&WeightSpec> = checkpoint.weights().iter().filter(|w| !w.is_mtp()).collect();
     let elements: u64 = main.iter().map(|w| w.elements()).sum();
@@ -396,12 +401,12 @@ fn experts_beside_dense_layers() {
     let down: Vec<f32> =
         (0..8).flat_map(|e| bf16(&raw[&format!("model.layers.2.mlp.experts.{e}.down_proj.weight")])).collect();
     assert_eq!(packed["layers.2.experts.down"], down);
-    // Norms of this family are stored as they are used.
+    // Norms of this model family are stored as the factor that is applied.
     assert_eq!(packed["layers.0.attn_norm"], bf16(&raw["model.layers.0.input_layernorm.weight"]));
 }
 
-/// Goal: projections grouped by key head, as Qwen3-Next has them, and one below the other are the same. Method: the
-/// groups are taken apart by the definition and written the other way.
+/// Goal: projections grouped by key head, as in Qwen3-Next, and separate projections give the same packed weights.
+/// Method: the test splits the groups as the format defines them and writes the parts as separate tensors.
 #[test]
 fn grouped_and_separate_projections() {
     let dir = written(&synth::preset("tiny-qwen3-next").unwrap(), SynthOptions::default());
@@ -413,7 +418,7 @@ fn grouped_and_separate_projections() {
         let name = |part: &str| format!("model.layers.{layer}.linear_attn.in_proj_{part}.weight");
         let (_, qkvz) = separate.remove(&name("qkvz")).unwrap();
         let (_, ba) = separate.remove(&name("ba")).unwrap();
-        // Of every group the rows from `from` on.
+        // Returns `rows` rows of every group, starting at row `from` of the group.
         let take = |bytes: &[u8], of_group: usize, from: usize, rows: usize| -> Vec<u8> {
             let groups = bytes.chunks(of_group * row);
             groups.flat_map(|group| group[from * row..(from + rows) * row].to_vec()).collect()
@@ -436,7 +441,7 @@ fn grouped_and_separate_projections() {
     rewrite(dir.path(), &separate);
     assert_eq!(packed(dir.path()), grouped);
     assert!(Checkpoint::open(dir.path()).unwrap().has_mtp());
-    // Where neither is there, the family's own are asked for.
+    // If neither form is present, the missing tensors are reported in the form that is native to the family.
     separate.retain(|name, _| !name.contains("layers.0.linear_attn.in_proj"));
     rewrite(dir.path(), &separate);
     let missing = |part: &str| CheckpointProblem::MissingTensor {
@@ -491,7 +496,7 @@ fn names_without_the_prefix_and_mixed_formats() {
     edit_header(&path, |header| {
         let mut renamed = serde_json::Map::new();
         for (name, mut entry) in header.as_object().unwrap().clone() {
-            // f16 and bf16 are equally long.
+            // f16 and bf16 elements have the same size, so the data need not change.
             if name == "model.layers.0.self_attn.k_proj.weight" || name == "model.layers.1.mlp.down_proj.weight" {
                 entry["dtype"] = "F16".into();
             }
@@ -528,7 +533,7 @@ fn a_truncated_shard_is_refused_with_both_numbers() {
     file.set_len(whole - 1).unwrap();
     let expected = CheckpointProblem::Truncated { path: path.clone(), needs: whole, has: whole - 1 };
     assert_eq!(problems(dir.path()), [expected]);
-    // Cut within the header, and before it.
+    // Cut within the header and within its length field.
     for has in [100, 5] {
         file.set_len(has).unwrap();
         let found = problems(dir.path());
@@ -652,7 +657,7 @@ fn progress_reaches_the_end_and_nothing_is_overwritten() {
     let again = synth::write(&text, dir.path(), &SynthOptions::default(), &mut |_, _| {}).unwrap_err();
     assert!(matches!(again, SynthError::Occupied(_)), "{again}");
 
-    // A shard that cannot be made takes back those that were.
+    // If a shard cannot be created, the shards already written are removed.
     let dir = TempDir::new().unwrap();
     fs::create_dir(dir.path().join("model-00002-of-00008.safetensors")).unwrap();
     let options = SynthOptions { shard_bytes: 300_000, ..SynthOptions::default() };
@@ -661,7 +666,8 @@ fn progress_reaches_the_end_and_nothing_is_overwritten() {
     assert!(!dir.path().join("model-00001-of-00008.safetensors").exists());
 }
 
-/// What a reader says of a folder, if it says so in time: a pipe could be waited for without end.
+/// Returns the error texts of the checkpoint reader and the tokenizer loader for a folder, empty where they succeed.
+/// Panics after 20 seconds, because a reader that opens a pipe could block forever.
 fn said_of(dir: &Path) -> (String, String) {
     let (said, heard) = std::sync::mpsc::channel();
     let dir = dir.to_owned();
@@ -673,9 +679,9 @@ fn said_of(dir: &Path) -> (String, String) {
     heard.recv_timeout(Duration::from_secs(20)).expect("it waits for the other end of a pipe")
 }
 
-/// Goal: nothing in a model's folder holds up a load or is read without end, and a file that is not there counts as
-/// absent only where nothing has its name. Method: in the place of each file stand a pipe, a device, a folder, a link to
-/// nothing, and a file of a terabyte that takes no room.
+/// Goal: nothing in a model's folder can block a load or be read without end, and a file counts as absent only if no
+/// directory entry has its name. Method: each file is replaced in turn by a named pipe, a device, a folder, a dangling
+/// link and a sparse file of one terabyte.
 #[test]
 fn what_is_no_regular_file_of_a_sane_size_is_refused_by_name() {
     const MODEL: [&str; 4] = ["config.json", "generation_config.json", "model.safetensors.index.json", "SHARD"];
@@ -711,7 +717,7 @@ fn what_is_no_regular_file_of_a_sane_size_is_refused_by_name() {
             assert!(says(&checkpoint) || !MODEL.contains(&name) && !weights, "{name}, {wanted}: {checkpoint}");
             assert!(says(&text) || !of_text, "{name}, {wanted}: {text}");
         }
-        // What may be absent is, once nothing has its name.
+        // With the directory entry removed, an optional file counts as absent.
         fs::remove_file(&path).unwrap();
         if name == "generation_config.json" || of_text {
             assert_eq!(said_of(dir.path()), (String::new(), String::new()), "{name}");

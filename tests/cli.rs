@@ -1,5 +1,5 @@
-//! The program as scripts see it: its JSON, its exit statuses, and that a generation in
-//! process and one against a server say the same. On a CPU driver, with the embedded model.
+//! Tests of the program as scripts use it: its JSON output, its exit statuses, and that generation in process and
+//! through a server give the same result. Runs on a CPU driver with the embedded demo model.
 
 mod common;
 
@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 fn ostinato(arguments: &[&str]) -> Command {
-    // The drivers are chosen through the environment, which the program inherits.
+    // The program inherits the environment variables that select the drivers.
     common::layer();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
     command.args(arguments).stdin(Stdio::null());
@@ -21,7 +21,7 @@ fn run(arguments: &[&str]) -> Output {
     ostinato(arguments).output().unwrap()
 }
 
-/// The UUID of lavapipe, as `devices` tells it.
+/// Returns the UUID of lavapipe as `devices --json` reports it.
 fn cpu() -> &'static str {
     static UUID: OnceLock<String> = OnceLock::new();
     UUID.get_or_init(|| {
@@ -46,7 +46,8 @@ fn events(output: &Output) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// What does not depend on time: the device, the tokens, the text, the reason, the usage.
+/// Returns the parts of a generation that do not depend on time: the device, the token ids (followed by the prompt's
+/// scores), the text, the finish reason and the usage.
 fn essence(events: &[Value]) -> (Value, Vec<Value>, String, Value, Value) {
     let (first, rest) = events.split_first().unwrap();
     let (last, deltas) = rest.split_last().unwrap();
@@ -67,7 +68,7 @@ fn essence(events: &[Value]) -> (Value, Vec<Value>, String, Value, Value) {
     (first["device"].clone(), ids, text, last["reason"].clone(), last["usage"].clone())
 }
 
-/// A server that ends with its test.
+/// A server process that is killed when the test ends.
 struct Server {
     child: Child,
     address: String,
@@ -84,7 +85,7 @@ impl Server {
         Server { address: address.trim().to_owned(), child }
     }
 
-    /// SIGTERM, and the status that it ends with.
+    /// Sends SIGTERM and returns the exit status.
     fn stop(mut self) -> Option<i32> {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
@@ -129,14 +130,14 @@ fn in_process_and_against_a_server_are_the_same() {
         for key in ["submits", "dispatches", "barriers", "enqueue_us"] {
             assert!(last["per_token"][key].as_f64().unwrap() > 0.0, "{key} in {last}");
         }
-        // None where the host comes late to every point.
+        // It is 0 if every point has already been reached when the host looks at it.
         assert!((0.0..=1.0).contains(&last["per_token"]["host_waits"].as_f64().unwrap()), "{last}");
         assert_eq!(last["per_token"]["descriptor_updates"], 0.0);
         assert_eq!(last["per_token"]["transfer_submits"], 0.0);
         assert!(last["per_token"]["submits"].as_f64().unwrap() <= 1.0);
     }
 
-    // Text goes to standard output and the table to the other.
+    // The text goes to standard output and the table to standard error.
     let output = run(&["generate", "--server", &server.address, "--chat", "Say hi.", "--max-tokens", "5"]);
     assert!(output.status.success());
     assert!(!output.stdout.is_empty() && output.stdout.ends_with(b"\n"));
@@ -145,7 +146,7 @@ fn in_process_and_against_a_server_are_the_same() {
         assert!(table.contains(row), "{row} in {table}");
     }
 
-    // What a server refuses has the same status as what is refused here.
+    // A request that the server refuses gives the same exit status as one refused in process.
     for (arguments, words) in [
         (&["--tokens", "1000000"][..], "token 1000000"),
         (&["--prompt", "x", "--top-p", "2"], "top_p"),
@@ -165,7 +166,7 @@ fn in_process_and_against_a_server_are_the_same() {
     assert_eq!(server.stop(), Some(0), "SIGTERM ends it cleanly");
 }
 
-/// Rows of `bench --json`.
+/// Runs `bench --json` and returns its rows.
 #[track_caller]
 fn rows(arguments: &[&str]) -> Vec<Value> {
     let all: Vec<&str> = ["bench", "--json"].iter().chain(arguments).copied().collect();
@@ -203,15 +204,15 @@ fn load_on_a_server_is_measured_as_its_clients_see_it() {
         assert_eq!((&replicas[0]["replica"], &replicas[0]["requests"]), (&"demo/0".into(), &requests.into()));
         assert_eq!(replicas[0]["uuid"], cpu());
     }
-    // One request after the other: the later four find the two pages that all begin with.
+    // The requests run one after the other, so the last four find the two shared pages in the prefix cache.
     assert_eq!(streams[0]["cached_tokens"], 4 * 32, "{}", streams[0]);
     assert_eq!(rate[0]["cached_tokens"], 0);
-    // A stream that decodes alone: its window is from its first token to its last.
+    // A single stream: the decode window is from its first token to its last.
     let alone = &streams[0];
     assert!(alone["decode_tokens_per_second"].as_f64().unwrap() > 0.0, "{alone}");
     assert_eq!(rate[0]["decode_tokens_per_second"], Value::Null);
 
-    // What cannot be asked is refused before anything is sent.
+    // Invalid arguments are refused before any request is sent.
     for (arguments, words) in [
         (&["--served-model", "other"][..], "served are demo"),
         (&["--prompt", "100000"], "context"),
@@ -265,7 +266,7 @@ fn logits_are_written_one_row_a_step() {
     let logits = tensors.tensor("logits").unwrap();
     let [steps, vocabulary] = logits.shape() else { panic!("{:?}", logits.shape()) };
     assert_eq!(*steps, ids.len());
-    // Greedy: the token of a step is its row's largest.
+    // Sampling is greedy, so each step's token is the one with the largest logit.
     let values: Vec<f32> = logits.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
     for (row, id) in values.chunks_exact(*vocabulary).zip(&ids) {
         let most = (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
@@ -303,12 +304,12 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         assert!(errors.contains(words), "{arguments:?}: {errors}");
         assert!(output.stdout.is_empty());
     }
-    // Nobody there: not a matter of arguments.
+    // An unreachable server is not an error in the arguments, so the status is 1.
     let output = run(&["generate", "--prompt", "x", "--server", "127.0.0.1:1"]);
     assert_eq!(output.status.code(), Some(1));
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 #[track_caller]
 fn until(what: &str, holds: impl Fn() -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
@@ -374,28 +375,28 @@ fn models_are_loaded_and_a_changed_configuration_is_taken_up_while_a_stream_goes
         assert!(Command::new("kill").args(["-HUP", &id]).status().unwrap().success());
     };
     let said = |words: &str| std::fs::read_to_string(&log).unwrap().contains(words);
-    // A file with problems changes nothing, and all of them are told.
+    // A configuration with problems changes nothing, and every problem is reported.
     write("[server]\nqueue_limit = 0\ndrain_seconds = -1\n");
     hang_up();
     until("the problems are told", || said("server.queue_limit must") && said("server.drain_seconds must"));
-    // One goes, one comes, one changes; what cannot change is named.
+    // The model `other` is renamed to `third` and the model `new` is added. The address in the file changes as well.
     let second = format!("[server]\nlisten = \"127.0.0.1:1\"\n{}{}", first.replace("other", "third"), model("new", ""));
     write(&second);
     hang_up();
     until("the configuration is in force", || said("the configuration is in force"));
     assert_eq!(states(), ["demo serving", "third unloaded", "new serving"]);
-    // `--listen` wins over the file, so that nothing has changed there.
+    // `--listen` overrides the file, so the effective address has not changed and is not reported.
     assert!(!said("server.listen stays"));
     write(&second.replace("[server]", "[telemetry]\nlog = \"debug\"\n[server]"));
     hang_up();
     until("what stays is named", || said("telemetry.log stays \"info\": \"debug\" takes a new start"));
-    // The stream says what one says that is alone. On a fast machine it has ended.
+    // The stream's tokens equal those of the same request run alone. On a fast machine the stream has already ended.
     let _ = stream.kill();
     let said = String::from_utf8(stream.wait_with_output().unwrap().stdout).unwrap();
     let tokens = |lines: &mut dyn Iterator<Item = Value>| -> Vec<Value> {
         lines.filter_map(|event| Some(event.get("token_ids")?.as_array()?.clone())).flatten().collect()
     };
-    // The last line may have been cut.
+    // The process was killed, so the last line may be incomplete.
     let said = tokens(&mut said.lines().map_while(|line| serde_json::from_str(line).ok()));
     let some = said.len().min(100);
     assert!(some > 0);

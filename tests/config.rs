@@ -1,5 +1,5 @@
-//! The boundary between what an operator writes and `Config`: the example, every problem at
-//! once with key, rule and value, and which source wins.
+//! Tests of `Config` and its sources: the example file is valid, all problems are reported at once with key, rule and
+//! value, and the sources override each other in the documented order.
 
 use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Sources, from_sources, tokens};
 use std::path::{Path, PathBuf};
@@ -42,7 +42,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(config.models.len(), 1);
     assert_eq!(config.models[0].path, PathBuf::from("embedded:demo"));
 
-    // `# key = value`, `# [[models]]`, `#   { … }`, `# ]` and `# # comment` lose one `# `.
+    // Uncomments the example: `# key = value`, `# [[models]]`, `#   { … }`, `# ]` and `# # comment` lose one `# `.
     let uncommented: String = std::fs::read_to_string(path)
         .unwrap()
         .lines()
@@ -68,7 +68,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
     assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));
-    // The defaults that the comments show are the defaults.
+    // The values in the example's comments are the default values.
     let server = config.server;
     assert_eq!(server.client_limit, Some(32));
     let (tls, tokens) = (server.tls.clone(), server.tokens.clone());
@@ -141,10 +141,10 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert_eq!(find("models[1].memory_limit").value.as_deref(), Some("\"lots\""));
     assert_eq!(find("models[1].context").value.as_deref(), Some("0"));
     assert_eq!(problems.len(), 16, "{problems:#?}");
-    // Where a value came from is said.
+    // The problem names the source of the value.
     let source = find("server.drain_seconds").source.as_deref().unwrap();
     assert!(source.ends_with("ostinato.toml"), "{source}");
-    // And the whole is one readable error.
+    // The problems together are one readable error message.
     let text = ConfigError::Problems(problems.clone()).to_string();
     assert!(text.starts_with("the configuration has 16 problems:\n  "), "{text}");
 }
@@ -159,7 +159,7 @@ fn what_concerns_recurrent_state_and_drafts_is_read_and_left_to_the_engine_where
     assert_eq!((left_out.snapshots, left_out.drafts, left_out.drafts_always), (None, None, None));
     let said = model("snapshots = 12\ndrafts = 2\ndrafts_always = true\n");
     assert_eq!((said.snapshots, said.drafts, said.drafts_always), (Some(12), Some(2), Some(true)));
-    // None of either is a choice, too.
+    // Zero is a valid choice for both.
     let none = model("snapshots = 0\ndrafts = 0\ndrafts_always = false\n");
     assert_eq!((none.snapshots, none.drafts, none.drafts_always), (Some(0), Some(0), Some(false)));
     assert_eq!(said.path, PathBuf::from("demo-hybrid"), "a model of the program is not beside the file");
@@ -275,7 +275,7 @@ fn the_admin_endpoint_has_an_address_of_its_own_or_none() {
     assert_eq!(listen("[admin]\nlisten = \"off\"").unwrap(), None);
     assert_eq!(listen("[admin]\nlisten = \"[::1]:0\"").unwrap().as_deref(), Some("[::1]:0"));
     assert!(listen("[admin]\nlisten = \"0.0.0.0:9464\"\ninsecure = true").is_ok());
-    // Port 0 is another one each time.
+    // Port 0 requests a free port, so two endpoints may both say 0.
     assert!(listen("[server]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"127.0.0.1:0\"").is_ok());
     assert!(listen("[server]\nlisten = \"127.0.0.2:77\"\n[admin]\nlisten = \"127.0.0.1:77\"").is_ok());
     for (text, value, rule) in [
@@ -295,7 +295,7 @@ fn the_admin_endpoint_has_an_address_of_its_own_or_none() {
     assert_eq!(problems("[admin]\nport = 1")[0].key, "admin.port");
     assert_eq!(problems("admin = \"off\"")[0].rule, "must be a table");
 
-    // What is given to the program goes over the file, and `--insecure` is said of both endpoints.
+    // Arguments of the program override the file, and `--insecure` applies to both endpoints.
     let (_folder, mut sources) = write("[admin]\nlisten = \"127.0.0.1:1\"");
     sources.admin = Some("off".to_owned());
     assert_eq!(from_sources(&sources).unwrap().admin.listen, None);
@@ -343,7 +343,8 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
     assert!(error.contains("models[4].name must differ from models[3].name"), "{error}");
 }
 
-/// Method: a child process, as the environment of this one is shared by all tests.
+/// Goal: environment variables override the file. Method: a child process reads the configuration, because this
+/// process's environment is shared by all tests.
 #[test]
 fn the_environment_goes_over_the_file() {
     const CHILD: &str = "CONFIG_TEST_CHILD";

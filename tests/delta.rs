@@ -1,16 +1,16 @@
-//! Goal: the kernels of the gated delta rule mean what their `reference()` says, by hand on both CPU drivers and by
-//! matrix units too on a GPU that has them; the reference means what the recurrence says, token by token; and a
-//! prompt leaves what its tokens one by one would.
-//! Method: seeded inputs on awkward shapes. States, windows, rows and outputs hold NaN wherever a kernel must not
-//! read, and what it must not write must stay as it was. The recurrence is computed here in f64 from the inputs.
+//! Goal: the kernels of the gated delta rule match their `reference()`, with plain multiplication on both CPU drivers
+//! and also on matrix units on a GPU that has them; the reference matches the recurrence evaluated token by token; and
+//! a prompt processed in blocks leaves the same state as its tokens processed one by one. Method: seeded inputs with
+//! awkward shapes. States, convolution windows, rows and outputs hold NaN wherever a kernel must not read, and words
+//! that a kernel must not write must stay unchanged. The recurrence is computed here in f64 from the inputs.
 //!
-//! Tolerances: sums of up to 128 products, and outputs that are scaled to a root mean square near 1: 2e-5 for
-//! single tokens as for the other kernels. A prompt's rows pass through matrices that are inverted and multiplied;
-//! by hand 1e-4 is above twenty times what was found. On matrix units each operand is two bfloat16, right to
-//! 2^-17 of itself, not 2^-24, and the largest differences grow as much: to 1.4e-4 with usual gates and 3.6e-4 where
-//! nothing ever decays and outputs are small differences of large terms; their root mean squares are 3.3e-6 and
-//! 2.2e-5. 6e-4 and 5e-5 are allowed. A block that is missed or a decay that is not applied moves outputs by 1e-2
-//! and more.
+//! Tolerances: sums have up to 128 products, and outputs are scaled to a root mean square near 1. Single tokens may
+//! differ by 2e-5, as for the other kernels. The rows of a prompt pass through matrices that are inverted and
+//! multiplied. Without matrix units 1e-4 is allowed, which is more than twenty times the largest difference found. On
+//! matrix units each operand is a pair of bfloat16 values, with a relative error of 2^-17 instead of 2^-24, and the
+//! largest differences grow in proportion: to 1.4e-4 with usual gates, and to 3.6e-4 where nothing ever decays and the
+//! outputs are small differences of large terms. The root mean squares are 3.3e-6 and 2.2e-5. The limits are 6e-4 and
+//! 5e-5. A missing block or a decay that is not applied changes outputs by 1e-2 and more.
 
 mod common;
 mod harness;
@@ -32,7 +32,7 @@ use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
 use ostinato::kernels::tiled::{Packed, token_index};
 use ostinato::memory::pack::Format;
 
-/// See the head of the file.
+/// Tolerances, explained at the top of the file.
 const STEP: f32 = 2e-5;
 const PROMPT: f32 = 1e-4;
 const PARTS: f32 = 6e-4;
@@ -44,29 +44,30 @@ fn heads(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
     DeltaHeads { key, value, key_dim, value_dim }
 }
 
-/// Of each kind of dimension and group; each is some pipelines, which SwiftShader takes seconds to make.
+/// Returns head shapes that cover each kind of dimension and of grouping. Each shape needs several pipelines, which
+/// take SwiftShader seconds to compile.
 fn shapes() -> [DeltaHeads; 5] {
     [heads(1, 1, 16, 16), heads(2, 4, 32, 16), heads(1, 3, 48, 32), heads(1, 2, 128, 128), heads(2, 2, 16, 48)]
 }
 
-/// How a device can multiply.
+/// Returns the implementations of the matrix product that a device supports.
 fn ways(bench: &Bench) -> Vec<Matrices> {
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::Bf16, accumulator: Component::F32 };
     let units = bench.device.adapter().capabilities.matrix_shapes.contains(&shape);
     if units { vec![Matrices::ByHand, Matrices::Cooperative] } else { vec![Matrices::ByHand] }
 }
 
-/// What a prompt's outputs and states may differ by.
+/// Returns the tolerance for a prompt's outputs and states.
 fn limit(matrices: Matrices) -> f32 {
     if matrices == Matrices::ByHand { PROMPT } else { PARTS }
 }
 
-/// How strongly tokens decay and write.
+/// How strongly tokens decay the state and write to it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Gates {
-    /// Some of each.
+    /// Moderate values of α and β.
     Usual,
-    /// α = 0, now and then one that keeps all.
+    /// α = 0, and α = 1 for one head and token in eight.
     Strong,
     /// α = 1, β = 1.
     None,
@@ -74,7 +75,7 @@ enum Gates {
     Closed,
 }
 
-/// A layer's weights.
+/// The weights of a layer.
 struct Layer {
     heads: DeltaHeads,
     stride: u32,
@@ -97,7 +98,7 @@ impl Layer {
         }
     }
 
-    /// A token's row of the projection.
+    /// Returns a token's row of the input projection.
     fn token(&self, random: &mut Random, gates: Gates) -> Vec<f32> {
         let h = self.heads;
         let mut row: Vec<f32> = random.floats((h.projected() - 2 * h.value) as usize).iter().map(|v| 2.0 * v).collect();
@@ -117,7 +118,7 @@ impl Layer {
         (0..count).map(|_| self.token(random, gates)).collect()
     }
 
-    /// Rows in memory, poison behind each.
+    /// Returns the rows as they lie in memory, each padded with poison to the stride.
     fn rows(&self, tokens: &[Vec<f32>]) -> Vec<f32> {
         let mut out = Vec::new();
         for token in tokens {
@@ -128,12 +129,12 @@ impl Layer {
     }
 }
 
-/// A sequence as the recurrence has it.
+/// A sequence's state as the recurrence defines it.
 #[derive(Clone)]
 struct Sequence {
-    /// `[value head][key dim][value dim]`.
+    /// The recurrent state, `[value head][key dim][value dim]`.
     state: Vec<f64>,
-    /// u of every token so far.
+    /// The convolution's input u of every token so far.
     past: Vec<Vec<f32>>,
 }
 
@@ -146,7 +147,7 @@ impl Sequence {
         x / (1.0 + (-x).exp())
     }
 
-    /// One token: its output, `[value head][value dim]`.
+    /// Processes one token and returns its output, `[value head][value dim]`.
     fn step(&mut self, layer: &Layer, row: &[f32]) -> Vec<f64> {
         let DeltaHeads { key, value, key_dim, value_dim } = layer.heads;
         let channels = layer.heads.channels() as usize;
@@ -197,7 +198,7 @@ impl Sequence {
     }
 }
 
-/// Cells' memory.
+/// The memory of all cells: recurrent states and convolution windows.
 struct Cells {
     heads: DeltaHeads,
     state: Vec<f32>,
@@ -205,13 +206,13 @@ struct Cells {
 }
 
 impl Cells {
-    /// All of it poison.
+    /// Returns cells that contain only poison.
     fn new(heads: DeltaHeads) -> Cells {
         let poison = |bytes: u64| vec![f32::from_bits(POISON); bytes as usize / 4];
         Cells { heads, state: poison(heads.state_bytes(CELLS)), window: poison(heads.window_bytes(CELLS)) }
     }
 
-    /// A cell holds a sequence: its state and the last three inputs, and nothing more.
+    /// Writes a sequence's state and its last three convolution inputs into a cell, and nothing else.
     fn put(&mut self, cell: u32, sequence: &Sequence) {
         let (size, channels) = (sequence.state.len(), self.heads.channels() as usize);
         if sequence.past.is_empty() {
@@ -226,7 +227,7 @@ impl Cells {
         }
     }
 
-    /// Whether a cell holds a sequence.
+    /// Checks that a cell holds a sequence's state and its last three convolution inputs.
     fn check(&self, memory: &HostMemory, (state, window): (Range, Range), cell: u32, sequence: &Sequence, limit: f64) {
         let size = sequence.state.len();
         for (i, wanted) in sequence.state.iter().enumerate() {
@@ -242,7 +243,7 @@ impl Cells {
     }
 }
 
-/// How a step's rows are read and written.
+/// How a step reads and writes its rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Form {
     Rows,
@@ -250,7 +251,7 @@ enum Form {
     Tagged,
 }
 
-/// No tag of an operand, and not that of poison.
+/// The tags of input and output. They differ from the tag of every other operand and from that of poison.
 const TAGS: [u32; 2] = [3, 77];
 
 fn step_args(
@@ -284,7 +285,7 @@ fn step_args(
     }
 }
 
-/// Rows of several sequences at several positions, and rows without one between them.
+/// Tests one step with rows of several sequences at several positions, and with rows without a sequence between them.
 fn step_cases(form: Form) {
     let mut cases = Cases::new(&format!("delta_step {form:?}"));
     let mut random = Random(61);
@@ -319,7 +320,7 @@ fn step_cases(form: Form) {
                 sequences.push(None);
             }
         }
-        // What the cell holds is rounded to f32, and so is where the formula begins.
+        // The cell holds the state rounded to f32, so the recurrence starts from the rounded state.
         for (sequence, row) in sequences.iter_mut().zip(&rows) {
             if let Some(sequence) = sequence
                 && row[1] > 0
@@ -334,7 +335,7 @@ fn step_cases(form: Form) {
         let (count, width) = (rows.len() as u32, heads.output());
         let y = match form {
             Form::Packed => {
-                // A value may be rounded the other way.
+                // A value near the middle of two bfloat16 values may be rounded the other way.
                 cases.output("y", Packed::bytes(count, width) as usize / 4, Expect::Bfloats(2f32.powi(-7)))
             }
             Form::Rows => cases.output("y", (count * (width + 4)) as usize, Expect::Floats(STEP)),
@@ -360,7 +361,7 @@ fn step_cases(form: Form) {
                 }
                 continue;
             };
-            // The formula is given what the kernel is.
+            // The recurrence gets the same input values as the kernel, including the change made by the tag.
             let token: Vec<f32> = match form {
                 Form::Tagged => tokens[row].iter().map(|v| f32::from_bits(tagged(*v, TAGS[0]))).collect(),
                 _ => tokens[row].clone(),
@@ -405,9 +406,10 @@ fn a_token_of_each_row_with_tagged_words() {
     step_cases(Form::Tagged);
 }
 
-/// Goal: tokens that are taken back leave nothing, and those that stay are counted once.
-/// Method: three steps of one recording, each of four sequences: three new tokens, of which two are accepted; four,
-/// of which one is; then one. One sequence begins, one goes on, of one the last token is none, one is not there.
+/// Goal: rejected draft tokens leave no trace in the state, and accepted ones are added exactly once. Method: one
+/// recording of three steps with four sequences each. The steps have 3, 4 and 1 tokens per sequence; of those of the
+/// first step two are accepted, of those of the second one. One sequence starts at position 0, one continues at 21, one
+/// has only two valid rows per step, and the rows of the last belong to no sequence.
 #[test]
 fn tokens_that_may_be_taken_back() {
     let mut cases = Cases::new("delta_verify");
@@ -435,7 +437,7 @@ fn tokens_that_may_be_taken_back() {
         let pending =
             cases.output("pending", heads.pending_bytes(CELLS, MOST_PENDING) as usize / 4, Expect::Floats(STEP));
         let mut weights: Option<DeltaStepArgs> = None;
-        // Tokens of the step, and how many of those before it stay.
+        // The number of tokens in the step, and how many tokens of the step before are accepted.
         for (step, (tokens, accepted)) in [(3u32, 0usize), (4, 2), (1, 1)].into_iter().enumerate() {
             cases.case(format!("{heads:?}.{step}"));
             let (mut rows, mut inputs, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
@@ -451,7 +453,7 @@ fn tokens_that_may_be_taken_back() {
                         .collect();
                     rows.push([9, position + n, cell, u32::from(valid)]);
                     wanted.push(valid.then(|| tried.step(&layer, &token)));
-                    // Who is asked next knows how many of these stay.
+                    // The reference sequence keeps only the tokens that the next step accepts.
                     if n < [2, 1, 0][step] {
                         sequence.step(&layer, &token);
                     }
@@ -473,9 +475,9 @@ fn tokens_that_may_be_taken_back() {
             let expect = if tags { Expect::Tagged(3.0 * STEP) } else { Expect::Floats(STEP) };
             let y = cases.output("y", rows.len() * (width + 4) as usize, expect);
             let first = step_args(&mut cases, &layer, &rows, &words, &cells, y, Form::Rows);
-            // The steps share what the first began with.
+            // All steps use the state and the window of the first.
             let base = *weights.get_or_insert(first);
-            // What is pending comes before a sequence's first row.
+            // The settled position is that of a sequence's first row minus the number of accepted pending tokens.
             let mut settled = vec![POISON; (CELLS * SLOT_WORDS) as usize];
             for row in rows.iter().step_by(tokens as usize) {
                 settled[(row[2] * SLOT_WORDS + SLOT_SETTLED) as usize] = row[1] - accepted as u32;
@@ -521,17 +523,17 @@ fn tokens_that_may_be_taken_back() {
     }
 }
 
-/// A prompt's part of a step.
+/// One prompt's part of a step.
 struct Part {
     slot: u32,
-    /// What it continues, and from which cell.
+    /// The sequence that the prompt continues, and the cell from which its state is read.
     before: Sequence,
     from: Option<u32>,
     tokens: Vec<Vec<f32>>,
     keeps: [(u32, u32); 2],
 }
 
-/// Adds a step's buffers and calls; gives its operands.
+/// Adds the buffers and calls of a step and returns its operands.
 fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, matrices: Matrices) -> PromptOperands {
     let heads = layer.heads;
     let mut cells = Cells::new(heads);
@@ -555,7 +557,7 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
         .collect();
     let most = parts.len() as u32 + 1;
     let used = ids.len() as u32;
-    // Rows behind the last in use.
+    // Rows after the last one in use, to show that they are neither read nor written.
     let rows = used + 3;
     let mut tokens: Vec<Vec<f32>> = parts.iter().flat_map(|part| part.tokens.clone()).collect();
     tokens.resize(rows as usize, vec![f32::from_bits(POISON); heads.projected() as usize]);
@@ -590,7 +592,7 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
     operands
 }
 
-/// The reference against the recurrence, then each driver against the reference.
+/// Compares the reference with the recurrence, then each driver with the reference.
 fn check_prompts(name: &str, packed: bool, steps: &[(Layer, Vec<Part>)]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
@@ -639,7 +641,7 @@ fn check_prompts(name: &str, packed: bool, steps: &[(Layer, Vec<Part>)]) {
     }
 }
 
-/// A prompt of `length` tokens that continues `start` others.
+/// Returns a prompt of `length` tokens that continues a sequence of `start` tokens.
 fn part(random: &mut Random, layer: &Layer, gates: Gates, start: u32, length: u32, slot: u32) -> Part {
     let mut before = Sequence::new(layer.heads);
     for token in layer.tokens(random, gates, start) {
@@ -674,7 +676,8 @@ fn several_prompts_in_one_step_that_keep_and_continue() {
             part(&mut random, &layer, Gates::Usual, 0, [130, 64, 128, 192, 129][index], 1),
             part(&mut random, &layer, Gates::Usual, 17, 65, 2),
         ];
-        // From a snapshot; with the very end kept; with two ends kept.
+        // One part starts from a snapshot's cell, one keeps snapshots (also at its very end), and in the last case two
+        // parts keep one each.
         parts[0].from = Some(4);
         parts[1].keeps = [(64, 5), ([128, 0, 128, 192, 64][index], 6)];
         parts[2].from = Some(if index % 2 == 0 { 3 } else { 2 });
@@ -714,7 +717,8 @@ fn strong_decay_none_and_closed_gates() {
     check_prompts("gates", false, &steps);
 }
 
-/// Goal: a device computes a prompt in blocks as it does token by token, and goes on from either alike.
+/// Goal: a device that processes a prompt in blocks gets the same outputs and state as token by token, and the next
+/// token gives the same output after either.
 #[test]
 fn blocks_do_what_tokens_one_by_one_do() {
     let vulkan = Vulkan::new();
@@ -730,7 +734,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                 let mut cases = Cases::new("both");
                 cases.case(format!("{index}"));
                 let o = prompt_step(&mut cases, &layer, std::slice::from_ref(&prompt), false, matrices);
-                // A further token after the prompt, in its cell 0; all of them in cell 1.
+                // After the prompt in cell 0 comes one further token. Cell 1 gets all tokens one by one.
                 let next = layer.token(&mut random, gates);
                 let length = prompt.tokens.len() as u32;
                 let width = heads.output() + 4;

@@ -1,10 +1,10 @@
-//! Goal: each demo model answers at least 95 % of the held-out tasks of each kind exactly, tells a
-//! story with all that was asked for, and costs what decoding should cost, on lavapipe; and the hybrid answers the same
-//! tasks exactly when it drafts tokens. Method:
-//! the embedded models are served in process without the validation layer (the other tests run the
-//! same recordings under it); prompts are rendered and replies decoded as `generate --chat` does.
+//! Goal: on lavapipe each demo model answers at least 95 % of the held-out tasks of each kind exactly, tells a story
+//! that contains everything asked for, and decodes at the expected cost per token; and the hybrid model answers the
+//! same tasks correctly when it drafts tokens. Method: the embedded models are served in process without the validation
+//! layer (the other tests run the same recordings under it). Prompts are rendered and replies decoded as by `generate
+//! --chat`.
 //!
-//! `OSTINATO_DEMO_TASKS` is how many tasks of each kind are tried: a number, or `all`.
+//! `OSTINATO_DEMO_TASKS` sets how many tasks of each kind are tried: a number or `all`.
 
 mod common;
 
@@ -22,19 +22,20 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Tasks of each kind, unless the environment says otherwise: of the dense model.
+/// Default number of tasks of each kind for the dense model.
 const TASKS: usize = 10;
-/// Of the hybrid.
+/// Default number of tasks of each kind for the hybrid model.
 const HYBRID_TASKS: usize = 5;
-/// Of the hybrid with drafts, one after the other.
+/// Default number of tasks of each kind for the hybrid model with drafts, which runs one request at a time.
 const DRAFTED_TASKS: usize = 2;
-/// Of a hundred tasks of a kind, so many must be answered exactly.
+/// The percentage of each kind of task that must be answered exactly.
 const LEAST_PERCENT: usize = 95;
-/// As the file of tasks was made.
+/// The number of kinds in the file of tasks.
 const KINDS: usize = 6;
-/// Requests that run at once.
+/// The number of requests that run at once.
 const SLOTS: u32 = 8;
-/// Barriers of a decode step for each layer, those of embedding and sampling included.
+/// The largest number of barriers in a decode step divided by the number of layers. Those of embedding and sampling are
+/// included in the step.
 const BARRIERS_PER_LAYER: f64 = 6.0;
 
 #[derive(Debug, PartialEq, serde::Deserialize)]
@@ -50,7 +51,7 @@ struct Message {
     content: String,
 }
 
-/// The first tasks of each kind, in the file's order; `few` of each unless the environment says otherwise.
+/// Returns the first tasks of each kind in the file's order: `few` of each unless the environment sets another number.
 fn tasks(few: usize) -> Vec<Task> {
     let most = match std::env::var("OSTINATO_DEMO_TASKS") {
         Ok(text) if text == "all" => usize::MAX,
@@ -74,7 +75,7 @@ fn tasks(few: usize) -> Vec<Task> {
     tasks
 }
 
-/// A demo model on lavapipe.
+/// A demo model served on lavapipe.
 struct Demo {
     host: Host,
     text: Text,
@@ -83,7 +84,7 @@ struct Demo {
 }
 
 impl Demo {
-    /// `drafts`: whether tokens are drafted in every step that can have drafts; else in none.
+    /// Serves a demo model. With `drafts`, every step that can have drafts has them; without, no step has.
     fn serve(path: &str, slots: u32, drafts: bool) -> Demo {
         let vulkan = Vulkan::without_validation();
         let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -93,7 +94,7 @@ impl Demo {
         let mut model = Model::new("demo", path, Some(&vulkan.adapter(Driver::Lavapipe).uuid));
         model.slots = Some(slots);
         match drafts {
-            // As many as a CPU driver has by itself.
+            // The number of drafts stays at its default for a CPU driver.
             true => model.drafts_always = Some(true),
             false => model.drafts = Some(0),
         }
@@ -110,7 +111,7 @@ impl Demo {
         self.text.encode(&rendered, false).expect("the tokenizer takes the chat")
     }
 
-    /// Greedy, until a stop id or the end of the context.
+    /// Submits a chat that is sampled greedily until a stop id or the end of the context.
     fn submit(&self, id: String, messages: &[Message]) -> Reply {
         let (_, replica) = self.host.route("", "").expect("one model");
         let (sender, events) = crossbeam_channel::unbounded();
@@ -138,7 +139,7 @@ impl Demo {
     }
 }
 
-/// A reply on its way.
+/// A reply that is being generated.
 struct Reply {
     events: crossbeam_channel::Receiver<Event>,
 }
@@ -156,15 +157,15 @@ impl Reply {
     }
 }
 
-/// How tasks of a model went.
+/// The result of a set of tasks.
 struct Outcome {
-    /// By task, in order.
+    /// Whether each task was answered exactly, in the order of the tasks.
     exact: Vec<bool>,
     drafted: u32,
     accepted: u32,
 }
 
-/// Asks them, `together` at once, and fails where fewer of a kind than it takes are answered exactly.
+/// Submits the tasks, `together` at a time. Panics if fewer than [`LEAST_PERCENT`] of a kind are answered exactly.
 fn answer(demo: &Demo, tasks: &[Task], together: usize) -> Outcome {
     let started = Instant::now();
     let mut table: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
@@ -203,7 +204,7 @@ fn answer(demo: &Demo, tasks: &[Task], together: usize) -> Outcome {
 
 #[test]
 fn held_out_tasks_are_answered_exactly() {
-    // The slots stay busy and no queue's limit is met.
+    // Twice as many requests as slots keep the slots busy and stay below the queue limit.
     answer(&Demo::serve(DEMO_PATH, SLOTS, false), &tasks(TASKS), SLOTS as usize * 2);
 }
 
@@ -211,7 +212,7 @@ fn held_out_tasks_are_answered_exactly() {
 fn the_hybrid_answers_held_out_tasks_exactly_and_the_same_with_drafts() {
     let plain = answer(&Demo::serve(DEMO_HYBRID_PATH, SLOTS, false), &tasks(HYBRID_TASKS), SLOTS as usize * 2);
     assert_eq!(plain.drafted, 0);
-    // Drafts are for one sequence at a time here.
+    // Here only one sequence runs at a time, because drafts are made for one sequence at a time.
     let few = tasks(DRAFTED_TASKS);
     let drafting = answer(&Demo::serve(DEMO_HYBRID_PATH, 1, true), &few, 1);
     println!("{} of {} drafts were right", drafting.accepted, drafting.drafted);
@@ -224,7 +225,7 @@ fn the_hybrid_answers_held_out_tasks_exactly_and_the_same_with_drafts() {
     }
 }
 
-/// A story that names what it was asked for.
+/// Checks a story that must name the things asked for, and returns how its generation finished.
 fn story(demo: &Demo) -> Finished {
     let things = ["fox", "lantern", "river"];
     let content = format!("Tell me a story about a {}, a {} and a {}.", things[0], things[1], things[2]);
@@ -258,7 +259,7 @@ fn a_story_names_what_was_asked_for_and_decoding_costs_what_it_should() {
 #[test]
 fn most_of_a_story_is_drafted() {
     let finished = story(&Demo::serve(DEMO_HYBRID_PATH, 1, true));
-    // With one draft at a time, at most every other token is one.
+    // With one draft at a time at most half of the tokens are accepted drafts.
     let (drafted, accepted) = (finished.drafted_tokens, finished.accepted_tokens);
     assert!(
         accepted * 5 > finished.output_tokens * 2,

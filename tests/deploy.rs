@@ -1,9 +1,9 @@
-//! Goal: what stands in `deploy/` agrees with the program and with itself: every metric and label that a dashboard, an
-//! alert or `docs/slow-request.md` asks for is one that `docs/metrics.md` documents (which `tests/metrics.rs` holds
-//! against the program), every configuration key is accepted, ports and addresses are those of the defaults, images are
-//! pinned, and what is mounted is there. Method: the files are parsed, and those that another program reads are given to
-//! it: the unit to `systemd-analyze`, objects to Kubernetes' schemas, the router's arguments to the router
-//! (`deploy/setup.sh test` installs all three). No container is run.
+//! Goal: the files in `deploy/` agree with the program and with each other. Every metric and label that a dashboard, an
+//! alert or `docs/slow-request.md` queries is documented in `docs/metrics.md` (which `tests/metrics.rs` compares with
+//! the program), every configuration key is accepted, ports and addresses are the defaults, images are pinned, and
+//! mounted files exist. Method: the files are parsed, and those that another program reads are given to that program or
+//! checked against its schema: the unit to `systemd-analyze`, objects to Kubernetes' schemas, the router's arguments to
+//! the router (`deploy/setup.sh test` installs all three). No container is run.
 
 mod python;
 
@@ -23,7 +23,7 @@ fn text(name: &str) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// The documents of a file, merge keys (`<<`) done.
+/// Returns the documents of a YAML file with merge keys (`<<`) resolved.
 fn yaml(name: &str) -> Vec<Yaml> {
     let documents = YamlLoader::load_from_str(&text(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
     documents.into_iter().map(merged).collect()
@@ -61,7 +61,7 @@ fn entries(yaml: &Yaml) -> impl Iterator<Item = (&str, &Yaml)> {
     yaml.as_hash().into_iter().flatten().map(|(key, value)| (key.as_str().expect("keys are words"), value))
 }
 
-/// Every string below, with the key that it stands under.
+/// Appends every string below `yaml` together with its key, the innermost one.
 fn strings<'a>(under: &'a str, yaml: &'a Yaml, found: &mut Vec<(&'a str, &'a str)>) {
     match yaml {
         Yaml::String(text) => found.push((under, text)),
@@ -71,7 +71,8 @@ fn strings<'a>(under: &'a str, yaml: &'a Yaml, found: &mut Vec<(&'a str, &'a str
     }
 }
 
-/// Labels of each series name that the page documents, a histogram's three included.
+/// Returns the labels of each series that `docs/metrics.md` documents. A histogram has the three series `_bucket`,
+/// `_sum` and `_count`.
 fn documented() -> BTreeMap<String, BTreeSet<String>> {
     let page = include_str!("../docs/metrics.md");
     let mut series = BTreeMap::new();
@@ -89,23 +90,24 @@ fn documented() -> BTreeMap<String, BTreeSet<String>> {
             series.insert(name.to_owned(), labels);
         }
     }
-    // Prometheus's own: whether a scrape worked.
+    // Prometheus itself adds this series: whether a scrape succeeded.
     series.insert("up".to_owned(), BTreeSet::new());
     assert!(series.len() > 45, "{series:?}");
     series
 }
 
-/// Words of PromQL that are no metric.
+/// Keywords of PromQL, which are not metrics.
 const WORDS: [&str; 12] =
     ["and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset", "inf"];
-/// What Prometheus adds to every series.
+/// Labels that Prometheus adds to every series.
 const ADDED: [&str; 2] = ["instance", "job"];
 
 fn is_letter(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_' || c == ':'
 }
 
-/// Metrics that an expression names, and labels that it names beside each and in groups.
+/// Returns the metrics of a PromQL expression, each with the labels of its selector, and the labels of grouping and
+/// matching clauses.
 fn named(query: &str) -> (Vec<(String, Vec<String>)>, Vec<String>) {
     let (mut metrics, mut groups) = (Vec::<(String, Vec<String>)>::new(), Vec::new());
     let mut rest = query;
@@ -142,7 +144,8 @@ fn named(query: &str) -> (Vec<(String, Vec<String>)>, Vec<String>) {
     (metrics, groups)
 }
 
-/// What is wrong with an expression and the labels that are shown of its result.
+/// Returns the problems of an expression: metrics and labels that are not documented. `shown` are the labels that a
+/// legend or an annotation shows of its result.
 fn problems(query: &str, shown: &[String], documented: &BTreeMap<String, BTreeSet<String>>) -> Vec<String> {
     let (metrics, groups) = named(query);
     let mut problems = Vec::new();
@@ -164,7 +167,7 @@ fn problems(query: &str, shown: &[String], documented: &BTreeMap<String, BTreeSe
     problems
 }
 
-/// Labels that a legend or an annotation shows.
+/// Returns the labels that a legend or an annotation contains.
 fn placeholders(text: &str) -> Vec<String> {
     let inside = text.split("{{").skip(1).filter_map(|part| part.split_once("}}")).map(|(inside, _)| inside.trim());
     let names = inside.filter(|inside| !inside.starts_with("$value"));
@@ -247,7 +250,7 @@ fn the_dashboard_asks_for_what_is_documented() {
             assert!(found.is_empty(), "{title:?}: {found:?}");
         }
     }
-    // Two panels at one place hide each other.
+    // Panels must not overlap.
     let place =
         |panel: &serde_json::Value| ["x", "y", "w", "h"].map(|side| panel["gridPos"][side].as_u64().expect("a place"));
     for (index, panel) in panels.iter().enumerate() {
@@ -263,7 +266,7 @@ fn the_dashboard_asks_for_what_is_documented() {
     let inside = variable.strip_prefix("label_values(").and_then(|rest| rest.strip_suffix(')')).expect(variable);
     let (metric, label) = inside.split_once(", ").expect(variable);
     assert!(documented[metric].contains(label), "{variable}");
-    // What an operator looks for first.
+    // Metrics that an operator needs first must have a panel.
     for name in [
         "gen_ai_server_time_to_first_token_seconds_bucket",
         "ostinato_tokens_total",
@@ -289,7 +292,7 @@ fn the_walk_through_a_slow_request_asks_for_what_is_documented() {
         let found = problems(&query, &[], &documented);
         assert!(found.is_empty(), "{found:?}");
     }
-    // Spans and attributes that it names are declared.
+    // Spans and attributes named on the page must be declared in the code.
     let names = include_str!("../src/telemetry/names.rs");
     for word in page.split('`').skip(1).step_by(2).filter(|word| word.starts_with("ostinato.")) {
         assert!(names.contains(&format!("\"{word}\"")), "{word} is no name of ours");
@@ -301,7 +304,7 @@ fn container() -> Config {
     from_sources(&sources).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// `HOST:PORT` of an address with or without a scheme.
+/// Splits `HOST:PORT`, with or without a scheme, into host and port.
 fn host_and_port(address: &str) -> (&str, u16) {
     let rest = address.split_once("://").map_or(address, |(_, rest)| rest);
     let (host, port) = rest.rsplit_once(':').unwrap_or_else(|| panic!("{address} has no port"));
@@ -353,13 +356,13 @@ fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
     }
 }
 
-/// Whether labels that are looked for are those of a pod's template.
+/// Returns whether a selector's labels are among those of a pod template. An empty selector selects nothing.
 fn selects(selector: &Yaml, template: &Yaml) -> bool {
     let mut wanted = entries(selector).peekable();
     wanted.peek().is_some() && wanted.all(|(key, value)| template["metadata"]["labels"][key] == *value)
 }
 
-/// Objects of `kubernetes.yaml` of a kind, by name.
+/// Returns the objects of a kind in `kubernetes.yaml` by name.
 fn objects<'a>(all: &'a [Yaml], kind: &str) -> BTreeMap<&'a str, &'a Yaml> {
     let of = all.iter().filter(|object| object["kind"].as_str() == Some(kind));
     of.map(|object| (object["metadata"]["name"].as_str().expect("a name"), object)).collect()
@@ -413,7 +416,7 @@ fn kubernetes_finds_every_port_and_file_that_it_names() {
     let grace = ostinato["spec"]["terminationGracePeriodSeconds"].as_i64().expect("seconds");
     assert!(grace as f64 > config.server.drain_seconds);
     assert_eq!(container["resources"]["limits"]["nvidia.com/gpu"].as_i64(), Some(1));
-    // Emptying a node, and an update, take one worker of several.
+    // Draining a node or a rolling update takes down at most one worker at a time.
     let budget = objects(&all, "PodDisruptionBudget")["ostinato"];
     assert!(selects(&budget["spec"]["selector"]["matchLabels"], ostinato));
     assert_eq!(budget["spec"]["maxUnavailable"].as_i64(), Some(1));
@@ -421,7 +424,7 @@ fn kubernetes_finds_every_port_and_file_that_it_names() {
     assert!(deployment["replicas"].as_i64() > Some(1));
     assert_eq!(deployment["strategy"]["rollingUpdate"]["maxSurge"].as_i64(), Some(0), "there is no GPU for one more");
     assert_eq!(services["ostinato"]["spec"]["clusterIP"].as_str(), Some("None"), "every pod is scraped");
-    // The image's own command reads what is mounted.
+    // The image's default command reads the mounted file.
     assert!(files["ostinato"].contains("ostinato.toml"));
     assert!(text("Dockerfile").contains(r#"CMD ["serve", "--config", "/etc/ostinato/ostinato.toml"]"#));
 }
@@ -452,7 +455,7 @@ fn images_are_pinned_and_the_same_everywhere() {
     let ours = format!("ostinato:{}", env!("CARGO_PKG_VERSION"));
     assert!(images["compose.yaml"].contains(&ours), "the image of {ours}");
     assert!(bases[0].starts_with(&format!("rust:{}", env!("CARGO_PKG_RUST_VERSION"))), "{bases:?}");
-    // The router is the one that tests/fleet.rs runs.
+    // The router's version is the one that `tests/fleet.rs` runs.
     let tested = include_str!("requirements.txt");
     let version = |of: &str| tested.lines().find_map(|line| line.strip_prefix(of)?.strip_prefix("==")).expect(of);
     for package in ["smg", "smg-grpc-proto"] {
@@ -479,7 +482,8 @@ fn what_compose_mounts_is_there_and_what_is_asked_answers() {
         }
     }
     assert!(mounts >= 8, "{mounts} files are mounted");
-    // Hosts that the configurations name are services, under the ports that these have in the cluster.
+    // Host names in the configurations are services of the compose file, and the ports are those of the services of the
+    // same name in the cluster.
     let all = yaml("kubernetes.yaml");
     let cluster = objects(&all, "Service");
     let sources = one("grafana/provisioning/datasources/datasources.yaml");
@@ -500,7 +504,7 @@ fn what_compose_mounts_is_there_and_what_is_asked_answers() {
     assert!(mounted.into_iter().any(|volume| volume.contains(&format!("./alerts.yaml:{rules}"))), "{rules}");
 }
 
-/// What the router makes of its arguments.
+/// Returns the router's interpretation of its command-line arguments.
 fn router(arguments: &[String]) -> serde_json::Value {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/router.py");
     let output = Command::new(python()).arg(script).args(arguments).output().expect("Python runs");
@@ -523,7 +527,7 @@ fn a_fleets_router_finds_its_workers() {
         assert!(aliases.entry(profile).or_default().insert(own[1]), "{name}: another is called {}", own[1]);
         let grace = service["stop_grace_period"].as_str().and_then(|s| s.strip_suffix('s')?.parse::<f64>().ok());
         assert!(grace.expect("seconds") > config.server.drain_seconds, "{name} is killed while it drains");
-        // As a worker of compose.yaml in all else.
+        // In all other respects it is a worker of compose.yaml.
         let like = &compose["services"][if profile == "fleet" { "ostinato-nvidia" } else { "ostinato-cpu" }];
         for key in ["build", "image", "volumes", "command"] {
             assert_eq!(service[key], like[key], "{name}: {key}");
@@ -568,7 +572,7 @@ fn a_fleets_router_finds_its_workers() {
     assert!(
         !selector.is_empty() && selector.iter().all(|(key, value)| labels[key.as_str()].as_str() == value.as_str())
     );
-    // It may look for pods.
+    // The router's service account may list and watch pods.
     let account = pod["serviceAccountName"].as_str().expect("an account");
     assert!(objects(&all, "ServiceAccount").contains_key(account));
     let binding = objects(&all, "RoleBinding")["router"];
@@ -585,7 +589,7 @@ fn a_router_that_is_given_what_it_does_not_know_says_so() {
     assert!(!output.status.success() && String::from_utf8_lossy(&output.stderr).contains("--polcy"));
 }
 
-/// The release whose schemas the objects keep to.
+/// The Kubernetes release whose schemas are used.
 const KUBERNETES: &str = "1.33";
 
 fn held_against_schemas(file: &Path) -> Result<String, String> {
@@ -599,7 +603,7 @@ fn held_against_schemas(file: &Path) -> Result<String, String> {
 fn objects_keep_to_the_schemas_of_kubernetes() {
     let kept = held_against_schemas(&deploy().join("kubernetes.yaml")).unwrap_or_else(|problem| panic!("{problem}"));
     assert_eq!(kept.lines().count(), yaml("kubernetes.yaml").len(), "{kept}");
-    // A field that is spelt wrong would be noticed.
+    // Checks that a misspelled field is detected.
     let wrong = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(wrong.path(), text("kubernetes.yaml").replace("readinessProbe:", "readynessProbe:"))
         .expect("written");
@@ -622,21 +626,21 @@ fn objects_of_extensions_choose_the_workers() {
     let scraped = &monitor["spec"]["podMetricsEndpoints"][0];
     assert!(ports.iter().any(|port| port["name"] == scraped["port"]), "{scraped:?}");
     assert_eq!(scraped["path"], one("prometheus.yaml")["scrape_configs"][0]["metrics_path"]);
-    // Alerts ask for the job "ostinato".
+    // The alerts select the job "ostinato".
     let job = monitor["spec"]["jobLabel"].as_str().expect("a label");
     assert_eq!(ostinato["metadata"]["labels"][job].as_str(), Some("ostinato"));
     assert_eq!(pool["apiVersion"].as_str(), Some("inference.networking.k8s.io/v1"));
     assert_eq!(pool["spec"]["targetPorts"][0]["number"].as_i64(), Some(container().server.listen.port().into()));
     assert_eq!(pool["spec"]["appProtocol"].as_str(), Some("kubernetes.io/h2c"), "gRPC is HTTP/2");
-    // Whose metrics' names a picker looks for, by the label that tells it the engine.
+    // The label tells an endpoint picker the engine, and with it the metric names to read.
     assert_eq!(ostinato["metadata"]["labels"]["llm-d.ai/engine-type"].as_str(), Some("vllm"));
     assert!(documented().contains_key("vllm:num_requests_waiting"));
 }
 
-/// What is exposed of the system at most, in tenths of systemd's measure from 0 to 10.
+/// The highest exposure that `systemd-analyze security` may report, in tenths of its scale from 0 to 10.
 const EXPOSURE: &str = "25";
 
-/// The unit with the program and the configuration of this tree.
+/// Writes the unit file, changed so that it runs the program built from this tree, and returns its path.
 fn unit(folder: &Path, change: impl Fn(String) -> String) -> PathBuf {
     let unit = text("ostinato.service");
     assert!(unit.contains("ExecStart=/usr/local/bin/ostinato serve --config /etc/ostinato/ostinato.toml\n"));
@@ -658,7 +662,7 @@ fn the_unit_is_one_that_systemd_reads_and_that_exposes_little() {
     let folder = tempfile::tempdir().expect("a folder");
     let verify = ["verify", "--man=no"];
     assert_eq!(analyze(&verify, &unit(folder.path(), |unit| unit)), (true, String::new()));
-    // What it does not know would be noticed.
+    // Checks that an unknown key is detected.
     let (_, said) = analyze(&verify, &unit(folder.path(), |unit| unit.replace("KillMode=", "KilMode=")));
     assert!(said.contains("KilMode"), "{said}");
     let security = ["security", "--offline=yes", "--no-pager", "--threshold", EXPOSURE];
@@ -668,13 +672,14 @@ fn the_unit_is_one_that_systemd_reads_and_that_exposes_little() {
     assert!(!kept, "{said}");
 }
 
-/// Goal: whatever ends the program, and however often, it is started again. Method: the rules of each supervisor.
+/// Goal: the server is restarted whatever ends it and however often. Method: the restart rules of each supervisor are
+/// checked.
 #[test]
 fn whatever_ends_the_server_it_comes_back() {
     let unit = text("ostinato.service");
     let value = |key: &str| unit.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-    // systemd gives up after `StartLimitBurst` starts within `StartLimitIntervalSec`, five in ten seconds by default; 0
-    // has it never give up.
+    // systemd stops restarting a unit after `StartLimitBurst` starts within `StartLimitIntervalSec`, by default five in
+    // ten seconds. An interval of 0 removes this limit.
     assert_eq!((value("StartLimitIntervalSec"), value("StartLimitBurst")), (Some("0"), None));
     assert_eq!(value("Restart"), Some("on-failure"), "after any end but one that was asked for");
     assert_eq!(
@@ -693,7 +698,7 @@ fn whatever_ends_the_server_it_comes_back() {
             assert!(matches!(restart, Some("unless-stopped" | "always")), "{file}, {name}: restart is {restart:?}");
         }
     }
-    // Pods of a deployment are started again without end; a probe must not be what ends one that loads.
+    // Pods of a deployment are restarted without a limit. The startup probe must not kill a pod that is still loading.
     let all = yaml("kubernetes.yaml");
     for (name, deployment) in objects(&all, "Deployment") {
         let pod = &deployment["spec"]["template"]["spec"];
@@ -720,14 +725,14 @@ fn the_unit_gives_the_program_what_it_needs() {
     assert_eq!(one("ExecReload"), "/bin/kill -HUP $MAINPID");
     assert!(one("LimitNOFILE").parse::<u32>().expect("a number") >= 65536);
     assert_eq!(value("DeviceAllow"), ["char-drm rw", "char-nvidia* rw"]);
-    // What would keep a driver from its device or from compiling.
+    // These settings would keep a driver from opening its device or from compiling shaders.
     for key in ["PrivateDevices", "MemoryDenyWriteExecute", "ProcSubset"] {
         assert!(value(key).is_empty(), "{key}");
     }
-    // The cache is where the unit lets it write, and the variable is one that the program knows.
+    // The unit may write to its cache directory, and the variable is one that the program reads.
     let variable = one("Environment");
     assert_eq!(variable, format!("OSTINATO_RUNTIME__CACHE_DIRECTORY=%C/{}", one("CacheDirectory")));
-    // The configuration that the unit's first lines send its reader to is accepted.
+    // The example configuration that the unit file's header refers to is accepted.
     let sources = Sources { file: Some(deploy().join("ostinato.toml")), ..Sources::default() };
     from_sources(&sources).unwrap_or_else(|e| panic!("{e}"));
 }

@@ -1,5 +1,5 @@
-//! The device layer on real drivers under validation: submission, points, held-back
-//! waits, pipelines and their cache, timestamps.
+//! Tests of the device layer on real drivers under validation: submission, points, batches held back until their waits
+//! can be satisfied, gates, pipelines and their cache, timestamps.
 
 mod common;
 
@@ -16,10 +16,10 @@ use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// `words[x] += amount * factor`, x the global invocation, 32 a workgroup.
+/// Computes `words[x] += amount * factor`, where x is the global invocation id. A workgroup has 32 invocations.
 ///
-/// The source, in GLSL for the reader; the words were assembled by hand, without the tools
-/// that the program's own shaders go through:
+/// This is the source in GLSL. The words were assembled by hand, independently of the tools that compile the program's
+/// own shaders:
 /// ```glsl
 /// layout(local_size_x = 32) in;
 /// layout(constant_id = 0) const uint factor = 1;
@@ -48,7 +48,7 @@ const ADD: &[u32] = &[
     0x000100fd, 0x00010038,
 ];
 
-/// A mapped buffer with memory of its own.
+/// A mapped buffer with its own memory allocation.
 struct Words {
     device: Arc<Device>,
     buffer: vk::Buffer,
@@ -57,14 +57,16 @@ struct Words {
     count: usize,
 }
 
-// SAFETY: the pointer is to mapped memory, which any thread may read and write.
+// SAFETY: a raw pointer may be sent to another thread as long as its memory stays valid. `Words` owns the mapped
+// memory, and any thread may read and write it.
 unsafe impl Send for Words {}
 
 impl Words {
     fn new(device: &Arc<Device>, count: usize, name: &str) -> Words {
         let buffer = device.create_buffer(4 * count as u64, name).expect("a buffer");
         let raw = device.raw();
-        // SAFETY: the buffer is new; the memory type is one of those that it allows.
+        // SAFETY: the buffer is new and not bound; the memory type is one that the buffer's requirements allow; the
+        // mapping has at least `count` words. Nobody else has the handles yet.
         unsafe {
             let needs = raw.get_buffer_memory_requirements(buffer);
             let memory = device.instance().raw().get_physical_device_memory_properties(device.physical());
@@ -90,13 +92,13 @@ impl Words {
 
     fn address(&self) -> u64 {
         let info = vk::BufferDeviceAddressInfo::default().buffer(self.buffer);
-        // SAFETY: the buffer is bound to memory with the address flag.
+        // SAFETY: the buffer is bound to memory allocated with the device-address flag, in `Words::new`.
         unsafe { self.device.raw().get_buffer_device_address(&info) }
     }
 
-    /// Only after the point of the last write is reached.
+    /// Returns the contents. The caller must have waited for the point of the last write.
     fn read(&self) -> Vec<u32> {
-        // SAFETY: mapped and coherent; the caller waited.
+        // SAFETY: the memory is mapped, coherent and `count` words long; the caller has waited for the last write.
         (0..self.count).map(|i| unsafe { self.mapped.add(i).read_volatile() }).collect()
     }
 
@@ -110,7 +112,8 @@ impl Words {
 
 impl Drop for Words {
     fn drop(&mut self) {
-        // SAFETY: tests wait for the last use before they let go.
+        // SAFETY: the buffer and the memory are no longer in use, because every test waits for their last use before it
+        // drops them.
         unsafe {
             self.device.destroy_buffer(self.buffer);
             self.device.raw().free_memory(self.memory, None);
@@ -127,7 +130,8 @@ fn adder(device: &Device, factor: u32) -> Pipeline {
     Pipeline::new(device, &cache, &desc("add", &[factor])).expect("a pipeline")
 }
 
-/// Adds to every word, with barriers on both sides so that it may be replayed.
+/// Records commands that add `amount` times the pipeline's factor to every word. Barriers on both sides allow the
+/// commands to be submitted repeatedly.
 fn add(words: &Words, pipeline: &Pipeline, amount: u32) -> Commands {
     Commands::record(&words.device, Role::Compute, |encoder| {
         encoder.name("add");
@@ -219,8 +223,8 @@ fn a_cpu_driver_is_never_chosen_by_itself_and_two_are_ambiguous() {
     }
 }
 
-/// Goal: one submission of several entries gives every entry its own value, and commands
-/// recorded once may be in it many times.
+/// Goal: in a submission of several entries every entry signals its own value, and commands that were recorded once may
+/// occur in it several times.
 #[test]
 fn a_batch_signals_every_value_and_replays_its_commands() {
     let vulkan = Vulkan::new();
@@ -245,8 +249,8 @@ fn a_batch_signals_every_value_and_replays_its_commands() {
     }
 }
 
-/// Goal: what stands behind a gate, and what was submitted after it, runs when the host has opened it and not before;
-/// what stands before it does not wait.
+/// Goal: an entry behind a gate, and everything submitted after it, runs only after the host has opened the gate.
+/// Entries before it do not wait.
 #[test]
 fn work_behind_a_gate_waits_for_the_host() {
     let vulkan = Vulkan::new();
@@ -269,7 +273,7 @@ fn work_behind_a_gate_waits_for_the_host() {
         wait(&device, last);
         assert!(!device.wait(behind, Duration::from_millis(100)).expect("alive"), "{driver:?}: it ran");
         assert_eq!(words.read(), vec![3; 64], "{driver:?}");
-        // Both at once, and once more.
+        // Opening to 3 opens 2 as well. An entry behind a gate that is already open runs at once.
         gate.open(3).expect("opened");
         gate.open(2).expect("a value that is open already");
         wait(&device, behind);
@@ -293,9 +297,8 @@ fn an_unreached_point_is_not_reached_and_a_wait_for_it_ends_in_time() {
     assert!(device.wait_any(&[never, zero], LONG).expect("alive"));
 }
 
-/// Goal: a wait for a point of the other role that is submitted later, on a shared hardware
-/// queue, neither deadlocks nor runs too early. Method: two threads; the one that waits
-/// submits first; what it adds to shows the order.
+/// Goal: a submission that waits for a later submission of the other role on the same hardware queue neither deadlocks
+/// nor runs too early. Method: two threads; the one that waits submits first; the result shows the order of execution.
 #[test]
 fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
     let vulkan = Vulkan::new();
@@ -351,8 +354,8 @@ fn waits_that_can_never_end_are_refused() {
     assert_eq!(transfer.last(), theirs, "a refused batch takes no value");
 }
 
-/// Goal: handles may be dropped while they are in flight, and a device with batches still
-/// held back. Method: the validation layer.
+/// Goal: handles may be dropped while their work is in flight, and a device may be dropped while batches are held back.
+/// Method: the validation layer.
 #[test]
 fn everything_may_be_let_go_early() {
     let vulkan = Vulkan::new();
@@ -447,7 +450,7 @@ fn a_pipeline_that_the_device_cannot_run_is_an_error_with_both_numbers() {
     assert!(text.contains("\"weights\"") && text.contains(&(1u64 << 60).to_string()), "{text}");
 }
 
-/// Goal: a good file is used; a torn, changed or foreign one is ignored and replaced.
+/// Goal: a valid cache file is used. A truncated, modified or foreign one is ignored and replaced.
 #[test]
 fn the_pipeline_cache_survives_torn_and_foreign_files() {
     let vulkan = Vulkan::new();
@@ -458,7 +461,7 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
     for device in &devices {
         let cache = open(device, 1);
         assert_eq!(cache.loaded_bytes(), 0, "nothing there yet");
-        // Several threads build into one cache.
+        // Several threads add pipelines to one cache.
         std::thread::scope(|scope| {
             for factor in 0..4 {
                 let cache = &cache;
@@ -491,7 +494,8 @@ fn the_pipeline_cache_survives_torn_and_foreign_files() {
     assert_eq!(names.len(), devices.len(), "no temporary file is left: {names:?}");
 }
 
-/// Goal: what stands in the place of the cache's file and is none neither holds up the start nor fills memory.
+/// Goal: if the name of the cache file belongs to something other than a regular file, the start neither blocks nor
+/// fills memory.
 #[test]
 fn the_pipeline_cache_reads_regular_files_only() {
     let vulkan = Vulkan::new();
@@ -510,7 +514,7 @@ fn the_pipeline_cache_reads_regular_files_only() {
             }
             let cache = open();
             assert_eq!(cache.loaded_bytes(), 0, "{place}");
-            // It is replaced by a file.
+            // Saving replaces it by a regular file.
             Pipeline::new(&device, &cache, &desc("add", &[1])).expect("built anew");
             cache.save().expect("written");
             assert!(open().loaded_bytes() > 0, "{place}");
@@ -538,7 +542,7 @@ fn a_lost_device_ends_waits_and_refuses_work() {
     assert!(device.reached(never).is_err_and(|e| e.is_lost()));
     assert!(device.is_lost());
     drop(device);
-    // The adapter can be opened again.
+    // The same adapter can be opened again.
     let again = vulkan.device(Driver::first());
     let batch = Batch { entries: vec![Entry::default()], waits: vec![] };
     wait(&again, again.queue(Role::Compute).submit(batch).expect("a new device"));
@@ -557,9 +561,9 @@ fn the_budget_is_that_of_the_device_heap() {
     }
 }
 
-/// Goal: the checks that every other test relies on do report. Method: two copies over each
-/// other without a barrier, in one recording and, where the layer follows submissions, in two
-/// entries of a batch.
+/// Goal: the validation on which every other test relies does report hazards. Method: two fills of the same buffer
+/// without a barrier between them, once in one recording and, if the layer tracks submissions, in two entries of a
+/// batch.
 #[test]
 fn validation_reports_a_missing_barrier() {
     let submit_time = common::layer().submit_time;
@@ -572,7 +576,8 @@ fn validation_reports_a_missing_barrier() {
             Commands::record(&device, Role::Compute, |e| (0..times).for_each(|_| fill(e))).expect("commands")
         };
         let recordings = if apart { vec![record(1), record(1)] } else { vec![record(2)] };
-        // In one batch: between two, the queue may see the first finish, which orders them.
+        // Both are in one batch. Between two batches the queue could observe that the first has finished, and the layer
+        // would count that as ordering.
         let entries = recordings.into_iter().map(|c| Entry { commands: vec![c], gate: None }).collect();
         device.queue(Role::Compute).submit(Batch { entries, waits: vec![] }).expect("submitted");
         wait(&device, device.queue(Role::Compute).last());
@@ -586,7 +591,7 @@ fn validation_reports_a_missing_barrier() {
     }
 }
 
-/// Runs the program's `devices` on the drivers of these tests.
+/// Runs `ostinato devices` with the drivers of these tests, or with the given ones.
 fn devices(arguments: &[&str], drivers: Option<&str>) -> std::process::Output {
     common::layer();
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ostinato"));
@@ -625,6 +630,6 @@ fn without_a_driver_the_program_says_so_and_that_the_user_can_mend_it() {
     assert!(output.stdout.is_empty(), "{output:?}");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(text.contains("no Vulkan driver is installed"), "{text}");
-    // And why: what was looked for is named.
+    // The message names the manifest that was looked for.
     assert!(text.contains("/nonexistent/driver.json is not there"), "{text}");
 }

@@ -1,7 +1,8 @@
-//! Goal: the kernels of speculation mean what their references say, on both CPU drivers or a GPU; and tokens of the gated
-//! delta rule that are verified, in part rejected and replayed leave what plain steps of the accepted ones would.
-//! Method: seeded cases with slots that run, have ended or do not exist, and poison wherever nothing is to be read or
-//! written; the state after verifying steps against `delta_step` on the accepted tokens alone, both on the device.
+//! Goal: the kernels of speculative decoding match their references on both CPU drivers or a GPU. Tokens of the gated
+//! delta rule that are verified, partly rejected and replayed leave the same state as plain decode steps of the
+//! accepted tokens. Method: seeded cases with slots that run, have finished or do not exist, and poison wherever
+//! nothing may be read or written. The state after verification steps is compared with that of `delta_step` on the
+//! accepted tokens alone, both on the device.
 
 mod common;
 mod harness;
@@ -20,7 +21,7 @@ use ostinato::kernels::tags::Flow;
 
 const LAYOUT: ChunkLayout = ChunkLayout { prompts: 5, recurrent: true };
 const EPSILON: f32 = 1e-6;
-/// Sums of some dozens of f32, in another order.
+/// Tolerance for sums of some dozens of f32 in a different order.
 const SUMS: f32 = 1e-5;
 
 fn check(cases: &Cases) {
@@ -31,7 +32,7 @@ fn check(cases: &Cases) {
     }
 }
 
-/// Words of slots: running, ended, idle, running.
+/// Returns the slot words of four slots: running, finished, idle, running.
 fn slots(positions: [u32; 4]) -> Vec<u32> {
     let mut words = vec![POISON; 4 * SLOT_WORDS as usize];
     let active = [ACTIVE_RUNNING, ACTIVE_DONE, ACTIVE_IDLE, ACTIVE_RUNNING];
@@ -57,7 +58,8 @@ fn rows_to_verify_and_rows_to_draft_from() {
         let args = VerifyRowsArgs { slots, batch: cases.words("batch", &batch), chunk, tokens_at: LAYOUT.token(0) };
         cases.recording.call(draft::verify_rows("verify_rows".to_owned(), rows, args));
     }
-    // Of slot 3 the first two of three rows were accepted, of slot 0 all; slot 1 has ended, and one row is nobody's.
+    // Of slot 3 the first two of three rows were accepted, of slot 0 all. Slot 1 has finished, and the last row belongs
+    // to no sequence.
     for (each, step) in [(3, 0), (1, 1), (1, 2)] {
         cases.case(format!("next.{each}.{step}"));
         let starts = [(3u32, 38u32), (0, 14), (1, 9), (u32::MAX, 0)];
@@ -80,7 +82,7 @@ fn rows_to_verify_and_rows_to_draft_from() {
         let memory = cases.reference();
         let word = |at: u32| memory.u32(next, at);
         if step == 0 {
-            // The row that a token was drawn from, with that token; before it the drafts that were right.
+            // The row from which the last token was drawn gets that token; the rows before it get the accepted drafts.
             assert_eq!([word(LAYOUT.last(0)), word(LAYOUT.last(1))], [1, 5]);
             assert_eq!([0, 1, 3, 4, 5].map(|row| word(LAYOUT.token(row))), [531, 103, 501, 502, 100]);
             assert_eq!([0, 1, 2, 3].map(|index| word(4 + 4 * index)), [3, 0, u32::MAX, u32::MAX]);
@@ -154,7 +156,7 @@ fn norms_are_joined_and_the_best_token_is_kept() {
     }
     for index in 0..MOST_DRAFTS {
         cases.case(format!("draft.{index}"));
-        // A tie, a part without tokens, and a row whose logits are no numbers.
+        // The first row has a tie and a part without tokens; the second row has NaN logits.
         let partials = [
             [(1.0f32, 5), (3.0, 40), (3.0, 21), (f32::NEG_INFINITY, TOKEN_NONE)],
             [(f32::NAN, 3), (f32::NAN, 9), (f32::NEG_INFINITY, TOKEN_NONE), (f32::NAN, 30)],
@@ -176,7 +178,7 @@ fn norms_are_joined_and_the_best_token_is_kept() {
     check(&cases);
 }
 
-/// A layer's operands, and rows of its projection by position.
+/// The operands of a layer, and the rows of its projection by position.
 struct Layer {
     heads: DeltaHeads,
     stride: u32,
@@ -184,7 +186,7 @@ struct Layer {
     rows: Vec<Vec<f32>>,
 }
 
-/// Buffers of one cell.
+/// The buffers of one cell.
 struct Cell {
     state: Range,
     window: Range,
@@ -213,8 +215,8 @@ impl Layer {
         Cell { state, window, pending: buffer("pending", self.heads.pending_bytes(1, MOST_PENDING)) }
     }
 
-    /// A step of the tokens of `rows`, a plain one of a single token; `settled`: tokens that the state has taken in, where
-    /// others may be pending.
+    /// Adds a step that processes `rows` from `position` on: a plain step for one row, otherwise a verification step.
+    /// `settled` is the number of tokens already in the state, if tokens may be pending.
     fn step(
         &self,
         cases: &mut Cases,
@@ -268,7 +270,8 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
         cases.case(format!("{heads:?}"));
         let layer = Layer::new(&mut cases, &mut random, heads, 24);
         let (plain, drafting) = (layer.cell(&mut cases, "plain"), layer.cell(&mut cases, "drafting"));
-        // Accepted tokens of each verifying step, of one more row than there are drafts.
+        // The turns are pairs of the rows in a verification step (one more than its drafts) and the rows that are
+        // accepted.
         let [mut position, mut settled] = [0, 0];
         let mut outputs: Vec<(Range, u32)> = Vec::new();
         for p in 0..2 {
@@ -278,7 +281,7 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
         }
         let turns: [(u32, u32); 6] = [(2, 1), (4, 4), (3, 2), (1, 1), (4, 3), (2, 2)];
         for (turn, (each, accepted)) in turns.into_iter().enumerate() {
-            // Rows behind the accepted ones are of tokens that were never drawn.
+            // Rows after the accepted ones belong to draft tokens that were rejected.
             let rows: Vec<Vec<f32>> = (0..each)
                 .map(|t| match t < accepted {
                     true => layer.rows[(position + t) as usize].clone(),
@@ -286,7 +289,8 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
                 })
                 .collect();
             let at = (position, Some(settled));
-            // Steps of a fault, which read anything, run before; the right one leaves what it would alone.
+            // Steps with a fault, which process arbitrary rows, run first. The correct step must give the same result
+            // as if it had run alone.
             for again in 0..turn % 3 {
                 let garbage: Vec<Vec<f32>> = (0..each).map(|_| random.floats(layer.stride as usize)).collect();
                 layer.step(&mut cases, &format!("faulty.{turn}.{again}"), &drafting, at, &garbage);
@@ -297,7 +301,7 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
             position += accepted;
         }
         assert!(position - settled <= MOST_PENDING && position + 1 < layer.rows.len() as u32);
-        // A step without drafts takes in what is left.
+        // A step without drafts adds the pending tokens to the state.
         let row = |p: u32| std::slice::from_ref(&layer.rows[p as usize]);
         outputs.push((layer.step(&mut cases, "last", &drafting, (position, Some(settled)), row(position)), 0));
         // The next step adds the last token to the state.

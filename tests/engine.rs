@@ -1,9 +1,9 @@
-//! The engine as a whole, without a GPU.
+//! Tests of the whole engine without a GPU.
 //!
-//! Goal: every request ends exactly once with the tokens it would get alone; no page is lost
-//! or shared; no plan is over its budget; nobody waits for ever. Method: a seeded simulation of
-//! the scheduler against `FakeExecutor` on virtual time (which checks the step loop's half of
-//! the contract at every plan), and the engine thread itself on the machine's time.
+//! Goal: every request finishes exactly once with the tokens that it would get alone; no page is leaked or wrongly
+//! shared; no plan exceeds its budget; no request waits forever. Method: a seeded simulation of the scheduler with a
+//! `FakeExecutor` on virtual time (which checks the step loop's half of the contract at every plan), and the real
+//! engine thread in real time.
 //!
 //! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
 
@@ -33,7 +33,7 @@ use tracing_subscriber::layer::{Context, SubscriberExt};
 
 const VOCABULARY: u32 = 97;
 const EOS: u32 = 96;
-/// Why a request is ended that runs whenever the device is lost.
+/// The error of a request that was running at too many device losses.
 const LOST: &str = "the device was lost";
 
 // ---- simulation ----
@@ -49,14 +49,14 @@ impl Random {
         self.below(n) == 0
     }
 
-    /// Mostly small, sometimes up to `most`.
+    /// Returns a length of at least 1: up to `most` in one case of eight, otherwise up to an eighth of it.
     fn length(&mut self, most: u64) -> u64 {
         let most = if self.one_in(8) { most } else { most.div_ceil(8) };
         1 + self.below(most)
     }
 }
 
-/// Prints the seed of a simulation that panics.
+/// Prints the seed if the simulation panics.
 struct Seed(u64, &'static str);
 
 impl Drop for Seed {
@@ -67,7 +67,8 @@ impl Drop for Seed {
     }
 }
 
-/// Constraints for a model whose tokens are the printable characters, one of two, and the end.
+/// Returns compiled constraints for a vocabulary of the printable ASCII characters, one token of two characters, and
+/// the end-of-sequence token.
 fn constraints() -> Vec<Started> {
     let character = |byte: u8| if byte == b' ' { 'Ġ' } else { char::from(byte) };
     let vocabulary: serde_json::Map<String, serde_json::Value> = (b' '..=b'~')
@@ -96,7 +97,7 @@ fn constraints() -> Vec<Started> {
         Constraint::Regex("[a-z]{600}".to_owned()),
     ]
     .iter()
-    // How long it took to compile is of this machine, and no simulation depends on it.
+    // The compilation time depends on the machine, so no simulation may depend on it.
     .map(|constraint| Started { slow: false, ..grammars.start(constraint, false).unwrap() })
     .collect()
 }
@@ -105,18 +106,18 @@ struct World {
     name: &'static str,
     requests: u64,
     capacity: Capacity,
-    /// Between bursts of arrivals, in decode steps, about.
+    /// Roughly the number of decode steps between bursts of arrivals.
     gap_steps: u64,
     priorities: u64,
-    /// Of so many requests one is aborted, and one has a deadline that may pass.
+    /// One request in this many is aborted, and one in this many has a deadline that may pass.
     nuisance: u64,
-    /// Beginnings that prompts share; none if 0.
+    /// The number of prefixes that prompts share; 0: none.
     beginnings: u64,
-    /// Every so many decode plans recurrent state is lost.
+    /// Decode plans from one fault to the next; the steps of a plan with a fault run again. `None`: no faults.
     fault_every: Option<u64>,
-    /// Of so many requests one is constrained; none if 0.
+    /// One request in this many has a constraint; 0: none.
     constrained: u64,
-    /// At one in so many moments the device is lost; never if 0.
+    /// At each event the device is lost with a probability of one in this many; 0: never.
     lost: u64,
 }
 
@@ -134,16 +135,16 @@ struct Outcome {
     aborted: u64,
     expired: u64,
     stopped: u64,
-    /// Ended, for the device was lost again and again while they ran.
+    /// Requests that were ended because the device was lost repeatedly while they ran.
     lost: u64,
-    /// Constrained requests that were complete.
+    /// Constrained requests that ended because their output was complete.
     complete: u64,
-    /// First starts in a row, at most, of others than the oldest that had not started.
+    /// The largest number of consecutive first starts that passed over the oldest request that had not started.
     passed_over_most: u32,
     running_most: u32,
     plans: u64,
     cached_tokens: u64,
-    /// Tokens of prompts that were scored.
+    /// Prompt tokens that were scored.
     scored: u64,
 }
 
@@ -167,11 +168,11 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         (0..world.beginnings).map(|_| (0..context).map(|_| random.below(VOCABULARY.into()) as u32).collect()).collect();
 
     let constraints = if world.constrained > 0 { constraints() } else { Vec::new() };
-    // Questions about constraints, by the time of their answer.
+    // Pending answers of the constraint workers, by the time at which they arrive.
     type Answer = (SequenceId, Box<Grammar>, Result<Next, GrammarError>);
     let mut answers: BTreeMap<(Instant, u64), Answer> = BTreeMap::new();
     let mut questions = 0;
-    // What happens from outside, by time.
+    // External events by time: arrivals and aborts.
     let mut requests = Vec::new();
     let mut at = epoch;
     let mut aborts = BTreeSet::new();
@@ -381,7 +382,7 @@ fn setup(capacity: Capacity, seed: u64) -> Setup {
     }
 }
 
-/// The output of a request that has the device for itself.
+/// Returns the output of a request that has the device to itself.
 fn alone(request: &Request, context: u32) -> Vec<u32> {
     let room = context - request.prompt.len() as u32;
     let params = SlotParams {
@@ -399,7 +400,7 @@ fn alone(request: &Request, context: u32) -> Vec<u32> {
     let Some(mut started) = request.grammar.clone() else {
         return FakeExecutor::alone(&request.prompt, &params, VOCABULARY, &[]);
     };
-    // A token at a time, each under the mask of those before.
+    // Generates one token at a time, each under the mask that the tokens before it give.
     let (mut history, mut mask) = (request.prompt.clone(), started.mask);
     for generated in 0..params.max_tokens {
         let one = SlotParams { generated, max_tokens: 1, mask: Some(mask), ..params.clone() };
@@ -509,8 +510,8 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
     }
 }
 
-/// Prompts that begin alike find snapshots of the state; where it is lost, it is computed again. Without drafts, and with
-/// one or two that are right by chance.
+/// Goal: prompts with a common prefix continue from snapshots of the recurrent state, and results stay correct when
+/// decode plans have faults, without drafts and with one or two drafts that are right by chance.
 #[test]
 fn thousands_of_requests_with_recurrent_state() {
     for (seed, snapshots, fault_every) in [(0, 12, None), (1, 3, Some(7)), (2, 0, Some(50))] {
@@ -589,8 +590,8 @@ fn odd_capacities() {
     }
 }
 
-/// Every third request is constrained; answers come at once or steps later, and on devices that cannot queue a step
-/// before its mask is there as well.
+/// Goal: results stay correct when every third request is constrained and masks arrive at once or steps later, with
+/// gates and on devices without gates, which queue a step only after its masks are there.
 #[test]
 fn thousands_of_requests_that_are_constrained() {
     for seed in seeds(4) {
@@ -615,7 +616,8 @@ fn thousands_of_requests_that_are_constrained() {
     }
 }
 
-/// Devices that are lost in the middle of anything: with constraints, with recurrent state and drafts, with few pages.
+/// Goal: requests survive device losses at arbitrary moments, with constraints, with recurrent state and drafts, and
+/// with few pages.
 #[test]
 fn thousands_of_requests_on_devices_that_are_lost() {
     for seed in seeds(3) {
@@ -753,7 +755,8 @@ fn spawn_with(
     Replica::spawn(name, device(index), Box::new(executor), config).unwrap()
 }
 
-/// A replica whose device is lost after so many plans, again and again, and takes a while to come back.
+/// Returns a replica whose device is lost after the number of plans that each entry of `lives` gives (`None`: never).
+/// Rebuilding takes 20 ms and fails once `lives` is used up.
 fn losing(config: FakeConfig, queue_limit: usize, lives: Vec<Option<u64>>) -> Replica {
     let mut lives = lives.into_iter();
     let life = FakeConfig { lost_after: lives.next().expect("a first life"), ..config.clone() };
@@ -770,7 +773,7 @@ fn replica(config: FakeConfig, queue_limit: usize) -> Replica {
     spawn("m/0", 0, FakeExecutor::realtime_with(config), queue_limit)
 }
 
-/// A sink that passes everything on, and where it goes.
+/// Returns a sink that forwards all events, and their receiver.
 fn sink() -> (Sink, mpsc::Receiver<Event>) {
     let (events, receiver) = mpsc::channel();
     (Box::new(move |event| events.send(event).map_err(|_| SinkClosed)), receiver)
@@ -782,10 +785,10 @@ fn submit(replica: &Replica, request: Request) -> mpsc::Receiver<Event> {
     events
 }
 
-/// Waits are for a machine under load; nothing takes so long by itself.
+/// Time limit for waits. It is long because the machine may be busy with other tests.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// All of a request's output, and how it ended.
+/// Returns all of a request's output and how it finished.
 fn collect(events: &mpsc::Receiver<Event>) -> (Vec<u32>, Finished) {
     let mut output = Vec::new();
     loop {
@@ -878,14 +881,15 @@ fn the_queue_is_bounded_and_ids_are_unique() {
         Err(SubmitError::Request(RequestError::EmptyPrompt)) => {}
         other => panic!("{other:?}"),
     }
-    // One leaves the queue, one the device; the third has its turn, and ids can be used again.
+    // The queued request "b" and the running request "a" are aborted. The third request then runs, and the id can be
+    // used again.
     replica.abort("b");
     let (output, finished) = collect(&waiting[0]);
     assert_eq!((output.len(), finished.reason), (0, FinishReason::Aborted));
     assert!(finished.timings.queue > Duration::ZERO);
     replica.abort("a");
     replica.abort("nobody");
-    // Its start was taken above.
+    // The start event was received above.
     let ends = running.iter().filter(|event| matches!(event, Event::Finished(_))).count();
     assert_eq!(ends, 1);
     assert_eq!(collect(&waiting[1]).1.reason, FinishReason::Length);
@@ -959,8 +963,9 @@ fn a_lost_device_ends_every_request_and_takes_no_more() {
     assert!(!replica.steps(10).is_empty(), "the steps before are still told");
 }
 
-/// Goal: whoever runs when a device is lost, or waits, gets what it would have got. Method: a device that is lost in the
-/// middle of prompts and of decoding, whose tokens are a function of the whole history; requests that come while it is gone.
+/// Goal: requests that run or wait when the device is lost get the output that they would have got without the loss.
+/// Method: a device that is lost during prompts and during decoding; its tokens are a function of the whole history;
+/// requests also arrive while it is gone.
 #[test]
 fn a_device_that_is_built_anew_goes_on_where_the_lost_one_was() {
     for lost_after in [1, 2, 3, 7, 20] {
@@ -982,8 +987,8 @@ fn a_device_that_is_built_anew_goes_on_where_the_lost_one_was() {
     }
 }
 
-/// Goal: a fault of a decode step costs time and no token, and is counted for as long as the replica lives, also where its
-/// device is lost in between.
+/// Goal: a fault of a decode step costs time but changes no token, and faults are counted over the lifetime of the
+/// replica, including device losses.
 #[test]
 fn a_fault_of_a_step_is_counted_and_changes_no_token() {
     let config = FakeConfig { fault_every: Some(2), ..fake(2, Duration::from_millis(1)) };
@@ -996,13 +1001,13 @@ fn a_fault_of_a_step_is_counted_and_changes_no_token() {
     until_idle(&replica);
     assert_eq!(replica.losses(), 1);
     let told: u32 = replica.steps(usize::MAX).iter().map(|step| step.faults).sum();
-    // A plan in flight when the device was lost is told of by nobody.
+    // A plan that was in flight when the device was lost is in no step record.
     let faults = replica.faults();
     assert!(told >= 3 && (u64::from(told)..=u64::from(told) + 2).contains(&faults), "{faults} faults, {told} told");
     assert!(replica.last_fault().is_some());
 }
 
-/// Goal: who may be the cause of a loss does not take the device down for ever, and others go on.
+/// Goal: a request that may cause the device losses is ended after the second loss, and others continue.
 #[test]
 fn who_is_there_whenever_the_device_is_lost_is_ended() {
     let config = fake(1, Duration::from_millis(1));
@@ -1030,8 +1035,8 @@ fn a_device_that_does_not_come_back_ends_every_request() {
     until_idle(&replica);
 }
 
-/// Goal: while the device is gone, requests can still be ended, by their clients and by their deadlines, and the replica
-/// stopped; none of them waits for the device.
+/// Goal: while the device is gone, requests can be ended by their clients and by their deadlines, and the replica can
+/// be stopped, all without waiting for the device.
 #[test]
 fn a_device_that_is_gone_holds_nobody_up() {
     let config = fake(2, Duration::from_millis(1));
@@ -1055,7 +1060,7 @@ fn a_device_that_is_gone_holds_nobody_up() {
     assert_eq!(collect(&stopped).1.reason, FinishReason::Error("a test".to_owned()));
 }
 
-/// An executor with a bug.
+/// An executor that panics on the first plan.
 struct Broken(FakeExecutor);
 
 impl Executor for Broken {
@@ -1094,8 +1099,8 @@ fn a_panicking_engine_thread_ends_every_request_with_an_error() {
     replica.abort("a");
 }
 
-/// Goal: whoever asks or submits while a replica is stopped hears of it, however the two meet. Method: stopped after a time
-/// of its own in each round, with three who ask and submit all the while.
+/// Goal: a client that queries a replica or submits to it while it is stopped always gets an answer. Method: each round
+/// stops the replica after a different time, while three clients query and submit continuously.
 #[test]
 fn nobody_waits_for_a_replica_that_is_stopped() {
     for round in 0..150u64 {
@@ -1128,10 +1133,10 @@ fn nobody_waits_for_a_replica_that_is_stopped() {
     }
 }
 
-/// Goal: rows beside one whose mask takes five seconds draw on, prompts that come meanwhile are taken in, though all slots
-/// are held, and the late one goes on once its mask is there, with what it may draw.
-/// Method: the fake device on virtual time; the answer about the third token is held back. With and without gates, with
-/// and without recurrent state.
+/// Goal: a sequence whose mask takes five seconds does not hold up the other rows, prompts that arrive meanwhile are
+/// run although all slots are held, and the late sequence continues with allowed tokens once its mask is there. Method:
+/// the fake device on virtual time; the answer about the third token is held back. With and without gates, with and
+/// without recurrent state.
 #[test]
 fn rows_beside_one_whose_mask_is_late_draw_on() {
     for (gates, snapshots) in [(true, None), (false, None), (true, Some(4))] {
@@ -1154,7 +1159,7 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
         let mut now = epoch;
         while finished.is_none() {
             let next = [scheduler.next_deadline(), fake.next_report(), third.as_ref().map(|_| held)];
-            // At the beginning nothing has been asked for.
+            // In the first iteration nothing has been submitted yet.
             assert!(now == epoch || next.iter().any(Option::is_some), "nothing is to happen");
             now = next.into_iter().flatten().min().unwrap_or(now).max(now);
             assert!(now < epoch + Duration::from_secs(10), "it never ends");
@@ -1199,7 +1204,7 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
                     scheduler.assert_consistent();
                 }
             }
-            // What was found out at once is told at once.
+            // Masks found at once are delivered at once.
             for (id, grammar, next) in answers.drain(..) {
                 scheduler.constrained(id, grammar, next, now);
             }
@@ -1236,14 +1241,14 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
         assert!(longest < Duration::from_millis(60), "gates {gates}: a free row waited {longest:?}");
         assert!(drawn > 3_000, "gates {gates}: {drawn} tokens in five seconds of a millisecond's steps");
         let (_, arrived, ended) = joined.expect("it came");
-        // Without gates the late one stands in nobody's way and keeps its slot.
+        // Without gates the late sequence delays no other row, so it keeps its slot.
         if gates {
             assert!(ended.is_some_and(|ended| ended - arrived < Duration::from_millis(200)), "{ended:?}");
         }
     }
 }
 
-/// Steps that wait for masks follow each other without a gap in the queue: a prompt must find one.
+/// Goal: prompts get their turn although steps that wait for masks follow each other without a gap in the queue.
 #[test]
 fn constrained_sequences_leave_prompts_their_turn() {
     let replica = replica(fake(4, Duration::from_millis(1)), 8);
@@ -1316,7 +1321,7 @@ fn requests_find_their_replica() {
         assert_eq!(route("one", selector).as_deref(), Ok(expected), "{selector}");
     }
     assert_eq!(route("two", "").as_deref(), Ok("two/0"));
-    // A number is an index, though a name contains it.
+    // A numeric selector is an index, although a device's name contains this number.
     for selector in ["4000", "2", "two/0", "nonsense"] {
         match route("one", selector) {
             Err(RouteError::UnknownDevice { asked, available, .. }) => {
@@ -1330,7 +1335,7 @@ fn requests_find_their_replica() {
         let error = RouteError::UnknownModel { asked: unknown.into(), served: "one, two".into() };
         assert_eq!(route(unknown, ""), Err(error));
     }
-    // A busy replica is passed by, unless it is named; so is a draining one.
+    // Routing avoids a busy replica unless it is named, and a draining one.
     let replicas = host.models()[0].replicas.clone();
     let _events = submit(&replicas[0], request("a", 1, 500));
     assert_eq!(route("one", "").as_deref(), Ok("one/1"));
@@ -1353,7 +1358,7 @@ fn the_only_model_needs_no_name() {
 
 // ---- spans ----
 
-/// Keeps the spans of this program: name, parent, and what was recorded.
+/// Records the spans of this program: name, parent and numeric fields.
 #[derive(Clone, Default)]
 struct Spans(Arc<Mutex<HashMap<u64, SpanSeen>>>);
 
@@ -1383,8 +1388,8 @@ impl Spans {
     }
 }
 
-// The registry uses an id again when its span is closed; the test keeps its parent open and
-// looks at no span of another.
+// The registry reuses the id of a closed span. The test keeps its parent span open and looks only at that span's
+// children.
 impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Spans {
     fn on_new_span(&self, attributes: &tracing::span::Attributes<'_>, id: &tracing::span::Id, _: Context<'_, S>) {
         self.change(id, |seen| {

@@ -1,9 +1,9 @@
-//! Goal: a decode step without barriers that faults costs no token and changes none: in the start's test, and while
-//! texts are decoded.
-//! Method: the embedded demo models on lavapipe, whose blocks are multiplied by hand there (or on the GPU that is
-//! tested); the text without faults is the measure. Faults are injected: the fault word is set before a plan
-//! (`fault_at`), or a call of a step waits for words that are never written (`broken_call`), in one step
-//! (`broken_step`) or again and again (`broken_every`), with two plans in flight, alone and with several sequences.
+//! Goal: a fault in a decode step without barriers changes and loses no token, neither in the test at start nor during
+//! generation. Method: the embedded demo models on lavapipe with the kernels for matrix units in the variant that
+//! multiplies without them (or on the selected GPU); the reference is the output without faults. Faults are injected:
+//! the fault word is set before a plan (`fault_at`), or one call of a step waits for words that are never written
+//! (`broken_call`), in one step (`broken_step`) or repeatedly (`broken_every`), with two plans in flight, with one
+//! sequence and with several.
 
 mod common;
 mod harness;
@@ -17,7 +17,8 @@ use ostinato::host::Host;
 use ostinato::model::synth::{self, SynthOptions};
 use std::path::Path;
 
-/// A replica of a model with these changes, and what its start said of steps without barriers.
+/// Starts a replica of a model with these tuning changes. Returns the host and the lines about barriers that its start
+/// printed.
 fn start_model(vulkan: &Vulkan, path: &str, drafts: Option<u32>, slots: u32, tune: &[&str]) -> (Host, Vec<String>) {
     let driver = Driver::first();
     let mut model = Model::new("demo", path, Some(&vulkan.adapter(driver).uuid));
@@ -26,7 +27,7 @@ fn start_model(vulkan: &Vulkan, path: &str, drafts: Option<u32>, slots: u32, tun
     model.drafts = drafts;
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = Some(Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned());
-    // A GPU takes what it has.
+    // A GPU uses its own choice of kernels.
     let fragments: &[&str] = if driver == Driver::Gpu { &[] } else { &["fragments=1"] };
     config.runtime.tune = fragments.iter().chain(tune).map(|change| (*change).to_owned()).collect();
     let lines = Lines::default();
@@ -40,7 +41,7 @@ fn start(vulkan: &Vulkan, slots: u32, tune: &[&str]) -> (Host, Vec<String>) {
     start_model(vulkan, DEMO_PATH, None, slots, tune)
 }
 
-/// Faults that the replica met with.
+/// Returns the number of faults that the replica has had.
 fn faults(host: &Host) -> u64 {
     host.route("", "").expect("one model").1.variants().fallen(Fallback::OverlapFault)
 }
@@ -48,7 +49,7 @@ fn faults(host: &Host) -> u64 {
 const PROMPT: [u32; 5] = [5, 80, 300, 7, 1200];
 const TOKENS: u32 = 16;
 
-/// Greedy tokens of `count` sequences at once, each of a prompt of its own.
+/// Returns the greedy tokens of `count` concurrent sequences with different prompts.
 fn texts(host: &Host, count: u32) -> Vec<Vec<u32>> {
     let (_, replica) = host.route("", "").expect("one model");
     let replica = &*replica;
@@ -67,7 +68,7 @@ fn texts(host: &Host, count: u32) -> Vec<Vec<u32>> {
     })
 }
 
-/// Barriers of the last step.
+/// Returns the number of barriers per step of the last plan.
 fn barriers(host: &Host) -> f64 {
     let (_, replica) = host.route("", "").expect("one model");
     let last = replica.steps(1).pop().expect("steps ran");
@@ -99,13 +100,13 @@ fn a_fault_at_the_start_or_in_a_text_costs_no_token() {
         assert_eq!(texts(&host, 1), wanted, "{plan}: a second text");
         assert_eq!(faults(&host), 1, "{plan}");
     }
-    // After a pause, steps run without barriers again.
+    // After the pause, steps run without barriers again.
     let (host, _) = start(&vulkan, 1, &["tags=1", "retry_ms=1", "fault_at=1"]);
     assert_eq!(texts(&host, 1), wanted);
     assert!(barriers(&host) < with / 3.0, "{} barriers a step after the pause", barriers(&host));
     drop(host);
 
-    // Found at the start: a call waits for words that are never written.
+    // Found by the test at start: a call waits for words that are never written.
     let (host, said) = start(&vulkan, 1, &["tags=1", "broken_call=6"]);
     assert!(said.len() == 1 && said[0].contains("waited too long"), "{said:?}");
     assert_eq!(texts(&host, 1), wanted);
@@ -126,23 +127,24 @@ fn a_fault_with_four_sequences_costs_none_of_them_a_token() {
     }
 }
 
-/// A hybrid checkpoint of random weights whose activations can be tagged: two layers of attention among eight.
+/// Writes a hybrid checkpoint of random weights whose activations can be tagged: eight layers, two of them attention.
 fn hybrid(folder: &Path) {
     let preset = synth::preset("tiny-qwen3.5-moe").expect("a preset");
     let mut json: serde_json::Value = serde_json::from_str(&synth::with_layers(&preset, 8)).expect("JSON");
     for (key, value) in [("num_key_heads", 8), ("num_value_heads", 16), ("key_head_dim", 16), ("value_head_dim", 16)] {
         json["text_config"][format!("linear_{key}")] = value.into();
     }
-    // The prompts' tokens are the demo model's.
+    // The vocabulary covers the prompts, which are made for the demo model.
     json["text_config"]["vocab_size"] = 2048.into();
     synth::write(&json.to_string(), folder, &SynthOptions::default(), &mut |_, _| {}).expect("written");
 }
 
-/// Every kind of call, in the first step of every plan or in the midst of plans: what a faulty step has written is
-/// written again before it is read. With recurrent state, too, which a step changes that may have to be run again.
+/// Goal: a fault in a call changes no token, because everything that a faulty step has written is written again before
+/// it is read. Method: one call is broken, in every step or in every second one, with two sequences. The ignored test
+/// does the same with recurrent state, which a step that is run again must not change twice.
 #[test]
 fn a_fault_in_any_call_of_any_step_changes_no_token() {
-    // With several rows the first attention has a call before it that waits for nothing.
+    // With several rows the call before the first attention waits for nothing, so it cannot be broken.
     any_call(DEMO_PATH, [5, 11]);
 }
 

@@ -1,17 +1,16 @@
-//! Goal: `flash` means what its `reference()` says, by hand on both CPU drivers and by matrix units too on a
-//! GPU that has them, and the reference means what the formula says.
-//! Method: chunks of awkward lengths behind prefixes of awkward lengths, with scattered pages. Tokens that no
-//! chunk has written, rows that are not in use and whatever a kernel must not read hold NaN; what it must not
-//! write must stay as it was. On a GPU also whole chunks of a large model's heads, compared with the formula
-//! on sampled rows.
+//! Goal: `flash` matches its `reference()`, with plain multiplication on both CPU drivers and also on matrix units on a
+//! GPU that has them; and the reference matches the formula. Method: chunks of awkward lengths after prefixes of
+//! awkward lengths, with scattered pages. Tokens that no chunk has written, rows that are not in use and everything
+//! else that a kernel must not read hold NaN; words that it must not write must stay unchanged. On a GPU also whole
+//! chunks with the heads of a large model, compared with the formula on sampled rows.
 //!
-//! Tolerances: q and the softmax's weights are rounded to f16, by at most e = 2^-11 of each value. A score
-//! moves by at most e · Σ|q·k| / sqrt(D), which for these inputs (uniform up to 3 and 2) is about
-//! e · 1.5 · sqrt(D), 8e-3 for 128 dimensions; the output by twice that times the largest value, 2, and by
-//! e times it for the weights: 4e-2 if all roundings conspired. They are independent: their root mean square
-//! is 2e-4 of each value, a score's error 4e-4, an output's less than that, since it is an average of
-//! errors. 3e-3 is above seven times that. A token that is missed or seen too early moves outputs of rows in
-//! which it weighs much, as one of each few dozen does, by 1e-2 and more.
+//! Tolerances: q and the softmax weights are rounded to f16, by at most e = 2^-11 of each value. A score changes by at
+//! most e · Σ|q·k| / sqrt(D), which for these inputs (uniform up to 3 and 2) is about e · 1.5 · sqrt(D), 8e-3 for 128
+//! dimensions. The output changes by at most twice that times the largest value, 2, plus e times the largest value for
+//! the weights: 4e-2 if all roundings had the same sign. They are independent: their root mean square is 2e-4 of each
+//! value, the error of a score is 4e-4, and that of an output is smaller, because it is an average of errors. The limit
+//! of 3e-3 is more than seven times that. A token that is missed or seen too early changes the outputs of rows in which
+//! it has a large weight, as one of every few dozen tokens does, by 1e-2 and more.
 
 mod common;
 mod harness;
@@ -28,7 +27,7 @@ use ostinato::kernels::shaders::FlashArgs;
 use ostinato::kernels::skinny::Matrices;
 use ostinato::memory::pack::Format;
 
-/// See the head of the file.
+/// Tolerance, explained at the top of the file.
 const ROUNDED: f32 = 3e-3;
 const SLOTS: u32 = 3;
 const SLOT: u32 = 1;
@@ -37,7 +36,7 @@ fn heads(group: u32, kv: u32, dim: u32) -> Heads {
     Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, gated: group.is_multiple_of(2), kv_format: Format::F16 }
 }
 
-/// How a device can multiply.
+/// Returns the implementations of the matrix product that a device supports.
 fn ways(bench: &Bench) -> Vec<Matrices> {
     let capabilities = &bench.device.adapter().capabilities;
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::F16, accumulator: Component::F32 };
@@ -45,12 +44,12 @@ fn ways(bench: &Bench) -> Vec<Matrices> {
     if units { vec![Matrices::ByHand, Matrices::Cooperative] } else { vec![Matrices::ByHand] }
 }
 
-/// A chunk of one sequence before anything is packed.
+/// A prompt chunk of one sequence, as plain values.
 struct Chunk {
     heads: Heads,
     start: u32,
     length: u32,
-    /// Rows of the dispatch; those past `length` are not valid.
+    /// Rows of the dispatch; rows from `length` on are not valid.
     rows: u32,
     pages: Vec<u32>,
     max_pages: u32,
@@ -59,7 +58,7 @@ struct Chunk {
     values: Vec<f32>,
     /// `[row][q head][dim]`.
     queries: Vec<f32>,
-    /// `[row][q head][dim]`, read where the heads are gated.
+    /// `[row][q head][dim]`, read only if the heads are gated.
     gates: Vec<f32>,
 }
 
@@ -80,7 +79,7 @@ impl Chunk {
             max_pages: pages + 3,
             keys,
             values,
-            // Some tokens matter much more than others.
+            // The range of the values makes some tokens weigh much more than others.
             queries: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
             gates: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
         }
@@ -90,7 +89,7 @@ impl Chunk {
         self.heads.q * self.heads.dim + 8
     }
 
-    /// softmax(q · Kᵀ / sqrt(D)) · V of one row and head, gated.
+    /// Returns softmax(q · Kᵀ / sqrt(D)) · V of one row and head, multiplied by the gate if the heads are gated.
     fn attend(&self, row: u32, head: u32) -> Vec<f64> {
         let Heads { kv, dim, .. } = self.heads;
         let of = |all: &[f32], index: u32| -> Vec<f64> {
@@ -118,7 +117,7 @@ impl Chunk {
         sums.into_iter().enumerate().map(|(i, sum)| sum / total / gate(i)).collect()
     }
 
-    /// Compares one row and head with the formula; the chunk's rows begin at row `first` of the step.
+    /// Compares one row and head with the formula. The chunk's rows begin at row `first` of the step.
     fn check(&self, memory: &HostMemory, o: Range, first: u32, row: u32, head: u32, limit: f64) {
         for (i, wanted) in (0..).zip(self.attend(row, head)) {
             let at = (first + row) * self.output_stride() + head * self.heads.dim + i;
@@ -134,12 +133,12 @@ impl Chunk {
     }
 }
 
-/// Adds the buffers of a step of chunks of several sequences, and its call.
+/// Adds the buffers of a step with chunks of several sequences, and its call.
 fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
     let heads = chunks[0].heads;
     let Heads { q, kv, dim, .. } = heads;
     let stride = (2 * q + 2 * kv) * dim + 8;
-    // Rows behind the last in use, and pages that no table has.
+    // There are rows after the last one in use, and pages that no page table contains.
     let used: u32 = chunks.iter().map(|chunk| chunk.length).sum();
     let rows = used + chunks.iter().map(|chunk| chunk.rows - chunk.length).max().unwrap_or(0);
     let max_pages = chunks.iter().map(|chunk| chunk.max_pages).max().unwrap_or(0);
@@ -203,12 +202,12 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
     args
 }
 
-/// Runs chunks in one recording on every driver, each way it can multiply.
+/// Runs each chunk as a step of one recording, on every driver with every implementation that it supports.
 fn check(name: &str, chunks: Vec<Chunk>) {
     check_steps(Driver::all(), name, 1, &chunks.into_iter().map(|chunk| vec![chunk]).collect::<Vec<_>>());
 }
 
-/// The same for steps of several sequences' chunks, a tile's tokens shared by up to `splits` workgroups.
+/// Runs steps with chunks of several sequences. Up to `splits` workgroups share the tokens of a tile.
 fn check_steps(drivers: &[Driver], name: &str, splits: u32, steps: &[Vec<Chunk>]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = drivers.iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
@@ -247,10 +246,10 @@ fn chunks_of_awkward_lengths_behind_awkward_prefixes() {
     for length in [1, 15, 16, 17, 63, 65, 130] {
         for start in [0, 5, 16, 100] {
             let index = chunks.len();
-            // Each is a pipeline, which a CPU driver takes up to ten seconds to make.
+            // Each combination is a pipeline, which a CPU driver takes up to ten seconds to compile.
             let (group, kv, dim) = [(1, 2, 32), (2, 1, 64), (7, 1, 128)][index % 3];
             let heads = heads(group, kv, dim);
-            // With rows that are not in use, and once so many that whole workgroups have none.
+            // Some chunks have rows that are not in use, one in four so many that whole workgroups have none.
             let spare = [1, 0, 1, 70][index % 4];
             chunks.push(Chunk::new(&mut random, heads, start, length, length + spare));
         }
@@ -262,7 +261,7 @@ fn chunks_of_awkward_lengths_behind_awkward_prefixes() {
 fn chunks_of_several_sequences_in_one_step() {
     let mut random = Random(35);
     let mut steps = Vec::new();
-    // Start and length of each: tiles that end inside a prompt, at its end, and hold all of one.
+    // Start and length of each chunk: tiles end inside a prompt or at its end, or contain all of one.
     let shapes: [&[(u32, u32)]; 4] =
         [&[(0, 1), (30, 1), (0, 1)], &[(16, 33), (0, 5)], &[(3, 16), (0, 32), (100, 17)], &[(0, 70), (64, 2), (7, 64)]];
     for (index, shape) in shapes.into_iter().enumerate() {
@@ -274,7 +273,8 @@ fn chunks_of_several_sequences_in_one_step() {
     check_steps(Driver::all(), "several", 2, &steps);
 }
 
-/// Contexts of which several workgroups have a share each, some shares of which some rows see nothing.
+/// Goal: results are correct where several workgroups share a context, including shares of which some rows see no
+/// token.
 #[test]
 fn ends_of_long_prompts_are_shared() {
     let mut random = Random(36);
@@ -302,7 +302,7 @@ fn heads_of_other_sizes_and_large_groups() {
         shapes.iter().flat_map(of).collect()
     };
     check_steps(Driver::all(), "heads", 1, &chunks(&[(1, 1, 96), (71, 1, 64), (8, 3, 32), (64, 1, 32)]));
-    // Lavapipe compiles each of these for up to a minute.
+    // Lavapipe takes up to a minute to compile each of these, so only the last driver runs them.
     let one = Driver::all().last().map_or(&[][..], std::slice::from_ref);
     check_steps(one, "wide heads", 1, &chunks(&[(2, 1, 160), (5, 1, 192), (3, 2, 256)]));
 }
@@ -311,11 +311,11 @@ fn heads_of_other_sizes_and_large_groups() {
 fn large_scores_and_weights_that_vanish() {
     let mut random = Random(33);
     let mut chunks = Vec::new();
-    // From 30 and 62 on the first row is one short of a block's last token.
+    // With starts 30 and 62 the first row ends one token before the end of a block.
     for (start, sign) in [(0, 1.0), (40, -1.0), (30, 1.0), (62, 1.0)] {
         let mut chunk = Chunk::new(&mut random, heads(2, 1, 64), start, 70, 71);
-        // Scores grow or fall with the token, so that the maximum moves with each block or never again. All
-        // queries are rounded by the same factor, and so are the distances between scores.
+        // Scores grow or fall with the token, so that the maximum moves with each block or never after the first. All
+        // queries are rounded by the same factor, and so are the differences between scores.
         let tokens = (start + chunk.length) as usize;
         for (i, key) in chunk.keys.iter_mut().enumerate() {
             *key = sign * (i / 64) as f32 / if i % 64 == 0 { 8.0 } else { 64.0 };

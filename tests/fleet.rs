@@ -1,7 +1,8 @@
-//! Goal: a fleet of several machines is an existing router before workers of ours, and nothing of ours in between. Method:
-//! three hosts as network namespaces, two with the embedded demo model on a CPU driver, on the third SMG, which speaks the
-//! engine contract of routers, and the `openai` client, which asks it (`tests/router/client.py`; what is asked and held
-//! against what is written there). Needs root, `ip` and what `deploy/setup.sh test` installs; without them it fails.
+//! Goal: an existing router in front of our workers serves a fleet of several machines, without any component of ours
+//! in between. Method: three hosts as network namespaces. Two run the embedded demo model on a CPU driver. The third
+//! runs SMG, which speaks the routers' engine contract, and the `openai` client that sends the requests
+//! (`tests/router/client.py` defines the requests and the expected answers). Needs root, `ip` and the packages that
+//! `deploy/setup.sh test` installs; without them it fails.
 
 mod python;
 mod router;
@@ -16,13 +17,13 @@ use std::time::{Duration, Instant};
 /// Two workers and a router.
 const HOSTS: u8 = 3;
 
-/// One fleet after the other: a test machine may have two cores.
+/// Allows one fleet at a time, because a test machine may have only two cores.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether `span` lies somewhere below the span with this id.
+/// Returns whether `span` is a descendant of the span with this id.
 fn is_below(spans: &[Span], span: &Span, id: &str) -> bool {
     let mut parent = hex(&span.parent_span_id);
     for _ in 0..spans.len() {
@@ -44,7 +45,7 @@ fn chat_through_a_router_is_what_we_serve_and_one_trace_leads_to_the_device() {
     let host = network.hosts[usize::from(HOSTS) - 1].clone();
     let address = host.at(COLLECTOR_PORT);
     let (send, receive) = std::sync::mpsc::channel();
-    // It ends with the process.
+    // The thread ends with the process.
     host.thread(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
@@ -59,7 +60,7 @@ fn chat_through_a_router_is_what_we_serve_and_one_trace_leads_to_the_device() {
     assert!(log.matches("KV event stream connected").count() >= 2, "the router does not follow the pages:\n{log}");
     assert!(!log.contains("huggingface.co/api/models/demo"), "the router looked for the served name in a registry");
 
-    // The client's own span, as tests/router/client.py names it.
+    // The client's own trace and span ids, as set in tests/router/client.py.
     let (trace, client) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7");
     let of = || -> Vec<Span> {
         let spans = collector.spans.lock().unwrap();

@@ -1,7 +1,7 @@
-//! Goal: an output that is constrained is what its constraint says, whatever the model would rather have said, on CPU
-//! drivers and through the whole engine; rows beside it draw what they draw alone; what cannot be followed is refused.
-//! Method: the demo model's tokenizer, and the demo model on two drivers under validation; outputs are parsed by others
-//! than the grammar's own parser where there are some.
+//! Goal: a constrained output satisfies its constraint, whatever the model would prefer to generate, on CPU drivers and
+//! through the whole engine; other rows of the batch draw what they draw alone; a constraint that cannot be followed is
+//! refused. Method: the demo model's tokenizer, and the demo model on two drivers under validation. Outputs are checked
+//! independently of the grammar engine's own parser.
 
 mod common;
 mod harness;
@@ -39,10 +39,10 @@ const SCHEMA: &str = r#"{
     "additionalProperties": false
 }"#;
 
-/// GBNF of sums such as `12+3-40`.
+/// A GBNF grammar of sums such as `12+3-40`.
 const SUMS: &str = "root ::= number (sign number){1,3}\nsign ::= [+-]\nnumber ::= [1-9] [0-9]{0,2}";
 
-/// The same in Lark.
+/// The same grammar in Lark syntax.
 const SUMS_LARK: &str = "start: NUMBER (SIGN NUMBER){1,3}\nSIGN: /[+-]/\nNUMBER: /[1-9][0-9]{0,2}/";
 
 fn is_person(text: &str) -> bool {
@@ -84,15 +84,16 @@ fn constraints() -> Vec<(Constraint, Check)> {
 
 const VOCABULARY_PADDING: u32 = 37;
 
-/// Grammars of the demo model's tokenizer, for a model with more rows than it.
+/// Returns the grammar compiler for the demo model's tokenizer and a model whose vocabulary is padded, the size of that
+/// vocabulary, and the end-of-sequence token.
 fn grammars(text: &Text) -> (Grammars, u32, u32) {
     let eos = text.id("<|im_end|>").expect("the demo's end of a turn");
     let vocabulary = text.vocabulary() as u32 + VOCABULARY_PADDING;
     (Grammars::new(text, vocabulary, &[eos]).unwrap(), vocabulary, eos)
 }
 
-/// Goal: whatever is drawn of what a mask allows, token by token, ends in a text that the constraint describes.
-/// Method: many random walks.
+/// Goal: any sequence of tokens that the masks allow ends in a text that satisfies the constraint. Method: many random
+/// walks.
 #[test]
 fn whatever_masks_allow_is_what_the_constraint_says() {
     let text = text();
@@ -124,8 +125,8 @@ fn whatever_masks_allow_is_what_the_constraint_says() {
     }
 }
 
-/// Goal: an output that may not end goes on while it can, and what it may be is the same for a copy that goes its
-/// own way.
+/// Goal: with the end of sequence ignored, an output that could end is not allowed to while it can go on. A copy of a
+/// grammar gives the same masks and is independent of the original.
 #[test]
 fn an_end_that_is_ignored_is_not_allowed() {
     let text = text();
@@ -173,13 +174,13 @@ fn what_cannot_be_followed_is_refused_with_its_reason() {
         assert!(shown.contains(reason), "{reason}: {shown}");
         assert!(shown.len() < 600, "{shown}");
         assert!(!matches!(error, GrammarError::Stuck(_)), "{shown}");
-        // Bounded work, whoever asks: far above what it takes, since machines that test are busy.
+        // The work is bounded. The limit is far above what it takes, because test machines are busy.
         assert!(began.elapsed().as_secs() < 30, "{reason}: {:?}", began.elapsed());
     }
 }
 
-/// Goal: a constraint that is asked for again is as good as a fresh one, and whoever has it has it alone; what fails is
-/// tried anew, and what takes too much room, or is one too many, makes room.
+/// Goal: a constraint from the cache behaves like a newly compiled one, and each user has an independent copy. Failed
+/// compilations are not cached, and old entries are evicted when the cache has too many entries or too many bytes.
 #[test]
 fn constraints_that_are_kept_are_as_good_as_fresh_ones() {
     let text = text();
@@ -189,7 +190,7 @@ fn constraints_that_are_kept_are_as_good_as_fresh_ones() {
         let mut first = kept.start(&constraint, false).unwrap();
         let (fresh, ..) = grammars(&text);
         let mut fresh = fresh.start(&constraint, false).unwrap();
-        // The first goes its way before the next begins.
+        // The first grammar is advanced before the next one starts.
         let mut walks = Vec::new();
         for started in [&mut first, &mut kept.start(&constraint, false).unwrap(), &mut fresh] {
             let mut random = harness::Random(index);
@@ -213,7 +214,7 @@ fn constraints_that_are_kept_are_as_good_as_fresh_ones() {
         assert_eq!(uses(&kept), (tries, 0), "what failed is not kept");
     }
 
-    // The least lately used goes first.
+    // The least recently used constraint is evicted first.
     let (kept, ..) = grammars(&text);
     let number = |number: usize| Constraint::Regex(format!("{number}"));
     (0..64).for_each(|i| drop(kept.start(&number(i), false).unwrap()));
@@ -235,7 +236,7 @@ fn constraints_that_are_kept_are_as_good_as_fresh_ones() {
     assert_eq!(uses(&kept), (3, 1));
 }
 
-/// Masks of an output that draws by a seed.
+/// Returns the masks along a random path of up to `tokens` masks.
 fn walk(started: Started, random: &mut harness::Random, tokens: usize) -> Result<Vec<Next>, GrammarError> {
     let mut grammar = started.grammar;
     let mut walk = vec![Next::Mask(started.mask)];
@@ -246,8 +247,8 @@ fn walk(started: Started, random: &mut harness::Random, tokens: usize) -> Result
     Ok(walk)
 }
 
-/// Goal: an output whose worker process dies at any token has the masks that it would have had; and so have others whose
-/// worker dies because a constraint takes all its memory.
+/// Goal: an output whose worker process dies at any token gets the masks that it would have got otherwise. The same
+/// holds for outputs whose worker dies because another constraint uses all its memory.
 #[test]
 fn outputs_outlive_their_worker_process() {
     let text = text();
@@ -287,13 +288,13 @@ fn outputs_outlive_their_worker_process() {
     assert_eq!(beside.grammar.take(0).is_err(), !bit(&beside.mask, 0));
 }
 
-/// Goal: what takes longer than it may, or than anybody waits for it, ends, and says which.
+/// Goal: a compilation that exceeds its processor time, or whose caller stops waiting, ends and reports the reason.
 #[test]
 fn nobody_waits_longer_for_a_constraint_than_it_may_take() {
     let text = text();
     let (_, vocabulary, eos) = grammars(&text);
     let with = |memory, cpu| Grammars::with(&text, vocabulary, &[eos], Limits { memory, cpu }).unwrap();
-    // Longer than a minute, and 10 GB.
+    // Compiling it takes more than a minute and 10 GB.
     let endless = Constraint::Regex("a?".repeat(60_000));
     let short = with(16 << 30, Duration::from_millis(200));
     let error = short.start(&endless, false).unwrap_err();
@@ -306,13 +307,13 @@ fn nobody_waits_longer_for_a_constraint_than_it_may_take() {
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     assert!(patient.workers().is_empty(), "a worker goes on for nobody");
 
-    // What is asked for an output that has ended meanwhile.
+    // A mask requested for an output that has ended meanwhile.
     let mut started = patient.start(&Constraint::Regex("xa*".to_owned()), false).unwrap();
     started.grammar.cancel().cancel();
     assert_eq!(started.grammar.take(text.encode("x", false).unwrap()[0]).unwrap_err(), GrammarError::Cancelled);
 }
 
-/// A structural tag of the older form.
+/// A structural tag in the older format.
 const TOOLS: &str = r#"{
     "triggers": ["<function="],
     "structures": [
@@ -336,14 +337,14 @@ fn newer(format: &str) -> String {
     format!(r#"{{"type": "structural_tag", "format": {format}}}"#)
 }
 
-/// Goal: structural tags allow the texts that they describe, and no others, up to where those are wrong.
-/// Method: the longest token of those that are allowed and go on with the text, until there is none.
+/// Goal: structural tags allow the texts that they describe, and refuse a wrong text exactly where it becomes wrong.
+/// Method: at each position the test takes the longest allowed token that continues the text, until no token does.
 #[test]
 fn structural_tags_allow_what_they_describe() {
     let text = text();
     let (grammars, _, eos) = grammars(&text);
     let bytes = text.token_bytes().expect("a byte-level tokenizer");
-    // What is taken, and whether the output may end there.
+    // Returns the part of the text that is accepted, and whether the output may end there.
     let taken = |tag: &str, output: &str| {
         let lark = structural_tag(tag).unwrap_or_else(|error| panic!("{tag}: {error}"));
         let constraint = Constraint::Grammar(lark);
@@ -424,7 +425,7 @@ fn structural_tags_allow_what_they_describe() {
         assert_eq!(found, right, "{tag}: {output:?}");
         assert!(ends || !wrong.is_empty(), "{tag}: {output:?} may not end");
     }
-    // Tags in tags in tags: a part that is used twice is written once.
+    // Deeply nested tags: a part that is used twice is emitted once, so the grammar does not grow exponentially.
     let end = r#"{"type": "const_string", "value": "!"}"#.to_owned();
     let nested = (0..30).fold(end, |content, _| {
         let tag = format!(r#"{{"begin": "(", "content": {content}, "end": ")"}}"#);
@@ -432,13 +433,13 @@ fn structural_tags_allow_what_they_describe() {
     });
     let output = format!("{}!{}", "(".repeat(30), ")".repeat(30));
     assert_eq!(taken(&newer(&nested), &output), (output, true));
-    // What is not whole may not end.
+    // An incomplete output may not end.
     for output in ["<think>", "<think>x</think><a", "<think>x</think>x <b>"] {
         assert_eq!(taken(&newer(&sequence), output), (output.to_owned(), false));
     }
 }
 
-/// Goal: what a structural tag says and cannot be served is refused by its name.
+/// Goal: parts of a structural tag that are not supported are refused, and the message names them.
 #[test]
 fn structural_tags_that_are_not_served_are_refused_by_name() {
     let before_x = |format: &str| {
@@ -482,14 +483,14 @@ fn structural_tags_that_are_not_served_are_refused_by_name() {
 
 // ---- through the engine ----
 
-/// The demo model with `slots` and so many pages, and these changes.
+/// Serves the demo model with these numbers of slots and KV pages and these tuning changes.
 fn serve(vulkan: &Vulkan, driver: Driver, slots: u32, kv_pages: u32, tune: &[&str]) -> Host {
     let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(driver).uuid));
     model.context = Some(256);
     model.slots = Some(slots);
     model.kv_pages = Some(kv_pages);
     let mut config = Config { models: vec![model], ..Config::default() };
-    // CPU drivers wait for what is queued when a timestamp is read, and so do not get along with gates.
+    // CPU drivers wait for all queued work when a timestamp is read, so gates work there only without timestamps.
     if tune.contains(&"gates=1") {
         config.telemetry.gpu_time = GpuTime::Off;
     }
@@ -501,7 +502,7 @@ fn replica(host: &Host) -> Arc<Replica> {
     host.route("", "").expect("one model").1
 }
 
-/// A request that is constrained, of the model that is served.
+/// Returns a constrained request for the served model.
 fn constrained(host: &Host, id: &str, constraint: &Constraint, tokens: u32, sampling: Sampling) -> Request {
     let model = &*host.models()[0].clone();
     let text = model.text.as_deref().expect("the demo has a tokenizer");
@@ -518,7 +519,7 @@ fn hot(seed: u64) -> Sampling {
     Sampling { temperature: 1.2, seed: Some(seed), ..Sampling::default() }
 }
 
-/// The text, which must be whole and as the constraint says.
+/// Checks that the output ended by itself and that its text satisfies the constraint.
 fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &str) {
     let eos = &host.models()[0].info.eos_ids.clone();
     let mut tokens = generated.tokens.clone();
@@ -531,11 +532,11 @@ fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &st
     assert!(check(&text), "{context}: {text:?}");
 }
 
-/// Goal: constrained outputs are what their constraints say, greedy and drawn, alone and together with others; and
-/// those that are not constrained draw what they draw alone.
+/// Goal: constrained outputs satisfy their constraints, greedy and sampled, alone and in a batch, and unconstrained
+/// rows of the batch draw what they draw alone.
 #[test]
 fn rows_follow_their_own_constraints_and_no_others() {
-    // Devices that cannot queue a step before its masks are simulated, and serve behind a router in another test.
+    // Devices that cannot queue a step before its masks are ready are covered by a simulation and by the router test.
     for &driver in Driver::all() {
         let vulkan = Vulkan::new();
         let host = serve(&vulkan, driver, 4, 64, &["gates=1"]);
@@ -552,7 +553,7 @@ fn rows_follow_their_own_constraints_and_no_others() {
             };
             asks.map(ask).collect()
         };
-        // Greedily on one driver: which token is the largest is no matter of masks.
+        // Greedy sampling runs on one driver only, because the choice of the largest logit does not involve masks.
         let rounds = if driver == Driver::first() { 0..2 } else { 1..2 };
         for round in rounds {
             let single: Vec<Vec<u32>> = asks(round)
@@ -578,8 +579,8 @@ fn rows_follow_their_own_constraints_and_no_others() {
     }
 }
 
-/// Goal: who loses its pages while its mask is on its way comes back with it; who is aborted or runs into a limit
-/// leaves nothing behind, and steps that waited for it go on.
+/// Goal: a row that loses its pages while its mask is being computed continues correctly; a row that is aborted or
+/// reaches a limit leaves nothing behind, and steps that waited for its mask go on.
 #[test]
 fn constrained_rows_come_and_go() {
     let vulkan = Vulkan::new();
@@ -596,7 +597,7 @@ fn constrained_rows_come_and_go() {
             .collect();
         let free = submit(replica, Request { id: "free".to_owned(), ..request(&[1, 2, 3], 60) });
         if round % 2 == 1 {
-            // Where it stands when it is aborted differs from round to round.
+            // The row is aborted at a different position in each round.
             let begun = |view: RequestView| view.id == "long 1" && view.output_tokens > round as u32;
             let since = std::time::Instant::now();
             while !replica.requests().into_iter().any(begun) {
@@ -624,7 +625,7 @@ fn constrained_rows_come_and_go() {
     assert!(replica.load().preemptions > before, "nobody lost its pages");
 }
 
-/// Goal: steps that must be run again after a fault wait for their masks as they did the first time.
+/// Goal: steps that are run again after a fault wait for their masks as they did the first time.
 #[test]
 fn a_fault_costs_a_constrained_row_nothing() {
     let vulkan = Vulkan::without_validation();

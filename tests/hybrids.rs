@@ -1,7 +1,8 @@
-//! Goal: recurrent state is as much a sequence's own as its pages: what a hybrid model draws does not depend on how its prompt
-//! is cut, who runs beside it, whether it lost its place, or whether its beginning was computed or found.
-//! Method: committed random checkpoints with chosen greedy tokens on lavapipe, keys and values in f32. Any prompt that
-//! continues the known text draws how it goes on, so that prompts of all lengths have known answers.
+//! Goal: the recurrent state of a sequence is private to it like its pages. The output of a hybrid model does not
+//! depend on how its prompt is split into chunks, on other sequences in the batch, on preemption, or on whether its
+//! prefix was computed or restored from a snapshot. Method: committed random checkpoints with known greedy tokens on
+//! lavapipe, keys and values in f32. Any prompt that is a prefix of the known text continues with that text, so prompts
+//! of all lengths have known answers.
 
 mod common;
 mod harness;
@@ -16,10 +17,10 @@ use ostinato::host::progress::Quiet;
 use ostinato::replica::Replica;
 use std::sync::Arc;
 
-/// Gated delta nets and attention; the same with experts.
+/// A model of gated delta nets and attention, and one that also has experts.
 const CHECKPOINTS: [&str; 2] = ["hybrid-long", "hybrid-moe"];
 
-/// A prompt and what follows it.
+/// A known text: the number of its prompt tokens, and its prompt followed by the greedy tokens.
 struct Text {
     prompt: usize,
     tokens: Vec<u32>,
@@ -31,7 +32,7 @@ fn text(name: &str) -> Text {
 }
 
 impl Text {
-    /// Goes on from so many tokens behind the prompt.
+    /// Returns a request whose prompt ends `more` tokens after the known prompt.
     fn ask(&self, id: &str, more: usize, tokens: usize) -> Request {
         Request { id: id.to_owned(), ..request(&self.tokens[..self.prompt + more], tokens as u32) }
     }
@@ -79,8 +80,9 @@ fn prompts_in_chunks_and_side_by_side_draw_what_they_draw_alone() {
     }
 }
 
-/// On blocks multiplied by hand the state of a batch of rows goes other ways through the kernels; sums of rounded rows may
-/// part from the text where it is nearly a tie, so only the first tokens are compared.
+/// Goal: the kernels for matrix units, in the variant that multiplies without them, draw the same tokens; with them the
+/// state of a batch takes other code paths. Sums of rounded rows may diverge from the text at a near tie, so only the
+/// first tokens are compared.
 #[test]
 fn blocks_multiplied_by_hand_draw_the_same() {
     let vulkan = Vulkan::new();
@@ -110,7 +112,7 @@ fn sequences_that_lose_their_place_are_computed_again() {
     let text = text(name);
     let [all, prompt] = [text.tokens.len(), text.prompt].map(|tokens| (tokens as u32).div_ceil(16));
     let host = serve(&vulkan, name, |model, _| {
-        // Two prompts find room, but not what they draw.
+        // There is room for two prompts, but not for their outputs.
         model.kv_pages = Some(2 * prompt + 3);
         model.context = Some(16 * all);
         model.prefix_cache = Some(false);
@@ -137,49 +139,50 @@ fn beginnings_are_restored_from_the_longest_snapshot() {
     let first = generate(replica, text.ask("first", 0, 10));
     assert_eq!((&first.tokens[..], first.finished.cached_tokens), (text.answer(0, 10), 0));
     assert!(replica.load().snapshots > 0, "{:?}", replica.load());
-    // The next turn of a conversation: the state behind the last whole block of the prompt is there.
+    // The next turn of a conversation: the state after the last whole block of the prompt is in a snapshot.
     let block = ((text.prompt - 1) / 64 * 64) as u32;
     let second = generate(replica, text.ask("second", 10, 10));
     assert_eq!((&second.tokens[..], second.finished.cached_tokens), (text.answer(10, 10), block));
-    // All at once on what is there.
+    // Several concurrent prompts, all of which use the existing snapshots.
     let events: Vec<_> = [0, 3, 20].map(|more| (more, submit(replica, text.ask(&format!("{more}"), more, 10)))).into();
     for (more, events) in events {
         let generated = collect(&events);
         assert_eq!(generated.tokens, text.answer(more, 10), "{more} tokens more");
         assert!(generated.finished.cached_tokens >= block, "{}", generated.finished.cached_tokens);
     }
-    // Another tenant has to compute everything.
+    // A request with another cache salt has to compute everything.
     let other = Request { cache_salt: "other".into(), ..text.ask("other", 10, 10) };
     let other = generate(replica, other);
     assert_eq!((&other.tokens[..], other.finished.cached_tokens), (text.answer(10, 10), 0));
     idle(replica);
 }
 
-/// Two prompts that part inside show where: from the third on the state is there, though no prompt ended there.
+/// Goal: where two prompts diverge, the second leaves a snapshot, so that from the third on the state is found there
+/// although no prompt ended there.
 #[test]
 fn where_prompts_part_a_snapshot_is_left_for_the_next() {
     let vulkan = Vulkan::new();
     let name = "hybrid-long";
     let text = text(name);
-    // One chunk a prompt: else the end of each would be kept.
+    // One chunk per prompt; otherwise a snapshot would be kept at the end of each chunk.
     let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(640));
     let replica = &replica(&host);
     let ask = |number: u32| {
         let mut tokens = text.tokens[..text.prompt].to_vec();
-        // The same up to the 140th token.
+        // The prompts are equal up to the 140th token.
         tokens[140..].iter_mut().for_each(|token| *token = (*token + number) % 200);
         Request { id: format!("p{number}"), ..request(&tokens, 4) }
     };
     let cached = [0, 1, 2, 3].map(|number| generate(replica, ask(number)).finished.cached_tokens);
     assert_eq!(cached, [0, 0, 128, 128], "the second finds pages without a state, and leaves one");
-    // What was restored draws what is computed.
+    // A restored state gives the same output as a computed one.
     let plain = serve(&vulkan, name, |model, _| model.prefix_cache = Some(false));
     let [restored, computed] = [replica, &self::replica(&plain)].map(|replica| generate(replica, ask(3)).tokens);
     assert_eq!(restored, computed);
     idle(replica);
 }
 
-/// Samples of one prompt that come together wait for the state that the first leaves.
+/// Goal: concurrent requests with the same prompt wait for the state that the first one leaves.
 #[test]
 fn samples_of_one_prompt_share_its_state() {
     let vulkan = Vulkan::new();

@@ -1,14 +1,13 @@
-//! Goal: every kernel of the forward pass means what its `reference()` says, on both CPU
-//! drivers and on awkward shapes, and the reference means what the formula says.
-//! Method: many calls, each with seeded inputs and outputs poisoned with NaN, in one recording;
-//! the device and the interpreter run it from the same memory. A word that the reference does
-//! not write must not change, and NaN stands wherever a kernel must not read. Beside that, each
-//! reference is compared with a formula in f64 over the values before they were packed.
+//! Goal: every kernel of the forward pass matches its `reference()` on both CPU drivers and for awkward shapes, and the
+//! reference matches the formula. Method: one recording of many calls, each with seeded inputs and with outputs
+//! poisoned with NaN. The device and the interpreter run it from the same memory. A word that the reference does not
+//! write must not change, and NaN stands wherever a kernel must not read. In addition, each reference is compared with
+//! a formula in f64 over the unpacked values.
 //!
-//! Tolerances: sums of up to 1,024 products in another order differ by a few units in the last
-//! place (2^-24 ≈ 6e-8) of their largest terms, which are about 1; `exp` and `inversesqrt` of
-//! the drivers add a few more. 2e-5 leaves room for that; a missing or doubled term of these
-//! inputs is above 1e-3. Where nothing is summed, bits must be equal.
+//! Tolerances: sums of up to 1,024 products in a different order differ by a few units in the last place (2^-24 ≈ 6e-8)
+//! of their largest terms, which are about 1; `exp` and `inversesqrt` of the drivers add a few more. 2e-5 leaves room
+//! for that; a missing or doubled term of these inputs changes a sum by more than 1e-3. Where nothing is summed, bits
+//! must be equal.
 
 mod common;
 mod harness;
@@ -31,10 +30,10 @@ use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::decoder;
 
 const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
-/// See the head of the file.
+/// Tolerance of sums, explained at the top of the file.
 const SUMS: f32 = 2e-5;
 
-/// On every driver, with validation.
+/// Compares with the reference on every driver, with validation.
 fn check(cases: &Cases, reference: &HostMemory) {
     let vulkan = Vulkan::new();
     for driver in Driver::all() {
@@ -46,7 +45,7 @@ fn padded(n: u32) -> u32 {
     n.next_multiple_of(8)
 }
 
-/// `rows` rows of `width` values in rows of `stride`; what is between is `padding`.
+/// Returns rows of `width` values at a distance of `stride`, with `padding` between them.
 fn strided(values: &[f32], width: u32, stride: u32, padding: f32) -> Vec<f32> {
     let mut out = Vec::new();
     for row in values.chunks_exact(width as usize) {
@@ -56,7 +55,7 @@ fn strided(values: &[f32], width: u32, stride: u32, padding: f32) -> Vec<f32> {
     out
 }
 
-/// bfloat16 values in fragment order.
+/// Returns values packed as bfloat16 in fragment order.
 fn fragments(values: &[f32], rows: u32, cols: u32) -> Vec<u32> {
     let bytes: Vec<u8> = values.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes()).collect();
     let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
@@ -70,7 +69,7 @@ fn floats(memory: &HostMemory, range: Range) -> Vec<f32> {
     memory.floats(range)
 }
 
-/// The reference must agree with a formula in f64 far more closely than the device must.
+/// Checks the reference against a formula in f64, with a much smaller tolerance than that of devices.
 fn near(found: f32, wanted: f64, what: &str) {
     let difference = (f64::from(found) - wanted).abs();
     assert!(difference <= 2e-6 * (1.0 + wanted.abs()), "the reference says {found:e}, the formula {wanted:e}: {what}");
@@ -94,7 +93,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             let stride = padded(hidden);
             let table = random.floats((vocabulary * hidden) as usize);
             let packed = strided(&table, hidden, stride, 0.0);
-            // Slots 0.. run, except one that is idle and one that is done.
+            // Slots 0 to 9 run; of the last two one is idle and one has finished.
             let slots = 12u32;
             let tokens: Vec<u32> = (0..slots).map(|_| random.below(vocabulary)).collect();
             let positions: Vec<u32> = (0..slots).map(|_| random.below(300)).collect();
@@ -107,15 +106,15 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 words[at + state::SLOT_TOKEN as usize] = tokens[slot];
                 words[at + state::SLOT_POSITION as usize] = positions[slot];
             }
-            // The last row of the vocabulary is in every case.
+            // The last row of the vocabulary occurs in every case.
             words[(3 * state::SLOT_WORDS + state::SLOT_TOKEN) as usize] = vocabulary - 1;
             let mut batch = random.permutation(slots);
             batch[5] = u32::MAX;
             batch.extend([3, u32::MAX, 3]);
             let (start, count, rows) = (index as u32 * 7, 9u32, batch.len() as u32);
-            // Three prompts, one of a single token.
+            // Three prompts, one of them with a single token.
             let mut chunk_tokens: Vec<u32> = (0..count).map(|i| (i * 5 + 36) % vocabulary).collect();
-            // Next to a part's end.
+            // These tokens are next to the boundary between two parts of the table.
             chunk_tokens[2] = 16;
             chunk_tokens[3] = 15;
             let (first, rest) = chunk_tokens.split_at(4);
@@ -134,11 +133,11 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 .flat_map(|p| (p.start..).zip(p.tokens).map(|(position, token)| [*token, position, p.slot, 1]))
                 .collect();
             let layout = ChunkLayout { prompts: 5, recurrent: true };
-            // What lies behind a chunk's tokens is from an earlier chunk.
+            // The words after a chunk's tokens are leftovers of an earlier chunk.
             let mut chunk = descriptor(layout, &prompts, |_| 0);
             chunk.extend((count..rows).map(|i| u32::MAX - i));
 
-            // The last part first: what an earlier part writes too much is seen.
+            // The parts are processed in descending order, so that a part that writes rows of a later one is detected.
             let table_parts: Vec<(u32, u32)> =
                 if split { vec![(36, 1), (16, 20), (0, 16)] } else { vec![(0, vocabulary)] };
             let slots_range = cases.words("slots", &words);
@@ -166,7 +165,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 let table = Table { format, fragments: false };
                 cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, Flow::NONE, args));
             }
-            // {token, position, slot, valid} by row.
+            // {token, position, slot, valid} of each row.
             let wanted: Vec<[u32; 4]> = (0..rows as usize)
                 .map(|row| match from {
                     RowsFrom::Chunk if (row as u32) < count => of_chunk[row],
@@ -203,7 +202,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
     check(&cases, &reference);
 }
 
-/// Method: a table of a ragged number of rows and columns in fragment order, whole and split, tagged and not.
+/// Method: a table with ragged numbers of rows and columns in fragment order, whole and split, tagged and untagged.
 #[test]
 fn embed_rows_from_fragments_and_with_tags() {
     let mut cases = Cases::new("embed_rows.fragments");
@@ -268,7 +267,7 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
     let mut cases = Cases::new("take_last");
     let mut random = Random(2);
     let mut outputs = Vec::new();
-    // Rows, those of each prompt and whether it ends, rows of the dispatch, and floats of a row.
+    // Rows; of each prompt its rows and whether it ends; rows of the dispatch; floats per row.
     type Shape<'a> = (usize, &'a [(usize, bool)], u32, usize);
     let shapes: [Shape<'_>; 5] = [
         (1, &[(1, true)], 1, 8),
@@ -328,12 +327,12 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
 
 // ---------------------------------------------------------------- gemv, matmul
 
-/// A product over logical values, as it goes into a call.
+/// A matrix product with unpacked values.
 struct Logical {
     format: Format,
     n: u32,
     k: u32,
-    /// Rows of x in memory, and those that are used.
+    /// The number of rows of x in memory, and the number of those that are used.
     rows: u32,
     used: u32,
     norm: bool,
@@ -358,7 +357,7 @@ impl Logical {
         bias: bool,
         epilogue: Epilogue,
     ) -> Logical {
-        // Outputs of about 1, so that silu bends and a missing term shows.
+        // Outputs are about 1, where silu is nonlinear and a missing term is visible.
         let size = 3.0 / (k as f32).sqrt();
         let w = (0..n * k).map(|_| round(format, random.float() * size)).collect();
         Logical {
@@ -382,13 +381,13 @@ impl Logical {
         if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n }
     }
 
-    /// Its buffers, poisoned wherever nothing may be read, and what to do with them.
+    /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
     fn product(&self, cases: &mut Cases) -> Product {
         let k_stride = padded(self.k);
-        // More than the outputs need, so that a row's end is seen.
+        // The stride is larger than the outputs need, so that writes after a row's end are detected.
         let y_stride = padded(self.outputs()) + 8;
         let weight = cases.weights("weight", self.format, &strided(&self.w, self.k, k_stride, 0.0));
-        // A norm sums the padding too, so it is zero there; a product meets zeros of W.
+        // A norm also sums the padding, so it must be zero there. A product multiplies it by zeros of W.
         let mut x = strided(&self.x, self.k, k_stride, if self.norm { 0.0 } else { 1.0e3 });
         x.resize((self.rows * k_stride) as usize, f32::from_bits(POISON));
         let x = cases.floats("x", &x);
@@ -415,7 +414,7 @@ impl Logical {
         }
     }
 
-    /// Compares what the reference left in y with the formula.
+    /// Compares the values that the reference left in y with the formula.
     fn check_reference(&self, memory: &HostMemory, y: Activations, what: &str) {
         let (n, k) = (self.n as usize, self.k as usize);
         for row in 0..self.used as usize {
@@ -487,7 +486,8 @@ fn gemv_multiplies_a_few_rows() {
     check(&cases, &reference);
 }
 
-/// One dimension of a dispatch ends at 65,535 workgroups; a vocabulary of 256 k rows does not.
+/// Goal: a matrix with more rows than one dispatch dimension allows is supported. A dimension is limited to 65,535
+/// workgroups, which a vocabulary of 256 k rows exceeds.
 #[test]
 fn gemv_folds_more_rows_than_one_dimension_of_a_dispatch_holds() {
     let mut cases = Cases::new("gemv.folded");
@@ -535,7 +535,7 @@ fn matmul_multiplies_the_rows_of_a_chunk() {
     check(&cases, &reference);
 }
 
-/// Every bit of a weight counts: a product with a unit vector reads a column of W.
+/// Goal: every bit of a weight is used. Method: a product with a unit vector returns a column of W.
 #[test]
 fn unit_vectors_read_weights_back_exactly() {
     let mut cases = Cases::new("unit");
@@ -543,7 +543,7 @@ fn unit_vectors_read_weights_back_exactly() {
     let mut outputs = Vec::new();
     for format in FORMATS {
         cases.case(format!("{format:?}"));
-        // Normal numbers of every exponent that the format and the sum hold.
+        // Normal numbers of every exponent that the format and the sum can represent.
         let (low, high) = if format == Format::F16 { (-14, 15) } else { (-100, 100) };
         let mut random = Random(6);
         let w: Vec<f32> = (0..n * k)
@@ -587,15 +587,15 @@ fn unit_vectors_read_weights_back_exactly() {
 
 // ---------------------------------------------------------------- skinny
 
-/// `skinny` cuts x to two parts of 8 bits: at most 2^-15 of each of up to 1,024 terms of W · x, which is 1e-5
-/// of these sums if the cuts were independent, and they all shrink. A term that is missed or doubled is
-/// above 1e-3. A tag adds half a step of 2^-16 to each side.
+/// Tolerance of `skinny`, which splits x into two parts of 8 bits. The error is at most 2^-15 of each of up to 1,024
+/// terms of W · x, which all become smaller; with independent errors it would be 1e-5 of these sums. A missing or
+/// doubled term changes a sum by more than 1e-3. A tag adds half a step of 2^-16 on each side.
 const CUT: f32 = 2e-4;
-/// No tag of an operand, and not that of poison.
+/// Tags for operands. They differ from the tag of every other operand and from that of poison.
 const TAGS: [u32; 3] = [3, 127, 64];
 
 impl Logical {
-    /// As `product`, with W in fragment order and tagged operands. Behind what may be read stands poison.
+    /// Like `product`, with W in fragment order and tagged operands. Everything after the readable values is poison.
     fn fragments(&self, cases: &mut Cases, flow: Flow) -> Product {
         let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
         let words = |values: Vec<f32>, tag: Option<u32>| values.into_iter().map(word(tag)).collect::<Vec<u32>>();
@@ -652,7 +652,7 @@ fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
     let reference = cases.reference();
     for (logical, product, flow) in made {
         let what = &cases.recording.decl(product.y.range.buffer).name;
-        // What the formula knows has no tags.
+        // The formula uses untagged inputs.
         if !flow.input_carried {
             logical.check_reference(&reference, product.y, what);
         }
@@ -688,7 +688,8 @@ fn skinny_multiplies_a_few_rows_by_fragments() {
     skinny_cases("skinny", &list, |_| Flow::NONE);
 }
 
-/// Method: x, and y before a residual (whole quads, as rows of 32 have), carry tags that the kernel waits for; y carries a third, or none.
+/// Method: x, and y before a residual addition, carry tags for which the kernel waits. The widths of such a y are
+/// multiples of 4, as those of rows padded to 32 are. The output carries a third tag; in the last case it carries none.
 #[test]
 fn skinny_reads_and_writes_tagged_rows() {
     use Epilogue::{Residual, Store, SwiGlu};
@@ -713,18 +714,18 @@ fn skinny_reads_and_writes_tagged_rows() {
 
 // ---------------------------------------------------------------- append, attention
 
-/// Keys, values and queries of sequences before anything is packed.
+/// Unpacked keys, values and queries of several sequences.
 struct Context {
     heads: Heads,
-    /// By row: position, or none where the row is not valid.
+    /// The position of each row; `None` for a row that is not valid.
     rows: Vec<Option<u32>>,
     max_pages: u32,
-    /// By slot.
+    /// The pages of each row's sequence.
     pages: Vec<Vec<u32>>,
-    /// By slot, token, KV head: as cached.
+    /// Cached keys by row, and within it by token and KV head.
     keys: Vec<Vec<Vec<f32>>>,
     values: Vec<Vec<Vec<f32>>>,
-    /// By row: q heads, k heads, v heads, gates.
+    /// By row: query heads, key heads, value heads, gates.
     qkv: Vec<Vec<f32>>,
     q_norm: Vec<f32>,
     k_norm: Vec<f32>,
@@ -735,7 +736,7 @@ struct Context {
 const LONGEST: u32 = 301;
 
 impl Context {
-    /// One slot a row; rows of slots are in another order than the slots.
+    /// Creates one slot per row. The rows are not in the order of the slots.
     fn new(random: &mut Random, heads: Heads, rows: &[Option<u32>]) -> Context {
         let Heads { q, kv, dim, rot, kv_format, .. } = heads;
         let max_pages = LONGEST.div_ceil(16);
@@ -754,7 +755,7 @@ impl Context {
             pages,
             keys: rows.iter().map(|p| cached(random, p)).collect(),
             values: rows.iter().map(|p| cached(random, p)).collect(),
-            // Queries that make some tokens matter much more than others.
+            // The range of the queries makes some tokens weigh much more than others.
             qkv: rows
                 .iter()
                 .map(|_| (0..width).map(|i| random.float() * if i < q * dim { 3.0 } else { 1.5 }).collect())
@@ -772,7 +773,7 @@ impl Context {
         }
     }
 
-    /// The slot of a row: not the row's own number.
+    /// Returns the slot of a row, which differs from the row's number.
     fn slot(&self, row: usize) -> usize {
         (row + 1) % self.rows.len()
     }
@@ -780,7 +781,7 @@ impl Context {
     fn row_words(&self) -> Vec<u32> {
         let words = |(row, position): (usize, &Option<u32>)| match position {
             Some(position) => [5, *position, self.slot(row) as u32, 1],
-            // What an invalid row says besides must not matter.
+            // Of an invalid row only the last word, the valid flag, may matter.
             None => [0, 0, u32::MAX, 0],
         };
         self.rows.iter().enumerate().flat_map(words).collect()
@@ -795,7 +796,8 @@ impl Context {
         words
     }
 
-    /// Of a K value, as the shader's head describes it: `[pages][kv_heads][D/8][16 tokens][8]`.
+    /// Returns the index of a K value in the layout `[pages][kv_heads][D/8][16 tokens][8]`, as the shader's header
+    /// defines it.
     fn k_at(&self, row: usize, token: u32, head: u32, i: u32) -> usize {
         let (kv, d) = (self.heads.kv, self.heads.dim);
         let page = self.pages[row][token as usize / 16];
@@ -803,14 +805,14 @@ impl Context {
         index as usize
     }
 
-    /// Of a V value: `[pages][kv_heads][16][D]`.
+    /// Returns the index of a V value in the layout `[pages][kv_heads][16][D]`.
     fn v_at(&self, row: usize, token: u32, head: u32, i: u32) -> usize {
         let (kv, d) = (self.heads.kv, self.heads.dim);
         let page = self.pages[row][token as usize / 16];
         (((page * kv + head) * 16 + token % 16) * d + i) as usize
     }
 
-    /// The K and V pages with the first `tokens(position)` tokens of each row, the rest poison.
+    /// Returns the K and V pages with the first `tokens(position)` tokens of each row; everything else is poison.
     fn cache(&self, tokens: impl Fn(u32) -> u32) -> (Vec<f32>, Vec<f32>) {
         let pages: u32 = self.pages.iter().map(|p| p.len() as u32).sum::<u32>() + 3;
         let floats = (pages * self.heads.kv * 16 * self.heads.dim) as usize;
@@ -838,7 +840,7 @@ impl Context {
         self.qkv[row][at..at + self.heads.dim as usize].iter().map(|v| f64::from(*v)).collect()
     }
 
-    /// A head normalised and rotated.
+    /// Returns a head after its norm and rotary embedding.
     fn prepared(&self, row: usize, head: u32, norm: &[f32]) -> Vec<f64> {
         let mut values = self.head(row, head);
         if self.heads.qk_norm {
@@ -858,7 +860,8 @@ impl Context {
         values
     }
 
-    /// softmax(q · Kᵀ / sqrt(D)) · V; `new` stands for the row's own token.
+    /// Returns softmax(q · Kᵀ / sqrt(D)) · V. `new` is the key and value of the row's own token, if it is not in the
+    /// cache.
     fn attend(&self, row: usize, kv_head: u32, query: &[f64], new: Option<(&[f64], &[f64])>) -> Vec<f64> {
         let position = self.rows[row].expect("a valid row");
         let cached = |of: &[Vec<f32>], token: u32| -> Vec<f64> {
@@ -880,7 +883,7 @@ impl Context {
             .collect()
     }
 
-    /// What the gates of a query head, if it has any, let through of its output.
+    /// Returns the output of a query head multiplied by its gate, if the heads are gated.
     fn gated(&self, row: usize, h: u32, output: Vec<f64>) -> Vec<f64> {
         let Heads { q, kv, gated, .. } = self.heads;
         if !gated {
@@ -891,7 +894,7 @@ impl Context {
     }
 }
 
-/// Head counts and sizes, all that a model can ask for: GQA of 1, 3, 7 and 8.
+/// Returns head counts and sizes that cover what a model can have: GQA of 1, 3, 7 and 8.
 fn all_heads() -> Vec<Heads> {
     let make = |(q, kv, dim, rot, qk_norm, kv_format)| Heads {
         q,
@@ -919,15 +922,15 @@ fn all_heads() -> Vec<Heads> {
 
 const POSITIONS: [u32; 10] = [0, 1, 15, 16, 17, 31, 32, 127, 128, 300];
 
-/// All positions, and a row that is not valid in between.
+/// Returns all positions and one invalid row between them.
 fn all_rows() -> Vec<Option<u32>> {
     let mut rows: Vec<Option<u32>> = POSITIONS.into_iter().map(Some).collect();
     rows.insert(4, None);
     rows
 }
 
-/// Keys and values of one token that were computed here, and so were rounded: f16 may be
-/// rounded to either neighbour (2^-10 of its value), f32 is a sum's distance.
+/// The precision of keys and values of a token that are computed here and then rounded. f16 may be rounded to either
+/// neighbor (2^-10 of its value); f32 differs by the error of a sum.
 fn stored(format: Format) -> Expect {
     if format == Format::F16 { Expect::Halves(1.1e-3) } else { Expect::Floats(SUMS) }
 }
@@ -995,7 +998,8 @@ fn append_normalises_rotates_and_fills_pages() {
     check(&cases, &reference);
 }
 
-/// Heads that `flash_decode` serves: groups that leave lanes idle, and heads that are no whole share of them.
+/// Returns heads that `flash_decode` supports: groups that leave lanes idle, and head sizes that the lanes do not
+/// divide evenly.
 fn flash_heads() -> Vec<Heads> {
     let make =
         |(q, kv, dim, rot, qk_norm)| Heads { q, kv, dim, rot, qk_norm, gated: rot < dim, kv_format: Format::F16 };
@@ -1003,20 +1007,20 @@ fn flash_heads() -> Vec<Heads> {
         .map(make)
         .to_vec()
 }
-/// How `flash_decode` takes its rows and leaves its output.
+/// How `flash_decode` splits its rows and writes its output.
 #[derive(Clone, Copy, PartialEq)]
 enum Batch {
-    /// Evenly split, rows of floats.
+    /// Split evenly; writes rows of floats.
     Even,
-    /// By a plan, rows of floats.
+    /// Split by a plan; writes rows of floats.
     Planned,
-    /// By a plan, packed for the next product.
+    /// Split by a plan; the output is packed for the next product.
     Packed,
 }
 
-/// Method, beside the file's: each case runs twice in a row over one set of counters, which
-/// must be zero again, and with several numbers of splits, so that one workgroup is all there
-/// is, the last of several to arrive combines, or splits are left without work.
+/// Method, in addition to that of the file: each case runs twice in a row with the same counters, which must be zero
+/// again after each run. The numbers of splits cover a single workgroup, several of which the last to arrive combines
+/// the results, and splits without work.
 fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
     let mut cases = Cases::new(if flash.is_some() {
         "flash_decode"
@@ -1028,8 +1032,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
     let mut random = Random(if fused { 8 } else { 9 });
     let mut made = Vec::new();
     let all = if flash.is_some() { flash_heads() } else { all_heads() };
-    // Rows without a sequence write zeros, and all words their tag; that each shape does so needs no proof.
-    // Of plans as well: what a unit computes is shown by the others.
+    // Rows without a sequence write zeros, and all words carry their tag. Every second shape is enough to show that.
+    // The same holds for plans, because the other cases cover the computation of a unit.
     let planned = flash.is_some_and(|(_, batch)| batch != Batch::Even);
     let all = all.into_iter().step_by(if tags || planned { 2 } else { 1 });
     let flow = match tags {
@@ -1051,14 +1055,14 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
             let (q_norm, k_norm) =
                 (norms(&mut cases, "q_norm", &context.q_norm), norms(&mut cases, "k_norm", &context.k_norm));
             let rope = cases.floats("rope", &context.rope);
-            // Queries that were not rounded differ by sums only; a new key that was rounded the
-            // other way shifts its score by up to 2^-11 of its terms.
+            // Unrounded queries differ only by the error of sums. A new key that is rounded to the other neighbor
+            // changes its score by up to 2^-11 of its terms.
             let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
             let near_words = |limit| if tags { Expect::Tagged(limit + 2e-5) } else { Expect::Floats(limit) };
             let packs = flash.is_some_and(|(_, batch)| batch == Batch::Packed);
             let width = heads.q * heads.dim;
             let outputs = ["o", "o.again"].map(|name| match packs {
-                // A value may be rounded the other way.
+                // A value may be rounded to the other neighbor.
                 true => {
                     cases.output(name, Packed::bytes(count, width) as usize / 4, Expect::Bfloats(2f32.powi(-7) + limit))
                 }
@@ -1097,7 +1101,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                     }
                     Some((matrices, _)) => {
                         let threads = [32, 64, 128, 256][index % 4];
-                        // As many partial results as there is room for.
+                        // As many units as there is room for partial results.
                         let spread = Spread { units: (splits - 1) * count, least: 1 + index as u32 % 2 };
                         let work =
                             cases.output(&format!("work.{turn}"), spread.bytes(count) as usize / 4, Expect::Exact);
@@ -1113,7 +1117,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
             }
             last = Some((args, outputs));
         }
-        // The formula is checked for one number of splits: the reference knows none.
+        // The formula is checked for one number of splits only, because the reference does not depend on it.
         let (args, outputs) = last.expect("there are splits");
         made.push((context, args, outputs));
     }
@@ -1157,7 +1161,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                         };
                         let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
                         let limit = if packs { limit + wanted[i as usize].abs() * 2f64.powi(-8) } else { limit };
-                        // Tags move what is read and what is written by up to 2^-17 of themselves.
+                        // Tags change the values that are read and written by up to 2^-17 of themselves.
                         let limit = if tags { limit + 1e-3 } else { limit };
                         let difference = (f64::from(found) - wanted[i as usize]).abs();
                         assert!(

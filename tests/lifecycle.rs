@@ -1,7 +1,7 @@
-//! Goal: models come and go while others serve, and nobody else notices: what runs on a model goes on, what cannot be
-//! loaded changes nothing, two things are never done with one model at once, and a changed configuration does what it
-//! says and no more. Method: fake devices behind the real endpoint, a source that builds when the test says so;
-//! `tests/loading.rs` does the same with real ones.
+//! Goal: models can be loaded, unloaded and replaced while others serve, without effect on those. Requests of a model
+//! continue, a failed load changes nothing, at most one operation runs on a model at a time, and a changed
+//! configuration has exactly the specified effects. Method: fake devices behind the real endpoint, with a source that
+//! builds a model when the test allows it. `tests/loading.rs` covers real devices.
 
 mod serving;
 
@@ -25,17 +25,18 @@ use tonic::Code;
 
 const STEP: Duration = Duration::from_millis(2);
 
-/// What a source does and has been asked, for the test.
+/// Shared state with which the test controls a source and observes it.
 #[derive(Debug, Default)]
 struct Control {
-    /// Builds of a model at `slow:…` wait for this.
+    /// Builds of a model with a path `slow:…` wait for this.
     go: AtomicBool,
     begun: AtomicUsize,
-    /// Builds that were told that others serve meanwhile.
+    /// The number of builds that were told that other models are serving.
     beside: AtomicUsize,
 }
 
-/// A model's path is what its fake says, over and over; `slow:` before it waits for the test, `broken` fails.
+/// A source of fake models. A model's path is the text that its fake device repeats. With the prefix `slow:` the build
+/// waits for the test; `broken` makes it fail.
 #[derive(Debug)]
 struct Fakes(Arc<Control>);
 
@@ -88,7 +89,7 @@ fn host(models: &[Model]) -> (Host, Arc<Control>) {
     (Host::of(models, 8, Box::new(Fakes(Arc::clone(&control)))), control)
 }
 
-/// A server of these models, of which those of `load = "start"` are loaded.
+/// Returns a server of these models, with those of `load = "start"` loaded.
 async fn serve(models: &[Model]) -> (Served, Arc<Control>) {
     let (host, control) = host(models);
     for model in models.iter().filter(|model| model.load == LoadWhen::Start) {
@@ -103,7 +104,7 @@ fn load_request(name: &str, replace: Replace) -> proto::LoadModelRequest {
 
 type Client = proto::ostinato_client::OstinatoClient<tonic::transport::Channel>;
 
-/// Loads and gives the lines, the steps and what was loaded.
+/// Loads a model. Returns the numbers of lines and progress steps, and the loaded model.
 async fn load(
     client: &mut Client,
     name: &str,
@@ -157,7 +158,7 @@ async fn a_model_is_loaded_used_and_unloaded_while_another_generates() {
     let refused = generate(&mut client, text_request("two", "x", 3)).await.error.unwrap();
     assert_eq!(refused.code(), Code::NotFound);
     assert_eq!(refused.message(), "model \"two\" is not served: it is not loaded; served are one");
-    // The only one that is served needs no name, however many are configured.
+    // The only served model needs no name, even if others are configured.
     let long = client.generate(text_request("", "x", 400)).await.unwrap().into_inner();
     let long = tokio::spawn(read(long));
 
@@ -171,7 +172,7 @@ async fn a_model_is_loaded_used_and_unloaded_while_another_generates() {
     assert_eq!(unload(&mut client, "two", 5.0).await.unwrap().cut, 0);
     assert_eq!(states(&mut client).await, state(ModelState::Serving, ModelState::Unloaded));
     assert_eq!(generate(&mut client, text_request("two", "x", 5)).await.error.unwrap().code(), Code::NotFound);
-    // Again, as often as one likes.
+    // Loading and unloading can be repeated.
     load(&mut client, "two", Replace::Beside).await.unwrap();
     assert_eq!(generate(&mut client, text_request("two", "x", 5)).await.text(), "xyzxy");
     assert_eq!(long.await.unwrap().text(), repeated("abc", 400));
@@ -265,7 +266,8 @@ async fn a_model_that_leaves_lets_its_requests_end_or_ends_them_when_their_time_
     assert_eq!(long.await.unwrap().text(), repeated("xyz", 300), "it ran to its end");
 
     load(&mut client, "two", Replace::Beside).await.unwrap();
-    // Three on two slots: one waits, and is ended as well. An abort still finds what runs on a model that leaves.
+    // Three requests on two slots: one waits and is ended as well. An abort still finds requests of a model that is
+    // leaving.
     let mut streams = Vec::new();
     for id in ["a", "b", "c"] {
         let request = proto::GenerateRequest { request_id: id.to_owned(), ..text_request("two", "x", 4000) };
@@ -300,7 +302,7 @@ async fn a_served_model_is_replaced_without_a_request_lost() {
     load(&mut client, "one", Replace::Beside).await.unwrap();
     let long = client.generate(text_request("one", "x", 300)).await.unwrap().into_inner();
     let long = tokio::spawn(read(long));
-    // Requests all the time: none may hear of it.
+    // Requests during the whole time must not be affected.
     let stop = Arc::new(AtomicBool::new(false));
     let (asker, stopped) = (client.clone(), Arc::clone(&stop));
     let asking = tokio::spawn(async move {
@@ -323,7 +325,7 @@ async fn a_served_model_is_replaced_without_a_request_lost() {
     assert_eq!(long.await.unwrap().text(), repeated("abc", 300));
     until("what was replaced goes", async || served.host.replicas().count() == 1).await;
 
-    // Where the new one takes the old one's memory, the old one leaves first.
+    // If the new model needs the memory of the old one, the old one leaves first.
     control.go.store(false, SeqCst);
     let mut other = client.clone();
     let loading = tokio::spawn(async move { load(&mut other, "one", Replace::UnloadFirst).await });
@@ -354,7 +356,7 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
         let (host, models) = (Arc::clone(host), models.to_vec());
         tokio::task::spawn_blocking(move || host.configure(&models, limit, grace, &Quiet, || {})).await.unwrap()
     };
-    // A device that is not there: nothing happens.
+    // With a device that does not exist, nothing changes.
     let missing = [Model::new("new", "new", Some("missing")), Model::new("other", "other", Some("missing"))];
     assert_eq!(configure(&missing, 8).await.unwrap_err().len(), 2, "all problems are told");
     assert_eq!(states(&mut client).await.len(), 4);
@@ -366,7 +368,7 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
         Model::new("changes", "after", None),
         on_request("idle", "another"),
     ];
-    // When it is loaded makes no difference to a model that is.
+    // Changing `load` has no effect on a model that is already loaded.
     second[1].load = LoadWhen::Request;
     let changed = configure(&second, 5).await.unwrap();
     let told: Vec<(&str, ModelChange, bool)> =
@@ -387,7 +389,8 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
     assert_eq!(generate(&mut client, text_request("changes", "x", 5)).await.text(), "after");
     assert_eq!(host.route("stays", "").unwrap().1.room(), 2 + 5, "slots and the new limit");
 
-    // The same once more tries only what failed; what somebody has unloaded stays so until its entry changes.
+    // The same configuration again only retries what failed. A model that was unloaded on request stays unloaded until
+    // its entry changes.
     unload(&mut client, "new", 0.0).await.unwrap();
     let begun = control.begun.load(SeqCst);
     let changed = configure(&second, 5).await.unwrap();
@@ -401,9 +404,9 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
     assert_eq!(generate(&mut client, text_request("new", "x", 5)).await.text(), "newer");
 }
 
-/// Goal: what a new configuration does not have any more is gone when it has been taken over, whatever is asked meanwhile.
-/// Method: two models are removed; one of them has left at once, the other still has a long request, and the first is
-/// asked for again.
+/// Goal: a model that a new configuration removes cannot be loaded again while the configuration is being applied.
+/// Method: two models are removed. One of them leaves at once, the other still has a long request. Meanwhile loads of
+/// both are requested.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_leaves_with_a_configuration_cannot_be_loaded_again_while_others_drain() {
     let stays = Model::new("stays", "stays", None);
@@ -441,8 +444,9 @@ async fn what_leaves_with_a_configuration_cannot_be_loaded_again_while_others_dr
     assert_eq!(served.host.replicas().count(), 1, "nothing of them is left");
 }
 
-/// Goal: what is loaded when a configuration is taken over is what that configuration says. Method: a load that waits for
-/// the test while its entry changes, of a model that is not served and of one that is, and one whose entry goes.
+/// Goal: after a configuration has been applied, the loaded models are those of the new configuration. Method: loads
+/// that wait for the test while their entry changes (of a model that is not served and of one that is), and a load
+/// whose entry is removed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_load_that_goes_on_when_its_entry_changes_ends_and_the_new_one_is_loaded() {
     let (served, control) = serve(&[on_request("idle", "slow:old"), on_request("gone", "slow:gone")]).await;
@@ -529,7 +533,7 @@ async fn a_server_without_models_is_healthy_and_one_that_stops_loads_none() {
     let metrics = get("/metrics").await;
     assert!(!metrics.contains("\"one"), "its series have ended: {metrics}");
 
-    // A load that goes on when the server stops is not waited for, and no other begins.
+    // A load in progress does not delay the end of the server, and no other load begins.
     control.go.store(false, SeqCst);
     let mut events = client.load_model(load_request("one", Replace::Beside)).await.unwrap().into_inner();
     assert!(events.message().await.unwrap().is_some());
@@ -558,7 +562,7 @@ async fn the_endpoints_bounds_change_while_it_serves() {
     let before = *sender.borrow();
     sender.send_replace(Changeable { client_limit: Some(1), drain: Duration::ZERO, ..before });
     until("the limit is in force", async || {
-        // What was taken without a limit is not counted.
+        // Requests that were accepted without a limit are not counted.
         let held = client.clone().generate(text_request("", "x", 1000)).await.unwrap();
         let refused = client.clone().generate(text_request("", "x", 1)).await.is_err();
         drop(held);

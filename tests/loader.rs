@@ -1,7 +1,6 @@
-//! Memory, the transfer actor and the loader on both CPU drivers under validation: what is
-//! loaded is read back and compared with its definition, and nothing is left behind by what
-//! fails or is cancelled. Both drivers have one queue, so everything here shares it with
-//! compute.
+//! Tests of memory, the transfer actor and the loader on both CPU drivers under validation. Loaded data is read back
+//! and compared with its definition, and loads that fail or are cancelled leave nothing behind. Both drivers have one
+//! queue, so transfers share it with compute.
 
 mod common;
 
@@ -16,9 +15,9 @@ use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// A device with its actors; a ring of 3 slots of 8 KiB, so that a few rows fill it.
+/// A device with its actors and a staging ring of 3 slots of 8 KiB, which a few rows fill.
 struct Host {
-    // Order matters: actors end before the memory and the device go.
+    // Field order matters: the actors end before the memory and the device are dropped.
     loader: Loader,
     transfer: Arc<Transfer>,
     ring: StagingRing,
@@ -40,18 +39,19 @@ impl Host {
         self.loader.load(LoadPlan { tensors }).unwrap()
     }
 
-    /// Signals the next compute point.
+    /// Submits an empty batch that signals the next compute point.
     fn compute_step(&self) -> Point {
         let batch = Batch { entries: vec![Entry::default()], waits: Vec::new() };
         self.device.queue(Role::Compute).submit(batch).unwrap()
     }
 }
 
-/// A file of bf16 numbers: number `i` has the bits `i * 40503` (every pattern comes up).
+/// Returns a file of bf16 numbers after a header of 7 bytes. Number `i` has the bits `i * 40503`, so that every bit
+/// pattern occurs.
 fn shard(numbers: usize) -> (tempfile::NamedTempFile, Arc<WeightFile>) {
     let file = tempfile::NamedTempFile::new().unwrap();
     let bytes: Vec<u8> = (0..numbers).flat_map(|i| bits(i).to_le_bytes()).collect();
-    // A header of odd length: tensors need no alignment.
+    // The header has an odd length, because tensors need no alignment.
     std::fs::write(file.path(), [&[0xff; 7][..], &bytes].concat()).unwrap();
     let opened = Arc::new(WeightFile::open(file.path()).unwrap());
     (file, opened)
@@ -61,7 +61,7 @@ fn bits(i: usize) -> u16 {
     (i as u32).wrapping_mul(40503) as u16
 }
 
-/// Rows of the shard from number `first` on.
+/// Returns a source of `rows` rows that begins at number `first` of the shard.
 fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
     let offset = 7 + 2 * first as u64;
     Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
@@ -79,9 +79,9 @@ fn each_driver(test: impl Fn(&Vulkan, Driver)) {
     }
 }
 
-/// Goal: every kind of tensor that a model has arrives as defined, through a ring far smaller
-/// than the data. Method: gate and up interleaved and q, k, v in ranges, both as fragments with
-/// ragged sizes; an embedding by rows with padding; a norm widened to f32; two in one buffer.
+/// Goal: every kind of tensor of a model arrives as defined through a ring much smaller than the data. Method: gate and
+/// up interleaved and q, k, v in ranges, both in fragment order with ragged sizes; an embedding in row-major order with
+/// padding; a norm widened to f32; two tensors in one buffer.
 #[test]
 fn a_plan_arrives_as_defined() {
     each_driver(|vulkan, driver| {
@@ -167,9 +167,9 @@ fn a_plan_arrives_as_defined() {
     });
 }
 
-/// Goal: a tensor of many experts, each from two places of a shard, arrives with every row where it belongs though
-/// each part of it is made from a few of its sources only; a norm stored around zero arrives with its one. Method:
-/// slots that hold less than two experts, sources in no order.
+/// Goal: in a tensor of many experts, each of which comes from two places in a shard, every row arrives in its place
+/// although each part of the tensor is packed from only a few of its sources; and a norm stored minus one arrives with
+/// the one added. Method: slots that hold less than two experts, and sources in no particular order.
 #[test]
 fn experts_and_norms_around_zero_arrive_as_defined() {
     let (experts, inner, cols) = (40u32, 24u32, 72u32);
@@ -180,7 +180,7 @@ fn experts_and_norms_around_zero_arrive_as_defined() {
     let norm = Packing { rows: 96, cols: 1, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
     let matrices = host.arena.buffer("experts", packing.bytes(), Place::DeviceLocal).unwrap();
     let vector = host.arena.buffer("norm", norm.bytes(), Place::DeviceLocal).unwrap();
-    // Number of the shard that the first of an expert's gate (or of its up projection) is.
+    // Returns the shard's number at which an expert's gate (part 0) or up projection (part 1) begins.
     let first = |expert: u32, part: u32| ((2 * (expert * 17 % experts) + part) * inner * cols) as usize;
     let sources = (0..experts).rev().flat_map(|expert| {
         [1, 0].map(|part| source(&file, first(expert, part), inner, cols, 2 * inner * expert + part, 2))
@@ -220,8 +220,8 @@ fn experts_and_norms_around_zero_arrive_as_defined() {
     vulkan.assert_clean();
 }
 
-/// Goal: a shard that ends too early is found before anything is copied, by name and both
-/// numbers, and everything taken is given back.
+/// Goal: a shard that is too short is detected before anything is copied. The error names the file and both numbers,
+/// and all memory is freed.
 #[test]
 fn a_truncated_shard_is_refused() {
     each_driver(|vulkan, driver| {
@@ -248,7 +248,7 @@ fn a_truncated_shard_is_refused() {
     });
 }
 
-/// Goal: each other contradiction in a plan has its error, and the loader goes on afterwards.
+/// Goal: each other inconsistency in a plan has its own error, and the loader continues afterwards.
 #[test]
 fn contradictions_are_errors_and_the_loader_survives_them() {
     let vulkan = Vulkan::new();
@@ -280,8 +280,8 @@ fn contradictions_are_errors_and_the_loader_survives_them() {
     assert_eq!(host.load(vec![]).wait().unwrap().point, None);
 }
 
-/// Goal: a load that is dropped ends early and harms nothing. Method: the test holds every
-/// staging slot, so the load is certainly in progress when it is dropped.
+/// Goal: a dropped load ends early without harm. Method: the test holds every staging slot, so that the load is
+/// certainly in progress when it is dropped.
 #[test]
 fn a_dropped_load_is_cancelled() {
     each_driver(|vulkan, driver| {
@@ -307,7 +307,7 @@ fn a_dropped_load_is_cancelled() {
         let result = done.recv_timeout(LONG).unwrap();
         assert!(matches!(result, Err(LoadError::Cancelled)), "{result:?}");
         host.load(vec![tensor()]).wait().unwrap();
-        // Dropping the loader does the same.
+        // Dropping the loader cancels a load as well.
         let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
         let load = host.load(vec![tensor()]);
         let release = std::thread::spawn(move || {
@@ -322,9 +322,9 @@ fn a_dropped_load_is_cancelled() {
     });
 }
 
-/// Goal: a file that shrinks while it is loaded is an error of that load and nothing else. Method: the test holds every
-/// staging slot, so that the load is certainly in progress when the file is cut; and files are cut at any moment of
-/// loads, while their maps are read too.
+/// Goal: if a file shrinks while it is loaded, that load fails and nothing else. Method: first the test holds every
+/// staging slot, so that the load is certainly in progress when the file is truncated; then files are truncated at
+/// various moments of a load, including while their memory map is read.
 #[test]
 fn a_file_that_shrinks_ends_its_load_only() {
     let vulkan = Vulkan::new();
@@ -363,8 +363,8 @@ fn a_file_that_shrinks_ends_its_load_only() {
     vulkan.assert_clean();
 }
 
-/// Goal: transfers happen in the order asked, also where they overlap, and a readback larger
-/// than the actor's memory comes whole.
+/// Goal: transfers happen in the order of their requests, even where they overlap, and a readback larger than the
+/// actor's memory is complete.
 #[test]
 fn overlapping_transfers_keep_their_order() {
     each_driver(|vulkan, driver| {
@@ -373,7 +373,7 @@ fn overlapping_transfers_keep_their_order() {
         let buffer = host.arena.buffer("b", bytes, Place::DeviceLocal).unwrap();
         host.transfer.clear(&buffer).unwrap();
         let (submitted, points) = crossbeam_channel::bounded(64);
-        // Each covers part of what the one before wrote.
+        // Each transfer overlaps a part of the one before.
         for i in 0..40u64 {
             let (offset, word) = (i * 1000, 0x0101_0101 * (i as u32 + 1));
             let waits = Vec::new();
@@ -404,8 +404,8 @@ fn overlapping_transfers_keep_their_order() {
     });
 }
 
-/// Goal: on a queue that both roles share, a copy may be asked for before the compute work that
-/// it waits for is submitted; it is held back and then happens. Compute waits for copies alike.
+/// Goal: on a queue shared by both roles, a copy may be requested before the compute work for which it waits is
+/// submitted; it is held back and then runs. Compute waits for copies in the same way.
 #[test]
 fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
     each_driver(|vulkan, driver| {
@@ -417,7 +417,7 @@ fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
         host.transfer.fill(Arc::clone(&buffer), 0, 64, 7, vec![next], submitted).unwrap();
         let point = points.recv_timeout(LONG).unwrap().unwrap();
         assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "it ran too early");
-        // A compute step that waits for the copy goes after the one that the copy waits for.
+        // A compute step that waits for the copy is submitted after the step for which the copy waits.
         assert_eq!(host.compute_step(), next);
         let batch = Batch { entries: vec![Entry::default()], waits: vec![point] };
         let last = host.device.queue(Role::Compute).submit(batch).unwrap();
@@ -425,7 +425,7 @@ fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
         assert!(host.device.reached(point).unwrap());
         let got = host.transfer.read(&buffer, 0, 64).unwrap();
         assert_eq!(got, [7, 0, 0, 0].repeat(16));
-        // Compute that uses the buffer afterwards is waited for without being named.
+        // The copy also waits for marked compute use of the buffer, without an explicit wait.
         let used = Point { role: Role::Compute, value: last.value + 1 };
         buffer.mark_read(used);
         let (submitted, points) = crossbeam_channel::bounded(1);
@@ -437,7 +437,7 @@ fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
     });
 }
 
-/// Goal: the host's view of a buffer is exact at any alignment and refuses what is outside.
+/// Goal: host access to a mapped buffer is exact at any alignment, and access outside of it is refused.
 #[test]
 fn the_host_sees_exactly_its_buffer() {
     each_driver(|vulkan, driver| {
@@ -471,8 +471,8 @@ fn the_host_sees_exactly_its_buffer() {
     });
 }
 
-/// Goal: what the driver cannot allocate in one piece is refused with both numbers, and memory
-/// that is dropped is given back.
+/// Goal: a buffer that the driver cannot allocate in one piece is refused with both numbers, and memory that is dropped
+/// is freed.
 #[test]
 fn a_buffer_above_the_drivers_limit_is_refused() {
     each_driver(|vulkan, driver| {
@@ -496,7 +496,7 @@ fn a_buffer_above_the_drivers_limit_is_refused() {
     });
 }
 
-/// Goal: when the device is lost, everybody who waits gets an error and every thread ends.
+/// Goal: when the device is lost, everyone waiting gets an error and every thread ends.
 #[test]
 fn a_lost_device_ends_the_actors() {
     each_driver(|vulkan, driver| {

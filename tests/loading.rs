@@ -1,7 +1,7 @@
-//! Goal: on real devices a model that is loaded or unloaded beside others disturbs neither their tokens nor their memory:
-//! what it took comes back whole, after a load that fails as well. Method: small checkpoints on lavapipe and SwiftShader
-//! under the validation layer, while another model generates tokens that are known; failures are made in the middle of
-//! a load, from what it says of itself.
+//! Goal: on real devices, loading and unloading a model beside others affects neither their tokens nor their memory.
+//! All memory of a model is freed, also after a failed load. Method: small checkpoints on lavapipe and SwiftShader
+//! under the validation layer, while another model generates known tokens. Failures are caused in the middle of a load,
+//! triggered by its progress lines.
 
 mod common;
 mod harness;
@@ -34,7 +34,7 @@ fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
     start_on(&vulkan.instance, &Config { models, ..Config::default() }, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-/// The tokens of a model are those that are known of its checkpoint.
+/// Checks that a model generates the known tokens of its checkpoint.
 fn answers(host: &Host, model: &str, checkpoint: &str) {
     let known = expected(checkpoint);
     let (_, replica) = host.route(model, "").unwrap_or_else(|e| panic!("{e}"));
@@ -42,12 +42,13 @@ fn answers(host: &Host, model: &str, checkpoint: &str) {
     assert_eq!(generated.tokens, known.greedy, "{model}");
 }
 
-/// Bytes of all buffers on every open device.
+/// Returns the total bytes of buffers on every open device.
 fn taken(host: &Host) -> Vec<u64> {
     host.devices().iter().map(|device| device.status.as_ref().expect("a real device").buffer_bytes()).collect()
 }
 
-/// What has ended is gone from the device when the watcher has seen it.
+/// Waits until the buffers have the wanted sizes. Memory is freed only after the watcher has seen the end of the work
+/// that used it.
 #[track_caller]
 fn comes_back(host: &Host, wanted: &[u64], when: &str) {
     let until = Instant::now() + Duration::from_secs(2);
@@ -69,7 +70,7 @@ fn load_with(host: &Host, name: &str, progress: &dyn Progress) -> Result<(), Lif
     })
 }
 
-/// Does something when a load says a line that begins so.
+/// Calls a function at each progress line of a load that begins with a prefix.
 struct When<'a, F: Fn(&str) + Sync>(&'a str, F);
 
 impl<F: Fn(&str) + Sync> Progress for When<'_, F> {
@@ -109,7 +110,7 @@ fn models_come_and_go_beside_one_that_generates_and_leave_nothing() {
             assert!(with[0] > before[0], "{with:?}");
             let planned: u64 = host.devices()[0].memory.iter().map(|line| line.bytes).sum();
             if round == 3 {
-                // In place of itself: both are there for a while, then one.
+                // The model replaces itself: for a while both exist, then one.
                 load(&host, "plain").unwrap_or_else(|e| panic!("{e:?}"));
                 answers(&host, "plain", "llama-plain");
                 comes_back(&host, &with, "what was replaced");
@@ -155,7 +156,7 @@ fn a_load_that_fails_leaves_everything_as_it_was() {
     let StartError::Plan { source, .. } = &error else { panic!("{error:?}") };
     assert!(source.to_string().contains("4.0 KiB"), "both numbers are told: {source}");
 
-    // Somebody gives the load up when its memory is planned: who unloads it waits for its end.
+    // The load is cancelled while its memory is planned; the unload waits for the end of the load.
     let error = std::thread::scope(|scope| {
         let gives_up = When("memory of", |_: &str| {
             scope.spawn(|| host.unload("broken", NOW));
@@ -165,7 +166,7 @@ fn a_load_that_fails_leaves_everything_as_it_was() {
     });
     assert!(matches!(error, StartError::Cancelled { .. }), "{error:?}");
 
-    // Its weights lose their end behind the look at their headers.
+    // The weights file is truncated after its header was read.
     let weights = folder.path().join("model.safetensors");
     let cut = When("memory of", |_: &str| {
         let file = std::fs::OpenOptions::new().write(true).open(&weights).expect("the weights");
@@ -174,17 +175,17 @@ fn a_load_that_fails_leaves_everything_as_it_was() {
     });
     let error = fails("broken", &cut);
     assert!(matches!(error, StartError::Load { .. }), "{error:?}");
-    // And now from the start.
+    // The file is now truncated before the load begins.
     assert!(matches!(fails("broken", &Quiet), StartError::Checkpoint { .. }));
     load(&host, "plain").unwrap_or_else(|e| panic!("{e:?}"));
     answers(&host, "plain", "llama-plain");
 }
 
-/// How a file is changed, in words and in deed.
+/// The error message that a change of the file must cause, and the change.
 type Change<'a> = (&'a str, &'a (dyn Fn(&str) + Sync + 'a));
 
-/// Goal: weights that are not those whose headers were read are not loaded. Method: they are written to or replaced
-/// between the look at their headers and the load, with the same length, and with the time that they had.
+/// Goal: weights that have changed since their header was read are not loaded. Method: the file is written to or
+/// replaced between reading the header and loading, with the same length, once with the old modification time.
 #[test]
 fn weights_that_are_written_to_while_they_load_are_noticed() {
     let vulkan = Vulkan::new();
@@ -220,7 +221,7 @@ fn weights_that_are_written_to_while_they_load_are_noticed() {
         assert!(said.contains("model.safetensors was changed while it was loaded") && said.contains(how), "{said}");
         assert!(host.models().is_empty());
     }
-    // As they are now they can be loaded.
+    // The files in their current state can be loaded.
     load(&host, "m").unwrap_or_else(|e| panic!("{e:?}"));
 }
 
@@ -235,7 +236,7 @@ fn loads_on_one_device_take_turns_and_a_device_is_opened_when_it_is_needed() {
     ];
     let host = serve(&vulkan, models);
     assert!(host.models().is_empty() && host.devices().is_empty(), "nobody has asked yet");
-    // The first load goes on once the second has said that it waits.
+    // The first load continues when the second has reported that it waits.
     let (waits, heard) = (Mutex::new(0), Condvar::new());
     let say = |what: u32| {
         *waits.lock().expect("no panic") = what;

@@ -1,8 +1,8 @@
-//! Goal: every metric that is declared is shown, moves and is explained in `docs/metrics.md`, nothing else is, and what
-//! is shown can be read by whoever reads OpenMetrics. Method: two servers, one over fakes and one with the embedded
-//! demo model on a CPU driver (or the GPU that is tested), go through all that requests can meet with; their scrapes
-//! before and after are read by a strict parser of the test's own and compared with each other, with the constants
-//! of `telemetry/names.rs` and with the page; one scrape goes over HTTP.
+//! Goal: every declared metric is exported, changes and is documented in `docs/metrics.md`; no other metric is
+//! exported; and the output is valid OpenMetrics. Method: two servers, one on fake devices and one with the embedded
+//! demo model on a CPU driver (or the selected GPU), run requests through all their outcomes. Their scrapes before and
+//! after are read by the test's own strict parser and compared with each other, with the constants of
+//! `telemetry/names.rs` and with the page. One scrape goes over HTTP.
 
 mod common;
 mod serving;
@@ -28,7 +28,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
 
-/// Families that count and that nothing here moves, each with its reason. One that does move must not stand here.
+/// Counters and histograms that nothing in this test changes, each with the reason. One that does change must not be
+/// listed.
 const UNMOVED: [(&str, &str); 1] = [(
     "ostinato_transfer_barriers_total",
     "copies of a load never touch the same bytes, and nothing else is copied there",
@@ -36,20 +37,20 @@ const UNMOVED: [(&str, &str); 1] = [(
 
 type Labels = BTreeMap<String, String>;
 
-/// A metric as it was shown.
+/// An exported metric family.
 #[derive(Debug, Default)]
 struct Family {
     kind: String,
     help: String,
-    /// Name and labels, value.
+    /// Values by series name and labels.
     samples: BTreeMap<(String, Labels), f64>,
 }
 
-/// Metrics by the names that queries use: counters with their `_total`.
+/// Metric families by the names that queries use; counters have their suffix `_total`.
 #[derive(Debug, Default)]
 struct Scrape(BTreeMap<String, Family>);
 
-/// The part of OpenMetrics 1.0 that there is no excuse to leave.
+/// Parses the subset of OpenMetrics 1.0 that the server may use; everything else is an error.
 fn parse(text: &str) -> Result<Scrape, String> {
     let body = text.strip_suffix("# EOF\n").ok_or("the end is missing")?;
     let mut scrape = Scrape::default();
@@ -96,7 +97,7 @@ fn parse(text: &str) -> Result<Scrape, String> {
     Ok(scrape)
 }
 
-/// A family is complete.
+/// Checks a complete family and adds it to the scrape.
 fn close(scrape: &mut Scrape, family: Option<(String, Family)>) -> Result<(), String> {
     let Some((name, family)) = family else { return Ok(()) };
     if family.samples.is_empty() {
@@ -110,7 +111,7 @@ fn close(scrape: &mut Scrape, family: Option<(String, Family)>) -> Result<(), St
     Ok(())
 }
 
-/// Buckets count all that is below their bound, and the last counts all.
+/// Checks that the buckets of a histogram are cumulative and that the last one counts everything.
 fn buckets(name: &str, family: &Family) -> Result<(), String> {
     let mut series: BTreeMap<Labels, Vec<(f64, f64)>> = BTreeMap::new();
     for ((of, labels), value) in &family.samples {
@@ -137,7 +138,7 @@ fn buckets(name: &str, family: &Family) -> Result<(), String> {
     Ok(())
 }
 
-/// `name{label="value",…} number`.
+/// Parses a line of the form `name{label="value",…} number`.
 fn sample(line: &str) -> Result<(String, Labels, f64), String> {
     let wrong = |what: &str| format!("{what}: {line}");
     let end = line.find(['{', ' ']).ok_or_else(|| wrong("no value"))?;
@@ -185,7 +186,7 @@ impl Scrape {
         parse(&text).unwrap_or_else(|why| panic!("{why}\n{text}"))
     }
 
-    /// The sum of a metric's series that have these labels.
+    /// Returns the sum of a metric's series that have these labels.
     fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         let family = self.0.get(name).unwrap_or_else(|| panic!("{name} is not shown"));
         let has = |of: &Labels| labels.iter().all(|(label, value)| of.get(*label).is_some_and(|v| v == value));
@@ -194,7 +195,7 @@ impl Scrape {
         with.iter().sum()
     }
 
-    /// Families that count and have counted something.
+    /// Returns the names of counters and histograms that have counted something.
     fn moved(&self) -> BTreeSet<&str> {
         let counts = |family: &Family| {
             let named = |name: &str| family.kind == "counter" || name.ends_with("_count");
@@ -203,7 +204,7 @@ impl Scrape {
         self.0.iter().filter(|(_, family)| counts(family)).map(|(name, _)| name.as_str()).collect()
     }
 
-    /// What counts has not gone back or away.
+    /// Checks that no counter or histogram has decreased or disappeared.
     fn follows(&self, before: &Scrape) {
         for (name, family) in before.0.iter().filter(|(_, family)| family.kind != "gauge") {
             for (series, value) in &family.samples {
@@ -214,14 +215,14 @@ impl Scrape {
     }
 }
 
-/// Values of the constants of a kind in `telemetry/names.rs`.
+/// Returns the values of the constants in `telemetry/names.rs` whose names begin with `prefix`.
 fn declared(prefix: &str) -> BTreeSet<String> {
     let prefix = format!("pub const {prefix}");
     let lines = include_str!("../src/telemetry/names.rs").lines();
     lines.filter_map(|line| Some(line.strip_prefix(&prefix)?.split('"').nth(1)?.to_owned())).collect()
 }
 
-/// A row of the page's tables: name, type, labels.
+/// Returns the rows of the page's tables: type and labels by name.
 fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     let page = include_str!("../docs/metrics.md");
     let mut rows = BTreeMap::new();
@@ -238,13 +239,13 @@ fn documented() -> BTreeMap<String, (String, BTreeSet<String>)> {
     rows
 }
 
-/// What only some drivers tell; a unit test beside `render` shows it.
+/// Metrics that only some drivers report. A unit test of `render` covers them.
 const TOLD_BY_SOME: [&str; 2] = ["ostinato_device_memory_budget_bytes", "ostinato_device_memory_used_bytes"];
 
-/// What can happen to requests, over fakes: one replica that drafts, finds prompts' beginnings and runs out of pages,
-/// and one whose device is lost.
+/// Runs requests through all their outcomes on fake devices: one replica that drafts, finds prompts in the prefix cache
+/// and runs out of pages, and one whose device is lost. Returns the scrapes before and after.
 async fn over_fakes() -> (Scrape, Scrape) {
-    // Long enough for what is sent while requests run, on a busy machine too.
+    // Long enough for the requests that are sent while others run, even on a busy machine.
     let step = Duration::from_millis(2);
     let mut drafting = fake(step, b"abcdefgh");
     drafting.capacity.pages = 24;
@@ -267,7 +268,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     let mut stopped = text_request("alpha", "x", 40);
     stopped.stopping.as_mut().unwrap().strings = vec!["cd".to_owned()];
     assert_eq!(generate(&mut client, stopped).await.reason(), Reason::Stop);
-    // The same constraint twice: compiled, then kept.
+    // The same constraint twice: once it is compiled, once taken from the cache.
     for _ in 0..2 {
         let kind = proto::constraint::Kind::Regex("[a-h]{100}".to_owned());
         let constraint = Some(proto::Constraint { kind: Some(kind) });
@@ -277,7 +278,8 @@ async fn over_fakes() -> (Scrape, Scrape) {
     let status = generate(&mut client, token_request("gamma", &[1], 4)).await.error.unwrap();
     assert_eq!(status.code(), Code::NotFound);
 
-    // Two that together need more pages than there are, two that wait, one too many.
+    // Two requests that together need more pages than there are, two that wait, and one more than the queue limit
+    // allows.
     let mut streams = Vec::new();
     for (index, length) in [250, 250, 4, 4].into_iter().enumerate() {
         let mut request = text_request("alpha", &format!("{index} of several"), length);
@@ -328,7 +330,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     assert_eq!(after.sum("ostinato_device_up", &[("device", "Fake Banana")]), 0.0);
     assert_eq!(before.sum("ostinato_device_up", &[]), 2.0);
 
-    // What is counted in two ways is the same.
+    // Quantities that are counted in two ways agree.
     let alpha = [("replica", "alpha/0")];
     let (output, drawn) =
         (after.sum("ostinato_output_tokens_total", &alpha), after.sum("ostinato_tokens_total", &alpha));
@@ -350,9 +352,9 @@ async fn over_fakes() -> (Scrape, Scrape) {
     (before, after)
 }
 
-/// The demo model, one step of which is made to fail: its steps have barriers from then on.
+/// Runs a request on the demo model, one step of which is made to fail, so that later steps have barriers.
 ///
-/// Also whether its driver tells of its memory.
+/// Returns the scrapes before and after, and whether the driver reports its memory budget.
 async fn with_a_model() -> (Scrape, Scrape, bool) {
     let vulkan = Vulkan::without_validation();
     let driver = Driver::first();
@@ -361,7 +363,7 @@ async fn with_a_model() -> (Scrape, Scrape, bool) {
     demo.slots = Some(1);
     let mut config = Config { models: vec![demo], ..Config::default() };
     config.runtime.cache_directory = Some(Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned());
-    // A GPU takes what it has.
+    // A GPU uses its own choice of kernels.
     let fragments: &[&str] = if driver == Driver::Gpu { &[] } else { &["fragments=1"] };
     config.runtime.tune =
         fragments.iter().chain(&["tags=1", "fault_at=2", "retry_ms=60000"]).map(|c| (*c).to_owned()).collect();
@@ -485,7 +487,8 @@ async fn a_scrape_over_http_is_told_its_format_before_and_after_loading() {
     server.await.unwrap();
 }
 
-/// As endpoint pickers read them: by name at the beginning of a line.
+/// Goal: endpoint pickers, which match a metric's name at the beginning of a line, find vLLM's metric names with sums
+/// over replicas.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn endpoint_pickers_find_their_names_and_sums_over_replicas() {
     let slow = |device| (device, fake(Duration::from_millis(20), b"a"));
@@ -509,7 +512,7 @@ async fn endpoint_pickers_find_their_names_and_sums_over_replicas() {
     assert_eq!((value("vllm:num_requests_running"), value("vllm:num_requests_waiting")), (3.0, 1.0));
     let used: u32 = served.host.replicas().map(|replica| replica.load().pages_used).sum();
     let usage = value("vllm:kv_cache_usage_perc");
-    // Steps go on between the two looks.
+    // Steps continue between the two readings.
     assert!(usage > 0.0 && (usage * 1024.0 - f64::from(used)).abs() < 8.0, "{usage} and {used} pages of 1,024");
     let config = r#"vllm:cache_config_info{model_name="alpha",block_size="16",num_gpu_blocks="1024"} 1"#;
     assert!(text.lines().any(|line| line.starts_with(config)), "{text}");

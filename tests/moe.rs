@@ -1,12 +1,13 @@
-//! Goal: the kernels of a mixture of experts mean what their `reference()` says, and all ways through them what the
-//! formula says: few rows and many on weights in fragment order, any number on weights that lie row after row.
-//! Method: as in `kernels.rs` and `tiled.rs`: seeded shapes, awkward ones among them, a device and the interpreter from
-//! the same memory. The weights of experts that nobody chooses are NaN, and so is whatever lies beside what may be read.
-//! Logits are given, not made: ties, rows of NaN, all rows with one expert.
+//! Goal: the kernels of a mixture of experts match their `reference()`, and every path through them matches the
+//! formula: few rows and many rows on weights in fragment order, and any number of rows on row-major weights. Method:
+//! as in `kernels.rs` and `tiled.rs`, seeded shapes including awkward ones, a device and the interpreter starting from
+//! the same memory. The weights of experts that no row chooses are NaN, and so is everything next to readable values.
+//! The router's logits are given, not computed: ties, rows of NaN, all rows with the same expert.
 //!
-//! Tolerances: those of `kernels.rs` for rows of floats, 2e-5; 1e-4 where each value is split in two parts of 16 bits,
-//! which cuts up to 2^-16 of it off, in two products one behind the other. Where rows are packed in 16 bits a value may be rounded
-//! the other way and moves what comes of it: 1e-2, as in `tiled.rs`; a wrong expert or row moves it by about 1.
+//! Tolerances: 2e-5 for rows of floats, as in `kernels.rs`. 1e-4 where each value is split into two parts of 16 bits,
+//! which cuts off up to 2^-16 of it in each of two successive products. Where rows are packed in 16 bits, a value may
+//! be rounded to the other neighbor, which changes the results: 1e-2, as in `tiled.rs`. A wrong expert or row changes a
+//! value by about 1.
 
 mod common;
 mod harness;
@@ -24,7 +25,7 @@ use ostinato::kernels::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
 
 const EPSILON: f32 = 1e-3;
-/// See the head of the file.
+/// Tolerances, explained at the top of the file.
 const SUMS: f32 = 2e-5;
 const SPLIT: f32 = 1e-4;
 const ROUNDED: f32 = 1e-2;
@@ -35,20 +36,20 @@ fn check(vulkan: &Vulkan, cases: &Cases, reference: &HostMemory) {
         cases.check(&Bench::new(vulkan, *driver), reference);
     }
 }
-/// What the router says of the rows.
+/// The router's logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Logits {
-    /// Whatever.
+    /// Random values.
     Random,
-    /// Of three values.
+    /// Three different values, so that there are many ties.
     Ties,
-    /// One expert is the first of all rows.
+    /// One expert has the largest logit in every row.
     Same,
-    /// The middle row's are NaN.
+    /// Random values, with NaN in the middle row.
     NotNumbers,
 }
 
-/// A layer over logical values.
+/// A layer with unpacked values.
 struct Layer {
     shape: Shape,
     rows: u32,
@@ -95,7 +96,7 @@ impl Layer {
             norm: random.floats(shape.hidden as usize),
             logits: values,
         };
-        // Nobody may look at experts that nobody chooses.
+        // The weights of experts that no row chooses must not be read.
         let chosen: Vec<u32> = (0..rows).flat_map(|row| layer.chosen(row)).map(|(id, _)| id).collect();
         for id in (0..shape.count).filter(|id| !chosen.contains(id)) {
             let size = (shape.inner * shape.hidden) as usize;
@@ -105,7 +106,7 @@ impl Layer {
         layer
     }
 
-    /// The experts of a row with their shares, by the words of the formula.
+    /// Returns the experts of a row with their shares, as the formula defines them.
     fn chosen(&self, row: u32) -> Vec<(u32, f64)> {
         let width = self.shape.logits() as usize;
         let logits: Vec<f64> = self.logits[row as usize * width..][..self.shape.count as usize]
@@ -129,7 +130,7 @@ impl Layer {
         chosen
     }
 
-    /// What the layer makes of a row.
+    /// Returns the layer's output for a row.
     fn wanted(&self, row: u32) -> Vec<f64> {
         let hidden = self.shape.hidden as usize;
         let x: Vec<f64> = self.x[row as usize * hidden..][..hidden].iter().map(|v| f64::from(*v)).collect();
@@ -164,7 +165,7 @@ impl Layer {
         let rows = values.len() as u32 / cols;
         let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
         let bytes: Vec<u8> = values.iter().flat_map(|w| w.to_le_bytes()).collect();
-        // By way of f32, which holds every value of the others.
+        // Packs from f32, which represents every value of the other formats exactly.
         let source =
             pack::Rows { bytes: &bytes, format: Format::F32, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
         let packing = Packing { rows, cols, layout, format: self.format };
@@ -173,7 +174,7 @@ impl Layer {
         Matrix { range: cases.words(name, &words), format: self.format, rows, cols }
     }
 
-    /// `rows` rows of `width` values as floats, poisoned beside them and behind those that are in use.
+    /// Adds a buffer of `rows` rows of `width` floats, with poison between the rows and after the rows in use.
     fn activations(
         cases: &mut Cases,
         name: &str,
@@ -192,7 +193,7 @@ impl Layer {
         Activations { range: cases.words(name, &words), stride }
     }
 
-    /// Its buffers; `most` rows, of which the layer's are in use.
+    /// Adds the layer's buffers for `most` rows, of which the layer's rows are in use.
     fn mlp(&self, cases: &mut Cases, most: u32, fragments: bool, tags: Option<[u32; 2]>) -> Mlp {
         let shape = self.shape;
         let hidden = shape.hidden;
@@ -208,7 +209,7 @@ impl Layer {
         Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, x, norm, logits }
     }
 
-    /// Compares what the reference left in x with the formula.
+    /// Compares the values that the reference left in x with the formula.
     fn check_reference(&self, memory: &HostMemory, x: Activations, limit: f64, what: &str) {
         for row in 0..self.rows {
             for (i, wanted) in (0..).zip(self.wanted(row)) {
@@ -228,7 +229,7 @@ fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> Shape {
     Shape { count, chosen, inner, hidden, shared_inner, normalise }
 }
 
-/// Sizes, rows, what the router says, and tiles of W a workgroup.
+/// Returns sizes, rows, the router's logits, and tiles of W per workgroup.
 fn few() -> Vec<(Shape, u32, Logits, u32)> {
     vec![
         (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1),
@@ -272,7 +273,8 @@ fn a_few_rows_choose_and_run_their_experts() {
     }
 }
 
-/// Each stage by itself: a driver that runs one workgroup after the other cannot wait for words of a later one.
+/// Goal: few rows work with tagged words. Each stage runs separately with tagged inputs that are already complete,
+/// because a driver that runs workgroups one after another cannot wait for words of a later one.
 #[test]
 fn a_few_rows_read_and_write_tagged_words() {
     let vulkan = Vulkan::new();
@@ -308,7 +310,7 @@ fn a_few_rows_read_and_write_tagged_words() {
     }
 }
 
-/// Words that never come: the wait ends and the fault word says so.
+/// Goal: a wait for words that are never written ends and sets the fault word.
 #[test]
 fn a_wait_for_words_that_never_come_ends() {
     let vulkan = Vulkan::new();
@@ -333,7 +335,7 @@ fn a_wait_for_words_that_never_come_ends() {
     }
 }
 
-/// Rows of a decode step of which one is not valid; the others' slots do not matter.
+/// Returns the row table of a decode step in which row `nobody` is not valid. Its other words are poison.
 fn valid_rows(cases: &mut Cases, rows: u32, nobody: u32) -> Range {
     let words: Vec<u32> = (0..rows).flat_map(|row| [POISON, POISON, POISON, u32::from(row != nobody)]).collect();
     cases.words("rows", &words)
@@ -376,7 +378,7 @@ fn rows_run_their_experts_on_weights_row_after_row() {
     check(&vulkan, &cases, &reference);
 }
 
-/// How many rows are multiplied: tiles of 16 and 32 by `panel`, of 64 by `tiled`.
+/// Returns the ways in which grouped rows are multiplied, with the rows of a tile: 16 and 32 by `panel`, 64 by `tiled`.
 fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
     let panel = |blocks: u32, tiles| {
         (16 * blocks, Grouped::Panel(matrices, panel::Config { threads: 64, tiles, ahead: 1, blocks }))
@@ -411,7 +413,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 cases.expect(mlp.x.range, Expect::Floats(ROUNDED));
                 let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
                 let rows = Used { rows: most, count };
-                // A row that is not valid chooses nobody.
+                // A row that is not valid chooses no expert.
                 let nobody = (used == 17).then_some(5);
                 let valid = nobody.map(|row| valid_rows(&mut cases, most, row));
                 let choices = cases.output("choices", shape.choices_bytes(most) as usize / 4, Expect::Floats(SUMS));
@@ -422,7 +424,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 let near = Expect::Bfloats(2f32.powi(-7));
                 let packed = cases.output("packed", sorted.packed_bytes(shape.hidden) as usize / 4, near);
                 let packed = Packed { range: packed, format: Format::Bf16, cols: shape.hidden };
-                // Padded columns are not written by `panel`.
+                // `panel` does not write padded columns.
                 let middle = cases.words("middle", &vec![0; sorted.packed_bytes(shape.inner) as usize / 4]);
                 cases.expect(middle, Expect::Bfloats(ROUNDED));
                 let middle = Packed { range: middle, format: Format::Bf16, cols: shape.inner };
@@ -435,7 +437,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, &sorted));
                 cases.recording.call(mlp.sorted_gate_up(packed, middle, &sorted, how));
                 cases.recording.call(mlp.sorted_down(middle, parts, &sorted, how));
-                // What the shared expert makes of rows is another product's; here, it is given.
+                // The output of the shared expert comes from another product; here it is given.
                 let shared = layer.shared.as_ref().map(|_| {
                     let values = random.floats((used * shape.hidden) as usize);
                     let of = Layer::activations(&mut cases, "shared", &values, shape.hidden, most, None);
@@ -446,7 +448,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
             }
             let reference = cases.reference();
             for (mut layer, mlp, name, nobody, shared) in made {
-                // The formula without the shared expert; what was given in its place is taken off again.
+                // The formula is evaluated without the shared expert, and the given output is added.
                 layer.shared = None;
                 for row in 0..layer.rows {
                     let gate = layer.logits[(row * layer.shape.logits() + layer.shape.logits() - 1) as usize];

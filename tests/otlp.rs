@@ -1,5 +1,6 @@
-//! The boundary of telemetry: an OTLP receiver in this process, and one trace from a client's
-//! `traceparent` to the engine's phases. One test, as a process has one subscriber.
+//! Tests of trace export with an OTLP receiver in this process: one trace from a client's `traceparent` to the engine's
+//! phases. There is one test per process, because a process has one tracing subscriber; the second test uses child
+//! processes.
 
 mod serving;
 
@@ -21,7 +22,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     let (collector, endpoint) = Collector::start().await;
     let guard = telemetry::init(&Settings {
         otlp_endpoint: Some(endpoint),
-        // What begins here is not kept; what a client asks for is.
+        // Traces that begin in the server are not sampled; those that a client asks for are.
         sample_ratio: 0.0,
         log: "off".to_owned(),
         json: false,
@@ -48,7 +49,7 @@ async fn one_trace_from_the_client_to_the_steps() {
         request
     };
 
-    // A generation to its end.
+    // A generation that runs to its end.
     const FIRST: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
     let mut request = text_request("alpha", SECRET, 40);
     request.request_id = "first".to_owned();
@@ -64,7 +65,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     let took = begun.elapsed();
     assert_eq!(outcome.ids().len(), 40);
 
-    // A refused one, one whose client goes away, a chat, and one that nobody asked to trace.
+    // A refused request, one whose client leaves, a chat, one with two samples, and one without a trace context.
     const REFUSED: &str = "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa";
     let request = text_request("gamma", SECRET, 40);
     assert!(generate(&mut client, trace(REFUSED, request)).await.error.is_some());
@@ -92,11 +93,11 @@ async fn one_trace_from_the_client_to_the_steps() {
         let spans = collector.spans.lock().unwrap();
         spans.iter().filter(|span| hex(&span.trace_id) == trace).cloned().collect()
     };
-    // Blocks until the batch was sent: not on a thread that moves the receiver.
+    // `flush` blocks until the batch is sent, so it must not run on a thread that drives the receiver.
     let (first, refused, dropped, chat, samples) = loop {
         tokio::task::block_in_place(|| guard.flush());
         let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT), of(SAMPLES));
-        // The inference span of each ends last.
+        // The RPC span of each request ends last.
         let ended = |spans: &[Span]| spans.iter().any(|span| span.name == "ostinato.v1.Ostinato/Generate");
         if [&all.0, &all.1, &all.2, &all.3, &all.4].into_iter().all(|spans| ended(spans)) {
             break all;
@@ -106,7 +107,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     };
     assert!(collector.services.lock().unwrap().iter().all(|service| service == "ostinato"));
 
-    // RPC → inference → queue, prefill, decode; steps and what ran on the device beside them.
+    // RPC → inference → queue, prefill, decode. Step and region spans were checked above and are removed.
     check_steps(&first);
     let [first, refused, dropped, chat, samples] = [first, refused, dropped, chat, samples].map(without_steps);
     assert_eq!(first.len(), 5, "{first:#?}");
@@ -155,10 +156,10 @@ async fn one_trace_from_the_client_to_the_steps() {
         assert!(phase.end_time_unix_nano >= phase.start_time_unix_nano);
         at = phase.start_time_unix_nano;
     }
-    // The step counters are on the phases.
+    // The step counters are attributes of the phases.
     let decode = one(&first, "decode");
     assert!(find(&decode.attributes, "ostinato.submits").is_some(), "{:#?}", decode.attributes);
-    // The inference span is as long as the stream, not as the call's headers.
+    // The inference span lasts as long as the stream, not only until the call's headers.
     let lasted = inference.end_time_unix_nano - inference.start_time_unix_nano;
     assert!(inference.end_time_unix_nano + 50_000_000 >= decode.end_time_unix_nano);
     assert!(lasted >= (step * 39).as_nanos() as u64, "{lasted} ns");
@@ -176,7 +177,7 @@ async fn one_trace_from_the_client_to_the_steps() {
 
     assert_eq!(text(&one(&chat, "chat alpha").attributes, "gen_ai.operation.name"), "chat");
 
-    // Samples share one inference span; each phase says whose it is.
+    // The samples of a request share one inference span; each phase has the number of its sample.
     let inference = one(&samples, "text_completion alpha");
     assert_eq!(int(&inference.attributes, "gen_ai.request.choice.count"), 2);
     assert_eq!(words(&inference.attributes, "gen_ai.response.finish_reasons"), ["length"; 2]);
@@ -195,14 +196,15 @@ async fn one_trace_from_the_client_to_the_steps() {
     }
     assert!(find(&decode.attributes, "ostinato.sample").is_none(), "an only sample needs no number");
 
-    // The answer names its trace; one that nobody traces names none that is kept.
+    // The answer names its trace in `traceparent`.
     const NAMED: &str = "22222222222222222222222222222222";
     let answer = client.generate(trace(NAMED, text_request("alpha", "x", 1))).await.unwrap();
     let named = answer.metadata().get("traceparent").unwrap().to_str().unwrap().to_owned();
     assert!(named.starts_with(&format!("00-{NAMED}-")) && named.ends_with("-01"), "{named}");
     read(answer.into_inner()).await;
 
-    // Two requests in a batch: their steps are spans of one trace, linked to both; the other's phases name them.
+    // Two requests in a batch: their shared steps are spans of one trace with links to both, and the phases of the
+    // other request link to those steps.
     const OLDER: &str = "0123456789abcdef0123456789abcdef";
     const YOUNGER: &str = "fedcba9876543210fedcba9876543210";
     let (mut one_client, mut other_client) = (client.clone(), client.clone());
@@ -210,7 +212,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     let younger = generate(&mut other_client, trace(YOUNGER, text_request("alpha", SECRET, 60)));
     let (older, younger) = tokio::join!(older, younger);
     assert_eq!((older.ids().len(), younger.ids().len()), (60, 60));
-    // A long one makes few spans.
+    // A long generation produces few spans.
     const LONG: &str = "11111111111111111111111111111111";
     let long = generate(&mut client, trace(LONG, text_request("alpha", "x", 3_000))).await;
     assert_eq!(long.ids().len(), 3_000);
@@ -239,7 +241,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert!((20..120).contains(&steps), "{steps} steps of 3,000 tokens are shown");
     check_steps(&long);
 
-    // Steps that a fault kept from drawing: the request, its phase and the step say so, and nobody else's do.
+    // Faults of steps are attributes of the request, its phase and the step, and of no other span.
     const FAULTY: &str = "33333333333333333333333333333333";
     let faulty = generate(&mut client, trace(FAULTY, text_request("faulty", "x", 40))).await;
     assert_eq!(faulty.ids().len(), 40);
@@ -258,7 +260,7 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert_eq!(steps.map(|step| int(&step.attributes, FAULTS)).sum::<i64>(), faults, "each of them is shown");
     assert!(long.iter().all(|span| find(&span.attributes, FAULTS).is_none()));
 
-    // Ten asked to be traced; another one began here, where the ratio is 0.
+    // Only the requests with a trace context were exported, because the sampling ratio is 0.
     let spans = collector.spans.lock().unwrap().clone();
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
@@ -271,8 +273,8 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert!(!everything.contains("abcdefgh"), "an output is in the trace");
 }
 
-/// Method: a child process, as a process has one subscriber: a collector that refuses connections, or takes them and
-/// says nothing; generations, and an end of the program that does not wait for it.
+/// Goal: a collector that refuses connections, or accepts them without answering, affects neither generations nor the
+/// end of the program. Method: a child process for each case, because a process has one tracing subscriber.
 #[test]
 fn a_collector_that_is_down_or_does_not_answer_costs_nothing() {
     const CHILD: &str = "OTLP_TEST_CHILD";
@@ -291,7 +293,7 @@ fn a_collector_that_is_down_or_does_not_answer_costs_nothing() {
             let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fast)], 8)];
             let served = serve_models(models, Options::default()).await;
             let mut client = served.client().await;
-            // More spans than are kept: what has no room is dropped.
+            // More spans than the export queue holds; the excess is dropped.
             for _ in 0..1_500 {
                 let outcome = generate(&mut client, text_request("", "x", 6)).await;
                 assert_eq!(outcome.text(), "abcabc");

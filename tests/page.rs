@@ -1,6 +1,6 @@
-//! The admin page in a real browser: every view in both themes, on a desk and on a phone, with a keyboard alone; while
-//! requests run, while a model loads, and when the server is gone. A screenshot of each is kept in `page/` beside the
-//! other files of tests. The browser's console stays empty.
+//! Tests of the admin page in a real browser: every view in both themes, in a desktop and a phone viewport, with
+//! keyboard only; while requests run, while a model loads, and after the server is gone. Screenshots are kept in
+//! `page/` in the folder for files of tests. The browser's console must stay empty.
 
 mod browser;
 mod common;
@@ -25,7 +25,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-/// An id that would do harm if it were taken for markup.
+/// A request id that would run a script if it were interpreted as markup.
 const EVIL: &str = "<img src=x onerror=\"document.body.dataset.broken=1\">";
 
 struct Page {
@@ -44,7 +44,7 @@ async fn page() -> Page {
     Page { admin, url, stop, task }
 }
 
-/// Two models on two devices, one of them on both.
+/// Serves two models on two devices, one of them on both.
 async fn host() -> Served {
     let fast = || fake(Duration::from_millis(3), b"Once upon a time there was a fox. ");
     let slow = fake(Duration::from_millis(7), b"42 ");
@@ -53,7 +53,7 @@ async fn host() -> Served {
     serve_models(vec![stories, sums], Options::default()).await
 }
 
-/// Keeps requests of several kinds running until it is told to stop.
+/// Keeps several kinds of requests running until it is told to stop.
 fn load(served: &Served, stop: &Arc<AtomicBool>) -> Vec<tokio::task::JoinHandle<()>> {
     let ask = |name: &'static str, model: &'static str, prompt: usize, tokens: u32, pause: u64| {
         let (address, stop) = (served.address.clone(), Arc::clone(stop));
@@ -80,12 +80,14 @@ fn load(served: &Served, stop: &Arc<AtomicBool>) -> Vec<tokio::task::JoinHandle<
     ]
 }
 
-/// What holds of every view at every size.
+/// Checks the rules for every view at every size: no horizontal overflow, sufficient contrast, and a name for
+/// everything that takes keyboard focus.
 #[track_caller]
 fn fits(browser: &mut Browser, what: &str) {
     let wide = browser.eval("[document.documentElement.scrollWidth, innerWidth]");
     assert!(wide[0].as_u64() <= wide[1].as_u64(), "{what} is wider than its window: {wide}");
-    // Text against the first ground below it that is painted: at least 4.5 to 1, 3 to 1 of large text.
+    // The contrast of text against the nearest painted background behind it must be at least 4.5:1, or 3:1 for large
+    // text.
     let faint = browser.eval(
         r#"(() => {
             const parse = (c) => { const m = c.match(/[\d.]+/g).map(Number); return { rgb: m.slice(0, 3), a: m[3] ?? 1 }; };
@@ -116,7 +118,7 @@ fn fits(browser: &mut Browser, what: &str) {
     assert_eq!(nameless, json!([]), "{what}: everything that takes the keyboard has a name");
 }
 
-/// The servers' threads; the browser is driven from the test's own.
+/// Returns the runtime of the servers. The browser is driven from the test's own thread.
 fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
@@ -180,7 +182,7 @@ fn numbers_move(browser: &mut Browser, host: &Host) {
     browser.until("document.querySelector('#idle').hidden");
     browser.until("document.querySelector('#first-token-sub').textContent.startsWith('p50')");
     browser.until("document.querySelector('[data-replica=\"sums/0\"]').dataset.running === '2'");
-    // What the page counts is what the host has done.
+    // The page's counts equal the host's.
     browser.until("known.steps.size === 3 && [...known.steps.values()].every((kept) => kept.steps.length > 20)");
     for replica in host.replicas() {
         let told = browser.eval(&format!("known.steps.get({:?}).steps.map((s) => [s.number, s.tokens])", replica.name));
@@ -211,11 +213,11 @@ fn timeline_moves(browser: &mut Browser) {
     let sum = browser.text("#chart-sum");
     assert!(sum.contains("readback") && sum.contains("compute queue busy"), "{sum}");
 
-    // The other device has two replicas, and lanes for both.
+    // The other device has two replicas and shows lanes for both.
     browser.eval("(() => { const s = document.querySelector('#device'); s.value = '1'; s.dispatchEvent(new Event('change')); })()");
     browser.until("chart.lanes.filter((lane) => lane.id.startsWith('engine ')).length === 2");
 
-    // Zoom with the wheel keeps the place under the pointer; dragging moves; both stop following.
+    // Zooming with the wheel keeps the position under the pointer; dragging moves the chart; both stop live following.
     browser.eval("document.querySelector('#live').click()");
     browser.until("document.querySelector('#chart').dataset.live === 'false'");
     let place = browser.eval("(() => { const r = document.querySelector('#chart').getBoundingClientRect(); return [r.x + r.width / 4, r.y + 120, r.width]; })()");
@@ -237,7 +239,7 @@ fn timeline_moves(browser: &mut Browser) {
         closer - closer_span / 4.0,
         closer_span * 0.02
     ));
-    // Two fingers.
+    // Zooming with two fingers.
     let fingers = |x0: f64, x1: f64| json!([{ "x": x0, "y": y, "id": 1 }, { "x": x1, "y": y, "id": 2 }]);
     browser.call("Input.dispatchTouchEvent", json!({ "type": "touchStart", "touchPoints": fingers(x, x + 80.0) }));
     browser.call("Input.dispatchTouchEvent", json!({ "type": "touchMove", "touchPoints": fingers(x, x + 160.0) }));
@@ -245,7 +247,7 @@ fn timeline_moves(browser: &mut Browser) {
     browser.until(&format!("Number(document.querySelector('#chart').dataset.span) < {}", closer_span * 0.7));
     browser.until("chart.pointers.size === 0");
 
-    // What is under the pointer is told, and what is clicked stays.
+    // The element under the pointer is described, and a clicked element stays selected.
     browser.eval("(() => { const s = document.querySelector('#device'); s.value = '0'; s.dispatchEvent(new Event('change')); chart.span = 60000; chart.follow(true); chart.follow(false); })()");
     let spot = "(() => { const box = chart.boxes.findLast((b) => b.lane === 'compute' && b.end < chart.from + chart.span && b.begin > chart.from);
         const lane = chart.lanes.find((l) => l.id === 'compute'); const r = chart.canvas.getBoundingClientRect();
@@ -265,7 +267,8 @@ fn timeline_moves(browser: &mut Browser) {
     browser.screenshot("timeline-chosen-light");
 }
 
-/// Method: fakes have no transfer queue; its records are put where the page keeps what the server said.
+/// Method: fake devices have no transfer queue, so records of transfers are inserted into the page's copy of the
+/// server's data.
 fn transfers_and_waits_are_drawn(browser: &mut Browser) {
     browser.eval(
         "(() => {
@@ -323,7 +326,7 @@ fn requests_are_text(browser: &mut Browser) {
     assert!(shown.contains(EVIL), "{shown}");
     assert_eq!(browser.eval("document.body.dataset.broken ?? null"), json!(null));
     assert_eq!(browser.eval("document.querySelectorAll('main img').length"), 0);
-    // A row's output grows while it is looked at.
+    // The output count of a running request grows in the table.
     let output = "[...document.querySelectorAll('#running tbody tr')].map((r) => r.cells[0].textContent + r.cells[4].textContent).join()";
     let before = browser.eval(output);
     browser.until(&format!("{output} !== {before}"));
@@ -454,7 +457,7 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
         browser.screenshot(&format!("gone-desk-{theme}"));
     }
 
-    // Another server at the same place: the page takes it up, and forgets what the first one said.
+    // Another server at the same address: the page shows it and discards the data of the first server.
     let admin = Admin::new();
     admin.set_host(Arc::new(Host::new(vec![model("other", None, vec![(2, fake(Duration::from_millis(1), b"x"))], 4)])));
     let stop = CancellationToken::new();
@@ -466,14 +469,14 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
     assert!(!browser.text("#models").contains("stories"));
     stop.cancel();
     runtime.block_on(again).unwrap();
-    // A browser writes down each request that nobody answered, whatever the page does; and nothing else.
+    // The browser logs each request that fails, whatever the page does. There must be no other message.
     assert!(!browser.complaints.is_empty(), "what the console says is heard");
     let other: Vec<&String> =
         browser.complaints.iter().filter(|line| !line.contains("net::ERR_") || !line.contains("/api/")).collect();
     assert!(other.is_empty(), "{other:?}");
 }
 
-/// The UUID of one of the CPU drivers.
+/// Returns the UUID of lavapipe.
 fn lavapipe() -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_ostinato")).args(["devices", "--json"]).output().unwrap();
     let devices: Vec<serde_json::Value> = serde_json::from_slice(&output.stdout).unwrap();
@@ -481,7 +484,7 @@ fn lavapipe() -> String {
     found["uuid"].as_str().unwrap().to_owned()
 }
 
-/// Ends with its test.
+/// A process that is killed when its test ends.
 struct Program(Child);
 
 impl Drop for Program {
@@ -491,7 +494,8 @@ impl Drop for Program {
     }
 }
 
-/// Method: the program itself, on a CPU driver with the embedded model: a real memory plan, real regions.
+/// Goal: the page works with the real program. Method: the program on a CPU driver with the embedded model, which has a
+/// real memory plan and real regions.
 #[test]
 fn the_program_serves_the_page() {
     common::layer();
@@ -527,7 +531,7 @@ fn the_program_serves_the_page() {
     assert!(memory.contains("llvmpipe") && memory.contains("weights") && memory.contains("kv pages"), "{memory}");
     assert!(browser.text("#start-lines").contains("memory of \"demo/0\""));
     assert!(browser.text("#idle-command").contains(&address));
-    // A model that waits to be asked for is shown with the command that does it.
+    // A model that is loaded on request is shown with the command that loads it.
     assert_eq!(browser.text("#models h3"), "demo");
     let spare = browser.text("#apart");
     assert!(spare.contains("not loaded") && spare.contains("load spare"), "{spare}");
@@ -562,9 +566,10 @@ fn the_program_serves_the_page() {
     assert!(status.success());
     browser.eval("location.hash = '#timeline'");
     browser.until("chart.boxes.some((box) => box.lane === 'compute' && box.label.startsWith('decode.1'))");
-    // What was loaded went through the transfer queue.
+    // The weights went through the transfer queue.
     browser.until("chart.boxes.some((box) => box.what === 'transfer' && box.transfer.bytes > 1e6)");
-    // What the device did lies between the enqueueing and the moment it was seen, within the clock's error.
+    // The work of a submission on the device lies between the time it was enqueued and the time its end was seen,
+    // within the error of the clock.
     let outside = browser.eval(
         "chart.submissions.filter(({ submission: s }) => s.regions.length && s.clock).filter(({ submission: s }) =>
             s.regions[0].begin < s.enqueue[0] - s.clock.error_us - 1 || s.regions.at(-1).end > s.seen + s.clock.error_us + 1).length",

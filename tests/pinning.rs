@@ -1,5 +1,5 @@
-//! What an operator pins runs where it is pinned: a configuration file, two Vulkan drivers as
-//! two devices, the real engine, and a gRPC client. Under validation.
+//! Goal: models and replicas run on the devices to which the configuration binds them. Method: a configuration file,
+//! two Vulkan drivers as two devices, the real engine and a gRPC client, under validation.
 
 mod common;
 mod serving;
@@ -31,7 +31,7 @@ fn models_and_replicas_run_on_the_devices_that_they_name() {
     let vulkan = Vulkan::new();
     let devices = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen3-gqa7");
-    // One model on both devices, by UUID and by name; another on the second, by index.
+    // One model is on both devices, selected by UUID and by name; another is on the second, selected by index.
     let host = Arc::new(start(
         &vulkan,
         &format!(
@@ -71,7 +71,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
     let replicas = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     assert_eq!(on, [(uuids[0].clone(), replicas(&["demo/0"])), (uuids[1].clone(), replicas(&["demo/1", "ids/0"])),]);
 
-    // Each device by its UUID; both say the same.
+    // Requests that select each device by its UUID. Both give the same text.
     let ran_on = |outcome: &Outcome| outcome.started.clone().unwrap().device.unwrap().uuid;
     let mut texts = Vec::new();
     for uuid in &uuids {
@@ -86,7 +86,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
     let outcome = generate(&mut client, token_request("ids", &[1, 2, 3], 8)).await;
     assert_eq!((ran_on(&outcome), outcome.ids().len()), (uuids[1].clone(), 8));
 
-    // Both devices and both models at once: all have begun before the first one ends.
+    // Both devices and both models run at once: all have started before the first one ends.
     let mut streams = Vec::new();
     for (model, device) in [("demo", &uuids[0]), ("demo", &uuids[1])] {
         let mut request = text_request(model, "Once upon a time", 40);
@@ -100,7 +100,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
         assert!(matches!(first, Some(Event::Started(_))), "{first:?}");
     }
     for stream in streams {
-        // `Started` has been read, so the order is checked by hand here.
+        // `Started` was already read, so `read` cannot check the order.
         let mut stream = stream;
         let mut tokens = 0;
         let mut finished = false;
@@ -114,13 +114,13 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
         assert!(finished && tokens == 40, "{tokens} tokens");
     }
 
-    // A device that is there, but not for this model.
+    // The device exists, but the model has no replica on it.
     let mut request = token_request("ids", &[1], 1);
     request.device = uuids[0].clone();
     let status = generate(&mut client, request).await.error.unwrap();
     assert_eq!(status.code(), Code::NotFound, "{status:?}");
 
-    // Left to the server, the second request goes where the first is not.
+    // Without a selected device, the second request goes to the device that the first does not use.
     let request = || {
         let mut request = text_request("demo", "Once upon a time", 60);
         request.stopping.as_mut().unwrap().ignore_eos = true;

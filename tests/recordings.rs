@@ -1,14 +1,14 @@
-//! Goal: a whole model's recordings mean the same on the device and in plain Rust, and are
-//! made of no more than they should be.
-//! Method: committed checkpoints; a prompt in chunks, the first beside another prompt's, then decode steps, on the device and
-//! by the interpreter, each from its own memory; after every step all named buffers are
-//! compared, tokens and state bit for bit. The tokens must be those of transformers too, so
-//! neither side can be wrong together with the other.
+//! Goal: the recordings of whole models compute the same on the device and in plain Rust, and contain no more
+//! dispatches and barriers than they should. Method: committed checkpoints; a prompt in chunks, the first of them
+//! beside another prompt's chunk, then decode steps, on the device and in the interpreter, each with its own memory.
+//! After every step all named buffers are compared, tokens and state bit for bit. The tokens must also equal those of
+//! transformers, so that both sides cannot be wrong in the same way.
 //!
-//! Tolerance: f32 keys and values, so both sides differ by the order of sums only. Random
-//! weights make that grow from layer to layer, to 3e-5 after five, and to 8e-5 after four whose state has taken in two
-//! hundred tokens; 1e-4, twice that for such models, is far below what a wrong index, scale or position makes of values
-//! of about 1. Activations, pages and states start as NaN but for the padding that kernels may read.
+//! Tolerance: keys and values are f32, so the two sides differ only by the order of sums. With random weights the
+//! difference grows from layer to layer, to 3e-5 after five layers, and to 8e-5 after four layers whose recurrent state
+//! has processed two hundred tokens. The limit is 1e-4, and twice that for models with recurrent state. A wrong index,
+//! scale or position changes values of about 1 by far more. Activations, pages and states start as NaN except for the
+//! padding that kernels may read.
 
 mod common;
 mod harness;
@@ -40,13 +40,13 @@ use std::collections::HashMap;
 use std::path::Path;
 
 const CHUNK: u32 = 16;
-/// Of the four slots, the one that runs.
+/// The slot, of four, whose sequence generates tokens.
 const SLOT: u32 = 2;
-/// The one whose prompt is taken in beside, and that is idle then.
+/// The slot of the prompt that runs beside the first chunk; it is idle afterwards.
 const BESIDE: u32 = 3;
 /// Pages of the longest sequence.
 const PAGES: u32 = 14;
-/// Rows of a prompt that are scored at a time.
+/// Rows of a prompt that one recording scores.
 const SCORED: u32 = 6;
 const RING: RingLayout = RingLayout { steps: 4, rows: 4 };
 const NEAR: f32 = 1e-4;
@@ -55,7 +55,7 @@ fn open(name: &str) -> Checkpoint {
     Checkpoint::open(&fixture(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
 }
 
-/// A replica's recordings, tuned as for a CPU driver, with small KV.
+/// Returns a replica's recordings, tuned as for a CPU driver, with a small KV cache.
 fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_buffer_bytes: u64) -> Decoder<'a> {
     Decoder {
         config: &checkpoint.config,
@@ -81,10 +81,10 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
 
 const WHOLE: u64 = 1 << 30;
 
-/// Words by buffer name, for all of a replica's recordings.
+/// The words of all buffers of a replica's recordings, by buffer name.
 type Memory = HashMap<String, Vec<u32>>;
 
-/// The words of a weight's part, as the loader would bring them.
+/// Returns the words of all weight buffers as the loader writes them.
 fn weight_words(decoder: &Decoder<'_>) -> Memory {
     let mut memory = Memory::new();
     for weight in decoder.weights {
@@ -118,7 +118,7 @@ fn weight_words(decoder: &Decoder<'_>) -> Memory {
     memory
 }
 
-/// What a replica's memory is before its first step.
+/// Returns a replica's memory before its first step.
 fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
     let mut memory = weight_words(decoder);
     let c = decoder.config;
@@ -134,7 +134,7 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
         }
         let net = || c.delta.expect("only gated delta nets have this buffer");
         let experts = || c.experts.expect("only experts have this buffer");
-        // Of each chosen expert and the shared one, each padded.
+        // Of each row the chosen experts' parts and the shared expert's part, each padded.
         let middle = || {
             let part = |inner: u32| (0..stride(inner)).map(move |i| if i < inner { POISON } else { 0 });
             let chosen = (0..experts().chosen).flat_map(|_| part(experts().inner));
@@ -147,14 +147,14 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
             "qkv" => row(c.qkv_rows()),
             "attention.output" => row(heads.q * heads.dim),
             "in_proj.output" => row(net().projected_rows()),
-            // Of rows without a sequence: read, but not written where only steps of few rows have this buffer.
+            // Read for rows without a sequence, but not written where only steps of few rows have this buffer.
             "mixer.output" => vec![0; words],
             "mlp.hidden" => row(c.intermediate),
             "router.logits" => row(experts().count + u32::from(experts().shared_inner.is_some())),
             "experts.middle" => middle(),
             "logits" | "draft.logits" => row(c.vocab),
             "rope" => decoder.rope_table().iter().map(|v| v.to_bits()).collect(),
-            // Nobody clears pages, states and scratch.
+            // Pages, states and scratch are not initialised.
             name if name.starts_with("kv.") || name.starts_with(RECURRENT) => vec![POISON; words],
             "attention.partials" | "scan" | "experts.parts" => vec![POISON; words],
             _ => vec![0; words],
@@ -165,7 +165,7 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
     memory
 }
 
-/// The words of a recording's buffers.
+/// Returns the words of a recording's buffers.
 fn gather(memory: &Memory, recording: &Recording) -> HostMemory {
     let words = |decl: &ostinato::kernels::recording::BufferDecl| {
         memory[&decl.name][..decl.bytes.div_ceil(4) as usize].to_vec()
@@ -185,37 +185,37 @@ fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
         "in_proj.output" | "mixer.output" | "router.logits" | "experts.middle" => Expect::Floats(near),
         "experts.parts" | "shared.output" => Expect::Floats(near),
         "draft.x" | "draft.embedded" | "draft.joined" | "draft.head" | "draft.logits" => Expect::Floats(near),
-        // Who is chosen, and for which share.
+        // Pairs of a chosen expert and its share.
         "experts.choices" => Expect::Pairs(near),
-        // Tokens and their probabilities.
+        // Pairs of a token and its log probability.
         "scores" => Expect::Pairs(near),
         "experts.x" | "experts.packed" | "shared.packed" => Expect::Bfloats(near),
-        // States, and the inputs that they have yet to take in.
+        // Recurrent states and their pending inputs.
         name if name.starts_with(RECURRENT) => Expect::Floats(near),
-        // The parts of a split context.
+        // Partial results of a split context.
         "attention.partials" | "tagged.attention.partials" | "flash.partials" => Expect::Any,
-        // What lies in a gated delta net's scratch is the kernels' own business.
+        // The contents of a gated delta net's scratch are an implementation detail of its kernels.
         "scan" => Expect::Any,
         name if name.starts_with("tagged.") => Expect::Tagged(near),
         name if name.starts_with("packed.") => Expect::Bfloats(near),
         name if name.starts_with("kv.") && kv_format == Format::F16 => Expect::Halves(near),
         name if name.starts_with("kv.") => Expect::Floats(near),
-        // Made of the logits' bits.
+        // Derived from the bits of the logits, which differ.
         "sampling.keys" | "sampling.partials" | "draft.partials" => Expect::Any,
         _ => Expect::Exact,
     }
 }
 
-/// The recordings of a replica that a run goes through.
+/// The recordings of a replica that a run uses.
 struct Recordings {
-    /// The layers over a step of prompts.
+    /// The layers for a step of prompts.
     layers: Recording,
-    /// What draws the tokens of one prompt, and of two.
+    /// The LM head and sampler for one prompt and for two.
     first: [Recording; 2],
-    /// What finds how probable the next tokens are, of some rows at a time.
+    /// Scores [`SCORED`] rows of a prompt.
     score: Recording,
     decode: Vec<Recording>,
-    /// Of one sequence, and of two; none where nothing is drafted.
+    /// Verification steps for one sequence and for two; empty if the model does not draft.
     verify: Vec<Recording>,
 }
 
@@ -238,7 +238,7 @@ impl Recordings {
     }
 }
 
-/// One run of a replica: on the device, and by the interpreter where that is asked for.
+/// A run of a replica's recordings on the device and, if requested, in the interpreter.
 struct Run<'a> {
     name: String,
     layout: StateLayout,
@@ -276,7 +276,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Runs the recordings in one submission on the device, and one by one here.
+    /// Runs the recordings in one submission on the device and one after the other in the interpreter, and compares the
+    /// buffers of the last one.
     fn step(&mut self, recordings: &[&Recording]) {
         let last = recordings.last().expect("there is one");
         let before = self.host.as_ref().map(|host| [self.bound.read(last), gather(host, last)]);
@@ -296,7 +297,7 @@ impl<'a> Run<'a> {
         println!("{what}: largest difference {worst:?} of what is allowed");
     }
 
-    /// The token that a step left in the ring.
+    /// Returns the token that a step left in the ring, or `None` for a row without a sequence.
     fn token(&self, step: u32, row: u32) -> Option<u32> {
         let mut words = [0u32; state::ENTRY_WORDS as usize];
         let at = RingEntry::at(step, row, RING.steps, RING.rows) as u64 * 4;
@@ -313,7 +314,8 @@ impl<'a> Run<'a> {
         words
     }
 
-    /// A prompt in chunks, the first of them beside another prompt; gives its first token and the next step's number.
+    /// Runs a prompt in chunks, the first of them beside another prompt. Returns its first token and the number of the
+    /// next step.
     fn prompt(&mut self, recordings: &Recordings, prompt: &[u32]) -> (u32, u32) {
         let layout = self.layout;
         let pages = Random(11).permutation(PAGES + 2);
@@ -348,7 +350,8 @@ impl<'a> Run<'a> {
             self.step(&[&recordings.layers]);
             let rows: usize = parts.iter().map(|part| part.tokens.len()).sum();
             let half = u32::from(start > 0) * layout.chunk;
-            // Where sums are rounded, tokens that are about as probable may change places.
+            // With rounded sums, tokens of nearly equal probability may change places, so no alternatives are
+            // requested.
             let alternatives = if self.near <= 2.0 * NEAR { 3 } else { 0 };
             self.patch(layout.score_word(), &[0, next.unwrap_or(state::TOKEN_NONE), alternatives, half]);
             self.step(&vec![&recordings.score; rows.div_ceil(SCORED as usize)]);
@@ -363,16 +366,17 @@ impl<'a> Run<'a> {
         (self.token(step - 1, lasts - 1).expect("a token was drawn"), step)
     }
 
-    /// A prompt, then ten tokens; gives the tokens.
+    /// Runs a prompt, then decode steps for nine further tokens. Returns the tokens.
     fn generate(&mut self, recordings: &Recordings, prompt: &[u32]) -> Vec<u32> {
         let (first, mut step) = self.prompt(recordings, prompt);
         let mut tokens = vec![first];
-        // The row moves through the buckets; rows without a sequence are in front and behind.
+        // The row is in a different position of a different bucket each time, with rows without a sequence before and
+        // after it.
         let [one, two, four] = &recordings.decode[..] else { panic!("three buckets") };
         let steps: [(&[u32], Vec<&Recording>); 4] = [
             (&[SLOT], vec![one]),
             (&[u32::MAX, SLOT], vec![two]),
-            // Another slot that is idle, and one that nobody has.
+            // Another slot, which is idle, and a row without a slot.
             (&[0, u32::MAX, SLOT, 1], vec![four, four, four]),
             (&[SLOT], vec![one, one, one, one]),
         ];
@@ -391,8 +395,9 @@ impl<'a> Run<'a> {
         tokens
     }
 
-    /// A prompt, then steps that verify drafts and one that does not; gives the tokens. `known` is what they should be:
-    /// drafts are made of it, right ones and wrong ones, but for those of the model's own in one step.
+    /// Runs a prompt, then steps that verify drafts and steps without drafts. Returns the tokens. `known` are the
+    /// expected tokens: the drafts are made from them, right and wrong ones, except in one step that uses the model's
+    /// own drafts.
     fn verify(&mut self, recordings: &Recordings, prompt: &[u32], known: &[u32]) -> Vec<u32> {
         #[derive(PartialEq)]
         enum Drafts {
@@ -403,7 +408,8 @@ impl<'a> Run<'a> {
         let (first, mut step) = self.prompt(recordings, prompt);
         let mut tokens = vec![first];
         let ([one, two], decode) = (&recordings.verify[..], &recordings.decode[0]) else { panic!("two buckets") };
-        // Where a draft was right, a step finds the token before its own pending; where it was wrong, none.
+        // After an accepted draft the next step finds the token before its own pending; after a rejected draft it finds
+        // none.
         type Verified<'a> = Option<(&'a Recording, Drafts)>;
         let steps: [(&[u32], Verified<'_>); 7] = [
             (&[SLOT], Some((one, Drafts::Right))),
@@ -411,7 +417,7 @@ impl<'a> Run<'a> {
             (&[u32::MAX, SLOT], Some((two, Drafts::Right))),
             (&[SLOT], None),
             (&[SLOT], Some((one, Drafts::Own))),
-            // Another slot that is idle.
+            // Another slot, which is idle.
             (&[SLOT, 1], Some((two, Drafts::Wrong))),
             (&[SLOT], None),
         ];
@@ -449,8 +455,8 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Checkpoints that together have biases, norms a head, tied and untied heads, every format,
-/// grouped queries and a head larger than a subgroup's share; experts; gated delta nets; both.
+/// Checkpoints that together cover biases, norms per head, tied and untied heads, every format, grouped queries and a
+/// head larger than a subgroup's share; experts; gated delta nets; and both.
 const CHECKPOINTS: [&str; 9] = [
     "llama-bias",
     "llama-deep",
@@ -467,7 +473,7 @@ fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
     let checkpoint = open(name);
     let mut decoder = decoder(vulkan, bench.driver, &checkpoint, WHOLE);
     if name == "hybrid-moe" {
-        // More than a block of rows of the scan at once, and parts of blocks.
+        // A chunk has more than one block of rows of the scan, and partial blocks.
         decoder.state.chunk = 80;
     }
     let recordings = Recordings::new(&decoder);
@@ -495,8 +501,8 @@ fn recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
     }
 }
 
-/// Drafts that are right and wrong change nothing but the number of steps. A block of one layer drafts in every step that
-/// draws tokens, and keeps keys and values of its own.
+/// Goal: right and wrong drafts change only the number of steps. Method: drafting blocks of one layer, which draft in
+/// every step that draws tokens and have their own keys and values.
 #[test]
 fn steps_that_verify_drafts_mean_the_same_on_lavapipe_and_in_plain_rust() {
     let vulkan = Vulkan::new();
@@ -514,7 +520,7 @@ fn steps_that_verify_drafts_mean_the_same_on_lavapipe_and_in_plain_rust() {
     }
 }
 
-/// A way to run a model on weights in fragment order.
+/// Options of a run on weights in fragment order without matrix units.
 #[derive(Clone, Copy, Debug)]
 struct ByHand {
     chunk: u32,
@@ -523,16 +529,16 @@ struct ByHand {
     near: f32,
 }
 
-/// Checkpoints whose widths are multiples of 32, so that their activations can carry tags, and two whose are not; with
-/// attention and dense MLPs, with gated delta nets, with experts, and with both.
-/// The files of those that are written, which are read again with their weights, are in the folder.
+/// Returns checkpoints for weights in fragment order. The widths of most are multiples of 32, so that their activations
+/// can carry tags; those of two are not. They cover attention and dense MLPs, gated delta nets, experts, and both. The
+/// folder holds the files of the checkpoints that are generated here, because their weights are read again.
 fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 6]) {
     let folder = tempfile::tempdir().expect("a folder");
     let written = |name: &str, seed: u64, hybrid: bool| {
         let mut config = synth::preset(name).expect("a preset");
         if hybrid {
-            // What tags need: two layers of each kind, where every fourth has attention, and so many heads that the
-            // gated delta net's projection, with two rows for each, is whole chunks.
+            // Tags need two layers of each kind (every fourth layer has attention) and enough heads that the width of
+            // the gated delta net's projection, which has two rows per head for the gates, is a multiple of 32.
             let mut json: serde_json::Value = serde_json::from_str(&synth::with_layers(&config, 8)).expect("JSON");
             for (key, value) in
                 [("num_key_heads", 8), ("num_value_heads", 16), ("key_head_dim", 16), ("value_head_dim", 16)]
@@ -552,8 +558,9 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 6]) {
         ("tiny-llama", written("tiny-llama", 0, false)),
         ("demo-hybrid", Checkpoint::open(&demo.join("hybrid")).expect("the hybrid demo model")),
         ("tiny-qwen3-moe", written("tiny-qwen3-moe", 0, false)),
-        // A seed that agrees. Where the last expert chosen and the next nearly tie, sums in another order choose otherwise: of 0 to 6
-        // it is so with 1 (3e-4 between logits of 3.6, while decoding), and 0 and 4 choose otherwise at chunk 32.
+        // The seed is chosen so that no near tie decides which experts are chosen. Where the last chosen expert and the
+        // next one nearly tie, a different order of summation chooses differently: of the seeds 0 to 6 this happens
+        // with 1 (logits of 3.6 that differ by 3e-4, while decoding), and with 0 and 4 at chunk 32.
         ("tiny-qwen3.5-moe", written("tiny-qwen3.5-moe", 2, true)),
         ("qwen3-deep", open("qwen3-deep")),
     ];
@@ -566,15 +573,15 @@ fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way:
     decoder.kv_format = way.kv_format;
     decoder.tuning.fragments = Some(Matrices::ByHand);
     decoder.tuning.tags = way.tags;
-    // Workgroups of 512, as for a GPU, are slow to compile for a CPU.
+    // Workgroups of 512 invocations, as a GPU would have, take a CPU driver long to compile.
     decoder.tuning.flash_threads = 64;
     decoder
 }
 
-/// Tolerances: products cut activations to 2^-15 of themselves (`skinny`), which grows from layer to layer as
-/// sums do; f16 keys and values that are rounded the other way move by 2^-10, and chunks of more than 16 rows
-/// round activations to bfloat16, 2^-8 of a value where one falls to the other side. Values are about 1, up to
-/// some ten; a wrong index moves them by as much.
+/// Tolerances: `skinny` truncates activations to 2^-15 of themselves, which grows from layer to layer as sums do. f16
+/// keys and values that are rounded to the other neighbor change by 2^-10. Chunks of more than 16 rows round
+/// activations to bfloat16, which changes a value by 2^-8 if it is rounded the other way. Values are about 1, up to
+/// some ten; a wrong index changes them by as much.
 fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, driver);
@@ -591,11 +598,11 @@ fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
                 }
             };
             let mut run = Run::new(&format!("{name} {way:?}"), &bench, &decoder, &recordings, true);
-            // Layers of random weights make differences some times larger than trained ones do, and so do the norms
-            // of what gated delta nets read from a state that has taken in little.
+            // Layers of random weights amplify differences more than trained ones do, and so do the norms of what gated
+            // delta nets read from a state that has processed few tokens.
             run.near = way.near * if *name == "qwen3-deep" || checkpoint.config.delta.is_some() { 4.0 } else { 1.0 };
             let tokens = run.generate(&recordings, &prompt);
-            // Rounded prompts may well decide otherwise than the unrounded one.
+            // With rounded prompts the greedy tokens may differ from those of the unrounded model.
             if let Some(greedy) = greedy.filter(|_| way.chunk <= 16) {
                 assert_eq!(tokens, greedy[..tokens.len()], "{name} {way:?} on {driver:?}");
             }
@@ -613,9 +620,9 @@ fn recordings_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
         ByHand { chunk: 32, tags: true, kv_format: Format::F16, near: 8e-2 },
     ];
     run_by_hand(Driver::first(), &ways, &["demo", "tiny-llama"]);
-    // Tags are not for their widths.
+    // The widths of these models do not allow tags.
     run_by_hand(Driver::first(), &[ways[0], ways[2]], &["qwen3-deep", "demo-hybrid"]);
-    // Experts of more than eight rows are sorted, and round activations.
+    // With more than eight rows, the rows are sorted by expert and activations are rounded.
     run_by_hand(Driver::first(), &[ByHand { chunk: 8, ..ways[1] }, ways[2]], &["tiny-qwen3.5-moe"]);
 }
 
@@ -646,14 +653,15 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
             let layers = checkpoint.config.layers as usize;
             let plain = count(&recording.with_barriers());
             assert_eq!(tags::check(&recording), Ok(()), "{name}");
-            // One a stage: three of a mixer, two of a dense MLP, three with a router.
+            // One barrier per stage: three for a mixer, two for a dense MLP, three for an MLP with a router.
             let c = &checkpoint.config;
             let routed = c.mlp_kinds.iter().filter(|kind| **kind == MlpKind::Experts).count();
             assert_eq!(plain[0], 5 * layers + routed, "{name}, {}", recording.name);
             let found = count(&recording);
             println!("{name}, {}: {found:?} instead of {plain:?}", recording.name);
             if carries {
-                // The product that makes the logits waits for words, too; the plan of several rows' attention does not.
+                // The product that computes the logits also waits for tagged words; the plan of several rows' attention
+                // does not.
                 let plans = calls(&recording).iter().filter(|label| **label == "plan").count();
                 assert_eq!(found[0] + found[1], plain[1] + plans, "{name}, {}", recording.name);
                 assert!(found[0] <= 3, "{name}, {}: {} barriers inside the layers", recording.name, found[0]);
@@ -664,15 +672,15 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
     }
 }
 
-/// What a part of a buffer holds in the simulation: its tag, and the step and operation that wrote it.
+/// A part of a buffer in the simulation: its tag, and the step and operation that wrote it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Word {
     tag: u32,
     by: Option<(u32, usize)>,
 }
 
-/// A workgroup of an operation: the parts of tagged buffers that it still waits for, each with the tag and who must
-/// have written it, and what it writes then.
+/// A workgroup of an operation in the simulation: the parts of tagged buffers for which it still waits, each with the
+/// expected tag and writer, and the parts that it then writes.
 #[derive(Clone, Debug)]
 struct Workgroup {
     op: usize,
@@ -680,10 +688,9 @@ struct Workgroup {
     writes: Vec<(u32, usize, Word)>,
 }
 
-/// Goal: whatever the order in which a device runs workgroups that it launches in order, a tagged step reads just the
-/// words that it should, and ends.
-/// Method: three steps of a recording on a simulated device: every operation has three workgroups, which take their
-/// words one by one at random moments; barriers stand where they are derived.
+/// Goal: a tagged step reads exactly the intended words and terminates, in whatever order a device that launches
+/// workgroups in order executes them. Method: three steps of a recording on a simulated device. Every operation has
+/// three workgroups, which take their words one by one at random moments; barriers stand where they are derived.
 fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
     const PARTS: usize = 3;
     const MASK: u32 = 127;
@@ -691,7 +698,7 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
     let mut memory: HashMap<(u32, usize), Word> = HashMap::new();
     let mut chance = |n: usize| random.below(n as u32) as usize;
     for step in 0..3u32 {
-        // Who has last written each buffer, in the order of the recording.
+        // The last writer of each buffer in the order of the recording.
         let mut last: HashMap<u32, Word> = HashMap::new();
         let mut queue: Vec<(bool, Workgroup)> = Vec::new();
         for (op, (call, barrier)) in recording.ops.iter().zip(&barriers).enumerate() {
@@ -721,7 +728,7 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
                     "x" => reads.push((buffer, tag("x_tag").unwrap())),
                     "o" => writes.push((buffer, tag("o_tag").unwrap())),
                     "y" => {
-                        // A residual is added to what is there.
+                        // A residual addition also reads the old value.
                         if call.label.ends_with(".o") || call.label.ends_with("down") {
                             olds.push((buffer, tag("old_tag").unwrap_or(0)));
                         }
@@ -815,7 +822,7 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
         for rows in [1, 4] {
             let recording = decoder.record(Shape::Decode { rows });
             assert_eq!(tags::check(&recording), Ok(()), "{name}");
-            // The same without the clearing of tags: what it is for.
+            // The same recording without the clearing of tags must be detected as wrong.
             let mut uncleared = recording.clone();
             uncleared.ops.retain(|op| !matches!(op, Op::Call(call) if call.kernel == "clear_tags"));
             assert_eq!(uncleared.ops.len() + 1, recording.ops.len(), "{name}: tags are not cleared");
@@ -829,7 +836,8 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
     assert!(stale > 0, "the simulation finds no stale word even where tags are not cleared");
 }
 
-/// Method: a product of rows whose tag is not the one it waits for.
+/// Goal: a product whose input never gets the expected tag sets the fault word and ends. Method: an input with another
+/// tag, and for comparison one with the right tag.
 #[test]
 fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     let mut recording = Recording::new("stuck");
@@ -863,7 +871,7 @@ fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     }
 }
 
-/// Calls, copies and fills in one recording, and the barriers between them.
+/// Goal: calls, copies and fills in one recording run in order, with the right barriers between them.
 #[test]
 fn copies_and_fills_meet_calls_in_order() {
     let mut recording = Recording::new("mixed");
@@ -877,16 +885,16 @@ fn copies_and_fills_meet_calls_in_order() {
     };
     recording.ops = vec![
         Op::Fill { to: y.part(16, 64), word: 0x4000_0000 },
-        // Row 2 of x to the first quarter of y, then both quarters on to z.
+        // Row 2 of x goes to the first quarter of y, then parts of y are copied to z.
         take(x, y.part(0, 64)),
         Op::Copy { from: y.part(32, 96), to: z.part(64, 96) },
         Op::Fill { to: y.part(64, 32), word: 7 },
-        // What was copied is a chunk's rows again.
+        // The copied words serve as the rows of a chunk again.
         take(z, y.part(128, 64)),
         Op::Copy { from: y.part(0, 256), to: x.part(0, 256) },
         Op::Fill { to: z, word: 1 },
     ];
-    // The barrier before the second fill is enough for z, too, and nothing has touched z since.
+    // The barrier before the second fill also covers z, which is not accessed in between.
     let needed = [false, true, true, true, false, true, false];
     assert_eq!(barriers::derive(&recording.ops), needed, "no more than it takes");
     let mut before = HostMemory::new(&recording);
@@ -926,9 +934,9 @@ fn a_region_without_memory_or_with_too_little_is_refused() {
     bound.run(&[&with(32, "x")]);
 }
 
-/// A weight that no allocation can hold is cut into row ranges. Method: buffers of at most
-/// 4 KiB cut every matrix of the checkpoint; everything that is computed must be bit for bit
-/// what whole weights give, for a row's sum knows nothing of other rows.
+/// Goal: a weight that exceeds the largest allocation is split into row ranges without any effect on results. Method:
+/// buffers of at most 4 KiB split every matrix of the checkpoint. All results must equal those of whole weights bit for
+/// bit, because the sum of a row does not depend on other rows.
 #[test]
 fn weights_in_parts_give_the_same_bits_as_whole_ones() {
     let vulkan = Vulkan::new();
@@ -970,7 +978,8 @@ fn calls(recording: &Recording) -> Vec<&str> {
         .collect()
 }
 
-/// The stages of a layer in a decode step: with experts, on weights that lie row after row, who is chosen is one more.
+/// Returns the stages of a layer in a decode step. With experts on row-major weights, choosing the experts is a
+/// separate stage.
 fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
     let c = &checkpoint.config;
     let mixer = match c.layer_kinds[layer as usize] {
@@ -985,8 +994,8 @@ fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
     mixer.iter().chain(mlp).map(|stage| format!("layers.{layer}.{stage}")).collect()
 }
 
-/// The promise of at most 6 barriers a layer: one a dependent stage, it takes 5 with a dense MLP, whatever its mixer,
-/// and 6 with experts on weights in fragment order (7 on others).
+/// Goal: a decode step has one barrier per dependent stage of a layer: 5 with a dense MLP, whatever the mixer, 6 with
+/// experts on weights in fragment order, and 7 with experts on row-major weights.
 #[test]
 fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
     let vulkan = Vulkan::new();
@@ -996,12 +1005,13 @@ fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
             let mut wanted = vec!["embed".to_owned()];
             wanted.extend(layers.clone().flatten());
             wanted.push("lm_head".to_owned());
-            // Where each row's context is split is decided once a step, where several rows attend on fragments.
+            // The plan that splits each row's context runs once per step, if several rows attend on fragment-order
+            // weights.
             let found: Vec<&str> = calls(recording).into_iter().filter(|label| *label != "plan").collect();
             let (layered, drawing) = found.split_at(wanted.len().min(found.len()));
             assert_eq!(layered, wanted, "{name}, {}", recording.name);
-            // How a token is drawn is the sampler's own matter, within reason.
-            // The only row counts its step itself.
+            // The sampler may use up to three calls. With a single row, `sample` counts the step itself; otherwise
+            // `advance` follows.
             let last: &[&str] = if recording.name == "decode.1" { &["sample"] } else { &["sample", "advance"] };
             assert!(
                 drawing.iter().rev().zip(last.iter().rev()).all(|(found, wanted)| found == wanted)
@@ -1033,13 +1043,14 @@ fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
     }
 }
 
-/// Method: every checkpoint, every shape, whole and in parts.
+/// Goal: recordings use only declared buffers and are deterministic. Method: every checkpoint, every shape, with whole
+/// weights and with weights in parts.
 #[test]
 fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
     let vulkan = Vulkan::new();
     for name in CHECKPOINTS.into_iter().chain(["next-moe"]) {
         let checkpoint = open(name);
-        // Experts are never in parts: the start refuses that.
+        // Experts are never split into parts; the start refuses that.
         let sizes = if checkpoint.config.experts.is_some() { &[WHOLE][..] } else { &[WHOLE, 4096] };
         for &max_buffer_bytes in sizes {
             let mut decoder = decoder(&vulkan, Driver::first(), &checkpoint, max_buffer_bytes);

@@ -1,6 +1,6 @@
-//! Goal: whatever the fuzzer has found once, and what it begins with, is taken without panic, hang or loss of memory.
-//! Method: the fuzz targets' own functions (`tests/fuzz/targets.rs`) on the inputs that lie beside them, one after the
-//! other; no fuzzer is needed.
+//! Goal: every input on which the fuzzer once found a defect, and every seed input, is processed without a panic, a
+//! hang or unbounded memory. Method: the functions of the fuzz targets (`tests/fuzz/targets.rs`) are called with the
+//! inputs stored next to them, one after the other. No fuzzer is needed.
 
 #[path = "fuzz/targets.rs"]
 mod targets;
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use targets::TARGETS;
 
-/// One input may take so long on a machine that does other things too.
+/// Time limit for one input, on a machine that is busy with other work.
 const LONGEST: Duration = Duration::from_secs(20);
 
-/// The inputs of a target, those that it begins with and those that it failed on.
+/// Returns the inputs of a target: its seeds and those on which it has failed.
 fn inputs(target: &str) -> Vec<PathBuf> {
     let folders = ["seeds", "regressions"].map(|kind| here().join(kind).join(target));
     let entries = folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten();

@@ -1,4 +1,4 @@
-//! The sampling kernels against their references, word for word, on both CPU drivers (or a chosen GPU) under
+//! Goal: the sampling kernels equal their references word for word on both CPU drivers (or the selected GPU) under
 //! validation. Cases are seeded, and each failure names its seed, row and parameters.
 
 mod common;
@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A driver that runs recordings; a pipeline is built once.
+/// A device that runs recordings. Pipelines are cached by the kernels and constants of a recording.
 struct Gpu {
     name: String,
     vulkan: Vulkan,
@@ -39,7 +39,7 @@ fn all() -> impl Iterator<Item = Gpu> {
 }
 
 impl Gpu {
-    /// Runs a recording as one region over the memory's words and takes them back.
+    /// Runs a recording as one region with `memory` as the contents of its buffers, and reads the contents back.
     fn run(&self, recording: &Recording, memory: &mut HostMemory) {
         let mut table = Table::new();
         for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
@@ -82,7 +82,7 @@ impl Gpu {
     }
 }
 
-/// SplitMix64: enough for test data.
+/// Seeded random number generator (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -107,7 +107,7 @@ impl Random {
     }
 }
 
-/// A row of a step and the slot that it runs.
+/// A row of a step and the slot that it uses.
 #[derive(Clone)]
 struct Row {
     style: &'static str,
@@ -177,7 +177,7 @@ impl Scene {
         let mut memory = HostMemory::new(&recording);
         memory.set_u32(step_number, 0, STEP);
         for (r, row) in (0..).zip(&self.rows) {
-            // Slots run against the order of the rows, so that a mix-up shows.
+            // Slots are in the reverse order of the rows, so that a mix-up is detected.
             let slot = rows - 1 - r;
             for (t, l) in (0..).zip(&row.logits) {
                 memory.set_f32(logits, r * stride + t, *l);
@@ -219,7 +219,7 @@ impl Scene {
         Built { recording, memory, ring }
     }
 
-    /// Runs on a driver and in plain Rust, compares every word, and hands back the ring.
+    /// Runs the scene on a device and in plain Rust, compares every word, and returns the ring entries of the device.
     fn check(&self, gpu: &Gpu, seed: u64) -> Vec<RingEntry> {
         let Built { recording, memory, ring } = self.build();
         let mut want = memory.clone();
@@ -433,9 +433,9 @@ fn partial_maxima_give_the_token_of_a_scan() {
                 })
                 .collect();
             let scene = Scene { vocabulary, rows, partials, threads };
-            // The reference always scans.
+            // The reference always scans the logits.
             scene.check(&gpu, seed);
-            // And the logits are not looked at where partials are there.
+            // With partial maxima the kernel must not read the logits.
             let mut blind = scene.build();
             let logits = blind.recording.buffers.iter().position(|b| b.name == "logits").expect("declared");
             blind.memory.buffers[logits].fill(0);
@@ -448,7 +448,8 @@ fn partial_maxima_give_the_token_of_a_scan() {
     }
 }
 
-/// The same draw wherever it runs: other rows beside it, other workgroup sizes, another driver.
+/// Goal: a seed gives the same draw in any environment: with other rows beside it, with other workgroup sizes, on
+/// another driver.
 #[test]
 fn a_seed_gives_the_same_tokens_everywhere() {
     let vocabulary = 5000;
@@ -473,8 +474,8 @@ fn a_seed_gives_the_same_tokens_everywhere() {
     assert!(distinct.len() > 8, "sixteen seeds gave only {distinct:?}");
 }
 
-/// Tokens drawn over many seeds at a temperature where every survivor is likely are exactly
-/// the survivors.
+/// Goal: the tokens drawn are exactly those that the filters leave. Method: many seeds at a temperature at which every
+/// remaining token is likely.
 #[test]
 fn draws_reach_exactly_the_survivors() {
     let vocabulary = 97;
@@ -504,7 +505,7 @@ fn draws_reach_exactly_the_survivors() {
     }
 }
 
-/// Frequencies over many seeds, and over many draws of one seed, against the softmax.
+/// Goal: frequencies follow the softmax. Method: a chi-square test over many seeds, and over many draws of one seed.
 #[test]
 fn draws_follow_the_softmax() {
     let vocabulary = 40u32;
@@ -540,7 +541,8 @@ fn draws_follow_the_softmax() {
                     (count - expected).powi(2) / expected
                 })
                 .sum();
-            // 39 degrees of freedom: mean 39, deviation 8.8. Above 73 once in a thousand; the seeds are fixed.
+            // 39 degrees of freedom: mean 39, standard deviation 8.8. A value above 73 has a probability of one in a
+            // thousand; the seeds are fixed.
             assert!((12.0..73.0).contains(&chi), "on {}: chi-square {chi} (one seed: {one_seed})", gpu.name);
         }
     }
@@ -579,7 +581,7 @@ fn patches_clears_and_marks_equal_the_reference() {
         }
         patch.set(words - 1, 76);
         patch.set(words + 3, 78);
-        // The last value of an offset counts.
+        // If a patch sets a word twice, the last value counts.
         patch.set(words - 1, 77);
         let pairs = patch.into_pairs();
         assert_eq!(pairs.len() as u32, words + 1);
@@ -603,7 +605,7 @@ fn patches_clears_and_marks_equal_the_reference() {
         for (b, decl) in recording.buffers.iter().enumerate() {
             assert!(memory.buffers[b] == want.buffers[b], "{} differs on {}", decl.name, gpu.name);
         }
-        // Slot 3 holds both: bits from its prompt, numbers from after.
+        // Slot 3 has both: flags of prompt tokens and counts of output tokens.
         let of_three: Vec<u32> = (0..40).map(|t| memory.u32(counts, 3 * vocabulary + t)).collect();
         assert!(
             of_three.iter().any(|c| c & COUNT_PROMPT != 0) && of_three.iter().any(|c| c & !COUNT_PROMPT > 4),
@@ -612,7 +614,8 @@ fn patches_clears_and_marks_equal_the_reference() {
     }
 }
 
-/// The whole life of a slot: masked stops, counting down, stopping, and silence after.
+/// Goal: a slot goes through its whole life correctly: stop ids suppressed until the minimum length, counting down,
+/// stopping, and no tokens afterwards.
 #[test]
 fn a_slot_counts_down_stops_and_falls_silent() {
     let vocabulary = 9;
@@ -635,12 +638,12 @@ fn a_slot_counts_down_stops_and_falls_silent() {
     }
 }
 
-/// The reference itself, against numbers worked out by hand.
+/// Goal: the reference itself filters in the documented order. Method: numbers computed by hand.
 #[test]
 fn the_reference_masks_in_the_order_that_it_says() {
     let tables = SlotTables { counts: &[], bias: &[], mask: &[] };
     let keys = |logits: &[f32]| logits.iter().map(|l| determinate::key_of(*l)).collect::<Vec<u32>>();
-    // Shares 0.5, 0.25, 0.125, 0.125.
+    // Probabilities 0.5, 0.125, 0.25, 0.125.
     let row: Vec<f32> = [0.5f32, 0.125, 0.25, 0.125].iter().map(|p| p.ln()).collect();
     let of = |top_k, top_p, min_p| {
         let init = SlotInit { temperature: 1.0, top_k, top_p, min_p, ..SlotInit::default() };
@@ -660,7 +663,7 @@ fn the_reference_masks_in_the_order_that_it_says() {
     assert_eq!(drawn.token, 0);
     assert!((drawn.logprob - 0.5f32.ln()).abs() < 1e-6);
     assert_eq!(drawn.top.iter().map(|t| t.0).collect::<Vec<_>>(), [0, 2]);
-    // Bias first, then the repetition penalty, then frequency and presence.
+    // The order is: bias, then the repetition penalty, then frequency and presence penalties.
     let init = SlotInit { repetition: 2.0, presence: 0.25, frequency: 0.5, bias_count: 1, ..SlotInit::default() };
     let bias = bias_words(&[(1, 3.0)]);
     let counts = [COUNT_PROMPT, COUNT_PROMPT | 2, 0];

@@ -1,7 +1,7 @@
-//! Goal: how probable each token of a prompt is does not depend on how the prompt is cut, who runs beside it or what the
-//! prefix cache holds, and is what transformers says.
-//! Method: the kernels by themselves against plain Rust; committed checkpoints whose next tokens' logits transformers gave, and
-//! whose own steps give them too.
+//! Goal: the log probability of each prompt token does not depend on how the prompt is split into chunks, on other
+//! sequences in the batch or on the prefix cache, and equals that of transformers. Method: the kernels alone against
+//! plain Rust; committed checkpoints with next-token logits from transformers, compared also with the log probabilities
+//! of the model's own decode steps.
 
 mod common;
 mod harness;
@@ -19,7 +19,7 @@ use ostinato::kernels::score::{Score, score, score_of, take_rows};
 use ostinato::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
 use ostinato::kernels::state::{SCORE_WORDS, TOKEN_NONE};
 
-/// Logits of many kinds: ties, infinities, no numbers, all alike, none at all.
+/// Returns logits of several kinds: ties, infinities, NaN, all equal, all negative infinity.
 fn logits(random: &mut Random, vocabulary: usize, kind: usize) -> Vec<f32> {
     let mut row: Vec<f32> = (0..vocabulary).map(|_| random.float() * 12.0).collect();
     let one = random.below(vocabulary as u32) as usize;
@@ -43,7 +43,8 @@ fn scores_are_the_logarithms_of_what_softmax_gives_the_next_tokens() {
         let mut cases = Cases::new("score");
         let mut random = Random(3);
         let mut wanted = Vec::new();
-        // Rows of the chunk, rows at a time, vocabulary, invocations, alternatives, whether a token is known behind it.
+        // Rows of the chunk, rows per recording, vocabulary, invocations, alternatives, whether the token after the
+        // chunk is known.
         let shapes = [
             (1, 4, 5, 128, 0, true),
             (7, 7, 1000, 32, 20, false),
@@ -115,7 +116,7 @@ fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Confi
     model.slots = Some(4);
     model.kv_format = Some(KvFormat::F32);
     let mut config = Config::default();
-    // Row-major weights round nothing, on a GPU either.
+    // Row-major weights avoid rounding of activations, on a GPU as well.
     config.runtime.tune = vec!["fragments=0".into()];
     change(&mut model, &mut config);
     config.models = vec![model];
@@ -126,7 +127,7 @@ fn ask(id: &str, prompt: &[u32], top: u32, tokens: u32) -> Request {
     Request { id: id.to_owned(), prompt_logprobs: Some(top), ..request(prompt, tokens) }
 }
 
-/// The largest difference between two readings of a prompt, tokens and order being the same; `near` is allowed.
+/// Compares two scorings of the same prompt. Log probabilities may differ by `near`.
 fn compare(found: &[Scored], wanted: &[Scored], near: f32, what: &str) {
     assert_eq!(found.len(), wanted.len(), "{what}");
     let mut worst = 0f32;
@@ -136,7 +137,7 @@ fn compare(found: &[Scored], wanted: &[Scored], near: f32, what: &str) {
         assert_eq!(found.logprobs.top.len(), wanted.logprobs.top.len(), "{what}, {at}");
         for (rank, (f, w)) in found.logprobs.top.iter().zip(&wanted.logprobs.top).enumerate() {
             worst = worst.max((f.1 - w.1).abs());
-            // Who is nearly as probable may stand in its place.
+            // Alternatives of nearly equal probability may change places.
             assert!(f.0 == w.0 || (f.1 - w.1).abs() < near, "{what}, {at}, {rank}: {f:?} instead of {w:?}");
         }
     }
@@ -144,7 +145,8 @@ fn compare(found: &[Scored], wanted: &[Scored], near: f32, what: &str) {
     assert!(worst <= near, "{what}: {worst} apart, at most {near}");
 }
 
-/// What transformers says of a text's last tokens, and what the model itself says of all that it drew.
+/// Goal: scores equal those of transformers for the last tokens of a text, and those that the model reported when it
+/// drew these tokens.
 #[test]
 fn prompts_are_as_probable_as_transformers_has_them_and_as_their_tokens_were_when_drawn() {
     let vulkan = Vulkan::new();
@@ -186,7 +188,7 @@ fn scores_do_not_depend_on_chunks_neighbours_or_what_was_found() {
         for chunk in [256, 64] {
             let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(chunk));
             let replica = &host.replicas().next().unwrap();
-            // Its pages are there already, and others join between its chunks.
+            // The text's pages are already cached, and other requests run between its chunks.
             generate(replica, request(&text, 1));
             let before = submit(replica, Request { id: "before".into(), ..request(&known.prompt, 20) });
             let events: Vec<_> = (0..3).map(|i| submit(replica, ask(&format!("s{i}"), &text, 5, 2))).collect();
@@ -207,7 +209,7 @@ fn scores_do_not_depend_on_chunks_neighbours_or_what_was_found() {
             }
             let one = generate(replica, ask("one", &text[..1], 5, 1));
             assert!(one.scored.is_empty(), "nothing is before its only token");
-            // Whoever comes later finds the pages that were computed once more.
+            // A later request finds the pages that were computed again.
             let again = generate(replica, request(&text, 1));
             assert!(again.started.cached_tokens > 0);
             idle(replica);
@@ -215,7 +217,8 @@ fn scores_do_not_depend_on_chunks_neighbours_or_what_was_found() {
     }
 }
 
-/// Rows in bfloat16, as matrix units have them (without one, by hand); and pages for little more than one.
+/// Goal: scores are the same with rows rounded to bfloat16 for matrix units (on a CPU driver, the variant without
+/// them), and for a sequence that is preempted.
 #[test]
 fn scores_of_fragments_and_of_who_loses_its_place_are_the_same() {
     let vulkan = Vulkan::new();
@@ -234,8 +237,8 @@ fn scores_of_fragments_and_of_who_loses_its_place_are_the_same() {
     let read = generate(&host.replicas().next().unwrap(), ask("read", &text, 3, 1));
     compare(&read.scored, &wanted, 0.1, "in fragments");
     drop(host);
-    // The first prompt fills its pages, and two more are all there is beside two: while a second prompt is taken in token by
-    // token, the first outgrows that.
+    // There are ten pages: two prompts fill eight of them, which leaves two. While the second prompt is processed token
+    // by token, the first sequence outgrows them.
     let prompt = &text[..64];
     let host = serve(&vulkan, name, |model, _| {
         model.kv_pages = Some(10);

@@ -1,6 +1,7 @@
-//! Goal: who may connect and ask is what the certificates and the tokens say, renewed or not, and nothing of what is
-//! secret leaves the server by another way than the answer. Method: real clients on loopback over fake devices,
-//! certificates made here; the program itself where its arguments, logs and traces are looked at.
+//! Goal: only clients with an accepted certificate and token may connect and send requests, before and after a renewal
+//! of those files; and secrets leave the server only in answers to the client that they belong to. Method: real clients
+//! on loopback with fake devices and certificates made here; the program itself where its arguments, logs and traces
+//! are checked.
 
 mod common;
 mod serving;
@@ -32,10 +33,11 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request, Status};
 
-/// Files are looked at each second and read when two looks agree.
+/// Time limit for a renewed file to take effect. The server checks its files once a second and reads a changed one when
+/// two checks agree.
 const RENEWED: Duration = Duration::from_secs(20);
 
-/// One model whose device takes a while for each token.
+/// Serves one model whose device takes 5 ms per step.
 async fn slow(options: Options) -> Served {
     let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(Duration::from_millis(5), b"abc"))], 8)];
     serve_models(models, options).await
@@ -51,7 +53,7 @@ fn encrypted(files: &config::Tls) -> Options {
     Options { tls: Some(Arc::new(Tls::read(files).unwrap())), ..Options::default() }
 }
 
-/// A call from a client that trusts an authority and may have a certificate of its own; every client is a new one.
+/// Opens a new connection from a client that trusts an authority and may have its own certificate, and makes a call.
 async fn call(address: &str, trusts: &str, own: Option<&(String, String)>) -> Result<OstinatoClient<Channel>, String> {
     let mut tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(trusts));
     if let Some((certificate, key)) = own {
@@ -60,7 +62,7 @@ async fn call(address: &str, trusts: &str, own: Option<&(String, String)>) -> Re
     let endpoint = Endpoint::new(address.replace("http://", "https://")).unwrap().tls_config(tls).unwrap();
     let channel = endpoint.connect().await.map_err(|error| format!("{error:?}"))?;
     let mut client = OstinatoClient::new(channel);
-    // A certificate that is refused is heard of with the first answer.
+    // A client whose certificate is refused learns it with the first answer.
     client.list_models(proto::ListModelsRequest {}).await.map_err(|status| format!("{status:?}"))?;
     Ok(client)
 }
@@ -80,7 +82,7 @@ async fn certificates_are_renewed_while_streams_go_on_and_bad_ones_change_nothin
 
     let mut stream = client.generate(text_request("alpha", "x", 4000)).await.unwrap().into_inner();
     assert!(stream.message().await.unwrap().is_some());
-    // What is no certificate, and one that the key does not fit.
+    // A file that is not a certificate, and a certificate that does not match the key.
     let (other, _) = new.issue();
     for bad in ["nothing\n", &other] {
         std::fs::write(&certificate, bad).unwrap();
@@ -94,7 +96,7 @@ async fn certificates_are_renewed_while_streams_go_on_and_bad_ones_change_nothin
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert!(call(&served.address, &old.pem(), None).await.is_err(), "the old one is not used any more");
-    // The connection that was there goes on, and so does what ran on it.
+    // The existing connection continues, and so does the stream on it.
     client.list_models(proto::ListModelsRequest {}).await.unwrap();
     assert!(stream.message().await.unwrap().is_some());
     drop(stream);
@@ -111,7 +113,7 @@ async fn clients_need_a_certificate_where_an_authority_of_theirs_is_named() {
     for (own, why) in [
         (None, "without one"),
         (Some(strangers.issue()), "of a stranger"),
-        // Whoever vouches for servers does not for clients.
+        // The authority of the server's certificate is not accepted for clients.
         (Some(servers.issue()), "of the server's authority"),
     ] {
         assert!(call(&served.address, &servers.pem(), own.as_ref()).await.is_err(), "{why}");
@@ -119,7 +121,7 @@ async fn clients_need_a_certificate_where_an_authority_of_theirs_is_named() {
     let own = clients.issue();
     let mut client = call(&served.address, &servers.pem(), Some(&own)).await.unwrap();
     assert_eq!(generate(&mut client, text_request("alpha", "x", 3)).await.text(), "abc");
-    // Another authority: who has a certificate of the old one is not let in again.
+    // After a change of the clients' authority, a certificate of the old one is no longer accepted.
     strangers.write(folder.path(), "clients.pem");
     let until = Instant::now() + RENEWED;
     while call(&served.address, &servers.pem(), Some(&strangers.issue())).await.is_err() {
@@ -163,7 +165,7 @@ fn certificates_that_cannot_be_used_are_named() {
     }
 }
 
-/// Reads until the other side closes; what is wrong with it does not matter.
+/// Waits until the peer closes the connection, with or without an error.
 async fn closed_within(mut stream: TcpStream, within: Duration) {
     let mut bytes = Vec::new();
     let read = tokio::time::timeout(within, stream.read_to_end(&mut bytes)).await;
@@ -189,16 +191,16 @@ async fn half_open_connections_end_and_leave_their_places() {
                 Err(error) => Err(error.to_string()),
             },
         };
-        // One that is good stays, however long it says nothing.
+        // An established connection stays open however long it is idle.
         let mut good = client().await.unwrap();
         let mut silent = Vec::new();
         for _ in 0..7 {
             silent.push(TcpStream::connect(&address).await.unwrap());
         }
-        // One has begun: HTTP/2's preface, or the greeting of TLS.
+        // One connection has begun with HTTP/2's preface or with a TLS handshake record.
         let begin: &[u8] = if is_secret { &[0x16, 3, 1, 2] } else { b"PRI * HTTP/2.0\r\n" };
         silent[0].write_all(begin).await.unwrap();
-        // All places are taken: one more is closed at once.
+        // All places are taken, so a further connection is closed at once.
         tokio::time::sleep(Duration::from_millis(100)).await;
         closed_within(TcpStream::connect(&address).await.unwrap(), Duration::from_millis(300)).await;
         assert_eq!(generate(&mut good, text_request("alpha", "x", 3)).await.text(), "abc");
@@ -226,7 +228,7 @@ struct Guarded {
     folder: tempfile::TempDir,
 }
 
-/// A server with a file of tokens.
+/// Serves a model with a file of tokens.
 async fn guarded(entries: &[String], options: Options) -> Guarded {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("tokens.toml");
@@ -240,7 +242,7 @@ async fn guarded(entries: &[String], options: Options) -> Guarded {
 
 type Bearing = InterceptedService<Channel, Box<dyn FnMut(Request<()>) -> Result<Request<()>, Status> + Send>>;
 
-/// Puts a token into each call, unless it is empty.
+/// Adds a bearer token to each call, unless it is empty.
 fn bearing(channel: Channel, token: &str) -> Bearing {
     let value: MetadataValue<Ascii> = format!("Bearer {token}").parse().unwrap();
     let some = !token.is_empty();
@@ -326,7 +328,7 @@ async fn calls_need_a_token_that_is_known_and_has_the_right() {
             code(theirs.subscribe_kv_events(smg::SubscribeKvEventsRequest::default()).await.map(drop)),
             expected(administers)
         );
-        // Health is for everybody; reflection is not, and neither is what is not there.
+        // Health checks need no token. Reflection and unknown methods do.
         let channel = guarded.served.channel().await;
         let mut health = tonic_health::pb::health_client::HealthClient::new(bearing(channel.clone(), token));
         let service = String::new();
@@ -382,7 +384,7 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     narrow.tokenize(tokenize("beta")).await.unwrap();
     let load = |model: &str| proto::GetLoadRequest { model: model.to_owned() };
     assert_eq!(narrow.get_load(load("alpha")).await.unwrap_err().code(), Code::PermissionDenied);
-    // Of all models those that it may use are told.
+    // Lists of all models contain only those that the token may use.
     let names = |models: Vec<proto::Model>| models.into_iter().map(|model| model.name).collect::<Vec<_>>();
     let models = narrow.list_models(proto::ListModelsRequest {}).await.unwrap().into_inner().models;
     assert_eq!(names(models), ["beta"]);
@@ -390,7 +392,7 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     assert_eq!(replicas.iter().map(|replica| replica.replica.as_str()).collect::<Vec<_>>(), ["beta/0"]);
     assert_eq!(wide.list_models(proto::ListModelsRequest {}).await.unwrap().into_inner().models.len(), 2);
 
-    // Its own limit goes before that of all, and both count by the token, not by the address.
+    // The token's own limit overrides the common one, and both count by token, not by address.
     let long = || text_request("beta", "x", 4000);
     let first = narrow.generate(long()).await.unwrap();
     let second = guarded.ours("n").await.generate(long()).await.unwrap();
@@ -399,12 +401,12 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, words));
     let third = wide.generate(text_request("alpha", "x", 4000)).await.unwrap();
     assert_eq!(wide.generate(text_request("alpha", "x", 1)).await.unwrap_err().code(), Code::ResourceExhausted);
-    // Encoding is work like any other.
+    // Tokenizing counts as a request.
     assert_eq!(wide.tokenize(tokenize("alpha")).await.unwrap_err().code(), Code::ResourceExhausted);
     drop((first, second, third));
     guarded.served.idle("beta/0", Duration::from_secs(5)).await;
 
-    // The routers' contract is for the only model.
+    // The routers' contract serves the only model.
     let guarded = self::guarded(
         &[entry("lost", "l", "models = [\"gamma\"]"), entry("its", "i", "models = [\"alpha\"]")],
         Options::default(),
@@ -418,8 +420,8 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     its.get_model_info(contract::GetModelInfoRequest {}).await.unwrap();
 }
 
-/// A token for some models hears of no other: not by the answers to its calls, and not by what is refused, which is
-/// the same whether a model is served, unloaded or not there. What it may do is looked at before what it has.
+/// Goal: a token that is limited to some models learns nothing about others, neither from answers nor from refusals,
+/// which are the same whether a model is served, unloaded or unknown. Permissions are checked before limits.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_token_for_some_models_hears_of_no_other() {
     let folder = tempfile::tempdir().unwrap();
@@ -437,7 +439,7 @@ async fn a_token_for_some_models_hears_of_no_other() {
     let models = vec![one("alpha-secret"), one("beta"), one("gamma")];
     let options = Options { tokens, ..Options::default() };
     let guarded = Guarded { served: serve_models(models, options).await, folder };
-    // Its only place is taken.
+    // This takes the only place of token "one".
     let mut client = guarded.ours("o").await;
     let running = client.generate(text_request("beta", "x", 4000)).await.unwrap();
 
@@ -472,12 +474,12 @@ async fn a_token_for_some_models_hears_of_no_other() {
             if name.is_empty() {
                 continue;
             }
-            // Before its places are looked at, of which "o" has none left.
+            // Permission is checked before the limit, which token "one" has already used up.
             assert!(codes.iter().all(|(_, code)| *code == Code::PermissionDenied), "{token} {name}: {codes:?}");
             refused.push(codes);
         }
         assert_eq!(refused[0], refused[1], "what is served and what is not there are told apart");
-        // Names that it may say and that are not served.
+        // A model that these tokens may name but that is not served.
         if token != "o" {
             let status = ours.generate(text_request("missing", "x", 1)).await.unwrap_err();
             assert_eq!(status.code(), Code::NotFound);
@@ -513,18 +515,18 @@ async fn a_token_for_some_models_hears_of_no_other() {
     assert!(heard.len() > 30, "{heard:?}");
     let leaks: Vec<_> =
         heard.iter().filter(|words| words.replace("\"alpha-secret\"", "").contains("alpha-secret")).collect();
-    // What was asked for is told again, in quotes.
+    // The name in the request is repeated in quotes, so it does not count as a leak.
     assert!(leaks.is_empty(), "{leaks:#?}");
-    // Who may use one of several means that one.
+    // A token with one model of several may omit the model's name.
     drop(running);
     guarded.served.idle("beta/0", Duration::from_secs(5)).await;
     assert_eq!(text_of(&mut client, text_request("", "x", 3)).await.unwrap(), "abc");
-    // Who may use all hears of all.
+    // A token for all models sees all names.
     let status = guarded.ours("a").await.generate(text_request("nothing", "x", 1)).await.unwrap_err();
     assert!(status.message().contains("alpha-secret, beta, gamma"), "{status:?}");
 }
 
-/// Detokenize is bounded in what it takes, and takes a place as Tokenize does.
+/// Goal: Detokenize limits the number of ids, and counts as a request as Tokenize does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ids_to_be_decoded_are_bounded_and_take_a_place() {
     let guarded =
@@ -540,18 +542,18 @@ async fn ids_to_be_decoded_are_bounded_and_take_a_place() {
     assert_eq!(client.detokenize(asked(1)).await.unwrap_err().code(), Code::ResourceExhausted);
     drop(running);
     guarded.served.idle("alpha/0", Duration::from_secs(5)).await;
-    // Who is in debt waits.
+    // A token that has overdrawn its tokens per minute must wait.
     let mut client = guarded.ours("b").await;
     assert_eq!(text_of(&mut client, text_request("", &"p".repeat(30), 100)).await.unwrap().len(), 100);
     assert_eq!(client.detokenize(asked(1)).await.unwrap_err().code(), Code::ResourceExhausted);
 }
 
-/// A prompt that is too long is refused before a place is taken and before anything is compiled for it.
+/// Goal: a prompt that is too long is refused before it takes a place and before its constraint is compiled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prompt_that_is_too_long_is_refused_first() {
     let guarded = guarded(&[entry("a", "a", "requests = 1")], Options::default()).await;
     let mut client = guarded.ours("a").await;
-    // No grammar that could be compiled.
+    // A constraint that cannot be compiled.
     let broken = || Some(proto::Constraint { kind: Some(proto::constraint::Kind::Regex("(".to_owned())) });
     let long = |ids: usize| proto::GenerateRequest { constraint: broken(), ..token_request("", &vec![97; ids], 1) };
     let status = client.generate(long(4096)).await.unwrap_err();
@@ -561,7 +563,7 @@ async fn a_prompt_that_is_too_long_is_refused_first() {
     let text = proto::GenerateRequest { constraint: broken(), ..text_request("", &"x".repeat(5000), 1) };
     let status = client.generate(text).await.unwrap_err();
     assert!(status.message().contains("exceed the context of 4096"), "{status:?}");
-    // Its only place is taken: what is refused for its length is not refused for that.
+    // The only place is taken. A prompt that is too long must still be refused for its length, not for the limit.
     let running = client.generate(text_request("", "x", 4000)).await.unwrap();
     let status = client.generate(long(4096)).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
@@ -573,7 +575,8 @@ async fn a_prompt_that_is_too_long_is_refused_first() {
 async fn tokens_a_minute_are_counted_and_the_next_request_is_told_when_to_come() {
     let guarded = guarded(&[entry("a", "a", "tokens_per_minute = 60"), entry("b", "b", "")], Options::default()).await;
     let mut client = guarded.ours("a").await;
-    // 20 and 30 of 60; then there are ten left, and the request that takes 130 more goes on to its end.
+    // The first request takes 20 and 30 of the 60 tokens. With ten left, the second request takes 130 more and still
+    // runs to its end.
     assert_eq!(text_of(&mut client, text_request("", &"p".repeat(20), 30)).await.unwrap().len(), 30);
     assert_eq!(text_of(&mut client, text_request("", &"p".repeat(30), 100)).await.unwrap().len(), 100);
     let status = text_of(&mut client, text_request("", "p", 1)).await.unwrap_err();
@@ -585,10 +588,10 @@ async fn tokens_a_minute_are_counted_and_the_next_request_is_told_when_to_come()
     assert!((100_000..=121_001).contains(&millis), "{millis}");
     let status = guarded.theirs("a").await.generate(routers_request(1)).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted, "on both contracts: {status:?}");
-    // Others have their own.
+    // Other tokens have their own budget.
     assert_eq!(text_of(&mut guarded.ours("b").await, text_request("", "p", 3)).await.unwrap(), "abc");
 
-    // What is refused costs nothing.
+    // A refused request costs nothing.
     let guarded = self::guarded(&[entry("a", "a", "tokens_per_minute = 10")], Options::default()).await;
     let mut client = guarded.ours("a").await;
     for _ in 0..5 {
@@ -615,7 +618,7 @@ async fn nobody_ends_another_tokens_requests() {
     guarded.served.busy("alpha/0", 1, 0).await;
     guarded.theirs("a").await.abort(theirs()).await.unwrap();
     assert_eq!(read_rest(stream).await, proto::FinishReason::Aborted);
-    // The id is free again, for anybody.
+    // The id is free again, for any token.
     let mut message = text_request("", "x", 3);
     message.request_id = "mine".to_owned();
     assert_eq!(text_of(&mut b, message).await.unwrap(), "abc");
@@ -641,7 +644,7 @@ async fn a_changed_file_of_tokens_counts_for_the_next_call() {
         client.list_models(proto::ListModelsRequest {}).await.map(drop).map_err(|status| status.code())
     };
     let mut stream = a.generate(text_request("", "x", 4000)).await.unwrap().into_inner();
-    // Broken: what was there stays.
+    // An invalid file leaves the old tokens in force.
     std::fs::write(&file, "[[tokens]]\nname = \"b\"\n").unwrap();
     tokio::time::sleep(Duration::from_millis(2500)).await;
     assert_eq!((asked(&mut a).await, asked(&mut b).await), (Ok(()), Err(Code::Unauthenticated)));
@@ -696,7 +699,7 @@ fn a_file_of_tokens_is_read_whole_or_not_at_all_and_never_quoted() {
 
 // ---- what no request reaches ----
 
-/// Messages as their bytes.
+/// A codec that passes messages through as raw bytes.
 #[derive(Clone, Default)]
 struct Bytes;
 
@@ -744,7 +747,7 @@ fn varint(mut number: u64, into: &mut Vec<u8>) {
     into.push(number as u8);
 }
 
-/// A field of bytes, as it stands on the wire.
+/// Returns a field of type bytes in protobuf's wire format.
 fn field(number: i32, bytes: &[u8]) -> Vec<u8> {
     let mut encoded = Vec::new();
     varint((number as u64) << 3 | 2, &mut encoded);
@@ -753,7 +756,8 @@ fn field(number: i32, bytes: &[u8]) -> Vec<u8> {
     encoded
 }
 
-/// Messages of a type, each of which says `text` in another one of its fields of text or bytes.
+/// Returns messages of a type, each with `text` in one of its string or bytes fields, including those of nested
+/// messages up to `depth` levels.
 fn leaves(messages: &HashMap<String, DescriptorProto>, name: &str, text: &str, depth: usize) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for of in &messages[name].field {
@@ -775,7 +779,9 @@ fn nested(prefix: &str, message: &DescriptorProto, into: &mut HashMap<String, De
     into.insert(name, message.clone());
 }
 
-/// Every field of every message of both contracts names a pipe: whoever opened it to read would wait there.
+/// Goal: no field of a request names a file that the server opens or creates. Method: in every string or bytes field of
+/// every request of both contracts, one after the other, the path of a named pipe, which blocks a reader that opens it,
+/// and the path of a file that does not exist.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_field_of_a_request_reaches_the_file_system() {
     let folder = tempfile::tempdir().unwrap();
@@ -788,7 +794,8 @@ async fn no_field_of_a_request_reaches_the_file_system() {
     for file in &set.file {
         file.message_type.iter().for_each(|message| nested(&format!(".{}", file.package()), message, &mut messages));
     }
-    // What a request would otherwise be refused for; a message after it is merged with it.
+    // A valid request, because an incomplete one would be refused earlier. The message with the path is appended, and
+    // protobuf merges the two.
     let whole: HashMap<&str, Vec<u8>> = HashMap::from([
         ("/ostinato.v1.Ostinato/Generate", text_request("alpha", "x", 1).encode_to_vec()),
         ("/vllm.grpc.engine.VllmEngine/Generate", routers_request(1).encode_to_vec()),
@@ -809,7 +816,7 @@ async fn no_field_of_a_request_reaches_the_file_system() {
                             let answers = client.server_streaming(request, path.parse().unwrap(), Bytes).await;
                             if let Ok(answers) = answers {
                                 let mut answers = answers.into_inner();
-                                // The first says whether it was served; subscriptions have no end.
+                                // The first answer shows whether the call was served. Subscriptions never end.
                                 let _ = tokio::time::timeout(Duration::from_secs(2), answers.message()).await;
                             }
                             calls += 1;
@@ -820,7 +827,7 @@ async fn no_field_of_a_request_reaches_the_file_system() {
         }
     }
     assert!(calls > 100, "{calls}");
-    // A pipe that nobody has open to read cannot be opened to write without waiting.
+    // Opening a pipe for writing without blocking fails if it is not open for reading.
     use std::os::unix::fs::OpenOptionsExt;
     const NONBLOCK: i32 = 0o4000;
     let opened = std::fs::OpenOptions::new().write(true).custom_flags(NONBLOCK).open(&pipe);
@@ -838,7 +845,7 @@ async fn no_field_of_a_request_reaches_the_file_system() {
 // ---- the program ----
 
 fn ostinato(arguments: &[&str]) -> Command {
-    // The drivers are chosen through the environment, which the program inherits.
+    // The program inherits the environment variables that select the drivers.
     common::layer();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
     command.args(arguments).stdin(Stdio::null()).env_remove("OSTINATO_TOKEN");
@@ -875,13 +882,13 @@ fn a_drawn_token_is_told_once_and_known_by_its_entry() {
     let name = "alice".to_owned();
     let expected = config::Token { name, sha256, requests: Some(3), tokens_per_minute: Some(1000), models, may };
     assert_eq!(read, [expected]);
-    // Nothing is written over, and a name is a name.
+    // An existing file is not overwritten, and an invalid name is refused.
     assert_eq!(again().status.code(), Some(2));
     assert_eq!(std::fs::read_to_string(&file).unwrap().trim(), other);
     assert_eq!(ostinato(&["token", "a b"]).output().unwrap().status.code(), Some(2));
 }
 
-/// Its UUID, as `devices` tells it.
+/// Returns the UUID of lavapipe as `ostinato devices --json` reports it.
 fn lavapipe() -> String {
     let output = ostinato(&["devices", "--json"]).output().unwrap();
     let devices: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -889,7 +896,7 @@ fn lavapipe() -> String {
     devices.as_array().unwrap().iter().find(named).unwrap()["uuid"].as_str().unwrap().to_owned()
 }
 
-/// A GET of the admin endpoint, with its head.
+/// Sends a GET to the admin endpoint and returns the head and body of the answer.
 async fn get(address: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let head = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
@@ -900,8 +907,8 @@ async fn get(address: &str, path: &str) -> String {
     text
 }
 
-/// The program behind certificates and tokens, asked by itself; then everything that it says to others than its
-/// client is searched.
+/// Goal: prompts, outputs and tokens appear in no log, trace or page. Method: the program with certificates and tokens,
+/// called with its own client; then everything that it reports to anyone but the client is searched.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn prompts_outputs_and_tokens_are_in_no_log_no_trace_and_no_page() {
     const PROMPT: &str = "Tell me about Zanzibarquux the fox.";
@@ -965,11 +972,11 @@ async fn prompts_outputs_and_tokens_are_in_no_log_no_trace_and_no_page() {
             .filter_map(|event| Some(event["text"].as_str()?.to_owned()))
             .collect();
         assert!(text.len() > 20, "{text:?}");
-        // Any few words of it.
+        // Every sequence of three words of the output counts as a secret.
         let words: Vec<&str> = text.split_whitespace().collect();
         secrets.extend(words.windows(3).map(|words| words.join(" ")));
     }
-    // Without one of the three nobody is served.
+    // A client that lacks one of token, client certificate and the server's authority is not served.
     let output = ask(&["--chat", PROMPT], &certified, None);
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && errors.contains("UNAUTHENTICATED"), "{errors}");
@@ -979,7 +986,7 @@ async fn prompts_outputs_and_tokens_are_in_no_log_no_trace_and_no_page() {
     assert!(!output.status.success(), "the server wants a certificate");
     let output = ask(&["--chat", PROMPT], &[("--token-file", "a.token")], None);
     assert!(!output.status.success(), "the server speaks TLS only");
-    // Refusals that could quote what they refuse.
+    // Refusals whose message could quote the refused value.
     for arguments in [&["--prompt", PROMPT, "--top-p", "7"][..], &["--chat", PROMPT, "--stop", ""]] {
         assert_eq!(ask(arguments, &all, None).status.code(), Some(2));
     }

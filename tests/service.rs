@@ -1,4 +1,4 @@
-//! The boundary of the service: a real gRPC client, a server on loopback, fake devices.
+//! Tests of the gRPC service with a real client, a server on loopback and fake devices.
 
 mod serving;
 
@@ -14,7 +14,7 @@ use tonic::{Code, Request};
 
 const FAST: Duration = Duration::from_micros(100);
 
-/// Two models on three devices: "alpha" with text twice, "beta" with token ids only.
+/// Serves two models on three devices: "alpha" with a tokenizer on two of them, "beta" with token ids only.
 async fn two_models() -> Served {
     let alpha = vec![(0, fake(FAST, b"abcdefgh")), (1, fake(FAST, b"ABCDEFGH"))];
     let models = vec![
@@ -24,7 +24,7 @@ async fn two_models() -> Served {
     serve_models(models, Options::default()).await
 }
 
-/// One model with a script and a step time.
+/// Serves one model whose fake device repeats `script` and takes `step` per step.
 async fn one_model(step: Duration, script: &[u8]) -> Served {
     let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(step, script))], 8)];
     serve_models(models, Options::default()).await
@@ -92,7 +92,7 @@ async fn no_delta_splits_a_character() {
     let repeated = text.repeat(20);
     let length = u32::try_from(repeated.len()).unwrap();
     let outcome = generate(&mut client, text_request("alpha", "x", length)).await;
-    // Protobuf's strings are UTF-8 by themselves: what could go wrong is U+FFFD.
+    // Protobuf strings are valid UTF-8 in any case; an error would show as U+FFFD.
     assert_eq!(outcome.text(), repeated);
     assert_eq!(outcome.ids(), repeated.bytes().map(u32::from).collect::<Vec<_>>());
     for delta in &outcome.deltas {
@@ -170,12 +170,13 @@ async fn a_prompts_log_probabilities_come_before_its_output_in_messages_of_bound
         assert_eq!((token.token_id, token.logprob), (id, logprobs.chosen), "position {at}");
         assert_eq!(token.top.iter().map(|other| (other.token_id, other.logprob)).collect::<Vec<_>>(), logprobs.top);
     }
-    // A prompt that is there already is computed all the same, and found by whoever does not ask.
+    // A prompt that is already cached is computed again to be scored, and a request without scores finds it in the
+    // cache.
     assert_eq!(generate(&mut client, request.clone()).await.started.unwrap().cached_tokens, 0);
     request.output = None;
     let plain = generate(&mut client, request.clone()).await;
     assert!(plain.prompt.is_empty() && plain.started.unwrap().cached_tokens > 2900);
-    // Several samples have one prompt.
+    // Several samples share the scores of their one prompt.
     request.output = Some(proto::Output { prompt_logprobs: Some(0), ..Default::default() });
     request.sampling = Some(proto::Sampling { n: Some(3), ..Default::default() });
     let stream = client.generate(request.clone()).await.unwrap().into_inner();
@@ -183,7 +184,7 @@ async fn a_prompts_log_probabilities_come_before_its_output_in_messages_of_bound
     assert_eq!(samples.prompt.len(), prompt.len() - 1);
     assert!(samples.prompt.iter().all(|token| token.top.is_empty()));
     assert!(samples.outputs.iter().all(|(ids, _)| ids.len() == 4));
-    // One token has nothing before it.
+    // A prompt of one token has no scores.
     request.sampling = None;
     request.prompt = token_request("alpha", &[5], 4).prompt;
     assert!(generate(&mut client, request).await.prompt.is_empty());
@@ -200,7 +201,7 @@ async fn only_what_is_asked_for_comes_back() {
     request.output = Some(proto::Output { token_ids: Some(false), ..Default::default() });
     let outcome = generate(&mut client, request.clone()).await;
     assert_eq!((outcome.text().as_str(), outcome.ids().len()), ("abcabc", 0));
-    // Stop strings are looked for in text that is not sent.
+    // Stop strings are also found in text that is not sent.
     request.output = Some(proto::Output { text: Some(false), ..Default::default() });
     request.stopping.as_mut().unwrap().strings = vec!["ca".to_owned()];
     let outcome = generate(&mut client, request).await;
@@ -230,7 +231,7 @@ async fn requests_go_to_the_model_and_the_device_that_they_name() {
     assert_eq!(outcome.ids(), [1, 2, 3, 1]);
     assert_eq!(outcome.started.unwrap().device.unwrap().name, "Fake Cherry");
 
-    // Left to the server, two requests at once take both replicas.
+    // Without a selected device, two concurrent requests use both replicas.
     let slow = vec![(0, fake(Duration::from_millis(5), b"a")), (1, fake(Duration::from_millis(5), b"b"))];
     let models = vec![model("alpha", Some(tokenizer(true)), slow, 8)];
     let served = serve_models(models, Options::default()).await;
@@ -317,7 +318,7 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
     for replica in ["alpha/0", "alpha/1"] {
         served.idle(replica, Duration::from_secs(1)).await;
     }
-    // The edges of what is allowed are served; more than the context holds is cut there.
+    // Values at the limits are served. An output that exceeds the context ends there.
     let mut request = token_request("alpha", &[1; 4000], 1_000_000);
     request.device = "0".to_owned();
     let outcome = generate(&mut client, request).await;
@@ -360,7 +361,7 @@ async fn a_model_without_a_tokenizer_serves_ids_and_says_so_otherwise() {
     let request = proto::DetokenizeRequest { model: "beta".to_owned(), ..Default::default() };
     assert_eq!(client.detokenize(request).await.unwrap_err().code(), Code::FailedPrecondition);
 
-    // A tokenizer without a chat template is another thing missing.
+    // A tokenizer without a chat template is a separate error.
     let models = vec![model("plain", Some(tokenizer(false)), vec![(0, fake(FAST, b"a"))], 8)];
     let served = serve_models(models, Options::default()).await;
     let mut request = text_request("plain", "", 5);
@@ -375,20 +376,20 @@ async fn a_client_that_goes_away_frees_its_row_and_its_place_in_the_queue() {
     let step = Duration::from_millis(20);
     let served = one_model(step, b"a").await;
     let mut client = served.client().await;
-    // Two run (the fake has two slots), the third waits.
+    // Two requests run, because the fake device has two slots; the third waits.
     let mut streams = Vec::new();
     for _ in 0..3 {
         streams.push(client.generate(text_request("alpha", "x", 4000)).await.unwrap().into_inner());
     }
     served.busy("alpha/0", 2, 1).await;
     assert!(streams[0].message().await.unwrap().is_some());
-    // The waiting one first: it never had a row.
+    // The waiting request is dropped first; it has never had a row.
     drop(streams.pop());
     served.busy("alpha/0", 2, 0).await;
     let dropped = Instant::now();
     drop(streams);
     served.idle("alpha/0", Duration::from_secs(5)).await;
-    // Within the steps in flight (the fake queues at most four ahead), not within a stream.
+    // The rows are free after the steps in flight (the fake device queues at most four ahead), not after whole streams.
     let took = dropped.elapsed();
     assert!(took < step * 10, "{took:?}");
 }
@@ -402,7 +403,7 @@ async fn abort_ends_a_stream_by_its_id_from_another_connection() {
     let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
     assert!(stream.message().await.unwrap().is_some());
 
-    // Its id is taken while it lives.
+    // The id of a live request cannot be used again.
     let status = generate(&mut client, request).await.error.unwrap();
     assert_eq!(status.code(), Code::AlreadyExists, "{status:?}");
 
@@ -422,7 +423,8 @@ async fn abort_ends_a_stream_by_its_id_from_another_connection() {
     served.idle("alpha/0", Duration::from_secs(1)).await;
 }
 
-/// Method: the client's window is small and it never reads; the server may hold only so much.
+/// Goal: a client that reads too slowly is cancelled and told. Method: the client has a small flow-control window and
+/// never reads, and the server buffers only a limited number of events.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_reader_is_cancelled_and_told() {
     let mut config = fake(Duration::from_micros(20), b"abcdefgh");
@@ -440,7 +442,7 @@ async fn a_slow_reader_is_cancelled_and_told() {
         .unwrap();
     let mut client = proto::ostinato_client::OstinatoClient::new(channel);
     let mut request = text_request("alpha", "x", 1_000_000);
-    // Probabilities make the messages large, so that the transport's buffers fill soon.
+    // Log probabilities make the messages large, so that the transport's buffers fill soon.
     request.output = Some(proto::Output { logprobs: Some(20), ..Default::default() });
     let stream = client.generate(request).await.unwrap().into_inner();
     served.busy("alpha/0", 1, 0).await;
@@ -494,10 +496,10 @@ async fn a_deadline_ends_a_stream_that_runs_and_one_that_waits() {
     assert!(took >= Duration::from_millis(140) && took < Duration::from_secs(3), "{took:?}");
     served.idle("alpha/0", Duration::from_secs(1)).await;
 
-    // Enough time is enough.
+    // A deadline that is long enough has no effect.
     assert_eq!(generate(&mut client, timed(3)).await.reason(), Reason::Length);
 
-    // Behind two that hold the rows.
+    // A request in the queue behind two that hold the rows.
     let first = client.generate(text_request("", "x", 4000)).await.unwrap();
     let second = client.generate(text_request("", "x", 4000)).await.unwrap();
     served.busy("alpha/0", 2, 0).await;
@@ -584,7 +586,7 @@ async fn lists_loads_and_the_step_ring_name_what_runs_where() {
         let status = client.profile(request).await.unwrap_err();
         assert_eq!((status.code(), status.message()), (Code::InvalidArgument, message));
     }
-    // Nothing runs: the call ends when it was said to.
+    // Nothing runs, so the call ends after `wait_seconds`.
     let begun = Instant::now();
     let none = client.profile(kernels(4, 0.2)).await.unwrap().into_inner();
     assert!(none.steps.is_empty() && begun.elapsed() >= Duration::from_millis(200), "{none:?}");
@@ -638,7 +640,7 @@ async fn a_stopping_server_says_so_refuses_and_lets_streams_end() {
     assert_eq!(health(&mut probe, "").await, Ok(SERVING));
     assert_eq!(health(&mut probe, "ostinato.v1.Ostinato").await, Ok(SERVING));
     assert_eq!(health(&mut probe, "other").await, Err(Code::NotFound));
-    // A watcher must not keep the server from ending.
+    // A health watch must not keep the server from ending.
     let request = tonic_health::pb::HealthCheckRequest { service: String::new() };
     let mut watch = probe.watch(request).await.unwrap().into_inner();
     assert_eq!(watch.message().await.unwrap().unwrap().status, SERVING);
@@ -651,7 +653,7 @@ async fn a_stopping_server_says_so_refuses_and_lets_streams_end() {
     assert_eq!(watch.message().await.unwrap().unwrap().status, NOT_SERVING);
     assert_eq!(health(&mut probe, "").await, Ok(NOT_SERVING));
     assert_eq!(health(&mut probe, "ostinato.v1.Ostinato").await, Ok(NOT_SERVING));
-    // Neither an old connection nor a new one is served.
+    // New requests are refused on old and on new connections.
     let status = generate(&mut client, text_request("", "x", 1)).await.error.unwrap();
     assert_eq!(status.code(), Code::Unavailable, "{status:?}");
     assert!(status.message().contains("draining"), "{status:?}");
@@ -723,7 +725,7 @@ async fn reflection_lists_the_services_and_describes_ours() {
 
 // ---- several samples ----
 
-/// A request for `n` samples of drawn tokens.
+/// Returns a request for `n` randomly sampled outputs.
 fn samples_request(n: u32, seed: u64, max_tokens: u32) -> proto::GenerateRequest {
     let mut request = text_request("", "x", max_tokens);
     request.sampling =
@@ -754,7 +756,7 @@ async fn samples_are_what_single_requests_with_their_seeds_give() {
     }
     served.idle("alpha/0", Duration::from_secs(1)).await;
 
-    // Greedy samples are equal, and without a seed they are drawn apart.
+    // Greedy samples are equal. Without a seed, random samples differ.
     let mut request = samples_request(3, 0, 20);
     request.sampling.as_mut().unwrap().seed = None;
     let ids = read_samples(client.generate(request.clone()).await.unwrap().into_inner(), 3).await.ids();
@@ -769,7 +771,7 @@ async fn a_stop_string_ends_the_sample_that_met_it() {
     let served = one_model(FAST, b"").await;
     let mut client = served.client().await;
     let whole = read_samples(client.generate(samples_request(4, 3, 60)).await.unwrap().into_inner(), 4).await.ids();
-    // A character that some samples contain and some do not.
+    // A character that some samples contain and others do not.
     let has = |byte: u32| whole.iter().filter(|ids| ids.contains(&byte)).count();
     let byte = (32..127).find(|byte| (1..4).contains(&has(*byte))).expect("a character that some have");
     let mut request = samples_request(4, 3, 60);
@@ -801,7 +803,7 @@ async fn samples_are_taken_all_or_none() {
     let mut client = served.client().await;
     let running = client.generate(samples_request(1, 0, 4000)).await.unwrap();
     served.busy("alpha/0", 1, 0).await;
-    // Two slots and two in the queue, one of the four taken.
+    // One of two slots and two places in the queue is taken, so four samples do not fit.
     let status = client.generate(samples_request(4, 0, 10)).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
     assert!(status.message().contains("4 samples: 1 unfinished, at most 4"), "{status:?}");
@@ -813,7 +815,7 @@ async fn samples_are_taken_all_or_none() {
     served.idle("alpha/0", Duration::from_secs(1)).await;
 }
 
-/// Two of four samples run and two wait, whatever ends them.
+/// Goal: whatever ends a request ends all its samples. Method: of four samples two run and two wait.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_ends_a_request_ends_all_its_samples() {
     let served = one_model(Duration::from_millis(5), b"abc").await;
@@ -833,7 +835,8 @@ async fn what_ends_a_request_ends_all_its_samples() {
     assert!(samples.error.is_none(), "{samples:?}");
     served.idle("alpha/0", Duration::from_secs(1)).await;
 
-    // Also when the first, which has the request's own id, has ended; until then the id is taken.
+    // An abort works even after the first sample, which has the request's own id, has ended. Until all have ended, the
+    // id cannot be used again.
     let stream = client.generate(named(60)).await.unwrap().into_inner();
     served.busy("alpha/0", 2, 0).await;
     let status = generate(&mut client, named(1)).await.error.unwrap();
@@ -856,7 +859,8 @@ async fn what_ends_a_request_ends_all_its_samples() {
     served.idle("alpha/0", Duration::from_secs(1)).await;
 }
 
-/// Method: as with one sample; the events of all that are kept are as many times more.
+/// Goal: a client that reads several samples too slowly loses all of them. Method: as with one sample; the number of
+/// buffered events is multiplied by the number of samples.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_reader_of_samples_loses_them_all() {
     let mut config = fake(Duration::from_micros(20), b"abcdefgh");
@@ -882,7 +886,7 @@ async fn a_slow_reader_of_samples_loses_them_all() {
 
 // ---- limits of a client, and where its prompts go ----
 
-/// One model of two slots under a limit of requests a client.
+/// Serves one model of two slots with a limit of requests per client.
 async fn limited(limit: u32, trust_client_header: bool) -> Served {
     let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, fake(Duration::from_millis(5), b"a"))], 8)];
     let options = Options { client_limit: Some(limit), trust_client_header, ..Options::default() };
@@ -895,7 +899,7 @@ async fn a_client_may_have_so_many_requests_unfinished() {
     let (mut client, mut other) = (served.client().await, served.client().await);
     let first = client.generate(samples_request(2, 0, 4000)).await.unwrap();
     served.busy("alpha/0", 2, 0).await;
-    // From another connection it is the same client, whatever it calls itself.
+    // Another connection from the same address is the same client, whatever its header says.
     let mut request = Request::new(samples_request(2, 0, 4));
     request.metadata_mut().insert("ostinato-client", "somebody else".parse().unwrap());
     let status = other.generate(request).await.unwrap_err();
@@ -905,7 +909,7 @@ async fn a_client_may_have_so_many_requests_unfinished() {
     let second = other.generate(samples_request(1, 0, 4000)).await.unwrap();
     let status = generate(&mut client, text_request("", "x", 1)).await.error.unwrap();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
-    // What is refused for another reason takes no place; who goes away leaves it.
+    // A request that is refused for another reason takes no place, and one whose client leaves frees its place.
     drop((first, second));
     served.idle("alpha/0", Duration::from_secs(1)).await;
     for _ in 0..5 {
@@ -915,7 +919,7 @@ async fn a_client_may_have_so_many_requests_unfinished() {
     let stream = client.generate(samples_request(3, 0, 4)).await.unwrap().into_inner();
     assert_eq!(read_samples(stream, 3).await.reasons(), [Some(Reason::Length); 3]);
 
-    // Whoever has heard the end may ask again at once.
+    // After the last event of a stream, the client may send its next request at once.
     let served = limited(1, false).await;
     let mut client = served.client().await;
     for round in 0..30 {
@@ -961,7 +965,7 @@ async fn prompts_go_where_their_beginning_was_and_new_ones_take_turns() {
         request.device = device.to_owned();
         request.cache_salt = salt.to_owned();
         let started = generate(&mut client, request).await.started.expect("it is served");
-        // The one before must not count as load.
+        // The request must not count as load when the next one is routed.
         served.idle(&started.replica, Duration::from_secs(1)).await;
         started.replica
     };
@@ -973,12 +977,12 @@ async fn prompts_go_where_their_beginning_was_and_new_ones_take_turns() {
         assert_eq!(ask(&talk(1, length), "", "").await, "alpha/0");
         assert_eq!(ask(&talk(1, length), "", "").await, "alpha/0");
     }
-    // Another tenant's equal prompt is a new one, and a selector goes before what is remembered.
+    // The same prompt under another cache salt counts as new, and a device selector overrides the affinity.
     assert_eq!(ask(&talk(1, 200), "", "other").await, "alpha/1");
     assert_eq!(ask(&talk(1, 200), "alpha/1", "").await, "alpha/1");
     assert_eq!(ask(&talk(2, 200), "0", "").await, "alpha/0");
 
-    // Where its replica has no room it goes to the other, and only then is it refused.
+    // If the preferred replica has no room, the request goes to the other one. It is refused only if neither has room.
     let step = Duration::from_millis(5);
     let both = vec![(0, fake(step, b"a")), (1, fake(step, b"b"))];
     let served = serve_models(vec![model("alpha", None, both, 1)], Options::default()).await;

@@ -1,13 +1,14 @@
-//! Goal: memory that is freed goes back to the system: under mixed traffic the server's own memory does not grow, and what
-//! it holds once nobody asks any more is what it held at its start, but for what it keeps on purpose. Method: the program
-//! itself with its embedded models on a CPU driver; clients that generate, cancel, run into deadlines, send prompts that
-//! are too long, tokenize, compile schemas, and one that loads and unloads a model all the while; `RssAnon` of the
-//! process each second, and the slope of the least squares' line through its last two thirds.
+//! Goal: freed memory goes back to the system. Under mixed traffic the server's own memory does not grow, and after the
+//! traffic has ended it is what it was at the start, apart from caches. Method: the program with its embedded models on
+//! a CPU driver. Clients generate, cancel, exceed deadlines, send prompts that are too long, tokenize and compile
+//! schemas, and one client loads and unloads a model repeatedly. `RssAnon` of the process is read each second. The
+//! growth is the slope of a least-squares line through the last two thirds of the readings.
 //!
-//! Minutes, and by hand:
-//!   cargo test --release --test soak -- --ignored --nocapture
-//!   OSTINATO_SOAK_SECONDS=1080     how long the traffic lasts (240)
-//!   OSTINATO_SOAK_PROGRAM=PATH     another build of the program, to compare with
+//! The test takes minutes and is run manually:
+//!
+//!     cargo test --release --test soak -- --ignored --nocapture
+//!     OSTINATO_SOAK_SECONDS=1080     duration of the traffic (default 240)
+//!     OSTINATO_SOAK_PROGRAM=PATH     another build of the program, for comparison
 
 use ostinato::service::proto;
 use ostinato::service::proto::ostinato_client::OstinatoClient;
@@ -22,9 +23,10 @@ use tonic::Request;
 use tonic::transport::Channel;
 
 const CLIENTS: u64 = 8;
-/// Largest growth that counts as none, MB a minute: a twentieth of what glibc's allocator shows.
+/// Largest growth that is accepted, MiB per minute: a twentieth of the growth with glibc's allocator.
 const SLOPE: f64 = 10.0;
-/// What may be kept when nobody asks any more, MB beyond the start: prefixes, compiled constraints, threads' caches.
+/// Memory that may remain after the traffic above that at the start, MiB: prefix cache, compiled constraints, caches of
+/// threads.
 const KEPT: f64 = 120.0;
 
 struct Server {
@@ -62,7 +64,7 @@ impl Server {
         Server { child, address: address.split([',', ' ']).next().expect("an address").to_owned() }
     }
 
-    /// Anonymous memory that is in use, MB.
+    /// Returns the process's anonymous resident memory (RssAnon), MiB.
     fn memory(&self) -> f64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).expect("it runs");
         let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("the kernel tells");
@@ -74,7 +76,7 @@ impl Server {
     }
 }
 
-/// Numbers that are the same in every run.
+/// Pseudo-random numbers that are the same in every run.
 struct Chance(u64);
 
 impl Chance {
@@ -105,7 +107,7 @@ async fn ask(client: &mut OstinatoClient<Channel>, chance: &mut Chance, drawn: &
             .await;
         return;
     }
-    // Longer than the context: refused when its tokens are counted.
+    // A prompt longer than the context is refused when its tokens are counted.
     let words = if kind == 5 { 60_000 } else { 3 + chance.below(60) };
     let mut request = proto::GenerateRequest {
         model: "demo".to_owned(),
@@ -131,14 +133,14 @@ async fn ask(client: &mut OstinatoClient<Channel>, chance: &mut Chance, drawn: &
         if let Some(proto::generate_response::Event::Delta(delta)) = message.event {
             drawn.fetch_add(delta.token_ids.len() as u64, Relaxed);
         }
-        // Dropped in the middle: a cancel.
+        // Dropping the stream in the middle cancels the request.
         if kind > 13 && chance.below(3) == 0 {
             return;
         }
     }
 }
 
-/// MB a minute.
+/// Returns the slope of memory (MiB) over time (seconds), in MiB per minute.
 fn slope(samples: &[(f64, f64)]) -> f64 {
     let count = samples.len() as f64;
     let (x, y) = samples.iter().fold((0.0, 0.0), |(x, y), sample| (x + sample.0 / count, y + sample.1 / count));

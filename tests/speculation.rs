@@ -1,6 +1,7 @@
-//! Goal: drafting changes nothing but the number of steps: the same tokens, and drafts that are right.
-//! Method: the hybrid demo model on lavapipe with keys and values in f32, prompts of held-out tasks whose answers it is
-//! sure of, with as many drafts as there can be and without; greedy and drawn with a seed, alone and side by side.
+//! Goal: drafting changes only the number of steps. The tokens are the same, and drafts are accepted. Method: the
+//! hybrid demo model on lavapipe with keys and values in f32; prompts of held-out tasks whose answers the model
+//! predicts with certainty; with the largest number of drafts and without; greedy and sampled with a seed, alone and
+//! two at a time.
 
 mod common;
 mod harness;
@@ -44,7 +45,7 @@ fn requests(temperature: f32) -> Vec<Request> {
             Request {
                 id: format!("{number}"),
                 prompt: text.encode(&rendered, false).expect("the tokenizer takes it"),
-                // Answers are certain: whatever is drawn at such a temperature is what is best.
+                // The answers are nearly certain, so sampling at a low temperature draws the most probable tokens.
                 sampling: Sampling { temperature, seed: Some(number), ..Sampling::default() },
                 limits: Limits { max_tokens: Some(40 - number as u32), ..Limits::default() },
                 logprobs: None,
@@ -82,7 +83,7 @@ fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
 fn drafts_save_steps_and_change_no_token() {
     let vulkan = Vulkan::new();
     let plain = serve(&vulkan, 0, 2);
-    // Drawn with a seed where most can go wrong.
+    // Sampling with a seed is checked with the largest number of drafts.
     for (drafts, temperatures) in [(1, &[0.0][..]), (3, &[0.0, 0.3])] {
         let drafting = serve(&vulkan, drafts, 2);
         for &temperature in temperatures {
@@ -94,7 +95,8 @@ fn drafts_save_steps_and_change_no_token() {
             let (mut drafted, mut accepted, mut output) = (0, 0, 0);
             for one in &found {
                 let finished = &one.finished;
-                // The first token is the prompt's, and the last may end a step before its drafts are looked at.
+                // The first token comes from the prompt, and the last may end the sequence one step before its drafts
+                // are verified.
                 let steps = finished.drafted_tokens / drafts;
                 assert_eq!(1 + steps + finished.accepted_tokens, finished.output_tokens, "{finished:?}");
                 drafted += finished.drafted_tokens;
@@ -103,7 +105,7 @@ fn drafts_save_steps_and_change_no_token() {
             }
             println!("{drafts} drafts, temperature {temperature}: {accepted} of {drafted} right, {output} tokens");
             assert!(accepted * 3 > output, "{accepted} of {output} tokens were drafted, {drafted} in all");
-            // Two sequences at a time share steps, or take turns where a step has room for one.
+            // Two concurrent sequences share steps, or take turns if a verification step has room for only one.
             let together = run(&drafting, &requests, true);
             assert_eq!(tokens(&together), tokens(&wanted), "{drafts} drafts, two at a time");
         }
@@ -118,7 +120,7 @@ fn drafts_end_where_the_context_does() {
     request.limits = Limits { max_tokens: None, ignore_eos: true, ..Limits::default() };
     let found = run(&drafting, std::slice::from_ref(&request), false);
     assert_eq!(found[0].tokens.len() + request.prompt.len(), 256, "all of the context is used");
-    // What follows an answer is nothing that the model is sure of.
+    // After the end of its answer the model's predictions are uncertain.
     request.limits.max_tokens = Some(12);
     let wanted = run(&plain, &[request], false);
     assert_eq!(found[0].tokens[..12], wanted[0].tokens);

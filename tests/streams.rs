@@ -1,6 +1,6 @@
-//! Goal: what clients get through gRPC from a model on a real driver while many of them ask at once. Method: the
-//! demo model on lavapipe without the validation layer (other tests run the same recordings under it), eight rows, a
-//! server on loopback, one connection for all.
+//! Goal: many concurrent gRPC clients of a model on a real driver get correct results. Method: the demo model on
+//! lavapipe without the validation layer (other tests run the same recordings under it), eight slots, a server on
+//! loopback, one connection for all clients.
 
 mod common;
 mod serving;
@@ -16,10 +16,10 @@ use serving::*;
 use std::path::Path;
 use std::time::Duration;
 
-/// The vocabulary that prompts are drawn from: ids below it are ordinary tokens.
+/// The range of token ids in prompts; ids below it are ordinary tokens.
 const IDS: u32 = 1000;
 
-/// The demo model with eight rows; the instance outlives it.
+/// Serves the demo model with eight slots. The returned instance must be dropped after the server.
 async fn demo() -> (Served, Vulkan) {
     let vulkan = Vulkan::without_validation();
     let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(Driver::first()).uuid));
@@ -30,7 +30,7 @@ async fn demo() -> (Served, Vulkan) {
     (serve_host(host, Options::default()).await, vulkan)
 }
 
-/// Token ids that only `seed` decides about.
+/// Returns token ids that depend only on `seed`.
 fn prompt(seed: u32, length: u32) -> Vec<u32> {
     (0..length).map(|at| (seed.wrapping_mul(7919) + at.wrapping_mul(104_729)) % IDS).collect()
 }
@@ -56,12 +56,12 @@ async fn samples_on_a_driver_are_what_single_requests_with_their_seeds_give() {
         let single = generate(&mut client, drawn(&ids, 20, sample_seed(42, index as u64), 1)).await;
         assert_eq!(&single.ids(), ids_of, "sample {index}");
         assert!(samples.ids()[..index].iter().all(|other| other != ids_of), "sample {index} is another's");
-        // They arrived together, and two full pages of the prompt are computed once.
+        // The samples arrived together, so the two full pages of the prompt are computed once.
         let usage = samples.finished[index].as_ref().unwrap().usage.unwrap();
         assert_eq!(usage.cached_tokens, if index == 0 { 0 } else { 32 }, "sample {index}");
     }
 
-    // A tenant finds what it was computed for, and no other does.
+    // Each cache salt finds only pages that were computed under the same salt.
     let mut salted = drawn(&prompt(4, 40), 2, 0, 1);
     for (salt, cached) in [("a", 0), ("a", 32), ("b", 0), ("", 0), ("b", 32)] {
         salted.cache_salt = salt.to_owned();
@@ -71,7 +71,7 @@ async fn samples_on_a_driver_are_what_single_requests_with_their_seeds_give() {
     }
     let load = client.get_load(proto::GetLoadRequest::default()).await.unwrap().into_inner();
     let load = &load.replicas[0];
-    // Two of the salted requests found 32 tokens each; samples found each other's before.
+    // Two of the salted requests found 32 tokens each; before that, the samples found each other's pages.
     assert!(load.cached_tokens >= 64 && load.prompt_tokens >= load.cached_tokens + 3 * 40, "{load:?}");
     assert!(load.pages_cached > 0 && load.pages_used + load.pages_cached <= load.pages_total, "{load:?}");
 }
@@ -92,7 +92,7 @@ async fn sixty_four_streams_of_mixed_lengths_end_each_as_it_should_and_leave_not
         let mut request = request(stream);
         request.request_id = format!("stream {stream}");
         tasks.push(tokio::spawn(async move {
-            // Of each four one goes away: before it starts or after a token.
+            // One stream in four is dropped by its client, either before it starts or after a token.
             if stream % 8 == 1 {
                 drop(client.generate(request).await.unwrap());
                 return None;
@@ -107,7 +107,7 @@ async fn sixty_four_streams_of_mixed_lengths_end_each_as_it_should_and_leave_not
                 }
                 return None;
             }
-            // And one in sixteen is aborted by its id.
+            // One stream in sixteen is aborted by its id.
             if stream % 16 == 3 {
                 request.stopping.as_mut().unwrap().max_tokens = Some(500);
                 let mut other = client.clone();
@@ -138,7 +138,7 @@ async fn sixty_four_streams_of_mixed_lengths_end_each_as_it_should_and_leave_not
     let load = &load.replicas[0];
     assert_eq!((load.running, load.waiting, load.pages_used), (0, 0, 0), "{load:?}");
 
-    // Those in a crowd are those alone.
+    // The outputs of concurrent streams equal those of the same requests alone.
     let mut client = served.client().await;
     for (stream, ids) in completed.iter().step_by(9) {
         assert_eq!(&generate(&mut client, request(*stream)).await.ids(), ids, "stream {stream}");

@@ -1,7 +1,7 @@
-//! Goal: constraints on outputs mean the same through both contracts, whoever asks and however many samples; what
-//! cannot be followed is INVALID_ARGUMENT under the contract's own name of the field, and leaves nothing behind; one
-//! request's constraint, however large, does not stop others.
-//! Method: servers on loopback over fake devices, which draw any token that a mask allows.
+//! Goal: constraints on outputs have the same effect through both gRPC contracts and for any number of samples. A
+//! constraint that cannot be followed is INVALID_ARGUMENT with the contract's own field name and leaves nothing behind.
+//! A large constraint of one request does not stop others. Method: servers on loopback with fake devices, which draw
+//! any token that a mask allows.
 
 mod serving;
 
@@ -24,7 +24,7 @@ const SCHEMA: &str = r#"{
 }"#;
 
 async fn server() -> Served {
-    // Without a script: what is drawn depends on what is allowed.
+    // Without a script, the fake device's output depends on the allowed tokens.
     let device = fake(Duration::from_micros(300), b"");
     serve_models(vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 8)], Options::default()).await
 }
@@ -62,7 +62,7 @@ fn theirs(constraint: contract::sampling_params::Constraint) -> contract::Genera
     }
 }
 
-/// Texts of all samples, which must have stopped.
+/// Returns the texts of all samples, which must have finished with `Stop`.
 async fn ask_ours(served: &Served, request: proto::GenerateRequest) -> Result<Vec<String>, Status> {
     let mut client = OstinatoClient::new(served.channel().await);
     let mut texts = vec![String::new(); request.sampling.as_ref().map_or(1, |sampling| sampling.n()) as usize];
@@ -126,10 +126,10 @@ async fn every_kind_of_constraint_holds_through_both_contracts() {
         assert!(texts.iter().all(|text| check(text)), "{texts:?}");
         let text = ask_theirs(&served, theirs(constraint)).await.unwrap();
         assert!(check(&text), "{text:?}");
-        // The same prompt, seed and constraint draw the same.
+        // The same prompt, seed and constraint give the same output.
         assert_eq!(text, texts[0]);
     }
-    // Of any object only what is drawn to its end can be looked at.
+    // For "any JSON object" only an output that is complete can be parsed.
     let mut any = ours(Kind::JsonObject(AnyJsonObject {}), 1);
     any.stopping.as_mut().unwrap().strings = vec!["}".to_owned()];
     let texts = ask_ours(&served, any).await.unwrap();
@@ -137,8 +137,8 @@ async fn every_kind_of_constraint_holds_through_both_contracts() {
     served.idle("alpha/0", Duration::from_secs(2)).await;
 }
 
-/// Goal: structural tags hold the parts of an output that they speak of, and leave the rest free.
-/// Method: every small letter begins a tag, so that there are some in what is drawn at random.
+/// Goal: structural tags constrain their parts of an output and leave the rest free. Method: every lower-case letter
+/// begins a tag, so that a random output contains some.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn structural_tags_hold_through_both_contracts() {
     use contract::sampling_params::Constraint;
@@ -171,7 +171,7 @@ async fn structural_tags_hold_through_both_contracts() {
         let mut answers = 0;
         while let Some(at) = rest.find(|c: char| c.is_ascii_lowercase()) {
             assert!(at == 0 || answers > 0 || !begins, "{text:?}");
-            // The last may have been cut.
+            // The last tag may be incomplete.
             let Some((answer, behind)) = rest[at + 1..].split_once(';') else { break };
             assert!(answer.strip_prefix('=').is_some_and(is_answer), "{answer:?} in {text:?}");
             rest = behind;
@@ -179,7 +179,7 @@ async fn structural_tags_hold_through_both_contracts() {
         }
         assert!(answers > 3, "{answers} tags in {text:?}");
     }
-    // Ours is the same.
+    // The same constraint through our own contract.
     let cut =
         json!({"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": content, "end": ">"}});
     let texts = ask_ours(&served, ours(Kind::StructuralTag(cut.to_string()), 3)).await.unwrap();

@@ -1,6 +1,6 @@
-//! From token ids to text, with real tokenizers built here: a byte-level BPE whose tokens cut
-//! characters apart, and a SentencePiece-like one with byte fallback. Deltas must join to the
-//! text, never split a character, and end exactly before the first stop string.
+//! Tests of detokenization with real tokenizers built here: a byte-level BPE whose tokens split characters, and one in
+//! the style of SentencePiece with byte fallback. Deltas must join to the text, never split a character, and end
+//! exactly before the first stop string.
 
 use std::fs;
 use std::sync::LazyLock;
@@ -14,7 +14,7 @@ use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// Families, skin tones, flags, keycaps, combining marks, four-byte and three-byte characters.
+/// Emoji families, skin tones, flags, keycaps, combining marks, four-byte and three-byte characters.
 const EMOJI: &str = "👩‍👩‍👧‍👦 👍🏽 🇩🇪🇯🇵 1️⃣ 🏳️‍🌈 é e\u{301} 漢字かな 한글 \u{1F9D1}\u{1F3FF}\u{200D}\u{1F680} ع ‰ ❤️‍🔥";
 
 fn byte_level_json() -> String {
@@ -38,7 +38,7 @@ fn byte_level_json() -> String {
 static BYTE_LEVEL: LazyLock<Text> =
     LazyLock::new(|| Text::from_bytes(byte_level_json().as_bytes(), None, None).unwrap());
 
-/// What Llama 2 has: words that begin with `▁`, bytes for what is not in the vocabulary.
+/// A tokenizer like that of Llama 2: words begin with `▁`, and characters outside of the vocabulary become bytes.
 static FALLBACK: LazyLock<Text> = LazyLock::new(|| {
     let mut vocabulary = vec!["<unk>".to_owned(), "<s>".to_owned()];
     vocabulary.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
@@ -71,7 +71,7 @@ static FALLBACK: LazyLock<Text> = LazyLock::new(|| {
     Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap()
 });
 
-/// The deltas of a stream, the rest as the last.
+/// Returns the deltas of a stream, with the remaining text as the last one.
 fn deltas(text: &Text, ids: &[u32]) -> Vec<String> {
     let mut stream = text.stream();
     let mut deltas: Vec<String> = ids.iter().filter_map(|id| stream.push(*id)).collect();
@@ -82,7 +82,7 @@ fn deltas(text: &Text, ids: &[u32]) -> Vec<String> {
 #[test]
 fn emoji_sequences_come_whole() {
     let ids = BYTE_LEVEL.encode(EMOJI, false).unwrap();
-    // The tokens do cut characters apart, or this would prove nothing.
+    // The tokens must split characters; otherwise this test would prove nothing.
     assert!(ids.iter().filter(|id| BYTE_LEVEL.token(**id).unwrap().contains('\u{FFFD}')).count() > 20);
     let deltas = deltas(&BYTE_LEVEL, &ids);
     assert!(deltas.iter().all(|delta| !delta.contains('\u{FFFD}')), "{deltas:?}");
@@ -96,7 +96,7 @@ fn text_comes_as_soon_as_it_is_certain() {
     for id in BYTE_LEVEL.encode("the end", false).unwrap() {
         assert!(stream.push(id).is_some());
     }
-    // A euro sign of which one byte is missing, then something else.
+    // A euro sign without its last byte, followed by something else.
     let euro = BYTE_LEVEL.encode("€", false).unwrap();
     assert!(euro.len() > 1);
     for id in &euro[..euro.len() - 1] {
@@ -164,7 +164,7 @@ fn outputs_account_for_every_token_once() {
     assert!(assembler.push(ids[0]).is_empty());
     assert!(assembler.finish().is_empty());
 
-    // Without a match the held beginning comes at the end, with its tokens.
+    // Without a match, the text held back for a possible stop string comes at the end, with its tokens.
     let mut assembler = BYTE_LEVEL.assembler(vec!["STOPPED".to_owned()]);
     let ids = BYTE_LEVEL.encode("x STOP", false).unwrap();
     let pushed: Vec<_> = ids.iter().map(|id| assembler.push(*id)).collect();
@@ -175,7 +175,7 @@ fn outputs_account_for_every_token_once() {
     assert_eq!(tokens, ids);
 }
 
-/// By definition: the shortest beginning of the text that ends with a stop string, without it.
+/// Returns the text cut by definition: the shortest prefix that ends with a stop string, without that string.
 fn cut(text: &str, stops: &[String]) -> (String, Option<String>) {
     for (end, _) in text.char_indices().chain([(text.len(), ' ')]) {
         let longest =
@@ -190,7 +190,7 @@ fn cut(text: &str, stops: &[String]) -> (String, Option<String>) {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any text, cut by the tokenizer as it likes.
+    /// Any text, split into tokens arbitrarily.
     #[test]
     fn deltas_join_to_the_text(text in "([a-z ]{0,6}|\\PC{0,3}|👩‍👩‍👧|👍🏽|\n){0,12}") {
         let ids = BYTE_LEVEL.encode(&text, false).unwrap();
@@ -204,13 +204,13 @@ proptest! {
         prop_assert_eq!(self::deltas(&FALLBACK, &ids).concat(), FALLBACK.decode(&ids, true).unwrap());
     }
 
-    /// Any ids: broken characters, special tokens, ids that nobody knows.
+    /// Any ids, including incomplete characters, special tokens and unknown ids.
     #[test]
     fn deltas_join_to_the_decoded_ids(ids in prop::collection::vec(0u32..310, 0..120)) {
         prop_assert_eq!(deltas(&BYTE_LEVEL, &ids).concat(), BYTE_LEVEL.decode(&ids, true).unwrap());
     }
 
-    /// Stop strings taken from the text itself, which tokens cut anywhere.
+    /// Stop strings are taken from the text itself; token boundaries may be anywhere in them.
     #[test]
     fn stops_cut_exactly(
         text in "([abé€👍]|the ){0,24}",
@@ -242,14 +242,15 @@ proptest! {
     }
 }
 
-/// A tokenizer of one kind, and whether any ids are a text: not where a byte may spoil those before it.
+/// A kind of tokenizer, and whether arbitrary ids can be decoded incrementally. They cannot if a byte may change the
+/// text of the bytes before it.
 struct Kind {
     name: &'static str,
     text: Text,
     any_ids: bool,
 }
 
-/// Decoders that treat the beginning or the end of a text, or bytes, each in their own way.
+/// Tokenizers whose decoders treat the beginning of a text, its end, or bytes in different ways.
 static KINDS: LazyLock<Vec<Kind>> = LazyLock::new(|| {
     const PIECES: [&str; 15] = ["▁", "a", "b", "t", "h", "e", "s", "é", ".", ",", "'", "th", "▁th", "▁the", "▁▁"];
     let merges = json!([["t", "h"], ["▁", "th"], ["▁th", "e"], ["▁", "▁"]]);
@@ -299,7 +300,7 @@ static KINDS: LazyLock<Vec<Kind>> = LazyLock::new(|| {
     };
     let text = file(Value::Null, metaspace("always"), metaspace("always"), unigram(&plain, false));
     kinds.push(Kind { name: "Unigram, Metaspace", text, any_ids: true });
-    // As Gemma has it: spaces are pieces and nothing is removed.
+    // Like Gemma: spaces are pieces, and the decoder removes nothing.
     let decoder = sequence(vec![replace("▁", " "), fallback.clone(), fuse.clone()]);
     let text = file(replace(" ", "▁"), Value::Null, decoder, bpe(&with_bytes, true, None, &merges));
     kinds.push(Kind { name: "BPE, bytes, nothing removed", text, any_ids: false });
@@ -329,10 +330,11 @@ static KINDS: LazyLock<Vec<Kind>> = LazyLock::new(|| {
     kinds
 });
 
-/// The text that comes of `ids` behind a prompt, and the prompt's text as far as its characters are whole.
+/// Returns the prompt's text as far as its characters are complete, and the text that `ids` add after the prompt.
 fn continued(text: &Text, prompt: &[u32], ids: &[u32]) -> (String, String) {
     let decode = |ids: &[u32]| text.decode(ids, true).unwrap();
-    // A byte that is missing may spoil those before it, to some decoders: the longest of all beginnings.
+    // With some decoders a missing byte changes the text of the bytes before it, so this takes the longest text of all
+    // prefixes of the prompt.
     let whole = (0..=prompt.len()).map(|end| decode(&prompt[..end]).trim_end_matches('\u{FFFD}').to_owned());
     let whole = whole.max_by_key(String::len).expect("there is an empty one");
     let mut stream = text.stream().after(prompt);
@@ -348,7 +350,7 @@ fn the_first_token_behind_a_prompt_keeps_its_space() {
         let begins = (1..ids.len()).find(|at| kind.text.decode(&ids[..*at], true).unwrap() == "the").unwrap();
         let (prompt, told) = continued(&kind.text, &ids[..begins], &ids[begins..]);
         assert_eq!((prompt.as_str(), told.as_str()), ("the", " the the"), "{}", kind.name);
-        // A stop string is found with its space, and only behind the prompt.
+        // A stop string is found together with its leading space, and only after the prompt.
         let stops = vec![" the".to_owned(), "the".to_owned()];
         let mut assembler = kind.text.assembler(stops).after(&ids[..begins]);
         let outputs = ids[begins..].iter().map(|id| assembler.push(*id));
@@ -357,8 +359,8 @@ fn the_first_token_behind_a_prompt_keeps_its_space() {
     }
 }
 
-/// Goal: where the library that decodes panics, a call has an error and a stream goes on. Method: it does where a decoder
-/// removes a space at each end of a text that is one space.
+/// Goal: if the decoding library panics, a call returns an error and a stream continues. Method: the library panics
+/// when the decoder strips a space at both ends of a text that is a single space.
 #[test]
 fn a_decoder_that_panics_ends_nothing() {
     let tokenizer = json!({
@@ -398,9 +400,9 @@ fn a_character_that_the_prompt_has_begun_comes_whole() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Goal: text behind a prompt is what the whole has beyond the prompt, whatever the decoder does at a text's
-    /// beginning. Method: a text is encoded, its tokens are cut into a prompt and an output anywhere, inside words and
-    /// characters too; `repeat` makes prompts longer than what is looked at of them.
+    /// Goal: the text after a prompt is the text of everything minus that of the prompt, however the decoder treats the
+    /// beginning of a text. Method: the tokens of a text are split into prompt and output at any position, also inside
+    /// words and characters. `repeat` makes prompts longer than the part of them that the decoder considers.
     #[test]
     fn prompt_and_deltas_join_to_the_whole_text(
         text in "([athbe]{0,3}|the|[ ]{1,3}|[.,']|👍🏽|漢字|é){0,12}",
@@ -418,7 +420,7 @@ proptest! {
         }
     }
 
-    /// The same of any ids: broken characters, special tokens, ids that nobody knows.
+    /// The same for any ids, including incomplete characters, special tokens and unknown ids.
     #[test]
     fn prompt_and_deltas_of_any_ids_join_to_the_whole_text(
         ids in prop::collection::vec(0u32..310, 1..100),
@@ -454,7 +456,7 @@ fn no_stop_string_counts_within_the_first_tokens() {
     };
     assert_eq!(run(0), ("the ".to_owned(), true));
     let ends = |text: &str| BYTE_LEVEL.encode(text, false).unwrap().len() as u32;
-    // The token that completes it is among the first, or is not.
+    // The limit includes the token that completes the stop string, or ends just before it.
     assert_eq!(run(ends("the end")), ("the end of the ".to_owned(), true));
     assert_eq!(run(ends("the end") - 1), ("the ".to_owned(), true));
     assert_eq!(run(ids.len() as u32), ("the end of the end of it".to_owned(), false));
@@ -465,7 +467,7 @@ fn a_checkpoint_directory() {
     let dir = tempfile::TempDir::new().unwrap();
     assert!(Text::load(dir.path()).unwrap().is_none());
 
-    // What a training script left behind must not shorten a prompt.
+    // Truncation settings left behind by a training script must not shorten a prompt.
     let mut tokenizer: Value = serde_json::from_str(&byte_level_json()).unwrap();
     tokenizer["truncation"] = json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
     fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
@@ -495,9 +497,9 @@ fn a_checkpoint_directory() {
     assert!(error.starts_with("tokenizer.json is not valid"), "{error}");
 }
 
-/// Goal: what transformers renders. Method: a template with what the released ones use
-/// (namespaces, slices, filters, Python's string methods, loop variables, white-space control);
-/// the expected text was rendered by transformers 5.23 with jinja2 3.1.6.
+/// Goal: templates are rendered as transformers does it. Method: a template with the constructs of released ones
+/// (namespaces, slices, filters, Python's string methods, loop variables, whitespace control). The expected text was
+/// rendered by transformers 5.23 with jinja2 3.1.6.
 #[test]
 fn a_template_with_everything() {
     let template = "\
@@ -546,7 +548,8 @@ fn a_template_with_everything() {
 
 const EXPECTED: &str = "<s>[Be brief.]\n\n  1/3 USER*: héy</s>\n\n  2/3 ASSISTANT: <yes></s>\n\n  3/3 USER: !go</s>\n\nuser,assistant,user {\"b\": 1, \"a\": [true, null]} -4 anon\n> (quiet)";
 
-/// Goal: whatever a checkpoint's chat template says, this process goes on, and who asks for a chat hears why there is none.
+/// Goal: no chat template of a checkpoint can end this process, and a chat request gets an error that says why it
+/// cannot be rendered.
 #[test]
 fn no_chat_template_ends_the_process_or_goes_on_for_ever() {
     let times = |text: &str, count: usize| text.repeat(count);
@@ -586,7 +589,7 @@ fn no_chat_template_ends_the_process_or_goes_on_for_ever() {
             Ok(_) | Err(TextError::Template(_) | TextError::TooLarge(_)) => {}
             Err(error) => panic!("{name}: {error}"),
         }
-        // Two seconds of processor time, on a machine where others are busy.
+        // The limit of a template is two seconds of processor time; the machine may be busy with other tests.
         assert!(began.elapsed().as_secs() < 40, "{name}");
     }
 }

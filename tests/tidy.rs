@@ -1,15 +1,16 @@
-//! Goal: the shape of the tree that `docs/architecture.md` promises. Method: the sources are read as
-//! text; every message says file, line and what to do.
+//! Goal: the source tree keeps the structure that `docs/architecture.md` describes. Method: the sources are read as
+//! text; every message gives the file, the line and what to do.
 
 use std::path::{Path, PathBuf};
 
-/// From the bottom up: a folder may use those before it. `telemetry` uses none, all may use it.
+/// The folders under `src/` from the bottom up. A folder may import itself and those before it. `telemetry` may import
+/// none of them, and all may import it.
 const ORDER: [&str; 13] = [
     "config", "device", "memory", "kernels", "actors", "model", "engine", "replica", "host", "gpu", "service",
     "measure", "cli",
 ];
 
-/// Where `unsafe` may stand.
+/// The places where `unsafe` is allowed.
 const UNSAFE: [&str; 2] = ["src/device/", "src/memory/arena.rs"];
 
 fn files(folder: &str, extension: &str) -> Vec<(String, String)> {
@@ -32,7 +33,7 @@ fn files(folder: &str, extension: &str) -> Vec<(String, String)> {
     found
 }
 
-/// The modules of ours that a line of code names, as `crate::NAME`.
+/// Returns each `NAME` that a line of code uses as `crate::NAME`.
 fn named(line: &str) -> impl Iterator<Item = &str> {
     line.match_indices("crate::").map(move |(at, _)| {
         let rest = &line[at + "crate::".len()..];
@@ -88,7 +89,7 @@ fn unsafe_has_its_places_and_its_reasons() {
             if !UNSAFE.iter().any(|place| name.starts_with(place)) {
                 problems.push(format!("{name}:{}: unsafe belongs in device/ or memory/arena.rs", index + 1));
             }
-            // The reason stands in the comment above the statement that the block is part of.
+            // A SAFETY comment must stand on the line of the block or on one of the 12 lines above it.
             let reason = lines[index.saturating_sub(12)..=index].iter().any(|l| l.contains("SAFETY:"));
             if !reason {
                 problems
@@ -100,7 +101,7 @@ fn unsafe_has_its_places_and_its_reasons() {
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
 
-/// Ways to open a file that would wait for a pipe's other end, or read a device without end.
+/// Calls that open a file and could block until the other end of a pipe is opened, or read a device file endlessly.
 const UNBOUNDED: [&str; 9] = [
     "fs::read(",
     "read_to_string(",
@@ -112,8 +113,9 @@ const UNBOUNDED: [&str; 9] = [
     "Toml::file",
     "Mmap",
 ];
-/// Files that may: the helper itself, what maps a file that it has opened, a probe of device files, a new file that is
-/// only written, and what reads the kernel's own files about the program's worker processes (`/proc/PID/stat`).
+/// Files in which those calls are allowed: the helper `config::file` itself, code that maps a file it has already
+/// opened, a probe of device files, code that creates a file and only writes to it, and code that reads
+/// `/proc/PID/stat` of the program's worker processes.
 const OPENERS: [&str; 6] = [
     "src/config/file.rs",
     "src/memory/arena.rs",
@@ -139,7 +141,7 @@ fn files_are_opened_in_one_place() {
 #[test]
 fn tokio_lives_in_the_service() {
     for (name, text) in files("src", "rs") {
-        // The exporter's and the client's runtimes are made where they are used.
+        // The telemetry exporter and the command-line client create their own runtimes.
         if ["src/service/", "src/telemetry/", "src/cli/"].iter().any(|place| name.starts_with(place)) {
             continue;
         }

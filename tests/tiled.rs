@@ -1,14 +1,13 @@
-//! Goal: `pack_rows` and `tiled` mean what their `reference()` says, and the references what the
-//! formula says. Method: as in `kernels.rs`, on awkward shapes; on the CPU drivers the variant
-//! without matrices, on a GPU (`OSTINATO_TEST_GPU`) every variant, there also at the shapes of real
-//! models with a sample of the outputs.
+//! Goal: `pack_rows` and `tiled` match their `reference()`, and the references match the formula. Method: as in
+//! `kernels.rs`, with awkward shapes. The CPU drivers run the variant without matrix units. A GPU (`OSTINATO_TEST_GPU`)
+//! runs every variant, also at the shapes of real models, where a sample of the outputs is compared.
 //!
-//! Tolerances: both sides multiply the same 16-bit numbers, whose products f32 holds exactly. What
-//! differs is the order of sums of up to 1,024 terms, a few units in the last place (2^-24 ≈ 6e-8) of
-//! sums of about 1, and `exp`: 2e-5, as in `kernels.rs`; a missing term of these inputs is above 1e-3.
-//! Sums of 4,096 terms on matrix units, which may cut each partial sum off rather than round it:
-//! 256 steps of 2^-23 of the largest, about 4, are 1.2e-4. Where a result is rounded to 16 bits it may
-//! fall to either side: one unit in the last place, 2^-7 (bfloat16) or 2^-10 (half) of the value.
+//! Tolerances: both sides multiply the same 16-bit numbers, whose products are exact in f32. They differ in the order
+//! of sums of up to 1,024 terms, by a few units in the last place (2^-24 ≈ 6e-8) of sums of about 1, and in `exp`:
+//! 2e-5, as in `kernels.rs`. A missing term of these inputs changes a sum by more than 1e-3. Sums of 4,096 terms on
+//! matrix units, which may truncate each partial sum instead of rounding it: 256 steps of 2^-23 of the largest sum,
+//! about 4, are 1.2e-4. A result that is rounded to 16 bits may be rounded either way: one unit in the last place, 2^-7
+//! (bfloat16) or 2^-10 (half) of the value.
 
 mod common;
 mod harness;
@@ -25,11 +24,11 @@ use ostinato::memory::pack::{Format, fragment_index};
 
 const FORMATS: [Format; 2] = [Format::Bf16, Format::F16];
 const EPSILON: f32 = 1e-3;
-/// See the head of the file.
+/// Tolerances, explained at the top of the file.
 const SUMS: f32 = 2e-5;
 const LONG_SUMS: f32 = 1.2e-4;
 
-/// The variants of `tiled` that the drivers under test run.
+/// Returns the variants of `tiled` that the selected drivers support.
 fn tiles() -> &'static [Tile] {
     match Driver::first() {
         Driver::Gpu => &[Tile::Plain, Tile::Square, Tile::Half, Tile::Wide],
@@ -62,8 +61,8 @@ fn bits(format: Format, value: f32) -> u16 {
     if format == Format::F16 { f16::from_f32(value).to_bits() } else { bf16::from_f32(value).to_bits() }
 }
 
-/// `rows × cols` values at `index(row, col)` of as many words as the padded matrix has; padded
-/// columns are zero, padded rows NaN: nothing may come of them.
+/// Packs `rows × cols` values at `index(row, col)` into the words of the padded matrix. Padded columns are zero. Padded
+/// rows are NaN, because they must not affect any result.
 fn packed(
     format: Format,
     values: &[f32],
@@ -90,7 +89,7 @@ fn number(memory: &HostMemory, format: Format, range: Range, i: usize) -> f32 {
     memory.weight(format, range, i as u32)
 }
 
-/// The reference must agree with a formula in f64 far more closely than the device must.
+/// Checks the reference against a formula in f64, with a much smaller tolerance than that of devices.
 fn near(found: f32, wanted: f64, what: &str) {
     let difference = (f64::from(found) - wanted).abs();
     assert!(difference <= 2e-6 * (1.0 + wanted.abs()), "the reference says {found:e}, the formula {wanted:e}: {what}");
@@ -149,7 +148,7 @@ fn pack_rows_norms_rounds_and_pads() {
                     None => 0.0,
                 };
                 let exact = round(packed.format, wanted);
-                // The formula's last bit of f32 may decide how it is rounded.
+                // The last bit of the formula's f32 value may decide the direction of rounding.
                 let near = norm && (found - exact).abs() <= exact.abs() * 2f32.powi(-7);
                 assert!(found == exact || near, "row {row}, column {col} of {k}: {found:e}, not {exact:e}");
             }
@@ -158,7 +157,7 @@ fn pack_rows_norms_rounds_and_pads() {
     check(&cases, &reference);
 }
 
-/// A product over logical values.
+/// A matrix product with unpacked values.
 struct Logical {
     format: Format,
     n: u32,
@@ -181,7 +180,7 @@ impl Logical {
         bias: bool,
         epilogue: Epilogue,
     ) -> Logical {
-        // Outputs of about 1, so that silu bends and a missing term shows.
+        // Outputs are about 1, where silu is nonlinear and a missing term is visible.
         let size = 3.0 / (k as f32).sqrt();
         Logical {
             format,
@@ -201,7 +200,7 @@ impl Logical {
         if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n }
     }
 
-    /// Its buffers, poisoned wherever nothing may be read.
+    /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
     fn product(&self, cases: &mut Cases, rows: u32, into_packed: bool, sums: f32) -> Tiled {
         let Logical { format, n, k, .. } = *self;
         let weight = cases.words("weight", &packed(format, &self.w, (n, k), 16, fragment_index));
@@ -213,7 +212,7 @@ impl Logical {
             let words = Packed::bytes(rows, n / 2) as usize / 4;
             Output::Packed(Packed { range: cases.output("y", words, rounded(format)), format, cols: n / 2 })
         } else {
-            // More than the outputs need, so that a row's end is seen.
+            // The stride is larger than the outputs need, so that writes after a row's end are detected.
             let stride = self.outputs().next_multiple_of(8) + 8;
             let mut y = vec![f32::from_bits(POISON); (rows * stride) as usize];
             if self.epilogue == Epilogue::Residual {
@@ -235,7 +234,7 @@ impl Logical {
         }
     }
 
-    /// Output `i` of a row.
+    /// Returns output `i` of a row by the formula.
     fn wanted(&self, row: usize, i: usize) -> f64 {
         let (n, k) = (self.n as usize, self.k as usize);
         let x = &self.x[row * k..(row + 1) * k];
@@ -251,7 +250,7 @@ impl Logical {
         }
     }
 
-    /// Compares what the reference left in y with the formula.
+    /// Compares the values that the reference left in y with the formula.
     fn check_reference(&self, memory: &HostMemory, y: Output, what: &str) {
         for row in 0..self.used as usize {
             for i in 0..self.outputs() as usize {
@@ -305,7 +304,7 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
                 }
             }
         }
-        // More tiles of x than meet one tile of W at a time.
+        // More tiles of x than are multiplied with one tile of W at a time.
         cases.case("many".to_owned());
         let logical = Logical::new(&mut random, Format::Bf16, (90, 32), 600, true, Epilogue::Store);
         let product = logical.product(&mut cases, 704, false, SUMS);
@@ -317,8 +316,8 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
     }
 }
 
-/// The layouts of three kernels fit together: norm, gate and up, SwiGLU, down, residual.
-/// The rows of larger decode batches: all are in use, over several panels and workgroup shapes.
+/// Goal: `panel` multiplies the rows of larger decode batches, all of which are in use, with several panels and
+/// workgroup shapes.
 #[test]
 fn panel_multiplies_the_rows_of_a_batch() {
     let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];
@@ -350,7 +349,7 @@ fn panel_multiplies_the_rows_of_a_batch() {
     }
 }
 
-/// The tiles made for batches: all rows are in use.
+/// Goal: the tile variants for batches are correct where all rows are in use.
 #[test]
 fn tiled_multiplies_the_rows_of_a_batch() {
     if Driver::first() != Driver::Gpu {
@@ -380,7 +379,8 @@ fn tiled_multiplies_the_rows_of_a_batch() {
     }
 }
 
-/// A norm that is folded into the products around it: attention's output, residual, norm, gate and up, SwiGLU.
+/// Goal: a norm can be folded into the products around it: attention's output projection, residual, norm, gate and up,
+/// SwiGLU.
 #[test]
 fn panels_fold_the_norm_between_them() {
     for matrices in ways() {
@@ -410,7 +410,7 @@ fn panels_fold_the_norm_between_them() {
             cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
             cases.case(format!("{rows}x{hidden}.behind"));
             let logical = Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::SwiGlu);
-            // A value of x that was rounded the other way moves what comes of it.
+            // A value of x that is rounded the other way changes the results that depend on it.
             let second = logical.product(&mut cases, rows, false, 1e-2);
             let second = Tiled { x: unscaled.rows, ..second };
             cases.recording.call(panel(&second, rows, *matrices, config, Fold::Scale(unscaled, EPSILON)));
@@ -420,6 +420,8 @@ fn panels_fold_the_norm_between_them() {
     }
 }
 
+/// Goal: the layouts of the three kernels of a feed-forward block fit together: norm, gate and up with SwiGLU, down
+/// with residual.
 #[test]
 fn a_feed_forward_block_runs_on_packed_rows() {
     let (hidden, inner, rows, used) = (72u32, 104u32, 128u32, 77u32);
@@ -438,8 +440,8 @@ fn a_feed_forward_block_runs_on_packed_rows() {
             let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
             let residual = Activations { range: cases.floats("x", &x), stride: hidden };
             let norm = cases.floats("norm", &norm);
-            // A number that falls to the other side when it is rounded moves what comes of it; a wrong
-            // place moves it by about 1.
+            // A value that is rounded the other way changes the results that depend on it; a wrong position changes
+            // them by about 1.
             cases.expect(residual.range, Expect::Floats(1e-2));
             let spaces = [("packed", hidden), ("middle", inner)].map(|(name, cols)| {
                 let words = Packed::bytes(rows, cols) as usize / 4;
@@ -469,7 +471,7 @@ fn a_feed_forward_block_runs_on_packed_rows() {
     }
 }
 
-/// The interpreter would take minutes for these: a sample of the outputs is compared.
+/// The interpreter would take minutes for these shapes, so only a sample of the outputs is compared.
 #[test]
 fn tiled_at_the_shapes_of_models() {
     if Driver::first() != Driver::Gpu {

@@ -1,7 +1,7 @@
-//! Goal: one trace leads from a client's own span to what ran on the device for it, and the same times can be had as a
-//! profile with every kernel. Method: the embedded demo model on lavapipe behind the real service, with an OTLP receiver
-//! in the process; the program itself (`ostinato profile`) asks for the profile and writes the trace file. One test for
-//! spans, as a process has one subscriber.
+//! Goal: one trace leads from a client's own span to the work on the device, and a profile shows the same times with
+//! every kernel. Method: the embedded demo model on lavapipe behind the real service, with an OTLP receiver in the
+//! process; the program itself (`ostinato profile`) requests the profile and writes the trace file. There is one test
+//! of spans, because a process has one tracing subscriber.
 
 mod common;
 mod harness;
@@ -29,7 +29,7 @@ fn demo(vulkan: &Vulkan, driver: Driver, name: &str) -> Host {
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-/// A greedy request that goes on to its last token.
+/// Returns a greedy request that generates all its tokens.
 fn long(model: &str, id: &str, tokens: u32) -> proto::GenerateRequest {
     let mut request = token_request(model, &[5, 80, 300, 7, 1200], tokens);
     request.request_id = id.to_owned();
@@ -74,7 +74,7 @@ async fn a_trace_leads_from_the_client_to_the_device_and_a_load_shows_where_its_
     assert_eq!(hex(&rpc.parent_span_id), "00f067aa0ba902b7", "the client's own span");
     assert_eq!(child(&trace, rpc, "text_completion traced").parent_span_id, rpc.span_id);
     check_steps(&trace);
-    // What the demo's regions are called, and how their times were found.
+    // The names of the demo model's regions, and how their times were determined.
     let regions: Vec<&Span> =
         trace.iter().filter(|span| find(&span.attributes, "ostinato.region.runs").is_some()).collect();
     for name in ["prefill.16", "head.1", "decode.1"] {
@@ -90,7 +90,7 @@ async fn a_trace_leads_from_the_client_to_the_device_and_a_load_shows_where_its_
         })
         .sum();
     assert!(decoded >= 23, "{decoded} steps for 24 tokens");
-    // On one queue nothing overlaps.
+    // Regions on one queue do not overlap.
     let mut sorted = regions.clone();
     sorted.sort_by_key(|span| span.start_time_unix_nano);
     for pair in sorted.windows(2) {
@@ -117,7 +117,8 @@ async fn a_trace_leads_from_the_client_to_the_device_and_a_load_shows_where_its_
     vulkan.assert_clean();
 }
 
-/// Kernels lie in their region one behind the other and fill it; regions lie between submission and end.
+/// Checks that the kernels of a region follow each other without a gap and lie within it, and that regions lie between
+/// submission and completion. Returns the number of regions with kernel times.
 fn check_profile(profile: &proto::ProfileResponse) -> usize {
     let mut timed = 0;
     for step in &profile.steps {
@@ -153,7 +154,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
         assert!(plain.transfers.iter().any(|transfer| transfer.bytes > 0), "weights were copied");
         assert!(plain.transfers.iter().all(|t| t.end_ns == 0 || t.begin_ns <= t.end_ns));
 
-        // The program asks for the next plans, while a request runs.
+        // The program requests the next plans while a request runs.
         let file = tempfile::NamedTempFile::new().unwrap();
         let profiler = std::process::Command::new(env!("CARGO_BIN_EXE_ostinato"))
             .args(["profile", "--server", &served.address, "--steps", "4", "--kernels", "--wait", "60", "-o"])
@@ -161,7 +162,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
             .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
-        // What it asks for has reached the engine when a step with kernels has run.
+        // A step record with kernels shows that the profile request has reached the engine.
         let until = Instant::now() + Duration::from_secs(120);
         let kernels = |step: &ostinato::replica::observer::StepRecord| {
             step.submissions.iter().flat_map(|s| &s.regions).any(|region| !region.kernels.is_empty())
@@ -181,7 +182,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
         for word in ["decode.1 with every kernel timed", "lm_head", "gate_up", "share", "ui.perfetto.dev"] {
             assert!(said.contains(word), "no \"{word}\" in\n{said}");
         }
-        // A Perfetto trace is fields of number 1 to its end.
+        // A Perfetto trace file consists of fields with number 1.
         let mut rest: &[u8] = &std::fs::read(file.path()).unwrap();
         let mut packets = 0;
         while let Some((&tag, body)) = rest.split_first() {
@@ -197,7 +198,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
         assert!(timed >= 4, "{timed} regions");
         let count = after.steps.iter().filter(|step| check_profile(&single(step)) > 0).count();
         assert_eq!(count, 4, "as many plans as were asked for");
-        // Labels are the recording's, from the first to the last call.
+        // The labels are those of the recording, from the first call to the last.
         let timed = |region: &&proto::RegionRun| region.name == "decode.1" && !region.kernels.is_empty();
         let regions = || after.steps.iter().flat_map(|step| &step.submissions).flat_map(|s| &s.regions);
         let labels: Vec<&str> = regions().find(timed).unwrap().kernels.iter().map(|k| k.label.as_str()).collect();

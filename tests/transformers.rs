@@ -1,6 +1,6 @@
-//! Goal: the same tokens and logits as Hugging Face transformers (float32) from whole models on
-//! the CPU drivers. Method: each committed random-weight checkpoint is served in process; 64
-//! greedy tokens must be equal, logits must lie within a relative error.
+//! Goal: whole models on the CPU drivers give the same tokens and logits as Hugging Face transformers (float32).
+//! Method: each committed random-weight checkpoint is served in process. 64 greedy tokens must be equal, and the logits
+//! must agree within a relative error.
 
 mod common;
 mod harness;
@@ -14,7 +14,7 @@ use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use std::path::{Path, PathBuf};
 
-/// With f32 keys and values nothing is rounded but sums.
+/// The allowed relative error with f32 keys and values, where only sums differ.
 const EXACT: f64 = 2e-3;
 
 fn fixtures() -> Vec<PathBuf> {
@@ -31,7 +31,7 @@ fn fixtures() -> Vec<PathBuf> {
 fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat) -> Host {
     let uuid = vulkan.adapter(driver).uuid;
     let own = folder.join("config.json").exists();
-    // What is expected of a model of the program lies in a folder of its name.
+    // For an embedded model the fixture folder has its name and contains only the expected output.
     let name = folder.file_name().map(Path::new).and_then(config::embedded);
     let path =
         if own { folder } else { Path::new(name.expect("a fixture is a checkpoint or of a model of the program")) };
@@ -54,13 +54,13 @@ fn check(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat, limit: im
     let host = serve(vulkan, driver, folder, kv);
     let replica = &host.replicas().next().expect("one model");
     let count = expected.greedy.len() as u32;
-    // Run ahead, as every request does.
+    // First with run-ahead, as every request runs.
     let ran = generate(replica, request(&expected.prompt, count));
     assert_eq!(ran.tokens, expected.greedy, "{name} on {driver:?} with {kv:?}");
     assert_eq!(ran.finished.reason, FinishReason::Length);
     let submits = ran.finished.per_token.submits;
     assert!(submits < 1.0, "{name}: {submits} submits a token");
-    // Step by step, with logits, as far as there are some to compare them with.
+    // Then step by step with logits, up to the last step that has expected logits.
     let steps = expected.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
     let stepped = generate(replica, Request { dump_logits: true, ..request(&expected.prompt, steps) });
     let limit = limit(&expected);
@@ -87,8 +87,8 @@ fn fixtures_agree_on_lavapipe_with_f32_keys_and_values() {
 fn fixtures_agree_on_lavapipe_with_f16_keys_and_values() {
     let vulkan = Vulkan::new();
     for folder in fixtures() {
-        // What rounding keys and values costs transformers itself, with room for other sums. Files of the demo models
-        // have no rounding: a trained model is held to the exact limit either way.
+        // The error that rounding keys and values causes in transformers itself, with room for different sums. The
+        // files of the demo models have no such measurement: a trained model must meet the exact limit in either case.
         check(&vulkan, Driver::Lavapipe, &folder, KvFormat::F16, |e| 3.0 * e.f16_kv.unwrap_or(EXACT / 3.0));
     }
 }

@@ -1,6 +1,6 @@
-//! Goal: `ostinato tune` finds what it says, keeps it, and a later start uses it without changing what is
-//! generated. Method: the embedded demo model on lavapipe, few values of each choice; kept files are then
-//! changed to what a machine may hold: other entries, another driver's, torn ones.
+//! Goal: `ostinato tune` stores the improvements that it reports, and later starts use them without changing generated
+//! tokens. Method: the embedded demo model on lavapipe with few values of each choice. The stored file is then replaced
+//! by other content that a machine may have: other entries, a file for other shaders, a truncated one.
 
 mod common;
 mod harness;
@@ -17,7 +17,7 @@ use ostinato::model::demo;
 use std::path::Path;
 use std::time::Duration;
 
-/// What a start says of tuned shapes, and 12 tokens after some prompt.
+/// Returns the lines about tuned shapes that a start prints, and 12 tokens generated after a prompt.
 fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Vec<String>, Vec<u32>) {
     let mut model = Model::new("demo", DEMO_PATH, Some(&adapter.uuid));
     model.context = Some(64);
@@ -35,7 +35,7 @@ fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Ve
     (lines, tokens)
 }
 
-/// Tunes with few values; gives what happened and the file that was kept.
+/// Tunes with few values. Returns the events and the path of the stored file.
 fn tune_demo(
     vulkan: &Vulkan,
     adapter: &Adapter,
@@ -75,7 +75,7 @@ fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
         assert!(events.iter().any(found), "{name} is kept as {value} and was not found in {events:?}");
     }
 
-    // Three entries of this model, whatever was found; one of another.
+    // Three entries for this model, independent of the tuning result, and one for another model.
     file["shapes"] = serde_json::json!({"fragments by hand": {
         "skinny.512x256": "128/1/2", "skinny.2048x256": "64/2/1", "splits.8x4x32": "6", "splits.8x2x64": "1",
     }});
@@ -84,7 +84,7 @@ fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
     let (lines, tokens) = start(&vulkan, &adapter, cache.path(), &fragments);
     assert!(lines.len() == 1 && lines[0].contains(": 3 workgroup shapes"), "{lines:?}");
     assert_eq!(tokens, wanted);
-    // Steps on row-major weights have entries of their own.
+    // Row-major weights have separate entries.
     let (lines, _) = start(&vulkan, &adapter, cache.path(), &["fragments=0", "tags=0"]);
     assert!(lines.is_empty(), "{lines:?}");
 

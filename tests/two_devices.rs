@@ -1,6 +1,6 @@
-//! Goal: one host with two devices of different drivers serves two models at once, each where
-//! it was put, and two replicas of one model, found by every way of naming them.
-//! Method: lavapipe and SwiftShader; tokens must be those of transformers on both.
+//! Goal: one host with two devices of different drivers serves two models at once, each on its configured device, and
+//! two replicas of one model, which can be selected in every supported way. Method: lavapipe and SwiftShader; the
+//! tokens must be those of transformers on both.
 
 mod common;
 mod harness;
@@ -31,7 +31,7 @@ fn on(device: &str) -> Place {
     Place { device: Some(device.to_owned()), memory_limit: None }
 }
 
-/// Asks through the host for all tokens that are known of a checkpoint.
+/// Generates through the host all tokens that are known for a checkpoint, and checks them.
 fn ask(host: &Host, model: &str, device: &str, checkpoint: &str) -> Generated {
     let known = expected(checkpoint);
     let (_, replica) = host.route(model, device).unwrap_or_else(|e| panic!("{e}"));
@@ -68,7 +68,7 @@ fn two_models_run_on_two_devices_at_once() {
         run("seven", "qwen3-gqa7", &second.uuid);
         other.join().expect("no panic");
     });
-    // Each model is on its own device only.
+    // Each model is only on its own device.
     let error = host.route("deep", &second.uuid).map(|(served, _)| served.name.clone()).expect_err("it is elsewhere");
     assert!(matches!(&error, RouteError::UnknownDevice { model, .. } if model == "deep"), "{error}");
     for name in ["deep", "seven"] {
@@ -81,7 +81,7 @@ fn two_models_run_on_two_devices_at_once() {
 fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
     let vulkan = Vulkan::new();
     let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
-    // Chosen by UUID and by index in the configuration.
+    // The configuration selects one device by UUID and one by index.
     let places = vec![on(&adapters[0].uuid), on(&adapters[1].index.to_string())];
     let host = serve(&vulkan, vec![Model { replicas: places, ..Model::new("m", fixture("qwen3-f16"), None) }]);
     for (place, adapter) in adapters.iter().enumerate() {
@@ -103,10 +103,10 @@ fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
             assert_eq!((replica.device.index, &replica.device.name), (adapter.index, &adapter.name));
         }
     }
-    // Part of a name, in another case.
+    // Part of a name, in different case.
     let (_, replica) = host.route("m", "SWIFTSHADER").expect("found");
     assert_eq!(replica.device.uuid, adapters[1].uuid);
-    // Both at once: `ask` compares with the same tokens on each.
+    // Both run at once; `ask` compares the tokens of each.
     std::thread::scope(|scope| {
         for adapter in &adapters {
             let host = &host;
@@ -159,7 +159,7 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
         assert!(error.is_users() && error.to_string().contains(wrong), "{error}");
         lists(&error.to_string());
     }
-    // Two CPU drivers are both "cpu", and neither is taken without being asked for.
+    // The selector "cpu" matches both CPU drivers, and a CPU driver is never chosen without being selected.
     let error = start(Some("cpu"));
     assert!(matches!(&error, StartError::Device(DeviceError::Ambiguous { count: 2, .. })), "{error:?}");
     lists(&error.to_string());
@@ -168,8 +168,9 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
     lists(&error.to_string());
 }
 
-/// Goal: an actor that has ended is a device that is lost: its streams go on when it is there again, and nobody waits for
-/// an answer that does not come. Method: a submission that breaks the compute actor's rules, in the middle of a stream.
+/// Goal: an actor that has ended is treated as a lost device: its streams continue after the rebuild, and nobody waits
+/// for an answer that never comes. Method: a submission that violates the rules of the compute actor, in the middle of
+/// a stream.
 #[test]
 fn a_compute_actor_that_panics_is_a_lost_device() {
     let vulkan = Vulkan::without_validation();
@@ -194,7 +195,7 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
         waits: Vec::new(),
         gate: Some((Arc::new(Gate::new(&device).expect("a gate")), 1)),
         flush: FlushReason::Readback,
-        // Parts of what stands behind a gate are not reported.
+        // Reports of single entries are not allowed for a submission behind a gate.
         report_after: vec![1],
         outbox: Outbox { reports: reports.clone(), wake },
     });
@@ -211,13 +212,13 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
     drop(reports);
 }
 
-/// Goal: a device that is lost comes back by itself: its streams go on with the tokens that they would have had, who comes
-/// meanwhile waits, and another device feels nothing of it. Method: a replica on each driver, each lost in turn in the
-/// middle of its streams, the first twice; what the validation layer has to say is an error.
+/// Goal: a lost device is rebuilt automatically. Its streams continue with the tokens that they would have had,
+/// requests that arrive meanwhile wait, and another device is not affected. Method: a replica on each driver; each
+/// device is lost in the middle of its streams, the first one twice. Any validation message is an error.
 #[test]
 fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
-    // A GPU's streams must not end before it is lost. What it computes again in chunks is rounded otherwise: only their
-    // beginnings, from before the loss, are known to the token.
+    // On a GPU the streams must be long enough not to end before the loss. A prompt and output that are computed again
+    // in chunks are rounded differently, so only the tokens from before the loss are known exactly.
     let (tokens, known) = if Driver::first() == Driver::Gpu { (450, 5) } else { (40, 40) };
     let vulkan = Vulkan::new();
     let places = Driver::all().iter().map(|driver| on(&vulkan.adapter(*driver).uuid)).collect();
@@ -244,7 +245,7 @@ fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
         for round in 1..=rounds {
             let device = handle(&replica.device.uuid);
             let there = elsewhere.map(|replica| submit(replica, named("elsewhere")));
-            // One more than has a slot.
+            // One request more than there are slots.
             let streams = ["a", "b", "c"].map(|id| submit(replica, named(id)));
             let start = Instant::now();
             while streams[0].len() < 5 * round {

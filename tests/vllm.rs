@@ -1,5 +1,5 @@
-//! The engine contract of routers, `vllm.grpc.engine.VllmEngine`: a real gRPC client, a server on loopback, fake devices.
-//! `tests/fleet.rs` has a real router in front of two servers.
+//! Tests of the routers' engine contract, `vllm.grpc.engine.VllmEngine`, with a real gRPC client, a server on loopback
+//! and fake devices. `tests/fleet.rs` runs a real router in front of two servers.
 
 mod serving;
 
@@ -38,7 +38,7 @@ fn alpha(replicas: Vec<(usize, FakeConfig)>) -> ServedModel {
     model("alpha", Some(tokenizer(true)), replicas, 8)
 }
 
-/// One model on one device.
+/// Serves one model on one device.
 async fn one(step: Duration, script: &[u8]) -> Served {
     serve_models(vec![alpha(vec![(0, fake(step, script))])], Options::default()).await
 }
@@ -47,7 +47,7 @@ fn ids(text: &str) -> Vec<u32> {
     text.bytes().map(u32::from).collect()
 }
 
-/// Asks for `max_tokens` after the bytes of a text.
+/// Returns a request for `max_tokens` tokens after a prompt whose token ids are the bytes of a text.
 fn request(prompt: &str, max_tokens: u32) -> contract::GenerateRequest {
     let tokens = contract::TokenizedInput { original_text: "not looked at".to_owned(), input_ids: ids(prompt) };
     contract::GenerateRequest {
@@ -62,7 +62,7 @@ fn params(request: &mut contract::GenerateRequest) -> &mut contract::SamplingPar
     request.sampling_params.as_mut().unwrap()
 }
 
-/// A stream read to its end.
+/// The contents of a response stream that was read to its end.
 #[derive(Debug, Default)]
 struct Told {
     chunks: Vec<contract::GenerateStreamChunk>,
@@ -83,7 +83,8 @@ impl Told {
     }
 }
 
-/// Reads to the end and checks on the way: chunks count themselves, and nothing follows a sample's end.
+/// Reads a stream to its end. Checks that each chunk has its own token count, and that nothing follows the end of a
+/// sample.
 async fn read_told(mut stream: tonic::Streaming<contract::GenerateResponse>) -> Told {
     let mut told = Told::default();
     loop {
@@ -140,20 +141,21 @@ async fn tokens_come_in_chunks_and_one_end_or_all_at_once() {
     assert!(whole.chunks.is_empty(), "{whole:?}");
     assert_eq!(whole.complete(), complete);
 
-    // Text is encoded as our own service does it.
+    // A text prompt is encoded as by our own service.
     let mut text = request("", 12);
     text.input = Some(Input::Text("hello".to_owned()));
     assert_eq!(ask(&mut client, text).await.complete(), complete);
 }
 
-/// Method: the fake draws tokens from the prompt, the index and, where it does not draw greedily, the seed; so equal
-/// tokens mean that seed and temperature came through.
+/// Goal: requests through both contracts give the same tokens and usage. Method: the fake device derives tokens from
+/// the prompt, the index and, unless it samples greedily, the seed. So equal tokens mean that seed and temperature
+/// arrived.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_same_request_gives_the_same_tokens_and_usage_as_our_own_service() {
     let served = one(FAST, b"").await;
     let (mut theirs, mut ours) = (client(&served).await, served.client().await);
     let prompt = "the same prompt, long enough for pages of its own: ".repeat(3);
-    // (theirs: temperature, seed; ours: temperature, seed)
+    // The routers' contract: temperature, seed; our own: temperature, seed.
     let cases: [(Option<f32>, i32, f32, u64); 4] =
         [(None, 7, 1.0, 7), (Some(0.5), 7, 0.5, 7), (Some(0.0), 7, 0.0, 0), (None, -5, 1.0, u64::MAX - 4)];
     let mut all = Vec::new();
@@ -184,7 +186,8 @@ async fn the_same_request_gives_the_same_tokens_and_usage_as_our_own_service() {
         assert_eq!(complete.completion_tokens, usage.output_tokens);
         assert_eq!(complete.prompt_tokens, usage.prompt_tokens);
         assert_eq!((complete.spec_draft_tokens, complete.spec_accepted_tokens), (0, 0));
-        // The first round's prompt is new to the cache, ours of the same round is not.
+        // In the first round the routers' request is the first with this prompt; later ones find it in the prefix
+        // cache.
         let cached = if round == 0 { 0 } else { usage.cached_tokens };
         assert_eq!(complete.cached_tokens, cached, "round {round}");
         assert!(usage.cached_tokens >= 144, "{usage:?}");
@@ -241,7 +244,7 @@ async fn stop_strings_ids_and_the_end_of_sequence_end_it_and_say_so() {
     let told = ask(&mut client, stopped.clone()).await;
     assert_eq!((told.ids(0), told.complete().finish_reason.as_str()), (ids("on"), "stop"));
     assert_eq!(told.complete().matched_stop, Some(MatchedStop::MatchedTokenId(u32::from(b'n'))));
-    // Not before as many tokens as asked for.
+    // A stop id does not count before `min_tokens` tokens.
     params(&mut stopped).min_tokens = 5;
     assert_eq!(ask(&mut client, stopped).await.complete().completion_tokens, 20, "the n of the second \"one\"");
 
@@ -254,7 +257,7 @@ async fn stop_strings_ids_and_the_end_of_sequence_end_it_and_say_so() {
     let mut on = request("x", 50);
     params(&mut on).ignore_eos = true;
     assert_eq!(ask(&mut client, on.clone()).await.complete().completion_tokens, 50);
-    // Special tokens are spelled out for stop strings, but where they are to be skipped.
+    // Special tokens count as text for stop strings, unless they are to be skipped.
     params(&mut on).stop = vec!["z<|end|>x".to_owned()];
     let told = ask(&mut client, on.clone()).await;
     assert_eq!(told.complete().matched_stop, Some(MatchedStop::MatchedStopStr("z<|end|>x".to_owned())));
@@ -265,9 +268,9 @@ async fn stop_strings_ids_and_the_end_of_sequence_end_it_and_say_so() {
     assert_eq!(ask(&mut client, on).await.complete().completion_tokens, 5);
 }
 
-/// Goal: the space of the first token behind a prompt is text, to clients of our own service and to stop strings of both.
-/// Method: a tokenizer whose decoder removes the first space of a text, as those of SentencePiece do; the device draws
-/// " ab b" over and over.
+/// Goal: the space of the first token after a prompt is part of the text, for clients of our own service and for stop
+/// strings of both contracts. Method: a tokenizer whose decoder removes the first space of a text, as those of
+/// SentencePiece do. The device repeats " ab b".
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_output_keeps_the_space_that_it_begins_with() {
     let mut config = fake(FAST, &[]);
@@ -283,7 +286,7 @@ async fn an_output_keeps_the_space_that_it_begins_with() {
         (text.clone(), " ab b ab b"),
         (chat, " ab b ab b"),
         (token_request("alpha", &[1, 4, 6], 6), " ab b ab b"),
-        // Nothing is before it: decoders remove the space of a text's first token.
+        // No text precedes the output, and decoders remove the space of a text's first token.
         (token_request("alpha", &[1], 6), "ab b ab b"),
     ] {
         let outcome = generate(&mut ours, request.clone()).await;
@@ -311,7 +314,8 @@ async fn an_output_keeps_the_space_that_it_begins_with() {
     }
 }
 
-/// The contract brings back ids; where they wait for their text, for a stop string's sake, a chunk holds whole characters.
+/// Goal: if stop strings are given, each chunk contains whole characters. Method: the contract returns ids, which are
+/// then held back until their text is complete.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_chunk_splits_a_character_where_text_is_looked_at() {
     let text = "aé€𝄞z";
@@ -432,7 +436,7 @@ async fn a_prompt_is_cut_at_its_beginning_where_asked() {
     }
     params(&mut cut).truncate_prompt_tokens = Some(100);
     assert_eq!(ask(&mut client, cut.clone()).await.complete().prompt_tokens, 9, "it is shorter");
-    // What the context has room for, and one token.
+    // -1 keeps as many prompt tokens as the context holds, minus one place for the output.
     let mut long = request(&"x".repeat(5000), 8);
     assert_eq!(ask(&mut client, long.clone()).await.error.unwrap().code(), Code::InvalidArgument);
     params(&mut long).truncate_prompt_tokens = Some(-1);
@@ -488,7 +492,7 @@ async fn a_client_that_goes_away_and_a_deadline_free_the_row() {
         late.set_timeout(Duration::from_millis(200));
         let told = ask(&mut client, late).await;
         let status = told.error.expect("the deadline is the call's status");
-        // The client's own clock may be first to say so.
+        // The client's own timer may expire first.
         assert!([Code::DeadlineExceeded, Code::Cancelled].contains(&status.code()), "{status:?}");
         served.idle("alpha/0", Duration::from_secs(5)).await;
     }
@@ -517,7 +521,7 @@ async fn a_lost_device_and_a_full_queue_have_their_codes() {
     }
     let status = client.generate(request("x", 4)).await.unwrap_err();
     assert_eq!((status.code(), status.message().contains("queue")), (Code::ResourceExhausted, true), "{status:?}");
-    // And the limit of a client counts samples of this contract too.
+    // The limit per client also counts samples of this contract.
     let mut two = request("x", 4);
     params(&mut two).n = 2;
     let status = client.generate(two).await.unwrap_err();
@@ -579,7 +583,7 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         let status = ask(&mut client, message).await.error.unwrap_or_else(|| panic!("{field} was served"));
         assert_eq!((status.code(), status.message()), (Code::Unimplemented, &*format!("{field} is not served yet")));
     }
-    // Refusals are counted as those of our own service are.
+    // Refusals are counted like those of our own service.
     let metrics = ostinato::service::admin::metrics::render(Some(&served.host));
     let counted = format!("ostinato_requests_refused_total{{code=\"UNIMPLEMENTED\"}} {asked}");
     assert!(metrics.lines().any(|line| line == counted), "no {counted}");
@@ -625,7 +629,7 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         assert!(status.message().contains(words), "{words}: {status:?}");
     }
     served.idle("alpha/0", Duration::from_secs(1)).await;
-    // The edges of what is served.
+    // Values at the limits of what is served.
     let mut message = request("x", 3);
     *params(&mut message) = contract::SamplingParams {
         max_tokens: Some(3),
@@ -638,14 +642,14 @@ async fn what_cannot_be_served_is_refused_by_name_and_takes_no_row() {
         ..Default::default()
     };
     assert_eq!(ask(&mut client, message).await.complete().output_ids, ids("abc"));
-    // Nothing set but the prompt: as many tokens as the context has room for.
+    // With only a prompt, the output may fill the context.
     let mut bare = request("x", 1);
     bare.sampling_params = None;
     assert_eq!(ask(&mut client, bare).await.complete().completion_tokens, 4095);
 
     let embed = client.embed(contract::EmbedRequest::default()).await.unwrap_err();
     assert_eq!((embed.code(), embed.message()), (Code::Unimplemented, "Embed is not served yet"));
-    // Other engines' services, which routers look for first.
+    // Routers look for the services of other engines first.
     let mut other = tonic::client::Grpc::new(served.channel().await);
     other.ready().await.unwrap();
     let path = "/sglang.grpc.scheduler.SglangScheduler/HealthCheck".parse().unwrap();
@@ -784,12 +788,13 @@ async fn loads_are_told_by_rank() {
     assert!(busy.num_used_tokens >= 2 * 100 && busy.num_used_tokens % 16 == 0, "{busy:?}");
     assert_eq!(busy.token_usage, f64::from(busy.num_used_tokens) / f64::from(512 * 16));
     assert_eq!((busy.utilization, busy.num_waiting_uncached_tokens), (1.0, 100));
-    // The second prompt found all but its last page.
+    // The second prompt found all but its last page in the prefix cache.
     assert_eq!(busy.cache_hit_rate, 96.0 / 200.0);
-    // At most what two rows draw in so many steps, and it has run for a part of the window.
+    // Two rows with steps of 5 ms draw at most 400 tokens per second, and they have run for only a part of the
+    // measuring window.
     assert!(busy.gen_throughput > 5.0 && busy.gen_throughput <= 400.0, "{busy:?}");
 
-    // Routers ask for sections that not every engine has.
+    // Routers ask for sections that not every engine provides.
     let of = |dp_rank| contract::GetLoadsRequest { dp_rank, include: vec!["core".to_owned(), "lora".to_owned()] };
     let one = client.get_loads(of(Some(1))).await.unwrap().into_inner();
     assert_eq!((one.dp_rank_count, one.loads[0].dp_rank), (1, 1));
@@ -803,7 +808,7 @@ async fn loads_are_told_by_rank() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_tokenizer_comes_as_a_zip_whose_hash_is_right() {
     let mut files = tokenizer(true).files().to_vec();
-    // Large and hard to compress, so that it takes several pieces.
+    // Large and hard to compress, so that the archive takes several chunks.
     let mut state = 1u64;
     let noise: String = (0..300_000)
         .map(|_| {
@@ -873,7 +878,7 @@ async fn a_flushed_cache_knows_no_prompt_and_a_busy_one_is_not_flushed() {
         assert_eq!(cached(&mut client, rank).await, 96);
     }
 
-    // Not while something runs, which goes on.
+    // A flush is refused while a request runs, and the request continues.
     let mut message = request("x", 400);
     message.data_parallel_rank = Some(0);
     let open = client.generate(message).await.unwrap().into_inner();
@@ -883,7 +888,7 @@ async fn a_flushed_cache_knows_no_prompt_and_a_busy_one_is_not_flushed() {
     let begun = Instant::now();
     let refused = client.flush_cache(flush(0.1)).await.unwrap().into_inner();
     assert!(!refused.success && begun.elapsed() >= Duration::from_millis(100), "{refused:?}");
-    // But once it has ended.
+    // With a longer timeout the flush succeeds once the request has ended.
     let flushed = tokio::spawn({
         let mut client = client.clone();
         async move { client.flush_cache(flush(60.0)).await.unwrap().into_inner() }
@@ -912,7 +917,7 @@ async fn a_profile_times_the_kernels_between_its_start_and_its_end() {
             served.idle(&format!("alpha/{rank}"), Duration::from_secs(1)).await;
         }
     };
-    // Plans that were timed, of all, by rank.
+    // Returns for each rank the number of plans with kernel times and the number of all plans.
     let timed = || -> Vec<(usize, usize)> {
         let count = |replica: std::sync::Arc<ostinato::replica::Replica>| {
             let steps = replica.steps(usize::MAX);
@@ -960,21 +965,22 @@ async fn a_profile_times_the_kernels_between_its_start_and_its_end() {
     }
 }
 
-/// The page before a page, and its tokens.
+/// The hash of a page's predecessor and the page's tokens.
 type Known = (Option<i64>, Vec<u32>);
 
-/// What a subscriber knows, by rank.
+/// The cached pages of both ranks as a subscriber of events knows them.
 #[derive(Debug, Default)]
 struct Follower {
-    /// By hash: the page before, and the tokens.
+    /// By rank and page hash: the predecessor and the tokens.
     pages: [BTreeMap<i64, Known>; 2],
-    /// Sequence numbers of the last batches.
+    /// The sequence number of each rank's last batch.
     last: [u64; 2],
     removed: usize,
 }
 
 impl Follower {
-    /// Reads until `done`.
+    /// Reads batches until `done` returns true. Checks that sequence numbers have no gaps, that no page is stored
+    /// twice, and that only known pages are removed.
     async fn read(&mut self, stream: &mut tonic::Streaming<common::KvEventBatch>, done: impl Fn(&Follower) -> bool) {
         use common::kv_cache_event::Data;
         while !done(self) {
@@ -1007,7 +1013,7 @@ impl Follower {
         }
     }
 
-    /// Tokens of the chain of pages that a rank's prompt of these tokens would find.
+    /// Returns the number of tokens in known pages that a prompt of these tokens would find on a rank.
     fn finds(&self, rank: usize, tokens: &[u32]) -> usize {
         let (mut before, mut found) = (None, 0);
         for page in tokens.chunks_exact(16) {
@@ -1020,8 +1026,9 @@ impl Follower {
     }
 }
 
-/// Method: a workload on replicas with too few pages for it; whoever has followed from the beginning must know what one
-/// who comes at the end is told, and what a prompt then finds.
+/// Goal: a subscriber of page events knows which prompts are cached. Method: a workload on replicas with too few pages
+/// for it. A subscriber from the beginning must know the same pages as one that subscribes at the end, and the same
+/// that a prompt then finds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_follower_of_pages_knows_what_prompts_find() {
     let few = |index| {
@@ -1049,7 +1056,7 @@ async fn a_follower_of_pages_knows_what_prompts_find() {
         served.idle(&format!("alpha/{rank}"), Duration::from_secs(1)).await;
         told.complete().cached_tokens as usize
     };
-    // Some of it before anyone follows.
+    // Some pages are cached before anyone subscribes.
     run(0, &prompt(3, 100)).await;
     let mut other = VllmEngineClient::new(served.channel().await);
     let mut stream = other.subscribe_kv_events(subscribe(0)).await.unwrap().into_inner();
@@ -1066,7 +1073,7 @@ async fn a_follower_of_pages_knows_what_prompts_find() {
         let (rank, family, length) = (draw(2) as i32, draw(7), 20 + draw(120) as usize);
         run(rank, &prompt(family, length)).await;
     }
-    // What has a salt is nobody's business.
+    // Pages with a cache salt are not announced.
     let mut salted = token_request("alpha", &prompt(8, 100), 4);
     salted.cache_salt = "tenant".to_owned();
     generate(&mut served.client().await, salted).await;
@@ -1084,10 +1091,10 @@ async fn a_follower_of_pages_knows_what_prompts_find() {
     for rank in [0, 1] {
         for family in 0..7 {
             let tokens = prompt(family, 120);
-            // All but the last token's page can be found.
+            // At least the last token is computed, so the page that contains it is not found.
             let known = early.finds(rank as usize, &tokens).min(112);
             assert_eq!(run(rank, &tokens).await, known, "rank {rank}, family {family}");
-            // It has changed things itself: a third follower's first number says how far to read.
+            // This request has changed the cache. The sequence numbers of a new subscriber show how far to read.
             let mut now = other.subscribe_kv_events(subscribe(0)).await.unwrap().into_inner();
             let mut fresh = Follower::default();
             fresh.read(&mut now, |fresh| fresh.last.iter().all(|last| *last > 0)).await;
@@ -1100,7 +1107,7 @@ async fn a_follower_of_pages_knows_what_prompts_find() {
     assert!(flushed.success);
     early.read(&mut stream, |early| early.pages.iter().all(BTreeMap::is_empty)).await;
 
-    // Nobody who follows keeps a server from ending.
+    // A subscription must not keep the server from ending.
     let stopped = Instant::now();
     served.stop.cancel();
     let end = loop {

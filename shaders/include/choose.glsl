@@ -1,8 +1,13 @@
-// `choose_for_rows`: the experts of all ROWS rows in every workgroup, into `ids_s` and `shares_s` ([ROWS][CHOSEN]) and,
-// for the shared expert, `gates_s` ([ROWS]), once a barrier stands behind it; shares are still to be divided by what
-// `total_of` says. It waits for all logits where TAGGED is 1. Needs `logits` [ROWS][logits_stride] and what
-// `experts.glsl` needs; where SHARES is false, shares are left out. MATRIX 0: in uniform control flow.
-// By row, of all experts, where the shares are not of the chosen ones alone.
+// MoE routing inside a consumer kernel: every workgroup selects the top-k experts of all ROWS rows for itself, so that
+// no dispatch of its own is needed. Included by `expert_skinny.comp`.
+//
+// `choose_for_rows` writes `ids_s` and `shares_s` ([ROWS][CHOSEN]) and, with SHARED 1, the shared expert's gate to
+// `gates_s` ([ROWS]). The caller executes a barrier before it reads them. The shares are still unnormalized: divide
+// them by `total_of(row)`. With SHARES false the caller needs no shares, and the softmax sums are skipped. With TAGGED
+// 1 the function polls until all logits have arrived. It needs `logits` [ROWS][logits_stride] and what `experts.glsl`
+// needs. With MATRIX 0, call it in uniform control flow.
+//
+// `totals_s`: per row, the softmax denominator over all experts; used only with NORMALISE 0.
 shared float totals_s[ROWS];
 #if MATRIX == 1
 #include "experts.glsl"
@@ -17,7 +22,7 @@ float total_of(uint row) {
 }
 
 #if MATRIX == 1
-// Chooses for all rows: 32 lanes take every so manieth.
+// Selects the experts of all rows. Each group of 32 lanes takes every GROUPS-th row.
 void choose_for_rows(inout uint polls) {
     for (uint row = LANE_GROUP; row < ROWS; row += GROUPS) {
         uint base = row * logits_stride, gate = 0u, bad;
@@ -47,8 +52,9 @@ uint logit(uint at, inout uint polls) {
     return word;
 }
 
-// Chooses row by row: a candidate is chosen if fewer than CHOSEN are before it. As many turns for each invocation,
-// with the last candidate again: a CPU driver counts the turns of loops between barriers.
+// Selects the experts row by row: a candidate is chosen if fewer than CHOSEN candidates precede it in the order (key
+// descending, id ascending). Every invocation runs the same number of iterations, repeating the last candidate where it
+// has none of its own: a CPU driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
 void choose_for_rows(inout uint polls) {
     for (uint row = 0u; row < ROWS; row++) {
         barrier();

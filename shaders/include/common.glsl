@@ -1,6 +1,5 @@
-// What every kernel shares: buffer references and number formats.
-// Only 32-bit loads; 16-bit values are unpacked with bit operations, so that every
-// Vulkan 1.3 driver runs them.
+// Definitions shared by all kernels: buffer reference types and number formats. Buffers are loaded as 32-bit words
+// only, and 16-bit values are unpacked with bit operations, so that the kernels run on every Vulkan 1.3 driver.
 #extension GL_EXT_buffer_reference : require
 #extension GL_EXT_control_flow_attributes : require
 #extension GL_KHR_shader_subgroup_basic : require
@@ -18,7 +17,7 @@ layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer Wor
 float bf16_low(uint w) { return uintBitsToFloat(w << 16); }
 float bf16_high(uint w) { return uintBitsToFloat(w & 0xffff0000u); }
 
-// The weight format of a variant: 0 bfloat16, 1 float16, 2 float32.
+// The weight format of the shader variant: 0 is bfloat16, 1 is float16, 2 is float32.
 #ifndef WEIGHT
 #define WEIGHT 0
 #endif
@@ -28,7 +27,7 @@ float bf16_high(uint w) { return uintBitsToFloat(w & 0xffff0000u); }
 #define WORDS4_PER_8 1u
 #endif
 
-// Unpacks one 16-byte word of 16-bit weights into eight floats.
+// Unpacks a 16-byte word of eight 16-bit weights into eight floats.
 void unpack8(uvec4 w, out vec4 a, out vec4 b) {
 #if WEIGHT == 1
     a = vec4(unpackHalf2x16(w.x), unpackHalf2x16(w.y));

@@ -1,10 +1,10 @@
-// Arithmetic that gives the same bits on every device: only + and * of f32 (which Vulkan wants
-// correctly rounded), `precise` against contraction, and integers. `kernels::determinate` is
-// the same in Rust, and tests compare the bits. So one seed gives one text everywhere.
+// Deterministic arithmetic: it gives the same bits on every device, so that one seed gives the same text everywhere. It
+// uses only + and * of f32 (for which Vulkan requires correct rounding), `precise` to prevent contraction to FMA, and
+// integers. `kernels::determinate` implements the same functions in Rust, and tests compare the bits.
 
 const uint KEY_MINUS_INFINITY = 0x007fffffu;
 
-// An order-preserving integer of a logit. NaN counts as -inf, +inf as the largest float, -0 as 0.
+// Returns an order-preserving integer ("key") of a logit. NaN counts as -inf, +inf as the largest float, -0 as 0.
 uint key_of(float value) {
     uint bits = floatBitsToUint(value);
     uint magnitude = bits & 0x7fffffffu;
@@ -14,12 +14,12 @@ uint key_of(float value) {
     return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
 }
 
-// The logit of a key.
+// Returns the logit of a key.
 float value_of(uint key) {
     return uintBitsToFloat((key & 0x80000000u) != 0u ? key ^ 0x80000000u : ~key);
 }
 
-// e^x for x <= 0; 0 below -86. Within 2 ulp; exactly 1 at 0.
+// Returns e^x for x <= 0, and 0 for x < -86. The error is at most 2 ulp; the result is exactly 1 at 0.
 float exp_negative(float x) {
     if (!(x >= -86.0)) return 0.0;
     precise float n = floor(x * 1.44269504 + 0.5);
@@ -36,7 +36,7 @@ float exp_negative(float x) {
     return scaled;
 }
 
-// ln x for normal x > 0.
+// Returns ln x for normal x > 0.
 float log_positive(float x) {
     uint bits = floatBitsToUint(x);
     int e = int(bits >> 23) - 126;
@@ -65,13 +65,14 @@ float log_positive(float x) {
     return result;
 }
 
-// The share of a token in units of 2^-31 of the most probable one's.
+// Returns a token's probability relative to the most probable token's, in units of 2^-31; x is the token's scaled logit
+// distance from the maximum, at most 0.
 uint mass_of(float x) {
     precise float scaled = exp_negative(x) * 2147483648.0 + 0.5;
     return uint(scaled);
 }
 
-// Philox4x32-10 of the counter (draw, 0, 0, 0) under the seed: two words.
+// Returns two words of Philox4x32-10 for the counter (draw, 0, 0, 0) and the key `seed`.
 uvec2 philox(uint draw, uvec2 seed) {
     uvec4 c = uvec4(draw, 0u, 0u, 0u);
     uvec2 k = seed;
@@ -94,12 +95,12 @@ uint scramble(uint x) {
     return x;
 }
 
-// 32 random bits of a token within a draw.
+// Returns 32 random bits for a token within a draw.
 uint token_bits(uint token, uvec2 draw_key) {
     return scramble(scramble(token ^ draw_key.x) + draw_key.y);
 }
 
-// A standard Gumbel variate of 32 random bits: -ln E, E = -ln(1 - v), v in (0, 1).
+// Returns a standard Gumbel variate from 32 random bits: -ln E, where E = -ln(1 - v) and v is in (0, 1).
 float gumbel(uint bits) {
     bits |= 1u;
     int top = findMSB(bits);
@@ -121,7 +122,8 @@ float gumbel(uint bits) {
     return -log_positive(e);
 }
 
-// Above `gumbel(bits)`: E > v >= 2^(top bit - 32), so it is below (32 - top bit) ln 2.
+// Returns an upper bound of `gumbel(bits)` without a logarithm: E > v >= 2^(top bit - 32), so the variate is less than
+// (32 - top bit) · ln 2.
 float gumbel_bound(uint bits) {
     return float(32 - findMSB(bits | 1u)) * 0.6931472 + 0.001;
 }

@@ -1,16 +1,19 @@
-// The experts that a row's router logits choose: the CHOSEN greatest, the lowest of equals first, each with its
-// share: softmax over all COUNT experts, over the chosen ones alone where NORMALISE is 1. A NaN counts as -inf, so that
-// whatever the logits are, the chosen are CHOSEN different experts below COUNT.
+// MoE top-k selection: the CHOSEN experts with the greatest router logits of a row (the lowest id first among equal
+// logits), each with its share. The share is the softmax over all COUNT experts, or over the chosen ones only with
+// NORMALISE 1. A NaN logit counts as -inf, so that the result is always CHOSEN different experts below COUNT, whatever
+// the logits are.
 //
-// One subgroup chooses for one row, among keys (`determinate.glsl`). Needs constants COUNT, CHOSEN and NORMALISE.
+// One subgroup selects for one row, on ordered integer keys (`determinate.glsl`). The constants COUNT, CHOSEN and
+// NORMALISE must be defined.
 //
-// MATRIX 1 (subgroups of 32): keys are in registers, as `Candidates`; ids go to `ids_s` and shares to `shares_s` from
-//     `to` on, the shares still to be divided by the sum of the chosen ones' or, with NORMALISE 0, by `totals_s[row]`
-// MATRIX 0 (subgroups of any width): keys are in `keys_s` from `at` on, where nobody touches those of an invocation but
-//     itself, so that nothing needs a barrier; what was chosen is written by one invocation, shares are divided
+// MATRIX 1 (subgroups of 32): the keys are in registers, as `Candidates`. The ids are written to `ids_s` and the shares to
+//     `shares_s` from index `to` on. The shares are not normalized yet: the caller divides them by the sum of the chosen
+//     ones, or by `totals_s[row]` with NORMALISE 0.
+// MATRIX 0 (subgroups of any width): the keys are in `keys_s` from index `at` on. Each invocation accesses only its own
+//     keys, so no barrier is needed. One invocation writes the ids and the normalized shares.
 
 #if MATRIX == 1
-// Candidates of a lane; the i-th is expert CANDIDATE(i).
+// The keys of a lane's candidates; the i-th belongs to expert CANDIDATE(i).
 const uint CANDIDATES = (COUNT + 31u) / 32u;
 #define CANDIDATE(i) ((i) * 32u + gl_SubgroupInvocationID)
 #define Candidates uint[CANDIDATES]
@@ -20,7 +23,7 @@ void choose_experts(Candidates keys, uint row, uint to) {
     [[dont_unroll]] for (uint j = 0u; j < CHOSEN; j++) {
         uint key = 0u, id = COUNT;
         [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
-            // Experts ascend, so an equal one later never wins.
+            // Expert ids ascend, so that of equal keys the lowest id is kept.
             if (keys[i] > key) {
                 key = keys[i];
                 id = CANDIDATE(i);
@@ -47,7 +50,7 @@ void choose_experts(Candidates keys, uint row, uint to) {
 }
 
 #else
-// Candidates of an invocation; the i-th is expert CANDIDATE(i).
+// The number of an invocation's candidates; the i-th is expert CANDIDATE(i).
 #define CANDIDATES ((COUNT + gl_SubgroupSize - 1u) / gl_SubgroupSize)
 #define CANDIDATE(i) ((i) * gl_SubgroupSize + gl_SubgroupInvocationID)
 
@@ -57,7 +60,7 @@ void choose_experts(uint at, uint to) {
         uint key = 0u, id = COUNT;
         for (uint i = 0u; i < CANDIDATES; i++) {
             uint other = CANDIDATE(i) < COUNT ? keys_s[at + min(CANDIDATE(i), COUNT - 1u)] : 0u;
-            // Experts ascend, so an equal one later never wins.
+            // Expert ids ascend, so that of equal keys the lowest id is kept.
             if (other > key) {
                 key = other;
                 id = CANDIDATE(i);

@@ -1,14 +1,15 @@
-// Products of 16 × 16 blocks by a group of 32 lanes, on weights packed as `memory::pack::Layout::Fragments`.
+// Products of 16 × 16 matrix blocks by a group of 32 lanes, on weights packed as `memory::pack::Layout::Fragments`.
 //
-// A lane is `LANE` = 4g + t of lane group `LANE_GROUP`. One 16-byte load of packed weights is a lane's part
-// of 16 rows of W × 16 columns: the `half_`-th half of block (row / 16, column / 32) lies at word
-// (block * 2 + half_) * 32 + LANE and holds, for the 16 rows, columns 8t + 4·half_ .. + 4 of the 32.
-// Tokens come as the same columns: of token g in the first two words, of token g + 8 in the last two.
-// After the product a lane has sums of token g (elements 0..3) and g + 8 (4..7) for rows 4t .. 4t + 3 of W.
+// A lane is `LANE` = 4g + t of lane group `LANE_GROUP`. One 16-byte load per lane fetches 16 rows of W × 16 columns:
+// half `half_` (0 or 1) of block (row / 16, column / 32) lies at 16-byte word (block * 2 + half_) * 32 + LANE. Together
+// the 32 lanes hold the 16 rows; a lane holds columns 8t + 4·half_ .. + 4 of the block's 32 columns for two of the rows
+// (`memory::pack::fragment_index`). Tokens (rows of x) are given as the same columns: token g in the first two words,
+// token g + 8 in the last two. After the product a lane holds the sums of token g (elements 0..3) and of token g + 8
+// (elements 4..7) for rows 4t .. 4t + 3 of W.
 //
-// MATRIX 1: cooperative matrices, whose lane order is probed at start. MATRIX 0: the same by hand through
-// shared memory, with barriers: every call must be in uniform control flow of the whole workgroup. Needs
-// `LANES`, the workgroup's size, as a constant of the shader.
+// MATRIX 1 uses cooperative matrices, whose element order in the lanes is probed at start (`lanes.comp`). MATRIX 0 is
+// the scalar fallback: it computes the same product through shared memory, with barriers, so that every call must be in
+// uniform control flow of the whole workgroup. The shader must define `LANES`, the workgroup's size, as a constant.
 #ifndef MATRIX
 #define MATRIX 0
 #endif
@@ -26,7 +27,7 @@
 #define ELEMENT_OF(bits) uintBitsToBFloat16EXT(bits)
 #endif
 
-// What lanes of a group have written to shared memory is there for the others.
+// Makes what a lane group has written to shared memory visible to all lanes of the group.
 #define LANES_BARRIER { subgroupMemoryBarrierShared(); subgroupBarrier(); }
 #define LANE gl_SubgroupInvocationID
 #define LANE_GROUP gl_SubgroupID
@@ -78,7 +79,8 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
     for (uint i = 0u; i < 4u; i++) {
         uvec4 x = exchange_tokens[group + g * 4u + i];
         vec4 low = four_of(x.xy), high = four_of(x.zw);
-        // Rows 4t, 4t + 1 of W are the first words of lanes 2t and 2t + 1, rows 4t + 2, 4t + 3 their last.
+        // Rows 4t and 4t + 1 of W are the first two words of the lanes with g = 2t and g = 2t + 1; rows 4t + 2 and 4t +
+        // 3 are the last two words of the same lanes.
         uvec4 a = exchange_weights[group + 2u * t * 4u + i], b = exchange_weights[group + (2u * t + 1u) * 4u + i];
         mat4 w = mat4(four_of(a.xy), four_of(b.xy), four_of(a.zw), four_of(b.zw));
         sums.low += low * w;
@@ -88,11 +90,11 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
 #define MULTIPLY_ADD(sums, tokens, weights) multiply_add(sums, tokens, weights);
 #endif
 
-// The bits of the nearest bfloat16 in the upper half, ties to even. A NaN stays one: rounding some would carry
-// into the sign.
+// Returns the nearest bfloat16 (ties to even) in the upper 16 bits. A NaN stays a NaN: adding the rounding term to some
+// NaNs would carry into the sign bit.
 uint round_bfloat(uint x) { return (x & 0x7fffffffu) > 0x7f800000u ? x | 0x00400000u : x + 0x7fffu + ((x >> 16) & 1u); }
 
-// Rounds to the fragments' 16-bit format, two values to a word.
+// Rounds two values to the fragments' 16-bit format and packs them into one word.
 uint pack_pair(float a, float b) {
 #if WEIGHT == 1
     return packHalf2x16(vec2(a, b));
@@ -102,14 +104,14 @@ uint pack_pair(float a, float b) {
 #endif
 }
 
-// Two values as pairs of 16-bit values whose sum is known to twice as many bits.
+// Splits two values into pairs of 16-bit values, most + rest, which together carry about twice the mantissa bits.
 void split_pair(float a, float b, out uint most, out uint rest) {
 #if WEIGHT == 1
     most = packHalf2x16(vec2(a, b));
     vec2 kept = unpackHalf2x16(most);
     rest = packHalf2x16(vec2(a, b) - kept);
 #else
-    // Cut, not rounded: the rest is exact before it is cut in turn.
+    // The parts are truncated, not rounded: the difference is then exact before it is truncated in turn.
     most = (floatBitsToUint(a) >> 16) | (floatBitsToUint(b) & 0xffff0000u);
     float x = a - bf16_low(most), y = b - bf16_high(most);
     rest = (floatBitsToUint(x) >> 16) | (floatBitsToUint(y) & 0xffff0000u);

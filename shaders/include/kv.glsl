@@ -1,4 +1,4 @@
-// Keys and values as the cache holds them, eight dimensions at a time: KV 0 is f16, KV 1 is f32.
+// The KV cache's element formats and layout, accessed eight dimensions at a time: KV 0 stores f16, KV 1 stores f32.
 //   keys   [pages][kv_heads][D/8][16 tokens][8]     values [pages][kv_heads][16 tokens][D/8][8]
 #ifndef KV
 #define KV 0

@@ -1,6 +1,6 @@
-// f32 values as pairs of bfloat16, whose four products together are right to 2^-17 of themselves: for kernels on
-// cooperative matrices (`fragments.glsl` with MATRIX 1, WEIGHT 0). A value is its nearest bfloat16 and the nearest
-// to what is left.
+// Split-bfloat16 arithmetic: an f32 value is held as the sum of two bfloat16 values, its nearest bfloat16 ("most") and
+// the bfloat16 nearest to the remainder ("rest"). The sum of the four partial products is accurate to a relative error
+// of 2^-17. For kernels on cooperative matrices (`fragments.glsl` with MATRIX 1 and WEIGHT 0).
 
 uint bits_of(bfloat16_t a, bfloat16_t b) { return pack32(u16vec2(bfloat16BitsToUintEXT(a), bfloat16BitsToUintEXT(b))); }
 
@@ -15,7 +15,7 @@ void split_four(vec4 x, out uvec2 most, out uvec2 rest) {
     split_two(x.z, x.w, most.y, rest.y);
 }
 
-// A lane's eight values of a block of 16 x 16.
+// Splits a lane's eight values of a 16 × 16 block.
 void split_block(vec4 low, vec4 high, out uvec4 most, out uvec4 rest) {
     split_two(low.x, low.y, most.x, rest.x);
     split_two(low.z, low.w, most.y, rest.y);

@@ -1,16 +1,17 @@
-// Reductions over a workgroup whose threads own parts of a row of logits: behind `state.glsl` and `determinate.glsl`.
+// Workgroup reductions for kernels whose invocations each own parts of a row of logits. Include `state.glsl` and
+// `determinate.glsl` first.
 
-// Subgroups have at least 4 invocations, workgroups at most 1,024.
+// Subgroups have at least 4 invocations and workgroups at most 1,024.
 const uint MAX_SUBGROUPS = 256u;
-// Tokens of a row's list of the best (`top.glsl`).
+// The capacity of a row's list of best tokens (`top.glsl`).
 const uint LIST = 1024u;
 
 shared uint reduce_a[MAX_SUBGROUPS];
 shared uint reduce_b[MAX_SUBGROUPS];
-// What was found last.
+// The result of the latest reduction.
 shared uvec2 found;
 
-// The greatest key of the workgroup and the lowest token that has it, to every thread.
+// Returns to every invocation the greatest key of the workgroup and the lowest token that has it.
 uvec2 reduce_best(uvec2 best) {
     uint key = subgroupMax(best.x);
     uint token = subgroupMin(best.x == key ? best.y : TOKEN_NONE);
@@ -40,7 +41,7 @@ uvec2 reduce_best(uvec2 best) {
     return found;
 }
 
-// The sum over the workgroup, to every thread.
+// Returns to every invocation the sum over the workgroup.
 float reduce_sum(float value) {
     float sum = subgroupAdd(value);
     barrier();

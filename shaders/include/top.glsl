@@ -1,6 +1,7 @@
-// The best tokens of a row of keys that a workgroup's threads own in parts: behind `reduce.glsl`. Who includes it has defined
-//   thread, THREADS, quads                  this invocation, their number, and the row's groups of four tokens
-//   load_block(base, out uvec4 block[4])    keys of this thread's four groups from base on; 0 outside the vocabulary
+// Top-n search in a row of keys that the invocations of a workgroup own in parts. Include `reduce.glsl` first. The
+// including shader must define:
+//   thread, THREADS, quads                  this invocation, the number of invocations, the row's number of groups of four tokens
+//   load_block(base, out uvec4 block[4])    the keys of this invocation's four groups from `base` on; 0 outside the vocabulary
 //   args.vocabulary
 //   LIST_KEYS, LIST_TOKENS                  shared arrays of LIST words
 
@@ -8,9 +9,10 @@ shared uint list_length;
 shared uint top_ids[TOP_ENTRIES];
 shared float top_values[TOP_ENTRIES];
 
-uint own_best; // the greatest key of this thread's tokens, as `best_after` found it last
+uint own_best; // the greatest key of this invocation's tokens, from the latest `best_after`
 
-// The best key and its lowest token that come after `last` in the order (key down, token up).
+// Returns the best key, and the lowest token that has it, that follow `last` in the order (key descending, token
+// ascending).
 uvec2 best_after(uvec2 last) {
     uvec2 best = uvec2(0u, TOKEN_NONE);
     for (uint base = 0u; base < quads; base += 4u * THREADS) {
@@ -18,7 +20,7 @@ uvec2 best_after(uvec2 last) {
         load_block(base, block);
         [[unroll]] for (uint j = 0u; j < 4u; j++) {
             uvec4 keys = block[j];
-            // Tokens come in ascending order: only a greater key wins.
+            // Tokens ascend, so that of equal keys the lowest token is kept.
             if (max(max(keys.x, keys.y), max(keys.z, keys.w)) > best.x) {
                 for (uint c = 0u; c < 4u; c++) {
                     uint token = 4u * (base + j * THREADS + thread) + c;
@@ -32,7 +34,8 @@ uvec2 best_after(uvec2 last) {
     return reduce_best(best);
 }
 
-// A key above which there are probably some hundred tokens; `least` for a short row.
+// Guesses a key that probably some hundred tokens exceed: the mean of the invocations' greatest values. Returns `least`
+// if the whole vocabulary fits into the list.
 uint guess_bound(uint least) {
     if (args.vocabulary <= LIST) return least;
     bool any = own_best > KEY_MINUS_INFINITY;
@@ -49,7 +52,7 @@ void list(uint key, uint token) {
     }
 }
 
-// Lists the tokens with keys >= bound.
+// Lists the tokens whose keys are at least `bound`.
 void gather(uint bound) {
     barrier();
     if (thread == 0u) list_length = 0u;
@@ -70,7 +73,7 @@ void gather(uint bound) {
     barrier();
 }
 
-// This thread's part of the sum of e^(value - most) over all tokens.
+// Returns this invocation's part of the sum of e^(value - most) over all tokens.
 float total(float most) {
     float sum = 0.0;
     for (uint base = 0u; base < quads; base += 4u * THREADS) {
@@ -85,8 +88,9 @@ float total(float most) {
     return sum;
 }
 
-// Leaves the `wanted` best tokens, equal ones by id, and value - best - norm in `top_ids` and `top_values`; gives how many
-// there are. `best_after` must have found `best`, the row's, just before.
+// Writes the `wanted` best tokens (the lowest id first among equal keys) to `top_ids` and their value - most - norm,
+// where `most` is the value of `best`, to `top_values`. Returns how many were found. The latest call of `best_after`
+// must have returned `best`, the row's best token.
 uint find_top(uint wanted, uvec2 best, float norm) {
     float most = value_of(best.x);
     uint least = KEY_MINUS_INFINITY + 1u;

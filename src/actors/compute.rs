@@ -1,5 +1,5 @@
-//! Owns the compute queue: submits regions in the order asked and has their completion
-//! watched. Does not allocate, does not record, does not decide what runs.
+//! Owns the compute queue: submits regions in request order and has their completion watched by the watcher. Not here:
+//! allocation, recording, the decision what runs.
 
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Stamps;
@@ -14,29 +14,31 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Work for the queue: entries run in order, each is complete at a point of its own.
+/// Work for the compute queue. Its entries run in order; each entry that is reported has its own timeline point.
 #[derive(Debug)]
 pub struct Submission {
-    /// Handed back in reports.
+    /// Identifies the submission in its reports.
     pub id: u64,
-    /// Regions of each entry, in order.
+    /// The regions of each entry, in order.
     pub entries: Vec<Vec<Arc<Region>>>,
-    /// Points of other queues that must be reached first.
+    /// Points of other queues that must be reached before the submission runs.
     pub waits: Vec<Point>,
-    /// What the last entry waits for, and with it all that is submitted later. Such a submission is reported once.
+    /// A host-signaled timeline and the value that the last entry waits for; everything submitted later runs behind it.
+    /// A gated submission must ask for no report but the last.
     pub gate: Option<(Arc<Gate>, u64)>,
-    /// Why it ends where it does.
+    /// Why the submission ends where it does.
     pub flush: FlushReason,
-    /// Entries (counted from 1) after which a report is wanted, ascending; the last always is.
+    /// The entries (counted from 1, ascending) after which a report is wanted. The last entry is always reported.
     pub report_after: Vec<u32>,
-    /// Where reports go: the last one always comes, with an error where the device is lost or an actor has ended.
+    /// Destination of the reports. The last report always arrives; it carries an error if the device is lost or an
+    /// actor has ended.
     pub outbox: Outbox,
 }
 
-/// Handle of the compute actor of a device.
+/// Handle of a device's compute actor.
 #[derive(Debug)]
 pub struct Compute {
-    // Order matters: the inbox closes before the thread is joined.
+    // Field order matters: the inbox must close before the thread is joined.
     inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
     device: Arc<Device>,
@@ -46,7 +48,7 @@ enum Message {
     Submit(Box<Work>),
 }
 
-/// A submission whose way back is kept.
+/// A submission together with the obligation to report its end.
 struct Work {
     id: u64,
     entries: Vec<Vec<Arc<Region>>>,
@@ -57,12 +59,13 @@ struct Work {
     owed: Owed,
 }
 
-/// Executors keep a few submissions in flight each; a full inbox means that the driver blocks
-/// on its own limit, and then waiting is all there is to do.
+/// Capacity of the inbox. Each executor keeps only a few submissions in flight. A full inbox means that the driver
+/// blocks at its own limit, and the sender has to wait.
 const INBOX: usize = 64;
 
 impl Compute {
-    /// Starts the thread and the watcher behind it.
+    /// Starts the compute thread and its watcher. With [`GpuTime::Off`], or on a queue without timestamps, nothing is
+    /// timed.
     pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, DeviceError> {
         let stamps = if gpu_time == GpuTime::Off { None } else { Stamps::new(&device)? };
         let (address, inbox) = mailbox(INBOX);
@@ -78,18 +81,18 @@ impl Compute {
         Ok(Compute { inbox: Some(address), thread: Some(thread), device: of_handle })
     }
 
-    /// Runs after everything submitted before it.
+    /// Queues a submission behind all earlier ones. Blocks while the inbox is full.
     pub fn submit(&self, submission: Submission) {
         let Submission { id, entries, waits, gate, flush, report_after, outbox } = submission;
         let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
         if let Some(inbox) = &self.inbox {
-            // Where the thread has ended, the submission has too, and says so where its reports go.
+            // If the thread has ended, the mailbox drops the message, and dropping `owed` reports the error.
             let _ = inbox.send(Message::Submit(Box::new(Work { id, entries, waits, gate, flush, report_after, owed })));
         }
     }
 
-    /// The next report, for whoever has submitted and waits. `None` once the queue has not moved for `patience`; a CPU
-    /// driver is waited for without limit, as [`Device::wait_while_moving`] says.
+    /// Returns the next report. Returns `None` if the queue made no progress for `patience`, or if no report is
+    /// outstanding. On a CPU driver it waits without limit, for the reason given at [`Device::wait_while_moving`].
     pub fn report(&self, reports: &Receiver<Report>, patience: Duration) -> Option<Report> {
         let moved = || self.device.progress(Role::Compute).ok();
         let mut seen = moved();
@@ -97,12 +100,12 @@ impl Compute {
         loop {
             match reports.recv_timeout(patience) {
                 Ok(report) => return Some(report),
-                // Each submission is owed one: there was none.
+                // Every submission reports before it drops its sender, so no report is outstanding.
                 Err(RecvTimeoutError::Disconnected) => return None,
                 Err(RecvTimeoutError::Timeout) => {}
             }
             let now = moved();
-            // Of a lost device the report is on its way.
+            // `None` means that the device is lost; then the report is on its way.
             if now.is_some() && now == seen && !self.device.adapter().is_cpu() {
                 return None;
             }
@@ -145,7 +148,8 @@ impl Actor {
         assert!(gate.is_none() || report_after.len() == 1, "parts of a gated submission are reported");
         let mut runs = self.runs(&entries);
         let stamps = self.stamps.as_mut().and_then(|stamps| {
-            // A stamp before the first and one behind each; in need, around all of them.
+            // One timestamp before the first run and one after each run. If too few are free, time the whole submission
+            // as one run.
             if stamps.free() <= runs.len() as u64 {
                 runs = whole(&entries);
             }
@@ -155,8 +159,8 @@ impl Actor {
         let stamp = |index: usize| Some(self.stamps.as_ref()?.commands(stamps.as_ref()?, index as u64));
         let mut batch = Batch { entries: Vec::with_capacity(report_after.len()), waits: waits.clone() };
         let mut commands: Vec<Commands> = stamp(0).into_iter().collect();
-        // Entries that nobody hears of end with the next that somebody does: a signal costs the host and the
-        // device about a microsecond each.
+        // Entries without a report are merged into the next entry with one, because each timeline signal costs the host
+        // and the device about a microsecond.
         let (mut run, mut left) = (0, runs.first().map_or(0, |run| run.regions));
         let mut reported = 0;
         for (done, regions) in (1..).zip(&entries) {
@@ -174,14 +178,15 @@ impl Actor {
             }
             if report_after[reported] == done {
                 reported += 1;
-                // With a gate only the last is reported.
+                // A gated submission has only this report, so this entry takes the gate.
                 batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: gate.take() });
             }
         }
         let queue = self.device.queue(Role::Compute);
         let result = queue.submit(batch);
         let enqueue = (begin, Moment::now());
-        // Of a submission that failed it may not be known whether it runs: the last point given out is none sooner.
+        // After a failed submission it is unknown whether its commands run. The last point handed out is not earlier
+        // than any point that they could signal, so the regions count as used until then.
         let used = *result.as_ref().unwrap_or(&queue.last());
         entries.iter().flatten().for_each(|region| region.mark_used(used));
         let last = match result {
@@ -203,7 +208,8 @@ impl Actor {
         });
     }
 
-    /// What is told apart of a submission.
+    /// Groups the regions of a submission into runs that are timed separately. With [`GpuTime::Phases`], consecutive
+    /// regions of the same name and without timestamps inside form one run; otherwise each region is a run.
     fn runs(&self, entries: &[Vec<Arc<Region>>]) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
         for region in entries.iter().flatten() {
@@ -223,7 +229,7 @@ impl Actor {
     }
 }
 
-/// A submission as one run, under the name of its last region.
+/// Returns the whole submission as one run, named after its last region.
 fn whole(entries: &[Vec<Arc<Region>>]) -> Vec<Run> {
     let regions = entries.iter().flatten().count() as u32;
     let last = entries.iter().flatten().last();

@@ -1,37 +1,38 @@
-//! Where a device's timestamps lie on the host's clock: by calibration about once a second where the driver can, else
-//! between what is known of submissions. Pure but for the reading handed in. Deliberately absent: timestamps' origin.
+//! Converts a device's timestamps to the host's clock: by calibrating about once per second where the driver supports
+//! it, otherwise from the known times of submission and completion. Only `follow` reads clocks; the rest is pure. Not
+//! here: the source of the timestamps.
 
 use super::timeline::ClockQuality;
 use crate::device::{Calibration, Device};
 use crate::telemetry::clock::Moment;
 use std::time::Duration;
 
-/// Between two calibrations, once the clocks' rate is known.
+/// Interval between calibrations once the rate between the clocks is known. Also the age at which bounds are replaced.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// The first interval; each is twice the one before.
+/// The first interval between calibrations; each further one is twice as long, up to `INTERVAL`.
 const FIRST_INTERVAL: Duration = Duration::from_millis(8);
-/// What two clocks may drift apart before their rate was measured.
+/// Assumed relative drift between the clocks before their rate was measured.
 const UNKNOWN_DRIFT: f64 = 1e-4;
-/// The same after: what changes from one second to the next.
+/// Assumed relative drift after the rate was measured: how much the rate changes from one second to the next.
 const KNOWN_DRIFT: f64 = 2e-6;
-/// No clock is that far off: a rate beyond it is a broken reading.
+/// The maximum plausible relative rate between the clocks. A larger value is a faulty reading and is ignored.
 const MOST_DRIFT: f64 = 1e-3;
 
-/// A device's clock as the host sees it.
+/// A device's clock, as seen from the host.
 #[derive(Debug)]
 pub(super) struct GpuClock {
-    /// The driver reads both clocks together.
+    /// Whether the driver can read both clocks together.
     calibrates: bool,
-    /// Nanoseconds after which timestamps begin again; 0: never.
+    /// The number of nanoseconds after which timestamps wrap around; 0 if they do not.
     range: u64,
-    /// The last calibration, or a place of this device's time that others are told from.
+    /// The last calibration; `None` before the first one, and if the driver cannot calibrate.
     last: Option<Calibration>,
-    /// How much more the host's clock counts than the device's, and how sure that is.
+    /// How much faster the host's clock runs than the device's, as a fraction, and the bound on that fraction's error.
     rate: f64,
     drift: f64,
     interval: Duration,
-    /// Without calibration: what the host's clock less the device's was seen to lie between, in this interval and in
-    /// the one before.
+    /// Without calibration: bounds on the host's clock minus the device's clock, from the current interval and from the
+    /// previous one.
     bounds: Option<(Bounds, Option<Bounds>)>,
 }
 
@@ -49,7 +50,7 @@ impl Bounds {
 }
 
 impl GpuClock {
-    /// Of a device whose timestamps have so many valid bits.
+    /// Creates a clock without calibration for timestamps with `bits` valid bits and a tick of `period_ns` nanoseconds.
     fn new(bits: u32, period_ns: f32) -> GpuClock {
         let range = if bits >= 64 { 0 } else { ((1u128 << bits) as f64 * f64::from(period_ns)) as u64 };
         GpuClock {
@@ -71,8 +72,8 @@ impl GpuClock {
         clock
     }
 
-    /// Takes in what is known once a submission has finished, whose `span` of the device's time lay between two moments;
-    /// reads both clocks where it is time to.
+    /// Updates the clock after a submission has finished: the device times `span` lie between the two host moments
+    /// `between`. Calibrates if it is time to.
     pub(super) fn follow(&mut self, device: &Device, span: (u64, u64), between: (Moment, Moment)) {
         if !self.calibrates {
             self.bound(span, between);
@@ -80,7 +81,7 @@ impl GpuClock {
             match device.calibrate() {
                 Ok(calibration) => self.calibrate(calibration),
                 Err(error) => {
-                    // Said once: what follows is estimated.
+                    // Logged once, because estimated times are used from now on.
                     tracing::warn!(%error, "the device's clock cannot be read");
                     self.calibrates = false;
                     self.last = None;
@@ -90,12 +91,12 @@ impl GpuClock {
         }
     }
 
-    /// Whether it is time for a calibration.
+    /// Whether it is time for the next calibration.
     fn is_due(&self, now: Moment) -> bool {
         self.last.is_none_or(|last| now.since(Moment(last.host_ns)) >= self.interval)
     }
 
-    /// Takes a calibration in.
+    /// Takes in a new calibration: updates the rate and doubles the interval.
     fn calibrate(&mut self, new: Calibration) {
         if let Some(last) = self.last {
             let host = new.host_ns.saturating_sub(last.host_ns) as f64;
@@ -112,7 +113,8 @@ impl GpuClock {
         self.last = Some(new);
     }
 
-    /// Takes in what is known of a submission: the device's `begin..end` lay between two moments of the host.
+    /// Takes in the bounds from a finished submission: the device times `begin` and `end` lie between the host moments
+    /// of its submission and of its observed end.
     fn bound(&mut self, (begin, end): (u64, u64), (submitted, seen): (Moment, Moment)) {
         let new = Bounds {
             since: seen,
@@ -123,14 +125,14 @@ impl GpuClock {
             Some((now, _)) if seen.since(now.since) > INTERVAL => (new, Some(now)),
             Some((now, before)) => {
                 let both = now.and(new);
-                // Clocks drift, and timestamps begin again: what contradicts is forgotten.
+                // Clocks drift and timestamps wrap around, so bounds that contradict the new ones are dropped.
                 if both.low <= both.high { (both, before) } else { (new, None) }
             }
             None => (new, None),
         });
     }
 
-    /// How `device_ns`, read from a stamp, is placed; `None` before anything is known.
+    /// The kind and maximum error of the conversion of `device_ns`; `None` before anything is known.
     pub(super) fn quality(&self, device_ns: u64) -> Option<ClockQuality> {
         if let Some(last) = self.last {
             let age = self.difference(device_ns, last.device_ns).unsigned_abs() as f64;
@@ -142,7 +144,7 @@ impl GpuClock {
         Some(ClockQuality::Estimated { error })
     }
 
-    /// A stamp on the host's clock; `None` before anything is known.
+    /// Converts a device timestamp to the host's clock; `None` before anything is known.
     pub(super) fn place(&self, device_ns: u64) -> Option<Moment> {
         if let Some(last) = self.last {
             let since = self.difference(device_ns, last.device_ns) as f64;
@@ -159,7 +161,7 @@ impl GpuClock {
         Some(both.unwrap_or(now))
     }
 
-    /// From `from` to `to`, where timestamps may have begun again between them.
+    /// The signed difference `to - from` in nanoseconds, with at most one wrap-around between them.
     fn difference(&self, to: u64, from: u64) -> i64 {
         let plain = to.wrapping_sub(from) as i64;
         if self.range == 0 {
@@ -188,7 +190,7 @@ mod tests {
         clock.calibrate(at(1000, 50 * SECOND));
         assert_eq!(clock.place(3000), Some(Moment(50 * SECOND + 2000)));
         assert_eq!(clock.place(0), Some(Moment(50 * SECOND - 1000)), "stamps may be older than the calibration");
-        // The host's clock gains 20 microseconds a second.
+        // The host's clock gains 20 microseconds per second.
         clock.calibrate(at(1000 + SECOND, 51 * SECOND + 20_000));
         let placed = clock.place(1000 + SECOND + SECOND / 2).unwrap();
         assert!(placed.0.abs_diff(51 * SECOND + 20_000 + SECOND / 2 + 10_000) <= 1, "{placed:?}");
@@ -210,17 +212,18 @@ mod tests {
     #[test]
     fn without_calibration_stamps_lie_between_submission_and_completion() {
         let mut clock = GpuClock::new(64, 1.0);
-        // The host is 10 s ahead; the first submission waits 40 us for the device and is seen 10 us late.
+        // The host's clock is 10 s ahead. The first submission waits 40 us for the device, and its end is seen 10 us
+        // late.
         let host = 10 * SECOND;
         clock.bound((100_000, 200_000), (Moment(host + 60_000), Moment(host + 210_000)));
         let quality = clock.quality(100_000).unwrap();
         assert_eq!(quality, ClockQuality::Estimated { error: Duration::from_micros(25) });
-        // A second one is seen 4 us late: the bounds close in.
+        // The end of a second one is seen 4 us late, which narrows the bounds.
         clock.bound((300_000, 400_000), (Moment(host + 250_000), Moment(host + 404_000)));
         assert_eq!(clock.quality(300_000).unwrap().error(), Duration::from_micros(22));
         let placed = clock.place(300_000).unwrap();
         assert!(placed >= Moment(host + 250_000) && placed.0.abs_diff(host + 300_000) <= 22_000, "{placed:?}");
-        // What contradicts (the device's clock was set back) is believed at once.
+        // A contradicting observation (the device's clock was set back) takes effect at once.
         clock.bound((10, 20), (Moment(host + SECOND / 2), Moment(host + SECOND / 2 + 30)));
         assert!(clock.place(15).unwrap() >= Moment(host + SECOND / 2));
     }

@@ -1,6 +1,6 @@
-//! Owns the loading of weights: reads them from files, packs them on a few threads,
-//! and has the transfer actor copy them, a staging slot at a time. Does not know what a tensor
-//! means, does not allocate device memory, never touches the compute queue.
+//! Owns the loading of weights: reads them from files, packs them on several threads, and passes them to the transfer
+//! actor one staging slot at a time. Not here: the meaning of a tensor, the allocation of device memory, the compute
+//! queue.
 
 use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
@@ -18,69 +18,75 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Loads that wait while one runs. Each takes seconds: an operator who queues more has made a
-/// mistake that should be seen.
+/// Capacity of the inbox: loads that wait while one runs. Each load takes seconds, so an operator who queues more has
+/// made a mistake and gets [`LoadError::Busy`].
 const INBOX: usize = 4;
-/// Progress reports not yet taken; the next ones make up for those that find no room.
+/// Capacity of the progress channel. A report that finds the channel full is dropped; the next one carries newer
+/// numbers.
 const PROGRESS: usize = 16;
-/// One packs 3.5 to 4.5 GB/s (docs/performance.md): so many fill any link.
+/// Upper bound of packing threads. One thread packs 3.5 to 4.5 GB/s (docs/performance.md), so 16 saturate any
+/// host-to-device link.
 const MOST_WORKERS: usize = 16;
-/// Of so many cores one is left alone: the transfer actor's, which has little to do and must do it at once. Beside as
-/// many threads as there are cores it waits for its turn, and they for their slots.
+/// One core in this many is left free for the transfer actor, which has little work but must do it without delay. With
+/// as many packing threads as cores, the transfer actor waits for a core while the packing threads wait for staging
+/// slots.
 const CORES_PER_FREE: usize = 8;
-/// Bytes that a worker packs in memory of its own before it copies them into the slot past the caches. Small enough to
-/// stay in a core's second cache with what they are made of, large enough that the end of each copy does not count.
+/// Bytes that a worker packs into its own buffer before it copies them into the staging slot with non-temporal stores.
+/// Small enough that a tile and its source rows fit in a core's L2 cache, large enough that the cost per copy is
+/// negligible.
 const TILE: usize = 64 << 10;
-/// How much less of a core than others a thread gets that gives way: of two that want one, about a tenth.
+/// Niceness of the threads of a load that yields to other work: when such a thread competes with a normal thread for a
+/// core, it gets about a tenth of the core.
 const NICE: i32 = 10;
-/// Packed bytes whose sources are read at once where a file is not mapped, if whole units of rows are not more. With a
-/// tile they stay in a core's second cache.
+/// Packed bytes per band. The source rows of one band are read together where the file is not memory-mapped. A band is
+/// a whole number of row units and at least one, even if that is larger. A band's source rows and a tile fit in the
+/// core's L2 cache.
 const BAND: u64 = 256 << 10;
-/// Pieces start on multiples of this in a slot: a cache line.
+/// Alignment of pieces in a staging slot, bytes: a cache line.
 const SLOT_ALIGNMENT: u64 = 64;
-/// Longest wait for the last copies once they are submitted.
+/// The longest time without progress of the transfer queue while the last submitted copies are waited for.
 const DRAIN_WAIT: Duration = Duration::from_secs(60);
 
-/// What to load. Plain data apart from the buffers and files.
+/// Describes what to load. Plain data apart from the buffers and files.
 #[derive(Clone, Debug, Default)]
 pub struct LoadPlan {
-    /// The packed tensors, in the order in which they are loaded.
+    /// The packed tensors, in load order.
     pub tensors: Vec<LoadTensor>,
 }
 
-/// One packed tensor and where its rows come from.
+/// One packed tensor, its destination, and the sources of its rows.
 #[derive(Clone, Debug)]
 pub struct LoadTensor {
-    /// For errors.
+    /// Name for error messages.
     pub name: String,
-    /// Where it goes.
+    /// Destination buffer.
     pub target: Arc<Buffer>,
-    /// First byte there.
+    /// Offset of the tensor's first byte in `target`.
     pub offset: u64,
-    /// How it lies there.
+    /// Size and layout of the packed tensor.
     pub packing: Packing,
-    /// Its rows; packed rows that no source has become zero.
+    /// Sources of its rows. Packed rows that no source covers become zero.
     pub sources: Vec<Source>,
 }
 
-/// Rows of one tensor of a checkpoint: row `i` becomes packed row `first_row + i * row_step`.
+/// Rows of one tensor of a checkpoint: source row `i` becomes packed row `first_row + i * row_step`.
 #[derive(Clone, Debug)]
 pub struct Source {
-    /// The shard.
+    /// The checkpoint file (shard) that contains the tensor.
     pub file: Arc<WeightFile>,
-    /// First byte of the tensor in it.
+    /// Offset of the tensor's first byte in `file`.
     pub offset: u64,
-    /// Rows.
+    /// The number of rows.
     pub rows: u32,
-    /// Columns.
+    /// The number of columns.
     pub cols: u32,
-    /// How the shard stores numbers.
+    /// Number format in the file.
     pub format: Format,
-    /// Packed row of row 0.
+    /// The packed row that row 0 becomes.
     pub first_row: u32,
-    /// Packed rows from one row to the next; at least 1.
+    /// Distance in packed rows between consecutive source rows; at least 1.
     pub row_step: u32,
-    /// Added to every number, in f32.
+    /// A constant added to every number, in f32.
     pub plus: f32,
 }
 
@@ -93,78 +99,79 @@ impl Source {
         self.offset..self.offset.saturating_add(self.row_bytes() * u64::from(self.rows))
     }
 
-    /// Where some of its rows lie in the file.
+    /// The byte range of `rows` in the file.
     fn bytes_of(&self, rows: &Range<u32>) -> Range<u64> {
         let at = |row: u32| self.offset + u64::from(row) * self.row_bytes();
         at(rows.start)..at(rows.end)
     }
 }
 
-/// How far a load is.
+/// The progress of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Packed bytes handed to the transfer queue.
+    /// Packed bytes handed to the transfer actor.
     pub bytes_done: u64,
-    /// Packed bytes in all.
+    /// Total packed bytes of the load.
     pub bytes_total: u64,
 }
 
-/// What a load cost.
+/// Statistics of a finished load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadReport {
-    /// When the loader took it up.
+    /// When the loader started this load.
     pub begin: Moment,
     /// When the last byte was on the device.
     pub end: Moment,
-    /// Bytes of the checkpoint.
+    /// Bytes read from the checkpoint.
     pub bytes_read: u64,
-    /// Packed bytes, padding included.
+    /// Packed bytes written to the device, padding included.
     pub bytes_written: u64,
-    /// From the first look at the plan to the last byte on the device.
+    /// Time from the first validation of the plan until the last byte was on the device.
     pub elapsed: Duration,
-    /// Reading files (where they are not in the host's memory already), summed over the workers.
+    /// Time spent reading files (those not yet in host memory), summed over the workers.
     pub read: Duration,
-    /// Packing, summed over the workers.
+    /// Time spent packing, summed over the workers.
     pub pack: Duration,
-    /// Waiting for staging slots, which is waiting for copies, summed over the workers.
+    /// Time spent waiting for free staging slots, that is for copies to finish, summed over the workers.
     pub staging_wait: Duration,
-    /// From the end of packing to the end of the last copy.
+    /// Time from the end of packing to the end of the last copy.
     pub drain: Duration,
-    /// Threads that packed, and what each did.
+    /// One entry per packing thread, with its times.
     pub workers: Vec<Worker>,
-    /// Copies out of staging slots, in how many submissions they went.
+    /// The number of chunks; each is copied from one staging slot.
     pub slots: u64,
-    /// Submissions of the transfer queue meanwhile.
+    /// The number of transfer-queue submissions during the load.
     pub submits: u64,
-    /// Everything is on the device once this is reached, as it is; `None` for an empty plan.
+    /// The transfer point at which all bytes are on the device; already reached when the report is sent. `None` for an
+    /// empty plan.
     pub point: Option<Point>,
 }
 
-/// Where one worker's time went.
+/// How one packing thread spent its time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Worker {
-    /// From its first chunk to its last.
+    /// When the thread started.
     pub begin: Moment,
-    /// As `begin` says.
+    /// When the thread found no further chunk.
     pub end: Moment,
-    /// Reading files.
+    /// Time spent reading files.
     pub read: Duration,
-    /// Packing.
+    /// Time spent packing.
     pub pack: Duration,
-    /// Waiting for staging slots, which is waiting for copies.
+    /// Time spent waiting for free staging slots, that is for copies to finish.
     pub staging_wait: Duration,
 }
 
 impl LoadReport {
-    /// Packed gigabytes (10⁹ bytes) a second, over the whole load.
+    /// Packed gigabytes (10⁹ bytes) per second, over the whole load.
     pub fn gb_per_second(&self) -> f64 {
         self.bytes_written as f64 / 1e9 / self.elapsed.as_secs_f64().max(1e-9)
     }
 }
 
 impl fmt::Display for LoadReport {
-    /// `loaded 15.3 GiB in 2.10 s (7.8 GB/s); each of 8 workers read 0.30 s, packed 1.20 s and waited 0.40 s for
-    /// staging; last copies 0.02 s`
+    /// Writes a line such as `loaded 15.3 GiB in 2.10 s (7.8 GB/s); each of 8 workers read 0.30 s, packed 1.20 s and
+    /// waited 0.40 s for staging; last copies 0.02 s`. The times per worker are means.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let each = |d: Duration| d.as_secs_f64() / self.workers.len().max(1) as f64;
         write!(
@@ -183,91 +190,92 @@ impl fmt::Display for LoadReport {
     }
 }
 
-/// What a load can end in.
+/// Errors of a load.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// A shard cannot be read, or no staging memory.
+    /// A shard cannot be read, or no staging slot became free.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The copies failed.
+    /// A copy failed.
     #[error(transparent)]
     Transfer(#[from] TransferError),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The packed tensor is larger than its place.
+    /// The packed tensor does not fit in its target buffer.
     #[error("{name} needs {asked} bytes at {offset} of {buffer:?}, which has {has}")]
     TooLarge {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
-        /// Its packed bytes.
+        /// The tensor's packed size, bytes.
         asked: u64,
-        /// Where it should start.
+        /// The tensor's offset in the buffer.
         offset: u64,
-        /// The buffer.
+        /// The buffer's name.
         buffer: String,
-        /// The buffer's bytes.
+        /// The buffer's size, bytes.
         has: u64,
     },
-    /// A source does not fit in its tensor.
+    /// A source's rows or columns are outside its packed tensor.
     #[error(
         "{name}: a source of {rows} × {cols} from row {first_row} in steps of {row_step} is not inside {packed_rows} × {packed_cols}"
     )]
     Outside {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
         /// The source's rows.
         rows: u32,
         /// The source's columns.
         cols: u32,
-        /// Its first packed row.
+        /// The packed row of the source's row 0.
         first_row: u32,
-        /// Its step.
+        /// The source's `row_step`.
         row_step: u32,
-        /// The tensor's rows.
+        /// The packed tensor's rows.
         packed_rows: u32,
-        /// The tensor's columns.
+        /// The packed tensor's columns.
         packed_cols: u32,
     },
-    /// The layout needs another number format.
+    /// The layout does not support the number format: fragments need a 2-byte format.
     #[error("{name} cannot be packed as fragments of {format:?}: they need a 2-byte format")]
     NotPackable {
-        /// The tensor.
+        /// The tensor's name.
         name: String,
-        /// The format asked for.
+        /// The requested format.
         format: Format,
     },
-    /// The copies did not finish in time.
+    /// The last copies did not finish: the transfer queue made no progress for the given time.
     #[error("the last copies did not finish in {seconds} s")]
     Stuck {
-        /// How long was waited.
+        /// The time without progress, seconds.
         seconds: u64,
     },
-    /// Too many loads wait.
+    /// The loader's inbox is full.
     #[error("{waiting} loads are waiting already")]
     Busy {
-        /// How many.
+        /// The number of waiting loads.
         waiting: usize,
     },
-    /// A bug; it was logged where it happened, and later loads are tried.
+    /// A panic during the load, which is a bug. The panic was logged where it happened, and the loader continues with
+    /// later loads.
     #[error("a thread that packs has panicked")]
     Panicked,
-    /// The load was dropped, or the loader.
+    /// The load was cancelled or dropped, or the loader was dropped.
     #[error("the load was cancelled")]
     Cancelled,
 }
 
-/// Handle of the loader actor of a device. Dropping it cancels what it is loading.
+/// Handle of a device's loader actor. Dropping it cancels the load in progress.
 #[derive(Debug)]
 pub struct Loader {
-    // Order matters: the inbox closes before the thread is joined.
+    // Field order matters: the inbox must close before the thread is joined.
     inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
-    /// Set once, by drop: a load in progress ends at its next slot.
+    /// Set once, by `drop`: the load in progress ends before its next chunk.
     closing: Arc<AtomicBool>,
 }
 
-/// A load that was asked for. Dropping it cancels it; what was copied so far stays.
+/// A requested load. Dropping it cancels the load; bytes already copied stay on the device.
 #[derive(Debug)]
 pub struct Load {
     progress: Receiver<Progress>,
@@ -287,8 +295,8 @@ enum Message {
 }
 
 impl Loader {
-    /// Starts the thread. `workers` threads pack; `None`: one for each of the machine's cores, but for one in eight, up
-    /// to 16.
+    /// Starts the loader thread. Loads run on `workers` packing threads; `None` selects the number of cores minus one
+    /// in eight (`CORES_PER_FREE`), at most `MOST_WORKERS`.
     pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Loader {
         let (address, inbox) = mailbox(INBOX);
         let closing = Arc::new(AtomicBool::new(false));
@@ -302,13 +310,13 @@ impl Loader {
         Loader { inbox: Some(address), thread: Some(thread), closing }
     }
 
-    /// Loads after the loads asked for before.
+    /// Queues a load behind the loads requested earlier.
     pub fn load(&self, plan: LoadPlan) -> Result<Load, LoadError> {
         self.load_on(plan, None)
     }
 
-    /// As [`Loader::load`], on at most so many threads, where others need the machine: those give way to all other
-    /// work.
+    /// Like [`Loader::load`], but with `Some(n)` on at most `n` threads, which run at low priority (niceness `NICE`), for
+    /// loads beside other work.
     pub fn load_on(&self, plan: LoadPlan, workers: Option<usize>) -> Result<Load, LoadError> {
         let (progress, progress_receiver) = bounded(PROGRESS);
         let (done, done_receiver) = bounded(1);
@@ -334,30 +342,31 @@ impl Drop for Loader {
 }
 
 impl Load {
-    /// How far it is, from time to time; closed when it ends.
+    /// Receives progress reports; the channel closes when the load ends.
     pub fn progress(&self) -> &Receiver<Progress> {
         &self.progress
     }
 
-    /// The one result, for a `select!`; [`Load::wait`] is simpler.
+    /// Receives the one result, for use in a `select!`; otherwise use [`Load::wait`].
     pub fn done(&self) -> &Receiver<Result<LoadReport, LoadError>> {
         &self.done
     }
 
-    /// Has it end soon, with [`LoadError::Cancelled`] unless it has ended before.
+    /// Asks the load to end before its next chunk. Its result is then [`LoadError::Cancelled`], unless it had already
+    /// ended.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for the end.
+    /// Waits until the load ends.
     pub fn wait(self) -> Result<LoadReport, LoadError> {
         self.wait_with(|_| ())
     }
 
-    /// Waits for the end and says how far it is meanwhile.
+    /// Waits until the load ends and calls `say` for each progress report.
     pub fn wait_with(self, mut say: impl FnMut(Progress)) -> Result<LoadReport, LoadError> {
         self.progress.iter().for_each(&mut say);
-        // The loader is gone without a word: it was dropped.
+        // The channel closed without a result, so the loader was dropped.
         self.done.recv().unwrap_or(Err(LoadError::Cancelled))
     }
 }
@@ -375,14 +384,14 @@ struct Actor {
     closing: Arc<AtomicBool>,
 }
 
-/// What the workers of one load share.
+/// State that the workers of one load share.
 struct Shared<'a> {
     plan: &'a LoadPlan,
     chunks: &'a [Chunk],
     next: AtomicUsize,
     bytes_done: AtomicU64,
     bytes_total: u64,
-    /// A worker failed: the others stop.
+    /// Set when a worker fails, so that the others stop.
     failed: AtomicBool,
     cancelled: &'a AtomicBool,
     progress: &'a Sender<Progress>,
@@ -402,10 +411,10 @@ impl Actor {
                     "{report}"
                 );
             }
-            // Whoever hears of the end finds the plan's buffers given back.
+            // Drop the plan before the result is sent, so that its buffers are released when the receiver gets it.
             drop(plan);
             drop(progress);
-            // Nobody may be waiting any more.
+            // The receiver may have been dropped.
             let _ = done.try_send(result);
         }
     }
@@ -425,7 +434,7 @@ impl Actor {
         let chunks = cut(&sizes, self.ring.slot_bytes() as u64);
         let bytes_total = sizes.iter().map(Packing::bytes).sum();
         let submits_before = self.transfer.counters().submits;
-        // One reply a chunk: room for all.
+        // One reply per chunk, so sending never blocks.
         let (submitted, points) = bounded(chunks.len());
         let shared = Shared {
             plan,
@@ -460,7 +469,7 @@ impl Actor {
         let packed = Instant::now();
         drop(shared);
         let workers: Vec<Worker> = results.into_iter().collect::<Result<_, _>>()?;
-        // All chunks are with the transfer actor; it answers each, or ends.
+        // The transfer actor now has all chunks. It answers each one, or its end closes the channel.
         let mut point: Option<Point> = None;
         for _ in 0..chunks.len() {
             let one = points.recv().map_err(|_| TransferError::Ended)??;
@@ -494,7 +503,7 @@ impl Actor {
         })
     }
 
-    /// Takes chunks until there are none; the others stop where one fails.
+    /// Packs chunks until none are left or another worker has failed.
     fn work(&self, shared: &Shared<'_>) -> Result<Worker, LoadError> {
         let (now, none) = (Moment::now(), Duration::ZERO);
         let mut spent = Worker { begin: now, end: now, read: none, pack: none, staging_wait: none };
@@ -516,7 +525,7 @@ impl Actor {
         }
     }
 
-    /// Packs one chunk, a tile at a time, and hands it to the transfer actor.
+    /// Packs one chunk, tile by tile, into a staging slot and hands the slot to the transfer actor.
     fn one(
         &self,
         shared: &Shared<'_>,
@@ -544,37 +553,37 @@ impl Actor {
         let packed = Instant::now();
         self.transfer.copy(slot, pieces, Vec::new(), shared.submitted.clone())?;
         spent.staging_wait += have_slot - start;
-        // What was read meanwhile is counted by itself.
+        // The time spent reading is counted separately.
         spent.pack += (packed - have_slot).saturating_sub(spent.read - read_before);
         let bytes: u64 = chunk.pieces.iter().map(|p| p.range.end - p.range.start).sum();
         let bytes_done = shared.bytes_done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        // One that finds no room is made up for by the next.
+        // A full channel drops this report; the next one carries newer numbers.
         let _ = shared.progress.try_send(Progress { bytes_done, bytes_total: shared.bytes_total });
         Ok(())
     }
 }
 
-/// Has the system run this thread only where no other wants to.
+/// Lowers the scheduling priority of the calling thread to niceness `NICE`.
 fn give_way() {
-    // A system that does not let it is none the worse: there are fewer threads as well.
+    // A failure is harmless: a load of this kind also runs on fewer threads.
     let _ = rustix::process::nice(NICE);
 }
 
-/// Threads that pack on a machine with so many cores.
+/// The default number of packing threads on a machine with `cores` cores.
 fn workers_for(cores: usize) -> usize {
     (cores - cores / CORES_PER_FREE).min(MOST_WORKERS)
 }
 
-/// A worker's own memory.
+/// A worker's own buffers.
 struct Buffers {
-    /// Packed bytes on their way into the slot.
+    /// Packed bytes before they are copied into the slot.
     tile: Vec<u8>,
-    /// Rows of the files that they are made of.
+    /// Source rows read from files that are not mapped.
     band: Vec<u8>,
 }
 
-/// Packs a part of a tensor from its files, a band of rows at a time, and gives `put` each tile with its offset in the
-/// part; gives the time that reading the files took.
+/// Packs a part of a tensor from its files, band by band, and calls `put` with each tile's offset in the part and its
+/// bytes. Returns the time spent reading files.
 fn fill(
     tensor: &LoadTensor,
     part: Range<u64>,
@@ -582,7 +591,7 @@ fn fill(
     mut put: impl FnMut(u64, &[u8]),
 ) -> Result<Duration, LoadError> {
     let rows = packed_rows(&tensor.packing, &part);
-    // Of the hundreds of experts that a tensor may come from, a part has rows of a few.
+    // A tensor may consist of hundreds of experts; a part has rows of only a few of them.
     let needed: Vec<&Source> = tensor.sources.iter().filter(|source| !source_rows(source, &rows).is_empty()).collect();
     let started = Instant::now();
     for source in &needed {
@@ -632,7 +641,7 @@ fn fill(
     Ok(read)
 }
 
-/// The packed rows that a part touches.
+/// The packed rows that contain bytes of `part`, rounded to whole row units.
 fn packed_rows(packing: &Packing, part: &Range<u64>) -> Range<u32> {
     let rows_at_once = u64::from(packing.rows_of_unit());
     let stride = packing.row_bytes() * rows_at_once;
@@ -640,13 +649,13 @@ fn packed_rows(packing: &Packing, part: &Range<u64>) -> Range<u32> {
     (first * rows_at_once) as u32..(end * rows_at_once) as u32
 }
 
-/// The rows of a source that become some of `rows`.
+/// The source rows that become packed rows in `rows`.
 fn source_rows(source: &Source, rows: &Range<u32>) -> Range<u32> {
     let index = |row: u32| row.saturating_sub(source.first_row).div_ceil(source.row_step).min(source.rows);
     index(rows.start)..index(rows.end)
 }
 
-/// Everything about a tensor that can be wrong before it is read.
+/// Validates everything about a tensor that can be checked before it is read.
 fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
     let LoadTensor { name, target, offset, packing, sources } = tensor;
     if packing.layout == Layout::Fragments && packing.format.bytes() != 2 {
@@ -683,23 +692,23 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// What goes through one staging slot.
+/// The contents of one staging slot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Chunk {
     pieces: Vec<Part>,
 }
 
-/// A part of a packed tensor, and where it lies in the slot.
+/// A part of a packed tensor, and its position in the slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Part {
     tensor: usize,
-    /// Bytes of the packed tensor.
+    /// Byte range in the packed tensor.
     range: Range<u64>,
     at: u64,
 }
 
-/// Cuts tensors into chunks of at most `slot_bytes`: small tensors share one, large ones are
-/// cut at whole rows (row blocks), or inside a row that is larger than a slot.
+/// Cuts tensors into chunks of at most `slot_bytes`. Small tensors share a chunk. Large tensors are cut at whole row
+/// units (rows or row blocks), or at pack units where a row unit is larger than a slot.
 fn cut(tensors: &[Packing], slot_bytes: u64) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     let (mut chunk, mut used) = (Chunk::default(), 0u64);
@@ -760,8 +769,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every byte of every tensor is in exactly one part, parts are whole units and do not
-        /// overlap in their slot.
+        /// Goal: every byte of every tensor is in exactly one part, and parts are whole pack units that do not overlap
+        /// in their slot.
         #[test]
         fn cuts_cover_everything_once(
             shapes in prop::collection::vec((1u32..70, 1u32..2000, any::<bool>(), any::<bool>()), 1..6),
@@ -807,7 +816,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), [0; 8]).unwrap();
         let file = Arc::new(WeightFile::open(file.path()).unwrap());
-        // Every second packed row from 1: 1, 3, 5, …, 19.
+        // Source rows 0 to 9 become packed rows 1, 3, 5, …, 19.
         let source =
             Source { file, offset: 0, rows: 10, cols: 1, format: Format::Bf16, first_row: 1, row_step: 2, plus: 0.0 };
         assert_eq!(source_rows(&source, &(0..1)), 0..0);

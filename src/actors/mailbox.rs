@@ -1,8 +1,8 @@
-//! The way to an actor: a bounded channel whose messages end when the actor does. Deliberately absent: threads, and what
-//! messages are.
+//! The inbox of an actor: a bounded channel whose messages are dropped when the actor ends. Not here: threads, and the
+//! types of the messages.
 //!
-//! A bounded channel of crossbeam keeps what nobody will receive any more for as long as somebody could send to it. With
-//! it are kept the ways on which answers would have come, and whoever waits at the other end of one waits for ever.
+//! A plain bounded crossbeam channel keeps messages that nobody will receive for as long as a sender exists. Such a
+//! message also keeps its reply channel open, so a caller that waits for the reply would wait forever.
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use std::fmt;
@@ -10,34 +10,35 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The end of whoever sends. The actor's receiver closes when the last one is dropped.
+/// The sending end. The actor's [`Mailbox`] closes when the last address is dropped.
 pub struct Address<T> {
     sender: Sender<T>,
-    /// To empty what nobody else will.
+    /// Used to drop messages that arrive after the actor has ended.
     messages: Receiver<T>,
     ended: Arc<AtomicBool>,
 }
 
-/// The actor's end, a [`Receiver`]. When it is dropped, be it by a panic, every message is that is in it or still comes.
+/// The receiving end, which derefs to a [`Receiver`]. When it is dropped, also by a panic, all messages in the channel
+/// and all later ones are dropped.
 pub struct Mailbox<T> {
     messages: Receiver<T>,
     ended: Arc<AtomicBool>,
 }
 
-/// The actor has ended, and the message with it, unless it was among the last that were taken.
+/// Error: the actor has ended. The message was dropped, unless the actor received it just before it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended;
 
-/// Why a message was not sent at once.
+/// Why [`Address::try_send`] did not send a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// There are as many messages as there is room for.
+    /// The channel is full.
     Full,
-    /// As [`Ended`].
+    /// The actor has ended; see [`Ended`].
     Ended,
 }
 
-/// Both ends, with room for so many messages.
+/// Creates both ends of an inbox with room for `capacity` messages.
 pub fn mailbox<T>(capacity: usize) -> (Address<T>, Mailbox<T>) {
     let (sender, messages) = bounded(capacity);
     let ended = Arc::new(AtomicBool::new(false));
@@ -46,14 +47,14 @@ pub fn mailbox<T>(capacity: usize) -> (Address<T>, Mailbox<T>) {
 }
 
 impl<T> Address<T> {
-    /// Waits while there is no room.
+    /// Sends a message; blocks while the channel is full.
     pub fn send(&self, message: T) -> Result<(), Ended> {
-        // There is a receiver: its own.
+        // Never fails, because this address holds a receiver itself.
         self.sender.send(message).map_err(|_| Ended)?;
         self.arrived()
     }
 
-    /// Never waits.
+    /// Sends a message or returns at once.
     pub fn try_send(&self, message: T) -> Result<(), Refused> {
         match self.sender.try_send(message) {
             Ok(()) => self.arrived().map_err(|Ended| Refused::Ended),
@@ -63,8 +64,8 @@ impl<T> Address<T> {
         }
     }
 
-    /// A message is in the channel. Either the actor's end, which says so before it empties the channel, finds it there,
-    /// or it is seen here that there was an end.
+    /// Called after a message was put into the channel. The mailbox sets `ended` before it empties the channel. So
+    /// either it drops this message, or the check here sees `ended` and drops it.
     fn arrived(&self) -> Result<(), Ended> {
         if self.ended.load(Ordering::SeqCst) {
             empty(&self.messages);
@@ -85,7 +86,7 @@ impl<T> Deref for Mailbox<T> {
 impl<T> Drop for Mailbox<T> {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        // Who waits for room gets it, and then sees the end.
+        // This wakes senders that are blocked on a full channel; they then see `ended`.
         empty(&self.messages);
     }
 }
@@ -151,8 +152,8 @@ mod tests {
         assert!(mailbox.recv().is_err());
     }
 
-    /// Whenever the end comes, between any two instructions of those who send: nobody who sent waits for ever, neither for
-    /// room nor for an answer.
+    /// Goal: no sender waits forever, neither for room nor for a reply, whenever the actor ends. Method: three senders
+    /// and an actor that ends after 0 to 6 messages, 2000 times.
     #[test]
     fn nobody_waits_for_an_actor_that_ends() {
         for round in 0..2000u32 {
@@ -163,7 +164,7 @@ mod tests {
                         loop {
                             let (reply, answer) = bounded(1);
                             let sent = address.send(reply);
-                            // Both may be: answered as one of the last, and refused.
+                            // A message can be answered just before the end although its sender gets `Ended`.
                             let answered = match answer.recv_timeout(SOON) {
                                 Ok(_) => true,
                                 Err(crossbeam_channel::RecvTimeoutError::Disconnected) => false,
@@ -182,7 +183,7 @@ mod tests {
                 scope.spawn(move || {
                     for _ in 0..round % 7 {
                         let reply = mailbox.recv().unwrap();
-                        // Whoever asked waits.
+                        // The sender waits for this reply.
                         reply.send(round).unwrap();
                     }
                 });

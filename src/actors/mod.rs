@@ -1,6 +1,5 @@
-//! One thread per file: compute, transfer, loader, and the watcher that turns timeline
-//! progress into messages; the mailboxes through which they are asked; and worker processes. Deliberately absent:
-//! model knowledge.
+//! Actors, one file and one thread each: compute, transfer, loader, and the watcher that turns timeline progress into
+//! reports. Also their inboxes (`mailbox`) and the pool of worker processes (`workers`). Not here: knowledge of models.
 
 pub mod compute;
 mod gpu_clock;

@@ -1,15 +1,16 @@
-//! Timestamps between the regions of submissions: a ring of queries, each with a command buffer that writes it, recorded
-//! once. Deliberately absent: which clock they are told on (`gpu_clock`), kernels' own stamps (a region has those).
+//! Timestamps between the regions of submissions: a ring of queries, each with a command buffer that writes it and is
+//! recorded once. Not here: the conversion to the host's clock (`gpu_clock`), and timestamps between kernels, which
+//! belong to a region.
 
 use crate::device::{Commands, Device, DeviceError, Queries, Role};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Stamps that can be pending at once: several submissions of a stamp for each of sixteen steps. Submissions that find
-/// fewer free are told with less detail.
+/// The size of the ring: enough for several pending submissions with one timestamp per step of sixteen steps. A
+/// submission that finds too few free timestamps is timed as a whole, or not timed.
 const STAMPS: u64 = 256;
 
-/// The ring. Taken from by the compute actor, given back to by the watcher, in the order of submission.
+/// The ring of timestamps. The compute actor takes from it, the watcher returns to it, both in submission order.
 pub(super) struct Stamps {
     queries: Queries,
     commands: Vec<Commands>,
@@ -17,7 +18,7 @@ pub(super) struct Stamps {
     free_from: Arc<AtomicU64>,
 }
 
-/// Consecutive stamps of one submission.
+/// Consecutive timestamps that one submission uses. Dropping it resets and frees them.
 pub(super) struct Taken {
     queries: Queries,
     first: u64,
@@ -26,7 +27,7 @@ pub(super) struct Taken {
 }
 
 impl Stamps {
-    /// `None` where the compute queue has no timestamps.
+    /// Creates the ring; `None` if the compute queue has no timestamps.
     pub(super) fn new(device: &Device) -> Result<Option<Stamps>, DeviceError> {
         let queries = match Queries::new(device, STAMPS as u32) {
             Ok(queries) => queries,
@@ -38,12 +39,15 @@ impl Stamps {
         Ok(Some(Stamps { queries, commands, taken: 0, free_from: Arc::default() }))
     }
 
-    /// Stamps that are free.
+    /// The number of free timestamps.
     pub(super) fn free(&self) -> u64 {
         STAMPS - (self.taken - self.free_from.load(Ordering::Acquire))
     }
 
-    /// The next `count` stamps, which must be free.
+    /// Takes the next `count` timestamps.
+    ///
+    /// # Panics
+    /// If fewer are free.
     pub(super) fn take(&mut self, count: u64) -> Taken {
         assert!(count <= self.free(), "{count} stamps of {} free ones", self.free());
         let first = self.taken;
@@ -51,7 +55,7 @@ impl Stamps {
         Taken { queries: self.queries.clone(), first, count, free_from: Arc::clone(&self.free_from) }
     }
 
-    /// What writes the `index`th of them.
+    /// The command buffer that writes the `index`th of the taken timestamps.
     pub(super) fn commands(&self, taken: &Taken, index: u64) -> Commands {
         assert!(index < taken.count);
         self.commands[((taken.first + index) % STAMPS) as usize].clone()
@@ -59,7 +63,8 @@ impl Stamps {
 }
 
 impl Taken {
-    /// Nanoseconds of each, of a submission that has finished; `None` where one was not written.
+    /// The times of a finished submission's timestamps in nanoseconds of the device's clock; `None` if one was not
+    /// written.
     pub(super) fn read(&self) -> Option<Vec<u64>> {
         let mut times = Vec::with_capacity(self.count as usize);
         for (first, count) in self.parts() {
@@ -70,7 +75,7 @@ impl Taken {
         Some(times)
     }
 
-    /// The ring has an end.
+    /// The query ranges `(first, count)`: two where the timestamps wrap around the end of the ring.
     fn parts(&self) -> impl Iterator<Item = (u32, u32)> {
         let first = self.first % STAMPS;
         let before_end = self.count.min(STAMPS - first);
@@ -81,11 +86,11 @@ impl Taken {
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        // Whoever held it has seen the submission's end, or the submission never was.
+        // The submission has ended or was never made, so the device no longer writes these queries.
         for (first, count) in self.parts() {
             self.queries.reset_range(first, count);
         }
-        // In order: the watcher follows one submission after the other.
+        // The watcher drops these in submission order, so a counter is enough.
         self.free_from.fetch_add(self.count, Ordering::AcqRel);
     }
 }

@@ -1,28 +1,28 @@
-//! What happened when, as plain data: submissions to the compute queue and to the transfer queue, on the host's clock.
-//! Deliberately absent: who asked for them (`engine`), reading clocks.
+//! Records of submissions to the compute queue and the transfer queue, as plain data with times on the host's clock.
+//! Not here: which requests they were for (`engine`), reading clocks.
 
 use crate::device::Point;
 use crate::telemetry::clock::Moment;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How a device's times were brought to the host's clock.
+/// How device times were converted to the host's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClockQuality {
-    /// The driver reads both clocks together; times are off by at most so much.
+    /// The driver reads both clocks together.
     Calibrated {
-        /// As said.
+        /// The maximum error of the times.
         error: Duration,
     },
-    /// No such driver: the device's times are placed between submission and completion; off by at most so much.
+    /// The driver cannot read both clocks together. Device times are placed between submission and completion.
     Estimated {
-        /// As said.
+        /// The maximum error of the times.
         error: Duration,
     },
 }
 
 impl ClockQuality {
-    /// `calibrated` or `estimated`.
+    /// Returns `calibrated` or `estimated`.
     pub fn name(self) -> &'static str {
         match self {
             ClockQuality::Calibrated { .. } => "calibrated",
@@ -30,7 +30,7 @@ impl ClockQuality {
         }
     }
 
-    /// How far off times may be.
+    /// Returns the maximum error of the times.
     pub fn error(self) -> Duration {
         match self {
             ClockQuality::Calibrated { error } | ClockQuality::Estimated { error } => error,
@@ -41,16 +41,16 @@ impl ClockQuality {
 /// Why a submission ended where it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushReason {
-    /// Load, prefill and decode follow each other.
+    /// A phase (load, prefill or decode) ends and another begins.
     PhaseBoundary,
-    /// The host needs what was drawn.
+    /// The host needs results (such as sampled tokens) now.
     Readback,
-    /// A point of another queue must come first.
+    /// A point of another queue must be reached first.
     CrossQueue,
 }
 
 impl FlushReason {
-    /// `phase_boundary`, `readback` or `cross_queue`.
+    /// Returns `phase_boundary`, `readback` or `cross_queue`.
     pub fn name(self) -> &'static str {
         match self {
             FlushReason::PhaseBoundary => "phase_boundary",
@@ -60,40 +60,40 @@ impl FlushReason {
     }
 }
 
-/// One region's run on the device, or several runs of the same region one after the other.
+/// One run of a region on the device, or several consecutive runs of the same region.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RegionSpan {
-    /// The recording's name, `decode.8` for example.
+    /// The recording's name, such as `decode.8`.
     pub name: Arc<str>,
-    /// How often it ran in this time.
+    /// The number of runs in this span.
     pub runs: u32,
-    /// When what came before it had ended.
+    /// When all preceding work had ended.
     pub begin: Moment,
-    /// When all of it had ended.
+    /// When the last run had ended.
     pub end: Moment,
-    /// Its kernels, of a profiled submission; else empty.
+    /// The kernels of a profiled run; otherwise empty.
     pub kernels: Vec<KernelSpan>,
 }
 
-/// One kernel's time in a region's run.
+/// The time of one kernel in a run of a region.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelSpan {
-    /// The call's label, `layers.3.qkv` for example.
+    /// The call's label, such as `layers.3.qkv`.
     pub label: Arc<str>,
-    /// The shader.
+    /// The shader's name.
     pub kernel: &'static str,
-    /// When what came before it had ended.
+    /// When the preceding kernel had ended.
     pub begin: Moment,
-    /// When it had ended.
+    /// When this kernel had ended.
     pub end: Moment,
 }
 
 /// One submission to the compute queue.
 #[derive(Clone, Debug)]
 pub struct SubmissionRecord {
-    /// When the compute actor took it, and when the driver had it.
+    /// When the compute actor received it, and when the driver had accepted it.
     pub enqueue: (Moment, Moment),
-    /// The last point that it reaches.
+    /// The last point that it signals.
     pub point: Point,
     /// Points of other queues that it waited for.
     pub waits: Vec<Point>,
@@ -101,20 +101,20 @@ pub struct SubmissionRecord {
     pub flush: FlushReason,
     /// When the watcher saw its end.
     pub seen: Moment,
-    /// Blocking waits of the watcher for it.
+    /// The watcher's blocking waits for its last point.
     pub host_waits: u32,
-    /// What ran, in order; empty where nothing was timed.
+    /// The regions that ran, in order; empty if nothing was timed.
     pub regions: Vec<RegionSpan>,
-    /// How its device times were found; `None`: there are none.
+    /// How the device times were converted; `None` if there are none.
     pub clock: Option<ClockQuality>,
-    /// Dispatches in it.
+    /// The number of dispatches.
     pub dispatches: u32,
-    /// Barriers in it.
+    /// The number of pipeline barriers.
     pub barriers: u32,
 }
 
 impl SubmissionRecord {
-    /// From the first region's begin to the last one's end, on the device.
+    /// The begin of the first region and the end of the last one, on the host's clock; `None` if nothing was timed.
     pub fn device_span(&self) -> Option<(Moment, Moment)> {
         Some((self.regions.first()?.begin, self.regions.last()?.end))
     }
@@ -123,23 +123,23 @@ impl SubmissionRecord {
 /// One submission to the transfer queue.
 #[derive(Clone, Debug)]
 pub struct TransferRecord {
-    /// Grows by one.
+    /// Sequence number, consecutive from 0.
     pub number: u64,
-    /// What it is: `copy` (fills among them) or `readback`.
+    /// The kind: `copy` (which includes fills) or `readback`.
     pub what: &'static str,
-    /// Bytes that it copies or fills.
+    /// Bytes copied or filled.
     pub bytes: u64,
-    /// Copy and fill commands.
+    /// The number of copy and fill commands.
     pub copies: u32,
-    /// When the actor took it, and when the driver had it.
+    /// When the actor began the submission, and when the driver had accepted it.
     pub enqueue: (Moment, Moment),
-    /// Begin and end on the device, where its queue has timestamps.
+    /// Begin and end on the device; `None` if the queue has no timestamps or none were free.
     pub device: Option<(Moment, Moment)>,
-    /// How these were found.
+    /// How the device times were converted.
     pub clock: Option<ClockQuality>,
-    /// When the actor saw its end: not sooner than it was reached, and up to a look later.
+    /// When the actor saw its end: up to one polling interval after the point was reached.
     pub seen: Moment,
-    /// The point that it reaches.
+    /// The point that it signals.
     pub point: Point,
     /// Points of other queues that it waited for.
     pub waits: Vec<Point>,

@@ -1,6 +1,6 @@
-//! Owns the transfer queue: copies staged bytes into buffers, fills them, reads them back; what
-//! waits together goes in one submission. Does not allocate after its start, does not make the
-//! bytes, does not wait for the device while something else could be submitted.
+//! Owns the transfer queue: copies staged bytes into buffers, fills buffers and reads them back. Messages that wait at
+//! the same time share a submission. Not here: allocation after the start, producing the bytes. The actor never blocks
+//! on the device while it could submit something.
 
 use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Ended, Mailbox, mailbox};
@@ -16,65 +16,65 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The inbox: each copy holds a staging slot, so a ring's worth of copies and as many small
-/// messages fit; a sender beyond that has outrun the device, and waiting is what it should do.
+/// Capacity of the inbox. Each copy holds a staging slot, so all copies of a ring and as many small messages fit. A
+/// sender that finds the inbox full is ahead of the device and has to wait.
 const INBOX: usize = 64;
-/// Messages in one submission: enough to make its cost vanish, few enough that the first of
-/// them does not wait long for its point.
+/// The maximum number of messages per submission: enough to make the cost of a submission negligible, few enough that
+/// the first message's point is reached soon.
 const BATCH: usize = 16;
-/// Bytes of host memory through which readbacks go, a part at a time.
+/// The size of the host memory for readbacks; a larger readback is split into parts.
 const READBACK_BYTES: usize = 4 << 20;
-/// How often the timeline is looked at while a readback is under way.
+/// Polling interval of the timeline while a readback is in progress.
 const READBACK_POLL: Duration = Duration::from_micros(50);
-/// How often it is looked at to let go of what finished, when nothing else is to be done.
+/// Polling interval of the timeline while only finished submissions remain to be released.
 const COLLECT_POLL: Duration = Duration::from_millis(2);
 
-/// Records of ended submissions that are kept.
+/// The number of records of finished submissions that are kept.
 const RECORDS: usize = 512;
-/// Submissions in flight that can have timestamps; further ones go without.
+/// The number of submissions in flight that can have timestamps; further ones are not timed.
 const STAMPS: u32 = 64;
 
-/// Where a part of a staging slot goes.
+/// A part of a staging slot and its destination.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// First byte in the slot.
+    /// Offset of the first byte in the slot.
     pub from: u64,
-    /// Target.
+    /// Destination buffer.
     pub to: Arc<Buffer>,
-    /// First byte in the target.
+    /// Offset of the first byte in the destination.
     pub to_offset: u64,
     /// Length in bytes.
     pub bytes: u64,
 }
 
-/// What a transfer can end in.
+/// Errors of a transfer.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum TransferError {
     /// The device layer failed.
     #[error("the transfer queue failed")]
     Device(#[source] Arc<DeviceError>),
-    /// Staging memory failed.
+    /// No staging slot became free.
     #[error("no staging memory for a transfer")]
     Staging(#[source] Arc<MemoryError>),
-    /// The actor ended before; an earlier error says why.
+    /// The actor has ended; an earlier error in the log says why.
     #[error("the transfer actor has ended")]
     Ended,
 }
 
-/// Where the point of a transfer goes once it is submitted. The channel has room: a reply that
-/// finds none is dropped.
+/// Receives the point of a transfer when it has been submitted, or the error. The caller must provide a channel with
+/// room; a reply to a full channel is dropped.
 pub type Submitted = Sender<Result<Point, TransferError>>;
 
-/// What the actor has done so far.
+/// Totals since the actor's start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransferCounters {
     /// Calls of `vkQueueSubmit2`.
     pub submits: u64,
     /// Copy commands, readbacks included.
     pub copies: u64,
-    /// Bytes that they copy.
+    /// Bytes copied by them.
     pub bytes: u64,
-    /// Barriers between them.
+    /// Barriers between commands.
     pub barriers: u64,
 }
 
@@ -86,10 +86,10 @@ struct Counters {
     barriers: AtomicU64,
 }
 
-/// Handle of the transfer actor of a device. Transfers take effect in the order asked.
+/// Handle of a device's transfer actor. Transfers take effect in request order.
 #[derive(Debug)]
 pub struct Transfer {
-    // Order matters: the inbox closes before the thread is joined.
+    // Field order matters: the inbox must close before the thread is joined.
     inbox: Option<Address<Message>>,
     thread: Option<JoinHandle<()>>,
     counters: Arc<Counters>,
@@ -118,7 +118,7 @@ enum Message {
         waits: Vec<Point>,
         reply: Sender<Result<Vec<u8>, TransferError>>,
     },
-    /// To look at what was done.
+    /// Asks for the records of finished submissions.
     Records {
         from: u64,
         reply: Sender<Vec<TransferRecord>>,
@@ -126,7 +126,7 @@ enum Message {
 }
 
 impl Transfer {
-    /// Takes its memory from the arena and starts the thread.
+    /// Allocates the readback memory from the arena and starts the thread.
     pub fn spawn(arena: &Arena) -> Result<Transfer, MemoryError> {
         let (_, mut slices) = arena.sliced("readback", READBACK_BYTES, 1, Place::Readback)?;
         let readback = slices.pop().expect("asked for one");
@@ -156,11 +156,11 @@ impl Transfer {
         Ok(Transfer { inbox: Some(address), thread: Some(thread), counters })
     }
 
-    /// Copies parts of a slot after `waits`, and after compute's earlier uses of the targets.
-    /// The slot goes back to its ring by itself. Waits while the inbox is full.
+    /// Copies parts of a slot after `waits`, and after earlier uses of the destinations by the compute queue. The slot
+    /// returns to its ring automatically. Blocks while the inbox is full.
     ///
     /// # Panics
-    /// If a piece is outside its slot or target: a bug of the caller.
+    /// If a piece is outside its slot or its destination, which is a bug of the caller.
     pub fn copy(
         &self,
         slot: Slot,
@@ -175,10 +175,10 @@ impl Transfer {
         self.send(Message::Copy { slot, pieces, waits, submitted })
     }
 
-    /// Fills a range (multiples of 4) with a word, ordered like a copy.
+    /// Fills a range (offset and length are multiples of 4) with a 32-bit word, ordered like a copy.
     ///
     /// # Panics
-    /// If the range is outside the buffer or unaligned: a bug of the caller.
+    /// If the range is outside the buffer or unaligned, which is a bug of the caller.
     pub fn fill(
         &self,
         to: Arc<Buffer>,
@@ -193,12 +193,11 @@ impl Transfer {
         self.send(Message::Fill { to, offset, bytes, word, waits, submitted })
     }
 
-    /// Reads a range after `waits` and after everything submitted so far that writes the
-    /// buffer. A range larger than the actor's memory is read in parts: nobody should write it
-    /// meanwhile.
+    /// Reads a range after `waits` and after everything submitted so far that writes the buffer. A range larger than
+    /// the actor's readback memory is read in parts; it must not be written meanwhile.
     ///
     /// # Panics
-    /// If the range is outside the buffer: a bug of the caller.
+    /// If the range is outside the buffer, which is a bug of the caller.
     pub fn readback(
         &self,
         from: Arc<Buffer>,
@@ -218,17 +217,17 @@ impl Transfer {
         receiver.recv().map_err(|_| TransferError::Ended)?
     }
 
-    /// Fills a whole buffer with zeros and gives the point at which it is.
+    /// Fills a whole buffer with zeros. Returns the point at which that is complete.
     pub fn clear(&self, to: &Arc<Buffer>) -> Result<Point, TransferError> {
         let (submitted, receiver) = bounded(1);
-        // The arena rounds sizes up, so the last word is whole.
+        // The arena rounds sizes up, so the last word is inside the buffer's memory.
         let bytes = to.bytes().next_multiple_of(4);
         let waits = Vec::new();
         self.send(Message::Fill { to: Arc::clone(to), offset: 0, bytes, word: 0, waits, submitted })?;
         receiver.recv().map_err(|_| TransferError::Ended)?
     }
 
-    /// Copies bytes into a buffer through the ring and gives the point at which they are there.
+    /// Copies bytes into a buffer through the staging ring. Returns the point at which they are in the buffer.
     pub fn upload(
         &self,
         ring: &StagingRing,
@@ -236,7 +235,7 @@ impl Transfer {
         offset: u64,
         data: &[u8],
     ) -> Result<Point, TransferError> {
-        // Nothing to copy is done already.
+        // With no data the upload is complete at once: value 0 counts as reached.
         let mut last = Point { role: Role::Transfer, value: 0 };
         let mut at = offset;
         for part in data.chunks(ring.slot_bytes()) {
@@ -252,7 +251,7 @@ impl Transfer {
         Ok(last)
     }
 
-    /// The last submissions that have ended, from `number` on, oldest first.
+    /// Returns the kept records of finished submissions with a number of at least `number`, oldest first.
     pub fn records(&self, number: u64) -> Vec<TransferRecord> {
         let (reply, answer) = bounded(1);
         match self.send(Message::Records { from: number, reply }) {
@@ -261,7 +260,7 @@ impl Transfer {
         }
     }
 
-    /// What has been done so far.
+    /// Returns the totals since the actor's start.
     pub fn counters(&self) -> TransferCounters {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TransferCounters {
@@ -293,32 +292,33 @@ impl Drop for Transfer {
 
 enum Event {
     Message(Message),
-    /// Something in flight may have finished.
+    /// A submission in flight may have finished.
     Progress,
     Closed,
 }
 
 struct Actor {
     device: Arc<Device>,
-    /// The host's view of what readbacks copy into; one part at a time.
+    /// The host memory that readbacks copy into; it holds one part at a time.
     readback: HostSlice,
-    /// Readbacks in order; the first may be under way.
+    /// Readbacks in request order; the first may be in progress.
     reading: VecDeque<Reading>,
-    /// Of the first readback: when its current part is there, and the part's length.
+    /// The part of the first readback that is in progress: the point at which it has been copied, and its length in
+    /// bytes.
     under_way: Option<(Point, u64)>,
     in_flight: VecDeque<InFlight>,
-    /// Command buffers that the device has finished with.
+    /// Command buffers that the device no longer uses.
     spare: Vec<Commands>,
     hazards: Hazards,
     counters: Arc<Counters>,
     clock: GpuClock,
     stamps: Option<Stamps>,
-    /// Of submissions that have ended, at most `RECORDS`, and how many there were.
+    /// Records of finished submissions, at most `RECORDS`, and the number of the next one.
     records: VecDeque<TransferRecord>,
     number: u64,
 }
 
-/// A submission that has not finished: keeps what it uses.
+/// A submission that has not finished. It keeps the resources alive that the submission uses.
 struct InFlight {
     point: Point,
     commands: Commands,
@@ -332,14 +332,14 @@ struct InFlight {
     stamp: Option<u32>,
 }
 
-/// Pairs of timestamps for submissions, each command buffer recorded with the one that is free.
+/// Pairs of timestamps for submissions. Each submission takes a free pair when its command buffer is recorded.
 struct Stamps {
     queries: Queries,
     free: Vec<u32>,
 }
 
 impl Stamps {
-    /// `None` where the transfer queue has no timestamps.
+    /// Creates the pairs; `None` if the transfer queue has no timestamps.
     fn new(device: &Device) -> Result<Option<Stamps>, DeviceError> {
         if device.timestamp_bits(Role::Transfer) == 0 {
             return Ok(None);
@@ -351,7 +351,7 @@ impl Stamps {
         }
     }
 
-    /// Reads a pair of a submission that has finished, and has it free again.
+    /// Reads the pair of a finished submission in nanoseconds and frees the pair.
     fn take(&mut self, pair: u32) -> Option<(u64, u64)> {
         let times = self.queries.read(2 * pair, 2);
         self.queries.reset_range(2 * pair, 2);
@@ -363,7 +363,8 @@ impl Stamps {
     }
 }
 
-/// Records what `record` encodes between a pair of timestamps, where one is free; gives the pair.
+/// Records the commands of `record` between a pair of timestamps, if one is free. Returns the command buffer and the
+/// pair.
 fn record_timed(
     stamps: &mut Option<Stamps>,
     spare: Option<Commands>,
@@ -398,7 +399,7 @@ struct Reading {
     reply: Sender<Result<Vec<u8>, TransferError>>,
 }
 
-/// Messages that go in one submission, and all that it waits for.
+/// Messages that share a submission, and the points that it waits for.
 #[derive(Default)]
 struct Group {
     waits: Vec<Point>,
@@ -410,7 +411,7 @@ impl Actor {
         loop {
             let done = match self.next_event(inbox) {
                 Event::Message(message) => {
-                    // What is waiting already goes along.
+                    // Messages that are already waiting join this one.
                     let more = inbox.try_iter().take(BATCH - 1);
                     let messages: Vec<Message> = std::iter::once(message).chain(more).collect();
                     self.take(messages)
@@ -419,8 +420,8 @@ impl Actor {
                 Event::Closed => return,
             };
             if let Err(error) = done.and_then(|()| self.progress()) {
-                // Whoever still waits for an answer sees its channel close. Nothing could be loaded any more on a device
-                // whose queue nobody owns: another is opened in its place.
+                // Callers that wait for an answer see their channel close. Without this actor nothing can be loaded
+                // onto the device any more, so it is declared lost and reopened as a new device.
                 tracing::error!(error = &error as &dyn std::error::Error, "the transfer actor ends");
                 self.device.declare_lost("its transfer actor, which has ended");
                 return;
@@ -437,7 +438,7 @@ impl Actor {
         match inbox.recv_timeout(poll) {
             Ok(message) => Event::Message(message),
             Err(RecvTimeoutError::Timeout) => Event::Progress,
-            // Readbacks under way have their own receivers, so they are finished first.
+            // Callers may still wait for readbacks in progress, so these are finished first.
             Err(RecvTimeoutError::Disconnected) if self.under_way.is_some() => {
                 std::thread::sleep(READBACK_POLL);
                 Event::Progress
@@ -446,12 +447,12 @@ impl Actor {
         }
     }
 
-    /// Submits copies and fills, queues readbacks, in order.
+    /// Submits copies and fills and queues readbacks, in order.
     fn take(&mut self, messages: Vec<Message>) -> Result<(), DeviceError> {
         let mut group = Group::default();
         for message in messages {
             if let Message::Records { from, reply } = message {
-                // Whoever asked may have gone.
+                // The caller may be gone.
                 let _ = reply.try_send(self.records.iter().filter(|record| record.number >= from).cloned().collect());
                 continue;
             }
@@ -474,7 +475,7 @@ impl Actor {
         self.submit(group)
     }
 
-    /// One submission; answers each message with its point, or the error.
+    /// Makes one submission and answers each message with its point or the error.
     fn submit(&mut self, group: Group) -> Result<(), DeviceError> {
         if group.messages.is_empty() {
             return Ok(());
@@ -504,7 +505,7 @@ impl Actor {
         let (point, commands, stamp) = match submitted {
             Ok(submitted) => submitted,
             Err(error) => {
-                // What was recorded never runs, its barriers neither.
+                // The recorded commands never run, and neither do their barriers.
                 self.hazards.forget();
                 let error = TransferError::Device(Arc::new(error));
                 for message in messages {
@@ -556,7 +557,7 @@ impl Actor {
         Ok(())
     }
 
-    /// Takes what has arrived and lets go of what has finished.
+    /// Delivers readbacks that have arrived and releases finished submissions.
     fn progress(&mut self) -> Result<(), DeviceError> {
         if self.in_flight.is_empty() {
             return Ok(());
@@ -570,13 +571,13 @@ impl Actor {
             reading.data.extend_from_slice(&self.readback.bytes()[..bytes as usize]);
             if reading.data.len() as u64 == reading.bytes {
                 let done = self.reading.pop_front().expect("looked at above");
-                // Nobody may be waiting any more.
+                // The caller may be gone.
                 let _ = done.reply.try_send(Ok(done.data));
             }
             self.read_next_part()?;
         }
         if self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
-            // The queue lets go of its share of the command buffers first.
+            // The queue must release its own references to the command buffers first.
             self.device.queue(Role::Transfer).collect()?;
             while self.in_flight.front().is_some_and(|f| f.point.value <= reached) {
                 let finished = self.in_flight.pop_front().expect("looked at above");
@@ -589,7 +590,7 @@ impl Actor {
         Ok(())
     }
 
-    /// Keeps when a submission that has finished began and ended.
+    /// Keeps the record of a finished submission.
     fn note(&mut self, finished: &InFlight) {
         let seen = Moment::now();
         let times = finished.stamp.and_then(|pair| self.stamps.as_mut()?.take(pair));
@@ -615,7 +616,7 @@ impl Actor {
         self.number += 1;
     }
 
-    /// Submits the next part of the first readback, if none is under way.
+    /// Submits the next part of the first readback, if none is in progress.
     fn read_next_part(&mut self) -> Result<(), DeviceError> {
         while self.under_way.is_none()
             && let Some(reading) = self.reading.front()
@@ -676,16 +677,16 @@ impl Actor {
         Ok((point, bytes))
     }
 
-    /// An error once the device is lost; other failures are their message's only.
+    /// Returns an error if the device is lost. Other failures affect only the message that caused them.
     fn alive(&self) -> Result<(), DeviceError> {
         self.device.progress(Role::Transfer).map(|_| ())
     }
 }
 
 impl Message {
-    /// Answers that it failed.
+    /// Answers the message with an error.
     fn refuse(self, error: &TransferError) {
-        // A full or closed channel is its owner's choice.
+        // If the reply channel is full or closed, the reply is dropped.
         match self {
             Message::Copy { submitted, .. } | Message::Fill { submitted, .. } => {
                 let _ = submitted.try_send(Err(error.clone()));
@@ -697,8 +698,8 @@ impl Message {
         }
     }
 
-    /// What it waits for: the points that it names, and compute's uses of what it writes (this
-    /// queue's own are ordered by barriers).
+    /// The points that this message waits for: those it names, and the last uses of its destinations by the compute
+    /// queue. Uses by the transfer queue itself are ordered by barriers.
     fn waits(&self) -> Vec<Point> {
         let (waits, targets): (&[Point], Vec<&Arc<Buffer>>) = match self {
             Message::Copy { pieces, waits, .. } => (waits, pieces.iter().map(|p| &p.to).collect()),
@@ -730,7 +731,7 @@ impl Message {
     }
 }
 
-/// One copy command, behind a barrier if it needs one.
+/// Encodes one copy command, with a barrier before it if needed.
 fn copy(
     encoder: &mut Encoder,
     hazards: &mut Hazards,
@@ -750,16 +751,16 @@ fn copy(
     counters.bytes.fetch_add(bytes, Ordering::Relaxed);
 }
 
-/// What this queue's commands did since its last barrier, over all submissions: commands of
-/// one queue overlap unless a barrier stands between them.
+/// The accesses of this queue's commands since its last barrier, across submissions. Commands on one queue may overlap
+/// unless there is a barrier between them.
 #[derive(Debug, Default)]
 struct Hazards {
     touched: Vec<Touch>,
-    /// What is known is not all: the next command gets a barrier.
+    /// Set when the tracked accesses may be incomplete; the next command then gets a barrier.
     unknown: bool,
 }
 
-/// A part of a buffer that a command reads or writes.
+/// A range of a buffer that a command reads or writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Touch {
     buffer: u64,
@@ -780,10 +781,11 @@ impl Touch {
 }
 
 impl Hazards {
-    /// Remembered at most; beyond, a barrier makes room. Far above what is ever in flight.
+    /// The maximum number of tracked accesses, far more than are ever in flight. When it would be exceeded, a barrier
+    /// clears them.
     const MOST: usize = 512;
 
-    /// Adds what the next command does; whether a barrier must stand before it.
+    /// Adds the accesses of the next command. Returns whether a barrier must precede it.
     fn touch(&mut self, now: &[Touch]) -> bool {
         let barrier = self.unknown
             || self.touched.len() + now.len() > Self::MOST
@@ -796,13 +798,13 @@ impl Hazards {
         barrier
     }
 
-    /// What was asked since may not have been submitted.
+    /// Called when commands recorded since the last submission, and their barriers, may not have been submitted.
     fn forget(&mut self) {
         self.unknown = true;
     }
 }
 
-/// Records into a command buffer that is free again, or a new one.
+/// Records into a spare command buffer, or into a new one.
 fn record_in(
     spare: Option<Commands>,
     device: &Device,
@@ -814,7 +816,7 @@ fn record_in(
     }
 }
 
-/// The last point of each role.
+/// The last point of each queue role among `waits`.
 fn latest(waits: impl IntoIterator<Item = Point>) -> Vec<Point> {
     let mut last: [Option<Point>; 2] = [None; 2];
     for point in waits {
@@ -826,8 +828,8 @@ fn latest(waits: impl IntoIterator<Item = Point>) -> Vec<Point> {
     last.into_iter().flatten().collect()
 }
 
-/// Whether a message with these waits adds none to those of the messages before it: joining
-/// must not delay these, and it comes after them in any case.
+/// Whether a message with these waits may join a group: it must add no wait, because that would delay the group. Order
+/// is kept either way, because the message runs after the group.
 fn joins(group: &[Point], waits: &[Point]) -> bool {
     waits.iter().all(|wait| group.iter().any(|w| w.role == wait.role && w.value >= wait.value))
 }
@@ -843,16 +845,16 @@ mod tests {
     #[test]
     fn a_barrier_stands_before_each_conflict_and_nowhere_else() {
         let mut hazards = Hazards::default();
-        // Chunks of one weight from different slots.
+        // Chunks of one weight copied from different slots.
         assert!(!hazards.touch(&[touch(1, 0, 16, false), touch(9, 0, 16, true)]));
         assert!(!hazards.touch(&[touch(1, 16, 32, false), touch(9, 16, 32, true)]));
-        // A slot is read again: no conflict.
+        // Reading a slot again is no conflict.
         assert!(!hazards.touch(&[touch(1, 0, 16, false), touch(9, 32, 48, true)]));
-        // Read what was written.
+        // Read after write.
         assert!(hazards.touch(&[touch(9, 40, 56, false), touch(2, 0, 16, true)]));
-        // That barrier covers the writes before it.
+        // The barrier above covers the writes before it.
         assert!(!hazards.touch(&[touch(9, 0, 16, true), touch(3, 0, 1, true)]));
-        // Write what was read since it, write what was written.
+        // Write after read since that barrier, then write after write.
         assert!(hazards.touch(&[touch(9, 50, 51, true)]));
         assert!(hazards.touch(&[touch(9, 0, 64, true)]));
         // The same range of another buffer.

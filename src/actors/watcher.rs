@@ -1,5 +1,5 @@
-//! Owns the host's waiting: turns timeline progress into messages, in the order of
-//! submission. Never submits, never decides what runs.
+//! Owns the host-side waiting for the compute queue: turns the progress of its timeline into reports, in submission
+//! order. Not here: submitting, the decision what runs.
 
 use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Mailbox, mailbox};
@@ -13,39 +13,39 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Consecutive regions of a submission that are told as one.
+/// Consecutive regions of a submission that are timed and recorded as one.
 pub(super) struct Run {
     pub(super) name: Arc<str>,
     pub(super) regions: u32,
-    /// The region, if it has timestamps inside.
+    /// The region, if it has timestamps inside; such a region is a run of its own.
     pub(super) timed: Option<Arc<Region>>,
 }
 
 impl Run {
-    /// Of one region.
+    /// A run of one region.
     pub(super) fn of(region: &Arc<Region>) -> Run {
         let timed = region.timing().map(|_| Arc::clone(region));
         Run { name: Arc::clone(region.shared_name()), regions: 1, timed }
     }
 }
 
-/// What to watch: a submission's points and where to say that they were reached.
+/// A submission to watch: its points, and the destination of the reports about them.
 pub(super) struct Watch {
-    /// The submission's number, handed back.
+    /// The submission's id, copied to its reports.
     pub(super) id: u64,
-    /// Reports to make, ascending: entries completed by then, and the point that says so.
+    /// The reports to make, in ascending order: the number of entries completed, and the point that completes them.
     pub(super) reports: Vec<(u32, Point)>,
     /// When enqueueing began and ended.
     pub(super) enqueue: (Moment, Moment),
-    /// What it waited for, and why it ended.
+    /// The points of other queues that the submission waited for, and why it ended where it did.
     pub(super) waits: Vec<Point>,
     pub(super) flush: FlushReason,
-    /// What is told apart, and a stamp before the first of them and behind each.
+    /// The runs to time, and the timestamps: one before the first run and one after each run.
     pub(super) runs: Vec<Run>,
     pub(super) stamps: Option<Taken>,
-    /// Its regions, in order.
+    /// The submission's regions, in order.
     pub(super) regions: Vec<Arc<Region>>,
-    /// Where reports go.
+    /// Destination of the reports.
     pub(super) owed: Owed,
 }
 
@@ -55,18 +55,18 @@ impl std::fmt::Debug for Watch {
     }
 }
 
-/// The receiving side of reports, held by who submits.
+/// The sending side of a report channel and of its wake-up channel, provided by the submitter.
 #[derive(Clone, Debug)]
 pub struct Outbox {
-    /// Reports in order. A receiver that is gone loses them, which is its wish.
+    /// Reports in order. They are dropped if the receiver is gone, which is the receiver's choice.
     pub reports: Sender<Report>,
-    /// Made readable after each report; holds one token.
+    /// A channel of capacity 1 that becomes readable after each report.
     pub wake: Sender<()>,
 }
 
-/// What actors of a device say when they end before their time: that it is lost.
+/// Declares a device lost. An actor uses it when it ends before its handle is dropped.
 pub(super) trait Loses: Send + Sync {
-    /// Gives it up, and the error for whoever waits.
+    /// Declares the device lost and returns the error for those who wait for it.
     fn lose(&self, why: &str) -> DeviceError;
 }
 
@@ -77,18 +77,18 @@ impl Loses for Device {
     }
 }
 
-/// A submission's way back, which ends with a last report whatever becomes of it. Dropped before, because the actor that
-/// had it has ended (a bug there, as actors end with their handles only), it says that the device is lost: nobody would
-/// submit to it or watch it any more.
+/// The obligation to send a submission's last report. If it is dropped without that report, then the actor that held it
+/// has ended early (a bug: an actor normally lives as long as its handle). The drop declares the device lost, because
+/// nothing would submit to it or watch it any more, and reports that error.
 pub(super) struct Owed {
-    /// The submission's number, handed back.
+    /// The submission's id, copied to its reports.
     id: u64,
     outbox: Outbox,
     open: bool,
     device: Arc<dyn Loses>,
 }
 
-/// As [`Owed`] says.
+/// The reason given when a device is declared lost because one of its actors has ended; see [`Owed`].
 const ENDED: &str = "one of its actors, which has ended";
 
 impl Owed {
@@ -96,10 +96,10 @@ impl Owed {
         Owed { id, outbox, open: true, device }
     }
 
-    /// Hands a report over; waits while there is no room.
+    /// Sends a report; blocks while the channel is full.
     pub(super) fn report(&mut self, report: Report) {
         self.open &= !report.last;
-        // A receiver that is gone loses it, which is its wish.
+        // The report is dropped if the receiver is gone, which is the receiver's choice.
         let _ = self.outbox.reports.send(report);
         let _ = self.outbox.wake.try_send(());
     }
@@ -110,14 +110,15 @@ impl Drop for Owed {
         if self.open {
             let now = Moment::now();
             let report = Report::failed(self.id, (now, now), self.device.lose(ENDED));
-            // Never waits: it may be the receiver's own thread that drops it. Receivers have room for what they asked for.
+            // Must not block, because the dropping thread may be the receiver's own. Receivers have room for the
+            // reports that they requested.
             let _ = self.outbox.reports.try_send(report);
             let _ = self.outbox.wake.try_send(());
         }
     }
 }
 
-/// Gives the device up where its thread ends by a panic.
+/// Declares the device lost if its thread ends with a panic.
 pub(super) struct OnPanic(pub(super) Arc<Device>);
 
 impl Drop for OnPanic {
@@ -128,29 +129,29 @@ impl Drop for OnPanic {
     }
 }
 
-/// Progress of a submission.
+/// A report on the progress of a submission.
 #[derive(Debug)]
 pub struct Report {
-    /// The submission.
+    /// The submission's id.
     pub id: u64,
-    /// Entries that are complete, counted from the submission's first.
+    /// The number of completed entries, counted from the submission's first.
     pub entries: u32,
-    /// The submission is complete.
+    /// Whether this is the last report: the submission is complete or has failed.
     pub last: bool,
-    /// Blocking waits that this report took: 0 where the point had been reached already.
+    /// The number of blocking waits for this report; 0 if the point was already reached.
     pub host_waits: u32,
-    /// Host time of enqueueing the submission; in the last report only.
+    /// Host time spent enqueueing the submission; only in the last report.
     pub enqueue: Duration,
-    /// Device time of the submission; in the last report, where the queue has timestamps.
+    /// Device time of the submission; only in the last report, and only if it was timed.
     pub device_time: Option<Duration>,
-    /// When everything happened; in the last report.
+    /// The moments of the submission on the host's clock; only in the last report.
     pub record: Option<Box<SubmissionRecord>>,
-    /// What the wait ended in.
+    /// `Ok` if the entries are complete, otherwise the error that ended the wait.
     pub result: Result<(), DeviceError>,
 }
 
 impl Report {
-    /// Of a submission that the driver did not take.
+    /// The last report of a submission that has failed, for example because the driver did not accept it.
     pub(super) fn failed(id: u64, (begin, end): (Moment, Moment), error: DeviceError) -> Report {
         Report {
             id,
@@ -168,24 +169,24 @@ impl Report {
 /// Handle of the watcher of a device's compute queue.
 #[derive(Debug)]
 pub struct Watcher {
-    // Order matters: the inbox closes before the thread is joined.
+    // Field order matters: the inbox must close before the thread is joined.
     inbox: Option<Address<Watch>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A submission holds at least one step, and no executor has more than a few dozen in flight;
-/// a full inbox makes the compute actor wait for the device, which is right.
+/// Capacity of the inbox. A submission holds at least one step, and an executor has at most a few dozen in flight. A
+/// full inbox makes the compute actor wait for the device, which is intended.
 const INBOX: usize = 256;
 
-/// Between two looks at a point that is not a submission's last: a client hears of a token at most this late,
-/// and a look costs far less than a blocking wait.
+/// Polling interval for points other than a submission's last. It bounds the delay with which a client gets a token; a
+/// poll costs far less than a blocking wait.
 const LOOK_EVERY: Duration = Duration::from_micros(300);
 
-/// How long one wait lasts before the watcher looks at the device again.
+/// Timeout of one blocking wait; the watcher then waits again.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 impl Watcher {
-    /// Starts the thread.
+    /// Starts the watcher thread.
     pub fn spawn(device: Arc<Device>) -> Watcher {
         let (address, inbox) = mailbox(INBOX);
         let thread = std::thread::Builder::new()
@@ -199,10 +200,10 @@ impl Watcher {
         Watcher { inbox: Some(address), thread: Some(thread) }
     }
 
-    /// Reports behind everything watched before.
+    /// Queues a submission to watch, behind those queued before. Blocks while the inbox is full.
     pub(super) fn watch(&self, watch: Watch) {
         if let Some(inbox) = &self.inbox {
-            // Where the thread has ended, the watch has too, and says so where its reports go.
+            // If the thread has ended, the mailbox drops the watch, and dropping its `owed` reports the error.
             let _ = inbox.send(watch);
         }
     }
@@ -261,10 +262,10 @@ impl Actor {
         }
     }
 
-    /// What is known of a submission that has finished.
+    /// Collects the record of a finished submission.
     fn record(&mut self, watch: &mut Watch, point: Point, host_waits: u32) -> SubmissionRecord {
         let seen = Moment::now();
-        // Dropped here: its stamps are free again.
+        // Dropped at the end of this function, which frees the timestamps.
         let stamps = watch.stamps.take();
         let times = stamps.as_ref().and_then(Taken::read).filter(|times| times.len() == watch.runs.len() + 1);
         let (mut regions, mut clock) = (Vec::new(), None);
@@ -297,7 +298,7 @@ impl Actor {
         }
     }
 
-    /// Looks at a point from time to time until it is reached.
+    /// Polls until a point is reached.
     fn look_for(&self, point: Point) -> Result<(), DeviceError> {
         while !self.device.reached(point)? {
             std::thread::sleep(LOOK_EVERY);
@@ -323,7 +324,7 @@ impl Actor {
     }
 }
 
-/// The operations of a region that has run, each from the end of the one before it.
+/// The kernels of a region that has run. Each begins when the one before it ends.
 fn kernels(timing: &Timing, clock: &GpuClock) -> Vec<KernelSpan> {
     let Some(times) = timing.read() else { return Vec::new() };
     let placed: Option<Vec<Moment>> = times.into_iter().map(|time| clock.place(time)).collect();
@@ -345,7 +346,7 @@ mod tests {
     use crossbeam_channel::bounded;
     use std::sync::Mutex;
 
-    /// A device that keeps why it was given up.
+    /// A fake device that records why it was declared lost.
     #[derive(Default)]
     struct Fake(Mutex<Vec<String>>);
 
@@ -376,8 +377,8 @@ mod tests {
         Report { result: Ok(()), ..Report::failed(id, (now, now), Fake::default().lose("nothing")) }
     }
 
-    /// Method: a thread that reports the first of three watches and panics with the second in hand; a fourth comes when
-    /// it has ended.
+    /// Goal: every watch gets exactly one last report when the watcher panics. Method: a thread reports the first of
+    /// three watches and panics while it holds the second; a fourth watch is sent after the thread has ended.
     #[test]
     fn a_watcher_that_panics_owes_nobody_a_report() {
         let (reports, heard) = bounded(8);

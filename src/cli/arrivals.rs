@@ -1,23 +1,23 @@
-//! When tokens came, stream by stream, and what follows from it: gaps, the rate while all streams decode,
-//! percentiles. The same arithmetic for `bench` in process and through gRPC, so that the two can be compared.
-//! Deliberately absent: where the tokens come from.
+//! Arrival times of the tokens of each stream, and what is computed from them: gaps, the rate while all streams decode,
+//! percentiles. `bench` uses the same arithmetic in process and through gRPC, so that the results can be compared. Not
+//! here: the source of the tokens.
 
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Tokens this close behind one another came together: the engine hands out a plan's tokens at once, and a
-/// transport may still cut them in two messages.
+/// Tokens that arrive within this time of the first token of a group belong to that group: the engine delivers a plan's
+/// tokens at once, but the transport may split them into several messages.
 const TOGETHER: Duration = Duration::from_millis(1);
 
-/// When one stream's tokens came.
+/// The arrival times of one stream's tokens.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Arrivals {
-    /// When the first of some tokens came that came together, and how many they are; in order.
+    /// Groups of tokens that arrived together, in order: arrival time of the first token, and number of tokens.
     groups: Vec<(Instant, u32)>,
 }
 
 impl Arrivals {
-    /// Takes note of `tokens` that came at `at`, not before those noted already.
+    /// Records that `tokens` tokens arrived at `at`, which must not be earlier than the previous call's time.
     pub(super) fn push(&mut self, at: Instant, tokens: u32) {
         match self.groups.last_mut() {
             Some((first, count)) if at.saturating_duration_since(*first) < TOGETHER => *count += tokens,
@@ -26,35 +26,35 @@ impl Arrivals {
         }
     }
 
-    /// When the first token came.
+    /// When the first token arrived.
     pub(super) fn first(&self) -> Option<Instant> {
         self.groups.first().map(|(at, _)| *at)
     }
 
-    /// When the last token came.
+    /// When the last group of tokens arrived.
     pub(super) fn last(&self) -> Option<Instant> {
         self.groups.last().map(|(at, _)| *at)
     }
 
-    /// Tokens in all.
+    /// The total number of tokens.
     pub(super) fn tokens(&self) -> u64 {
         self.groups.iter().map(|(_, tokens)| u64::from(*tokens)).sum()
     }
 
-    /// Seconds between tokens that did not come together.
+    /// The times between consecutive groups, seconds.
     pub(super) fn gaps(&self) -> impl Iterator<Item = f64> {
         self.groups.windows(2).map(|pair| (pair[1].0 - pair[0].0).as_secs_f64())
     }
 
-    /// Seconds a token, from the first to the last; of a single token none.
+    /// Seconds per token from the first group to the last; `None` if there is only one group.
     pub(super) fn seconds_per_token(&self) -> Option<f64> {
         let (first, last) = (self.groups.first()?, self.groups.last()?);
         let after = self.tokens() - u64::from(first.1);
         (after > 0).then(|| (last.0 - first.0).as_secs_f64() / after as f64)
     }
 
-    /// Tokens between two instants. Those that came together count as made evenly since the ones before them:
-    /// else a window's end would cut off whole plans of all streams but the one that ends it.
+    /// The number of tokens between two instants. The tokens of a group count as produced evenly since the previous
+    /// group. Otherwise the end of the window would cut off whole plans of all streams except the one that ends it.
     fn within(&self, from: Instant, to: Instant) -> f64 {
         let overlap = |pair: &[(Instant, u32)]| {
             let (begin, end) = (pair[0].0, pair[1].0);
@@ -65,18 +65,18 @@ impl Arrivals {
     }
 }
 
-/// The time during which every one of some streams decodes.
+/// The time window in which all streams decode.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Window {
-    /// Tokens of all streams in it.
+    /// Tokens of all streams inside the window.
     pub(super) tokens: f64,
-    /// Its length.
+    /// Length of the window.
     pub(super) seconds: f64,
 }
 
 impl Window {
-    /// From the last stream's first token until the first stream's end; `None` where a stream ended before
-    /// another began, or had no token.
+    /// The window from the last stream's first token to the first stream's last token. `None` if a stream has no token,
+    /// or if a stream ended before another began.
     pub(super) fn of<'a>(streams: impl Iterator<Item = &'a Arrivals> + Clone) -> Option<Window> {
         let mut from = None;
         let mut to: Option<Instant> = None;
@@ -90,13 +90,13 @@ impl Window {
         Some(Window { tokens: streams.map(|stream| stream.within(from, to)).sum(), seconds })
     }
 
-    /// Tokens a second.
+    /// Tokens per second.
     pub(super) fn rate(&self) -> f64 {
         self.tokens / self.seconds
     }
 }
 
-/// The middle and the end of some measured values, each of them one of the values.
+/// Percentiles of measured values; each percentile is one of the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Percentiles {
     pub(super) p50: f64,
@@ -106,7 +106,8 @@ pub(super) struct Percentiles {
 }
 
 impl Percentiles {
-    /// The smallest value that so many percent do not exceed; `None` of no values.
+    /// Computes percentiles by nearest rank: the smallest value such that at least that percentage of the values is not
+    /// larger. `None` without values.
     pub(super) fn of(mut values: Vec<f64>) -> Option<Percentiles> {
         values.sort_unstable_by(f64::total_cmp);
         let count = values.len();
@@ -114,7 +115,7 @@ impl Percentiles {
         (count > 0).then(|| Percentiles { p50: at(50), p95: at(95), p99: at(99), max: at(100) })
     }
 
-    /// As an object, each value times `factor`.
+    /// Formats the percentiles as a JSON object, each multiplied by `factor`.
     pub(super) fn json(&self, factor: f64) -> Value {
         json!({
             "p50": self.p50 * factor, "p95": self.p95 * factor, "p99": self.p99 * factor, "max": self.max * factor,
@@ -143,13 +144,13 @@ mod tests {
         assert_eq!(cut.tokens(), 17);
         assert_eq!(cut.gaps().collect::<Vec<_>>(), [0.01, 0.01]);
         assert!((cut.seconds_per_token().unwrap() - 0.02 / 16.0).abs() < 1e-9);
-        // A long run of tokens with small gaps is not one group.
+        // A long sequence of tokens with small gaps is not one group.
         let steady = stream(begin, &(0..20).map(|i| (i * 500, 1)).collect::<Vec<_>>());
         assert_eq!(steady.groups.len(), 10);
         assert_eq!(stream(begin, &[(5, 3)]).seconds_per_token(), None);
     }
 
-    /// Two streams of 8 tokens each 10 ms, whose plans reach the reader one after the other.
+    /// Three streams with 8 tokens every 10 ms each, whose plans reach the reader one after the other.
     #[test]
     fn the_window_counts_a_steady_batch_at_its_rate() {
         let begin = Instant::now();
@@ -166,7 +167,7 @@ mod tests {
     #[test]
     fn what_comes_before_all_decode_and_after_one_has_ended_is_not_counted() {
         let begin = Instant::now();
-        // The first runs alone and fast until the second begins, and slowly then.
+        // The first stream runs fast while it is alone, and slower once the second has begun.
         let alone: Vec<(u64, u32)> = (0..10).map(|i| (i * 10_000, 10)).collect();
         let beside: Vec<(u64, u32)> = (10..20).map(|i| (i * 10_000, 5)).collect();
         let first = stream(begin, &[alone, beside].concat());
@@ -174,7 +175,7 @@ mod tests {
         let window = Window::of([&first, &second].into_iter()).unwrap();
         assert!((window.seconds - 0.1).abs() < 1e-9, "{window:?}");
         assert!((window.tokens - 100.0).abs() < 1e-6, "{window:?}");
-        // One that ends before the other begins leaves nothing to measure.
+        // If one stream ends before another begins, there is nothing to measure.
         let later = stream(begin, &[(900_000, 1), (910_000, 1)]);
         assert_eq!(Window::of([&first, &later].into_iter()), None);
         assert_eq!(Window::of([&first, &Arrivals::default()].into_iter()), None);

@@ -1,5 +1,5 @@
-//! `ostinato bench`: prompt and decode speed as llama-bench reports them, beside the device's
-//! read ceiling measured in the same run. Deliberately absent: a server in between (`load`).
+//! `ostinato bench`: measures prompt and decode speed as llama-bench does, together with the device's maximum read
+//! bandwidth in the same run. Not here: measuring through a server (`load`).
 
 use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
@@ -25,90 +25,91 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-/// What to measure.
+/// Arguments of `ostinato bench`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Bench {
-    /// A checkpoint's folder; or an embedded demo model, `demo` or `demo-hybrid`.
+    /// Folder of a checkpoint, or the name of an embedded demo model: `demo` or `demo-hybrid`.
     #[arg(long, default_value = "demo")]
     model: PathBuf,
-    /// UUID, PCI address, name, index, or `cpu`.
+    /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
     #[arg(long)]
     device: Option<String>,
-    /// Prompt tokens; 0 leaves the prompt test out.
+    /// Prompt tokens; 0 skips the prompt test.
     ///
-    /// Several streams decode after prompts of so many tokens too, and a row of theirs says how fast it was while
-    /// all of them decoded ("tokens/s": from the last stream's first token until the first stream's end; other
-    /// benchmarks call it batched decode), and output and prompt + output over the whole time from the first
-    /// submission to the last end, prompts included ("output/s", "total/s"). The rows of --server measure the same.
+    /// If there are several streams, each one decodes after a prompt of this length. Their row shows the decode speed
+    /// while all streams decode ("tokens/s": from the last stream's first token to the first stream's end; other
+    /// benchmarks call it batched decode). It also shows output tokens, and prompt plus output tokens, over the total
+    /// time from the first submission to the last end, prompts included ("output/s", "total/s"). The rows of --server
+    /// show the same quantities.
     #[arg(long, default_value_t = 512)]
     prompt: u32,
-    /// Tokens to decode; 0 leaves the decode test out.
+    /// Tokens to decode; 0 skips the decode test.
     #[arg(long, default_value_t = 128)]
     decode: u32,
-    /// Tokens of context before the test begins.
+    /// Context length before the test, in tokens.
     #[arg(long, default_value_t = 0)]
     depth: u32,
-    /// Numbers of concurrent streams, separated by commas.
+    /// Numbers of concurrent streams, separated by commas; each is measured separately.
     #[arg(long, value_delimiter = ',', default_value = "1")]
     streams: Vec<u32>,
-    /// Runs of each test after one to warm up; the median is shown. Left out: 5, or with --server 1 and none to
-    /// warm up.
+    /// Runs of each test after one warm-up run; the median is shown. Default: 5; with --server 1 run and no warm-up.
     #[arg(long)]
     repeat: Option<u32>,
-    /// Most tokens of a prompt chunk.
+    /// Maximum number of tokens in a prompt chunk.
     #[arg(long)]
     prefill_chunk: Option<u32>,
-    /// Tokens that a model which can draft tokens drafts at a time; 0 none. Left out: as many as pay
+    /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
+    /// as are worthwhile.
     #[arg(long)]
     drafts: Option<u32>,
-    /// How keys and values are kept: f16 or f32.
+    /// Number format of keys and values in the KV cache: f16 or f32. Default: f16.
     #[arg(long)]
     kv_format: Option<String>,
-    /// The prompt test runs on prompts that the prefix cache knows but for their end.
+    /// Run the prompt test on prompts that are in the prefix cache except for their end.
     #[arg(long)]
     seen: bool,
-    /// The prompt test also finds how probable each of the prompt's tokens is, and this many others in its place.
+    /// In the prompt test, also compute log probabilities of the prompt's tokens and of N alternatives for each.
     #[arg(long, value_name = "N")]
     prompt_logprobs: Option<u32>,
-    /// The decode test's output follows the JSON Schema in this file, which must need more than --decode tokens. The
-    /// model needs a tokenizer.
+    /// In the decode test, constrain the output to the JSON Schema in this file; its output must take more than
+    /// --decode tokens. The model needs a tokenizer.
     #[arg(long, value_name = "FILE")]
     json_schema: Option<PathBuf>,
-    /// So many of the streams follow it, and the others are free. Left out: all.
+    /// Number of streams that --json-schema applies to; the others are not constrained. Default: all.
     #[arg(long, value_name = "N", requires = "json_schema")]
     constrained: Option<u32>,
-    /// Measures instead how long so many streams (--streams) wait for a token while a prompt (--prompt) is taken in.
+    /// Instead of the tests, measure how long decoding streams (--streams) wait for a token while a prompt (--prompt) is processed.
     #[arg(long)]
     beside: bool,
-    /// Times each stage of a decode step by itself instead; with `--chunk`, of a prompt's.
+    /// Instead of the tests, time each stage of a decode step separately; with --chunk, the stages of a prompt chunk.
     #[arg(long)]
     stages: bool,
-    /// Rows of the decode step whose stages are timed.
+    /// With --stages: number of batch rows of the decode step.
     #[arg(long, default_value_t = 1)]
     rows: u32,
-    /// Tokens of the prompt chunk whose stages are timed.
+    /// With --stages: number of tokens of the prompt chunk, which is timed instead of a decode step.
     #[arg(long)]
     chunk: Option<u32>,
-    /// Context of the last row whose stages are timed, where it is another than `--depth`.
+    /// With --stages: context length of the last row, if it differs from --depth.
     #[arg(long)]
     last_depth: Option<u32>,
-    /// Changes of the tuning that `--stages` tries, each by itself, KEY=VALUE separated by commas.
+    /// With --stages: tuning changes to time separately: KEY=VALUE, separated by commas.
     #[arg(long = "try", value_delimiter = ',')]
     tries: Vec<String>,
-    /// Changes of the device's tuning, KEY=VALUE separated by commas.
+    /// Changes to the device's tuning: KEY=VALUE, separated by commas.
     #[arg(long, value_delimiter = ',')]
     tune: Vec<String>,
-    /// How much of the device's work is told apart by timestamps.
+    /// How finely device time is measured with timestamps.
     #[arg(long, value_enum, default_value = "phases")]
     gpu_time: GpuTime,
-    /// One JSON object a row on standard output.
+    /// Print one JSON object per row to standard output.
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
     load: Load,
 }
 
-/// One measured row.
+/// One row of results.
 struct Row {
     test: &'static str,
     tokens: u32,
@@ -120,12 +121,12 @@ struct Row {
     wave: Option<Wave>,
 }
 
-/// What several streams did together, prompts included.
+/// Totals over several concurrent streams, prompts included.
 #[derive(Clone, Copy)]
 struct Wave {
-    /// Tokens of each stream's prompt.
+    /// Prompt tokens of each stream.
     prompt: u32,
-    /// From the first submission to the last end.
+    /// Time from the first submission to the last end.
     seconds: f64,
     output_per_second: f64,
     total_per_second: f64,
@@ -168,7 +169,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
             args.depth, args.prompt, args.decode, checkpoint.config.context
         )));
     }
-    // Every stream has its pages; what was seen is kept beside.
+    // Every stream has its own pages, with one stream to spare; with --seen there is as much room again for cached
+    // pages.
     model.kv_pages = Some((most + 1) * (longest.div_ceil(16) + 1) * if args.seen { 2 } else { 1 });
     model.context = Some(longest);
     model.prefill_chunk = args.prefill_chunk;
@@ -297,7 +299,7 @@ fn print_beside(args: &Bench, host: &Host) -> anyhow::Result<()> {
             }
         }
         runs.sort_by(|a, b| (a.longest / a.step).total_cmp(&(b.longest / b.step)));
-        // The worst of the runs: a bound is what is asked for.
+        // Report the worst run, because the result is meant as an upper bound.
         let Some(worst) = runs.last() else { continue };
         let (step, longest, first) = (worst.step * 1e3, worst.longest * 1e3, worst.first_token * 1e3);
         if args.json {
@@ -320,7 +322,7 @@ enum Test {
     Decode,
 }
 
-/// What outputs are to follow.
+/// Compiles the output constraint, and prints how long compiling it and computing its token masks take.
 fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<Started>> {
     let Some(path) = &args.json_schema else { return Ok(None) };
     let schema = file::read_argument_text(path, file::SMALL).map_err(|error| anyhow!("{}: {error}", path.display()))?;
@@ -343,7 +345,7 @@ fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<Started>> {
     Ok(Some(started))
 }
 
-/// How long it takes to find what may follow each token of a text that is drawn at random, on one thread.
+/// Measures how long the mask of allowed tokens takes to compute after each token of a random text, on one thread.
 fn mask_times(mut started: Started, vocabulary: u32) -> anyhow::Result<Vec<Duration>> {
     let mut times = Vec::new();
     for token in tokens(256, vocabulary, 1) {
@@ -360,10 +362,10 @@ fn mask_times(mut started: Started, vocabulary: u32) -> anyhow::Result<Vec<Durat
     Ok(times)
 }
 
-/// The run of median speed.
+/// Runs a test several times after a warm-up and returns the run with the median speed.
 fn median(args: &Bench, host: &Host, grammar: Option<&Started>, test: Test, streams: u32) -> anyhow::Result<Row> {
     let (model, replica) = host.route("", "")?;
-    // One run to warm up.
+    // Run 0 is the warm-up.
     let mut runs = Vec::new();
     for index in 0..=args.repeat.unwrap_or(5) {
         let row = once(args, &replica, model.info.vocabulary, grammar, test, streams, index)?;
@@ -387,7 +389,7 @@ fn once(
     let (prompt, output) = match (test, streams) {
         (Test::Prefill, _) => (args.depth + args.prompt, 1),
         (Test::Decode, 1) => (args.depth.max(1), args.decode + 1),
-        // As much as through a server, for the two to be compared.
+        // The same amounts as through a server, so that the results can be compared.
         (Test::Decode, _) => ((args.depth + args.prompt).max(1), args.decode),
     };
     let test_name = if test == Test::Prefill { "prefill" } else { "decode" };
@@ -429,7 +431,7 @@ fn once(
         (Test::Decode, 1) => (args.decode, f64::from(args.decode) / first.timings.decode.as_secs_f64().max(1e-9)),
         (Test::Decode, _) => {
             let window = Window::of(ended.iter().map(|(arrivals, _)| arrivals));
-            // Where never all decode at once there is only the whole.
+            // If the streams never all decode at the same time, only the overall rate is known.
             (args.decode, window.map_or(made / seconds, |window| window.rate()))
         }
     };
@@ -454,7 +456,8 @@ fn once(
     })
 }
 
-/// One greedy generation of `output` tokens. It finds no other's pages: prompts are to be computed.
+/// One greedy generation of `output` tokens. Its own cache salt keeps it from finding cached pages, so that its prompt
+/// is computed.
 pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
     Request {
         prompt,
@@ -472,7 +475,7 @@ pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
     }
 }
 
-/// What prompts cost since step `before`, a token.
+/// Mean cost per prompt token of the prefill steps after step `before`.
 fn prompt_cost(replica: &Replica, before: Option<u64>, tokens: u32) -> PerToken {
     let mut cost = PerToken::default();
     for record in replica.steps(usize::MAX) {
@@ -494,7 +497,7 @@ fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Fin
     Ok((arrivals, finished))
 }
 
-/// Token ids spread over the vocabulary, the same for the same seed.
+/// Pseudorandom token ids over the whole vocabulary; the same seed gives the same ids.
 pub(super) fn tokens(count: u32, vocabulary: u32, seed: u32) -> Vec<u32> {
     let mut state = u64::from(seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..count)

@@ -1,5 +1,5 @@
-//! `ostinato bench --beside`: how long streams that decode wait for a token while a prompt is taken in.
-//! Deliberately absent: a server in between.
+//! `ostinato bench --beside`: measures how long decoding streams wait for a token while a prompt is processed. Runs in
+//! this process, without a server.
 
 use super::bench::{request, tokens};
 use crate::engine::request::{Event, FinishReason, SinkClosed};
@@ -8,20 +8,20 @@ use anyhow::bail;
 use crossbeam_channel::{Receiver, unbounded};
 use std::time::Instant;
 
-/// Tokens of each stream's own prompt.
+/// Prompt length of each stream, tokens.
 pub(super) const OWN_PROMPT: u32 = 128;
-/// Tokens that every stream draws before the prompt comes.
+/// The number of gaps that are measured for every stream before the prompt is submitted.
 const BEFORE: usize = 48;
-/// Context that a stream needs beside what it may draw while the prompt is taken in.
+/// Context that a stream needs in addition to the tokens that it may produce while the prompt is processed.
 pub(super) const ROOM: u32 = OWN_PROMPT + 2 * BEFORE as u32 + 16;
 
-/// What the streams noticed.
+/// Result of one run.
 pub(super) struct Beside {
-    /// Seconds a step of the streams took before: the mean time between a stream's tokens.
+    /// Mean time between tokens of a stream before the prompt, seconds.
     pub(super) step: f64,
     /// The longest time between two tokens of a stream until the prompt's first token, seconds.
     pub(super) longest: f64,
-    /// From the prompt's arrival to its first token, seconds.
+    /// Time from the submission of the prompt to its first token, seconds.
     pub(super) first_token: f64,
 }
 
@@ -32,7 +32,7 @@ fn ask(replica: &Replica, id: String, prompt: Vec<u32>, output: u32) -> anyhow::
     Ok(events)
 }
 
-/// The next token's time.
+/// Waits for the next token and returns its arrival time.
 fn token(events: &Receiver<(Instant, Event)>) -> anyhow::Result<Instant> {
     loop {
         match events.recv()? {
@@ -46,7 +46,8 @@ fn token(events: &Receiver<(Instant, Event)>) -> anyhow::Result<Instant> {
     }
 }
 
-/// `streams` decode; then a prompt of `prompt` tokens comes. `room` is what each may draw.
+/// Runs `streams` decoding streams and then submits a prompt of `prompt` tokens. Each stream may produce at most `room`
+/// tokens. `run` selects the random prompts and the request ids.
 pub(super) fn beside(
     replica: &Replica,
     vocabulary: u32,
@@ -65,7 +66,7 @@ pub(super) fn beside(
     for events in &events {
         last.push(token(events)?);
     }
-    // From when all decode.
+    // From this moment on, all streams decode.
     let from = *last.iter().max().expect("there are streams");
     let mut gaps = Vec::new();
     for (events, last) in events.iter().zip(&mut last) {
@@ -79,7 +80,7 @@ pub(super) fn beside(
             *last = at;
         }
     }
-    // Tokens of one report come together: a stream's time a token is the mean.
+    // The tokens of one report arrive together, so the time per token is the mean over all gaps.
     let step = gaps.iter().sum::<f64>() / gaps.len().max(1) as f64;
     let begin = Instant::now();
     let first = token(&ask(replica, format!("prompt-{streams}-{run}"), tokens(prompt, vocabulary, run), 1)?)?;

@@ -1,4 +1,4 @@
-//! How the program reaches a server: its address, certificates and a token. Deliberately absent: what it asks there.
+//! Connects to a server: address, certificates and access token. Not here: the calls.
 
 use super::Usage;
 use crate::config::file;
@@ -11,33 +11,33 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Request, Status};
 
-/// Where the token is when there is no file of it.
+/// The environment variable with the token, used if no token file is given.
 const VARIABLE: &str = "OSTINATO_TOKEN";
 
-/// What `--help` shows the arguments under.
+/// The heading of these arguments in `--help`.
 const HEADING: &str = "Reaching a server";
 
-/// A client whose calls have the token.
+/// A client that adds the token to its calls.
 pub(super) type Client = OstinatoClient<InterceptedService<Channel, Bearer>>;
 
-/// What a server wants to see, and what it is known by.
+/// Arguments that describe how to reach a server and how to authenticate.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct Reach {
-    /// Certificates of authorities (PEM), one of which vouches for the server's. The connection is encrypted.
+    /// Certificates (PEM) of the authorities that may have issued the server's certificate. Encrypts the connection.
     #[arg(long, help_heading = HEADING, value_name = "FILE", requires = "server")]
     tls_ca: Option<PathBuf>,
-    /// Our own certificate (PEM), where the server asks for one.
+    /// This client's own certificate (PEM), if the server requires one.
     #[arg(long, help_heading = HEADING, value_name = "FILE", requires_all = ["server", "tls_ca", "tls_key"])]
     tls_cert: Option<PathBuf>,
-    /// Its private key (PEM).
+    /// The private key (PEM) of --tls-cert.
     #[arg(long, help_heading = HEADING, value_name = "FILE", requires_all = ["server", "tls_cert"])]
     tls_key: Option<PathBuf>,
-    /// A file that holds a token and nothing else. Left out: the variable OSTINATO_TOKEN, if there is one.
+    /// A file that contains only an access token. Default: the environment variable OSTINATO_TOKEN, if it is set.
     #[arg(long, help_heading = HEADING, value_name = "FILE", requires = "server")]
     token_file: Option<PathBuf>,
 }
 
-/// Puts a token into each call.
+/// Adds the token, if any, to the metadata of each call.
 #[derive(Clone)]
 pub(super) struct Bearer(Option<MetadataValue<Ascii>>);
 
@@ -51,7 +51,7 @@ impl Interceptor for Bearer {
 }
 
 impl Reach {
-    /// The endpoint at HOST:PORT or a URI.
+    /// Creates the endpoint for HOST:PORT or a URI.
     pub(super) fn endpoint(&self, address: &str) -> anyhow::Result<Endpoint> {
         let scheme = if self.tls_ca.is_some() { "https" } else { "http" };
         let uri = if address.contains("://") { address.to_owned() } else { format!("{scheme}://{address}") };
@@ -70,13 +70,13 @@ impl Reach {
         if let (Some(certificate), Some(key)) = (&self.tls_cert, &self.tls_key) {
             tls = tls.identity(Identity::from_pem(read(certificate)?, read(key)?));
         }
-        // Its own words say only that the transport failed.
+        // The error's own text says only that the transport failed, so append its cause.
         let why = |error: &dyn std::error::Error| error.source().map_or(String::new(), |cause| format!(": {cause}"));
         let unusable = |error| Usage(format!("the certificates cannot be used{}", why(&error))).into();
         endpoint.tls_config(tls).map_err(unusable)
     }
 
-    /// What goes with each call.
+    /// Reads the token from the file or the environment variable; without either, no token is sent.
     pub(super) fn bearer(&self) -> anyhow::Result<Bearer> {
         let (text, place) = match &self.token_file {
             Some(file) => (String::from_utf8_lossy(&read(file)?).into_owned(), format!("\"{}\"", file.display())),
@@ -85,7 +85,7 @@ impl Reach {
                 Err(_) => return Ok(Bearer(None)),
             },
         };
-        // It is not quoted: it is a secret all the same.
+        // The message does not quote the content, because even a malformed token is a secret.
         let wrong = || Usage(format!("{place} holds no token: one line of printable ASCII characters is one"));
         let token = text.trim();
         if token.is_empty() || token.contains(char::is_whitespace) {
@@ -103,7 +103,7 @@ impl Reach {
     }
 }
 
-/// Connects to an endpoint that is known as `address`.
+/// Connects to an endpoint. `address` is its name in error messages.
 pub(super) async fn open(endpoint: &Endpoint, bearer: Bearer, address: &str) -> anyhow::Result<Client> {
     let channel = endpoint.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
     Ok(OstinatoClient::with_interceptor(channel, bearer))

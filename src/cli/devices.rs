@@ -1,10 +1,10 @@
-//! `ostinato devices`: every adapter, what it has, and why it may be refused.
+//! `ostinato devices`: lists all adapters with their properties, and why an adapter is refused.
 
 use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo, unseen};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// Prints the adapters as text, or as a JSON array that scripts rely on.
+/// Prints the adapters as text, or as a JSON array, which scripts parse.
 pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
     let instance = Instance::new(&InstanceOptions::default())?;
     let adapters = instance.adapters();
@@ -14,9 +14,9 @@ pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
     } else {
         adapters.iter().map(describe).collect()
     };
-    // Not `print!`: a closed pipe is an error to report, not a panic.
+    // `print!` would panic if the reader closes the pipe; this returns an error.
     std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes())?;
-    // Not part of the list, which scripts read.
+    // Printed to stderr, because scripts parse the list on stdout.
     if let Some(why) = unseen(&adapters) {
         eprintln!("{why}");
     }

@@ -1,5 +1,5 @@
-//! `ostinato generate`: one generation, in this process or against a server. Both are the
-//! same stream of messages, printed by the same code.
+//! `ostinato generate`: one generation, in this process or on a server. Both produce the same stream of messages, and
+//! the same code prints them.
 
 use super::{Usage, cache_directory, progress};
 use crate::config::{Bytes, Config, DEMO_PATH, Model, file};
@@ -20,115 +20,118 @@ use tokio_stream::{Stream, StreamExt};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 
-/// Events kept while a terminal is slow: all of a long output.
+/// Capacity of the event buffer: enough for all events of a long output if the terminal is slow.
 const BUFFER: usize = 1 << 16;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Generate {
-    /// A checkpoint's folder, or an embedded demo model, `demo` or `demo-hybrid`; with --server the served model's name.
-    /// Left out: `demo`, or the server's only one.
+    /// Folder of a checkpoint, or an embedded demo model: `demo` or `demo-hybrid`. With --server, the name of a served
+    /// model. Default: `demo`, or the server's only model.
     #[arg(long, value_name = "DIR")]
     model: Option<String>,
-    /// UUID, PCI address, index, name, or `cpu`. Left out: the only GPU, or the server's choice.
+    /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice.
     #[arg(long, value_name = "SEL")]
     device: Option<String>,
-    /// Asks a server instead of loading the model.
+    /// Send the request to this server (HOST:PORT or a URI) instead of loading the model.
     #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits", "tune", "prefill_chunk", "drafts"])]
     server: Option<String>,
     #[command(flatten)]
     reach: super::connect::Reach,
     #[command(flatten)]
     input: Input,
-    /// At most this many tokens; left out: as many as the context holds.
+    /// Maximum number of output tokens. Default: as many as fit in the context.
     #[arg(long, value_name = "N")]
     max_tokens: Option<u32>,
-    /// No stop id counts before this many.
+    /// Do not stop at stop tokens or stop strings before this many output tokens.
     #[arg(long, value_name = "N")]
     min_tokens: Option<u32>,
-    /// 0 takes the most probable token.
+    /// Sampling temperature; 0 always takes the most probable token.
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
-    /// Keeps the k most probable.
+    /// Sample only from the K most probable tokens.
     #[arg(long, value_name = "K")]
     top_k: Option<u32>,
-    /// Keeps the smallest set whose probability reaches p.
+    /// Sample only from the smallest set of tokens whose probabilities add up to at least P.
     #[arg(long, value_name = "P")]
     top_p: Option<f32>,
-    /// Drops what is less probable than this times the most probable.
+    /// Drop tokens whose probability is below P times that of the most probable token.
     #[arg(long, value_name = "P")]
     min_p: Option<f32>,
-    /// Over prompt and output; 1 changes nothing.
+    /// Penalty on tokens that occur in the prompt or the output; 1 has no effect.
     #[arg(long, value_name = "X")]
     repetition_penalty: Option<f32>,
-    /// Over the output; 0 changes nothing.
+    /// Penalty on tokens that occur in the output; 0 has no effect.
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     presence_penalty: Option<f32>,
-    /// Over the output, for each occurrence; 0 changes nothing.
+    /// Penalty on tokens for each of their occurrences in the output; 0 has no effect.
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     frequency_penalty: Option<f32>,
-    /// Added to a token's logit.
+    /// Add X to the logit of token ID. Can be repeated.
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     logit_bias: Vec<(u32, f32)>,
-    /// The same seed gives the same text.
+    /// Seed of the sampling; the same seed gives the same text.
     #[arg(long, value_name = "S")]
     seed: Option<u64>,
-    /// Ends at this text.
+    /// Stop at this text. Can be repeated.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Ends at this token.
+    /// Stop at this token. Can be repeated.
     #[arg(long, value_name = "ID")]
     stop_id: Vec<u32>,
-    /// Goes on after the model's end-of-sequence tokens.
+    /// Continue after the model's end-of-sequence tokens.
     #[arg(long)]
     ignore_eos: bool,
     #[command(flatten)]
     constraint: Constraint,
-    /// Log probabilities of each token and of this many others (with --json).
+    /// Show log probabilities of each output token and of the N most probable tokens (requires --json).
     #[arg(long, value_name = "N", requires = "json")]
     logprobs: Option<u32>,
-    /// Log probabilities of the prompt's tokens and of this many others in their places (with --json).
+    /// Show log probabilities of each prompt token after the first and of the N most probable tokens in its place
+    /// (requires --json).
     #[arg(long, value_name = "N", requires = "json")]
     prompt_logprobs: Option<u32>,
-    /// One JSON object an event.
+    /// Print one JSON object per event.
     #[arg(long)]
     json: bool,
-    /// Longest prompt and output together, tokens.
+    /// Maximum length of prompt and output together, in tokens.
     #[arg(long, value_name = "N")]
     context: Option<u32>,
-    /// The most device memory that may be taken, such as 8GiB.
+    /// Maximum device memory to use, such as 8GiB.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Changes of the device's tuning, KEY=VALUE separated by commas.
+    /// Changes to the device's tuning: KEY=VALUE, separated by commas.
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     tune: Vec<String>,
-    /// Most tokens of a prompt chunk.
+    /// Maximum number of tokens in a prompt chunk.
     #[arg(long, value_name = "N")]
     prefill_chunk: Option<u32>,
-    /// Tokens that a model which can draft tokens drafts at a time; 0 none. Left out: as many as pay
+    /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
+    /// as are worthwhile.
     #[arg(long)]
     drafts: Option<u32>,
-    /// Writes each step's logits to a safetensors file: `logits`, f32, [steps, vocabulary].
+    /// Write the logits of each step to a safetensors file: tensor `logits`, f32, [steps, vocabulary].
     #[arg(long, value_name = "FILE")]
     dump_logits: Option<PathBuf>,
 }
 
-/// What the output must look like.
+/// Constraints on the output; at most one.
 #[derive(Debug, clap::Args)]
 #[group(required = false, multiple = false)]
 struct Constraint {
-    /// The output is JSON that satisfies the JSON Schema in this file.
+    /// The output must be JSON that conforms to the JSON Schema in this file.
     #[arg(long, value_name = "FILE")]
     json_schema: Option<PathBuf>,
-    /// The output matches this regular expression.
+    /// The output must match this regular expression.
     #[arg(long, value_name = "REGEX")]
     regex: Option<String>,
-    /// The output is derived from the grammar in this file (EBNF with a rule "root ::= ...", or Lark).
+    /// The output must match the grammar in this file: EBNF with a rule "root ::= ...", or Lark.
     #[arg(long, value_name = "FILE")]
     grammar: Option<PathBuf>,
-    /// The output is free but for the tags that the JSON in this file describes (as vLLM and XGrammar write it).
+    /// Free text, except that tagged parts must follow the description in this file (JSON in the form of vLLM and
+    /// XGrammar).
     #[arg(long, value_name = "FILE")]
     structural_tag: Option<PathBuf>,
-    /// The output is this text, or that of another --choice.
+    /// The output must be one of these texts; repeat the option for each text.
     #[arg(long, value_name = "TEXT")]
     choice: Vec<String>,
 }
@@ -160,13 +163,13 @@ impl Constraint {
 #[derive(Debug, clap::Args)]
 #[group(required = true, multiple = false)]
 struct Input {
-    /// Plain text to go on from.
+    /// Plain text to continue.
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
-    /// A user's message, rendered by the model's chat template.
+    /// A user message, formatted with the model's chat template.
     #[arg(long, value_name = "TEXT")]
     chat: Option<String>,
-    /// Token ids to go on from.
+    /// Token ids to continue.
     #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
     tokens: Vec<u32>,
 }
@@ -176,7 +179,7 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
     pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
 }
 
-/// A status as a person reads it.
+/// A gRPC status with a readable message.
 #[derive(Debug, thiserror::Error)]
 #[error("{message} ({})", code_name(*.code))]
 pub(crate) struct Refused {
@@ -197,7 +200,7 @@ impl From<Refusal> for Refused {
 }
 
 impl Refused {
-    /// Whether another request would be served.
+    /// Whether the user can correct the error by changing the request.
     pub(crate) fn is_users(&self) -> bool {
         matches!(
             self.code,
@@ -222,7 +225,7 @@ pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The request, which is the same on both ways.
+/// Builds the request, which is the same in process and on a server.
 fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
     let prompt = if let Some(text) = &args.input.prompt {
         Prompt::Text(text.clone())
@@ -276,7 +279,7 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
     if !args.json {
         let models = client.list_models(proto::ListModelsRequest {}).await;
         let models = models.map_err(Refused::from)?.into_inner().models;
-        // Of another name the server will say so itself.
+        // If no model has that name, the server's answer says so.
         printer.ids_only = models
             .iter()
             .filter(|model| model.state() == proto::ModelState::Serving)
@@ -284,7 +287,7 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
             .is_some_and(|model| !model.has_tokenizer);
     }
     let mut request = tonic::Request::new(request);
-    // Whoever calls this program may trace it, as OpenTelemetry's convention for programs has it.
+    // The caller may pass a trace context in TRACEPARENT and TRACESTATE, OpenTelemetry's convention for programs.
     for name in ["traceparent", "tracestate"] {
         if let Some(value) = std::env::var(name.to_uppercase()).ok().and_then(|value| value.parse().ok()) {
             request.metadata_mut().insert(name, value);
@@ -312,7 +315,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
         Arc::new(start(&config, &show)?)
     };
     printer.ids_only = host.models().iter().any(|model| model.text.is_none());
-    // The only model and its only replica, whatever their names.
+    // Empty names select the only model and its only replica.
     let request = proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args)? };
     let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;
     let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
@@ -358,14 +361,14 @@ async fn print(mut stream: impl Stream<Item = Messages> + Unpin, printer: &mut P
     Ok(())
 }
 
-/// Prints events as they come, and keeps what the table needs.
+/// Prints events as they arrive, and keeps the data for the final table.
 struct Printer {
     json: bool,
-    /// Text mode: the model has no tokenizer.
+    /// In text mode: the model has no tokenizer.
     ids_only: bool,
     started: Option<proto::Started>,
     finished: Option<proto::Finished>,
-    /// Text mode: something is on the line.
+    /// In text mode: the current line is not yet terminated.
     open_line: bool,
 }
 
@@ -379,7 +382,7 @@ impl Printer {
         if self.json {
             writeln!(out, "{}", object(event))?;
         } else if let Event::Delta(delta) = event {
-            // Without a tokenizer the ids are all there is to show.
+            // Without a tokenizer, only ids can be shown.
             if self.ids_only {
                 for id in &delta.token_ids {
                     write!(out, "{}{id}", if self.open_line { " " } else { "" })?;
@@ -389,7 +392,7 @@ impl Printer {
             write!(out, "{}", delta.text)?;
             self.open_line |= !delta.text.is_empty();
         }
-        // Each as it arrives, also into a pipe.
+        // Flush after each event, so that it appears at once, also in a pipe.
         out.flush()?;
         drop(out);
         match event {
@@ -410,7 +413,7 @@ impl Printer {
         Ok(())
     }
 
-    /// What it ran on and what a token cost, on stderr.
+    /// Prints the device and the cost per token to stderr.
     fn table(&self) {
         let (Some(started), Some(finished)) = (&self.started, &self.finished) else {
             return;
@@ -422,7 +425,7 @@ impl Printer {
         let usage = finished.usage.unwrap_or_default();
         let timings = finished.timings.unwrap_or_default();
         let cost = finished.per_token.unwrap_or_default();
-        // The first token is the prompt's.
+        // The first output token is computed by the prompt's last step.
         let decoded = usage.output_tokens.saturating_sub(1);
         let speed = rate(decoded, timings.decode_seconds);
         let read = usage.prompt_tokens - usage.cached_tokens.min(usage.prompt_tokens);
@@ -451,7 +454,7 @@ fn rate(tokens: u32, seconds: f64) -> String {
     format!("{:.1}", f64::from(tokens) / seconds)
 }
 
-/// The contract that scripts rely on: one object an event.
+/// Formats an event as one JSON object. Scripts rely on this format.
 fn object(event: &Event) -> Value {
     match event {
         Event::Started(started) => {

@@ -1,6 +1,6 @@
-//! `ostinato bench --server`: load on a server through gRPC and what its clients see of it. Requests arrive at
-//! random at a given rate, or a number of streams each send their next when the last has ended.
-//! Deliberately absent: the engine; all that is measured has crossed the wire.
+//! `ostinato bench --server`: puts load on a server through gRPC and measures what its clients see. Requests arrive at
+//! random at a given mean rate, or a fixed number of streams each send the next request when the previous one has
+//! ended. Not here: the engine; everything measured has passed through gRPC.
 
 use super::Usage;
 use super::arrivals::{Arrivals, Percentiles, Window};
@@ -20,33 +20,34 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tonic::{Code, Status};
 
-/// Streams that share a connection: a server moves each connection's bytes on one thread at a time, and takes
-/// 200 streams of one at most.
+/// Streams per connection: a server processes each connection's bytes on one thread at a time, and accepts at most 200
+/// streams per connection.
 const STREAMS_PER_CONNECTION: u32 = 16;
-/// The most connections unless told otherwise.
+/// The maximum number of connections, unless set by `--connections`.
 const MOST_CONNECTIONS: u32 = 32;
-/// Connections of requests at a rate, whose number at one time is not known before.
+/// The number of connections for requests at a rate, because the number of concurrent requests is not known in advance.
 const RATE_CONNECTIONS: u32 = 8;
-/// Without `--requests`, requests at a rate come for as long.
+/// Duration of requests at a rate without `--requests`, seconds.
 const RATE_SECONDS: f64 = 30.0;
-/// Received and not read yet: so much that no stream waits for a reader.
+/// HTTP/2 flow-control windows, large enough that no stream ever waits for its reader.
 const STREAM_WINDOW: u32 = 1 << 20;
 const CONNECTION_WINDOW: u32 = 16 << 20;
 
-/// What is asked of a server. `--prompt`, `--decode`, `--streams`, `--repeat` and `--json` are `Bench`'s.
+/// Arguments for measuring a server. `--prompt`, `--decode`, `--streams`, `--repeat` and `--json` belong to `Bench`.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Load on a server")]
 pub(super) struct Load {
-    /// Measures a server through gRPC instead of an engine in this process. Requests are random token ids that end
-    /// at --decode tokens and nothing else.
+    /// Measure the server at this address (HOST:PORT or a URI) through gRPC, instead of an engine in this process. The
+    /// requests are random token ids with outputs of exactly --decode tokens.
     ///
-    /// With --streams N, N streams each send their next request when their last has ended. With --rate R,
-    /// requests come R a second on average, as if from many clients that know nothing of each other (gaps are
-    /// exponentially distributed), however long the server takes; times count from when a request should have
-    /// been sent. The column "decode/s" is the rate while all N streams decode: tokens that come between the last
-    /// stream's first token and the first stream's end, by that time, of each stream's first request. Other
-    /// benchmarks call it batched decode. Tokens that come within a millisecond came together; "gap" is the time
-    /// between those that did not.
+    /// With --streams N, each of N streams sends its next request when its previous one has ended. With --rate R, R
+    /// requests per second are sent on average, with exponentially distributed gaps, as if from many independent
+    /// clients. They do not wait for the server, and times are measured from the moment at which a request should have
+    /// been sent.
+    ///
+    /// The column "decode/s" is the speed while all N streams decode, which other benchmarks call batched decode: the
+    /// tokens of each stream's first request between the last stream's first token and the first stream's end, divided
+    /// by that time. Tokens that arrive within a millisecond count as one group; "gap" is the time between groups.
     #[arg(
         long,
         value_name = "ADDR",
@@ -55,32 +56,33 @@ pub(super) struct Load {
     pub(super) server: Option<String>,
     #[command(flatten)]
     reach: Reach,
-    /// The served model's name; left out: the server's only one.
+    /// Name of the served model. Default: the server's only model.
     #[arg(long, value_name = "NAME", requires = "server")]
     served_model: Option<String>,
-    /// Requests a second on average, separated by commas for a row each.
+    /// Mean request rate, requests per second. Several rates, separated by commas, are measured one after the other.
     #[arg(long, value_name = "R", value_delimiter = ',', requires = "server", conflicts_with = "streams")]
     rate: Vec<f64>,
-    /// Requests of a row; left out: one a stream, or 30 seconds' worth of the rate.
+    /// Requests per row. Default: one per stream, or 30 seconds' worth at --rate.
     #[arg(long, value_name = "M", requires = "server")]
     requests: Option<u32>,
-    /// Lengths of prompts and outputs are log-normally distributed with means --prompt and --decode and this
-    /// standard deviation of their logarithms, at least 1 and together within the context. 0: all are as long.
+    /// Vary the lengths of prompts and outputs: log-normal distributions with the means --prompt and --decode and this
+    /// standard deviation of the logarithm, at least 1 token each and together within the context. With 0, all lengths
+    /// are equal.
     #[arg(long, value_name = "SIGMA", default_value_t = 0.0, requires = "server")]
     spread: f64,
-    /// Of each prompt, so many first tokens are the same in all requests of a row.
+    /// Number of leading prompt tokens that all requests of a row share.
     #[arg(long, value_name = "T", default_value_t = 0, requires = "server")]
     shared_prefix: u32,
-    /// The same seed gives the same prompts, lengths and gaps. The prompts are new to the server's prefix cache
-    /// all the same: each row has a cache salt that is drawn anew.
+    /// Seed of prompts, lengths and gaps. The server's prefix cache never has the prompts from an earlier row, because
+    /// each row uses a new random cache salt.
     #[arg(long, value_name = "S", default_value_t = 0, requires = "server")]
     seed: u64,
-    /// Connections; left out: one for each 16 streams, at most 32, or 8 with --rate.
+    /// Number of connections. Default: one per 16 streams, at most 32; 8 with --rate.
     #[arg(long, value_name = "C", requires = "server")]
     connections: Option<u32>,
 }
 
-/// Of `Bench`, what load is made of too.
+/// The arguments of `Bench` that apply to a server too.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape<'a> {
     pub(super) prompt: u32,
@@ -90,16 +92,16 @@ pub(super) struct Shape<'a> {
     pub(super) json: bool,
 }
 
-/// How requests come.
+/// When requests are sent.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
-    /// Each stream's next when its last has ended.
+    /// This many streams, each of which sends its next request when its previous one has ended.
     Streams(u32),
-    /// So many a second.
+    /// This many requests per second on average.
     Rate(f64),
 }
 
-/// Everything that decides about a row's requests.
+/// All parameters that determine the requests of a row.
 #[derive(Clone, Debug)]
 struct Plan {
     mode: Mode,
@@ -115,40 +117,40 @@ struct Plan {
     salt: String,
 }
 
-/// One request as its client saw it.
+/// One request as seen by its client.
 #[derive(Debug)]
 struct Served {
-    /// When it was sent, or should have been.
+    /// When it was sent; with a rate, when it should have been sent.
     sent: Instant,
     ended: Instant,
     arrivals: Arrivals,
     started: Option<proto::Started>,
     usage: proto::Usage,
-    /// Why it is none of the completed.
+    /// Why it did not complete; `None` if it did.
     error: Option<Status>,
 }
 
-/// One measured row.
+/// One row of results.
 #[derive(Debug)]
 struct Row {
     mode: Mode,
     requests: u32,
     completed: u32,
-    /// By name of the code.
+    /// Failed requests by the name of their gRPC code.
     errors: BTreeMap<&'static str, u32>,
     first_error: Option<Status>,
     seconds: f64,
     prompt_tokens: u64,
     cached_tokens: u64,
     output_tokens: u64,
-    /// While all streams decode.
+    /// The window in which all streams decode.
     window: Option<Window>,
     stream_rate: Option<Percentiles>,
     first_token: Option<Percentiles>,
     gap: Option<Percentiles>,
     per_token: Option<Percentiles>,
     queue: Option<Percentiles>,
-    /// Replica, device's name and UUID → requests.
+    /// The number of requests by replica, device name and device UUID.
     replicas: BTreeMap<(String, String, String), u32>,
 }
 
@@ -204,7 +206,7 @@ pub(super) fn run(load: &Load, shape: Shape, server: &str) -> anyhow::Result<()>
             salt: String::new(),
         };
         let mut rows = Vec::new();
-        // One run to warm up where there are several.
+        // If there are several runs, the first is a warm-up.
         for index in 0..shape.repeat + u32::from(shape.repeat > 1) {
             plan.salt = format!("bench-{:016x}", RandomState::new().hash_one(index));
             let row = once(&runtime, &clients[..connections(load, mode) as usize], &plan);
@@ -265,7 +267,7 @@ async fn model(client: &Client, name: &str) -> anyhow::Result<proto::Model> {
     }
 }
 
-/// Sends a row's requests and waits for all their ends.
+/// Sends the requests of a row and waits until all have ended.
 fn once(runtime: &Runtime, clients: &[Client], plan: &Plan) -> Row {
     let shared = Arc::new(plan.clone());
     let client = |number: u32| clients[number as usize % clients.len()].clone();
@@ -273,7 +275,8 @@ fn once(runtime: &Runtime, clients: &[Client], plan: &Plan) -> Row {
     let begin = Instant::now();
     match plan.mode {
         Mode::Streams(streams) => {
-            // Each stream has its first request by its own number: that is the wave whose window is measured.
+            // Each stream first sends the request with its own number, so requests `0..streams` are the wave whose
+            // window is measured.
             let next = Arc::new(AtomicU32::new(streams));
             for stream in 0..streams.min(plan.requests) {
                 let (plan, next, mut client) = (shared.clone(), next.clone(), client(stream));
@@ -294,7 +297,8 @@ fn once(runtime: &Runtime, clients: &[Client], plan: &Plan) -> Row {
             let mut at = Duration::ZERO;
             for number in 0..plan.requests {
                 let due = begin + at;
-                // This thread has nothing else to do, and its sleep is finer than the runtime's.
+                // Blocks this thread, which has nothing else to do, because its sleep is more precise than the
+                // runtime's timers.
                 std::thread::sleep(due.saturating_duration_since(Instant::now()));
                 let (plan, mut client) = (shared.clone(), client(number));
                 tasks.push(
@@ -306,7 +310,7 @@ fn once(runtime: &Runtime, clients: &[Client], plan: &Plan) -> Row {
     }
     let mut served = Vec::with_capacity(plan.requests as usize);
     for task in tasks {
-        // A panic of ours goes on here.
+        // A panic in a task continues here.
         served.extend(runtime.block_on(task).unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic())));
     }
     served.sort_by_key(|(number, _)| *number);
@@ -314,7 +318,7 @@ fn once(runtime: &Runtime, clients: &[Client], plan: &Plan) -> Row {
     summarise(plan, begin, &served)
 }
 
-/// One request from sending to its end.
+/// Sends one request and waits for its end.
 async fn ask(client: &mut Client, request: proto::GenerateRequest, sent: Instant) -> Served {
     let mut served = Served {
         sent,
@@ -355,12 +359,12 @@ async fn listen(client: &mut Client, request: proto::GenerateRequest, served: &m
 }
 
 impl Plan {
-    /// The request of this number: the same for the same seed, whichever stream sends it.
+    /// Returns the request with this number. It depends only on the plan's seed, not on the stream that sends it.
     fn request(&self, number: u32) -> proto::GenerateRequest {
         let mut draw = Draw::new(self.seed, u64::from(number));
         let mut length = |mean: u32, most: u32| {
             let length = if self.spread == 0.0 { f64::from(mean) } else { draw.log_normal(mean.into(), self.spread) };
-            // Out of range it is the nearest that is in it.
+            // Lengths out of range become the nearest one in range.
             (length.round() as u32).clamp(1, most.max(1))
         };
         let prompt = length(self.prompt, self.context.saturating_sub(1));
@@ -380,12 +384,12 @@ impl Plan {
     }
 }
 
-/// Seeded draws (SplitMix64).
+/// A seeded random number generator (SplitMix64).
 struct Draw(u64);
 
 impl Draw {
     fn new(seed: u64, stream: u64) -> Draw {
-        // Apart for each stream of draws: what is added to the state is itself mixed.
+        // Mix `stream` first, so that different streams give independent sequences for the same seed.
         let mut apart = Draw(stream);
         Draw(seed ^ apart.next())
     }
@@ -402,17 +406,17 @@ impl Draw {
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
     }
 
-    /// Above 0, at most 1.
+    /// Uniform in (0, 1].
     fn unit(&mut self) -> f64 {
         ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
 
-    /// Of mean 1.
+    /// Exponentially distributed with mean 1.
     fn exponential(&mut self) -> f64 {
         -self.unit().ln()
     }
 
-    /// Of this mean, its logarithm with this standard deviation.
+    /// Log-normally distributed with this mean; `sigma` is the standard deviation of the logarithm.
     fn log_normal(&mut self, mean: f64, sigma: f64) -> f64 {
         let normal = (-2.0 * self.unit().ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos();
         (mean.ln() - sigma * sigma / 2.0 + sigma * normal).exp()
@@ -452,7 +456,7 @@ fn summarise(plan: &Plan, begin: Instant, served: &[Served]) -> Row {
         seconds: (end - begin).as_secs_f64(),
         prompt_tokens: completed().map(|one| u64::from(one.usage.prompt_tokens)).sum(),
         cached_tokens: completed().map(|one| u64::from(one.usage.cached_tokens)).sum(),
-        // Of failed ones too: they were made and they came.
+        // Includes the tokens of failed requests, because they were generated and delivered.
         output_tokens: served.iter().map(|one| one.arrivals.tokens()).sum(),
         window,
         stream_rate: Percentiles::of(per_token.iter().filter(|s| **s > 0.0).map(|seconds| 1.0 / seconds).collect()),
@@ -627,7 +631,7 @@ mod tests {
             })
             .collect();
         let mean = |of: fn(&(f64, f64)) -> f64| lengths.iter().map(of).sum::<f64>() / 4000.0;
-        // The mean's own deviation is 0.53 / sqrt(4000) of it: five of them are 4.2 %.
+        // The standard error of the mean is 0.53 / sqrt(4000) of the mean; five times that is 4.2 %.
         assert!((mean(|l| l.0) / 200.0 - 1.0).abs() < 0.042, "{}", mean(|l| l.0));
         assert!((mean(|l| l.1) / 50.0 - 1.0).abs() < 0.042, "{}", mean(|l| l.1));
         let narrow = Plan { context: 210, ..plan };
@@ -681,7 +685,7 @@ mod tests {
         assert_eq!(((first.p50 * 1e3).round(), (first.max * 1e3).round()), (110.0, 340.0));
         assert_eq!((row.gap.unwrap().max * 1e3).round(), 100.0);
         assert_eq!((row.per_token.unwrap().p50 * 1e3).round(), 50.0);
-        // Both streams at two tokens in 100 ms, from 110 to 300 ms; the later requests are not of the wave.
+        // Both streams deliver two tokens per 100 ms, from 110 to 300 ms. Later requests do not belong to the wave.
         let window = row.window.unwrap();
         assert_eq!(((window.seconds * 1e3).round(), window.rate().round()), (190.0, 40.0));
         assert_eq!(row.replicas.values().sum::<u32>(), 4);

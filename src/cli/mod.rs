@@ -1,5 +1,5 @@
-//! The command line: `devices`, `serve`, `models`, `token`, `generate`, `bench`, `profile`, `tune`, `synth`.
-//! Deliberately absent: anything that the service needs too.
+//! The command line: `devices`, `serve`, `models`, `token`, `generate`, `bench`, `profile`, `tune`, `synth`. Not here:
+//! anything that the service needs too.
 
 mod arrivals;
 mod bench;
@@ -31,7 +31,7 @@ use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Language models on any Vulkan 1.3 GPU.
+/// The program's arguments. `--help` shows the package description from Cargo.toml instead of this text.
 #[derive(Debug, Parser)]
 #[command(name = "ostinato", version, about, max_term_width = 100)]
 struct Cli {
@@ -41,29 +41,30 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Show every adapter with its identifiers, and why one is refused.
+    /// List all Vulkan adapters with their identifiers, and why an adapter cannot be used.
     Devices {
-        /// One JSON array on standard output.
+        /// Print one JSON array to standard output.
         #[arg(long)]
         json: bool,
     },
     /// Serve models over gRPC.
     Serve(serve::Serve),
-    /// Show a server's models, load one, or unload one, while it serves the others.
+    /// List the models of a running server, or load or unload one while it serves the others.
     Models(models::Models),
-    /// Draw a token for a client of a server, and write the entry that the server knows it by.
+    /// Create an access token for a client, and print the entry for the server's token file.
     Token(token::Token),
-    /// Generate once, in this process or against a server.
+    /// Generate text once, in this process or on a server.
     Generate(Box<generate::Generate>),
-    /// Measure prompt and decode speed beside the device's read ceiling, or a server under load.
+    /// Measure prompt and decode speed, compared with the device's maximum read bandwidth, or measure a server under
+    /// load.
     Bench(Box<bench::Bench>),
-    /// Ask a server where its steps' time goes, down to kernels.
+    /// Show where a server spends the time of its steps, down to single kernels.
     Profile(profile::Profile),
-    /// Find the workgroup shapes that decode fastest on a device, and keep them for later starts.
+    /// Find the workgroup shapes with the fastest decode step on a device, and save them for later starts.
     Tune(tune::Tune),
-    /// Write a checkpoint of random weights in the layout of Hugging Face.
+    /// Write a checkpoint with random weights, in the file layout of Hugging Face.
     Synth(Synth),
-    /// Follow constraints or render chat templates for the process that started this one.
+    /// Compile and follow constraints, or render chat templates, for the process that started this one.
     #[command(hide = true)]
     Worker,
 }
@@ -75,16 +76,16 @@ struct Synth {
     /// The folder to write.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// The same seed gives the same weights.
+    /// Seed of the random weights; the same seed gives the same weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// bf16, f16 or f32; the shape's own where it is left out.
+    /// Number format of the weights: bf16, f16 or f32. Default: the one in the shape's configuration.
     #[arg(long)]
     dtype: Option<Dtype>,
-    /// As many layers, of the same widths.
+    /// Number of layers, with unchanged widths. Default: the one in the shape's configuration.
     #[arg(long, value_name = "N")]
     layers: Option<u32>,
-    /// The most that one file of weights holds, such as 5GB.
+    /// Maximum size of one weight file, such as 5GB.
     #[arg(long, value_name = "BYTES")]
     shard_size: Option<config::Bytes>,
 }
@@ -92,24 +93,24 @@ struct Synth {
 #[derive(Debug, clap::Args)]
 #[group(required = true, multiple = false)]
 struct Shape {
-    /// A shape by its name, such as qwen3-0.6b; an unknown one lists them.
+    /// Name of a built-in shape, such as qwen3-0.6b. An unknown name lists all of them.
     #[arg(long, value_name = "NAME")]
     arch: Option<String>,
-    /// A shape from a config.json.
+    /// A config.json that describes the shape.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
 }
 
-/// Arguments that cannot be used together or at all.
+/// An error in the arguments: a value that is not allowed, or arguments that cannot be combined.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Usage(pub(crate) String);
 
-/// Runs the program; the exit status is 2 for what the user can mend, 1 for the rest.
+/// Runs the program. The exit status is 2 for errors that the user can correct, 1 for all other errors.
 pub fn main() -> ExitCode {
-    // Arguments that cannot be read end here, with status 2; `--help` with 0.
+    // Exits with status 2 if the arguments have an error, and with status 0 for `--help`.
     let Cli { command } = Cli::parse();
-    // This very file, even where another was put in its place meanwhile.
+    // Names the running executable, even if its file has been replaced since the start.
     crate::actors::workers::use_program("/proc/self/exe");
     if !matches!(command, Command::Serve(_) | Command::Worker) {
         crate::telemetry::warnings();
@@ -139,7 +140,7 @@ pub fn main() -> ExitCode {
             let mut above = error.to_string();
             for cause in error.chain().skip(1) {
                 let cause = cause.to_string();
-                // Some errors quote their cause in their own words.
+                // Some errors already include the text of their cause.
                 if !above.contains(&cause) {
                     eprintln!("  caused by: {cause}");
                 }
@@ -150,7 +151,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Whether the user can mend it: arguments, files, configuration, a device that is not there.
+/// Whether the user can correct the error: arguments, files, configuration, a missing device.
 fn is_users(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         if let Some(error) = cause.downcast_ref::<StartError>() {
@@ -175,14 +176,14 @@ fn is_users(error: &anyhow::Error) -> bool {
     })
 }
 
-/// Whoever read our output has seen enough: not an error of ours.
+/// Whether the reader of our output closed the pipe, which is not an error.
 fn closed_pipe(error: &anyhow::Error) -> bool {
     let io = error.downcast_ref::<std::io::Error>();
     io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-/// Where compiled pipelines are kept when nothing is configured: the user's cache folder.
-/// `None` where the system has no such notion.
+/// The default folder for compiled pipelines: `ostinato` in the user's cache folder. `None` if neither XDG_CACHE_HOME
+/// nor HOME is an absolute path.
 fn cache_directory() -> Option<PathBuf> {
     let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let base = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));

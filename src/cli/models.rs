@@ -1,5 +1,5 @@
-//! `ostinato models`: a server's models, loaded and unloaded while it serves the others, over gRPC.
-//! Deliberately absent: what the server does for it.
+//! `ostinato models`: lists, loads and unloads the models of a running server over gRPC. Not here: the server's side of
+//! it.
 
 use super::connect::{Client, Reach};
 use super::generate::Refused;
@@ -13,10 +13,10 @@ use std::io::Write;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Models {
-    /// The server's address and port.
+    /// The server's address: HOST:PORT or a URI.
     #[arg(long, value_name = "ADDR", global = true)]
     server: Option<String>,
-    /// JSON on standard output.
+    /// Print JSON to standard output.
     #[arg(long, global = true)]
     json: bool,
     #[command(flatten)]
@@ -27,21 +27,24 @@ pub(crate) struct Models {
 
 #[derive(Debug, clap::Subcommand)]
 enum Action {
-    /// Show the models of the server's configuration, loaded or not.
+    /// List the models of the server's configuration and their state.
     List,
-    /// Load a model of the server's configuration, or load it anew. It goes on where this ends early.
+    /// Load a model of the server's configuration, or reload it if it is loaded. If this command is interrupted, the
+    /// server continues the load.
     Load {
-        /// Its name.
+        /// Name of the model.
         name: String,
-        /// Where it is served: unload it first, so that memory need not hold both. It is not served meanwhile.
+        /// If the model is loaded, unload it first, so that memory does not have to hold both versions. The model is
+        /// not served meanwhile.
         #[arg(long)]
         unload_first: bool,
     },
-    /// Unload a model: new requests do not find it, running ones go on for a while.
+    /// Unload a model. New requests no longer find it; running requests continue for a grace period.
     Unload {
-        /// Its name.
+        /// Name of the model.
         name: String,
-        /// How long running requests may go on; 0: not at all. Left out: as long as the server drains.
+        /// How long running requests may continue; 0 ends them at once. Default: the server's drain time
+        /// (server.drain_seconds).
         #[arg(long, value_name = "SECONDS")]
         grace: Option<f64>,
     },
@@ -75,7 +78,7 @@ pub(crate) fn run(args: &Models) -> anyhow::Result<()> {
     })
 }
 
-/// The state of a model in a word.
+/// Returns the name of a model's state.
 fn state(model: &proto::Model) -> &'static str {
     match model.state() {
         proto::ModelState::Unspecified => "unknown",

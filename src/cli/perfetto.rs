@@ -1,15 +1,16 @@
-//! A profile as a Perfetto trace (ui.perfetto.dev opens it): the part of its format that we write, and what of a
-//! profile goes on which track. Deliberately absent: asking for a profile.
+//! Converts a profile to a Perfetto trace (for ui.perfetto.dev): the subset of its format that is written here,
+//! and the assignment of the profile's data to tracks. Not here: requesting a profile.
 //!
-//! Tracks: the engine's moments, the compute actor's submissions, what the watcher saw, the transfer actor's
-//! submissions, the loader's threads; both queues as the device ran them, kernels below regions; both timelines' values, KV pages,
-//! sequences. An arrow goes from a plan by its submission and its first region to its end.
+//! Tracks: plans of the engine, submissions of the compute actor, completions seen by the watcher, submissions of the
+//! transfer actor, threads of the loader; both queues as the device ran them, with kernels below regions; counters of
+//! both timelines' values, KV pages and sequences. A flow arrow connects a plan with its submissions, their first
+//! regions and its end.
 
 use crate::service::proto;
 use prost::Message;
 use std::collections::BTreeSet;
 
-/// The file: packets one after the other.
+/// The file: a sequence of packets.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Trace {
     #[prost(message, repeated, tag = "1")]
@@ -31,14 +32,14 @@ pub(super) struct Packet {
     pub(super) track_descriptor: Option<Track>,
 }
 
-/// What several clocks said at one moment.
+/// Simultaneous readings of several clocks.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct ClockSnapshot {
     #[prost(message, repeated, tag = "1")]
     pub(super) clocks: Vec<Clock>,
 }
 
-/// One of them; 6 is the one that timestamps are of where nothing else is said, 1 the wall clock.
+/// One clock reading. Clock 6 is the default clock of packet timestamps; clock 1 is the wall clock.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Clock {
     #[prost(uint32, tag = "1")]
@@ -106,21 +107,21 @@ pub(super) struct Annotation {
     pub(super) string_value: Option<String>,
 }
 
-/// `TrackEvent.Type`.
+/// `TrackEvent.Type`: begin of a slice.
 pub(super) const SLICE_BEGIN: i32 = 1;
-/// As above.
+/// `TrackEvent.Type`: end of a slice.
 pub(super) const SLICE_END: i32 = 2;
-/// As above.
+/// `TrackEvent.Type`: an instant.
 pub(super) const INSTANT: i32 = 3;
-/// As above.
+/// `TrackEvent.Type`: a counter's value.
 pub(super) const COUNTER: i32 = 4;
 
 const PROCESS: u64 = 1;
-/// The first of the loader's threads, and how many are shown.
+/// Track id of the loader's first thread.
 const LOADER: u64 = 100;
-/// As above.
+/// The maximum number of loader threads in the trace.
 const LOADERS: u64 = 64;
-/// Tracks by what they show.
+/// The fixed tracks: id, name, and whether the track is a counter.
 const TRACKS: [(u64, &str, bool); 12] = [
     (ENGINE, "engine: plans", false),
     (COMPUTE, "compute actor: submissions", false),
@@ -148,7 +149,7 @@ const RUNNING: u64 = 33;
 const WAITING: u64 = 34;
 const ROWS: u64 = 35;
 
-/// All packets come from one writer.
+/// The sequence id of all packets, because there is only one writer.
 const SEQUENCE: u32 = 1;
 
 enum Value<'a> {
@@ -164,10 +165,11 @@ fn annotation(name: &str, value: Value<'_>) -> Annotation {
     Annotation { name: name.to_owned(), double_value, string_value }
 }
 
-/// Collects events, and puts them in the order of their time at the end.
+/// Collects events, to be sorted by time at the end.
 #[derive(Default)]
 struct Writer {
-    /// Time, and an order among events of the same time: ends before begins, outer begins before inner ones.
+    /// Events with their sort key: the time, and a rank among events of the same time. Ends come first (inner before
+    /// outer), then instants and counters, then begins (outer before inner).
     events: Vec<((u64, i32), Event)>,
 }
 
@@ -175,7 +177,7 @@ impl Writer {
     fn slice(&mut self, track: u64, depth: i32, name: &str, (begin, end): (u64, u64), extra: Event) {
         let open = Event { kind: SLICE_BEGIN, track_uuid: track, name: Some(name.to_owned()), ..extra };
         let close = Event { kind: SLICE_END, track_uuid: track, ..Event::default() };
-        // Nothing ends before it begins: stamps of an estimated clock may say so.
+        // An estimated clock can place the end before the begin, which the format does not allow.
         let end = end.max(begin + 1);
         self.events.push(((begin, 10 + depth), open));
         self.events.push(((end, -depth), close));
@@ -192,7 +194,8 @@ impl Writer {
     }
 }
 
-/// The trace of a profile; what was before its first step only with `load`.
+/// Converts a profile to a trace. Includes the weight load, and transfers from before the first step, only if `load` is
+/// set.
 pub(super) fn trace(profile: &proto::ProfileResponse, load: bool) -> Trace {
     let mut writer = Writer::default();
     for step in &profile.steps {
@@ -303,7 +306,7 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
                     debug_annotations: vec![annotation("shader", Value::Text(&kernel.kernel))],
                     ..Event::default()
                 };
-                // Stamps inside a region never lie outside those around it, but for rounding.
+                // Timestamps inside a region lie between those around it, except for rounding.
                 let begin = kernel.begin_ns.clamp(region.begin_ns, region.end_ns);
                 let span = (begin, kernel.end_ns.clamp(begin, region.end_ns));
                 if span.0 < span.1 {
@@ -325,7 +328,7 @@ fn copies(writer: &mut Writer, transfer: &proto::Transfer) {
     let extra = Event { debug_annotations, ..Event::default() };
     let enqueue = (transfer.enqueue_begin_ns, transfer.enqueue_end_ns);
     writer.slice(TRANSFER, 0, transfer.what.as_str(), enqueue, extra.clone());
-    // Without timestamps it is known that it was over when its end was seen.
+    // Without timestamps it is only known that the transfer had ended when its end was seen.
     let timed = transfer.end_ns > 0;
     let end = if timed { transfer.end_ns } else { transfer.seen_ns };
     if timed {

@@ -1,5 +1,5 @@
-//! `ostinato profile`: asks a server where its last steps' time went, or its next ones' with every kernel; a table on
-//! standard output, and a trace file. Deliberately absent: how the file is laid out (`perfetto`).
+//! `ostinato profile`: shows where a server spent the time of its last steps, or of its next ones with every kernel
+//! timed: a table on standard output, and a trace file. Not here: the format of the file (`perfetto`).
 
 use super::connect::Reach;
 use super::generate::Refused;
@@ -11,35 +11,36 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// A profile of 256 plans with kernels is some tens of megabytes.
+/// Limit of the received message: far more than a profile of 256 plans with kernels, which has some tens of megabytes.
 const MESSAGE_BYTES: usize = 512 << 20;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Profile {
-    /// The server, HOST:PORT or a URI.
+    /// The server's address: HOST:PORT or a URI.
     #[arg(long, value_name = "ADDR")]
     server: String,
     #[command(flatten)]
     reach: Reach,
-    /// The served model. Left out: the server's only one.
+    /// Name of the served model. Default: the server's only model.
     #[arg(long)]
     model: Option<String>,
-    /// A replica's name, or its device's UUID, PCI address, index or name. Left out: the least loaded one.
+    /// The replica's name, or its device's UUID, PCI address, index or name. Default: the least loaded replica.
     #[arg(long)]
     device: Option<String>,
-    /// As many plans: the last ones, or with --kernels the next ones.
+    /// Number of plans to profile: the last ones, or with --kernels the next ones. A plan is one prompt step or several
+    /// decode steps that are submitted together.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024))]
     steps: u32,
     /// Time every kernel in one step of each plan.
     #[arg(long)]
     kernels: bool,
-    /// Seconds to wait for the next plans, with --kernels; 0.1 to 60.
+    /// With --kernels: how long to wait for the next plans, 0.1 to 60 seconds.
     #[arg(long, default_value_t = 10.0, value_name = "SECONDS")]
     wait: f64,
-    /// In the trace, also the load of the weights, however long ago.
+    /// Also include the load of the weights in the trace, however long ago it was.
     #[arg(long, requires = "out")]
     load: bool,
-    /// Writes a trace that ui.perfetto.dev shows.
+    /// Write a trace file, which ui.perfetto.dev displays.
     #[arg(short, long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
@@ -82,14 +83,14 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Time of one region or kernel over the profile.
+/// The summed time of one region or kernel over the profile.
 #[derive(Default)]
 struct Sum {
     runs: u32,
     us: f64,
 }
 
-/// A region that was timed inside: the whole, and its kernels by stage and shader.
+/// The runs of a region whose kernels were timed: their total time, and the kernels by stage and shader.
 #[derive(Default)]
 struct Timed<'a> {
     whole: Sum,
@@ -100,10 +101,10 @@ fn us(begin: u64, end: u64) -> f64 {
     end.saturating_sub(begin) as f64 / 1e3
 }
 
-/// What is worth reading without a viewer: regions, and the kernels of each region that was timed inside.
+/// Formats a summary: the regions, and the kernels of each region that was timed inside.
 fn table(profile: &proto::ProfileResponse) -> String {
     let mut regions: BTreeMap<&str, Sum> = BTreeMap::new();
-    // By region: its runs with kernels.
+    // The runs with timed kernels, by region.
     let mut timed: BTreeMap<&str, Timed<'_>> = BTreeMap::new();
     let all = profile.steps.iter().flat_map(|step| &step.submissions).flat_map(|submission| &submission.regions);
     for region in all {
@@ -157,7 +158,7 @@ fn table(profile: &proto::ProfileResponse) -> String {
     text
 }
 
-/// A call's label without its layer: `layers.3.qkv` is `qkv`.
+/// Returns a call's label without its layer: `layers.3.qkv` becomes `qkv`.
 fn stage(label: &str) -> String {
     match label.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
         Some((_, stage)) => stage.to_owned(),

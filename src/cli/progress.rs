@@ -1,4 +1,4 @@
-//! How far a start is: a bar on a terminal, plain lines elsewhere, always on stderr.
+//! Shows the progress of a start or a load on stderr: a progress bar on a terminal, plain lines otherwise.
 
 use crate::host::progress::{Progress, Unit};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -6,13 +6,13 @@ use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Between two plain lines of one kind of work.
+/// Minimum interval between two plain lines of one task.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Shows progress on stderr.
 pub(crate) struct Show {
     terminal: bool,
-    /// What goes on now.
+    /// The current task.
     current: Mutex<Option<Current>>,
 }
 
@@ -24,7 +24,7 @@ struct Current {
 }
 
 impl Show {
-    /// `plain`: no bar even on a terminal.
+    /// Creates the display. With `plain` it shows no bar even on a terminal.
     pub(crate) fn new(plain: bool) -> Show {
         Show { terminal: !plain && std::io::stderr().is_terminal(), current: Mutex::new(None) }
     }
@@ -75,7 +75,7 @@ impl Progress for Show {
                 Unit::Bytes => (gigabytes(done), gigabytes(total)),
                 Unit::Count => (done.to_string(), total.to_string()),
             };
-            // Before the first is done there is nothing to estimate from.
+            // With nothing done yet, the remaining time cannot be estimated.
             let left = if left < 1e6 { format!(", {left:.0} s left") } else { String::new() };
             eprintln!("{what}: {done} of {total}{left}");
         }
@@ -87,13 +87,13 @@ fn bar(what: &str, total: u64, unit: Unit) -> ProgressBar {
         Unit::Bytes => "{msg} {bar:32} {decimal_bytes} of {decimal_total_bytes}, {decimal_bytes_per_sec}, {eta} left",
         Unit::Count => "{msg} {bar:32} {pos} of {len}, {eta} left",
     };
-    // The templates are constants; were one wrong, the default bar would do.
+    // The templates are constants. If one had an error, the default bar would be shown.
     let style = ProgressStyle::with_template(template);
     let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
     ProgressBar::new(total).with_style(style).with_message(what.to_owned())
 }
 
-/// In units of a thousand, as bandwidths are.
+/// Formats bytes in GB of 10⁹ bytes, as bandwidths are stated.
 fn gigabytes(bytes: u64) -> String {
     format!("{:.2} GB", bytes as f64 / 1e9)
 }

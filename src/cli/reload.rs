@@ -1,6 +1,6 @@
-//! A new configuration for a server that runs, at SIGHUP: models come, go and are replaced, the endpoint's bounds change;
-//! what cannot change while the server runs stays as it is, with a warning. A configuration with a problem changes
-//! nothing. Deliberately absent: reading a configuration, and how models come and go.
+//! Applies a new configuration to a running server at SIGHUP: models are added, removed and replaced, and the
+//! endpoint's limits change. Settings that cannot change while the server runs keep their value, with a warning. A
+//! configuration with an error changes nothing. Not here: reading a configuration, and loading and unloading models.
 
 use super::serve::{Serve, changeable};
 use crate::config::Config;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::signal::unix::Signal;
 use tokio::sync::watch;
 
-/// What is read again, and what is in force.
+/// The arguments from which the configuration is read again, and the configuration in force.
 pub(super) struct Reload {
     args: Serve,
     config: Config,
@@ -21,12 +21,12 @@ pub(super) struct Reload {
 }
 
 impl Reload {
-    /// `config` is what the server was started with.
+    /// Creates the reloader. `config` is the configuration that the server was started with.
     pub(super) fn new(args: &Serve, config: Config, host: Arc<Host>) -> Reload {
         Reload { args: args.clone(), config, host }
     }
 
-    /// Reads the configuration at each signal, and tells the endpoint what has changed of its bounds.
+    /// Reads the configuration again at each signal, and sends changed limits to the endpoint.
     pub(super) async fn at(mut self, mut signals: Signal, endpoint: watch::Sender<Changeable>) {
         while signals.recv().await.is_some() {
             let endpoint = endpoint.clone();
@@ -36,7 +36,7 @@ impl Reload {
             });
             match read.await {
                 Ok(reload) => self = reload,
-                // A panic was logged where it happened.
+                // The panic was logged where it happened.
                 Err(_) => return,
             }
         }
@@ -74,7 +74,7 @@ impl Reload {
                 }
             }
         }
-        // What stays as it is is said again each time.
+        // Settings that need a restart keep their old value here, so that each reload warns about them again.
         let Config { server, models, .. } = config;
         let in_force = &mut self.config.server;
         in_force.queue_limit = server.queue_limit;
@@ -87,7 +87,7 @@ impl Reload {
     }
 }
 
-/// What a new configuration has otherwise that stays as it is until the server is started again, a sentence each.
+/// Returns a warning for each setting that differs in the new configuration but takes effect only after a restart.
 fn kept(old: &Config, new: &Config) -> Vec<String> {
     let mut kept = Vec::new();
     let mut compare = |key: &str, old: String, new: String| {
@@ -124,7 +124,7 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     kept
 }
 
-/// Lines of loads go to the log.
+/// Writes the progress lines of loads to the log.
 struct Lines;
 
 impl Progress for Lines {

@@ -1,5 +1,5 @@
-//! `ostinato serve`: configuration, telemetry, admin endpoint, host, endpoint, bottom to top; signals; then
-//! top to bottom. Deliberately absent: what a new configuration changes (`reload`).
+//! `ostinato serve`: starts the configuration, telemetry, admin endpoint, host and gRPC endpoint in this order, waits
+//! for a signal, and stops them in reverse order. Not here: applying a new configuration (`reload`).
 
 use super::reload::Reload;
 use super::{Usage, cache_directory, progress};
@@ -26,42 +26,43 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-/// The longest wait for a load that is under way when the server stops.
+/// The longest wait for a load in progress when the server stops.
 const SETTLE: Duration = Duration::from_secs(20);
-/// Connections that the system may hold before they are accepted.
+/// The number of connections that the system queues before they are accepted.
 const BACKLOG: u32 = 1024;
 
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Serve {
-    /// A configuration file (TOML); `deploy/ostinato.toml` shows every key.
+    /// Configuration file (TOML). `deploy/ostinato.toml` shows all keys.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// A model, where its checkpoint is (or an embedded demo model, `demo` or `demo-hybrid`), and the device that it
-    /// runs on (UUID, PCI address, index, name or `cpu`; left out: the only GPU). It replaces the file's model of that
-    /// name or adds one; the same name again is another replica. Without any model, `demo` is served.
+    /// A model to serve: its name, its checkpoint's folder (or an embedded demo model, `demo` or `demo-hybrid`), and
+    /// its device (UUID, PCI address, index, name or `cpu`; default: the only GPU). Replaces the configured model of
+    /// that name or adds one. If given again with the same name, adds a replica. Without any model, `demo` is served.
     #[arg(long, value_name = "NAME=DIR[@DEVICE]")]
     model: Vec<Model>,
-    /// Address and port of the endpoint; port 0 takes a free one.
+    /// Address and port of the gRPC endpoint. Port 0 selects a free port. Default: 127.0.0.1:50051, unless configured
+    /// otherwise.
     #[arg(long, value_name = "ADDR")]
     listen: Option<String>,
-    /// Address and port of the page, the metrics and the health check over HTTP (127.0.0.1:9464 unless configured
-    /// otherwise), or `off`; port 0 takes a free one.
+    /// Address and port of the admin page, the metrics and the health check (HTTP), or `off`. Port 0 selects a free
+    /// port. Default: 127.0.0.1:9464, unless configured otherwise.
     #[arg(long, value_name = "ADDR|off")]
     admin: Option<String>,
-    /// The most device memory that each replica may take, such as 20GiB, where the configuration sets none.
+    /// Maximum device memory of each replica, such as 20GiB, for models without a configured limit.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Allows addresses that other machines reach without encryption: of --listen where no certificates are
-    /// configured (`server.tls`), and of --admin, which has none and asks nobody who they are.
+    /// Allow addresses that other machines can reach without encryption: for --listen if no certificates are configured
+    /// (`server.tls`), and for --admin, which has neither encryption nor authentication.
     #[arg(long)]
     insecure: bool,
-    /// Log lines as JSON objects.
+    /// Write log lines as JSON objects.
     #[arg(long)]
     json: bool,
 }
 
 impl Serve {
-    /// What the arguments, the environment and the file say now.
+    /// Reads the configuration from the arguments, the environment and the file, as they are now.
     pub(super) fn configuration(&self) -> Result<Config, ConfigError> {
         let mut config = config::from_sources(&Sources {
             file: self.config.clone(),
@@ -96,9 +97,10 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         memory: config.server.worker_memory.0,
         cpu: Duration::from_secs_f64(config.server.worker_seconds),
     });
-    // Taken before minutes of loading, listened on after: until then clients are refused.
+    // Bind now, so that an address in use is reported before minutes of loading. The socket listens only after loading;
+    // until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
-    // Read before too: what is wrong with certificates is known at once.
+    // Also reads the certificates, so that errors in them are reported before loading.
     let options = options(&config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .thread_name("ostinato-grpc")
@@ -107,7 +109,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         .context("cannot start the threads of the endpoint")?;
     let admin = Admin::new();
     let stop = CancellationToken::new();
-    // Before anything is loaded: that can be watched.
+    // The admin endpoint starts before the models are loaded, so that loading can be watched.
     let page = match config.admin.listen {
         Some(address) => {
             let _context = runtime.enter();
@@ -119,7 +121,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         None => None,
     };
     let (page_address, page) = page.unzip();
-    // One that comes while models are loaded is taken up after.
+    // A SIGHUP during loading is handled afterwards.
     let hangups = {
         let _context = runtime.enter();
         signal(SignalKind::hangup()).context("cannot wait for SIGHUP")?
@@ -135,12 +137,12 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         let served = listen(socket, host, &config, options, &admin, page_address, (hangups, reload)).await;
         stop.cancel();
         if let Some(page) = page {
-            // It has ended, or was ended by a panic that was logged.
+            // The task has ended, or it panicked and the panic was logged.
             let _ = page.await;
         }
         served
     });
-    // Whoever still asks an engine thread for the page is not waited for.
+    // Wait at most a second for admin requests that still wait for an engine thread.
     runtime.shutdown_timeout(Duration::from_secs(1));
     served
 }
@@ -173,15 +175,16 @@ async fn listen(
     page: Option<SocketAddr>,
     (hangups, reload): (Signal, Reload),
 ) -> anyhow::Result<()> {
-    // Before anybody can hear of the address: whoever does may end the server at once.
+    // Install the signal handlers before the address is announced: a script may stop the server as soon as it reads the
+    // address.
     let stopped = signals()?;
     let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, "server.listen", error))?;
     let address = listener.local_addr().context("the endpoint has no address")?;
     admin.set_endpoint(address);
-    // On standard output: scripts read the port from it.
+    // On standard output, because scripts read the port from it.
     println!("listening on {address}");
     if let Some(page) = page {
-        // Whoever has read the port may have closed it.
+        // The script that has read the port may already have closed the pipe, so errors are ignored.
         let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
     }
     let (sender, changes) = watch::channel(changeable(&config.server));
@@ -189,7 +192,8 @@ async fn listen(
     let options = Options { changes: Some(changes), ..options };
     let stopped = serve(Arc::clone(&host), listener, options, stopped).await?;
     reloads.abort();
-    // A load has been told to end; the process does not end under a driver that compiles for it.
+    // A load in progress has been told to end. Wait for it, so that the process does not exit while the driver compiles
+    // its pipelines.
     let settled = tokio::task::spawn_blocking(move || host.settle(SETTLE)).await;
     if !settled.unwrap_or(false) {
         tracing::warn!("a model is still being loaded");
@@ -201,7 +205,7 @@ async fn listen(
     Ok(())
 }
 
-/// What can change of what the configuration says of the endpoint.
+/// The endpoint settings that can change while the server runs.
 pub(super) fn changeable(server: &config::Server) -> Changeable {
     Changeable {
         drain: Duration::from_secs_f64(server.drain_seconds),
@@ -232,15 +236,15 @@ fn options(config: &Config) -> anyhow::Result<Options> {
     })
 }
 
-/// As many connections as were asked for and the system has files for. The soft limit of open files is raised where the
-/// hard one allows it.
+/// Returns the number of connections to accept: `asked`, or fewer if the limit of open files does not allow it. Raises
+/// the soft limit as far as the hard limit allows.
 fn connections(asked: u32, page: bool) -> usize {
     let others = u64::from(FILES_KEPT) + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
     let wanted = u64::from(asked) + others;
     let mut limits = getrlimit(Resource::Nofile);
     if limits.current.is_some_and(|current| current < wanted) {
         let raised = limits.maximum.map_or(wanted, |most| most.min(wanted));
-        // Where it fails it stays as it is.
+        // If this fails, the limit stays as it is.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(raised), ..limits });
         limits = getrlimit(Resource::Nofile);
     }
@@ -254,17 +258,17 @@ fn connections(asked: u32, page: bool) -> usize {
     usize::try_from(fitting).unwrap_or(usize::MAX)
 }
 
-/// Connections of `asked` that can be taken where so many files can be open, of which `others` are not theirs; a few in
-/// any case.
+/// The number of connections, at most `asked`, that are possible with `files` open files, of which `others` are needed
+/// for other purposes. At least a quarter of `files` and at least 1, up to `asked`.
 fn fitting(asked: u64, others: u64, files: u64) -> u64 {
     asked.min(files.saturating_sub(others).max(files / 4).max(1))
 }
 
-/// `key` is where the configuration says the address.
+/// Binds a socket. `key` is the configuration key of the address, for error messages.
 fn bind(address: SocketAddr, key: &str) -> anyhow::Result<TcpSocket> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() };
     let socket = socket.context("cannot open a socket")?;
-    // A restart must not wait for the old connections' last packets.
+    // Allows a restart while old connections are still in TIME_WAIT.
     socket.set_reuseaddr(true).context("cannot set up a socket")?;
     socket.bind(address).map_err(|error| in_use(address, key, error))?;
     Ok(socket)
@@ -274,7 +278,7 @@ fn in_use(address: SocketAddr, key: &str, error: std::io::Error) -> anyhow::Erro
     anyhow::Error::from(Usage(format!("cannot listen on {address} ({key}): {error}")))
 }
 
-/// Resolves at the first SIGTERM or SIGINT; the second ends the program.
+/// Returns a future that resolves at the first SIGTERM or SIGINT. A second signal ends the process with status 1.
 fn signals() -> anyhow::Result<impl Future<Output = ()>> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot wait for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot wait for SIGINT")?;
@@ -296,7 +300,7 @@ fn signals() -> anyhow::Result<impl Future<Output = ()>> {
     Ok(first)
 }
 
-/// What runs where.
+/// Logs each replica and its device.
 fn announce(host: &Host) {
     for model in &*host.models() {
         for replica in &model.replicas {
@@ -322,7 +326,7 @@ mod tests {
             (1024, 320, 1344, 1024),
             (1024, 320, 1024, 704),
             (100, 320, 1024, 100),
-            // Of few files a quarter, and one in any case.
+            // With few files, a quarter of them and at least one.
             (1024, 320, 256, 64),
             (1024, 320, 0, 1),
         ] {

@@ -1,4 +1,4 @@
-//! `ostinato synth`: writes a random-weight checkpoint and shows how far it is.
+//! `ostinato synth`: writes a checkpoint with random weights and shows its progress.
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -10,11 +10,11 @@ use crate::config::file;
 use crate::model::config::Dtype;
 use crate::model::synth::{self, SynthError, SynthOptions};
 
-/// Between two plain lines of progress.
+/// Minimum interval between two plain lines of progress.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Writes the checkpoint of a preset or of a config.json, with its layers or as many as asked for, into `out`. Progress goes to stderr,
-/// one line of result to stdout.
+/// Writes the checkpoint of a built-in shape (`arch`) or of a config.json (`config`) into the folder `out`, with
+/// `layers` layers if given. Shows progress on stderr and prints one line with the result to stdout.
 pub(crate) fn run(
     arch: Option<&str>,
     config: Option<&Path>,
@@ -57,7 +57,7 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// A bar on a terminal, a line now and then elsewhere.
+/// Progress display: a bar on a terminal, plain lines otherwise.
 struct Progress {
     bar: Option<ProgressBar>,
     begun: Instant,
@@ -70,7 +70,7 @@ impl Progress {
         let bar = std::io::stderr().is_terminal().then(|| {
             let style =
                 ProgressStyle::with_template("writing {bar:32} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left");
-            // The template is a constant; were it wrong, the default bar would do.
+            // The template is a constant. If it had an error, the default bar would be shown.
             ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
         Progress { bar, begun: Instant::now(), line: Instant::now() }
@@ -95,7 +95,7 @@ impl Progress {
     }
 }
 
-/// In units of a thousand, as disks are sold.
+/// Formats bytes with decimal units (kB, MB, GB), as for disks.
 fn bytes(n: u64) -> String {
     match n {
         0..1_000_000 => format!("{:.1} kB", n as f64 / 1e3),

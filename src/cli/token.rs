@@ -1,5 +1,5 @@
-//! `ostinato token`: draws a token and writes the entry that a server knows it by. The token itself is told once and
-//! kept nowhere. Deliberately absent: changing the file of tokens.
+//! `ostinato token`: creates a random access token and prints the entry that the server needs to recognize it. The
+//! token itself is shown once and not stored. Not here: editing the token file.
 
 use super::Usage;
 use crate::config::Right;
@@ -11,28 +11,28 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-/// Bytes of chance in a token.
+/// Random bytes per token.
 const CHANCE: usize = 32;
-/// What a token begins with: scanners for leaked secrets go by it.
+/// Prefix of every token, by which scanners for leaked secrets recognize it.
 const PREFIX: &str = "ost_";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Token {
-    /// Whom it is for.
+    /// Name of the client that the token is for.
     name: String,
-    /// Writes the token to a new file that only its owner can read, instead of to the first line of standard output.
+    /// Write the token to a new file that only its owner can read, instead of to the first line of standard output.
     #[arg(long, value_name = "FILE")]
     secret: Option<PathBuf>,
-    /// What it may do, separated by commas. Left out: generate.
+    /// What the token allows, separated by commas. Default: generate.
     #[arg(long, value_name = "RIGHT", value_delimiter = ',')]
     may: Vec<Right>,
-    /// Served models that it may use, separated by commas. Left out: all.
+    /// Served models that the token may use, separated by commas. Default: all.
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     models: Vec<String>,
-    /// Requests that it may have unfinished.
+    /// Maximum number of unfinished requests.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     requests: Option<u32>,
-    /// Tokens of prompts and outputs in a minute.
+    /// Maximum number of prompt and output tokens per minute.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     tokens_per_minute: Option<u32>,
 }
@@ -62,13 +62,13 @@ pub(crate) fn run(args: &Token) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the file of tokens says of it.
+/// Formats the token's entry for the server's token file.
 fn entry(args: &Token, secret: &str) -> String {
     let list = |words: Vec<&str>| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(", ");
     let mut text =
         format!("[[tokens]]\nname = {}\nsha256 = \"{}\"\n", quoted(&args.name), hex(&Sha256::digest(secret)));
     let mut line = |key: &str, value: String| {
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "{key} = {value}");
     };
     if !args.may.is_empty() {
@@ -86,7 +86,7 @@ fn entry(args: &Token, secret: &str) -> String {
     text
 }
 
-/// As TOML wants it; names have no control characters.
+/// Quotes text as a TOML string. Names contain no control characters.
 fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }

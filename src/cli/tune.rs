@@ -1,5 +1,5 @@
-//! `ostinato tune`: finds the workgroup shapes that suit a device best for a model and says where they are
-//! kept. Deliberately absent: the search (`engine::tune`).
+//! `ostinato tune`: finds the fastest workgroup shapes for a model on a device, and reports where they are saved. Not
+//! here: the search (`engine::tune`).
 
 use crate::device::{Instance, InstanceOptions, Selector, choose};
 use crate::gpu::build::defaults::tuning;
@@ -15,28 +15,28 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-/// What to tune.
+/// Arguments of `ostinato tune`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Tune {
-    /// A checkpoint's folder; or an embedded demo model, `demo` or `demo-hybrid`.
+    /// Folder of a checkpoint, or the name of an embedded demo model: `demo` or `demo-hybrid`.
     #[arg(long, default_value = "demo")]
     model: PathBuf,
-    /// UUID, PCI address, name, index, or `cpu`.
+    /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
     #[arg(long)]
     device: Option<String>,
-    /// Tokens of context before the step that is timed.
+    /// Context length before the timed step, in tokens.
     #[arg(long, default_value_t = 256)]
     depth: u32,
-    /// How long to look, seconds; loading comes on top.
+    /// Duration of the search in seconds, without the time to load the model.
     #[arg(long, default_value_t = 60)]
     seconds: u64,
-    /// Changes of the device's tuning that are kept to, KEY=VALUE separated by commas.
+    /// Tuning values that the search keeps fixed: KEY=VALUE, separated by commas.
     #[arg(long, value_delimiter = ',')]
     tune: Vec<String>,
-    /// Most values of a choice that a pass tries.
+    /// Maximum number of values that one pass tries for a choice.
     #[arg(long, hide = true)]
     candidates: Option<usize>,
-    /// One JSON object an event on standard output.
+    /// Print one JSON object per event to standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }

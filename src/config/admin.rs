@@ -1,4 +1,4 @@
-//! `[admin]`: the HTTP endpoint of the page, the metrics and the health check. Deliberately absent: what it shows.
+//! `[admin]`: the HTTP endpoint of the admin page, the metrics and the health check. Not here: the content of those.
 
 use super::load::Problem;
 use serde::Deserialize;
@@ -9,10 +9,11 @@ use std::net::SocketAddr;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Admin {
-    /// Address and port, port 0 takes a free one and prints it; `None` (`"off"`): there is no such endpoint.
+    /// The address and port to listen on; port 0 takes a free port and prints it. `None` (`"off"`) disables the
+    /// endpoint.
     #[serde(deserialize_with = "address_or_off")]
     pub listen: Option<SocketAddr>,
-    /// Allows a `listen` that other machines reach: there is no TLS and no authentication.
+    /// Allows a `listen` address that other machines can reach, although the endpoint has no TLS and no authentication.
     pub insecure: bool,
 }
 
@@ -22,7 +23,7 @@ impl Default for Admin {
     }
 }
 
-/// What `admin.listen` may be, for messages.
+/// What `admin.listen` accepts, for error messages.
 const LISTEN: &str = "an address and port such as 127.0.0.1:9464, or \"off\"";
 
 fn address_or_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
@@ -34,7 +35,7 @@ fn address_or_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<S
 }
 
 impl Admin {
-    /// `server` is where the gRPC endpoint listens.
+    /// Returns the problems of these values; `server` is the address of the gRPC endpoint.
     pub(super) fn problems(&self, server: SocketAddr) -> Vec<Problem> {
         let Some(listen) = self.listen else {
             return Vec::new();
@@ -48,7 +49,8 @@ impl Admin {
                 listen,
             ));
         }
-        // Found now and not when the models are loaded and the second of them begins to listen.
+        // Checked here, because otherwise the conflict would appear only after the models are loaded, when the second
+        // endpoint begins to listen.
         let any = listen.ip().is_unspecified() || server.ip().is_unspecified();
         if listen.port() != 0 && listen.port() == server.port() && (any || listen.ip() == server.ip()) {
             problems.push(Problem::new("admin.listen", "must differ from server.listen", listen));

@@ -8,7 +8,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Bytes(pub u64);
 
-/// Longest first, so that `MiB` is not taken for `B`.
+/// `B` is last, because it is a suffix of all the others.
 const UNITS: [(&str, u64); 7] = [
     ("KiB", 1 << 10),
     ("MiB", 1 << 20),
@@ -19,7 +19,7 @@ const UNITS: [(&str, u64); 7] = [
     ("B", 1),
 ];
 
-/// Not a number of bytes.
+/// The text is not a number of bytes.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("\"{0}\" is not a number of bytes such as 8GiB, 512MiB, 2.5GB or 1048576")]
 pub struct ParseBytesError(String);

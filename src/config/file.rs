@@ -1,7 +1,7 @@
-//! How the program opens the files it is given: only regular files, each of at most so many bytes as its kind may
-//! have. A named pipe, a device or a directory in a file's place is refused before anything is read, and neither
-//! `open` nor `read` can block on it. What was opened is what is checked: nothing is looked up twice by name.
-//! Deliberately absent: what is in the files.
+//! Opens and reads the files that the program is given: only regular files, each up to the maximum size of its kind. A
+//! named pipe, a device or a directory in place of a file is refused before anything is read, and neither `open` nor
+//! `read` can block on it. They check the opened file itself and do not look its name up again.
+//! Not here: the content of the files.
 
 use rustix::fs::OFlags;
 use std::fs::{File, Metadata, OpenOptions};
@@ -10,38 +10,39 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// Most bytes of a small text file: a configuration, a model's `config.json`, a chat template, a certificate.
+/// The maximum size in bytes of a small file: a configuration, a model's `config.json`, a chat template, a certificate.
 pub const SMALL: u64 = 16 << 20;
-/// Most bytes of a large one: a tokenizer, an index of shards.
+/// The maximum size in bytes of a large file: a tokenizer, an index of shards.
 pub const LARGE: u64 = 256 << 20;
 
-/// The system's clock for file times advances in steps of up to 10 ms: two writes within one step leave the same time.
+/// An upper bound of one step of the clock for file times. The system advances that clock in steps of up to 10 ms, so
+/// two writes within one step get the same time.
 const CLOCK_STEP: Duration = Duration::from_millis(20);
 
-/// Why a file that is there is not read. It is the inner error of an [`Error`] that the functions here return.
+/// The reason for which an existing file is not read. The functions here return it as the inner error of an [`Error`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unfit {
-    /// Something else has the name.
+    /// The path names something other than a regular file.
     #[error("it is {0}, not a regular file")]
     NotRegular(&'static str),
-    /// It is longer than its kind may be.
+    /// The file is larger than its kind may be.
     #[error("it has {has} bytes, at most {most} are read")]
     TooLarge {
-        /// Its bytes; where it has grown while it was read, those that were read.
+        /// The file's size in bytes; for a file that grew while it was read, the bytes that were read.
         has: u64,
-        /// The bound, bytes.
+        /// The maximum size in bytes.
         most: u64,
     },
-    /// The name is there, the file is not.
+    /// The path is a symbolic link whose target does not exist.
     #[error("it is a symbolic link to {}, which does not exist", to.display())]
     Dangling {
-        /// What the link says.
+        /// The link's target.
         to: PathBuf,
     },
 }
 
 impl Unfit {
-    /// The reason inside an error, if it is one of these.
+    /// Returns the `Unfit` inside an error, if there is one.
     pub fn of(error: &Error) -> Option<&Unfit> {
         error.get_ref()?.downcast_ref()
     }
@@ -53,8 +54,8 @@ impl From<Unfit> for Error {
     }
 }
 
-/// Opens a regular file to read. [`ErrorKind::NotFound`] means that no directory entry has the name: a symbolic link to
-/// nothing is [`Unfit::Dangling`].
+/// Opens a regular file for reading. [`ErrorKind::NotFound`] means that no directory entry has this name; a symbolic
+/// link without a target is [`Unfit::Dangling`].
 pub fn open(path: &Path) -> Result<(File, Metadata)> {
     let (file, metadata) = open_any(path)?;
     if !metadata.is_file() {
@@ -63,19 +64,20 @@ pub fn open(path: &Path) -> Result<(File, Metadata)> {
     Ok((file, metadata))
 }
 
-/// Reads a whole regular file of at most `most` bytes; errors as of [`open`], and [`Unfit::TooLarge`].
+/// Reads a whole regular file of at most `most` bytes. Fails as [`open`] does, and with [`Unfit::TooLarge`].
 pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     let (file, metadata) = open(path)?;
     read_bounded(file, metadata.len(), most)
 }
 
-/// As [`read`], of UTF-8; anything else is [`ErrorKind::InvalidData`].
+/// Reads a file as [`read`] does; a content that is not UTF-8 is [`ErrorKind::InvalidData`].
 pub fn read_text(path: &Path, most: u64) -> Result<String> {
     String::from_utf8(read(path, most)?).map_err(|error| Error::new(ErrorKind::InvalidData, error))
 }
 
-/// Reads what a user of the command line named, which may also be a pipe (`<(command)`) or a terminal: at most `most`
-/// bytes. It waits for a pipe's end, as the user can interrupt it; a server's own files are read by [`read`].
+/// Reads a file named on the command line, at most `most` bytes. It may also be a pipe (`<(command)`) or a terminal,
+/// which is opened a second time, blocking. The call waits for the end of a pipe, because a user can interrupt it;
+/// files of a server are read with [`read`] instead.
 pub fn read_argument(path: &Path, most: u64) -> Result<Vec<u8>> {
     let (file, metadata) = match open(path) {
         Err(error) if matches!(Unfit::of(&error), Some(Unfit::NotRegular("a named pipe" | "a character device"))) => {
@@ -88,24 +90,24 @@ pub fn read_argument(path: &Path, most: u64) -> Result<Vec<u8>> {
     read_bounded(file, metadata.len(), most)
 }
 
-/// As [`read_argument`], of UTF-8.
+/// Reads a file as [`read_argument`] does; a content that is not UTF-8 is [`ErrorKind::InvalidData`].
 pub fn read_argument_text(path: &Path, most: u64) -> Result<String> {
     String::from_utf8(read_argument(path, most)?).map_err(|error| Error::new(ErrorKind::InvalidData, error))
 }
 
-/// Whether a directory entry has the name, be it a link to nothing. Where the system does not say, it counts as there:
-/// opening it tells why.
+/// Whether a directory entry has this name, also if it is a symbolic link without a target. If the system does not
+/// tell, the result is true: opening the file then reports the reason.
 pub fn is_named(path: &Path) -> bool {
     !matches!(std::fs::symlink_metadata(path), Err(error) if error.kind() == ErrorKind::NotFound)
 }
 
-/// Opens whatever is there, without waiting for the other end of a pipe.
+/// Opens a path of any file type, without waiting for the other end of a pipe.
 fn open_any(path: &Path) -> Result<(File, Metadata)> {
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
     let file = opened.map_err(|error| match std::fs::read_link(path) {
         Ok(to) if error.kind() == ErrorKind::NotFound => Unfit::Dangling { to }.into(),
-        // A socket cannot be opened at all.
+        // A socket cannot be opened.
         _ => match std::fs::metadata(path) {
             Ok(metadata) if metadata.file_type().is_socket() => Unfit::NotRegular(kind(&metadata)).into(),
             _ => error,
@@ -120,7 +122,7 @@ fn read_bounded(file: File, len: u64, most: u64) -> Result<Vec<u8>> {
         return Err(Unfit::TooLarge { has: len, most }.into());
     }
     let mut bytes = Vec::with_capacity(usize::try_from(len).unwrap_or(0));
-    // Files of the kernel say that they are empty, and others may grow.
+    // Bounded by `take`: files of the kernel report a length of 0, and other files may grow.
     file.take(most + 1).read_to_end(&mut bytes)?;
     match bytes.len() as u64 {
         has if has > most => Err(Unfit::TooLarge { has, most }.into()),
@@ -140,12 +142,12 @@ fn kind(metadata: &Metadata) -> &'static str {
     }
 }
 
-/// What tells one state of a file from another: which file it is, its length, and when it was written and changed, in
-/// nanoseconds. Two stamps of an open file are equal if it was not written to in between, but for writes through a
-/// memory map, which some file systems do not record.
+/// The state of a file: its identity, its length, and its modification and change times in nanoseconds. Two stamps of
+/// an open file are equal if it was not written to in between. Writes through a memory map are an exception, because
+/// some file systems do not record them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
-    /// Its length, bytes.
+    /// The length in bytes.
     pub len: u64,
     inode: (u64, u64),
     modified: (i64, i64),
@@ -153,7 +155,7 @@ pub struct Stamp {
 }
 
 impl Stamp {
-    /// Of what the system says of a file.
+    /// Creates a stamp from a file's metadata.
     pub fn of(metadata: &Metadata) -> Stamp {
         Stamp {
             len: metadata.len(),
@@ -163,8 +165,8 @@ impl Stamp {
         }
     }
 
-    /// Of an open file, such that a later write gives another: where the last one was just now, this waits until the
-    /// clock of file times has advanced (at most 20 ms).
+    /// Returns a stamp of an open file that any later write changes. If the last write is very recent, waits at most 20
+    /// ms, until the clock for file times has advanced.
     pub fn settled(file: &File) -> Result<Stamp> {
         let stamp = Stamp::of(&file.metadata()?);
         let age = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok().and_then(|now| {
@@ -180,7 +182,7 @@ impl Stamp {
         }
     }
 
-    /// How a later stamp of the same name differs; `None`: not at all.
+    /// Describes how a later stamp of the same path differs; `None` if it does not.
     pub fn difference(&self, now: &Stamp) -> Option<String> {
         let times = |what: &str, (was, is): ((i64, i64), (i64, i64))| {
             format!("{what} at {}.{:09}, before at {}.{:09} (seconds since 1970)", is.0, is.1, was.0, was.1)
@@ -234,7 +236,7 @@ mod tests {
             assert_eq!(unfit(read(&path, SMALL)), Unfit::NotRegular(kind), "{}", path.display());
             assert_eq!(unfit(open(&path)), Unfit::NotRegular(kind), "{}", path.display());
         }
-        // A pipe that nobody writes to would have been waited for without end.
+        // Without the check, reading a pipe that has no writer would never end.
         assert!(begin.elapsed() < Duration::from_secs(5));
     }
 
@@ -246,9 +248,9 @@ mod tests {
         let error = read(file.path(), 4).unwrap_err();
         assert_eq!(Unfit::of(&error), Some(&Unfit::TooLarge { has: 5, most: 4 }));
         assert_eq!(error.to_string(), "it has 5 bytes, at most 4 are read");
-        // A file of the kernel says that it has none.
+        // This file of the kernel reports a length of 0.
         assert_eq!(unfit(read(Path::new("/proc/self/maps"), 10)), Unfit::TooLarge { has: 11, most: 10 });
-        // Nothing is reserved for what a sparse file says of itself.
+        // No memory is reserved for the length that a sparse file reports.
         file.as_file().set_len(1 << 40).unwrap();
         assert_eq!(unfit(read(file.path(), LARGE)), Unfit::TooLarge { has: 1 << 40, most: LARGE });
         file.as_file().set_len(3).unwrap();
@@ -294,7 +296,7 @@ mod tests {
             std::os::unix::fs::FileExt::write_all_at(file.as_file(), &same, 0).unwrap();
             let now = Stamp::of(&file.as_file().metadata().unwrap());
             assert!(stamp.difference(&now).is_some_and(|how| how.starts_with("written")), "round {round}");
-            // Who sets the time back, as copies that keep times do, is noticed by the time of change.
+            // A modification time that is set back, as by copies that preserve times, is detected by the change time.
             file.as_file().set_modified(modified).unwrap();
             let now = Stamp::of(&file.as_file().metadata().unwrap());
             assert!(stamp.difference(&now).is_some_and(|how| how.starts_with("changed")), "round {round}");

@@ -1,4 +1,4 @@
-//! From a file, the environment and arguments to a `Config`, or to every problem at once.
+//! Builds a `Config` from a file, the environment and command-line arguments, or reports all problems at once.
 
 use super::{Config, Model, file};
 use figment::error::Kind;
@@ -9,34 +9,34 @@ use serde::de::DeserializeOwned;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Where a configuration comes from; later ones win.
+/// The sources of a configuration; later ones take precedence.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// A TOML file.
+    /// The path of a TOML file.
     pub file: Option<PathBuf>,
-    /// Variables `OSTINATO_SECTION__KEY`, such as `OSTINATO_SERVER__LISTEN`.
+    /// Whether to read environment variables `OSTINATO_SECTION__KEY`, such as `OSTINATO_SERVER__LISTEN`.
     pub environment: bool,
-    /// `--listen`.
+    /// The argument `--listen`.
     pub listen: Option<String>,
-    /// `--admin`.
+    /// The argument `--admin`.
     pub admin: Option<String>,
-    /// `--insecure`: of both endpoints.
+    /// The argument `--insecure`, which applies to both endpoints.
     pub insecure: bool,
-    /// `--model`, each replacing the file's model of that name or adding one. The same name
-    /// twice is two replicas.
+    /// The arguments `--model`. Each replaces path and replicas of the file's model of that name, or adds a model. Two
+    /// arguments with the same name and path make two replicas.
     pub models: Vec<Model>,
 }
 
-/// One thing that is wrong: which key, what must hold, what was found, and where.
+/// A problem of the configuration: the key, the rule that it breaks, the value, and the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// `models[0].replicas[1].device`.
+    /// The path of the key, such as `models[0].replicas[1].device`.
     pub key: String,
-    /// What must hold.
+    /// The rule that must hold.
     pub rule: String,
-    /// What was found, if anything was.
+    /// The value that was found, if any.
     pub value: Option<String>,
-    /// The file or variable, where it is known.
+    /// The file or environment variable, if known.
     pub source: Option<String>,
 }
 
@@ -63,27 +63,27 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Why there is no configuration.
+/// The reason for which there is no configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read the configuration \"{}\"", path.display())]
     Read {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
         /// The cause.
         source: std::io::Error,
     },
-    /// The file is not TOML; the cause has line and column.
+    /// The file is not valid TOML; the cause states line and column.
     #[error("\"{}\" is not TOML", path.display())]
     Syntax {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
         /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Everything that is wrong with what it says.
+    /// All problems of the values.
     #[error("{}", list(.0))]
     Problems(Vec<Problem>),
 }
@@ -99,7 +99,7 @@ fn list(problems: &[Problem]) -> String {
     text
 }
 
-/// Reads the sources, later ones over earlier ones, and checks the result.
+/// Reads the sources, with later ones overriding earlier ones, and checks the result.
 pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     let mut figment = Figment::new();
     if let Some(path) = &sources.file {
@@ -110,7 +110,7 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
         figment = figment.merge(FromFile { path, toml });
     }
     if sources.environment {
-        // Only names with a section: OSTINATO_X without one may mean something else.
+        // Only names with a section are read: OSTINATO_X without one may mean something else.
         let keyed = |key: &figment::value::UncasedStr| key.as_str().contains("__");
         figment = figment.merge(Env::prefixed("OSTINATO_").filter(keyed).split("__"));
     }
@@ -138,7 +138,7 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     if problems.is_empty() { Ok(config) } else { Err(ConfigError::Problems(problems)) }
 }
 
-/// What was read of a file, so that problems name it.
+/// A file's content together with its path, so that problems name the file.
 struct FromFile<'a> {
     path: &'a Path,
     toml: figment::providers::Data<Toml>,
@@ -154,7 +154,7 @@ impl Provider for FromFile<'_> {
     }
 }
 
-/// Asks for the data, so that a syntax error is told apart from a wrong value.
+/// Parses the TOML once, so that a syntax error is distinguished from a wrong value.
 pub(super) fn syntax(path: &Path, toml: &figment::providers::Data<Toml>) -> Result<(), ConfigError> {
     match toml.data() {
         Ok(_) => Ok(()),
@@ -162,14 +162,15 @@ pub(super) fn syntax(path: &Path, toml: &figment::providers::Data<Toml>) -> Resu
     }
 }
 
-/// A model's folder in a file is relative to that file.
+/// Makes the path of a model in a file relative to that file's directory.
 fn resolve(folder: &Path, model: &mut Model) {
     if !model.path.as_os_str().is_empty() && super::embedded(&model.path).is_none() {
         model.path = folder.join(&model.path);
     }
 }
 
-/// A first argument of a name replaces the file's model, further ones add replicas.
+/// Merges model arguments into the file's models. The first argument of a name replaces path and replicas of the file's
+/// model; further ones with the same path add replicas.
 fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
     for (index, argument) in arguments.iter().enumerate() {
         let repeated = arguments[..index].iter().any(|earlier| earlier.name == argument.name);
@@ -177,7 +178,7 @@ fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
             Some(model) if repeated && model.path == argument.path => {
                 model.replicas.extend(argument.replicas.iter().cloned());
             }
-            // Another folder under the same name: left in, and reported as a duplicate.
+            // Another path under the same name: kept as a second model, which `problems` reports as a duplicate.
             Some(_) if repeated => models.push(argument.clone()),
             Some(model) => {
                 model.path = argument.path.clone();
@@ -188,8 +189,8 @@ fn add_models(models: &mut Vec<Model>, arguments: &[Model]) {
     }
 }
 
-/// Deserialises; each key that does not fit is reported, taken out, and it is tried again:
-/// so one run reports them all, and the typed tree is the only place that says what is right.
+/// Deserialises a configuration and reports every value that does not fit. After each such value it removes the value
+/// and tries again, so one run reports all of them, and the typed tree remains the only definition of what is valid.
 pub(super) fn typed<T: DeserializeOwned + Default>(
     figment: &Figment,
     not_tables: fn(&Figment, &mut Value) -> Vec<Problem>,
@@ -217,7 +218,7 @@ pub(super) fn typed<T: DeserializeOwned + Default>(
     }
 }
 
-/// Sections must be tables: serde would also take a list, by position.
+/// Checks that the sections are tables; serde would also accept a list, by position.
 fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
     fn list(value: Option<&mut Value>) -> impl Iterator<Item = (usize, &mut Value)> {
         let list = match value {
@@ -292,7 +293,7 @@ fn problem(figment: &Figment, error: &figment::Error, found: Option<&Value>) -> 
     Problem { key, rule, value, source }
 }
 
-/// A value as its owner wrote it, near enough; tables and lists only by kind.
+/// Formats a value approximately as it was written; tables and lists are only named by kind.
 fn show(value: &Value) -> String {
     match value {
         Value::String(_, text) => format!("{text:?}"),
@@ -310,8 +311,8 @@ fn show(value: &Value) -> String {
     }
 }
 
-/// Takes the value at a path out of the tree. List elements are emptied in place, as a
-/// shorter list would shift the paths of those behind.
+/// Removes the value at a path from the tree. A list element is replaced with an empty table, because a shorter list
+/// would shift the paths of the elements after it.
 fn remove(value: &mut Value, path: &[String]) -> Option<Value> {
     let (first, rest) = path.split_first()?;
     match value {
@@ -322,8 +323,8 @@ fn remove(value: &mut Value, path: &[String]) -> Option<Value> {
             if !rest.is_empty() {
                 return remove(element, rest);
             }
-            // An element that is a table already and still fails as a whole cannot be
-            // mended by emptying it again.
+            // An element that is already an empty table and still fails as a whole cannot be fixed by emptying it
+            // again.
             if matches!(element, Value::Dict(_, dict) if dict.is_empty()) {
                 return None;
             }

@@ -1,5 +1,5 @@
-//! What an operator may say: one typed tree, unknown keys refused, all problems reported at
-//! once with key, rule and value. Deliberately absent: defaults that depend on the machine.
+//! The configuration that an operator can write: one typed tree. Unknown keys are refused, and all problems are
+//! reported at once with key, rule and value. Not here: defaults that depend on the machine.
 
 mod admin;
 mod bytes;
@@ -20,36 +20,36 @@ pub use server::{Server, Tls};
 pub use telemetry::{GpuTime, Telemetry};
 pub use tokens::{Right, Token, tokens};
 
-/// Everything that can be configured.
+/// The whole configuration.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// `[server]`: the gRPC endpoint.
     pub server: Server,
-    /// `[admin]`: the page, the metrics and the health check over HTTP.
+    /// `[admin]`: the HTTP endpoint of the admin page, the metrics and the health check.
     pub admin: Admin,
     /// `[telemetry]`: logs and traces.
     pub telemetry: Telemetry,
-    /// `[runtime]`: what all devices share.
+    /// `[runtime]`: settings that apply to all devices.
     pub runtime: Runtime,
-    /// `[[models]]`: what is served, and where.
+    /// `[[models]]`: the served models and their devices.
     pub models: Vec<Model>,
 }
 
-/// What all devices share.
+/// Settings that apply to all devices.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Runtime {
-    /// Where compiled pipelines are kept between starts; unset: the user's cache folder.
+    /// The directory in which compiled pipelines are kept between starts; by default the user's cache directory.
     pub cache_directory: Option<std::path::PathBuf>,
-    /// Changes of what a device is tuned to, `KEY=VALUE`: for experiments (`ostinato bench --tune`).
+    /// Changes to the device tuning, each `KEY=VALUE`; for experiments (`ostinato bench --tune`).
     pub tune: Vec<String>,
     /// Loads the Khronos validation layer (slow; for development).
     pub validation: bool,
 }
 
 impl Config {
-    /// What is wrong with the values, each on its own and together; empty if nothing is.
+    /// Returns the problems of the values, alone and in combination; empty if there are none.
     fn problems(&self) -> Vec<Problem> {
         let mut problems = self.server.problems();
         problems.extend(self.admin.problems(self.server.listen));

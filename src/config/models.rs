@@ -1,4 +1,4 @@
-//! `[[models]]`: what is served, and on which devices.
+//! `[[models]]`: the served models and their devices.
 
 use super::Bytes;
 use super::load::Problem;
@@ -6,61 +6,64 @@ use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// The `path` of the model that is part of the program: a dense one.
+/// The `path` of the embedded dense model.
 pub const DEMO_PATH: &str = "embedded:demo";
-/// The `path` of the other one: a hybrid of gated delta nets and attention, which drafts tokens ahead.
+/// The `path` of the embedded hybrid model: gated delta rule and attention layers, with a block that drafts tokens.
 pub const DEMO_HYBRID_PATH: &str = "embedded:demo-hybrid";
 
-/// Which model of the program a `path` stands for, as [`DEMO_PATH`] or [`DEMO_HYBRID_PATH`]: those, or what follows their
-/// colon. A folder of such a name is reached as `./demo`.
+/// Returns the embedded model that a `path` names, as [`DEMO_PATH`] or [`DEMO_HYBRID_PATH`]. The path is one of these,
+/// or the part of it after the colon. A directory with such a name is reached as `./demo`.
 pub fn embedded(path: &Path) -> Option<&'static str> {
-    // Not by the path's components, for which `demo` and `demo/` are the same.
+    // Compared as text: `Path` comparison treats `demo` and `demo/` as equal.
     let given = path.as_os_str();
     let known = [DEMO_PATH, DEMO_HYBRID_PATH];
     known.into_iter().find(|known| given == *known || known.strip_prefix("embedded:").is_some_and(|name| given == name))
 }
 
-/// The longest name of a model: it is part of span names and of replica names.
+/// The maximum length of a model's name in bytes; the name is part of span names and replica names.
 const MAX_NAME: usize = 128;
 
-/// A model and where it runs.
+/// A served model and its devices.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Model {
-    /// What clients call it.
+    /// The name that clients use.
     #[serde(default)]
     pub name: String,
-    /// A checkpoint's folder, relative to the configuration file; or a model of the program, see [`embedded`].
+    /// The directory of a checkpoint, relative to the configuration file, or an embedded model, see [`embedded`].
     #[serde(default)]
     pub path: PathBuf,
-    /// One for each place that it runs at; at least one.
+    /// The replicas, one for each device on which the model runs; at least one.
     #[serde(default)]
     pub replicas: Vec<Replica>,
-    /// When it is loaded.
+    /// When the model is loaded.
     #[serde(default)]
     pub load: LoadWhen,
-    /// Longest context, tokens; unset: the checkpoint's, or what the memory holds.
+    /// The maximum context length in tokens; by default the checkpoint's, reduced if the memory does not hold it.
     pub context: Option<u32>,
-    /// Sequences that run at once; unset: the engine's choice.
+    /// The maximum number of sequences that run at once; by default the engine's choice.
     pub slots: Option<u32>,
-    /// KV pages of 16 tokens, of each replica; unset: what the memory holds.
+    /// The number of KV pages of each replica, 16 tokens each; by default the engine's choice, at most what the memory
+    /// holds.
     pub kv_pages: Option<u32>,
-    /// KV memory of each replica, instead of `kv_pages`.
+    /// The KV cache memory of each replica, as an alternative to `kv_pages`.
     pub kv_memory: Option<Bytes>,
-    /// How keys and values are kept; unset: `f16`.
+    /// The number format of the KV cache; by default `f16`.
     pub kv_format: Option<KvFormat>,
-    /// The most device memory that each replica may take in all.
+    /// The maximum device memory of each replica in total.
     pub memory_limit: Option<Bytes>,
-    /// Prompt tokens that run as one step, of one request or several; unset: the engine's choice.
+    /// The maximum number of prompt tokens in one prefill step, from one request or several; by default the engine's
+    /// choice.
     pub prefill_chunk: Option<u32>,
-    /// Whether prompts find pages of earlier ones with the same beginning; unset: yes.
+    /// Whether prompts reuse the KV pages of earlier prompts with the same prefix; by default true.
     pub prefix_cache: Option<bool>,
-    /// Snapshots of recurrent state that each replica keeps for prompts with the same beginning, of models that have such
-    /// state; unset: the engine's choice.
+    /// The number of recurrent-state snapshots that each replica keeps for prompts with the same prefix, for models
+    /// that have recurrent state; by default the engine's choice.
     pub snapshots: Option<u32>,
-    /// Tokens that are drafted at a time, at most 3, of models that can draft; 0 none; unset: the engine's choice.
+    /// The maximum number of draft tokens per step, at most 3, for models that can draft; 0 disables drafting. By
+    /// default the engine's choice.
     pub drafts: Option<u32>,
-    /// Whether so many are drafted even where fewer would be faster; unset: no.
+    /// Whether `drafts` tokens are always drafted, even when fewer would be faster; by default false.
     pub drafts_always: Option<bool>,
 }
 
@@ -68,35 +71,35 @@ pub struct Model {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LoadWhen {
-    /// Before the server takes requests.
+    /// At the start, before the server accepts requests.
     #[default]
     Start,
-    /// When somebody asks for it.
+    /// On a LoadModel call.
     Request,
 }
 
-/// A number format of keys and values.
+/// The number format of the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvFormat {
-    /// 2 bytes a value.
+    /// 16-bit float, 2 bytes per value.
     F16,
-    /// 4 bytes a value.
+    /// 32-bit float, 4 bytes per value.
     F32,
 }
 
-/// One place that a model runs at.
+/// A replica of a model: the device on which it runs.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Replica {
-    /// UUID, PCI address, index, name or part of it, or `cpu` for a CPU driver. Unset: the
-    /// only GPU of the machine (it fails where there are several).
+    /// The device's UUID, PCI address, index, name or a part of the name, or `cpu` for a CPU driver. By default the
+    /// machine's only GPU; it is an error if there are several.
     pub device: Option<String>,
-    /// Instead of the model's `memory_limit`.
+    /// The maximum device memory of this replica, instead of the model's `memory_limit`.
     pub memory_limit: Option<Bytes>,
 }
 
-/// Not `NAME=DIR[@DEVICE]`.
+/// The text is not `NAME=DIR[@DEVICE]`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("\"{given}\" is not NAME=DIR or NAME=DIR@DEVICE: {why}")]
 pub struct ParseModelError {
@@ -105,7 +108,7 @@ pub struct ParseModelError {
 }
 
 impl Model {
-    /// A model with one replica and nothing else said.
+    /// Creates a model with one replica and no other settings.
     pub fn new(name: &str, path: impl Into<PathBuf>, device: Option<&str>) -> Model {
         Model {
             name: name.to_owned(),
@@ -130,8 +133,8 @@ impl Model {
 impl FromStr for Model {
     type Err = ParseModelError;
 
-    /// `NAME=DIR` or `NAME=DIR@DEVICE`: the name ends at the first `=`, the device begins
-    /// after the last `@`.
+    /// Parses `NAME=DIR` or `NAME=DIR@DEVICE`. The name ends at the first `=`, and the device begins after the last
+    /// `@`.
     fn from_str(text: &str) -> Result<Model, ParseModelError> {
         let wrong = |why| ParseModelError { given: text.to_owned(), why };
         let (name, rest) = text.split_once('=').ok_or_else(|| wrong("there is no \"=\""))?;
@@ -150,7 +153,7 @@ impl FromStr for Model {
     }
 }
 
-/// `models[i].key`, as problems name it.
+/// Returns the key `models[index].key` as problems name it.
 fn key(index: usize, key: &str) -> String {
     format!("models[{index}].{key}")
 }

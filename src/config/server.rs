@@ -1,4 +1,4 @@
-//! `[server]`: the gRPC endpoint and what it bounds.
+//! `[server]`: the gRPC endpoint and its limits.
 
 use super::load::Problem;
 use serde::Deserialize;
@@ -9,50 +9,54 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Server {
-    /// Address and port; port 0 takes a free one and prints it.
+    /// The address and port to listen on; port 0 takes a free port and prints it.
     pub listen: SocketAddr,
-    /// Allows a `listen` that other machines reach where there is no `tls`.
+    /// Allows a `listen` address that other machines can reach without `tls`.
     pub insecure: bool,
-    /// Certificates; unset: connections are not encrypted.
+    /// The TLS certificates; by default connections are not encrypted.
     pub tls: Option<Tls>,
-    /// The file of the tokens without which nobody is answered, relative to the configuration's; unset: whoever can
-    /// connect may ask.
+    /// The file of access tokens, relative to the configuration file. If set, a client needs a token; by default anyone
+    /// who can connect may send requests.
     pub tokens: Option<PathBuf>,
-    /// Connections that are open at once; one more is closed.
+    /// The maximum number of open connections; a further one is closed.
     pub connections: u32,
-    /// Requests that may wait for each replica; one more is `RESOURCE_EXHAUSTED`.
+    /// The maximum number of requests that wait for each replica; a further one fails with `RESOURCE_EXHAUSTED`.
     pub queue_limit: u32,
-    /// Requests that a client may have unfinished, running or waiting, on all models together; samples of one
-    /// prompt count each, and one more is `RESOURCE_EXHAUSTED`. Unset: no limit. A client is an IP address.
+    /// The maximum number of unfinished requests of a client, running or waiting, on all models together. Each sample
+    /// of a prompt counts as one request, and a further one fails with `RESOURCE_EXHAUSTED`. By default there is no
+    /// limit. A client is identified by its token, by a trusted gateway's header (`trust_client_header`), or by its IP
+    /// address.
     pub client_limit: Option<u32>,
-    /// Where the metadata key `ostinato-client` is there, the client is whom it names. For a server that only a
-    /// gateway reaches: any other client could name itself anew for each request.
+    /// Whether a client is identified by the metadata key `ostinato-client`, if present. Only for a server that is
+    /// reachable through a gateway alone: any other client could send a new name with each request.
     pub trust_client_header: bool,
-    /// How long running streams may go on after SIGTERM.
+    /// How long running streams may continue after SIGTERM or SIGINT, and the requests of a model that a reloaded
+    /// configuration removes or replaces, in seconds.
     pub drain_seconds: f64,
-    /// Largest message taken from a client, bytes.
+    /// The maximum size of a message from a client.
     pub max_message_bytes: super::Bytes,
-    /// Most text of a prompt, of all messages of a chat together, bytes.
+    /// The maximum text size of a prompt; for a chat, of all its messages together.
     pub max_prompt_bytes: super::Bytes,
-    /// Most memory that a worker process may take beyond what it has at its start: for all constraints that it follows,
-    /// or to render a chat template. A constraint that needs more is refused.
+    /// The maximum memory that a worker process may use in addition to its memory at start, for all structured-output
+    /// constraints that it follows or for rendering a chat template. A constraint that needs more is refused.
     pub worker_memory: super::Bytes,
-    /// Most processor time, in seconds, for one job of a worker: compiling a constraint, finding the tokens that it
-    /// allows next, rendering a chat template.
+    /// The maximum processor time in seconds for one job of a worker: compiling a constraint, computing the tokens that
+    /// it allows next, or rendering a chat template.
     pub worker_seconds: f64,
-    /// Events kept of each sample for a client that reads slower than its tokens come; one more cancels it.
+    /// The number of events that are buffered per sample for a client that reads more slowly than tokens are generated.
+    /// The samples of a request share one buffer; the request is cancelled when that buffer is full.
     pub stream_buffer: u32,
 }
 
-/// Files of certificates, relative to the configuration's; they are read again when they change.
+/// The certificate files, relative to the configuration file; they are read again when they change.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Tls {
-    /// The server's certificate and those that lead to its authority, PEM.
+    /// The server's certificate and its intermediate certificates, PEM.
     pub certificate: PathBuf,
     /// The certificate's private key, PEM.
     pub key: PathBuf,
-    /// Authorities of clients' certificates, PEM; unset: clients need none.
+    /// The authorities of client certificates, PEM; by default clients need no certificate.
     pub client_ca: Option<PathBuf>,
 }
 
@@ -78,7 +82,7 @@ impl Default for Server {
 }
 
 impl Server {
-    /// The files that it names.
+    /// Returns the paths of the files that the section names.
     pub(super) fn files(&mut self) -> impl Iterator<Item = &mut PathBuf> {
         let tls = self
             .tls

@@ -7,27 +7,27 @@ use serde::Deserialize;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Telemetry {
-    /// Where spans go, OTLP over gRPC: `http://127.0.0.1:4317`. Unset: nowhere.
+    /// The OTLP/gRPC endpoint to which spans are sent, such as `http://127.0.0.1:4317`; by default none are sent.
     pub otlp_endpoint: Option<String>,
-    /// Share of traces that begin here and are kept, 0 to 1. A client's own decision, in
-    /// its `traceparent`, goes first.
+    /// The fraction of traces to keep, from 0 to 1, among those that begin here. A client's own decision, in its
+    /// `traceparent`, takes precedence.
     pub sample_ratio: f64,
-    /// What is logged to stderr, in `tracing`'s filter syntax.
+    /// The filter for logs on stderr, in `tracing`'s filter syntax.
     pub log: String,
-    /// How much of the device's work is told apart by timestamps.
+    /// How finely GPU timestamps divide the device's work.
     pub gpu_time: GpuTime,
 }
 
-/// How much of the device's work is told apart by timestamps.
+/// How finely GPU timestamps divide the device's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum GpuTime {
-    /// Nothing: none are written, and device times are missing everywhere.
+    /// No timestamps are written, and device times are missing everywhere.
     Off,
-    /// Phases of a submission: changes, prompts, the head, all decode steps together.
+    /// One interval per phase of a submission: state changes, prompts, the LM head, and all decode steps together.
     #[default]
     Phases,
-    /// Each step by itself.
+    /// One interval per region: each decode step separately.
     Regions,
 }
 

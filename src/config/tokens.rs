@@ -1,6 +1,6 @@
-//! The file that `server.tokens` names: who may ask, for what, and how much. It holds digests of tokens, never the
-//! tokens, and no message about it quotes what it says where a token could stand by mistake.
-//! Deliberately absent: comparing, counting, watching the file.
+//! The file that `server.tokens` names: who may send requests, for what, and how much. It holds the digests of tokens,
+//! never the tokens themselves. Error messages do not quote a value where a token could have been written by mistake.
+//! Not here: comparing tokens, counting requests, watching the file.
 
 use super::file;
 use super::load::{ConfigError, Problem, syntax, typed};
@@ -10,35 +10,35 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error};
 use std::path::Path;
 
-/// The longest name, bytes: names are kept, and stand in messages.
+/// The maximum length of a name in bytes; names are kept in memory and appear in messages.
 const MAX_NAME: usize = 128;
 
 /// One `[[tokens]]` entry.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Token {
-    /// Whom it stands for: what limits count by, and what messages say.
+    /// The name of the client that uses the token: limits count per name, and messages contain it.
     pub name: String,
-    /// SHA-256 of the token's bytes.
+    /// The SHA-256 digest of the token's bytes.
     #[serde(deserialize_with = "digest")]
     pub sha256: Option<[u8; 32]>,
-    /// Requests that it may have unfinished, running or waiting; unset: `server.client_limit`.
+    /// The maximum number of unfinished requests, running or waiting; by default `server.client_limit`.
     pub requests: Option<u32>,
-    /// Tokens of prompts and outputs together in a minute; unset: any number.
+    /// The maximum number of prompt and output tokens per minute; by default unlimited.
     pub tokens_per_minute: Option<u32>,
-    /// Served models that it may use, by name; unset: all.
+    /// The names of the served models that the token may use; by default all.
     pub models: Option<Vec<String>>,
-    /// What it may do; unset: generate.
+    /// The rights of the token; by default `generate`.
     #[serde(deserialize_with = "rights")]
     pub may: Option<Vec<Right>>,
 }
 
-/// What a token may do beyond asking what is served.
+/// A right of a token, beyond reading what is served, which every token may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Right {
-    /// Prompts in, tokens out.
+    /// Generate tokens from prompts.
     Generate,
-    /// What concerns all who use the server.
+    /// Actions that affect all users of the server.
     Admin,
 }
 
@@ -50,7 +50,7 @@ struct File {
 
 fn digest<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<[u8; 32]>, D::Error> {
     let text = String::deserialize(deserializer)?;
-    // What was written is not quoted: it may be the token itself.
+    // The value is not quoted, because it may be the token itself.
     parse(&text).map(Some).ok_or_else(|| D::Error::custom("not 64 hexadecimal digits"))
 }
 
@@ -74,14 +74,14 @@ fn parse(text: &str) -> Option<[u8; 32]> {
     Some(digest)
 }
 
-/// Reads the file; all that is wrong with it is reported at once.
+/// Reads the file and reports all its problems at once.
 pub fn tokens(path: &Path) -> Result<Vec<Token>, ConfigError> {
     let read = |source| ConfigError::Read { path: path.to_owned(), source };
     let text = file::read_text(path, file::SMALL).map_err(read)?;
     let toml = Toml::string(&text);
     syntax(path, &toml).map_err(|error| match error {
         ConfigError::Syntax { path, source } => {
-            // The first line says where; those below quote the file.
+            // The first line states the place; the following lines quote the file.
             let place = source.to_string().lines().next().unwrap_or_default().to_owned();
             ConfigError::Syntax { path, source: place.into() }
         }

@@ -1,11 +1,11 @@
-//! One adapter as the driver describes it, and why it may be refused. Plain data apart from
-//! the handle; the questions to the driver are in `probe`.
+//! An adapter (Vulkan physical device) as the driver describes it, and the reason for which it may be refused. Plain
+//! data apart from the handle. Not here: the queries to the driver (`probe`).
 
 use crate::device::capabilities::Capabilities;
 use ash::vk;
 use std::fmt;
 
-/// What kind of device an adapter is.
+/// The kind of device that an adapter is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AdapterKind {
     /// A GPU with memory of its own.
@@ -32,102 +32,104 @@ impl fmt::Display for AdapterKind {
     }
 }
 
-/// One queue family.
+/// A queue family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueFamilyInfo {
-    /// Its index in the driver's list.
+    /// The family's index in the driver's list.
     pub index: u32,
-    /// How many queues it has.
+    /// The number of queues in the family.
     pub count: u32,
-    /// What its queues can do.
+    /// The operations that the family's queues support.
     pub flags: vk::QueueFlags,
-    /// Valid bits of a timestamp; 0 where it has none.
+    /// The number of valid bits of a timestamp; 0 if the family has no timestamps.
     pub timestamp_bits: u32,
 }
 
 impl QueueFamilyInfo {
-    /// Whether its queues run dispatches.
+    /// Whether the family's queues support compute dispatches.
     pub fn compute(&self) -> bool {
         self.flags.contains(vk::QueueFlags::COMPUTE)
     }
 
-    /// Whether its queues draw.
+    /// Whether the family's queues support graphics.
     pub fn graphics(&self) -> bool {
         self.flags.contains(vk::QueueFlags::GRAPHICS)
     }
 
-    /// Whether its queues copy. Those that compute or draw do so without saying it.
+    /// Whether the family's queues support copies. Vulkan lets compute and graphics families omit the `TRANSFER` flag.
     pub fn transfer(&self) -> bool {
         self.flags.intersects(vk::QueueFlags::TRANSFER | vk::QueueFlags::COMPUTE | vk::QueueFlags::GRAPHICS)
     }
 }
 
-/// One memory heap.
+/// A memory heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeapInfo {
-    /// Size in bytes.
+    /// The size in bytes.
     pub bytes: u64,
-    /// Whether it is the device's own memory.
+    /// Whether the heap is device-local.
     pub device_local: bool,
-    /// Whether the host can map some of it.
+    /// Whether the host can map at least one memory type of the heap.
     pub host_visible: bool,
 }
 
-/// A Vulkan physical device, usable or not.
+/// A Vulkan physical device, usable or refused.
 #[derive(Clone, Debug)]
 pub struct Adapter {
-    /// Place in the driver's list; stable only as long as no driver or device comes or goes.
+    /// The index in the driver's list; stable only as long as no driver or device is added or removed.
     pub index: usize,
-    /// For example `NVIDIA GeForce RTX 4090`.
+    /// The name, for example `NVIDIA GeForce RTX 4090`.
     pub name: String,
-    /// The device UUID in lower case with dashes; the same for a GPU in every process.
+    /// The device UUID in lower case with dashes; a GPU has the same UUID in every process.
     pub uuid: String,
-    /// `domain:bus:device.function`, for example `0000:65:00.0`, where the driver tells.
+    /// The PCI address `domain:bus:device.function`, for example `0000:65:00.0`; `None` if the driver does not report
+    /// it.
     pub pci: Option<String>,
-    /// What it is.
+    /// The kind of device.
     pub kind: AdapterKind,
     /// The driver's name and version as the driver writes them.
     pub driver: String,
-    /// The Vulkan version: major, minor, patch.
+    /// The Vulkan version that the driver supports: major, minor, patch.
     pub api: (u32, u32, u32),
-    /// Its queue families.
+    /// The queue families.
     pub queue_families: Vec<QueueFamilyInfo>,
-    /// Its memory heaps.
+    /// The memory heaps.
     pub memory_heaps: Vec<HeapInfo>,
-    /// What it can do.
+    /// The device's limits and features.
     pub capabilities: Capabilities,
-    /// Everything that it lacks; `None` where it is usable.
+    /// Every required feature that the adapter lacks, as one text; `None` if the adapter is usable.
     pub refused: Option<String>,
-    /// Vendor, device and driver version numbers: the keys of a pipeline cache.
+    /// The vendor, device and driver version numbers, which are part of a pipeline cache's key.
     pub(super) ids: (u32, u32, u32),
-    /// The driver's own key of a pipeline cache.
+    /// The driver's `pipelineCacheUUID`.
     pub(super) cache_uuid: [u8; 16],
-    /// The handle; lives as long as the instance.
+    /// The Vulkan handle; valid as long as the instance lives.
     pub(super) physical: vk::PhysicalDevice,
 }
 
 impl Adapter {
-    /// Whether NVIDIA made it, by the PCI vendor number.
+    /// Whether the PCI vendor number is NVIDIA's.
     pub fn is_nvidia(&self) -> bool {
         self.ids.0 == 0x10de
     }
 
-    /// Whether a driver on the CPU stands behind it.
+    /// Whether the adapter is a driver that runs on the CPU.
     pub fn is_cpu(&self) -> bool {
         self.kind == AdapterKind::Cpu
     }
 
-    /// What the names of files about it begin with: vendor and device number, whatever the driver.
+    /// Returns the prefix of the names of files about this adapter: vendor and device number, independent of the
+    /// driver.
     pub fn file_stem(&self) -> String {
         format!("{:04x}-{:04x}", self.ids.0, self.ids.1)
     }
 
-    /// Whether it can be opened.
+    /// Whether the adapter can be opened.
     pub fn usable(&self) -> bool {
         self.refused.is_none()
     }
 
-    /// An adapter that no driver has, for tests of what is decided by its description.
+    /// Returns an adapter without a driver, for tests of code that depends only on an adapter's description.
     #[cfg(test)]
     pub(crate) fn made_up(index: usize, name: &str, kind: AdapterKind) -> Adapter {
         Adapter {
@@ -150,7 +152,7 @@ impl Adapter {
 }
 
 impl fmt::Display for Adapter {
-    /// One line: index, name, kind, UUID, PCI address, driver, and why it is refused.
+    /// Writes one line: index, name, kind, UUID, PCI address, driver, and the reason for a refusal.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} ({}), uuid {}", self.index, self.name, self.kind, self.uuid)?;
         if let Some(pci) = &self.pci {

@@ -1,5 +1,5 @@
-//! The pipeline cache and its file. A file that is torn, foreign or of another shader set is
-//! ignored: the cache then starts empty and is written anew.
+//! The pipeline cache and its file. A file that is truncated, belongs to another device or driver, or was written for
+//! another shader set is ignored: the cache then starts empty and is written anew.
 
 use crate::config::file;
 use crate::device::adapter::Adapter;
@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 const MAGIC: [u8; 8] = *b"ostpipe1";
-/// Magic, key, length and checksum of the data, 8 bytes each.
+/// The file header: magic, key, data length and data checksum, 8 bytes each.
 const HEADER_BYTES: usize = 32;
-/// A larger file is not ours.
+/// The size above which a file is not read, because this program does not write such a file.
 const MAX_BYTES: u64 = 1 << 30;
 
 /// A pipeline cache, on disk or only in memory. Threads may share it.
@@ -22,7 +22,7 @@ pub struct PipelineCache {
     raw: vk::PipelineCache,
     file: Option<PathBuf>,
     key: u64,
-    /// How many bytes came from the file.
+    /// The number of bytes of the driver's data that came from the file.
     loaded_bytes: usize,
     logical: Arc<Logical>,
 }
@@ -34,8 +34,8 @@ impl std::fmt::Debug for PipelineCache {
 }
 
 impl PipelineCache {
-    /// The cache of this device, driver and shader set in a folder, which need not exist yet.
-    /// `shader_set` is a hash over all shaders: another set, another file.
+    /// Opens the cache of this device, driver and shader set in the directory `dir`, which need not exist yet.
+    /// `shader_set` is a hash over all shaders; each shader set has its own file.
     pub fn open(dir: &Path, device: &Device, shader_set: u64) -> Result<PipelineCache, DeviceError> {
         let adapter = device.adapter();
         let key = driver_key(adapter, shader_set);
@@ -53,7 +53,7 @@ impl PipelineCache {
         PipelineCache::create(device, Some(file), key, data)
     }
 
-    /// A cache that is never written.
+    /// Returns a cache that is never written to disk.
     pub fn in_memory(device: &Device) -> Result<PipelineCache, DeviceError> {
         PipelineCache::create(device, None, 0, &[])
     }
@@ -61,29 +61,29 @@ impl PipelineCache {
     fn create(device: &Device, file: Option<PathBuf>, key: u64, data: &[u8]) -> Result<PipelineCache, DeviceError> {
         let logical = device.logical();
         let info = vk::PipelineCacheCreateInfo::default().initial_data(data);
-        // SAFETY: the data is empty, or what this very driver wrote: its header and our
-        // checksum say so.
+        // SAFETY: the data is empty, or it was written by this same driver: `unpack` checked our key and checksum, and
+        // `is_drivers` checked the driver's own header.
         let raw = logical.check("vkCreatePipelineCache", unsafe { logical.raw.create_pipeline_cache(&info, None) })?;
         Ok(PipelineCache { raw, file, key, loaded_bytes: data.len(), logical: logical.clone() })
     }
 
-    /// How many bytes of the driver's data came from the file; 0 where it was ignored.
+    /// The number of bytes of the driver's data that came from the file; 0 if the file was ignored.
     pub fn loaded_bytes(&self) -> usize {
         self.loaded_bytes
     }
 
-    /// The file, unless the cache is only in memory.
+    /// The path of the cache file; `None` if the cache is only in memory.
     pub fn file(&self) -> Option<&Path> {
         self.file.as_deref()
     }
 
-    /// Writes the cache: to another name first, then renamed, so that a reader sees the old
-    /// file or the new one. Does nothing for a cache in memory.
+    /// Writes the cache to its file with [`write_atomically`], so that a reader sees either the old file or the new
+    /// one. Does nothing for a cache in memory.
     pub fn save(&self) -> Result<(), DeviceError> {
         let Some(file) = &self.file else {
             return Ok(());
         };
-        // SAFETY: the cache is alive and internally synchronised.
+        // SAFETY: the cache is alive, and Vulkan synchronises access to it internally.
         let data = unsafe { self.logical.raw.get_pipeline_cache_data(self.raw) };
         let data = self.logical.check("vkGetPipelineCacheData", data)?;
         write_atomically(file, &pack(&data, self.key))
@@ -101,13 +101,14 @@ impl PipelineCache {
 
 impl Drop for PipelineCache {
     fn drop(&mut self) {
-        // SAFETY: pipelines don't need their cache, and building one borrows it.
+        // SAFETY: pipelines do not need their cache after creation, and creation borrows the cache, so none is in
+        // progress.
         unsafe { self.logical.raw.destroy_pipeline_cache(self.raw, None) };
     }
 }
 
-/// Writes a file to another name first and renames it: a reader sees the old file or the new one. Makes
-/// the folder if it isn't there.
+/// Writes `bytes` to a temporary file in the same directory and renames it to `file`, so that a reader sees either the
+/// old file or the new one. Creates the directory if it does not exist.
 pub fn write_atomically(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
     static SERIAL: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
     if let Some(dir) = file.parent() {
@@ -119,13 +120,14 @@ pub fn write_atomically(file: &Path, bytes: &[u8]) -> std::io::Result<()> {
         .and_then(|mut f| f.write_all(bytes).and_then(|()| f.sync_all()))
         .and_then(|()| std::fs::rename(&temporary, file));
     if written.is_err() {
-        // The first error is the one to report.
+        // `written` holds the first error, which is the one to report.
         let _ = std::fs::remove_file(&temporary);
     }
     written
 }
 
-/// The same as long as device, driver and shaders are: what was found out under one key holds for no other.
+/// Returns a hash that changes with the device, the driver or the shader set. Data stored under one key is not valid
+/// under another.
 pub fn driver_key(adapter: &Adapter, shader_set: u64) -> u64 {
     let (vendor, device, driver) = adapter.ids;
     let mut bytes = Vec::new();
@@ -138,7 +140,7 @@ pub fn driver_key(adapter: &Adapter, shader_set: u64) -> u64 {
     fnv(&bytes)
 }
 
-/// FNV-1a: against torn and stale files, not against an attacker.
+/// FNV-1a. It detects truncated and stale files; it does not protect against an attacker.
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
@@ -160,7 +162,7 @@ fn unpack(bytes: &[u8], key: u64) -> Option<&[u8]> {
     (magic == MAGIC && words == expected).then_some(data)
 }
 
-/// Whether the driver's own header names this adapter; drivers have crashed on others' data.
+/// Whether the driver's own header in the data names this adapter. Drivers have crashed on data of other adapters.
 fn is_drivers(data: &[u8], adapter: &Adapter) -> bool {
     let word = |at: usize| data.get(at..at + 4).and_then(|b| b.try_into().ok()).map(u32::from_le_bytes);
     word(0).is_some_and(|length| length >= 32)

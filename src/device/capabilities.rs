@@ -1,8 +1,8 @@
-//! What an adapter can do, as plain values that kernels and plans choose by.
+//! The limits and features of an adapter, as plain values by which kernels and memory plans are chosen.
 
 use ash::vk;
 
-/// The type of a cooperative matrix's elements.
+/// The element type of a cooperative matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Component {
     /// 16-bit float.
@@ -23,7 +23,7 @@ pub enum Component {
     U32,
 }
 
-/// One shape of `result = a × b + c` that a subgroup can multiply.
+/// A matrix shape for which a subgroup can compute `result = a × b + c`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatrixShape {
     /// Rows of a and of the result.
@@ -32,45 +32,45 @@ pub struct MatrixShape {
     pub n: u32,
     /// Columns of a, rows of b.
     pub k: u32,
-    /// Elements of a and b.
+    /// The element type of a and b.
     pub input: Component,
-    /// Elements of c and of the result.
+    /// The element type of c and the result.
     pub accumulator: Component,
 }
 
-/// What an adapter can do. A field that names an optional feature is true where the feature is
-/// there, and a [`crate::device::Device`] of the adapter then has it enabled.
+/// The limits and features of an adapter. A field that names an optional feature is true if the adapter supports the
+/// feature; a [`crate::device::Device`] of that adapter then has the feature enabled.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Capabilities {
-    /// Invocations in a subgroup unless a pipeline asks for another number.
+    /// The number of invocations in a subgroup, unless a pipeline requires another size.
     pub subgroup_size: u32,
-    /// Least number a pipeline may ask for.
+    /// The smallest subgroup size that a pipeline may require.
     pub subgroup_min: u32,
-    /// Greatest number a pipeline may ask for.
+    /// The largest subgroup size that a pipeline may require.
     pub subgroup_max: u32,
-    /// What subgroups can do in compute shaders.
+    /// The subgroup operations that are supported in compute shaders.
     pub subgroup_operations: vk::SubgroupFeatureFlags,
-    /// Whether a pipeline may ask for a subgroup size.
+    /// Whether a compute pipeline may require a subgroup size.
     pub subgroup_size_control: bool,
-    /// Whether a pipeline may ask for full subgroups.
+    /// Whether a compute pipeline may require full subgroups.
     pub full_subgroups: bool,
-    /// Shared memory of a workgroup in bytes.
+    /// The maximum shared memory of a workgroup, in bytes.
     pub max_shared_bytes: u32,
-    /// Invocations of a workgroup.
+    /// The maximum number of invocations of a workgroup.
     pub max_invocations: u32,
-    /// Workgroup size in x, y, z.
+    /// The maximum workgroup size in x, y and z.
     pub max_workgroup_size: [u32; 3],
-    /// Workgroups of a dispatch in x, y, z.
+    /// The maximum number of workgroups of a dispatch in x, y and z.
     pub max_groups: [u32; 3],
-    /// Push constants in bytes.
+    /// The maximum size of the push constants, in bytes.
     pub max_push_bytes: u32,
-    /// One allocation of memory in bytes.
+    /// The maximum size of one memory allocation (`maxMemoryAllocationSize`), in bytes.
     pub max_allocation_bytes: u64,
-    /// One buffer in bytes.
+    /// The maximum size of one buffer, in bytes.
     pub max_buffer_bytes: u64,
-    /// 16-bit loads and stores.
+    /// 16-bit loads and stores in storage buffers.
     pub storage_16: bool,
-    /// 8-bit loads and stores.
+    /// 8-bit loads and stores in storage buffers.
     pub storage_8: bool,
     /// Arithmetic on 16-bit floats.
     pub float16: bool,
@@ -88,36 +88,36 @@ pub struct Capabilities {
     pub int_dot: bool,
     /// Scalar block layout.
     pub scalar_block_layout: bool,
-    /// Device scope in the Vulkan memory model (atomics between workgroups with ordering).
+    /// Device scope in the Vulkan memory model, needed for ordered atomics between workgroups.
     pub device_scope: bool,
     /// `VK_KHR_cooperative_matrix`.
     pub cooperative_matrix: bool,
-    /// The shapes that subgroups can multiply; empty without cooperative matrices.
+    /// The matrix shapes that subgroups can multiply; empty without cooperative matrices.
     pub matrix_shapes: Vec<MatrixShape>,
-    /// `VK_NV_cooperative_matrix2`: every feature that our variants use.
+    /// `VK_NV_cooperative_matrix2` with every feature that our shader variants use.
     pub cooperative_matrix2: bool,
-    /// `VK_KHR_shader_bfloat16`: the type, and in cooperative matrices where these are there.
+    /// `VK_KHR_shader_bfloat16`: the type itself and, if the adapter has cooperative matrices, its use in them.
     pub bfloat16: bool,
     /// `VK_EXT_memory_budget`.
     pub memory_budget: bool,
-    /// Calibrated timestamps against the host's monotonic clock.
+    /// Timestamps that can be calibrated against the host's `CLOCK_MONOTONIC`.
     pub calibrated_timestamps: bool,
-    /// Query pools may be reset by the host.
+    /// The host may reset query pools.
     pub host_query_reset: bool,
-    /// Nanoseconds of one timestamp tick.
+    /// The length of one timestamp tick, in nanoseconds.
     pub timestamp_period_ns: f32,
-    /// Valid bits of a timestamp on the compute queue; 0 where it has none.
+    /// The number of valid bits of a timestamp on the compute queue; 0 if that queue has no timestamps.
     pub timestamp_bits: u32,
-    /// The device and the host share their memory: every heap is device-local, or it is a CPU.
+    /// The device and the host share their memory: every heap is device-local, or the adapter is a CPU driver.
     pub unified_memory: bool,
-    /// The host can map all of the device's memory.
+    /// The largest device-local heap is host-visible (resizable BAR), so the host can map all of it.
     pub bar: bool,
-    /// Streaming multiprocessors, where `VK_NV_shader_sm_builtins` tells.
+    /// The number of streaming multiprocessors, if `VK_NV_shader_sm_builtins` reports it.
     pub sm_count: Option<u32>,
 }
 
 impl Capabilities {
-    /// The names of the optional features that are there, and so used.
+    /// Returns the names of the optional features that the adapter supports; all of them are enabled.
     pub fn optional(&self) -> Vec<&'static str> {
         [
             (self.storage_16, "storage_16bit"),

@@ -1,5 +1,5 @@
-//! Command buffers that are recorded once and submitted many times. Deliberately absent:
-//! when a barrier is needed (`kernels` derives that).
+//! Command buffers that are recorded once and submitted many times. Not here: where a barrier is needed (`kernels`
+//! derives that).
 
 use crate::device::error::DeviceError;
 use crate::device::handle::Device;
@@ -10,8 +10,8 @@ use crate::device::queries::Queries;
 use ash::vk;
 use std::sync::Arc;
 
-/// A recorded command buffer; clones share it. It may be in flight many times at once. It
-/// keeps its pipelines and query pools; its buffers are kept by their owner.
+/// A recorded command buffer; clones share it. It may be pending in several submissions at once. It keeps its pipelines
+/// and query pools alive; the buffers that it uses are kept alive by their owner.
 #[derive(Clone)]
 pub struct Commands(Arc<Inner>);
 
@@ -30,12 +30,12 @@ impl std::fmt::Debug for Commands {
     }
 }
 
-/// Writes commands into a [`Commands`]. Buffers and addresses given to it must stay valid for
-/// as long as the commands are submitted: their owner in `memory` sees to that.
+/// Encodes commands into a [`Commands`]. Buffers and device addresses passed to it must stay valid for as long as the
+/// commands are submitted; their owner in `memory` ensures that.
 pub struct Encoder {
     raw: vk::CommandBuffer,
     role: Role,
-    /// The family has dispatches; a copy engine has none.
+    /// Whether the queue family supports dispatches; a pure copy engine does not.
     computes: bool,
     pipelines: Vec<Pipeline>,
     queries: Vec<Queries>,
@@ -49,14 +49,15 @@ impl std::fmt::Debug for Encoder {
 }
 
 impl Commands {
-    /// Records what `record` encodes, for the queue of `role`.
+    /// Records the commands that `record` encodes, for the queue of `role`.
     pub fn record(device: &Device, role: Role, record: impl FnOnce(&mut Encoder)) -> Result<Commands, DeviceError> {
         let logical = device.logical();
         let family = device.queue(role).family();
         let info = vk::CommandPoolCreateInfo::default().queue_family_index(family);
-        // SAFETY: the family is one that the device was made with.
+        // SAFETY: the device was created with this queue family.
         let pool = logical.check("vkCreateCommandPool", unsafe { logical.raw.create_command_pool(&info, None) })?;
-        // From here the pool is owned, and goes with everything in it on any error.
+        // From here on `inner` owns the pool: on any error, dropping it destroys the pool and everything allocated from
+        // it.
         let mut inner = Inner {
             raw: vk::CommandBuffer::null(),
             pool,
@@ -69,15 +70,15 @@ impl Commands {
             .command_pool(pool)
             .level(vk::CommandBufferLevel::PRIMARY)
             .command_buffer_count(1);
-        // SAFETY: the pool is new and used by this thread alone.
+        // SAFETY: the pool is new and only this thread uses it.
         let buffers = unsafe { logical.raw.allocate_command_buffers(&info) };
         inner.raw = logical.check("vkAllocateCommandBuffers", buffers)?[0];
         inner.record(device, role, record)?;
         Ok(Commands(Arc::new(inner)))
     }
 
-    /// Records anew into these commands' memory, or into new memory where a clone or a queue
-    /// still holds them ([`crate::device::Queue::collect`] lets go of finished ones).
+    /// Records new commands into the memory of `self`. If a clone or a queue still holds the old commands, records into
+    /// new memory instead; [`crate::device::Queue::collect`] releases finished submissions.
     pub fn record_again(
         mut self,
         device: &Device,
@@ -90,8 +91,8 @@ impl Commands {
             return Commands::record(device, role, record);
         };
         let flags = vk::CommandPoolResetFlags::empty();
-        // SAFETY: a queue holds a clone until the submission's value is reached, and there is
-        // none (`get_mut`), so the only buffer of the pool is not pending.
+        // SAFETY: a queue holds a clone until the submission's value is reached, and `get_mut` showed that no clone
+        // exists, so the only command buffer of the pool is not pending.
         let reset = unsafe { logical.raw.reset_command_pool(inner.pool, flags) };
         logical.check("vkResetCommandPool", reset)?;
         inner.record(device, role, record)?;
@@ -109,12 +110,12 @@ impl Commands {
 }
 
 impl Inner {
-    /// Records into the buffer, which is new or reset.
+    /// Records into the command buffer, which must be new or reset.
     fn record(&mut self, device: &Device, role: Role, record: impl FnOnce(&mut Encoder)) -> Result<(), DeviceError> {
         let logical = device.logical();
         let family = self.family;
         let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::SIMULTANEOUS_USE);
-        // SAFETY: the buffer is new or reset, and used by this thread alone.
+        // SAFETY: the command buffer is new or reset, and only this thread uses it.
         logical.check("vkBeginCommandBuffer", unsafe { logical.raw.begin_command_buffer(self.raw, &info) })?;
         let computes = device.adapter().queue_families.iter().any(|f| f.index == family && f.compute());
         let mut encoder = Encoder {
@@ -128,7 +129,7 @@ impl Inner {
         record(&mut encoder);
         self._pipelines = encoder.pipelines;
         self._queries = encoder.queries;
-        // SAFETY: the buffer is being recorded by this thread.
+        // SAFETY: this thread is recording the command buffer.
         logical.check("vkEndCommandBuffer", unsafe { logical.raw.end_command_buffer(self.raw) })?;
         Ok(())
     }
@@ -136,8 +137,8 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: queues hold clones until the submission's value is reached, so the buffer is
-        // not pending; nobody else has the pool.
+        // SAFETY: a queue holds a clone until the submission's value is reached, so the command buffer is not pending.
+        // The pool belongs to `self` alone.
         unsafe { self.logical.raw.destroy_command_pool(self.pool, None) };
     }
 }
@@ -149,20 +150,20 @@ const COPIES: vk::AccessFlags2 =
     vk::AccessFlags2::from_raw(vk::AccessFlags2::TRANSFER_READ.as_raw() | vk::AccessFlags2::TRANSFER_WRITE.as_raw());
 
 impl Encoder {
-    /// The role that it records for.
+    /// The role whose queue the commands are recorded for.
     pub fn role(&self) -> Role {
         self.role
     }
 
-    /// Names the commands for the validation layer and debuggers.
+    /// Sets the name that the validation layer and debuggers show for the commands.
     pub fn name(&mut self, name: &str) {
         self.logical.name(self.raw, name);
     }
 
-    /// Uses a pipeline from here on.
+    /// Binds a pipeline for the commands that follow.
     pub fn bind(&mut self, pipeline: &Pipeline) {
         pipeline.assert_of(&self.logical);
-        // SAFETY: recording; the pipeline is of this device and kept with the commands.
+        // SAFETY: the command buffer is being recorded. The pipeline is of this device, and the commands keep it alive.
         unsafe {
             self.logical.raw.cmd_bind_pipeline(self.raw, vk::PipelineBindPoint::COMPUTE, pipeline.raw());
         }
@@ -173,10 +174,11 @@ impl Encoder {
         self.pipelines.last().expect("a pipeline is bound before it is used")
     }
 
-    /// Sets the bound pipeline's push constants from their start.
+    /// Sets the bound pipeline's push constants, starting at offset 0.
     ///
     /// # Panics
-    /// Without a pipeline, or with more bytes than it declares or not a multiple of 4.
+    /// If no pipeline is bound, if `bytes` is longer than the pipeline's push constants, or if its length is not a
+    /// multiple of 4.
     pub fn push(&mut self, bytes: &[u8]) {
         let pipeline = self.bound();
         let room = pipeline.push_bytes();
@@ -189,16 +191,17 @@ impl Encoder {
         if bytes.is_empty() {
             return;
         }
-        // SAFETY: recording; the range lies in the layout's, checked above.
+        // SAFETY: the command buffer is being recorded. The range lies within the pipeline layout's range, checked
+        // above.
         unsafe {
             self.logical.raw.cmd_push_constants(self.raw, pipeline.layout(), vk::ShaderStageFlags::COMPUTE, 0, bytes);
         }
     }
 
-    /// Runs the bound pipeline on that many workgroups.
+    /// Dispatches the bound pipeline on `groups` workgroups in x, y and z.
     ///
     /// # Panics
-    /// Without a pipeline or beyond the device's limit.
+    /// If no pipeline is bound, or if `groups` exceeds the device's limit.
     pub fn dispatch(&mut self, groups: [u32; 3]) {
         let limit = self.logical.adapter.capabilities.max_groups;
         let name = self.bound().name();
@@ -206,27 +209,30 @@ impl Encoder {
             groups.iter().zip(&limit).all(|(n, max)| n <= max),
             "\"{name}\" on {groups:?} workgroups, the device has {limit:?}"
         );
-        // SAFETY: recording; a pipeline is bound and the counts are within the limits.
+        // SAFETY: the command buffer is being recorded. A pipeline is bound, and the counts are within the device's
+        // limits.
         unsafe { self.logical.raw.cmd_dispatch(self.raw, groups[0], groups[1], groups[2]) };
     }
 
-    /// Runs the bound pipeline on as many workgroups as three words in a buffer say.
+    /// Dispatches the bound pipeline on a number of workgroups that is read from the buffer when the command executes:
+    /// three 32-bit words at `offset`, a multiple of 4.
     pub fn dispatch_indirect(&mut self, buffer: vk::Buffer, offset: u64) {
         assert!(offset.is_multiple_of(4), "indirect dispatch at offset {offset}, not a multiple of 4");
         let _ = self.bound();
-        // SAFETY: recording; a pipeline is bound; the buffer's owner keeps it (type's rule).
+        // SAFETY: the command buffer is being recorded and a pipeline is bound. The buffer's owner keeps it alive (see
+        // [`Encoder`]).
         unsafe { self.logical.raw.cmd_dispatch_indirect(self.raw, buffer, offset) };
     }
 
-    /// What dispatches before it stored, dispatches after it read and overwrite. Nothing else:
-    /// this is the cheap one.
+    /// Orders dispatches: later dispatches see what earlier ones stored and may overwrite it. This is the cheapest
+    /// barrier; it covers neither copies, indirect reads nor the host.
     pub fn barrier_compute(&mut self) {
         let stage = vk::PipelineStageFlags2::COMPUTE_SHADER;
         self.barrier(stage, STORAGE, stage, STORAGE);
     }
 
-    /// Everything before it, by dispatch, copy or host, is seen by every dispatch, copy,
-    /// indirect read and host read after it.
+    /// Orders everything: later dispatches, copies, indirect reads and host reads see what earlier dispatches, copies
+    /// and host writes wrote.
     pub fn barrier_full(&mut self) {
         let (stages, access) = self.device_scope();
         let (host, host_access) =
@@ -244,8 +250,8 @@ impl Encoder {
         );
     }
 
-    /// What dispatches and copies before it wrote is seen by the host once a point after it is
-    /// reached. Belongs at the end of what the host reads back.
+    /// Makes the writes of earlier dispatches and copies visible to the host once a later point is reached. Use it at
+    /// the end of commands whose results the host reads.
     pub fn barrier_host(&mut self) {
         let (stages, access) = self.device_scope();
         self.barrier(stages, access, vk::PipelineStageFlags2::HOST, vk::AccessFlags2::HOST_READ);
@@ -272,21 +278,22 @@ impl Encoder {
             .dst_stage_mask(dst_stage)
             .dst_access_mask(dst_access)];
         let info = vk::DependencyInfo::default().memory_barriers(&barriers);
-        // SAFETY: recording; the stages are those of the queue family (`device_scope`).
+        // SAFETY: the command buffer is being recorded. The queue family supports these stages (see `device_scope`).
         unsafe { self.logical.raw.cmd_pipeline_barrier2(self.raw, &info) };
     }
 
-    /// Copies `bytes` between buffers; between overlapping ranges of one buffer it must not be.
+    /// Copies `bytes` bytes between buffers. The ranges must not overlap within one buffer.
     pub fn copy(&mut self, source: vk::Buffer, source_offset: u64, target: vk::Buffer, target_offset: u64, bytes: u64) {
         if bytes == 0 {
             return;
         }
         let region = [vk::BufferCopy { src_offset: source_offset, dst_offset: target_offset, size: bytes }];
-        // SAFETY: recording; the buffers' owner keeps them and their sizes (type's rule).
+        // SAFETY: the command buffer is being recorded. The buffers' owner keeps them alive and ensures their sizes
+        // (see [`Encoder`]).
         unsafe { self.logical.raw.cmd_copy_buffer(self.raw, source, target, &region) };
     }
 
-    /// Fills a range with a repeated word; offset and length are multiples of 4.
+    /// Fills a range with a repeated 32-bit word. `offset` and `bytes` must be multiples of 4.
     pub fn fill(&mut self, target: vk::Buffer, offset: u64, bytes: u64, word: u32) {
         assert!(
             offset.is_multiple_of(4) && bytes.is_multiple_of(4),
@@ -295,32 +302,34 @@ impl Encoder {
         if bytes == 0 {
             return;
         }
-        // SAFETY: recording; the buffer's owner keeps it and its size (type's rule).
+        // SAFETY: the command buffer is being recorded. The buffer's owner keeps it alive and ensures its size (see
+        // [`Encoder`]).
         unsafe { self.logical.raw.cmd_fill_buffer(self.raw, target, offset, bytes, word) };
     }
 
-    /// Makes timestamps ready to be written again, in the order of the commands.
+    /// Resets `count` timestamps from `first` on, in command order, so that they can be written again.
     ///
     /// # Panics
-    /// For a copy engine's commands, which can't.
+    /// If the queue family has no compute support: a transfer-only queue cannot reset queries.
     pub fn reset(&mut self, queries: &Queries, first: u32, count: u32) {
         queries.assert_of(&self.logical);
         queries.assert_has(first, count);
         assert!(self.computes, "a copy engine cannot reset timestamps");
-        // SAFETY: recording; the range lies in the pool; the pool is kept with the commands.
+        // SAFETY: the command buffer is being recorded. The range lies in the pool, and the commands keep the pool
+        // alive.
         unsafe { self.logical.raw.cmd_reset_query_pool(self.raw, queries.raw(), first, count) };
         self.keep(queries);
     }
 
-    /// Writes the time at which everything before it has finished.
+    /// Writes a timestamp once all earlier commands have finished.
     ///
     /// # Panics
-    /// Where the role's queue has no timestamps or the pool no such index.
+    /// If the role's queue has no timestamps, or if the pool has no such index.
     pub fn timestamp(&mut self, queries: &Queries, index: u32) {
         queries.assert_of(&self.logical);
         queries.assert_has(index, 1);
         assert!(self.logical.timestamp_bits(self.role) > 0, "the {} queue has no timestamps", self.role);
-        // SAFETY: recording; the query is in the pool; the pool is kept with the commands.
+        // SAFETY: the command buffer is being recorded. The query is in the pool, and the commands keep the pool alive.
         unsafe {
             self.logical.raw.cmd_write_timestamp2(
                 self.raw,

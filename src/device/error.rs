@@ -1,5 +1,5 @@
-//! What can go wrong below `memory`, one variant for each thing that a caller may treat
-//! differently. The cause is `source()`, not part of the text.
+//! Errors of the layers below `memory`, with one variant per case that a caller may handle differently. An error's
+//! cause is its `source()` and is not repeated in its text.
 
 use crate::device::point::{Point, Role};
 use crate::device::visible::Unseen;
@@ -23,7 +23,7 @@ pub enum DeviceError {
     /// No Vulkan driver is installed.
     #[error("no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU")]
     NoDriver(#[source] Unseen),
-    /// Validation was asked for and is not installed.
+    /// Validation was requested, but the layer is not installed.
     #[error("validation was asked for, but the layer {layer} is not installed")]
     NoValidation {
         /// The layer's name.
@@ -34,7 +34,7 @@ pub enum DeviceError {
     BadSelector {
         /// What the user wrote.
         text: String,
-        /// What is wrong with it.
+        /// Why the text is not a selector.
         reason: String,
     },
     /// No adapter matches the selector.
@@ -44,9 +44,9 @@ pub enum DeviceError {
         selector: String,
         /// Empty, or a clause that ends in "; ".
         hint: String,
-        /// The adapters, each on a line of its own that begins with a line feed.
+        /// All adapters; each starts with a line feed.
         adapters: String,
-        /// Why no GPU is among them, if none is and that was looked into.
+        /// Why no GPU is among the adapters; `None` if there is one, or if this was not diagnosed.
         #[source]
         unseen: Option<Box<Unseen>>,
     },
@@ -55,65 +55,67 @@ pub enum DeviceError {
     Ambiguous {
         /// The selector as the user would write it.
         selector: String,
-        /// How many match.
+        /// The number of adapters that match.
         count: usize,
-        /// Those that match, each on a line of its own that begins with a line feed.
+        /// The adapters that match; each starts with a line feed.
         adapters: String,
     },
-    /// Nothing was selected and there is not exactly one usable GPU.
+    /// No selector was given and the number of usable GPUs is not one.
     #[error(
         "a device must be chosen: there are {count} usable GPUs (CPU drivers are used only when selected); the adapters are:{adapters}"
     )]
     MustChoose {
-        /// How many usable adapters are not CPU drivers.
+        /// The number of usable adapters that are not CPU drivers.
         count: usize,
-        /// All adapters, each on a line of its own that begins with a line feed.
+        /// All adapters; each starts with a line feed.
         adapters: String,
-        /// Why no GPU is among them, if none is and that was looked into.
+        /// Why no GPU is among the adapters; `None` if there is one, or if this was not diagnosed.
         #[source]
         unseen: Option<Box<Unseen>>,
     },
-    /// The adapter that was selected cannot be used.
+    /// The selected adapter cannot be used.
     #[error("device \"{name}\" cannot be used: {reason}")]
     Refused {
         /// The adapter's name.
         name: String,
-        /// Everything that it lacks.
+        /// Every required feature that the adapter lacks.
         reason: String,
     },
-    /// The device is lost: nothing submitted to it will be completed. Open it again.
+    /// The device is lost: no submission to it will complete. The caller must open the device again.
     #[error("device \"{device}\" is lost, noticed in {call}")]
     DeviceLost {
         /// The adapter's name.
         device: String,
-        /// The call that said so first.
+        /// The Vulkan call that first reported the loss, or the reason given to
+        /// [`crate::device::Device::declare_lost`].
         call: String,
     },
-    /// Two queues wait for each other.
+    /// A batch waits for a point that can never be reached: the batch's own point or a later one of its role, or a
+    /// point that itself waits for the batch.
     #[error("a {role} batch that waits for {wait} can never run: {reason}")]
     NeverRuns {
         /// The batch's role.
         role: Role,
         /// The wait that cannot be satisfied.
         wait: Point,
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
-    /// More was asked for than the device has.
+    /// Something needs more than the device's limit.
     #[error("{what} needs {wanted} {unit}, device \"{device}\" has {limit}")]
     Limit {
-        /// The thing by name.
+        /// What needs it.
         what: String,
-        /// What it needs.
+        /// The amount that is needed.
         wanted: u64,
-        /// The unit of both numbers.
+        /// The unit of `wanted` and `limit`.
         unit: &'static str,
         /// The adapter's name.
         device: String,
-        /// What the device has.
+        /// The device's limit.
         limit: u64,
     },
-    /// The device cannot do this at all.
+    /// The device does not support the operation.
     #[error("device \"{device}\" has no {what}")]
     Unsupported {
         /// The adapter's name.
@@ -124,7 +126,7 @@ pub enum DeviceError {
     /// The pipeline cache cannot be written.
     #[error("cannot write the pipeline cache {}", path.display())]
     CacheWrite {
-        /// The file or its folder.
+        /// The path of the file.
         path: PathBuf,
         /// The cause.
         source: std::io::Error,
@@ -132,7 +134,7 @@ pub enum DeviceError {
     /// A Vulkan call failed.
     #[error("{call} failed on \"{device}\"")]
     Vulkan {
-        /// The function, and what it was for.
+        /// The Vulkan function and its purpose.
         call: String,
         /// The adapter's name, or "the instance".
         device: String,
@@ -142,8 +144,8 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// Whether the user can mend it by other arguments or by installing something
-    /// (exit status 2), as opposed to a fault while running.
+    /// Whether the user can resolve the error by changing arguments or by installing something (exit status 2), as
+    /// opposed to a fault at run time.
     pub fn is_users(&self) -> bool {
         matches!(
             self,
@@ -159,7 +161,7 @@ impl DeviceError {
         )
     }
 
-    /// Whether the device is gone and must be opened again.
+    /// Whether the device is lost and must be opened again.
     pub fn is_lost(&self) -> bool {
         matches!(self, DeviceError::DeviceLost { .. })
     }

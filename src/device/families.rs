@@ -1,34 +1,36 @@
-//! Which queue serves which role. Pure.
+//! The choice of a queue for each role. Pure functions.
 
 use crate::device::adapter::QueueFamilyInfo;
 use ash::vk;
 
-/// One hardware queue.
+/// A hardware queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Slot {
     /// The queue family.
     pub(super) family: u32,
-    /// The queue's index in it.
+    /// The queue's index within the family.
     pub(super) index: u32,
 }
 
-/// The queues of both roles; equal where they share one.
+/// The queues of both roles; equal if the roles share one queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Choice {
-    /// Serves compute.
+    /// The queue that serves compute.
     pub(super) compute: Slot,
-    /// Serves transfers.
+    /// The queue that serves transfers.
     pub(super) transfer: Slot,
 }
 
-/// Compute: a family without graphics if there is one. Transfer: a family that only
-/// transfers, else a second queue of the compute family, else a queue of another family,
-/// else the compute queue itself. `None` where nothing computes.
+/// Chooses the queues of both roles. Returns `None` if no family supports compute.
+///
+/// Compute uses a family without graphics if one exists, otherwise any compute family. Transfer uses, in order of
+/// preference: a family that supports neither compute nor graphics, a second queue of the compute family, a queue of
+/// another family, the compute queue itself.
 pub(super) fn choose(families: &[QueueFamilyInfo]) -> Option<Choice> {
     let there = || families.iter().filter(|f| f.count > 0);
     let compute_family = there().find(|f| f.compute() && !f.graphics()).or_else(|| there().find(|f| f.compute()))?;
     let compute = Slot { family: compute_family.index, index: 0 };
-    // Video families transfer too; the copy engines are the family with the fewest other talents.
+    // Video families support transfers too. The copy engines are the family with the fewest other capabilities.
     let copies = there()
         .filter(|f| f.transfer() && !f.compute() && !f.graphics())
         .min_by_key(|f| (f.flags & !(vk::QueueFlags::TRANSFER | vk::QueueFlags::SPARSE_BINDING)).as_raw().count_ones());

@@ -1,5 +1,5 @@
-//! The Vulkan features that the program knows: what a driver has, what the baseline lacks
-//! there, and what is switched on. Structures newer than the bindings are declared here.
+//! The Vulkan features that the program uses: which features a driver supports, which required ones (the baseline) it
+//! lacks, and which are enabled. Structures that are newer than the `ash` bindings are declared here.
 
 use ash::vk;
 use std::collections::BTreeSet;
@@ -9,7 +9,7 @@ use std::ffi::{CStr, CString, c_void};
 pub(super) const COOPERATIVE_MATRIX_2: &CStr = c"VK_NV_cooperative_matrix2";
 /// `VK_KHR_shader_bfloat16`.
 pub(super) const BFLOAT16: &CStr = c"VK_KHR_shader_bfloat16";
-/// `VK_NV_shader_sm_builtins`: only its property is asked for.
+/// `VK_NV_shader_sm_builtins`. Only its property structure is queried.
 pub(super) const SM_BUILTINS: &CStr = ash::nv::shader_sm_builtins::NAME;
 
 /// `VkPhysicalDeviceCooperativeMatrix2FeaturesNV`.
@@ -66,25 +66,25 @@ impl Default for Bfloat16Features {
     }
 }
 
-// SAFETY: both begin with sType and pNext in C layout and, by the registry, extend
+// SAFETY: both structures begin with sType and pNext in C layout and, according to the Vulkan registry, extend
 // VkPhysicalDeviceFeatures2 and VkDeviceCreateInfo.
 unsafe impl vk::ExtendsPhysicalDeviceFeatures2 for CooperativeMatrix2Features {}
 // SAFETY: as above.
 unsafe impl vk::ExtendsPhysicalDeviceFeatures2 for Bfloat16Features {}
 
-/// Features of one driver, or those to switch on. The `p_next` of every member is null
-/// outside [`FeatureSet::chained`].
+/// The features that a driver supports, or those to enable. The `p_next` of every member is null outside
+/// [`FeatureSet::chained`].
 #[derive(Clone, Default)]
 pub(super) struct FeatureSet {
-    /// Extensions by name.
+    /// The names of the extensions.
     pub(super) extensions: BTreeSet<CString>,
-    /// Vulkan 1.0.
+    /// Features of Vulkan 1.0.
     pub(super) core: vk::PhysicalDeviceFeatures,
-    /// Vulkan 1.1.
+    /// Features of Vulkan 1.1.
     pub(super) v11: vk::PhysicalDeviceVulkan11Features<'static>,
-    /// Vulkan 1.2.
+    /// Features of Vulkan 1.2.
     pub(super) v12: vk::PhysicalDeviceVulkan12Features<'static>,
-    /// Vulkan 1.3.
+    /// Features of Vulkan 1.3.
     pub(super) v13: vk::PhysicalDeviceVulkan13Features<'static>,
     cooperative: vk::PhysicalDeviceCooperativeMatrixFeaturesKHR<'static>,
     cooperative2: CooperativeMatrix2Features,
@@ -92,13 +92,13 @@ pub(super) struct FeatureSet {
 }
 
 impl FeatureSet {
-    /// Whether an extension is there.
+    /// Whether the set contains an extension.
     pub(super) fn has(&self, name: &CStr) -> bool {
         self.extensions.contains(name)
     }
 
-    /// Runs `use_chain` with all members chained behind one `VkPhysicalDeviceFeatures2`;
-    /// extension structures only where the extension is there.
+    /// Calls `use_chain` with all members chained to one `VkPhysicalDeviceFeatures2`. An extension's structure is
+    /// chained only if the set contains the extension.
     pub(super) fn chained<T>(&mut self, use_chain: impl FnOnce(&mut vk::PhysicalDeviceFeatures2<'_>) -> T) -> T {
         let cooperative = self.has(ash::khr::cooperative_matrix::NAME);
         let cooperative2 = self.has(COOPERATIVE_MATRIX_2);
@@ -125,7 +125,7 @@ impl FeatureSet {
         out
     }
 
-    /// Names of the baseline's features that are not there.
+    /// Returns the names of the required features that are missing.
     pub(super) fn missing(&self) -> Vec<&'static str> {
         [
             (self.v12.buffer_device_address, "bufferDeviceAddress"),
@@ -140,12 +140,12 @@ impl FeatureSet {
         .collect()
     }
 
-    /// `VK_KHR_cooperative_matrix` with its feature.
+    /// Whether the set has `VK_KHR_cooperative_matrix` and its feature.
     pub(super) fn cooperative_matrix(&self) -> bool {
         self.has(ash::khr::cooperative_matrix::NAME) && self.cooperative.cooperative_matrix == vk::TRUE
     }
 
-    /// `VK_NV_cooperative_matrix2` with the features that our variants use.
+    /// Whether the set has `VK_NV_cooperative_matrix2` and the features of it that our shader variants use.
     pub(super) fn cooperative_matrix2(&self) -> bool {
         let f = &self.cooperative2;
         self.cooperative_matrix()
@@ -155,21 +155,22 @@ impl FeatureSet {
                 .all(|&there| there == vk::TRUE)
     }
 
-    /// `VK_KHR_shader_bfloat16`, with matrices of it where there are matrices.
+    /// Whether the set has `VK_KHR_shader_bfloat16` and, if it has cooperative matrices, their bfloat16 feature.
     pub(super) fn bfloat16(&self) -> bool {
         self.has(BFLOAT16)
             && self.bfloat16.type_ == vk::TRUE
             && (!self.cooperative_matrix() || self.bfloat16.cooperative_matrix == vk::TRUE)
     }
 
-    /// The extension for calibrated timestamps, the ratified name first.
+    /// Returns the extension for calibrated timestamps; the ratified (KHR) name is preferred.
     pub(super) fn calibrated_timestamps(&self) -> Option<&'static CStr> {
         [ash::khr::calibrated_timestamps::NAME, ash::ext::calibrated_timestamps::NAME]
             .into_iter()
             .find(|name| self.has(name))
     }
 
-    /// What to switch on: the baseline and every known optional feature that is there.
+    /// Returns the features to enable: the required ones, and every optional one that the program knows and the set
+    /// has.
     pub(super) fn enabled(&self) -> FeatureSet {
         let mut on = FeatureSet::default();
         let mut extension = |name: &CStr, wanted: bool| {
@@ -204,7 +205,7 @@ impl FeatureSet {
         on.v13.compute_full_subgroups = self.v13.compute_full_subgroups;
         on.v13.shader_integer_dot_product = self.v13.shader_integer_dot_product;
         on.cooperative.cooperative_matrix = vk::TRUE;
-        // Copied whole but for the chain: what is there is used.
+        // Copied whole: every supported feature of these structures is enabled. Their `p_next` is null here.
         on.cooperative2 = self.cooperative2;
         on.bfloat16 = self.bfloat16;
         on

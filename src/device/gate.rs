@@ -1,5 +1,6 @@
-//! Gates: points that the host reaches, for work that is queued before what it reads has been written. Deliberately
-//! absent: who opens one; whoever has submitted behind a gate owes its opening, or the queue stands still.
+//! Gates: timelines that the host advances, for work that is queued before its input has been written. Not here: who
+//! opens a gate. Code that submits work behind a gate must make sure that the gate is opened, otherwise the queue
+//! stalls.
 
 use crate::device::error::DeviceError;
 use crate::device::handle::Device;
@@ -8,7 +9,7 @@ use ash::vk;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A timeline that only the host advances. Submissions that wait for it keep it alive.
+/// A timeline semaphore that only the host signals. Submissions that wait for it keep it alive.
 pub struct Gate {
     raw: vk::Semaphore,
     logical: Arc<Logical>,
@@ -22,30 +23,32 @@ impl std::fmt::Debug for Gate {
 }
 
 impl Gate {
-    /// Open up to 0.
+    /// Creates a gate with value 0.
     pub fn new(device: &Device) -> Result<Gate, DeviceError> {
         let logical = device.logical();
         let mut kind =
             vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE).initial_value(0);
         let info = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
-        // SAFETY: timeline semaphores are part of the baseline and switched on.
+        // SAFETY: timeline semaphores are a required feature and enabled.
         let raw = logical.check("vkCreateSemaphore", unsafe { logical.raw.create_semaphore(&info, None) })?;
         logical.name(raw, "gate");
         Ok(Gate { raw, logical: logical.clone(), opened: AtomicU64::new(0) })
     }
 
-    /// Lets all go on that waits for `value` or less; what the host has written before is seen behind a barrier against
-    /// host writes. From one thread. A value that was opened already changes nothing.
+    /// Signals `value`: submissions that wait for `value` or less may proceed. They see what the host wrote before this
+    /// call only after a barrier that covers host writes ([`crate::device::Encoder::barrier_full`]). Must be called
+    /// from one thread. A value that is already open changes nothing.
     pub fn open(&self, value: u64) -> Result<(), DeviceError> {
         if self.opened.fetch_max(value, Ordering::AcqRel) >= value {
             return Ok(());
         }
         let info = vk::SemaphoreSignalInfo::default().semaphore(self.raw).value(value);
-        // SAFETY: the semaphore lives as long as self; values grow, as just checked, and nobody else signals it.
+        // SAFETY: the semaphore lives as long as `self`. The values grow, as just checked, and nothing else signals the
+        // semaphore.
         self.logical.check("vkSignalSemaphore", unsafe { self.logical.raw.signal_semaphore(&info) })
     }
 
-    /// The value up to which it is open.
+    /// The largest value that has been opened.
     pub fn opened(&self) -> u64 {
         self.opened.load(Ordering::Acquire)
     }
@@ -57,7 +60,7 @@ impl Gate {
 
 impl Drop for Gate {
     fn drop(&mut self) {
-        // SAFETY: whatever waits for it holds it until it has finished (`Queue`).
+        // SAFETY: every submission that waits for the gate holds it until the submission has finished (see `Queue`).
         unsafe { self.logical.raw.destroy_semaphore(self.raw, None) };
     }
 }

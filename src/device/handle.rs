@@ -1,5 +1,5 @@
-//! An opened device: its queues, its two timelines, waiting on them, and the raw buffers that
-//! `memory` binds. Deliberately absent: memory, and who waits for what.
+//! An opened device: its queues, its two timelines, waiting for them, and the raw buffers to which `memory` binds
+//! memory. Not here: memory, and which work waits for what.
 
 use crate::device::adapter::Adapter;
 use crate::device::budget::MemoryBudget;
@@ -14,22 +14,22 @@ use ash::vk;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A wait is cut into slices of this length, so that it notices a device that was declared
-/// lost meanwhile: a failed submission's value never comes.
+/// The maximum length of one `vkWaitSemaphores` call. Longer waits are split into such slices, so that they notice a
+/// device that was declared lost meanwhile: the value of a failed submission is never signalled.
 const WAIT_SLICE: Duration = Duration::from_millis(250);
 
-/// The device's clock and the host's at one moment.
+/// A reading of the device's clock and of the host's clock at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Calibration {
-    /// The device's timestamp in nanoseconds, on the scale of [`crate::device::Queries`].
+    /// The device's timestamp in nanoseconds, on the same scale as [`crate::device::Queries`].
     pub device_ns: u64,
     /// The host's `CLOCK_MONOTONIC` in nanoseconds.
     pub host_ns: u64,
-    /// How far the two readings may lie apart, in nanoseconds.
+    /// The maximum distance in time between the two readings, in nanoseconds.
     pub deviation_ns: u64,
 }
 
-/// An opened device. Dropping it waits until it is idle.
+/// An opened device. Dropping it waits until the device is idle.
 pub struct Device {
     queues: [Queue; 2],
     hardware: Vec<Arc<Hardware>>,
@@ -44,7 +44,7 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// Opens an adapter with every known optional feature that it has.
+    /// Opens an adapter and enables every optional feature that the program knows and the adapter supports.
     pub fn open(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
         let refused = |reason: &str| DeviceError::Refused { name: adapter.name.clone(), reason: reason.to_owned() };
         if let Some(reason) = &adapter.refused {
@@ -54,13 +54,13 @@ impl Device {
         let logical = Arc::new(Logical::create(instance, adapter, choice)?);
         let compute = timeline(&logical, Role::Compute)?;
         let transfer = timeline(&logical, Role::Transfer).inspect_err(|_| {
-            // SAFETY: made above and never used.
+            // SAFETY: the semaphore was created above and never used.
             unsafe { logical.raw.destroy_semaphore(compute, None) };
         })?;
         let timelines = Arc::new(Timelines::new([compute, transfer]));
         let hardware_of = |role: Role, served: &[Role]| {
             let slot = logical.slot(role);
-            // SAFETY: `Logical::create` asked for this queue.
+            // SAFETY: `Logical::create` created the device with this queue.
             let raw = unsafe { logical.raw.get_device_queue(slot.family, slot.index) };
             Arc::new(Hardware::new(raw, served))
         };
@@ -81,12 +81,12 @@ impl Device {
         &self.logical.adapter
     }
 
-    /// The device's functions, for allocators.
+    /// The device-level Vulkan functions, for allocators.
     pub fn raw(&self) -> &ash::Device {
         &self.logical.raw
     }
 
-    /// The instance that it was opened from.
+    /// The instance that the device was opened from.
     pub fn instance(&self) -> &Instance {
         &self.logical.instance
     }
@@ -105,12 +105,12 @@ impl Device {
         &self.logical
     }
 
-    /// The timeline's value now: every point of the role up to it is reached. A value that was
-    /// never given out is a driver that forces signals on a reset: `DeviceLost`.
+    /// Returns the timeline's current value: every point of the role up to it is reached. A value that was never
+    /// submitted comes from a driver that signals all semaphores on a reset, and is reported as `DeviceLost`.
     pub fn progress(&self, role: Role) -> Result<u64, DeviceError> {
         self.logical.alive()?;
         let semaphore = self.timelines.semaphores[role.index()];
-        // SAFETY: the semaphore lives as long as self.
+        // SAFETY: the semaphore lives as long as `self`.
         let value = unsafe { self.logical.raw.get_semaphore_counter_value(semaphore) };
         let value = self.logical.check("vkGetSemaphoreCounterValue", value)?;
         if value > self.timelines.reserved(role) {
@@ -119,18 +119,20 @@ impl Device {
         Ok(value)
     }
 
-    /// Whether a point is reached, without waiting.
+    /// Whether a point is reached. Does not wait.
     pub fn reached(&self, point: Point) -> Result<bool, DeviceError> {
         Ok(self.progress(point.role)? >= point.value)
     }
 
-    /// Waits for a point; `false` when the time is over. The caller counts its waits.
+    /// Waits for a point; returns `false` after `timeout`. Callers that report the number of host waits count their own
+    /// calls.
     pub fn wait(&self, point: Point, timeout: Duration) -> Result<bool, DeviceError> {
         self.wait_for(&[point], timeout, vk::SemaphoreWaitFlags::empty())
     }
 
-    /// Waits for a point for as long as its queue moves: `false` once nothing was reached on it for `patience`. A CPU
-    /// driver is waited for without limit: it is as slow as its machine is busy, and nothing tells slow from stuck.
+    /// Waits for a point for as long as its timeline advances. Returns `false` once the timeline has not advanced for
+    /// `patience`. On a CPU driver the wait is unlimited: its speed depends on the load of the machine, so slow cannot
+    /// be distinguished from stuck.
     pub fn wait_while_moving(&self, point: Point, patience: Duration) -> Result<bool, DeviceError> {
         let mut seen = self.progress(point.role)?;
         while !self.wait(point, patience)? {
@@ -143,7 +145,7 @@ impl Device {
         Ok(true)
     }
 
-    /// Waits until one of the points is reached; `false` when the time is over.
+    /// Waits until at least one of the points is reached; returns `false` after `timeout`.
     pub fn wait_any(&self, points: &[Point], timeout: Duration) -> Result<bool, DeviceError> {
         self.wait_for(points, timeout, vk::SemaphoreWaitFlags::ANY)
     }
@@ -163,7 +165,7 @@ impl Device {
             self.logical.alive()?;
             let left = timeout.saturating_sub(start.elapsed());
             let slice = left.min(WAIT_SLICE);
-            // SAFETY: the semaphores live as long as self.
+            // SAFETY: the semaphores live as long as `self`.
             let result = unsafe { self.logical.raw.wait_semaphores(&info, slice.as_nanos() as u64) };
             match result {
                 Err(vk::Result::TIMEOUT) if slice == left => return Ok(false),
@@ -179,10 +181,11 @@ impl Device {
         }
     }
 
-    /// Waits until nothing runs. For teardown only; what is held back is not waited for.
+    /// Waits until the queues are idle. For teardown only. A queue with batches that are still held back on the host is
+    /// not waited for.
     pub fn wait_idle(&self) -> Result<(), DeviceError> {
         self.logical.alive()?;
-        // Waits for the timelines instead of vkDeviceWaitIdle, which needs every queue's lock.
+        // Waits for the timelines instead of calling vkDeviceWaitIdle, which requires the lock of every queue.
         for queue in &self.queues {
             let held = queue.held() > 0;
             while !held && !self.wait(queue.last(), Duration::from_secs(1))? {}
@@ -191,27 +194,27 @@ impl Device {
         Ok(())
     }
 
-    /// Whether the device was seen to be lost.
+    /// Whether the device is known to be lost.
     pub fn is_lost(&self) -> bool {
         self.logical.alive().is_err()
     }
 
-    /// Treats the device as lost from here on, for a watchdog that saw it hang: waits end and
-    /// submissions are refused with `DeviceLost`, which names `why`.
+    /// Treats the device as lost from now on, for a watchdog that detected a hang. Waits end and submissions are
+    /// refused with `DeviceLost`, which contains `why`.
     pub fn declare_lost(&self, why: &str) {
-        // The error is for those who ask later.
+        // Later calls return the error; nothing is reported here.
         let _ = self.logical.lose(why);
     }
 
-    /// After a loss: waits until nothing runs any more, which a device that was only declared
-    /// lost may still do, so that memory may be freed.
+    /// Waits until nothing runs on the device any more. To be called after a loss and before memory is freed, because a
+    /// device that was only declared lost may still be running.
     pub fn wait_stopped(&self) {
         let _no_submissions: Vec<_> = self.hardware.iter().map(|h| h.lock()).collect();
-        // SAFETY: every queue's lock is held. An error is a device that is lost, so stopped.
+        // SAFETY: the lock of every queue is held. An error means that the device is lost and has therefore stopped.
         let _ = unsafe { self.logical.raw.device_wait_idle() };
     }
 
-    /// The largest device-local heap as the driver sees it now.
+    /// Returns the state of the largest device-local heap as the driver currently reports it.
     pub fn budget(&self) -> MemoryBudget {
         let adapter = self.adapter();
         let heap = probe::device_heap(&adapter.memory_heaps).unwrap_or(0);
@@ -221,7 +224,7 @@ impl Device {
         }
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut memory = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
-        // SAFETY: the adapter has the extension that the chained structure belongs to.
+        // SAFETY: the adapter supports the extension of the chained structure.
         unsafe { self.instance().raw().get_physical_device_memory_properties2(self.physical(), &mut memory) };
         MemoryBudget {
             heap_bytes,
@@ -231,12 +234,13 @@ impl Device {
         }
     }
 
-    /// Valid bits of a timestamp on a role's queue; 0 where it has none.
+    /// The number of valid bits of a timestamp on a role's queue; 0 if the queue has no timestamps.
     pub fn timestamp_bits(&self, role: Role) -> u32 {
         self.logical.timestamp_bits(role)
     }
 
-    /// Reads the device's clock together with the host's; `Unsupported` where it cannot be.
+    /// Reads the device's clock together with the host's. Returns `Unsupported` if the device has no calibrated
+    /// timestamps.
     pub fn calibrate(&self) -> Result<Calibration, DeviceError> {
         let unsupported =
             || DeviceError::Unsupported { device: self.adapter().name.clone(), what: "calibrated timestamps" };
@@ -244,7 +248,7 @@ impl Device {
         let infos = [vk::TimeDomainKHR::DEVICE, vk::TimeDomainKHR::CLOCK_MONOTONIC]
             .map(|domain| vk::CalibratedTimestampInfoKHR::default().time_domain(domain));
         let (mut stamps, mut deviation_ns) = ([0u64; 2], 0u64);
-        // SAFETY: both domains were listed by the driver; the arrays have two elements each.
+        // SAFETY: the driver lists both time domains. The arrays have two elements each.
         let result =
             unsafe { read(self.raw().handle(), 2, infos.as_ptr(), stamps.as_mut_ptr(), &raw mut deviation_ns) };
         self.logical.check("vkGetCalibratedTimestamps", result.result())?;
@@ -257,8 +261,8 @@ impl Device {
         Ok(Calibration { device_ns, host_ns: stamps[1], deviation_ns })
     }
 
-    /// A buffer without memory, for storage by address, copies and indirect dispatches, usable
-    /// by both roles. `memory` binds and destroys it.
+    /// Creates a buffer without memory, for access by device address, copies and indirect dispatches. Both roles may
+    /// use it. `memory` binds memory to it and destroys it.
     pub fn create_buffer(&self, bytes: u64, name: &str) -> Result<vk::Buffer, DeviceError> {
         let limit = self.adapter().capabilities.max_buffer_bytes;
         if bytes > limit {
@@ -283,33 +287,33 @@ impl Device {
         } else {
             info.sharing_mode(vk::SharingMode::CONCURRENT).queue_family_indices(&families)
         };
-        // SAFETY: a plain buffer within the driver's limit; the families are this device's.
+        // SAFETY: the size is within the driver's limit, and the queue families are this device's.
         let result = unsafe { self.raw().create_buffer(&info, None) };
         let buffer = self.logical.check(&format!("vkCreateBuffer (\"{name}\", {bytes} bytes)"), result)?;
         self.logical.name(buffer, name);
         Ok(buffer)
     }
 
-    /// Destroys a buffer of [`Device::create_buffer`].
+    /// Destroys a buffer that [`Device::create_buffer`] returned.
     ///
     /// # Safety
-    /// It is one of this device's, destroyed once, and every point that uses it is reached.
+    /// The buffer belongs to this device, is destroyed only once, and every point that uses it is reached.
     pub unsafe fn destroy_buffer(&self, buffer: vk::Buffer) {
-        // SAFETY: the caller keeps the rule above.
+        // SAFETY: the caller upholds the rule above.
         unsafe { self.raw().destroy_buffer(buffer, None) };
     }
 }
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: `&mut self`: no other thread submits any more. A lost device gives an error
-        // and is idle all the same. Held-back batches were never submitted.
+        // SAFETY: `&mut self` shows that no other thread submits any more. A lost device returns an error and counts as
+        // idle. Batches that are held back were never submitted.
         let _ = unsafe { self.logical.raw.device_wait_idle() };
         for hardware in &self.hardware {
             hardware.clear();
         }
         for semaphore in self.timelines.semaphores {
-            // SAFETY: the device is idle, and nobody else has the semaphores.
+            // SAFETY: the device is idle, and nothing else owns the semaphores.
             unsafe { self.logical.raw.destroy_semaphore(semaphore, None) };
         }
     }
@@ -318,7 +322,7 @@ impl Drop for Device {
 fn timeline(logical: &Logical, role: Role) -> Result<vk::Semaphore, DeviceError> {
     let mut kind = vk::SemaphoreTypeCreateInfo::default().semaphore_type(vk::SemaphoreType::TIMELINE).initial_value(0);
     let info = vk::SemaphoreCreateInfo::default().push_next(&mut kind);
-    // SAFETY: timeline semaphores are part of the baseline and switched on.
+    // SAFETY: timeline semaphores are a required feature and enabled.
     let result = unsafe { logical.raw.create_semaphore(&info, None) };
     let semaphore = logical.check("vkCreateSemaphore", result)?;
     logical.name(semaphore, &format!("timeline.{role}"));

@@ -1,9 +1,9 @@
-//! Decides what may be submitted to one hardware queue, and when. Pure.
+//! Decides which batches may be submitted to one hardware queue, and when. Pure data, no Vulkan calls.
 //!
-//! A queue runs in order: a wait submitted ahead of its own signal on the same hardware queue
-//! never ends. So a batch whose wait has not been submitted yet is held back, and everything
-//! after it in its lane with it, until the signal has been submitted. A wait for a lane of
-//! another hardware queue is the driver's affair and holds nothing back.
+//! A hardware queue executes in order, so a wait that is submitted before its own signal on the same queue never ends.
+//! A batch that waits for a point which has not been submitted yet is therefore held back, together with all later
+//! batches of its lane, until the signal has been submitted. A wait for a lane of another hardware queue holds nothing
+//! back: the driver resolves it.
 
 use crate::device::point::{Point, Role};
 use std::collections::VecDeque;
@@ -14,18 +14,18 @@ struct Held<T> {
     item: T,
 }
 
-/// The lanes of one hardware queue: one a role that it serves.
+/// The lanes of one hardware queue: one lane for each role that the queue serves.
 pub(super) struct Lanes<T> {
     /// Whether the role's lane is on this queue.
     served: [bool; 2],
-    /// The last value given out.
+    /// The last timeline value reserved for a batch.
     reserved: [u64; 2],
-    /// The last value whose signal was submitted.
+    /// The last timeline value whose signal was submitted.
     submitted: [u64; 2],
     held: [VecDeque<Held<T>>; 2],
 }
 
-/// Why a batch is refused.
+/// The refusal of a batch that could never run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Never {
     pub(super) wait: Point,
@@ -33,7 +33,7 @@ pub(super) struct Never {
 }
 
 impl<T> Lanes<T> {
-    /// Lanes for these roles, all at value 0.
+    /// Creates lanes for these roles, all at value 0.
     pub(super) fn new(served: &[Role]) -> Lanes<T> {
         Lanes {
             served: Role::ALL.map(|role| served.contains(&role)),
@@ -43,19 +43,18 @@ impl<T> Lanes<T> {
         }
     }
 
-    /// The last value given out in a lane.
+    /// The last timeline value reserved in a lane.
     pub(super) fn reserved(&self, role: Role) -> u64 {
         self.reserved[role.index()]
     }
 
-    /// How many batches are held back.
+    /// The number of batches that are held back.
     pub(super) fn held(&self) -> usize {
         self.held.iter().map(VecDeque::len).sum()
     }
 
-    /// Takes a batch that signals the next `signals` values of its lane. Gives back what must
-    /// be submitted now, in this order: nothing, the batch, or the batch and others that
-    /// waited for it. On refusal nothing has changed.
+    /// Adds a batch that signals the next `signals` values of its lane. Returns the batches to submit now, in this
+    /// order: none, this batch, or this batch and others that waited for it. On refusal nothing has changed.
     pub(super) fn offer(
         &mut self,
         role: Role,
@@ -77,7 +76,7 @@ impl<T> Lanes<T> {
                 ready.push((role, batch.item));
             }
         }
-        // Whatever was submitted just now cannot be part of a circle, so a refusal leaves it empty.
+        // Nothing that was just submitted can be part of a cycle, so `ready` is empty if the batch is refused.
         if let Some(wait) = self.circle() {
             self.held[lane].pop_back();
             self.reserved[lane] -= signals;
@@ -90,14 +89,14 @@ impl<T> Lanes<T> {
         self.held[role.index()].front().is_some_and(|batch| self.blocking(batch).next().is_none())
     }
 
-    /// The waits of a batch whose signal on this queue has not been submitted.
+    /// Returns the waits of a batch for signals of this queue that have not been submitted.
     fn blocking<'a>(&'a self, batch: &'a Held<T>) -> impl Iterator<Item = Point> + 'a {
         let open = |w: &Point| self.served[w.role.index()] && w.value > self.submitted[w.role.index()];
         batch.waits.iter().copied().filter(open)
     }
 
-    /// A wait of the first lane's head, if both heads wait for values that the other lane has
-    /// given out already: both are held, so neither can ever go.
+    /// Detects a deadlock: both lane heads wait for values that the other lane has already reserved, so neither can
+    /// ever be submitted. Returns such a wait of the second lane's head.
     fn circle(&self) -> Option<Point> {
         let stuck = |lane: usize| {
             let given = |w: &Point| w.value <= self.reserved[w.role.index()];

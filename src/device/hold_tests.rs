@@ -1,4 +1,4 @@
-//! Order of submission: by example, and against a model queue on random programs.
+//! Tests of the submission order: examples, and random programs compared with a model queue.
 
 use super::*;
 use Role::{Compute, Transfer};
@@ -38,7 +38,7 @@ fn one_release_may_release_the_next() {
     assert_eq!(lanes.offer(Compute, 1, &[point(Transfer, 2)], "c2"), Ok(vec![]));
     let ready = lanes.offer(Transfer, 1, &[], "t1");
     assert_eq!(ready, Ok(vec![(Transfer, "t1"), (Compute, "c1")]));
-    // t2 waits for c1, which has gone; c2 waits for t2.
+    // t2 waits for c1, which has been submitted; c2 waits for t2.
     let ready = lanes.offer(Transfer, 1, &[point(Compute, 1)], "t2");
     assert_eq!(ready, Ok(vec![(Transfer, "t2"), (Compute, "c2")]));
 }
@@ -70,19 +70,19 @@ fn a_circle_is_refused_and_changes_nothing() {
 #[test]
 fn a_circle_behind_the_head_is_refused_too() {
     let mut lanes = both();
-    // c1 waits for t2, and t1 is not given yet: no circle so far.
+    // c1 waits for t2, and t1 is not reserved yet: no cycle so far.
     assert_eq!(lanes.offer(Compute, 1, &[point(Transfer, 2)], "c1"), Ok(vec![]));
     assert_eq!(lanes.offer(Compute, 1, &[], "c2"), Ok(vec![]));
-    // t1 waits for c2, which stands behind c1, which waits for t2, which stands behind t1.
+    // t1 waits for c2, which is behind c1, which waits for t2, which would be behind t1.
     assert_eq!(lanes.offer(Transfer, 1, &[point(Compute, 2)], "t1"), Ok(vec![]));
     let refused = lanes.offer(Transfer, 1, &[], "t2");
     assert!(refused.is_err());
 }
 
 proptest::proptest! {
-    /// Goal: nothing is submitted ahead of a signal on its own queue, each lane keeps its
-    /// order, and what is held has an open wait. Method: random batches against a queue that
-    /// remembers what was submitted.
+    /// Goal: no batch is submitted before a signal of its own queue that it waits for, each lane keeps its order, and
+    /// the first held batch of a lane has an unsubmitted wait. Method: random batches are offered, and a model queue
+    /// records which values were signalled.
     #[test]
     fn a_queue_never_waits_for_its_future(
         steps in proptest::collection::vec((0..2usize, 1..4u64, proptest::collection::vec((0..2usize, 0..12u64), 0..3)), 1..40)

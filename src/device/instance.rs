@@ -1,5 +1,5 @@
-//! Owns the Vulkan instance: the loader, optional validation and its messages, the list of
-//! adapters. Deliberately absent: which adapter to use (`select`).
+//! Owns the Vulkan instance: the loader library, optional validation and its messages, and the list of adapters. Not
+//! here: which adapter to use (`select`).
 
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
@@ -10,14 +10,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const VALIDATION_LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 const LAYER_SETTINGS: &CStr = c"VK_EXT_layer_settings";
-/// Messages beyond this many are dropped: a broken loop would fill the memory.
+/// The maximum number of validation messages that are kept. Later ones are dropped, so that a message in a loop cannot
+/// fill the memory.
 const MAX_MESSAGES: usize = 1000;
 
-/// How an instance is made.
+/// Options of an instance.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct InstanceOptions {
-    /// Load the Khronos validation layer with synchronisation validation (submit-time too
-    /// where the layer knows it), collect its messages, and name objects for it.
+    /// Loads the Khronos validation layer with synchronisation validation (also across submissions if the layer
+    /// supports it), collects its messages, and names objects for it.
     pub validation: bool,
 }
 
@@ -29,14 +30,14 @@ struct Inner {
     adapters: Vec<Adapter>,
     validation: Option<Validation>,
     raw: ash::Instance,
-    /// Last: the library that the functions above live in.
+    /// Declared last, so that it is dropped last: the library that contains the functions above.
     _entry: ash::Entry,
 }
 
 struct Validation {
     functions: ext::debug_utils::Instance,
     messenger: vk::DebugUtilsMessengerEXT,
-    /// The callback writes through a pointer to it; boxed so that it stays in place.
+    /// The validation callback appends here through a raw pointer; boxed so that the address is stable.
     messages: Box<Messages>,
 }
 
@@ -62,13 +63,16 @@ impl std::fmt::Debug for Instance {
 }
 
 impl Instance {
-    /// Loads the loader and every driver it finds. Errors: no loader, one older than 1.3, no
-    /// driver, or validation asked for and not installed.
+    /// Loads the Vulkan loader and every driver that it finds.
+    ///
+    /// # Errors
+    /// If there is no loader, the loader is older than 1.3, there is no driver, or validation was requested but is not
+    /// installed.
     pub fn new(options: &InstanceOptions) -> Result<Instance, DeviceError> {
-        // SAFETY: loads the system's Vulkan loader, whose initialisers are trusted as the
-        // drivers are; `Inner` keeps the library until the instance is destroyed.
+        // SAFETY: loads the system's Vulkan loader, whose initialisers are trusted like the drivers. `Inner` keeps the
+        // library until the instance is destroyed.
         let entry = unsafe { ash::Entry::load() }.map_err(DeviceError::Loader)?;
-        // SAFETY: a global function of the loader without arguments that could be wrong.
+        // SAFETY: a global function of the loader that takes no arguments.
         let version = unsafe { entry.try_enumerate_instance_version() }
             .map_err(|e| failed("vkEnumerateInstanceVersion", e))?
             .unwrap_or(vk::API_VERSION_1_0);
@@ -81,7 +85,7 @@ impl Instance {
             Some(messages) => match Validation::start(&entry, &raw, messages) {
                 Ok(validation) => Some(validation),
                 Err(e) => {
-                    // SAFETY: nothing was made from this instance.
+                    // SAFETY: no object was created from this instance.
                     unsafe { raw.destroy_instance(None) };
                     return Err(failed("vkCreateDebugUtilsMessengerEXT", e));
                 }
@@ -93,13 +97,12 @@ impl Instance {
         Ok(Instance(Arc::new(inner)))
     }
 
-    /// Every adapter in the drivers' order, refused ones too.
+    /// Returns every adapter in the drivers' order, including refused ones.
     pub fn adapters(&self) -> Vec<Adapter> {
         self.0.adapters.clone()
     }
 
-    /// What the validation layer has said so far, each with its message id; empty without
-    /// validation.
+    /// Returns the messages of the validation layer so far, each with its message id; empty without validation.
     pub fn validation_messages(&self) -> Vec<String> {
         let Some(validation) = &self.0.validation else {
             return Vec::new();
@@ -107,12 +110,12 @@ impl Instance {
         validation.messages.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether validation is on.
+    /// Whether validation is enabled.
     pub fn validates(&self) -> bool {
         self.0.validation.is_some()
     }
 
-    /// The instance's functions, for allocators.
+    /// The instance-level Vulkan functions, for allocators.
     pub fn raw(&self) -> &ash::Instance {
         &self.0.raw
     }
@@ -122,8 +125,8 @@ impl Validation {
     fn start(entry: &ash::Entry, raw: &ash::Instance, messages: Box<Messages>) -> Result<Validation, vk::Result> {
         let functions = ext::debug_utils::Instance::new(entry, raw);
         let info = messenger_info(&messages);
-        // SAFETY: the extension was enabled at creation; the user data outlives the messenger,
-        // both are dropped by `Inner`, messenger first.
+        // SAFETY: the extension was enabled when the instance was created. The user data outlives the messenger:
+        // `Inner` owns both and destroys the messenger first.
         let messenger = unsafe { functions.create_debug_utils_messenger(&info, None) }?;
         Ok(Validation { functions, messenger, messages })
     }
@@ -131,8 +134,8 @@ impl Validation {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: devices hold a clone of the instance, so none is left; the messenger goes
-        // before the instance, and the library after both.
+        // SAFETY: every device holds a clone of the instance, so no device is left. The messenger is destroyed before
+        // the instance, and the library is unloaded after both.
         unsafe {
             if let Some(validation) = &self.validation {
                 validation.functions.destroy_debug_utils_messenger(validation.messenger, None);
@@ -167,14 +170,14 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
         settings_known = of_layer.iter().any(|e| e.extension_name_as_c_str() == Ok(LAYER_SETTINGS));
         layers.push(VALIDATION_LAYER.as_ptr());
         extensions.push(ext::debug_utils::NAME.as_ptr());
-        // The layer reads its settings whether or not their extension is enabled, and loaders
-        // older than the extension refuse to enable it.
+        // The layer reads its settings whether or not the settings extension is enabled, and loaders older than the
+        // extension refuse to enable it.
         if !settings_known {
             extensions.push(ext::validation_features::NAME.as_ptr());
         }
     }
     let on = vk::TRUE.to_ne_bytes();
-    // Layers know the check across submissions by one of the two later names.
+    // The check across submissions has one of the last two names, depending on the version of the layer.
     let names = [c"validate_sync", c"syncval_submit_time_validation", c"syncval_full_validation"];
     let settings = names.map(|name| {
         let mut setting = vk::LayerSettingEXT::default()
@@ -182,7 +185,7 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
             .setting_name(name)
             .ty(vk::LayerSettingTypeEXT::BOOL32)
             .values(&on);
-        // The bindings count bytes, the specification counts values.
+        // The `ash` bindings set the number of bytes here; the specification requires the number of values.
         setting.value_count = 1;
         setting
     });
@@ -200,8 +203,8 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
         info =
             if settings_known { info.push_next(&mut layer_settings) } else { info.push_next(&mut validation_features) };
     }
-    // SAFETY: every structure that `info` points to lives to the end of this function; the
-    // messages live longer than the instance, `Inner` keeps both.
+    // SAFETY: every structure that `info` points to lives until the end of this function. The messages outlive the
+    // instance, because `Inner` owns both.
     match unsafe { entry.create_instance(&info, None) } {
         Ok(raw) => Ok((raw, messages)),
         Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => Err(DeviceError::NoDriver(visible::no_driver())),
@@ -212,21 +215,21 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
 fn messenger_info(messages: &Messages) -> vk::DebugUtilsMessengerCreateInfoEXT<'static> {
     vk::DebugUtilsMessengerCreateInfoEXT::default()
         .message_severity(vk::DebugUtilsMessageSeverityFlagsEXT::ERROR | vk::DebugUtilsMessageSeverityFlagsEXT::WARNING)
-        // General messages are the loader's own remarks on other drivers' files.
+        // General messages are omitted: they are the loader's remarks on the files of other drivers.
         .message_type(vk::DebugUtilsMessageTypeFlagsEXT::VALIDATION)
         .pfn_user_callback(Some(collect))
         .user_data(std::ptr::from_ref(messages).cast_mut().cast())
 }
 
-/// Called by the layer on any thread that calls Vulkan.
+/// The messenger's callback. The layer calls it on any thread that calls Vulkan.
 unsafe extern "system" fn collect(
     _severity: vk::DebugUtilsMessageSeverityFlagsEXT,
     _kind: vk::DebugUtilsMessageTypeFlagsEXT,
     data: *const vk::DebugUtilsMessengerCallbackDataEXT<'_>,
     user: *mut c_void,
 ) -> vk::Bool32 {
-    // SAFETY: the layer passes valid data with C strings that live during the call; `user` is
-    // the `Messages` given in `messenger_info`, alive until after the instance.
+    // SAFETY: the layer passes valid data with C strings that live during the call. `user` is the `Messages` set in
+    // `messenger_info`, which outlives the instance.
     unsafe {
         let text = |p: *const std::ffi::c_char| {
             if p.is_null() { "?".into() } else { CStr::from_ptr(p).to_string_lossy() }
@@ -234,8 +237,8 @@ unsafe extern "system" fn collect(
         let data = &*data;
         let messages = &*user.cast::<Messages>();
         let id = text(data.p_message_id_name);
-        // Not remarks on our use of Vulkan: a setting's name in this version of the layer, and
-        // how the loader fills its tables.
+        // These two messages are not about our use of Vulkan: one is about a setting's name in this version of the
+        // layer, the other about how the loader fills its dispatch tables.
         if id != "VALIDATION-SETTINGS" && id != "WARNING-vkGetDeviceProcAddr-device" {
             messages.push(format!("{id}: {}", text(data.p_message)));
         }

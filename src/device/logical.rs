@@ -1,5 +1,5 @@
-//! Owns the VkDevice: everything made from it holds this, so it goes last. Translates result
-//! codes into errors and remembers a loss. Deliberately absent: queues (`handle`, `queue`).
+//! Owns the VkDevice. Every object created from the device holds a reference to this, so the device is destroyed last.
+//! Translates result codes into errors and remembers the loss of the device. Not here: queues (`handle`, `queue`).
 
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
@@ -17,12 +17,12 @@ pub(super) struct Logical {
     pub(super) raw: ash::Device,
     pub(super) adapter: Adapter,
     pub(super) choice: Choice,
-    /// `vkGetCalibratedTimestamps`, from the extension of either name.
+    /// `vkGetCalibratedTimestamps`, from the KHR or the EXT extension.
     pub(super) calibrated: Option<vk::PFN_vkGetCalibratedTimestampsKHR>,
     names: Option<ext::debug_utils::Device>,
-    /// The call that noticed the loss; set once.
+    /// The call that reported the loss of the device; set once.
     lost: OnceLock<String>,
-    /// Keeps the instance until the device is destroyed.
+    /// Keeps the instance alive until the device is destroyed.
     pub(super) instance: Instance,
 }
 
@@ -32,7 +32,8 @@ impl Logical {
         let mut on = there.enabled();
         let extensions: Vec<CString> = on.extensions.iter().cloned().collect();
         let names: Vec<*const c_char> = extensions.iter().map(|e| e.as_ptr()).collect();
-        // Lengths give the number of queues: two of one family where transfer is the second.
+        // The length of the priorities is the number of queues: 2 if the transfer queue is the second queue of the
+        // compute family.
         let priorities = [1.0f32, 1.0];
         let of_family = |slot: Slot, count: usize| {
             vk::DeviceQueueCreateInfo::default().queue_family_index(slot.family).queue_priorities(&priorities[..count])
@@ -45,8 +46,8 @@ impl Logical {
         let raw = on.chained(|features| {
             let mut info = vk::DeviceCreateInfo::default().queue_create_infos(&queues).enabled_extension_names(&names);
             info.p_next = std::ptr::from_mut(features).cast();
-            // SAFETY: `features` heads a chain of structures that live through `chained`; only
-            // features and extensions that the driver reported are switched on.
+            // SAFETY: `features` is the head of a chain of structures that live until `chained` returns. Only features
+            // and extensions that the driver reported are enabled.
             unsafe { instance.raw().create_device(adapter.physical, &info, None) }
         });
         let raw = raw.map_err(|source| match source {
@@ -71,7 +72,7 @@ impl Logical {
         })
     }
 
-    /// The hardware queue of a role.
+    /// The hardware queue that serves a role.
     pub(super) fn slot(&self, role: Role) -> Slot {
         match role {
             Role::Compute => self.choice.compute,
@@ -84,13 +85,13 @@ impl Logical {
         self.choice.compute == self.choice.transfer
     }
 
-    /// Valid timestamp bits of a role's queue.
+    /// The number of valid timestamp bits on a role's queue.
     pub(super) fn timestamp_bits(&self, role: Role) -> u32 {
         let family = self.slot(role).family;
         self.adapter.queue_families.iter().find(|f| f.index == family).map_or(0, |f| f.timestamp_bits)
     }
 
-    /// Turns a result code into an error that names `call`; a loss is remembered.
+    /// Converts a result code into an error that names `call`. A lost device is remembered.
     pub(super) fn check<T>(&self, call: &str, result: VkResult<T>) -> Result<T, DeviceError> {
         result.map_err(|source| match source {
             vk::Result::ERROR_DEVICE_LOST => self.lose(call),
@@ -98,13 +99,14 @@ impl Logical {
         })
     }
 
-    /// Remembers that nothing will be completed any more, and gives the error for it.
+    /// Marks the device as lost, so that no submission is expected to complete, and returns the error. The error names
+    /// the first call that reported the loss.
     pub(super) fn lose(&self, call: &str) -> DeviceError {
         let first = self.lost.get_or_init(|| call.to_owned());
         DeviceError::DeviceLost { device: self.adapter.name.clone(), call: first.clone() }
     }
 
-    /// An error if the device is known to be lost.
+    /// Returns an error if the device is known to be lost.
     pub(super) fn alive(&self) -> Result<(), DeviceError> {
         match self.lost.get() {
             None => Ok(()),
@@ -112,21 +114,21 @@ impl Logical {
         }
     }
 
-    /// Names an object for the validation layer and debuggers; does nothing without validation.
+    /// Sets the name that the validation layer and debuggers show for an object. Does nothing without validation.
     pub(super) fn name(&self, object: impl vk::Handle, name: &str) {
         let Some(names) = &self.names else { return };
         let text = CString::new(name.replace('\0', " ")).unwrap_or_default();
         let info = vk::DebugUtilsObjectNameInfoEXT::default().object_handle(object).object_name(&text);
-        // SAFETY: the extension is on wherever `names` is set; the object was just made from
-        // this device by the caller. A failure to name something is no failure.
+        // SAFETY: the debug-utils extension is enabled whenever `names` is set, and the caller has just created the
+        // object from this device. A failure to set a name is ignored.
         let _ = unsafe { names.set_debug_utils_object_name(&info) };
     }
 }
 
 impl Drop for Logical {
     fn drop(&mut self) {
-        // SAFETY: everything made from the device holds an `Arc` of this and is gone; the
-        // queues' owner waited for the device to go idle.
+        // SAFETY: every object created from the device held an `Arc` of this and is gone, and the owner of the queues
+        // waited until the device was idle.
         unsafe { self.raw.destroy_device(None) };
     }
 }

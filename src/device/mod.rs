@@ -1,12 +1,12 @@
-//! Vulkan and nothing above it: adapters, selection, queues, timelines, pipelines,
-//! command encoding. Home of `unsafe`. Deliberately absent: what a weight is.
+//! The Vulkan layer: adapters and their selection, queues, timelines, pipelines, command encoding. It depends on
+//! nothing above it. `unsafe` code exists only here and in `memory`'s arena. Not here: what a weight is.
 //!
-//! What is promised and to whom:
-//! - A [`Point`] is the one meaning of "done"; each [`Role`] has one timeline that only grows.
-//! - [`Commands`], [`Pipeline`] and [`Queries`] are handles. A queue keeps what it was given
-//!   until the point of that submission is reached, so dropping a handle early is harmless.
-//! - Buffers are the exception: whoever owns a buffer's memory keeps it until the last point
-//!   that uses it is reached (`memory` does).
+//! Guarantees to the layers above:
+//! - A [`Point`] is the only meaning of "done". Each [`Role`] has one timeline, whose value only grows.
+//! - [`Commands`], [`Pipeline`] and [`Queries`] are handles. A queue keeps everything submitted to it alive until the
+//!   point of that submission is reached, so dropping a handle early is harmless.
+//! - Buffers are the exception: the owner of a buffer's memory must keep it until the last point that uses it is
+//!   reached (`memory` does this).
 #![allow(unsafe_code)]
 
 mod adapter;

@@ -1,4 +1,4 @@
-//! Compute pipelines: SPIR-V, specialization constants and push constants, no descriptors.
+//! Compute pipelines with specialization constants and push constants, without descriptors.
 
 use crate::device::cache::PipelineCache;
 use crate::device::error::DeviceError;
@@ -7,25 +7,25 @@ use crate::device::logical::Logical;
 use ash::vk;
 use std::sync::Arc;
 
-/// What a pipeline is made of.
+/// The description of a pipeline.
 #[derive(Clone, Copy, Debug)]
 pub struct PipelineDesc<'a> {
-    /// The kernel and its variant.
+    /// The name of the kernel and its variant, for messages and debuggers.
     pub name: &'a str,
-    /// The module; its entry point is `main`.
+    /// The SPIR-V module; its entry point is `main`.
     pub spirv: &'a [u32],
-    /// Specialization constants with ids from 0 on; those that the module lacks are ignored.
+    /// The values of the specialization constants with ids from 0 on. Ids that the module does not declare are ignored.
     pub constants: &'a [u32],
-    /// Size of the push constants, a multiple of 4.
+    /// The size of the push constants in bytes, a multiple of 4.
     pub push_bytes: u32,
-    /// The subgroup size that the kernel was written for.
+    /// The subgroup size that the kernel requires; `None` if it runs with any size.
     pub required_subgroup: Option<u32>,
-    /// Every subgroup is full; used only where the device has the feature. The workgroup's x
-    /// must then be a multiple of the subgroup size.
+    /// Requires every subgroup to be full; ignored if the device does not support that feature. If set, the workgroup's
+    /// x size must be a multiple of the subgroup size.
     pub full_subgroups: bool,
 }
 
-/// A compute pipeline; clones share it. Recordings and submissions keep it alive.
+/// A compute pipeline; clones share it. Recorded commands and submissions keep it alive.
 #[derive(Clone)]
 pub struct Pipeline(Arc<Inner>);
 
@@ -44,10 +44,10 @@ impl std::fmt::Debug for Pipeline {
 }
 
 impl Pipeline {
-    /// Builds a pipeline; several threads may build with one cache at once.
+    /// Creates a pipeline. Several threads may create pipelines with one cache at the same time.
     ///
     /// # Errors
-    /// `Limit` for too many push constants or a subgroup size that the device cannot give.
+    /// `Limit` if there are too many push constants, or if the device does not support the required subgroup size.
     pub fn new(device: &Device, cache: &PipelineCache, desc: &PipelineDesc<'_>) -> Result<Pipeline, DeviceError> {
         let logical = device.logical();
         let capabilities = &device.adapter().capabilities;
@@ -74,7 +74,7 @@ impl Pipeline {
             }
         }
 
-        // SAFETY: the words are SPIR-V that the build made for Vulkan 1.3 (the caller's `desc`).
+        // SAFETY: the words are SPIR-V that the build compiled for Vulkan 1.3; the caller passes no other in `desc`.
         let module =
             unsafe { logical.raw.create_shader_module(&vk::ShaderModuleCreateInfo::default().code(desc.spirv), None) };
         let module = logical.check(&format!("vkCreateShaderModule (\"{}\")", desc.name), module)?;
@@ -82,11 +82,11 @@ impl Pipeline {
             raw_pipeline(logical, cache, desc, capabilities.full_subgroups, module, layout, required)
                 .map(|raw| (raw, layout))
                 .inspect_err(|_| {
-                    // SAFETY: made above, and the pipeline that would use it was not.
+                    // SAFETY: the layout was created above, and the pipeline that would have used it was not.
                     unsafe { logical.raw.destroy_pipeline_layout(layout, None) };
                 })
         });
-        // SAFETY: a module may go as soon as its pipelines are made.
+        // SAFETY: a module may be destroyed once its pipelines are created.
         unsafe { logical.raw.destroy_shader_module(module, None) };
         let (raw, layout) = made?;
         logical.name(raw, desc.name);
@@ -104,7 +104,7 @@ impl Pipeline {
         &self.0.name
     }
 
-    /// Size of the push constants.
+    /// The size of the push constants in bytes.
     pub fn push_bytes(&self) -> u32 {
         self.0.push_bytes
     }
@@ -124,7 +124,7 @@ impl Pipeline {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: recordings, kept by the queues while in flight, hold clones, so none is left.
+        // SAFETY: recorded commands hold clones, and queues keep those while they are in flight, so no use is left.
         unsafe {
             self.logical.raw.destroy_pipeline(self.raw, None);
             self.logical.raw.destroy_pipeline_layout(self.layout, None);
@@ -136,7 +136,7 @@ fn layout(logical: &Logical, push_bytes: u32) -> Result<vk::PipelineLayout, Devi
     let ranges = [vk::PushConstantRange { stage_flags: vk::ShaderStageFlags::COMPUTE, offset: 0, size: push_bytes }];
     let info = vk::PipelineLayoutCreateInfo::default();
     let info = if push_bytes == 0 { info } else { info.push_constant_ranges(&ranges) };
-    // SAFETY: the one range is within the device's limit, checked by the caller.
+    // SAFETY: the only range is within the device's limit, which the caller checked.
     logical.check("vkCreatePipelineLayout", unsafe { logical.raw.create_pipeline_layout(&info, None) })
 }
 
@@ -167,8 +167,8 @@ fn raw_pipeline(
         stage = stage.push_next(required);
     }
     let info = [vk::ComputePipelineCreateInfo::default().stage(stage).layout(layout)];
-    // SAFETY: module and layout live during the call; the cache is internally synchronised;
-    // subgroup size and full subgroups are asked for only where the device has the features.
+    // SAFETY: module and layout live during the call, and Vulkan synchronises access to the cache internally. A
+    // subgroup size and full subgroups are required only if the device supports the features.
     let result = unsafe { logical.raw.create_compute_pipelines(cache.raw(), &info, None) };
     let made = result.map_err(|(_, e)| e);
     Ok(logical.check(&format!("vkCreateComputePipelines (\"{}\")", desc.name), made)?[0])

@@ -1,11 +1,11 @@
-//! Points: the one meaning of "done" in the whole program. Plain data; no Vulkan here.
+//! Points, the only meaning of "done" in the whole program. Plain data without Vulkan.
 
 use std::fmt;
 
-/// Which of a device's two timelines.
+/// One of a device's two timelines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// Dispatches, and copies that belong to them.
+    /// Dispatches, and the copies that belong to them.
     Compute,
     /// Copies between the host and the device.
     Transfer,
@@ -15,7 +15,7 @@ impl Role {
     /// Both roles, in the order of [`Role::index`].
     pub const ALL: [Role; 2] = [Role::Compute, Role::Transfer];
 
-    /// 0 for compute, 1 for transfer.
+    /// Returns 0 for compute and 1 for transfer.
     pub fn index(self) -> usize {
         match self {
             Role::Compute => 0,
@@ -33,13 +33,13 @@ impl fmt::Display for Role {
     }
 }
 
-/// A value of one role's timeline: reached when everything submitted up to it has finished.
-/// Value 0 was reached before anything ran.
+/// A value of one role's timeline. It is reached when all work submitted up to this value has finished. Value 0 is
+/// reached from the start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Point {
     /// The timeline.
     pub role: Role,
-    /// Its value; grows by one an entry.
+    /// The timeline's value; it grows by one per batch entry.
     pub value: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Asks the drivers what their adapters are and can do. Nothing is opened here.
+//! Queries the drivers for their adapters and the adapters' limits and features. No device is opened here.
 
 use crate::device::adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
 use crate::device::capabilities::{Capabilities, Component, MatrixShape};
@@ -8,7 +8,7 @@ use crate::device::features::{FeatureSet, SM_BUILTINS};
 use ash::{ext, khr, vk};
 use std::ffi::CStr;
 
-/// Every adapter in the drivers' order.
+/// Returns every adapter in the drivers' order.
 pub(super) fn adapters(entry: &ash::Entry, instance: &ash::Instance) -> Result<Vec<Adapter>, DeviceError> {
     // SAFETY: the instance is alive.
     let physical = unsafe { instance.enumerate_physical_devices() }.map_err(|source| DeviceError::Vulkan {
@@ -19,20 +19,20 @@ pub(super) fn adapters(entry: &ash::Entry, instance: &ash::Instance) -> Result<V
     Ok(physical.iter().enumerate().map(|(index, &device)| adapter(entry, instance, index, device)).collect())
 }
 
-/// The features of one adapter. Only for adapters with Vulkan 1.3.
+/// Returns the features of one adapter, which must support Vulkan 1.3.
 pub(super) fn features(instance: &ash::Instance, physical: vk::PhysicalDevice) -> FeatureSet {
-    // SAFETY: the physical device belongs to the living instance. A driver that cannot even
-    // list its extensions has none.
+    // SAFETY: the physical device belongs to this instance, which is alive. A driver that cannot list its extensions is
+    // treated as having none.
     let listed = unsafe { instance.enumerate_device_extension_properties(physical) }.unwrap_or_default();
     let mut set = FeatureSet::default();
     set.extensions = listed.iter().filter_map(|e| e.extension_name_as_c_str().ok()).map(CStr::to_owned).collect();
-    // SAFETY: the chain holds only structures of Vulkan 1.3 and of extensions that are there.
+    // SAFETY: the chain holds only structures of Vulkan 1.3 and of extensions that the adapter supports.
     set.chained(|root| unsafe { instance.get_physical_device_features2(physical, root) });
     set
 }
 
 fn adapter(entry: &ash::Entry, instance: &ash::Instance, index: usize, physical: vk::PhysicalDevice) -> Adapter {
-    // SAFETY: the physical device belongs to the living instance.
+    // SAFETY: the physical device belongs to this instance, which is alive.
     let (basic, memory, family_list) = unsafe {
         (
             instance.get_physical_device_properties(physical),
@@ -75,7 +75,7 @@ fn adapter(entry: &ash::Entry, instance: &ash::Instance, index: usize, physical:
         physical,
     };
     if (api.0, api.1) < (1, 3) {
-        // Structures of 1.3 must not be handed to it, so this is all there is to know.
+        // A driver older than 1.3 must not be given structures of 1.3, so nothing more can be queried.
         adapter.refused = Some(format!("Vulkan 1.3 is needed, its driver has {}.{}.{}", api.0, api.1, api.2));
         return adapter;
     }
@@ -126,7 +126,8 @@ fn describe(
     if has_sm {
         root = root.push_next(&mut sm);
     }
-    // SAFETY: the adapter has Vulkan 1.3; extension structures only with their extension.
+    // SAFETY: the adapter supports Vulkan 1.3, and an extension's structure is chained only if the adapter supports the
+    // extension.
     unsafe { instance.get_physical_device_properties2(physical, &mut root) };
 
     adapter.uuid = dashed(&v11.device_uuid);
@@ -191,7 +192,7 @@ fn calibrates(
     physical: vk::PhysicalDevice,
     features: &FeatureSet,
 ) -> bool {
-    // SAFETY: the functions are those of an extension that the adapter has.
+    // SAFETY: the functions belong to an extension that the adapter supports.
     let domains = unsafe {
         match features.calibrated_timestamps() {
             Some(name) if name == khr::calibrated_timestamps::NAME => {
@@ -210,7 +211,7 @@ fn calibrates(
 
 fn shapes(entry: &ash::Entry, instance: &ash::Instance, physical: vk::PhysicalDevice) -> Vec<MatrixShape> {
     let functions = khr::cooperative_matrix::Instance::new(entry, instance);
-    // SAFETY: the adapter has the extension.
+    // SAFETY: the adapter supports the extension.
     let listed = unsafe { functions.get_physical_device_cooperative_matrix_properties(physical) };
     let mut shapes: Vec<MatrixShape> = listed
         .unwrap_or_default()
@@ -226,7 +227,7 @@ fn shapes(entry: &ash::Entry, instance: &ash::Instance, physical: vk::PhysicalDe
             })
         })
         .collect();
-    // Drivers repeat a shape once with and once without saturation.
+    // Drivers list a shape twice, with and without saturation.
     let mut seen = std::collections::HashSet::new();
     shapes.retain(|shape| seen.insert(*shape));
     shapes
@@ -261,12 +262,12 @@ fn heaps(memory: &vk::PhysicalDeviceMemoryProperties) -> Vec<HeapInfo> {
         .collect()
 }
 
-/// Whether the largest device-local heap can be mapped by the host.
+/// Whether the host can map the largest device-local heap.
 fn bar(memory: &vk::PhysicalDeviceMemoryProperties) -> bool {
     heaps(memory).into_iter().filter(|h| h.device_local).max_by_key(|h| h.bytes).is_some_and(|h| h.host_visible)
 }
 
-/// The index of the largest device-local heap.
+/// Returns the index of the largest device-local heap.
 pub(super) fn device_heap(heaps: &[HeapInfo]) -> Option<usize> {
     heaps.iter().enumerate().filter(|(_, h)| h.device_local).max_by_key(|(_, h)| h.bytes).map(|(index, _)| index)
 }
@@ -276,7 +277,7 @@ fn string(chars: &[std::ffi::c_char]) -> String {
     String::from_utf8_lossy(&bytes).trim().to_owned()
 }
 
-/// 8-4-4-4-12 digits in lower case.
+/// Formats a UUID as groups of 8-4-4-4-12 hexadecimal digits in lower case.
 fn dashed(uuid: &[u8; 16]) -> String {
     let mut out = String::with_capacity(36);
     for (i, byte) in uuid.iter().enumerate() {

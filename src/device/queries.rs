@@ -1,4 +1,4 @@
-//! Timestamps written by the GPU, read by the host in nanoseconds.
+//! Timestamps that the GPU writes and the host reads in nanoseconds.
 
 use crate::device::error::DeviceError;
 use crate::device::handle::Device;
@@ -6,7 +6,7 @@ use crate::device::logical::Logical;
 use ash::vk;
 use std::sync::Arc;
 
-/// A pool of timestamps; clones share it. Recordings and submissions keep it alive.
+/// A pool of timestamps; clones share it. Recorded commands and submissions keep it alive.
 #[derive(Clone)]
 pub struct Queries(Arc<Inner>);
 
@@ -23,7 +23,8 @@ impl std::fmt::Debug for Queries {
 }
 
 impl Queries {
-    /// `count` timestamps, ready to be written. `Unsupported` where the compute queue has none.
+    /// Creates a pool of `count` timestamps (at least 1), ready to be written. Returns `Unsupported` if the compute
+    /// queue has no timestamps.
     pub fn new(device: &Device, count: u32) -> Result<Queries, DeviceError> {
         let logical = device.logical();
         if device.adapter().capabilities.timestamp_bits == 0 {
@@ -37,43 +38,43 @@ impl Queries {
         Ok(queries)
     }
 
-    /// How many timestamps it has.
+    /// The number of timestamps in the pool.
     pub fn count(&self) -> u32 {
         self.0.count
     }
 
-    /// Makes all timestamps ready to be written again. Only when nothing that writes them is in
-    /// flight: the caller has seen its point. [`crate::device::Encoder::reset`] does the same
-    /// in a recording's order.
+    /// Resets all timestamps from the host, so that they can be written again. No work that writes them may be in
+    /// flight: the caller must have seen the point of that work reached. [`crate::device::Encoder::reset`] does the
+    /// same in command order.
     pub fn reset(&self) {
         self.reset_range(0, self.0.count);
     }
 
-    /// As [`Queries::reset`], of `count` from `first` on. Of a lost device none is.
+    /// Resets `count` timestamps from `first` on, as [`Queries::reset`] does. Does nothing on a lost device.
     ///
     /// # Panics
-    /// Where the range does not lie in the pool.
+    /// If the range does not lie in the pool.
     pub fn reset_range(&self, first: u32, count: u32) {
         self.assert_has(first, count);
-        // What is in flight on it may still write them, and nothing that comes later does.
+        // Work in flight on a lost device may still write the timestamps, and nothing will use them later.
         if self.0.logical.alive().is_err() {
             return;
         }
-        // SAFETY: hostQueryReset is part of the baseline; the range lies in the pool, checked above.
+        // SAFETY: hostQueryReset is a required feature. The range lies in the pool, checked above.
         unsafe { self.0.logical.raw.reset_query_pool(self.0.raw, first, count) };
     }
 
-    /// Timestamps `first .. first + count` in nanoseconds of the device's clock; `None` for one
-    /// not written yet. Does not wait.
+    /// Returns the timestamps `first .. first + count` in nanoseconds of the device's clock; `None` for a timestamp
+    /// that is not written yet. Does not wait.
     ///
     /// # Panics
-    /// Where the range does not lie in the pool.
+    /// If the range does not lie in the pool.
     pub fn read(&self, first: u32, count: u32) -> Result<Vec<Option<u64>>, DeviceError> {
         self.assert_has(first, count);
         let logical = &self.0.logical;
         let mut values = vec![[0u64; 2]; count as usize];
         let flags = vk::QueryResultFlags::TYPE_64 | vk::QueryResultFlags::WITH_AVAILABILITY;
-        // SAFETY: the range lies in the pool; each element holds a value and its availability.
+        // SAFETY: the range lies in the pool. Each element holds a value and its availability.
         let result = unsafe { logical.raw.get_query_pool_results(self.0.raw, first, &mut values, flags) };
         match result {
             Ok(()) | Err(vk::Result::NOT_READY) => {}
@@ -103,18 +104,19 @@ impl Queries {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // SAFETY: submissions in flight and recordings hold clones, so none is left.
+        // SAFETY: recorded commands and submissions in flight hold clones, so no use is left.
         unsafe { self.logical.raw.destroy_query_pool(self.raw, None) };
     }
 }
 
-/// Ticks, of which `bits` are valid, in nanoseconds.
+/// Converts timestamp ticks, of which only the lowest `bits` bits are valid, into nanoseconds.
 pub(super) fn nanoseconds(ticks: u64, bits: u32, period_ns: f32) -> u64 {
     let valid = if bits >= 64 { ticks } else { ticks & ((1 << bits) - 1) };
     if period_ns == 1.0 {
         return valid;
     }
-    // Whole and fractional period apart: a product in f64 would lose nanoseconds after days.
+    // The whole and the fractional part of the period are multiplied separately: one product in f64 would lose
+    // nanoseconds after days.
     let whole = period_ns.trunc();
     (valid.wrapping_mul(whole as u64)).wrapping_add((valid as f64 * f64::from(period_ns - whole)) as u64)
 }
@@ -126,7 +128,7 @@ mod tests {
     #[test]
     fn ticks_become_nanoseconds() {
         assert_eq!(nanoseconds(u64::MAX, 64, 1.0), u64::MAX);
-        // Of 36 bits only the lowest is set.
+        // Of the 36 valid bits only the lowest is set.
         assert_eq!(nanoseconds(0xff00_0000_0001, 36, 10.0), 10);
         assert_eq!(nanoseconds(1000, 64, 52.5), 52_500);
     }

@@ -1,5 +1,5 @@
-//! Submission: one role's way to its hardware queue and its timeline. Keeps what was submitted
-//! until it has finished. Deliberately absent: what to do when (`hold`), waiting (`handle`).
+//! Submission of one role's batches to its hardware queue and timeline. Keeps what was submitted alive until it has
+//! finished. Not here: the order in which batches may be submitted (`hold`), and waiting (`handle`).
 
 use crate::device::commands::Commands;
 use crate::device::error::DeviceError;
@@ -12,38 +12,38 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One unit of a batch: its commands run in order, then the next timeline value is signalled.
-/// Entries are ordered with each other only as commands are: who reads what an earlier entry
-/// wrote begins with a barrier.
+/// A unit of a batch: its commands run in order, then the next timeline value is signalled. Entries are ordered with
+/// each other only as consecutive commands are: an entry that reads what an earlier entry wrote must begin with a
+/// barrier.
 #[derive(Clone, Debug, Default)]
 pub struct Entry {
-    /// May be empty: then it only signals.
+    /// The command buffers; may be empty, then the entry only signals.
     pub commands: Vec<Commands>,
-    /// It and all that is submitted later wait until the host has opened this up to the value. On a hardware queue
-    /// that both roles share the other role waits too.
+    /// A gate and a value: this entry and all later submissions wait until the host has opened the gate up to the
+    /// value. On a hardware queue that both roles share, the other role waits too.
     pub gate: Option<(Arc<Gate>, u64)>,
 }
 
-/// What goes to a queue in one call.
+/// The entries that one call submits to a queue.
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
-    /// At least one.
+    /// At least one entry.
     pub entries: Vec<Entry>,
-    /// Points that must be reached before the first entry begins; later entries come after it.
+    /// The points that must be reached before the first entry begins, and thereby before all later entries.
     pub waits: Vec<Point>,
 }
 
 impl Batch {
-    /// A batch of one entry.
+    /// Creates a batch with one entry.
     pub fn one(commands: Commands, waits: Vec<Point>) -> Batch {
         Batch { entries: vec![Entry { commands: vec![commands], gate: None }], waits }
     }
 }
 
-/// Both timelines of a device, for whoever waits or signals.
+/// The timeline semaphores of a device, shared by everything that waits for them or signals them.
 pub(super) struct Timelines {
     pub(super) semaphores: [vk::Semaphore; 2],
-    /// The last value given out in each; written under the hardware queue's lock.
+    /// The last value reserved in each timeline; written under the hardware queue's lock.
     reserved: [AtomicU64; 2],
 }
 
@@ -57,7 +57,7 @@ impl Timelines {
     }
 }
 
-/// One hardware queue; two roles may share it.
+/// A hardware queue; two roles may share it.
 pub(super) struct Hardware {
     raw: vk::Queue,
     state: Mutex<State>,
@@ -65,7 +65,7 @@ pub(super) struct Hardware {
 
 pub(super) struct State {
     lanes: Lanes<Submission>,
-    /// What each role's unfinished submissions need, with the value that ends them.
+    /// Per role, the entries of unfinished submissions, each with the timeline value that ends it.
     in_flight: [VecDeque<(u64, Vec<Entry>)>; 2],
 }
 
@@ -81,11 +81,12 @@ impl Hardware {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock is a failed assertion about a batch, before anything changed.
+        // A poisoned lock is usable: the only panics under it are failed assertions about a batch, before anything has
+        // changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets go of everything, held back or in flight. Only when the device is idle or lost.
+    /// Releases everything, held back or in flight. Only to be called when the device is idle or lost.
     pub(super) fn clear(&self) {
         let mut state = self.lock();
         state.in_flight = [VecDeque::new(), VecDeque::new()];
@@ -93,7 +94,7 @@ impl Hardware {
     }
 }
 
-/// A role's queue.
+/// The queue of one role.
 pub struct Queue {
     role: Role,
     family: u32,
@@ -117,39 +118,39 @@ impl Queue {
         Queue { role, family: logical.slot(role).family, hardware, timelines, logical }
     }
 
-    /// The role that it serves.
+    /// The role that the queue serves.
     pub fn role(&self) -> Role {
         self.role
     }
 
-    /// Its queue family.
+    /// The queue family.
     pub fn family(&self) -> u32 {
         self.family
     }
 
-    /// Whether the other role shares its hardware queue.
+    /// Whether the other role uses the same hardware queue.
     pub fn aliased(&self) -> bool {
         self.logical.aliased()
     }
 
-    /// The last point given out; reached when everything submitted so far has finished.
+    /// The last point that was returned; reached when everything submitted to this queue so far has finished.
     pub fn last(&self) -> Point {
         Point { role: self.role, value: self.timelines.reserved(self.role) }
     }
 
-    /// Submits a batch with one `vkQueueSubmit2` and gives the point of its last entry; entry
-    /// `i` of `n` ends at that value less `n - 1 - i`. Never waits for the GPU. Where both
-    /// roles share a hardware queue, a batch that waits for a point not submitted yet is kept
-    /// on the host until it has been; its point is valid at once.
+    /// Submits a batch with one `vkQueueSubmit2` and returns the point of its last entry; entry `i` of `n` signals that
+    /// value minus `n - 1 - i`. Never waits for the GPU. If both roles share a hardware queue, a batch that waits for a
+    /// point which has not been submitted yet is held on the host until it has been; the batch's point is valid at
+    /// once.
     ///
-    /// A wait for a point of another queue that nobody ever submits is never over.
+    /// A wait for a point of another hardware queue never ends if that point is never submitted.
     ///
     /// # Errors
-    /// `NeverRuns` for a wait that can't be satisfied; `DeviceLost`. Any failure of the
-    /// submission itself counts as a loss, since values already promised would never come.
+    /// `NeverRuns` for a wait that cannot be satisfied; `DeviceLost`. Any failure of the submission itself counts as a
+    /// loss, because values that were already returned would never be signalled.
     ///
     /// # Panics
-    /// On a batch without entries or with commands of another device or queue family.
+    /// If the batch has no entries, or commands of another device or queue family.
     pub fn submit(&self, batch: Batch) -> Result<Point, DeviceError> {
         let signals = batch.entries.len() as u64;
         assert!(signals > 0, "a batch needs an entry");
@@ -170,19 +171,19 @@ impl Queue {
         for (role, submission) in ready {
             let value = submission.first + submission.batch.entries.len() as u64 - 1;
             let submitted = self.submit_now(role, &submission);
-            // Kept even so: of a submission that failed with a loss nobody knows whether it runs.
+            // Kept even after a failed submission: it is unknown whether the work runs.
             state.in_flight[role.index()].push_back((value, submission.batch.entries));
             submitted?;
         }
         Ok(Point { role: self.role, value: last })
     }
 
-    /// How many batches are held back on the host, of both roles where they share the queue.
+    /// The number of batches held back on the host, of both roles if they share the hardware queue.
     pub fn held(&self) -> usize {
         self.hardware.lock().lanes.held()
     }
 
-    /// Lets go of what finished submissions kept alive. Each submission does this too.
+    /// Releases what finished submissions kept alive. Every call of [`Queue::submit`] does this too.
     pub fn collect(&self) -> Result<(), DeviceError> {
         self.collect_locked(&mut self.hardware.lock())
     }
@@ -204,7 +205,7 @@ impl Queue {
         Ok(())
     }
 
-    /// The caller holds the hardware queue's lock.
+    /// Submits to the hardware queue; the caller holds its lock.
     fn submit_now(&self, role: Role, submission: &Submission) -> Result<(), DeviceError> {
         let Submission { first, batch } = submission;
         let on = |role: Role, value: u64| {
@@ -245,9 +246,9 @@ impl Queue {
                 info.wait_semaphore_infos(waits)
             })
             .collect();
-        // SAFETY: the queue is used under its lock only; command buffers are executable, of
-        // this family, reusable, and kept in `in_flight` until their value is reached; values
-        // of a timeline are submitted in growing order (`Lanes`).
+        // SAFETY: the queue is used only under its lock. The command buffers are executable, of this queue family,
+        // allow simultaneous use, and are kept in `in_flight` until their value is reached. The values of a timeline
+        // are submitted in increasing order (see `Lanes`).
         let result = unsafe { self.logical.raw.queue_submit2(self.hardware.raw, &infos, vk::Fence::null()) };
         result.map_err(|source| self.logical.lose(&format!("vkQueueSubmit2 ({source})")))
     }

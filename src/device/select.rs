@@ -1,21 +1,21 @@
-//! Choosing an adapter. Fails closed: never another GPU, never a CPU driver that was not
-//! named. Pure.
+//! The choice of an adapter. It fails closed: it never falls back to another GPU, nor to a CPU driver that was not
+//! named. Pure functions.
 
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
 use std::fmt;
 use std::str::FromStr;
 
-/// How the user names an adapter.
+/// The user's way to name an adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selector {
-    /// 32 hexadecimal digits in lower case, without dashes.
+    /// The device UUID: 32 hexadecimal digits in lower case, without dashes.
     Uuid(String),
-    /// `domain:bus:device.function` in lower case; the domain has four digits or more.
+    /// The PCI address `domain:bus:device.function` in lower case; the domain has at least four digits.
     Pci(String),
-    /// A part of the name, in any case; the whole name for a CPU driver.
+    /// A part of the adapter's name, case-insensitive; a CPU driver requires the whole name.
     Name(String),
-    /// The place in the list of `ostinato devices`.
+    /// The index in the list that `ostinato devices` prints.
     Index(usize),
     /// The CPU driver.
     Cpu,
@@ -24,8 +24,8 @@ pub enum Selector {
 impl FromStr for Selector {
     type Err = DeviceError;
 
-    /// `cpu`, an index, a UUID (dashes and a leading `GPU-` optional), a PCI address (the
-    /// domain optional), else a name. `uuid:`, `pci:`, `index:` and `name:` force the kind.
+    /// Parses `cpu`, an index, a UUID (dashes and a leading `GPU-` are optional) or a PCI address (the domain is
+    /// optional); any other text is a name. The prefixes `uuid:`, `pci:`, `index:` and `name:` force the kind.
     fn from_str(text: &str) -> Result<Selector, DeviceError> {
         let bad = |reason: &str| DeviceError::BadSelector { text: text.to_owned(), reason: reason.to_owned() };
         let trimmed = text.trim();
@@ -64,7 +64,7 @@ impl FromStr for Selector {
 }
 
 impl fmt::Display for Selector {
-    /// What the user would write; parses back to the same selector.
+    /// Writes the selector as a user would; the text parses back to the same selector.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Selector::Uuid(digits) => {
@@ -84,8 +84,8 @@ impl fmt::Display for Selector {
     }
 }
 
-/// The one adapter that the selector names; without one, the only usable GPU. Errors list the
-/// adapters, one a line.
+/// Returns the only adapter that the selector names; without a selector, the only usable GPU. Errors list the adapters,
+/// one per line.
 pub fn select<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Result<&'a Adapter, DeviceError> {
     let Some(selector) = selector else {
         return only_gpu(adapters);
@@ -129,7 +129,7 @@ fn only_gpu(adapters: &[Adapter]) -> Result<&Adapter, DeviceError> {
     }
 }
 
-/// A part of a CPU driver's name does not select it; say what does.
+/// A part of a CPU driver's name does not select that driver. Returns a hint that says what does, or an empty string.
 fn cpu_hint(adapters: &[Adapter], selector: &Selector) -> String {
     let Selector::Name(name) = selector else {
         return String::new();
@@ -151,14 +151,14 @@ fn lines<'a>(adapters: impl Iterator<Item = &'a Adapter>) -> String {
     if out.is_empty() { "\n  (none)".to_owned() } else { out }
 }
 
-/// 32 hexadecimal digits in lower case, from a UUID with or without dashes or `GPU-`.
+/// Returns the 32 hexadecimal digits of a UUID in lower case; the text may have dashes and a leading `GPU-`.
 fn uuid(text: &str) -> Option<String> {
     let lower = text.to_lowercase();
     let digits: String = lower.strip_prefix("gpu-").unwrap_or(&lower).chars().filter(|&c| c != '-').collect();
     (digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_hexdigit())).then_some(digits)
 }
 
-/// The full PCI address in lower case; a missing domain is 0000.
+/// Returns the full PCI address in lower case; a missing domain becomes 0000.
 fn pci(text: &str) -> Option<String> {
     let hex = |part: &str, digits: std::ops::RangeInclusive<usize>| {
         if digits.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit()) {

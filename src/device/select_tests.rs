@@ -1,4 +1,4 @@
-//! Selection against lists of made-up adapters.
+//! Tests of adapter selection on lists of invented adapters.
 
 use super::*;
 use crate::device::adapter::AdapterKind;

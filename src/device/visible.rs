@@ -1,6 +1,6 @@
-//! Why no GPU may be seen: what the Vulkan loader's folders, the drivers' libraries and the device files say, in words
-//! that name what is missing and what to do about it, in a container and outside. Pure over [`View`], which is what it
-//! looks at. Deliberately absent: Vulkan; what the drivers themselves say is in the list of adapters.
+//! Diagnosis of why no GPU is found. It looks at the Vulkan loader's manifests, the drivers' libraries and the device
+//! files, and names what is missing and how to fix it, inside a container or outside. Its only input is [`View`]. Not
+//! here: Vulkan calls; what the drivers themselves report is in the list of adapters.
 
 use crate::config::file;
 use crate::device::adapter::Adapter;
@@ -12,34 +12,34 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The part of a machine that decides whether a driver is seen.
+/// The parts of a machine that decide whether a driver is found.
 trait View {
-    /// A variable of the environment; an empty one is none.
+    /// Returns an environment variable; `None` if it is unset or empty.
     fn variable(&self, name: &str) -> Option<String>;
-    /// What is in a folder, by name; nothing where there is no such folder.
+    /// Returns the paths of a directory's entries, sorted by name; empty if there is no such directory.
     fn list(&self, folder: &Path) -> Vec<PathBuf>;
-    /// Whether it is there.
+    /// Whether the path exists.
     fn exists(&self, path: &Path) -> bool;
-    /// A file's bytes.
+    /// Returns the content of a file; `None` if it cannot be read.
     fn read(&self, path: &Path) -> Option<Vec<u8>>;
-    /// Whether a device file can be opened as drivers do it.
+    /// Opens a device file for reading and writing, as drivers do, and returns the outcome.
     fn device(&self, path: &Path) -> Access;
 }
 
-/// What came of opening a device file.
+/// The outcome of opening a device file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Access {
     Granted,
     Absent,
-    /// Only for others: the group that it belongs to.
+    /// Permission denied, by the file's mode or by a container's device rules; `group` owns the file.
     Denied {
         group: u32,
     },
-    /// The kernel knows no device behind it, or a container's rules keep it from us.
+    /// Opening failed with another error, as it does when the kernel has no device behind the file.
     Dead,
 }
 
-/// This machine.
+/// The machine on which the program runs.
 struct Machine;
 
 impl View for Machine {
@@ -68,19 +68,20 @@ impl View for Machine {
         };
         match File::options().read(true).write(true).open(path) {
             Ok(_) => Access::Granted,
-            // A container's device rules refuse with the same error that the file's mode does.
+            // A container's device rules cause the same kind of error as the file's mode does.
             Err(error) if error.kind() == ErrorKind::PermissionDenied => Access::Denied { group: about.gid() },
             Err(_) => Access::Dead,
         }
     }
 }
 
-/// Why no GPU is seen, as far as it can be told from outside: a cause of errors about devices.
+/// The reasons for which no GPU is found, as far as they can be determined from outside the drivers. It is the source
+/// of errors about devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unseen {
-    /// The kind of container, if it is one.
+    /// The kind of container; `None` outside a container.
     container: Option<&'static str>,
-    /// What is missing, each a sentence.
+    /// What is missing, one sentence per item.
     findings: Vec<String>,
 }
 
@@ -101,14 +102,15 @@ impl fmt::Display for Unseen {
     }
 }
 
-/// Why none of the adapters is a usable GPU; `None` where one is.
+/// Returns why no adapter is a GPU; `None` if at least one is, even a refused one.
 pub fn unseen(adapters: &[Adapter]) -> Option<Unseen> {
     let gpu = adapters.iter().any(|adapter| !adapter.is_cpu());
-    // One that is refused says itself why.
+    // A refused GPU states its own reason.
     (!gpu).then(|| look(&Machine))
 }
 
-/// [`select`] among this machine's adapters: where it fails and there is no GPU, the error's cause says why that may be.
+/// Selects an adapter as [`select`] does. If that fails and there is no GPU among the adapters, the error's source says
+/// why that may be.
 pub fn choose<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Result<&'a Adapter, DeviceError> {
     select(adapters, selector).map_err(|mut error| {
         if let DeviceError::NoMatch { unseen: cause, .. } | DeviceError::MustChoose { unseen: cause, .. } = &mut error {
@@ -118,7 +120,7 @@ pub fn choose<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Resul
     })
 }
 
-/// Without any adapter, as no driver could be loaded.
+/// Returns the diagnosis for the case that no driver could be loaded, so that there is no list of adapters.
 pub(super) fn no_driver() -> Unseen {
     look(&Machine)
 }
@@ -193,14 +195,14 @@ fn container(view: &dyn View) -> Option<&'static str> {
     marks.into_iter().find(|(mark, _)| groups.contains(mark)).map(|(_, kind)| kind)
 }
 
-/// The manifests that the loader reads, and where it looks for them.
+/// Returns the manifests that the Vulkan loader reads, and the directories in which it looks for them.
 fn manifests(view: &dyn View) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let paths = |text: String| text.split(':').filter(|part| !part.is_empty()).map(PathBuf::from).collect::<Vec<_>>();
     let in_folder = |folder: &PathBuf| {
         let files = view.list(folder).into_iter();
         files.filter(|file| file.extension().is_some_and(|extension| extension == "json")).collect::<Vec<_>>()
     };
-    // What the environment names is all that is looked at; each may be a file or a folder.
+    // If one of these variables is set, the loader reads only what it names; each part may be a file or a directory.
     if let Some(named) = ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"].into_iter().find_map(|name| view.variable(name)) {
         let named = paths(named);
         let files = named.iter().flat_map(|path| {
@@ -227,21 +229,21 @@ fn manifests(view: &dyn View) -> (Vec<PathBuf>, Vec<PathBuf>) {
         .collect();
     let mut files: Vec<PathBuf> = folders.iter().flat_map(in_folder).collect();
     files.extend(view.variable("VK_ADD_DRIVER_FILES").map(paths).unwrap_or_default());
-    // Those of users are rarely there, and then not worth a word.
+    // The message lists only the system directories; per-user directories rarely exist.
     folders.retain(|folder| ["/etc/vulkan", "/usr"].iter().any(|base| folder.starts_with(base)));
     (files, folders)
 }
 
-/// The library that a manifest names.
+/// Returns the library that a manifest names.
 fn library(view: &dyn View, manifest: &Path) -> Option<String> {
     let json: serde_json::Value = serde_json::from_slice(&view.read(manifest)?).ok()?;
     json["ICD"]["library_path"].as_str().map(str::to_owned)
 }
 
-/// Whether the dynamic linker would find it. Those of another architecture count as found.
+/// Whether the dynamic linker would find the library. A library of another architecture counts as found.
 fn found(view: &dyn View, manifest: &Path, library: &str) -> bool {
     if library.contains('/') {
-        // Relative to the manifest.
+        // A relative path starts at the manifest's directory.
         return view.exists(&manifest.parent().unwrap_or(Path::new("/")).join(library));
     }
     let cache = view.read(Path::new("/etc/ld.so.cache")).unwrap_or_default();
@@ -254,7 +256,7 @@ fn found(view: &dyn View, manifest: &Path, library: &str) -> bool {
     cached || folders.into_iter().any(|folder| view.exists(&Path::new(folder).join(library)))
 }
 
-/// What brings NVIDIA's Vulkan driver.
+/// Returns the advice for a missing NVIDIA Vulkan driver.
 fn nvidia_hint(view: &dyn View, inside: bool) -> String {
     if !inside {
         return "install the part of NVIDIA's driver that has libGLX_nvidia.so.0 (libnvidia-gl)".to_owned();
@@ -270,7 +272,7 @@ fn nvidia_hint(view: &dyn View, inside: bool) -> String {
     }
 }
 
-/// What is wrong with the files that drivers open.
+/// Returns the problems of the device files that drivers open.
 fn devices(view: &dyn View, inside: bool) -> Vec<String> {
     let named = |folder: &str, prefix: &str| {
         let name =

@@ -1,9 +1,9 @@
-//! Diagnoses of made-up machines.
+//! Tests of the diagnosis on invented machines.
 
 use super::*;
 use std::collections::BTreeMap;
 
-/// A machine of a few files.
+/// A machine described by environment variables, files and device files.
 #[derive(Default)]
 struct MadeUp {
     variables: BTreeMap<&'static str, &'static str>,
@@ -27,7 +27,7 @@ impl MadeUp {
         self
     }
 
-    /// Without NVIDIA's user space.
+    /// Adds NVIDIA's device files, without its user-space driver.
     fn nvidia_devices(self) -> MadeUp {
         self.device("/dev/nvidia0", Access::Granted).device("/dev/nvidiactl", Access::Granted)
     }
@@ -121,7 +121,7 @@ fn containers_are_told_apart() {
 
 #[test]
 fn nvidias_runtime_without_graphics_is_the_capabilities_fault() {
-    // The runtime mounts devices and CUDA; the image may bring the manifest.
+    // NVIDIA's container runtime mounts the device files and CUDA; the image may contain the manifest.
     let inside = || MadeUp::default().with("/.dockerenv", "").nvidia_devices();
     let without = inside().set("NVIDIA_DRIVER_CAPABILITIES", "compute,utility");
     let said = findings(&without);
@@ -137,7 +137,7 @@ fn nvidias_runtime_without_graphics_is_the_capabilities_fault() {
 #[test]
 fn a_library_is_where_the_linker_finds_it() {
     let machine = || MadeUp::default().nvidia_devices().with(NVIDIA_AT, NVIDIA);
-    // As the linker's cache holds names and paths.
+    // The linker's cache contains names and paths.
     let cached = machine().with("/etc/ld.so.cache", "glibc\0libGLX_nvidia.so.0\0/usr/lib/libGLX_nvidia.so.0\0");
     assert_eq!(findings(&cached), Vec::<String>::new());
     assert!(look(&cached).to_string().contains("VK_LOADER_DEBUG"));

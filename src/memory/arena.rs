@@ -1,7 +1,7 @@
-//! Buffers: their memory, their host view, their end. The one file of `memory` with
-//! `unsafe`, so it also makes the map of a file for [`super::file`].
-//! Deliberately absent: what is in a buffer, and commands that fill one. Fresh memory holds
-//! whatever was there: the transfer actor fills it where zeros are needed.
+//! Buffers: their allocation, host access and release. This is the only file of `memory` with `unsafe` code, so it also
+//! contains the memory map of a file for [`super::file`].
+//! Not here: the content of a buffer, and commands that fill one. New memory has undefined content; the transfer actor
+//! clears it where zeros are needed.
 #![allow(unsafe_code)]
 
 use super::MemoryError;
@@ -19,29 +19,30 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Small buffers share blocks of this size.
+/// The size of the device-memory blocks that small buffers share.
 const DEVICE_BLOCK_BYTES: u64 = 64 << 20;
-/// The same for memory that the host can map.
+/// The size of the host-visible memory blocks that small buffers share.
 const HOST_BLOCK_BYTES: u64 = 16 << 20;
-/// Buffers from this size on get memory of their own, so that no block is left with a large
-/// hole; the 4,096 allocations that every driver has suffice for many models.
+/// Buffers of at least this size get a dedicated allocation, so that no block is left with a large hole. Every driver
+/// allows at least 4,096 allocations, which is enough for many models.
 const DEDICATED_BYTES: u64 = 8 << 20;
-/// Every buffer starts on such an address, whatever the driver asks for less: kernels load 16
-/// bytes at a time, and a cache line is 128.
+/// The minimum alignment of every buffer, also if the driver requires less: kernels load 16 bytes at a time, and a
+/// cache line has 128 bytes.
 const ALIGNMENT: u64 = 256;
-/// How long the device's last use of a buffer that is dropped is waited for while its queue does not move (a CPU driver:
-/// however long). Past it something is badly wrong, and the memory is leaked rather than freed under the device.
+/// How long dropping a buffer waits for the device's last use of it while the queue makes no progress; on a CPU driver
+/// the wait is unlimited. After that the device is considered broken, and the memory is leaked rather than freed while
+/// the device may use it.
 const LAST_USE_WAIT: Duration = Duration::from_secs(20);
 
-/// Where a device's buffers come from. Clones share it; it lives until its last buffer is gone.
+/// The allocator of a device's buffers. Clones share it; it lives until its last buffer is dropped.
 #[derive(Clone)]
 pub struct Arena(Arc<Inner>);
 
 struct Inner {
-    // Order matters: the allocator frees its blocks before the device goes.
+    // The field order matters: the allocator must free its blocks before the device is destroyed.
     allocator: Mutex<Allocator>,
     types: Vec<vk::MemoryType>,
-    /// The device did not finish with a buffer in time: others are not waited for again.
+    /// Set when the device did not finish with a buffer in time; later drops do not wait again.
     stuck: AtomicBool,
     device: Arc<Device>,
 }
@@ -52,23 +53,23 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// What an arena has taken.
+/// The memory that an arena uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes of live buffers, alignment included.
+    /// The bytes of live buffers, including alignment.
     pub buffers_bytes: u64,
-    /// Bytes taken from the driver for them.
+    /// The bytes allocated from the driver for them.
     pub reserved_bytes: u64,
 }
 
 impl Arena {
-    /// An empty arena on a device.
+    /// Creates an empty arena on a device.
     pub fn new(device: &Arc<Device>) -> Result<Arena, MemoryError> {
         let allocator = Allocator::new(&AllocatorCreateDesc {
             instance: device.instance().raw().clone(),
             device: device.raw().clone(),
             physical_device: device.physical(),
-            // What it would report as leaked is what `Buffer` leaks on purpose, and says so.
+            // The only leaks are those that `Buffer` makes on purpose and logs itself.
             debug_settings: {
                 let mut settings = AllocatorDebugSettings::default();
                 settings.log_leaks_on_shutdown = false;
@@ -78,7 +79,7 @@ impl Arena {
             allocation_sizes: AllocationSizes::new(DEVICE_BLOCK_BYTES, HOST_BLOCK_BYTES),
         })
         .map_err(|source| MemoryError::Allocator { name: "arena".to_owned(), source })?;
-        // SAFETY: the physical device is of this instance, which the device keeps alive.
+        // SAFETY: the physical device belongs to this instance, which the device keeps alive.
         let properties = unsafe { device.instance().raw().get_physical_device_memory_properties(device.physical()) };
         let types = properties.memory_types_as_slice().to_vec();
         Ok(Arena(Arc::new(Inner {
@@ -94,17 +95,17 @@ impl Arena {
         &self.0.device
     }
 
-    /// A buffer of `bytes` (at least 1), never split: one above the driver's largest
-    /// allocation is an error that names both numbers. On a discrete GPU
-    /// [`Place::DeviceLocal`] is in the device's own memory or refused.
+    /// Allocates a buffer of `bytes` bytes (at least 1). A buffer is never split: more than the driver's largest
+    /// allocation is an error that names both numbers. On a discrete GPU, [`Place::DeviceLocal`] is device-local memory
+    /// or an error.
     pub fn buffer(&self, name: &str, bytes: u64, place: Place) -> Result<Arc<Buffer>, MemoryError> {
         let host_access = !matches!(place, Place::DeviceLocal);
         self.0.create(name, bytes, place, host_access).map(|(buffer, _)| buffer)
     }
 
-    /// A host-visible buffer of `count × bytes_each`, of which the host sees only the slices:
-    /// each is exclusively its owner's to write or read, while the buffer itself has no host
-    /// view. [`super::StagingRing`] keeps device and host from using one at the same time.
+    /// Allocates a host-visible buffer of `count × bytes_each` bytes that the host accesses only through the returned
+    /// slices. The owner of a slice has exclusive host access to its bytes; the buffer itself has no host access.
+    /// [`super::StagingRing`] ensures that device and host do not use a slice at the same time.
     pub fn sliced(
         &self,
         name: &str,
@@ -128,7 +129,7 @@ impl Arena {
         Ok((buffer, slices))
     }
 
-    /// What a plan is held against: the driver's budget as it is now, and the operator's limit.
+    /// Returns the limits that a plan is compared with: the driver's current budget and the operator's limit.
     pub fn limits(&self, limit_bytes: Option<u64>) -> Limits {
         let (budget, adapter) = (self.0.device.budget(), self.0.device.adapter());
         Limits {
@@ -142,7 +143,7 @@ impl Arena {
         }
     }
 
-    /// What has been taken so far.
+    /// Returns the memory in use.
     pub fn usage(&self) -> Usage {
         let allocator = self.0.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         let report = allocator.generate_report();
@@ -155,8 +156,8 @@ impl Inner {
         &self.device.adapter().name
     }
 
-    /// The buffer and, for host-visible places, its mapping; the buffer keeps the latter for
-    /// itself only with `host_access`.
+    /// Creates a buffer and returns it with its mapping if `place` is host-visible. The buffer itself keeps the mapping
+    /// only with `host_access`.
     fn create(
         self: &Arc<Inner>,
         name: &str,
@@ -171,10 +172,10 @@ impl Inner {
             let (name, device) = (name.to_owned(), adapter.name.clone());
             return Err(MemoryError::TooLarge { name, asked: bytes, allowed, device });
         }
-        // Whole 16-byte words, so that fills and vector loads may take the last one whole.
+        // A multiple of 16 bytes, so that fills and vector loads may access the last 16-byte word as a whole.
         let raw = self.device.create_buffer(bytes.next_multiple_of(16), name)?;
         let destroy = |error: MemoryError| {
-            // SAFETY: the buffer was just made from this device and no command names it.
+            // SAFETY: the buffer was just created from this device, and no command uses it.
             unsafe { self.device.destroy_buffer(raw) };
             error
         };
@@ -186,7 +187,7 @@ impl Inner {
             let (name, device) = (name.to_owned(), adapter.name.clone());
             return Err(destroy(MemoryError::NoMemoryType { name, place, device }));
         };
-        // The choice is made; the allocator gets no other.
+        // Restricts the allocator to the chosen memory type.
         requirements.memory_type_bits = 1 << chosen;
         let desc = AllocationCreateDesc {
             name,
@@ -209,7 +210,7 @@ impl Inner {
         };
         drop(allocator);
         let mapped = allocation.mapped_ptr().map(|p| HostPointer(p.cast()));
-        // From here on the buffer frees both, on the error path too.
+        // From here on dropping `buffer` frees the Vulkan buffer and the allocation, also on the error paths.
         let mut buffer = Buffer {
             name: name.to_owned(),
             raw,
@@ -222,13 +223,13 @@ impl Inner {
             allocation: ManuallyDrop::new(allocation),
             arena: self.clone(),
         };
-        // SAFETY: buffer and memory are of this device, neither is bound yet, the range is the
-        // allocator's own for this buffer and as large and aligned as the requirements say.
+        // SAFETY: buffer and memory belong to this device and neither is bound yet. The allocator reserved the range
+        // for this buffer, with the size and alignment that the requirements state.
         unsafe { self.device.raw().bind_buffer_memory(raw, buffer.allocation.memory(), buffer.allocation.offset()) }
             .map_err(|source| MemoryError::Bind { name: name.to_owned(), source })?;
         let info = vk::BufferDeviceAddressInfo::default().buffer(raw);
-        // SAFETY: `create_buffer` asks for SHADER_DEVICE_ADDRESS, the allocator for
-        // DEVICE_ADDRESS memory, and the buffer is bound.
+        // SAFETY: `create_buffer` sets SHADER_DEVICE_ADDRESS, the allocator sets DEVICE_ADDRESS for the memory, and the
+        // buffer is bound.
         buffer.address = unsafe { self.device.raw().get_buffer_device_address(&info) };
         if place != Place::DeviceLocal && mapped.is_none() {
             let (name, device) = (name.to_owned(), adapter.name.clone());
@@ -262,16 +263,16 @@ impl Inner {
 #[derive(Clone, Copy)]
 struct HostPointer(NonNull<u8>);
 
-// SAFETY: the memory belongs to no thread. `Buffer` reaches it by atomic accesses only,
-// `HostSlice` is the only owner of its part.
+// SAFETY: the memory is not bound to a thread. `Buffer` accesses it only atomically, and a `HostSlice` is the only
+// owner of its part.
 unsafe impl Send for HostPointer {}
 // SAFETY: as above.
 unsafe impl Sync for HostPointer {}
 
-/// Device memory under a name. Dropping it waits for the device's last use, then frees it.
+/// A named buffer with its memory. Dropping it waits for the device's last use, then frees the memory.
 ///
-/// The host's accesses are bounds-checked; one outside the buffer, or any to a buffer that the
-/// host does not see, is a bug and panics.
+/// Host accesses are bounds-checked. An access outside the buffer, or any access to a buffer without host access, is a
+/// bug of the caller and panics.
 pub struct Buffer {
     name: String,
     raw: vk::Buffer,
@@ -279,11 +280,12 @@ pub struct Buffer {
     bytes: u64,
     device_local: bool,
     host: Option<HostPointer>,
-    /// By role: the last submission that uses it; written by whoever submits copies, and by a region when it goes.
+    /// By role: the value of the last submission that uses the buffer. Set by the code that submits copies, and by a
+    /// kernel region when it is dropped.
     last_use: [AtomicU64; 2],
-    /// By role: the last submission that writes it; written by the same.
+    /// By role: the value of the last submission that writes the buffer. Set in the same places.
     last_write: [AtomicU64; 2],
-    /// Taken by `drop` only.
+    /// Moved out by `drop` only.
     allocation: ManuallyDrop<Allocation>,
     arena: Arc<Inner>,
 }
@@ -300,112 +302,114 @@ impl fmt::Debug for Buffer {
 }
 
 impl Buffer {
-    /// Its name.
+    /// The buffer's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The handle, for commands.
+    /// The Vulkan handle, for commands.
     pub fn raw(&self) -> vk::Buffer {
         self.raw
     }
 
-    /// The device address of its first byte; a multiple of 16 at least.
+    /// The device address of the first byte; at least a multiple of 16.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Its size.
+    /// The size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether it is in the device's own memory.
+    /// Whether the buffer is in device-local memory.
     pub fn device_local(&self) -> bool {
         self.device_local
     }
 
-    /// Whether `read`, `write`, `load_u32` and `store_u32` are possible.
+    /// Whether `read`, `write`, `load_u32` and `store_u32` may be called.
     pub fn host_visible(&self) -> bool {
         self.host.is_some()
     }
 
-    /// Notes that the submission with this point reads the buffer.
+    /// Records that the submission with this point reads the buffer.
     pub fn mark_read(&self, point: Point) {
         self.last_use[point.role.index()].fetch_max(point.value, Ordering::AcqRel);
     }
 
-    /// Notes that the submission with this point writes the buffer.
+    /// Records that the submission with this point writes the buffer.
     pub fn mark_written(&self, point: Point) {
         self.last_write[point.role.index()].fetch_max(point.value, Ordering::AcqRel);
         self.mark_read(point);
     }
 
-    /// The last submissions that read or write it, at most one a role.
+    /// Returns the points of the last submissions that read or write the buffer, at most one per role.
     pub fn last_use(&self) -> impl Iterator<Item = Point> + use<> {
         points(&self.last_use)
     }
 
-    /// The last submissions that write it, at most one a role: what a readback waits for.
+    /// Returns the points of the last submissions that write the buffer, at most one per role. A readback waits for
+    /// them.
     pub fn last_write(&self) -> impl Iterator<Item = Point> + use<> {
         points(&self.last_write)
     }
 
-    /// Copies bytes in. The device sees them in work submitted afterwards; they must not be in
-    /// use there. Each aligned word arrives whole.
+    /// Copies `data` into the buffer at `offset`. Work submitted later sees the bytes; the device must not be using the
+    /// range. Each aligned 4-byte word is stored atomically.
     pub fn write(&self, offset: u64, data: &[u8]) {
         let at = self.at(offset, data.len());
         let (head, words, tail) = split(at, data.len());
         for (i, byte) in data.iter().enumerate().take(head).chain(data.iter().enumerate().skip(data.len() - tail)) {
-            // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps; every
-            // host access goes through an atomic, so threads cannot race.
+            // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps alive. Every host access is
+            // atomic, so threads cannot race.
             unsafe { AtomicU8::from_ptr(at.add(i)) }.store(*byte, Ordering::Relaxed);
         }
         for (i, word) in data[head..].as_chunks::<4>().0.iter().enumerate().take(words) {
-            // SAFETY: as above, and `split` puts the words on multiples of 4.
+            // SAFETY: as above; `split` places the words at multiples of 4.
             unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }
                 .store(u32::from_ne_bytes(*word), Ordering::Relaxed);
         }
     }
 
-    /// Copies bytes out: what the device wrote in work whose point was reached, or what the
-    /// host wrote. Slow from memory that is not [`Place::Readback`].
+    /// Copies bytes at `offset` out of the buffer: those that the device wrote in work whose point is reached, or that
+    /// the host wrote. Slow for memory other than [`Place::Readback`].
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         let at = self.at(offset, data.len());
         let len = data.len();
         let (head, words, tail) = split(at, len);
         let (first, last) = (0..head, len - tail..len);
         for i in first.chain(last) {
-            // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps; every
-            // host access goes through an atomic, so threads cannot race.
+            // SAFETY: `at` checked that `i` is inside the mapping, which `self` keeps alive. Every host access is
+            // atomic, so threads cannot race.
             data[i] = unsafe { AtomicU8::from_ptr(at.add(i)) }.load(Ordering::Relaxed);
         }
         for (i, word) in data[head..].as_chunks_mut::<4>().0.iter_mut().enumerate().take(words) {
-            // SAFETY: as above, and `split` puts the words on multiples of 4.
+            // SAFETY: as above; `split` places the words at multiples of 4.
             *word = unsafe { AtomicU32::from_ptr(at.add(head + 4 * i).cast()) }.load(Ordering::Relaxed).to_ne_bytes();
         }
     }
 
-    /// Stores a word that a running kernel or another thread may be waiting for (release).
-    /// `offset` is a multiple of 4.
+    /// Stores a 32-bit word with release ordering; a running kernel or another thread may be polling it. `offset` must
+    /// be a multiple of 4.
     pub fn store_u32(&self, offset: u64, value: u32) {
         self.word(offset).store(value, Ordering::Release);
     }
 
-    /// Loads a word that a running kernel or another thread may be writing (acquire).
-    /// `offset` is a multiple of 4.
+    /// Loads a 32-bit word with acquire ordering; a running kernel or another thread may be writing it. `offset` must
+    /// be a multiple of 4.
     pub fn load_u32(&self, offset: u64) -> u32 {
         self.word(offset).load(Ordering::Acquire)
     }
 
     fn word(&self, offset: u64) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4), "word at {offset} of {:?}", self.name);
-        // SAFETY: `at` checks the bounds; buffers start on multiples of 4 and so do words; the
-        // mapping lives as long as `self`, and every host access to it is atomic.
+        // SAFETY: `at` checks the bounds, and buffers and words start at multiples of 4. The mapping lives as long as
+        // `self`, and every host access to it is atomic.
         unsafe { AtomicU32::from_ptr(self.at(offset, 4).cast()) }
     }
 
-    /// The host address of `len` bytes at `offset`, checked.
+    /// Returns the host address of `len` bytes at `offset`. Panics if the range is outside the buffer or the buffer has
+    /// no host access.
     fn at(&self, offset: u64, len: usize) -> *mut u8 {
         let host = self.host.unwrap_or_else(|| panic!("the host does not see {:?}", self.name));
         let end = offset.checked_add(len as u64);
@@ -415,13 +419,13 @@ impl Buffer {
             self.name,
             self.bytes
         );
-        // SAFETY: inside the mapping, by the assertion.
+        // SAFETY: inside the mapping, by the assertion above.
         unsafe { host.0.add(offset as usize).as_ptr() }
     }
 }
 
-/// Of `len` bytes at an address: how many before the first multiple of 4, whole words after
-/// it, and bytes after these.
+/// Splits `len` bytes at an address: returns the number of bytes before the first multiple of 4, the number of whole
+/// 4-byte words from there, and the number of bytes after them.
 fn split(at: *const u8, len: usize) -> (usize, usize, usize) {
     let head = (at.addr().wrapping_neg() % 4).min(len);
     (head, (len - head) / 4, (len - head) % 4)
@@ -436,7 +440,7 @@ fn points(values: &[AtomicU64; 2]) -> impl Iterator<Item = Point> + use<> {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: taken once, here; nothing reads the field afterwards.
+        // SAFETY: the value is taken only once, here; nothing reads the field afterwards.
         let allocation = unsafe { ManuallyDrop::take(&mut self.allocation) };
         for point in self.last_use() {
             let patience = if self.arena.stuck.load(Ordering::Relaxed) { Duration::ZERO } else { LAST_USE_WAIT };
@@ -452,16 +456,16 @@ impl Drop for Buffer {
                         "memory is leaked: the device did not finish with it"
                     );
                     std::mem::forget(allocation);
-                    // Keeps the block and the device from being destroyed under the use.
+                    // Keeps the memory block and the device alive, because the device may still use the buffer.
                     std::mem::forget(self.arena.clone());
                     return;
                 }
             }
         }
-        // SAFETY: the device has reached the last point that uses the buffer, or is lost and has stopped (above). Every use
-        // is among the points: transfers mark what they submit, and what regions submit is marked by each region when it
-        // goes, which is before its share of the buffer does. Handles are only lent by `raw`, and nobody can lend one any
-        // more.
+        // SAFETY: the device has reached the last point that uses the buffer, or it is lost and has stopped (above).
+        // The points cover every use: transfers mark what they submit, and each kernel region marks its buffers when it
+        // is dropped, before it releases its share of them. `raw` only lends the handle, and no reference to the buffer
+        // is left that could lend it again.
         unsafe { self.arena.device.destroy_buffer(self.raw) };
         let mut allocator = self.arena.allocator.lock().unwrap_or_else(PoisonError::into_inner);
         if let Err(error) = allocator.free(allocation) {
@@ -470,7 +474,7 @@ impl Drop for Buffer {
     }
 }
 
-/// A part of a buffer that is its owner's alone on the host's side.
+/// A part of a buffer to which its owner has exclusive host access.
 pub struct HostSlice {
     start: HostPointer,
     offset: u64,
@@ -489,53 +493,52 @@ impl fmt::Debug for HostSlice {
 }
 
 impl HostSlice {
-    /// The buffer that it is a part of.
+    /// The buffer that contains the slice.
     pub fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer
     }
 
-    /// Where in the buffer it starts.
+    /// The slice's offset in the buffer, in bytes.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Its length.
+    /// The slice's length in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Never: slices have bytes.
+    /// Always `false`: a slice has at least one byte.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Its bytes. Whoever holds them sees to it that the device is not writing them.
+    /// The slice's bytes. The caller must make sure that the device is not writing them.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: in the mapping that `buffer` keeps; only this slice reaches these bytes on
-        // the host, and the device does not write them while the slice is held by anyone but
-        // the actor that reads back (it waits for the point of its copy first).
+        // SAFETY: the range is in the mapping, which `buffer` keeps alive. Only this slice accesses these bytes on the
+        // host. The device writes them only for the actor that reads back, which waits for the point of its copy first.
         unsafe { std::slice::from_raw_parts(self.start.0.as_ptr(), self.bytes) }
     }
 
-    /// Its bytes, to write. Whoever holds them sees to it that the device is not using them:
-    /// a staging slot is handed out only after the point of its last copy was reached.
+    /// The slice's bytes for writing. The caller must make sure that the device is not using them: a staging slot is
+    /// handed out only after the point of its last copy is reached.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`, and `&mut self` makes it the only reference.
+        // SAFETY: as in `bytes`; `&mut self` makes this the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.start.0.as_ptr(), self.bytes) }
     }
 
-    /// Copies bytes to `offset`, past the host's caches where its processor can do that: only the device reads them, and
-    /// a line that is written whole need not be read first. The caller sees to the same as with
-    /// [`HostSlice::bytes_mut`].
+    /// Copies bytes to `offset` in the slice with stores that bypass the host's caches, if the processor supports them:
+    /// only the device reads the bytes, and a cache line that is written completely need not be read first. The caller
+    /// has the same obligations as with [`HostSlice::bytes_mut`].
     ///
     /// # Panics
-    /// If they do not fit in the slice: a bug of the caller.
+    /// If the bytes do not fit in the slice: a bug of the caller.
     pub fn stream(&mut self, offset: usize, from: &[u8]) {
         stream(&mut self.bytes_mut()[offset..][..from.len()], from);
     }
 }
 
-/// Copies past the caches; what is of no whole cache line goes through them.
+/// Copies bytes with non-temporal stores. Bytes that do not fill a whole cache line are copied normally.
 #[cfg(target_arch = "x86_64")]
 fn stream(to: &mut [u8], from: &[u8]) {
     use std::arch::x86_64::{_mm_loadu_si128, _mm_sfence, _mm_stream_si128};
@@ -547,51 +550,55 @@ fn stream(to: &mut [u8], from: &[u8]) {
     to[lines..].copy_from_slice(&from[lines..]);
     let words = to[head..lines].as_chunks_mut::<16>().0.iter_mut().zip(from[head..lines].as_chunks::<16>().0);
     for (to, from) in words {
-        // SAFETY: every x86-64 has these instructions; both are 16 bytes, and `head` puts `to` on a multiple of 16.
+        // SAFETY: every x86-64 processor has these instructions. Both operands have 16 bytes, and `head` aligns `to` to
+        // 16 bytes.
         unsafe { _mm_stream_si128(to.as_mut_ptr().cast(), _mm_loadu_si128(from.as_ptr().cast())) };
     }
-    // Such stores are in no order with others: whoever hears of these bytes finds them only behind a fence.
+    // Non-temporal stores are not ordered with other stores. The fence makes the bytes visible before any later store
+    // that announces them.
     // SAFETY: as above.
     unsafe { _mm_sfence() };
 }
 
-/// As above, on processors whose plain stores are all there is.
+/// Copies bytes with ordinary stores, on processors without an implementation of the above.
 #[cfg(not(target_arch = "x86_64"))]
 fn stream(to: &mut [u8], from: &[u8]) {
     to.copy_from_slice(from);
 }
 
-/// A whole file mapped to read. Used by [`super::file::WeightFile`] only.
+/// A read-only memory map of a whole file. Used only by [`super::file::WeightFile`].
 ///
-/// The system raises SIGBUS where a page of a map cannot be read: beyond the end of a file that was cut, or because
-/// its disk fails. That ends a process, so a handler looks whether the address is in one of these maps: then the map
-/// from there on becomes zeroes, whoever reads goes on with these, and [`FileMap::is_lost`] says so afterwards.
+/// The system raises SIGBUS when a page of a map cannot be read: the page is beyond the end of a file that was
+/// truncated, or its disk fails. By default SIGBUS ends the process. A signal handler therefore checks whether the
+/// address is in one of these maps. If it is, the handler replaces the map from that page on with zeros, the reader
+/// continues with these zeros, and [`FileMap::is_lost`] returns true afterwards.
 pub(super) struct FileMap {
     map: memmap2::Mmap,
-    /// Its place in [`MAPS`].
+    /// The map's entry in [`MAPS`].
     #[cfg(target_os = "linux")]
     place: &'static guard::Place,
 }
 
 impl FileMap {
-    /// Maps a file; `None` where that cannot be done, or not be guarded.
+    /// Maps a file. Returns `None` if the file cannot be mapped, or if the map cannot be guarded against SIGBUS.
     #[cfg(target_os = "linux")]
     pub(super) fn of(file: &File) -> Option<FileMap> {
         guard::install()?;
-        // SAFETY: the map is private and only read. What Rust cannot know is that nobody else changes the file
-        // meanwhile: numbers may then be any, and `WeightFile::unchanged` is asked behind every use whether they count.
+        // SAFETY: the map is private and only read. Rust cannot know that nothing else changes the file meanwhile. If
+        // something does, the bytes may have any value, and `WeightFile::unchanged`, called after every use, reports
+        // that they are invalid.
         let map = unsafe { memmap2::Mmap::map(file) }.ok()?;
         let place = guard::enter(map.as_ptr().addr(), map.len())?;
         Some(FileMap { map, place })
     }
 
-    /// Elsewhere files are read.
+    /// Always returns `None`: on other systems files are read instead.
     #[cfg(not(target_os = "linux"))]
     pub(super) fn of(_: &File) -> Option<FileMap> {
         None
     }
 
-    /// The file's bytes, zeroes where they could not be read.
+    /// The file's bytes, with zeros in place of bytes that could not be read.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.map
     }
@@ -604,7 +611,7 @@ impl FileMap {
         false
     }
 
-    /// Brings a part into memory at once instead of page by page as it is touched.
+    /// Reads a part into memory at once, instead of page by page on first access.
     pub(super) fn populate(&self, start: usize, len: usize) -> std::io::Result<()> {
         #[cfg(target_os = "linux")]
         return self.map.advise_range(memmap2::Advice::PopulateRead, start, len);
@@ -612,11 +619,11 @@ impl FileMap {
         Ok(())
     }
 
-    /// Takes a part out of the process's page tables.
+    /// Removes a part from the process's page tables.
     #[cfg(target_os = "linux")]
     pub(super) fn let_go(&self, start: usize, len: usize) -> std::io::Result<()> {
-        // SAFETY: the advice loses what was written to a map. This one is only read: whoever touches the part again, or
-        // has a reference into it, finds the file's bytes as before.
+        // SAFETY: this advice discards what was written to a private map. This map is only read, so a later access,
+        // also through an existing reference, finds the file's bytes as before.
         unsafe { self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, len) }
     }
 }
@@ -624,12 +631,12 @@ impl FileMap {
 #[cfg(target_os = "linux")]
 impl Drop for FileMap {
     fn drop(&mut self) {
-        // The map itself ends behind this: nobody reads it any more.
+        // The map itself is unmapped after this; nothing reads it any more.
         self.place.leave();
     }
 }
 
-/// What keeps a map's missing pages from ending the process.
+/// The SIGBUS guard: keeps unreadable pages of a registered map from ending the process.
 #[cfg(target_os = "linux")]
 mod guard {
     use std::ffi::{c_int, c_void};
@@ -638,10 +645,10 @@ mod guard {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-    /// Maps at once; further files are read instead.
+    /// The maximum number of maps at the same time; further files are read instead.
     const MOST: usize = 1024;
 
-    /// The addresses of one map. Empty while `start` is the largest address.
+    /// The address range of one map. The range is empty while `start` is the largest address.
     pub(super) struct Place {
         taken: AtomicBool,
         start: AtomicUsize,
@@ -657,17 +664,18 @@ mod guard {
             lost: AtomicBool::new(false),
         }
     }; MOST];
-    /// What SIGBUS did before; `None`: it could not be changed.
+    /// The previous action for SIGBUS; `None` if the handler could not be installed.
     static BEFORE: OnceLock<Option<libc::sigaction>> = OnceLock::new();
     static PAGE: AtomicUsize = AtomicUsize::new(0);
 
-    /// Sees to the handler, once a process.
+    /// Installs the signal handler, once per process. Returns `None` if that failed.
     pub(super) fn install() -> Option<()> {
         let before = BEFORE.get_or_init(|| {
             PAGE.store(rustix::param::page_size(), Ordering::Release);
             let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_bus_error;
-            // SAFETY: all zeroes are a valid `sigaction`, the default one; the system fills `before`. The handler is of
-            // the form that SA_SIGINFO asks for, and runs on the stack of its own that Rust gives each thread.
+            // SAFETY: a `sigaction` of all zeros is valid: it is the default action. The system fills `before`. The
+            // handler has the signature that SA_SIGINFO requires, and runs on the alternate signal stack that Rust
+            // gives each thread.
             unsafe {
                 let mut action: libc::sigaction = mem::zeroed();
                 action.sa_sigaction = handler as usize;
@@ -679,23 +687,23 @@ mod guard {
         before.as_ref().map(|_| ())
     }
 
-    /// Has the handler know a map.
+    /// Registers a map with the handler. Returns `None` if all entries are in use.
     pub(super) fn enter(start: usize, len: usize) -> Option<&'static Place> {
         let free =
             |place: &&Place| place.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok();
         let place = MAPS.iter().find(free)?;
         place.lost.store(false, Ordering::Release);
-        // In an order in which the addresses between are never others'.
+        // `end` is stored before `start`, so that the range never contains addresses that are not this map's.
         place.end.store(start + len.next_multiple_of(PAGE.load(Ordering::Acquire)), Ordering::Release);
         place.start.store(start, Ordering::Release);
         Some(place)
     }
 
-    /// The map that an address is in, and that map's end.
+    /// Returns the map that contains an address, and the end of that map.
     pub(super) fn knows(address: usize) -> Option<(&'static Place, usize)> {
         MAPS.iter().find_map(|place| {
             let (start, end) = (place.start.load(Ordering::Acquire), place.end.load(Ordering::Acquire));
-            // Another map may have taken the place between the two loads.
+            // Another map may have taken the entry between the two loads.
             let same = place.start.load(Ordering::Acquire) == start;
             (same && (start..end).contains(&address)).then_some((place, end))
         })
@@ -708,43 +716,44 @@ mod guard {
             self.taken.store(false, Ordering::Release);
         }
 
-        /// From a page of this map on there are zeroes.
+        /// Replaces the pages of this map with zeros, from the page of `address` up to `end`. Returns whether that
+        /// succeeded.
         fn lose(&self, address: usize, end: usize) -> bool {
             self.lost.store(true, Ordering::Release);
             let from = address & !(PAGE.load(Ordering::Acquire) - 1);
             let (access, kind) = (libc::PROT_READ, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
-            // SAFETY: the pages are those of a map of ours, which lives as long as its place is taken, and they are only
-            // read. A system call by itself: it may be made in a handler.
+            // SAFETY: the pages belong to one of our maps, which lives as long as its entry is taken, and they are only
+            // read. `mmap` is a plain system call and may be made in a signal handler.
             let mapped = unsafe { libc::mmap(ptr::without_provenance_mut(from), end - from, access, kind, -1, 0) };
             mapped != libc::MAP_FAILED
         }
     }
 
     extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-        // SAFETY: the system gives what SA_SIGINFO asks for.
+        // SAFETY: the system passes the arguments that SA_SIGINFO specifies.
         let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-        // Not an error of the machine's memory, nor a signal that somebody sent.
+        // BUS_ADRERR excludes hardware memory errors and signals that another process sent.
         if code == libc::BUS_ADRERR && knows(address).is_some_and(|(place, end)| place.lose(address, end)) {
             return;
         }
-        // Nobody's of ours: what would have happened without this handler.
+        // The address is in none of our maps: do what would have happened without this handler.
         let before = BEFORE.get().and_then(Option::as_ref);
         match before {
             Some(before) if ![libc::SIG_DFL, libc::SIG_IGN].contains(&before.sa_sigaction) => {
                 let handler = before.sa_sigaction;
                 if before.sa_flags & libc::SA_SIGINFO != 0 {
-                    // SAFETY: it was set as a handler of this form.
+                    // SAFETY: SA_SIGINFO is set, so the handler has this signature.
                     let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) =
                         unsafe { mem::transmute(handler) };
                     handler(signal, info, context);
                 } else {
-                    // SAFETY: as above.
+                    // SAFETY: SA_SIGINFO is not set, so the handler has this signature.
                     let handler: extern "C" fn(c_int) = unsafe { mem::transmute(handler) };
                     handler(signal);
                 }
             }
             _ => {
-                // SAFETY: as in `install`. The instruction is run again and ends the process.
+                // SAFETY: as in `install`. The faulting instruction runs again and ends the process.
                 unsafe {
                     let default: libc::sigaction = mem::zeroed();
                     libc::sigaction(libc::SIGBUS, &default, ptr::null_mut());
@@ -758,8 +767,8 @@ mod guard {
 mod tests {
     use super::*;
 
-    /// Goal: only maps of weights are guarded: a page of another that cannot be read ends the process as ever. Method: this
-    /// test again as a process of its own.
+    /// Goal: only maps of weight files are guarded; an unreadable page of any other map still ends the process. Method:
+    /// the test runs itself again as a child process.
     #[cfg(target_os = "linux")]
     #[test]
     fn a_lost_page_of_another_map_still_ends_the_process() {
@@ -770,7 +779,7 @@ mod tests {
             let file = tempfile::tempfile().unwrap();
             file.set_len(100_000).unwrap();
             let guarded = FileMap::of(&file).unwrap();
-            // SAFETY: nobody looks at what becomes of it but this test.
+            // SAFETY: only this test uses the map.
             let other = unsafe { memmap2::Mmap::map(&file) }.unwrap();
             file.set_len(0).unwrap();
             assert_eq!((guarded.bytes()[50_000], guarded.is_lost()), (0, true));

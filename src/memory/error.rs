@@ -1,5 +1,4 @@
-//! What can go wrong with memory, one variant for each thing that a caller may treat
-//! differently.
+//! Errors of the memory layer, with one variant per case that a caller may handle differently.
 
 use super::place::Place;
 use super::plan::{PlanError, told_apart};
@@ -19,44 +18,44 @@ pub enum MemoryError {
     #[error("{name:?} needs {} in one allocation, {device:?} allows {}",
         told_apart(*.asked, *.allowed).0, told_apart(*.asked, *.allowed).1)]
     TooLarge {
-        /// The buffer.
+        /// The name of the buffer.
         name: String,
-        /// Its bytes.
+        /// The size of the buffer, in bytes.
         asked: u64,
         /// `maxMemoryAllocationSize`.
         allowed: u64,
-        /// Where.
+        /// The name of the device.
         device: String,
     },
-    /// The device has no memory left.
+    /// There is not enough free memory.
     #[error("cannot reserve {} of {place} for {name:?}, {} free on {device:?}",
         told_apart(*.asked, *.free).0, told_apart(*.asked, *.free).1)]
     OutOfMemory {
-        /// The buffer.
+        /// The name of the buffer.
         name: String,
-        /// Its bytes.
+        /// The bytes that the buffer needs, including the driver's padding.
         asked: u64,
-        /// Whose memory.
+        /// The kind of memory that was requested.
         place: Place,
-        /// What the driver says is free of the device's own memory.
+        /// The free device-local memory in bytes as the driver reports it, also if `place` is host memory.
         free: u64,
-        /// Where.
+        /// The name of the device.
         device: String,
     },
-    /// The device has no such memory.
+    /// The device has no memory type of the requested kind.
     #[error("{device:?} has no {place} for {name:?}")]
     NoMemoryType {
-        /// The buffer.
+        /// The name of the buffer.
         name: String,
-        /// What was asked for.
+        /// The kind of memory that was requested.
         place: Place,
-        /// Where.
+        /// The name of the device.
         device: String,
     },
-    /// The allocator failed otherwise.
+    /// The allocator failed for another reason.
     #[error("cannot allocate memory for {name:?}")]
     Allocator {
-        /// The buffer.
+        /// The name of the buffer.
         name: String,
         /// The cause.
         #[source]
@@ -65,19 +64,19 @@ pub enum MemoryError {
     /// Memory could not be bound to a buffer.
     #[error("cannot bind memory to {name:?}")]
     Bind {
-        /// The buffer.
+        /// The name of the buffer.
         name: String,
         /// The cause.
         #[source]
         source: ash::vk::Result,
     },
-    /// A name that is not in the table.
+    /// A name is not in the table.
     #[error("no buffer is named {name:?}")]
     Missing {
         /// The name.
         name: String,
     },
-    /// A name that is in the table already.
+    /// A name is already in the table.
     #[error("two buffers are named {name:?}")]
     Duplicate {
         /// The name.
@@ -86,40 +85,40 @@ pub enum MemoryError {
     /// No staging slot became free.
     #[error("no staging slot became free in {seconds} s")]
     StagingTimeout {
-        /// How long was waited.
+        /// The length of the wait.
         seconds: u64,
     },
     /// A file cannot be opened or read.
     #[error("cannot read {}", path.display())]
     File {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
         /// The cause.
         #[source]
         source: std::io::Error,
     },
-    /// A file is shorter than what it should hold.
+    /// A file is too short for a part that it should contain.
     #[error("{} is truncated: {what} ends at byte {wanted}, the file has {has}", path.display())]
     Truncated {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
-        /// What does not fit.
+        /// The part that does not fit.
         what: String,
-        /// Where that would end.
+        /// The offset of the part's end, in bytes.
         wanted: u64,
-        /// Length of the file.
+        /// The length of the file, in bytes.
         has: u64,
     },
-    /// A file was written to or replaced after it was first looked at.
+    /// A file was written to or replaced after its state was first recorded.
     #[error("{} was changed while it was loaded: {how}; it had {was} bytes and has {is}", path.display())]
     FileChanged {
-        /// Which.
+        /// The path of the file.
         path: PathBuf,
-        /// What shows it.
+        /// The difference that shows the change.
         how: String,
-        /// Length when opened.
+        /// The length when the state was recorded, in bytes.
         was: u64,
-        /// Length now.
+        /// The current length, in bytes.
         is: u64,
     },
 }

@@ -1,6 +1,6 @@
-//! The shards of a checkpoint: open files that are mapped into memory where that can be done, else read by position.
-//! Whatever becomes of a file meanwhile, a load has an error and nothing else happens.
-//! Deliberately absent: what is in them.
+//! The shards of a checkpoint: open files that are mapped into memory if possible, and otherwise read by position. If a
+//! file changes or fails meanwhile, the load returns an error; the process continues.
+//! Not here: the content of the files.
 
 use super::MemoryError;
 use super::arena::FileMap;
@@ -12,17 +12,17 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// Bytes of a map that end at once: a millisecond's work.
+/// The number of bytes of a map that are unmapped at a time; this takes about a millisecond.
 #[cfg(target_os = "linux")]
 const END_STEP: usize = 64 << 20;
 
-/// A regular file that is open to be read, and the state in which it was found. Whoever writes to it meanwhile makes
-/// [`WeightFile::unchanged`] fail.
+/// A regular file that is open for reading, and its state when it was opened. After a write to the file,
+/// [`WeightFile::unchanged`] fails.
 pub struct WeightFile {
     path: PathBuf,
     file: File,
     stamp: Stamp,
-    /// `None`: it is read.
+    /// `None` if the file is read instead of mapped.
     map: Option<FileMap>,
 }
 
@@ -38,7 +38,7 @@ impl std::fmt::Debug for WeightFile {
 }
 
 impl WeightFile {
-    /// Opens a file. An empty one is truncated.
+    /// Opens a file. An empty file is an error (`Truncated`).
     pub fn open(path: &Path) -> Result<WeightFile, MemoryError> {
         let failed = |source| MemoryError::File { path: path.to_owned(), source };
         let (file, _) = file::open(path).map_err(failed)?;
@@ -55,7 +55,7 @@ impl WeightFile {
         WeightFile { path: path.to_owned(), file, stamp, map }
     }
 
-    /// The same without a map.
+    /// Returns the same file without a map.
     pub fn unmapped(self) -> WeightFile {
         WeightFile {
             path: self.path.clone(),
@@ -65,7 +65,8 @@ impl WeightFile {
         }
     }
 
-    /// As [`WeightFile::open`]; an error if it is not the file of `stamp`, unchanged since that was taken.
+    /// Opens a file as [`WeightFile::open`] does. Fails if it is not the file of `stamp`, or has changed since `stamp`
+    /// was taken.
     pub fn open_as(path: &Path, stamp: &Stamp) -> Result<WeightFile, MemoryError> {
         let failed = |source| MemoryError::File { path: path.to_owned(), source };
         let (file, metadata) = file::open(path).map_err(failed)?;
@@ -73,24 +74,27 @@ impl WeightFile {
         Ok(WeightFile::of(path, file, *stamp))
     }
 
-    /// Where it is.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its length when it was opened, bytes.
+    /// The length in bytes when the file was opened.
     pub fn len(&self) -> u64 {
         self.stamp.len
     }
 
-    /// Never: an empty file is not opened.
+    /// Always `false`: an empty file is not opened.
     pub fn is_empty(&self) -> bool {
         self.stamp.len == 0
     }
 
-    /// A part of it, called `what` in errors: of its map, or read into `room`, which has as many bytes. Errors: the file ends
-    /// before, or its disk fails. What a map cannot read is zeroes: only [`WeightFile::unchanged`], asked behind all
-    /// use, tells whether they count.
+    /// Returns the bytes `part` of the file; errors call it `what`. The result is a slice of the map, or `room` after
+    /// the bytes were read into it; `room` must have the length of `part`. Bytes that a map cannot read are zeros: only
+    /// [`WeightFile::unchanged`], called after all use, tells whether the bytes are valid.
+    ///
+    /// # Errors
+    /// If the file ends before `part` does, or if reading fails.
     pub fn bytes<'a>(&'a self, part: Range<u64>, room: &'a mut [u8], what: &str) -> Result<&'a [u8], MemoryError> {
         self.holds(&part, what)?;
         if let Some(map) = &self.map {
@@ -100,13 +104,13 @@ impl WeightFile {
         Ok(room)
     }
 
-    /// A read that failed: because the file was changed, or as the system says.
+    /// Returns the error of a failed read: that the file was changed, otherwise the system's error.
     fn failed(&self, source: std::io::Error) -> MemoryError {
         let changed = self.unchanged().err();
         changed.unwrap_or_else(|| MemoryError::File { path: self.path.clone(), source })
     }
 
-    /// Whether `part` is inside the file as it was opened, as an error if not.
+    /// Returns an error if `part` is not inside the file as it was when opened.
     pub fn holds(&self, part: &Range<u64>, what: &str) -> Result<(), MemoryError> {
         if part.start <= part.end && part.end <= self.len() {
             return Ok(());
@@ -119,8 +123,8 @@ impl WeightFile {
         })
     }
 
-    /// An error if the file was written to since it was opened, or [`WeightFile::open_as`]'s stamp was taken, or if a
-    /// part of it could not be read.
+    /// Returns an error if the file was written to since it was opened or, with [`WeightFile::open_as`], since the
+    /// stamp was taken, or if a part of the map could not be read.
     pub fn unchanged(&self) -> Result<(), MemoryError> {
         let failed = |source| MemoryError::File { path: self.path.clone(), source };
         let now = self.file.metadata().map_err(failed)?;
@@ -131,18 +135,18 @@ impl WeightFile {
         }
     }
 
-    /// Has the system bring a part into memory, at once instead of page by page. Errors of the disk are told here, or
-    /// when it is read.
+    /// Asks the system to read a part into memory at once instead of page by page. A disk error is reported here or
+    /// when the part is read.
     pub fn announce(&self, part: &Range<u64>) -> Result<(), MemoryError> {
         let Some(len) = NonZeroU64::new(part.end.saturating_sub(part.start)) else { return Ok(()) };
         match &self.map {
             None => {
-                // Only a hint: reads work without it.
+                // This is only a hint; reads work without it.
                 let _ = rustix::fs::fadvise(&self.file, part.start, Some(len), Advice::WillNeed);
                 Ok(())
             }
             Some(map) => match map.populate(part.start as usize, len.get() as usize) {
-                // Kernels before 5.14 do not know this advice: then the touch does it.
+                // Kernels before 5.14 do not support this advice; the pages are then read on first access.
                 Err(source) if source.kind() != std::io::ErrorKind::InvalidInput => Err(self.failed(source)),
                 _ => Ok(()),
             },
@@ -150,15 +154,15 @@ impl WeightFile {
     }
 }
 
-/// A whole checkpoint's map ends in steps: until the system has taken its pages out of the page tables one by one, a quarter
-/// of a second for 15 GiB, nobody else in the process maps memory.
+/// Unmaps a whole checkpoint in steps. Removing the pages from the page tables takes a quarter of a second for 15 GiB,
+/// and until it is done no other thread of the process can map memory.
 #[cfg(target_os = "linux")]
 impl Drop for WeightFile {
     fn drop(&mut self) {
         let Some(map) = &self.map else { return };
         let len = map.bytes().len();
         for start in (0..len).step_by(END_STEP) {
-            // What is still there ends with the map.
+            // If this fails, the rest is unmapped with the map.
             let _ = map.let_go(start, END_STEP.min(len - start));
         }
     }
@@ -183,7 +187,7 @@ mod tests {
         (file, opened)
     }
 
-    /// Mapped, and not.
+    /// Runs `test` on a mapped file and on one that is read.
     fn both(bytes: &[u8], test: impl Fn(&tempfile::NamedTempFile, WeightFile)) {
         let (keep, file) = file_of(bytes);
         assert!(file.map.is_some() || cfg!(not(target_os = "linux")));
@@ -203,7 +207,8 @@ mod tests {
         });
     }
 
-    /// Goal: what is read of a file that was cut neither ends the process nor counts.
+    /// Goal: after a file is truncated, a read does not end the process, and the bytes that were read are reported as
+    /// invalid.
     #[test]
     fn a_file_that_shrinks_is_an_error_and_not_the_end_of_the_process() {
         both(&[7; 1_000_000], |keep, file| {
@@ -211,7 +216,7 @@ mod tests {
             assert_eq!(file.bytes(0..1_000_000, &mut room, "x").unwrap(), [7; 1_000_000]);
             keep.as_file().set_len(5_000).unwrap();
             match file.bytes(0..1_000_000, &mut room, "x") {
-                // The rest of a page whose beginning is in the file, and pages that are not, read as zeroes.
+                // In a map, the rest of the last page of the file and the pages after it read as zeros.
                 Ok(bytes) => {
                     assert!(file.map.is_some());
                     assert!(bytes.iter().zip(0..).all(|(byte, at)| *byte == if at < 5_000 { 7 } else { 0 }));
@@ -229,7 +234,7 @@ mod tests {
                 assert!(changed(file.announce(&(0..1_000_000))) || file.announce(&(0..1_000_000)).is_ok());
             }
         });
-        // Others are guarded as before.
+        // Other maps are still guarded.
         both(&[7; 10_000], |_, file| {
             assert_eq!(file.bytes(0..10_000, &mut [0; 10_000], "x").unwrap(), [7; 10_000]);
             file.unchanged().unwrap();
@@ -242,7 +247,7 @@ mod tests {
         file.unchanged().unwrap();
         let stamp = file.stamp;
         drop(WeightFile::open_as(keep.path(), &stamp).unwrap());
-        // In place, of the same length.
+        // Written in place, with the length unchanged.
         keep.as_file().write_all_at(&[8], 999).unwrap();
         for error in [file.unchanged().unwrap_err(), WeightFile::open_as(keep.path(), &stamp).unwrap_err()] {
             assert!(matches!(&error, MemoryError::FileChanged { was: 1000, is: 1000, .. }), "{error:?}");
@@ -252,7 +257,7 @@ mod tests {
         std::fs::rename(other.path(), keep.path()).unwrap();
         let error = WeightFile::open_as(keep.path(), &stamp).unwrap_err().to_string();
         assert!(error.contains("another file (inode "), "{error}");
-        // `other` has nothing to remove any more.
+        // The file was renamed, so there is nothing for `other` to remove.
         std::mem::forget(other);
     }
 

@@ -1,7 +1,6 @@
-//! GPU memory as owned values: the plan printed at start, the arena and its buffers, the
-//! table of names, the staging ring, and how weights are laid out.
-//! Deliberately absent: Vulkan calls other than through `device` (and, for memory itself, in
-//! `arena`), and what a weight means.
+//! GPU memory as owned values: the memory plan that is printed at start, the arena and its buffers, the table of buffer
+//! names, the staging ring, and the layout of weights.
+//! Not here: Vulkan calls that bypass `device` (except those for memory itself, in `arena`), and what a weight means.
 
 pub mod pack;
 pub mod plan;

@@ -1,25 +1,24 @@
-//! How weights lie in device memory, and the pure functions that bring a checkpoint's rows
-//! into that layout. Any contiguous part of a packed tensor can be made by itself, so that
-//! parts are packed in parallel and streamed.
-//! Deliberately absent: files, threads, devices, and what a tensor means.
+//! The layouts of weights in device memory, and the pure functions that convert a checkpoint's rows into them. Any
+//! contiguous part of a packed tensor can be produced separately, so that parts are packed in parallel and streamed.
+//! Not here: files, threads, devices, and what a tensor means.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use std::ops::Range;
 
-/// How one number is stored, in a checkpoint or in a packed tensor.
+/// The number format of a checkpoint's tensor or of a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// bfloat16, 2 bytes.
     Bf16,
-    /// IEEE half, 2 bytes.
+    /// IEEE half precision, 2 bytes.
     F16,
-    /// IEEE single, 4 bytes.
+    /// IEEE single precision, 4 bytes.
     F32,
 }
 
 impl Format {
-    /// Bytes of one number.
+    /// The size of one number in bytes.
     pub const fn bytes(self) -> usize {
         match self {
             Format::Bf16 | Format::F16 => 2,
@@ -28,42 +27,42 @@ impl Format {
     }
 }
 
-/// The order of a packed tensor's numbers.
+/// The order of the numbers of a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Layout {
-    /// Row after row, each padded with zeros to a multiple of `columns_multiple` numbers.
+    /// Row-major: each row is padded with zeros to a multiple of `columns_multiple` numbers.
     RowMajor {
-        /// At least 1.
+        /// The multiple of the padded row length, in numbers; at least 1.
         columns_multiple: u32,
     },
-    /// Matrix fragments: blocks of 16 rows × 32 columns, 1,024 bytes each, in the order in
-    /// which 32 lanes load them 16 bytes at a time (512 contiguous bytes a subgroup). See
-    /// [`fragment_index`]. Rows are padded with zeros to 16, columns to 32; 2-byte formats only.
+    /// Matrix fragments: blocks of 16 rows × 32 columns, 1,024 bytes each, in the order in which 32 lanes load them, 16
+    /// bytes per lane at a time (512 contiguous bytes per subgroup load). See [`fragment_index`]. Rows are padded with
+    /// zeros to a multiple of 16, columns to a multiple of 32. Only for 2-byte formats.
     Fragments,
 }
 
-/// Rows in a fragment block.
+/// The number of rows in a fragment block.
 pub const FRAGMENT_ROWS: u32 = 16;
-/// Columns in a fragment block.
+/// The number of columns in a fragment block.
 pub const FRAGMENT_COLS: u32 = 32;
-/// Bytes of a fragment block.
+/// The size of a fragment block in bytes.
 const FRAGMENT_BYTES: usize = 1024;
 
-/// Size and layout of a packed tensor.
+/// The size and layout of a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Packing {
-    /// Rows without padding.
+    /// The number of rows without padding.
     pub rows: u32,
-    /// Columns without padding.
+    /// The number of columns without padding.
     pub cols: u32,
-    /// Order of the numbers.
+    /// The order of the numbers.
     pub layout: Layout,
-    /// Each number.
+    /// The format of each number.
     pub format: Format,
 }
 
 impl Packing {
-    /// Rows with padding.
+    /// The number of rows with padding.
     pub fn padded_rows(&self) -> u32 {
         match self.layout {
             Layout::RowMajor { .. } => self.rows,
@@ -71,7 +70,7 @@ impl Packing {
         }
     }
 
-    /// Columns with padding.
+    /// The number of columns with padding.
     pub fn padded_cols(&self) -> u32 {
         self.cols.next_multiple_of(match self.layout {
             Layout::RowMajor { columns_multiple } => columns_multiple.max(1),
@@ -79,17 +78,18 @@ impl Packing {
         })
     }
 
-    /// Bytes of one padded row (a row's numbers are adjacent in `RowMajor` only).
+    /// The size of one padded row in bytes. A row's numbers are contiguous only in `RowMajor`.
     pub fn row_bytes(&self) -> u64 {
         u64::from(self.padded_cols()) * self.format.bytes() as u64
     }
 
-    /// Bytes of the whole packed tensor.
+    /// The size of the whole packed tensor in bytes.
     pub fn bytes(&self) -> u64 {
         self.row_bytes() * u64::from(self.padded_rows())
     }
 
-    /// Rows whose numbers lie mixed: parts cut at multiples of as many rows read no row twice.
+    /// The number of consecutive rows whose numbers are interleaved in memory. Parts whose boundaries are multiples of
+    /// this number of rows read no source row twice.
     pub fn rows_of_unit(&self) -> u32 {
         match self.layout {
             Layout::RowMajor { .. } => 1,
@@ -97,7 +97,7 @@ impl Packing {
         }
     }
 
-    /// The smallest part, in bytes, that [`pack`] makes by itself: a number or a fragment block.
+    /// The size in bytes of the smallest part that [`pack`] can produce separately: a number or a fragment block.
     pub fn unit_bytes(&self) -> u64 {
         match self.layout {
             Layout::RowMajor { .. } => self.format.bytes() as u64,
@@ -106,12 +106,11 @@ impl Packing {
     }
 }
 
-/// Index, in numbers, of row `row` and column `col` in a tensor packed as
-/// [`Layout::Fragments`] with `padded_cols` columns.
+/// Returns the index, in numbers, of row `row` and column `col` in a tensor packed as [`Layout::Fragments`] with
+/// `padded_cols` columns.
 ///
-/// Lane `4g + t` of block (row / 16, col / 32) holds columns 8t..8t+8 of rows
-/// `u = 4(g >> 1) + (g & 1)` and `v = u + 2`: first `u[0..4] v[0..4]` in 16 bytes, and 512
-/// bytes on, `u[4..8] v[4..8]`.
+/// Lane `4g + t` of block (row / 16, col / 32) holds columns 8t..8t+8 of rows `u = 4(g >> 1) + (g & 1)` and `v = u +
+/// 2`: its first 16 bytes are `u[0..4] v[0..4]`, and the 16 bytes at an offset of 512 bytes are `u[4..8] v[4..8]`.
 pub fn fragment_index(row: u32, col: u32, padded_cols: u32) -> usize {
     let block = (row / 16) as usize * (padded_cols / 32) as usize + (col / 32) as usize;
     let (r, k) = ((row % 16) as usize, (col % 32) as usize);
@@ -121,34 +120,34 @@ pub fn fragment_index(row: u32, col: u32, padded_cols: u32) -> usize {
     ((block * 2 + half) * 32 + g * 4 + t) * 8 + second * 4 + e
 }
 
-/// Rows of a checkpoint's tensor and where they go: its row `i` becomes row
-/// `first_row + i * row_step` of the packed tensor. Several sources make one tensor: q, k and
-/// v as consecutive ranges, gate and up interleaved with a step of 2.
+/// Rows of a checkpoint's tensor and their destination: row `i` of the source becomes row `first_row + i * row_step` of
+/// the packed tensor. Several sources may form one tensor: q, k and v as consecutive ranges, gate and up interleaved
+/// with a step of 2.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// `rows × cols` numbers, row after row, little endian, of any alignment.
+    /// `rows × cols` numbers in row-major order, little endian, with any alignment.
     pub bytes: &'a [u8],
-    /// Of the numbers in `bytes`.
+    /// The format of the numbers in `bytes`.
     pub format: Format,
-    /// Rows.
+    /// The number of rows.
     pub rows: u32,
-    /// Columns; what the packed tensor has beyond is zero.
+    /// The number of columns; further columns of the packed tensor are zero.
     pub cols: u32,
-    /// Packed row of row 0.
+    /// The packed row of source row 0.
     pub first_row: u32,
-    /// Packed rows from one row to the next; at least 1.
+    /// The distance between the packed rows of consecutive source rows; at least 1.
     pub row_step: u32,
-    /// Added to every number, in f32, before it is rounded to the packed tensor's format.
+    /// A value added to every number, in f32, before it is rounded to the packed tensor's format.
     pub plus: f32,
 }
 
 impl<'a> Rows<'a> {
-    /// The packed row `row`, if it is one of these.
+    /// Returns packed row `row`, if it comes from this source.
     fn line(&self, row: u32) -> Option<Line<'a>> {
         Some(Line { bytes: self.find(row)?, format: self.format, plus: self.plus })
     }
 
-    /// The bytes of the row that becomes packed row `row`, if it is one of these.
+    /// Returns the source bytes of packed row `row`, if it comes from this source.
     fn find(&self, row: u32) -> Option<&'a [u8]> {
         let from_first = row.checked_sub(self.first_row)?;
         let index = from_first / self.row_step;
@@ -169,33 +168,31 @@ struct Line<'a> {
 }
 
 impl Line<'_> {
-    /// Whether its numbers are those of the packed tensor, bit for bit.
+    /// Whether the row's numbers can be copied unchanged into a packed tensor of this format.
     fn is(&self, format: Format) -> bool {
         self.format == format && self.plus == 0.0
     }
 
-    /// How many numbers it has.
+    /// The count of numbers in the row.
     fn numbers(&self) -> usize {
         self.bytes.len() / self.format.bytes()
     }
 
-    /// Its numbers `range` in a packed tensor's format; `out` holds as many.
+    /// Writes the row's numbers `range` in a packed tensor's format to `out`, which has room for exactly those.
     fn write(&self, range: Range<usize>, format: Format, out: &mut [u8]) {
         let size = self.format.bytes();
         convert(self.format, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
     }
 }
 
-/// Makes bytes `part` of the packed tensor (multiples of [`Packing::unit_bytes`]) in `out`,
-/// which is `part`'s length and may hold anything before. Rows that no source has, and
-/// padding, become zero.
+/// Writes the bytes `part` of the packed tensor (multiples of [`Packing::unit_bytes`]) to `out`, which has the length
+/// of `part` and any previous content. Rows that no source provides, and padding, become zero.
 ///
-/// Numbers are converted where formats differ: widening is exact, narrowing rounds to the
-/// nearest, ties to even.
+/// Numbers are converted if the formats differ: widening is exact, narrowing rounds to nearest, ties to even.
 ///
 /// # Panics
-/// If `part` is not whole units of the tensor, `out` has another length, a source is wider
-/// than the tensor, or the layout and format do not go together: bugs of the caller.
+/// If `part` is not whole units of the tensor, `out` has another length, a source is wider than the tensor, or the
+/// layout and the format are incompatible: bugs of the caller.
 pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut [u8]) {
     let unit = packing.unit_bytes();
     assert!(part.start <= part.end && part.end <= packing.bytes(), "{part:?} of {packing:?}");
@@ -210,14 +207,14 @@ pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut
     }
 }
 
-/// The row-major case of [`pack`]; `start` is the part's first byte.
+/// Implements [`pack`] for row-major tensors; `start` is the part's first byte.
 fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut [u8]) {
     let size = packing.format.bytes();
     let row_bytes = packing.row_bytes() as usize;
     let mut row = (start / packing.row_bytes()) as u32;
     let mut at = (start % packing.row_bytes()) as usize;
     while !out.is_empty() {
-        // Many whole rows that lie in the checkpoint just as they should lie here: one copy.
+        // Whole rows that need no conversion or padding are copied at once.
         if at == 0
             && let Some(run) = verbatim(packing, sources, row, out.len() / row_bytes)
         {
@@ -245,8 +242,8 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
     }
 }
 
-/// The bytes of up to `most` whole packed rows from `row` on that are contiguous and already
-/// right in one source; `None` if there is not even one.
+/// Returns the bytes of up to `most` whole packed rows, from `row` on, that are contiguous in one source and need no
+/// conversion or padding; `None` if not even one row does.
 fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) -> Option<&'a [u8]> {
     let source = sources.iter().find(|s| s.find(row).is_some())?;
     let same = source.line(row).is_some_and(|line| line.is(packing.format)) && source.cols == packing.padded_cols();
@@ -256,9 +253,8 @@ fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) 
     (same && rows > 0).then(|| &source.bytes[index * row_bytes..][..rows * row_bytes])
 }
 
-/// The fragment case of [`pack`]; `start` is the part's first byte. Goes through a block of
-/// 16 rows column by column, so that it reads 16 sequential streams and writes one (tiles of
-/// two rows at a time were not faster).
+/// Implements [`pack`] for fragments; `start` is the part's first byte. Processes a block of 16 rows column by column,
+/// so that it reads 16 sequential streams and writes one.
 fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut [u8]) {
     assert_eq!(packing.format.bytes(), 2, "fragments are of 2-byte formats");
     const CHUNK: usize = FRAGMENT_COLS as usize;
@@ -273,7 +269,7 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
             let row = block * FRAGMENT_ROWS + r as u32;
             sources.iter().find_map(|s| s.line(row))
         });
-        // Columns that all 16 rows have in the right format need no look at each number.
+        // Columns that all 16 rows provide in the packed format are copied without converting each number.
         let plain: usize = rows
             .iter()
             .map(|row| match row {
@@ -308,7 +304,7 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
     }
 }
 
-/// One fragment block from 32 numbers of each of 16 rows.
+/// Writes one fragment block from 32 numbers of each of 16 rows.
 #[inline(always)]
 fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 64], out: &mut [u8; FRAGMENT_BYTES]) {
     let (low, high) = out.split_at_mut(FRAGMENT_BYTES / 2);
@@ -326,8 +322,8 @@ fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 64], out: &mut [u8; FRAGMENT_BYTES]
     }
 }
 
-/// Converts numbers and adds `plus`; `from` and `out` hold equally many. By way of f32, which holds
-/// every number of the other formats: only the sum and the last step can round.
+/// Converts numbers and adds `plus`; `from` and `out` hold the same count of numbers. The conversion goes through f32,
+/// which represents every number of the other formats, so only the sum and the last step can round.
 fn convert(from_format: Format, from: &[u8], plus: f32, to_format: Format, out: &mut [u8]) {
     debug_assert_eq!(from.len() / from_format.bytes(), out.len() / to_format.bytes());
     if from_format == to_format && plus == 0.0 {
@@ -346,7 +342,7 @@ fn convert(from_format: Format, from: &[u8], plus: f32, to_format: Format, out: 
     for (from, out) in blocks.zip(out.chunks_mut(BLOCK * to_format.bytes())) {
         let numbers = &mut numbers[..from.len() / from_format.bytes()];
         widen(from_format, from, numbers);
-        // A zero that is added would make -0 of a checkpoint a 0.
+        // Adding a zero would turn a checkpoint's -0 into 0.
         if plus != 0.0 {
             numbers.iter_mut().for_each(|x| *x += plus);
         }
@@ -354,7 +350,7 @@ fn convert(from_format: Format, from: &[u8], plus: f32, to_format: Format, out: 
     }
 }
 
-/// At most 64 numbers to f32, exactly.
+/// Converts at most 64 numbers to f32, exactly.
 fn widen(format: Format, from: &[u8], numbers: &mut [f32]) {
     let pairs = from.as_chunks::<2>().0;
     match format {
@@ -368,7 +364,7 @@ fn widen(format: Format, from: &[u8], numbers: &mut [f32]) {
             for (b, h) in pairs.iter().zip(&mut halves) {
                 *h = f16::from_le_bytes(*b);
             }
-            // A slice at once: the processor has instructions for that.
+            // A whole slice is converted at once, because the processor has instructions for that.
             halves[..pairs.len()].convert_to_f32_slice(numbers);
         }
         Format::F32 => {
@@ -379,7 +375,7 @@ fn widen(format: Format, from: &[u8], numbers: &mut [f32]) {
     }
 }
 
-/// At most 64 numbers from f32, rounded to the nearest, ties to even.
+/// Converts at most 64 numbers from f32, rounding to nearest, ties to even.
 fn narrow(numbers: &[f32], format: Format, out: &mut [u8]) {
     match format {
         Format::Bf16 => {
@@ -402,8 +398,8 @@ fn narrow(numbers: &[f32], format: Format, out: &mut [u8]) {
     }
 }
 
-/// The nearest bf16, ties to even; a NaN stays one. Without branches, so that a loop over it
-/// is vectorised.
+/// Returns the bits of the nearest bf16, ties to even; a NaN stays a NaN. Has no branches, so that a loop over it is
+/// vectorised.
 fn bf16_bits(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
@@ -417,7 +413,7 @@ mod tests {
     use half::bf16;
     use proptest::prelude::*;
 
-    /// A number that each format here holds exactly, different for close (row, col).
+    /// Returns a number that every format here represents exactly, and that differs between nearby (row, col).
     fn value(row: u32, col: u32) -> f32 {
         ((row * 37 + col * 11) % 251) as f32 - 125.0
     }
@@ -442,7 +438,7 @@ mod tests {
         (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))).flat_map(|(r, c)| encode(format, value(r, c))).collect()
     }
 
-    /// The packed tensor by its definition, a number at a time.
+    /// Packs a tensor one number at a time, by the definition of the layouts.
     fn expected(packing: &Packing, value: impl Fn(u32, u32) -> f32) -> Vec<u8> {
         let size = packing.format.bytes();
         let mut out = vec![0; packing.bytes() as usize];
@@ -464,8 +460,8 @@ mod tests {
         out
     }
 
-    /// The packing shader's own address arithmetic (words of 16 bytes, mode "weights as B"),
-    /// followed word by word: the ground truth for `fragment_index`.
+    /// Compares [`fragment_index`] with the address arithmetic of a GPU shader that packs weights as the B operand,
+    /// written out word by word (words of 16 bytes). That arithmetic is the reference.
     #[test]
     fn fragments_are_as_the_packing_shader_defines_them() {
         let (rows, cols) = (48u32, 96u32);
@@ -542,7 +538,7 @@ mod tests {
         assert_eq!(f16::from_le_bytes(out).to_f32(), 1.0, "tie to even");
     }
 
-    /// As transformers does it: the weight to f32, then the sum.
+    /// The reference is transformers: it converts the weight to f32 and then adds.
     #[test]
     fn a_norm_stored_around_zero_is_one_more_in_f32() {
         for bits in [0x0000u16, 0x8000, 0x3c23, 0xbf7f, 0x3f80, 0x0001] {
@@ -574,7 +570,7 @@ mod tests {
             prop_assert_eq!(bf16_bits(x), bf16::from_f32(x).to_bits());
         }
 
-        /// Any packing of any sources, made in parts cut anywhere, equals the definition.
+        /// Goal: a tensor packed in parts equals the definition, for any packing, any sources and any cuts.
         #[test]
         fn parts_equal_the_definition(
             cols in 1u32..100,
@@ -589,7 +585,7 @@ mod tests {
         ) {
             prop_assume!(!fragments || format != Format::F32);
             let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: multiple } };
-            // Either ranges one after another with gaps, or equally long interleaved sources.
+            // The sources are either consecutive ranges with gaps, or interleaved and of equal length.
             let n = counts.len() as u32;
             let mut places = Vec::new();
             let mut rows = 0;

@@ -1,20 +1,20 @@
-//! Which memory type a buffer gets: a pure choice among those that the driver lists.
-//! Deliberately absent: allocation.
+//! The memory type of a buffer: a pure choice among the types that the driver lists.
+//! Not here: allocation.
 
 use ash::vk;
 use std::fmt;
 
-/// Whose memory a buffer is in, and who reads it.
+/// The memory in which a buffer is placed, by its use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
-    /// The device's own memory; the host does not see it.
+    /// Device-local memory without host access.
     DeviceLocal,
-    /// The host writes, the device reads.
+    /// Memory that the host writes and the device reads.
     Upload {
-        /// In the device's own memory, where the host can map that; else in host memory.
+        /// Prefer device-local memory if the host can map it; otherwise host memory is used.
         bar: bool,
     },
-    /// The device writes, the host reads: cached host memory.
+    /// Cached host memory that the device writes and the host reads.
     Readback,
 }
 
@@ -28,15 +28,14 @@ impl fmt::Display for Place {
     }
 }
 
-/// The index of the best memory type among those in `bits`; the driver's order breaks ties.
-/// With `must_be_local`, device memory that is not device-local is refused.
+/// Returns the index of the best memory type among those in `bits`; the driver's order breaks ties. With
+/// `must_be_local`, [`Place::DeviceLocal`] accepts only device-local types.
 pub(super) fn choose(types: &[vk::MemoryType], bits: u32, place: Place, must_be_local: bool) -> Option<usize> {
     use vk::MemoryPropertyFlags as Flags;
     let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
-    // Protected and lazily allocated memory cannot hold buffers, AMD's uncached debug types
-    // are slow.
+    // Buffers cannot use protected or lazily allocated memory, and AMD's uncached debug types are slow.
     let never = Flags::PROTECTED | Flags::LAZILY_ALLOCATED | Flags::DEVICE_COHERENT_AMD | Flags::DEVICE_UNCACHED_AMD;
-    // What is wanted, the most important first; then what it would be better without.
+    // The required flags, the preferred flags with the most important first, and the flags to avoid.
     let (needs, wants, rather_not) = match place {
         Place::DeviceLocal if must_be_local => {
             (Flags::DEVICE_LOCAL, [Flags::DEVICE_LOCAL, Flags::empty()], Flags::HOST_VISIBLE)
@@ -56,7 +55,7 @@ pub(super) fn choose(types: &[vk::MemoryType], bits: u32, place: Place, must_be_
         .filter(|(i, t)| {
             bits & (1 << i) != 0 && t.property_flags.contains(needs) && !t.property_flags.intersects(never)
         })
-        // `min_by_key` keeps the first of equals.
+        // `min_by_key` returns the first of equal elements.
         .min_by_key(|(_, t)| std::cmp::Reverse(score(t.property_flags)))
         .map(|(i, _)| i)
 }
@@ -72,7 +71,7 @@ mod tests {
 
     const HOST: Flags = Flags::from_raw(Flags::HOST_VISIBLE.as_raw() | Flags::HOST_COHERENT.as_raw());
 
-    /// As NVIDIA lists them with a full BAR.
+    /// The memory types that an NVIDIA GPU with a full BAR lists.
     fn discrete() -> Vec<vk::MemoryType> {
         types(&[Flags::empty(), Flags::DEVICE_LOCAL, HOST, HOST | Flags::HOST_CACHED, HOST | Flags::DEVICE_LOCAL])
     }

@@ -1,25 +1,25 @@
-//! The memory plan: what a replica will hold on its device, added up and compared with
-//! what there is before anything is allocated. Pure arithmetic over plain data.
-//! Deliberately absent: allocation, and how many bytes a model needs.
+//! The memory plan: the sum of everything that a replica will hold on its device, compared with the available memory
+//! before anything is allocated. Pure arithmetic on plain data.
+//! Not here: allocation, and how many bytes a model needs.
 
 use std::fmt;
 
-/// What memory is for. The order is the table's.
+/// The purpose of memory. The variants are in the order of the printed table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Purpose {
     /// Packed weights.
     Weights,
-    /// Pages of keys and values.
+    /// The pages of the KV cache.
     KvPages,
     /// Per-sequence state: slots, page tables, sampling parameters.
     State,
-    /// Recurrent state of sequences, and snapshots of it.
+    /// The recurrent state of sequences, and its snapshots.
     Recurrent,
     /// Activations and partial sums, reused by every step.
     Scratch,
-    /// The ring through which weights travel to the device.
+    /// The staging ring through which weights are copied to the device.
     Staging,
-    /// The ring in which tokens come back.
+    /// The ring buffer through which tokens return to the host.
     Ring,
 }
 
@@ -37,68 +37,66 @@ impl fmt::Display for Purpose {
     }
 }
 
-/// Whose memory an entry takes.
+/// The memory in which an entry is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// The device's own: counts against its budget and the operator's limit.
+    /// Device memory. Counts against the device's budget and the operator's limit.
     Device,
-    /// Host memory that the device can see. Counts against the budget only where host and
-    /// device share one memory.
+    /// Host memory that the device can access. Counts against the budget only if host and device share one memory.
     Host,
 }
 
-/// What there is, as read from the device and the operator.
+/// The available memory, from the device and the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The device's name, for messages.
     pub device: String,
-    /// Bytes of the device-local heap that this process may still take
-    /// (`VK_EXT_memory_budget`: budget less usage; the heap's size where there is no budget).
+    /// The bytes of the device-local heap that this process may still allocate: `VK_EXT_memory_budget`'s budget minus
+    /// usage, or the heap's size if the driver reports no budget.
     pub free_bytes: u64,
-    /// Size of that heap.
+    /// The size of that heap in bytes.
     pub total_bytes: u64,
-    /// The operator's ceiling for this replica (`--memory-limit`).
+    /// The operator's limit for this replica (`--memory-limit`), in bytes.
     pub limit_bytes: Option<u64>,
-    /// `maxMemoryAllocationSize`: no single buffer may be larger.
+    /// `maxMemoryAllocationSize`: the maximum size of a single buffer, in bytes.
     pub max_allocation_bytes: u64,
-    /// Host and device share one memory (integrated GPUs and CPU drivers).
+    /// Whether host and device share one memory, as with integrated GPUs and CPU drivers.
     pub unified: bool,
-    /// Bytes left untouched for what the driver allocates by itself (pipelines, command
-    /// buffers) and for alignment between buffers. See [`default_reserve`].
+    /// The bytes kept free for the driver's own allocations (pipelines, command buffers) and for alignment between
+    /// buffers. See [`default_reserve`].
     pub reserve_bytes: u64,
 }
 
-/// A reserve that has proved enough: 2 % of the heap, at least 64 MiB, at most 1 GiB.
+/// Returns the default reserve: 2 % of the heap, at least 64 MiB and at most 1 GiB. It has proved sufficient.
 pub fn default_reserve(total_bytes: u64) -> u64 {
     (total_bytes / 50).clamp(64 * MIB, GIB)
 }
 
 impl Limits {
-    /// What a plan may take of the device: free memory less the reserve, and not above the
-    /// operator's limit.
+    /// The bytes of device memory that a plan may use: free memory minus the reserve, and at most the operator's limit.
     pub fn available_bytes(&self) -> u64 {
         let free = self.free_bytes.saturating_sub(self.reserve_bytes);
         self.limit_bytes.map_or(free, |limit| limit.min(free))
     }
 }
 
-/// One thing that will be allocated.
+/// A set of buffers that will be allocated for one purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// What for.
+    /// The purpose of the buffers.
     pub purpose: Purpose,
-    /// Sum over all its buffers.
+    /// The total size of the buffers in bytes.
     pub bytes: u64,
-    /// Its largest single buffer: the name and bytes, held against the driver's limit.
+    /// The name and size of the largest buffer, which is compared with the driver's limit.
     pub largest: Option<(String, u64)>,
-    /// Whose memory.
+    /// The memory in which the buffers are allocated.
     pub side: Side,
-    /// How many equal things it holds, and what they are, for the table.
+    /// For the table: the number of equal things that the entry holds, and a text that names them.
     pub things: Option<(u64, String)>,
 }
 
 impl Entry {
-    /// Sums buffers (name, bytes) of one purpose.
+    /// Creates an entry from the buffers (name, bytes) of one purpose.
     pub fn of_buffers<'a>(purpose: Purpose, side: Side, buffers: impl IntoIterator<Item = (&'a str, u64)>) -> Entry {
         let mut bytes = 0;
         let mut largest: Option<(&str, u64)> = None;
@@ -112,66 +110,66 @@ impl Entry {
     }
 }
 
-/// How many KV pages are wanted.
+/// The requested number of KV pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
-    /// This many or a refusal.
+    /// This number, raised to [`KvRequest::least`] if it is smaller. The plan is refused if they do not fit.
     Exactly(u64),
-    /// As many as fit, and no more than this.
+    /// The number that fits, but at most this number or [`KvRequest::least`], whichever is larger.
     UpTo(u64),
-    /// As many as fit.
+    /// The number that fits.
     All,
 }
 
-/// The KV pool that the plan sizes.
+/// The KV pool whose size the plan determines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvRequest {
-    /// Bytes of one page over all layers.
+    /// The size of one page over all layers, in bytes.
     pub page_bytes: u64,
-    /// Bytes of one page in the pool's largest single buffer (one layer's keys, say): that
-    /// buffer may not outgrow the driver's largest allocation.
+    /// The size of one page's share of the pool's largest single buffer (for example one layer's keys), in bytes. That
+    /// buffer must not exceed the driver's largest allocation.
     pub page_bytes_in_largest_buffer: u64,
-    /// How many.
+    /// The requested number of pages.
     pub pages: Pages,
-    /// Fewer than this are of no use (a model needs at least one sequence's worth).
+    /// The minimum number of pages; a model needs at least enough for one sequence.
     pub least: u64,
 }
 
-/// Why a plan was refused.
+/// The reason for which a plan was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// Everything up to and including this purpose does not fit.
+    /// The purposes up to and including this one do not fit.
     #[error("cannot reserve {} for {purpose}, {} {} on {device:?}",
         told_apart(*.asked, *.free).0, told_apart(*.asked, *.free).1,
         if *.limited { "left under the memory limit" } else { "free" })]
     DoesNotFit {
-        /// What did not fit any more.
+        /// The first purpose that does not fit.
         purpose: Purpose,
-        /// What it needs.
+        /// The bytes that it needs.
         asked: u64,
-        /// What the purposes before it have left.
+        /// The bytes that the purposes before it have left.
         free: u64,
-        /// The operator's limit was the tighter bound, not the device.
+        /// Whether the operator's limit was the tighter bound, rather than the device's memory.
         limited: bool,
-        /// Where.
+        /// The name of the device.
         device: String,
     },
     /// One buffer is larger than the driver allows.
     #[error("{name:?} needs {} in one allocation, {device:?} allows {}",
         told_apart(*.asked, *.allowed).0, told_apart(*.asked, *.allowed).1)]
     TooLarge {
-        /// The buffer, or the purpose where it has no name.
+        /// The name of the buffer, or of the purpose if the buffer has no name.
         name: String,
-        /// Its size.
+        /// The size of the buffer, in bytes.
         asked: u64,
         /// `maxMemoryAllocationSize`.
         allowed: u64,
-        /// Where.
+        /// The name of the device.
         device: String,
     },
 }
 
-/// A plan that fits.
+/// A memory plan that fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     limits: Limits,
@@ -181,7 +179,7 @@ pub struct Plan {
     pages_bound: PagesBound,
 }
 
-/// What decided the number of pages.
+/// What determined the number of KV pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PagesBound {
     None,
@@ -191,8 +189,8 @@ enum PagesBound {
 }
 
 impl Plan {
-    /// Adds up `entries` (no KV among them) in their order of purpose, then sizes the KV pool
-    /// from what remains. Refuses with the first purpose that does not fit.
+    /// Sums `entries` (without the KV pool) in the order of their purposes, then sizes the KV pool from what remains.
+    /// Returns an error for the first purpose that does not fit, or for a buffer that is too large.
     pub fn new(limits: Limits, mut entries: Vec<Entry>, kv: Option<KvRequest>) -> Result<Plan, PlanError> {
         entries.retain(|entry| entry.bytes > 0);
         entries.sort_by_key(|entry| entry.purpose);
@@ -270,39 +268,39 @@ impl Plan {
         Ok(Plan { limits, entries, kv_pages, page_bytes, pages_bound })
     }
 
-    /// Pages of the KV pool.
+    /// The number of pages of the KV pool.
     pub fn kv_pages(&self) -> u64 {
         self.kv_pages
     }
 
-    /// Bytes of one page over all layers; 0 without a pool.
+    /// The size of one KV page over all layers, in bytes; 0 without a KV pool.
     pub fn page_bytes(&self) -> u64 {
         self.page_bytes
     }
 
-    /// What was compared with.
+    /// The limits that the plan was compared with.
     pub fn limits(&self) -> &Limits {
         &self.limits
     }
 
-    /// The entries in the table's order, the KV pool included.
+    /// The entries in the order of the table, including the KV pool.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Bytes planned for one purpose.
+    /// Returns the bytes planned for one purpose.
     pub fn bytes(&self, purpose: Purpose) -> u64 {
         self.entries.iter().filter(|e| e.purpose == purpose).map(|e| e.bytes).sum()
     }
 
-    /// Bytes that the plan takes of the device's memory.
+    /// The bytes of device memory that the plan uses.
     pub fn device_bytes(&self) -> u64 {
         self.entries.iter().filter(|e| e.side == Side::Device || self.limits.unified).map(|e| e.bytes).sum()
     }
 }
 
 impl fmt::Display for Plan {
-    /// The table that is printed at start.
+    /// Writes the table that is printed at start.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let size = |bytes: u64| Bytes(bytes).to_string();
         let mut rows: Vec<(String, String, String)> = Vec::new();
@@ -351,12 +349,12 @@ impl fmt::Display for Plan {
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// Shows a number of bytes in the unit a person would choose: `3.1 GiB`, `512.0 MiB`,
-/// `36.0 KiB`; one decimal unless a precision is asked for.
+/// Displays a number of bytes in a readable unit, such as `3.1 GiB`, `512.0 MiB` or `36.0 KiB`, with one decimal unless
+/// the format specifies a precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bytes(pub u64);
 
-/// Two different sizes with just enough decimals to look different.
+/// Formats two different sizes with just enough decimals that the texts differ.
 pub(super) fn told_apart(a: u64, b: u64) -> (String, String) {
     (1..6)
         .map(|digits| (format!("{:.digits$}", Bytes(a)), format!("{:.digits$}", Bytes(b))))
@@ -369,7 +367,7 @@ impl fmt::Display for Bytes {
         let digits = f.precision().unwrap_or(1);
         let units = [(GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")];
         let text = units.iter().find_map(|(unit, name)| {
-            // Compared as printed: what would round to 1024 MiB is 1.0 GiB.
+            // Compared as printed, so that a size that would round to 1024.0 MiB is shown as 1.0 GiB.
             let text = format!("{:.digits$}", self.0 as f64 / *unit as f64);
             (text.parse::<f64>().is_ok_and(|shown| shown >= 1.0)).then(|| format!("{text} {name}"))
         });

@@ -1,7 +1,7 @@
-//! A checkpoint in Hugging Face layout: its configuration, where each tensor lies in its
-//! files, and the packed weights that kernels want, as plain data. Everything that is wrong
-//! is reported at once. Deliberately absent: the tensors' bytes (the loader reads them by
-//! path and offset).
+//! A checkpoint in Hugging Face layout, as plain data: its configuration, the location of each tensor in its files, and
+//! the packed weights that the kernels read. Opening a checkpoint reports all of its problems at once.
+//!
+//! Not here: the tensors' bytes. The loader reads them by path and offset.
 
 mod headers;
 mod weights;
@@ -18,124 +18,130 @@ use headers::Headers;
 /// One tensor of a safetensors file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
-    /// Index in [`Checkpoint::files`].
+    /// Index of the tensor's file in [`Checkpoint::files`].
     pub file: usize,
-    /// The format as the file spells it, for example `BF16`.
+    /// The element type as the file spells it, for example `BF16`.
     pub dtype: String,
-    /// Elements by dimension, outermost first.
+    /// The size of each dimension, outermost first.
     pub shape: Vec<u64>,
-    /// First byte, counted from the file's beginning.
+    /// Byte offset of the tensor's data from the beginning of the file.
     pub offset: u64,
-    /// Length in bytes.
+    /// The length of the tensor's data in bytes.
     pub bytes: u64,
 }
 
-/// A safetensors file.
+/// One safetensors file of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CheckpointFile {
-    /// Where it is.
+    /// The file's path.
     pub path: Arc<Path>,
-    /// Its length in bytes.
+    /// The file's length in bytes.
     pub bytes: u64,
-    /// Its state when its header was read: weights are read from the same file, unchanged since.
+    /// The file's identity, length and times when its header was read. The loader uses it to verify that it reads the
+    /// weights from the same, unchanged file.
     pub stamp: Stamp,
 }
 
-/// Whether a packed weight is multiplied by a vector or taken element by element.
+/// The two kinds of packed weight: a matrix, which is multiplied by a vector, or a vector, which is read element by
+/// element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightKind {
-    /// `[rows, cols]`, row-major as the sources are; keeps the sources' format.
+    /// Shape `[rows, cols]`, row-major like the sources. The element type is that of the sources.
     Matrix,
-    /// `[rows]`, with `cols` 1; always f32.
+    /// Shape `[rows]` with `cols` = 1. The element type is always f32.
     Vector,
 }
 
-/// Where the rows of a packed weight come from: row `r` of the source becomes row
+/// A run of rows of a checkpoint tensor that become rows of a packed weight: row `r` of the source becomes row
 /// `first_row + r * row_step` of the weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SourceRef {
     /// The tensor's name in its file.
     pub tensor: String,
-    /// The file.
+    /// The path of the file that holds the tensor.
     pub path: Arc<Path>,
-    /// First byte, counted from the file's beginning.
+    /// Byte offset of the source's first row from the beginning of the file.
     pub offset: u64,
-    /// Format of the bytes.
+    /// The element type in the file.
     pub dtype: Dtype,
-    /// Rows of the source; its rows lie one after the other.
+    /// The number of source rows. They are contiguous in the file.
     pub rows: u32,
-    /// Elements of a row.
+    /// The number of elements in a row.
     pub cols: u32,
-    /// The packed row of the source's row 0.
+    /// The packed row that the source's row 0 becomes.
     pub first_row: u32,
-    /// Packed rows from one source row to the next.
+    /// The distance, in packed rows, between two consecutive source rows.
     pub row_step: u32,
-    /// What is added to every element, in f32: 1 for the weights of norms that are stored around zero, else 0.
+    /// A constant that is added to every element in f32: 1 for norm weights that are stored zero-centred, otherwise 0.
     pub plus: f32,
 }
 
 impl SourceRef {
-    /// Length in bytes.
+    /// Returns the source's length in bytes.
     pub fn bytes(&self) -> u64 {
         u64::from(self.rows) * u64::from(self.cols) * self.dtype.bytes()
     }
 }
 
-/// One packed weight: what a kernel reads under one name.
+/// One packed weight: the data that kernels read under one name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightSpec {
-    /// For example `layers.3.qkv`, `embed` or `final_norm`.
+    /// The name, for example `layers.3.qkv`, `embed` or `final_norm`.
     pub name: String,
-    /// Rows of a matrix, elements of a vector.
+    /// The number of rows of a matrix, or of elements of a vector.
     pub rows: u32,
-    /// Elements of a row; 1 for a vector.
+    /// The number of elements in a row; 1 for a vector.
     pub cols: u32,
-    /// Matrix or vector.
+    /// Whether the weight is a matrix or a vector.
     pub kind: WeightKind,
-    /// Format to pack to: a matrix keeps its sources' (f32 where they differ), a vector is f32.
+    /// The element type to pack to. A matrix keeps its sources' type, or becomes f32 if the sources' types differ; a
+    /// vector is always f32.
     pub dtype: Dtype,
-    /// Together they fill every row once.
+    /// The sources. Together they fill every row of the weight exactly once.
     pub sources: Vec<SourceRef>,
 }
 
 impl WeightSpec {
-    /// Elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> u64 {
         u64::from(self.rows) * u64::from(self.cols)
     }
 
-    /// Bytes in the target format, without the padding of any layout.
+    /// Returns the size in bytes in the target element type, without any layout's padding.
     pub fn bytes(&self) -> u64 {
         self.elements() * self.dtype.bytes()
     }
 
-    /// Whether it belongs to the block that predicts further tokens.
+    /// Whether the weight belongs to the multi-token-prediction (MTP) block.
     pub fn is_mtp(&self) -> bool {
         self.name.starts_with("mtp.")
     }
 
-    /// Whether it is one below the other what each expert has: `experts.gate_up` or `experts.down`.
+    /// Whether the weight stacks one matrix per routed expert: `experts.gate_up` or `experts.down`.
     pub fn is_of_experts(&self) -> bool {
         self.name.contains(".experts.")
     }
 }
 
-/// An opened checkpoint whose headers have been checked against its configuration.
+/// An opened checkpoint. Its headers have been checked against its configuration.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
-    /// The directory.
+    /// The checkpoint's directory.
     pub dir: PathBuf,
-    /// The model's shape.
+    /// The model's configuration.
     pub config: ModelConfig,
-    /// Its safetensors files.
+    /// The checkpoint's safetensors files.
     pub files: Vec<CheckpointFile>,
-    /// Every tensor of every file, by name; more than the model uses, perhaps.
+    /// All tensors by name: every tensor of a single file, or of shards those that the index assigns to them. May
+    /// include tensors that the model does not use.
     pub tensors: BTreeMap<String, TensorInfo>,
     weights: Vec<WeightSpec>,
 }
 
 impl Checkpoint {
-    /// Reads the configuration and the headers under `dir`, and checks the one against the other.
+    /// Reads the configuration and the safetensors headers under `dir` and checks them against each other.
+    ///
+    /// # Errors Every problem found, if there is any.
     pub fn open(dir: &Path) -> Result<Checkpoint, CheckpointError> {
         let mut problems = Vec::new();
         if !dir.is_dir() {
@@ -156,58 +162,61 @@ impl Checkpoint {
         }
     }
 
-    /// The packed weights: layer by layer, then `embed`, `final_norm`, `lm_head` where the head is not tied, and
-    /// those of the block that predicts further tokens. In all of them norms' weights are what to multiply by
-    /// ([`SourceRef::plus`] makes them so), and sources keep the format of the checkpoint.
+    /// Returns the packed weights: layer by layer, then `embed`, `final_norm`, `lm_head` unless the LM head is tied to
+    /// the embedding, and finally the weights of the multi-token-prediction (MTP) block. Norm weights are the actual
+    /// multipliers ([`SourceRef::plus`] converts zero-centred ones). Sources keep the checkpoint's element type.
     ///
-    /// A layer `i` has, each under the prefix `layers.{i}.`, those of these that the configuration asks for:
-    /// - with full attention: `attn_norm`, `qkv` (rows of q, k, v and the gate of what attention gives, one after the
-    ///   other, each head after head), `qkv.bias`, `q_norm`, `k_norm`, `o`, `o.bias`;
-    /// - with a gated delta net: `attn_norm`, `in_proj` (rows of q, k, v, z, b and a, one after the other), `conv`
-    ///   (vector; channel c's taps at `conv_kernel * c` on, the last the current token's; channels as `in_proj`'s
-    ///   q, k, v), `a_log` and `dt_bias` (`[value_heads]`), `delta_norm` (`[value_dim]`), `o`;
-    /// - dense: `mlp_norm`, `gate_up` (row 2j is the gate's row j, row 2j + 1 the up projection's), `gate_up.bias`,
-    ///   `down`, `down.bias`;
-    /// - with experts: `mlp_norm`, `router` (a row each expert, then the shared expert's gate), `experts.gate_up`
-    ///   (expert after expert, each like a dense `gate_up`), `experts.down` (expert after expert, `hidden` rows of
-    ///   `inner` each), and `shared.gate_up` and `shared.down` like a dense MLP's.
+    /// Layer `i` has the following weights, each under the prefix `layers.{i}.` and only where the configuration
+    /// requires it:
+    /// - full attention: `attn_norm`, `qkv` (the rows of q, then k, then v, then the attention output gate; each part
+    ///   is ordered by head), `qkv.bias`, `q_norm`, `k_norm`, `o`, `o.bias`;
+    /// - gated delta rule (linear attention): `attn_norm`, `in_proj` (the rows of q, k, v, z, b and a, in this order),
+    ///   `conv` (a vector; the taps of channel c start at `conv_kernel * c`, and the last tap is for the current token;
+    ///   the channels are in the order of q, k, v in `in_proj`), `a_log` and `dt_bias` (`[value_heads]`), `delta_norm`
+    ///   (`[value_dim]`), `o`;
+    /// - dense MLP: `mlp_norm`, `gate_up` (row 2j is row j of the gate projection, row 2j + 1 is row j of the up
+    ///   projection), `gate_up.bias`, `down`, `down.bias`;
+    /// - MoE: `mlp_norm`, `router` (one row per expert, then the shared expert's gate), `experts.gate_up` (all experts
+    ///   stacked, each laid out like a dense `gate_up`), `experts.down` (all experts stacked, each with `hidden` rows
+    ///   of `inner` elements), and `shared.gate_up` and `shared.down`, laid out like a dense MLP's.
     ///
-    /// The block that predicts further tokens, the first of `mtp_layers` if the checkpoint has it, is under the
-    /// prefix `mtp.`: `embed_norm`, `hidden_norm`, `fc` (`[hidden, 2 * hidden]`, the embedding's columns first),
-    /// `final_norm`, and what a layer with full attention has.
+    /// The MTP block is the first of `mtp_layers`, if the checkpoint contains it. It uses the prefix `mtp.` and has
+    /// `embed_norm`, `hidden_norm`, `fc` (`[hidden, 2 * hidden]`, the embedding's columns first), `final_norm`, and the
+    /// weights of a layer with full attention, including its MLP.
     pub fn weights(&self) -> &[WeightSpec] {
         &self.weights
     }
 
-    /// The packed weights without those of the block that predicts further tokens.
+    /// Returns the packed weights without those of the MTP block.
     pub fn weights_without_mtp(&self) -> &[WeightSpec] {
         let end = self.weights.iter().position(WeightSpec::is_mtp).unwrap_or(self.weights.len());
         &self.weights[..end]
     }
 
-    /// Whether the block that predicts further tokens was saved too.
+    /// Whether the checkpoint contains the MTP block.
     pub fn has_mtp(&self) -> bool {
         self.weights.iter().any(WeightSpec::is_mtp)
     }
 
-    /// Elements of all weights; a tied head counts once.
+    /// Returns the number of elements of all weights. A tied LM head counts once.
     pub fn parameters(&self) -> u64 {
         self.weights.iter().map(WeightSpec::elements).sum()
     }
 
-    /// Elements of the weights that one token goes through: of experts the chosen ones, of the block that predicts
-    /// further tokens none. The embedding counts whole, as is usual.
+    /// Returns the number of weight elements used for one token: of the routed experts only the chosen ones, and
+    /// nothing of the MTP block. The embedding counts in full, as is usual.
     pub fn active_parameters(&self) -> u64 {
         self.active().map(|(weight, of, in_all)| weight.elements() / in_all * of).sum()
     }
 
-    /// Bytes of all weights in their target formats.
+    /// Returns the size in bytes of all weights in their target element types.
     pub fn weight_bytes(&self) -> u64 {
         self.weights.iter().map(WeightSpec::bytes).sum()
     }
 
-    /// Bytes of weights that one token at batch 1 reads: every layer, of its experts the chosen ones, the head and
-    /// one row of the embedding; keys, values, states and blocks that predict further tokens not included.
+    /// Returns the number of weight bytes that decoding one token at batch size 1 reads: all layers (of the routed
+    /// experts only the chosen ones), the LM head and one row of the embedding. Excludes the KV cache, recurrent state
+    /// and MTP blocks.
     pub fn bytes_per_token(&self) -> u64 {
         let row = |weight: &WeightSpec| u64::from(weight.cols) * weight.dtype.bytes();
         self.active()
@@ -219,7 +228,8 @@ impl Checkpoint {
             .sum()
     }
 
-    /// The weights that a token may go through, and how many of how many equal parts of each it does.
+    /// Returns each weight that a token may use, with a fraction of it that one token uses: numerator, then
+    /// denominator.
     fn active(&self) -> impl Iterator<Item = (&WeightSpec, u64, u64)> {
         let experts = self.config.experts;
         self.weights.iter().filter(|weight| !weight.is_mtp()).map(move |weight| match experts {
@@ -229,14 +239,14 @@ impl Checkpoint {
     }
 }
 
-/// A checkpoint that we cannot load, with every reason.
+/// The reasons why a checkpoint cannot be loaded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CheckpointError {
-    /// At least one.
+    /// All problems found; at least one.
     pub problems: Vec<CheckpointProblem>,
 }
 
-/// How many problems a message names; a missing shard alone can take hundreds of tensors away.
+/// The maximum number of problems that a message lists. A single missing shard can cause hundreds of missing tensors.
 const PROBLEMS_SHOWN: usize = 24;
 
 impl fmt::Display for CheckpointError {
@@ -259,21 +269,21 @@ impl std::error::Error for CheckpointError {}
 /// One reason why a checkpoint cannot be loaded.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CheckpointProblem {
-    /// There is no such directory.
+    /// The directory does not exist or is not a directory.
     #[error("{} is not a directory", .0.display())]
     NoDirectory(PathBuf),
-    /// The operating system refused.
+    /// The operating system could not open or read the file.
     #[error("cannot read {}: {reason}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// The system's words.
+        /// The operating system's error message.
         reason: String,
     },
-    /// config.json or generation_config.json.
+    /// config.json or generation_config.json is invalid or unsupported.
     #[error(transparent)]
     Config(ConfigProblem),
-    /// Neither model.safetensors nor its index; what else is there is named.
+    /// The directory has neither model.safetensors nor its index. The message lists other weight files found there.
     #[error("{} holds neither model.safetensors nor model.safetensors.index.json{others}", dir.display())]
     NoWeights {
         /// The directory.
@@ -281,62 +291,62 @@ pub enum CheckpointProblem {
         /// Empty, or ` (found ..., which is not read)`.
         others: String,
     },
-    /// model.safetensors.index.json is not what it should be.
+    /// model.safetensors.index.json is malformed.
     #[error("{} is not valid: {reason}", path.display())]
     BadIndex {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// What is wrong with it.
         reason: String,
     },
-    /// The index names a file that isn't there.
+    /// The index names a file that does not exist.
     #[error("shard {} is missing ({tensors} tensors)", path.display())]
     MissingShard {
         /// The file.
         path: PathBuf,
-        /// How many tensors the index puts into it.
+        /// The number of tensors that the index assigns to the file.
         tensors: usize,
     },
-    /// The file ends before its tensors do.
+    /// The file is shorter than its header or the data that its header describes.
     #[error("{} is truncated: its header needs {needs} bytes, the file has {has}", path.display())]
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Bytes by the header.
+        /// The length in bytes that the header requires.
         needs: u64,
-        /// Bytes of the file.
+        /// The file's actual length in bytes.
         has: u64,
     },
-    /// The header is not one of safetensors.
+    /// The file has no valid safetensors header.
     #[error("{} has no valid safetensors header: {reason}", path.display())]
     BadHeader {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// What is wrong with it.
         reason: String,
     },
-    /// The model needs a tensor that no file has.
+    /// The model requires a tensor that no file contains.
     #[error("tensor {tensor} is missing")]
     MissingTensor {
-        /// Its full name.
+        /// The tensor's full name.
         tensor: String,
     },
-    /// A tensor's shape contradicts config.json.
+    /// A tensor's shape does not match config.json.
     #[error("tensor {tensor} has shape {shape:?}, config.json asks for {expected:?}")]
     Shape {
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
-        /// The file's.
+        /// The shape in the file.
         shape: Vec<u64>,
-        /// The configuration's.
+        /// The shape that the configuration requires.
         expected: Vec<u64>,
     },
-    /// A tensor in a format that we don't read.
+    /// The tensor's element type is not supported.
     #[error("tensor {tensor} has dtype {dtype}, supported are BF16, F16 and F32")]
     UnsupportedDtype {
-        /// Its name.
+        /// The tensor's name.
         tensor: String,
-        /// The file's spelling.
+        /// The element type as the file spells it.
         dtype: String,
     },
 }
@@ -355,7 +365,7 @@ fn read_config(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<Mode
     }
 }
 
-/// A file of at most `most` bytes.
+/// Reads a text file of at most `most` bytes. Failures go to `problems`.
 fn read_text(path: &Path, most: u64, problems: &mut Vec<CheckpointProblem>) -> Option<String> {
     file::read_text(path, most)
         .map_err(|error| {

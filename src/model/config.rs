@@ -1,6 +1,7 @@
-//! The shape of a model, read from config.json (and generation_config.json) alone.
-//! Every problem of a file is reported at once. Deliberately absent: files, tensors, and
-//! anything known by a model's name instead of its configuration.
+//! The model configuration, read from the text of config.json and generation_config.json alone. All problems of a file
+//! are reported at once.
+//!
+//! Not here: file access, tensors, and anything inferred from a model's name rather than from its configuration.
 
 mod read;
 mod rope;
@@ -15,26 +16,28 @@ use serde_json::Value;
 use read::Reader;
 pub use rope::{Rope, RopeScaling};
 
-/// A model family whose forward pass we know.
+/// A model family whose forward pass is implemented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Architecture {
-    /// `Qwen3ForCausalLM`: dense, with a norm on each query and key head.
+    /// `Qwen3ForCausalLM`: dense, with an RMS norm on each query and key head.
     Qwen3,
     /// `LlamaForCausalLM`: dense.
     Llama,
-    /// `Qwen3MoeForCausalLM`: as Qwen3, with experts.
+    /// `Qwen3MoeForCausalLM`: like Qwen3, with MoE layers.
     Qwen3Moe,
-    /// `Qwen3NextForCausalLM`: gated delta nets between layers of gated attention, experts and a shared one.
+    /// `Qwen3NextForCausalLM`: a hybrid of gated-delta-rule layers (linear attention) and gated full-attention layers,
+    /// with MoE layers that include a shared expert.
     Qwen3Next,
-    /// `Qwen3_5ForConditionalGeneration` and `Qwen3_5ForCausalLM`: gated delta nets between layers of gated
-    /// attention, dense. Of a model that also sees, the text alone.
+    /// `Qwen3_5ForConditionalGeneration` and `Qwen3_5ForCausalLM`: a dense hybrid of gated-delta-rule layers (linear
+    /// attention) and gated full-attention layers. Only the text model of a multimodal checkpoint is used.
     Qwen35,
-    /// `Qwen3_5MoeForConditionalGeneration` and `Qwen3_5MoeForCausalLM`: as Qwen35, with experts and a shared one.
+    /// `Qwen3_5MoeForConditionalGeneration` and `Qwen3_5MoeForCausalLM`: like Qwen35, with MoE layers that include a
+    /// shared expert.
     Qwen35Moe,
 }
 
 impl Architecture {
-    /// All of them.
+    /// All supported families.
     pub const ALL: [Architecture; 6] = [
         Architecture::Qwen3,
         Architecture::Llama,
@@ -44,7 +47,7 @@ impl Architecture {
         Architecture::Qwen35Moe,
     ];
 
-    /// The names in config.json's `architectures`, that of released checkpoints first.
+    /// Returns the names that config.json's `architectures` may contain, the one used by released checkpoints first.
     pub fn names(self) -> &'static [&'static str] {
         match self {
             Architecture::Qwen3 => &["Qwen3ForCausalLM"],
@@ -56,12 +59,12 @@ impl Architecture {
         }
     }
 
-    /// The first of [`Architecture::names`].
+    /// Returns the first of [`Architecture::names`].
     pub fn name(self) -> &'static str {
         self.names()[0]
     }
 
-    /// The names in config.json's `model_type`.
+    /// Returns the values of config.json's `model_type`.
     pub fn model_types(self) -> &'static [&'static str] {
         match self {
             Architecture::Qwen3 => &["qwen3"],
@@ -73,30 +76,31 @@ impl Architecture {
         }
     }
 
-    /// Whether gated delta nets stand between the layers of attention.
+    /// Whether the model is a hybrid: some of its layers use the gated delta rule (linear attention) instead of full
+    /// attention.
     pub fn is_hybrid(self) -> bool {
         matches!(self, Architecture::Qwen3Next | Architecture::Qwen35 | Architecture::Qwen35Moe)
     }
 
-    /// Whether its configuration speaks of experts.
+    /// Whether the family's configuration describes experts.
     pub fn has_experts(self) -> bool {
         matches!(self, Architecture::Qwen3Moe | Architecture::Qwen3Next | Architecture::Qwen35Moe)
     }
 }
 
-/// A storage format of weights that we read.
+/// An element type that weights may have in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dtype {
-    /// 16 bits: the upper half of an f32.
+    /// bfloat16, 16 bits: the upper half of an f32.
     Bf16,
-    /// 16 bits: IEEE half precision.
+    /// IEEE half precision, 16 bits.
     F16,
-    /// 32 bits.
+    /// IEEE single precision, 32 bits.
     F32,
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     pub fn bytes(self) -> u64 {
         match self {
             Dtype::Bf16 | Dtype::F16 => 2,
@@ -104,7 +108,7 @@ impl Dtype {
         }
     }
 
-    /// The name in a safetensors header.
+    /// Returns the type's name in a safetensors header.
     pub fn safetensors_name(self) -> &'static str {
         match self {
             Dtype::Bf16 => "BF16",
@@ -113,7 +117,7 @@ impl Dtype {
         }
     }
 
-    /// The name in config.json.
+    /// Returns the type's name in config.json.
     pub fn config_name(self) -> &'static str {
         match self {
             Dtype::Bf16 => "bfloat16",
@@ -133,7 +137,7 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// Accepts `bf16` and the spellings of config.json and safetensors, in any case.
+/// Parses `bf16` and the spellings of config.json and safetensors, ignoring ASCII case.
 impl FromStr for Dtype {
     type Err = UnknownDtype;
 
@@ -147,95 +151,98 @@ impl FromStr for Dtype {
     }
 }
 
-/// A number format that we do not read.
+/// An element type that is not supported.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("number format \"{0}\" is not supported (bf16, f16 and f32 are)")]
 pub struct UnknownDtype(pub String);
 
-/// What mixes the tokens of one layer.
+/// The operation of a layer that mixes information across tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerKind {
-    /// Attention over every earlier position.
+    /// Causal attention over all earlier positions.
     FullAttention,
-    /// A gated delta net: a short convolution, then a matrix of fixed size for each head that every token
-    /// changes and reads.
+    /// The gated delta rule (linear attention): a short causal convolution, followed by a recurrent state of fixed size
+    /// for each head, which every token updates and reads.
     GatedDelta,
 }
 
-/// What follows the mixing of tokens in one layer.
+/// The kind of MLP that follows the token mixing in a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MlpKind {
-    /// One MLP for every token.
+    /// One MLP that every token uses.
     Dense,
-    /// The MLPs of the experts that a router chooses for the token.
+    /// A mixture of experts (MoE): a router chooses the MLPs that a token uses.
     Experts,
 }
 
-/// The shape of gated-delta layers. Consecutive value heads share a key head.
+/// The dimensions of gated-delta-rule layers. Each key head is shared by `value_heads / key_heads` consecutive value
+/// heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeltaNet {
-    /// Heads of q and of k.
+    /// The number of heads of q and of k.
     pub key_heads: u32,
-    /// Heads of v, of z and of the state; a multiple of `key_heads`.
+    /// The number of heads of v, of z and of the state; a multiple of `key_heads`.
     pub value_heads: u32,
-    /// Dimensions of one head of q, and of k.
+    /// The dimensions of one head of q or k.
     pub key_dim: u32,
-    /// Dimensions of one head of v, and of z.
+    /// The dimensions of one head of v or z.
     pub value_dim: u32,
-    /// Taps of the convolution; the last is the current token's.
+    /// The number of taps of the convolution; the last tap is for the current token.
     pub conv_kernel: u32,
 }
 
 impl DeltaNet {
-    /// Rows of the projection to q, and of that to k: `key_heads * key_dim`.
+    /// Returns the number of rows of the q projection, which equals that of the k projection: `key_heads * key_dim`.
     pub fn key_rows(&self) -> u32 {
         self.key_heads * self.key_dim
     }
 
-    /// Rows of the projection to v, and of that to z: `value_heads * value_dim`.
+    /// Returns the number of rows of the v projection, which equals that of the z projection: `value_heads *
+    /// value_dim`.
     pub fn value_rows(&self) -> u32 {
         self.value_heads * self.value_dim
     }
 
-    /// Channels of the convolution, `[q | k | v]`.
+    /// Returns the number of channels of the convolution, `[q | k | v]`.
     pub fn channels(&self) -> u32 {
         2 * self.key_rows() + self.value_rows()
     }
 
-    /// Rows of `in_proj`, `[q | k | v | z | b | a]`.
+    /// Returns the number of rows of `in_proj`, `[q | k | v | z | b | a]`.
     pub fn projected_rows(&self) -> u32 {
         self.channels() + self.value_rows() + 2 * self.value_heads
     }
 
-    /// Floats of one sequence's state in one layer: `value_heads * key_dim * value_dim`.
+    /// Returns the number of floats in one sequence's state in one layer: `value_heads * key_dim * value_dim`.
     pub fn state_elements(&self) -> u64 {
         u64::from(self.value_heads) * u64::from(self.key_dim) * u64::from(self.value_dim)
     }
 }
 
-/// The shape of layers with experts.
+/// The dimensions of MoE layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Experts {
-    /// How many a router chooses from.
+    /// The number of routed experts.
     pub count: u32,
-    /// How many it chooses for a token.
+    /// The number of experts that the router chooses for each token (top-k).
     pub chosen: u32,
-    /// Width of one expert's MLP.
+    /// The intermediate size of one routed expert's MLP.
     pub inner: u32,
-    /// Width of the MLP that every token goes through beside the chosen ones, weighted by a gate of its own.
+    /// The intermediate size of the shared expert, whose output is scaled by a gate of its own. Every token uses it in
+    /// addition to its routed experts. `None` if there is no shared expert.
     pub shared_inner: Option<u32>,
-    /// Whether the weights of the chosen ones are scaled to a sum of 1.
+    /// Whether the weights of a token's chosen experts are normalised to a sum of 1.
     pub normalise: bool,
 }
 
 impl Experts {
-    /// Rows of `router`: one an expert, and the shared expert's gate.
+    /// Returns the number of rows of `router`: one per expert, plus one for the shared expert's gate.
     pub fn router_rows(&self) -> u32 {
         self.count + u32::from(self.shared_inner.is_some())
     }
 }
 
-/// How an RMS norm uses its weight.
+/// How an RMS norm applies its weight `w`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NormKind {
     /// Multiplies by `w`.
@@ -244,73 +251,76 @@ pub enum NormKind {
     ZeroCentred,
 }
 
-/// The function between the gate and the product of the MLP.
+/// The activation function that an MLP applies to its gate projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
 }
 
-/// Everything that config.json says of a model, checked.
+/// A model's configuration from config.json, validated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// The family.
+    /// The model family.
     pub architecture: Architecture,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden: u32,
-    /// Width of the MLP of dense layers; 0 where no layer is dense.
+    /// The intermediate size of dense MLPs; 0 if no layer is dense.
     pub intermediate: u32,
-    /// Layers.
+    /// The number of layers.
     pub layers: u32,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: u32,
-    /// Key and value heads; divides `heads`.
+    /// The number of key and value heads; divides `heads`.
     pub kv_heads: u32,
-    /// Dimensions of a head (even); `heads * head_dim` need not be `hidden`.
+    /// The dimensions of a head; even. `heads * head_dim` may differ from `hidden`.
     pub head_dim: u32,
-    /// Added to the mean square in every norm.
+    /// The epsilon that every RMS norm adds to the mean square.
     pub rms_eps: f32,
-    /// Rows of the embedding and of the head.
+    /// The number of rows of the embedding and of the LM head.
     pub vocab: u32,
-    /// Whether the embedding serves as the head.
+    /// Whether the LM head is tied to the embedding.
     pub tied: bool,
     /// Whether the q, k, v and o projections have biases.
     pub attention_bias: bool,
     /// Whether the gate, up and down projections have biases.
     pub mlp_bias: bool,
-    /// Whether each query and key head is normed before the rotation.
+    /// Whether each query and key head is normalised before RoPE is applied.
     pub qk_norm: bool,
-    /// Whether what attention gives is multiplied by the sigmoid of a gate, `heads * head_dim` wide like the queries.
+    /// Whether the attention output is multiplied by the sigmoid of a gate, which is as wide as the queries (`heads *
+    /// head_dim`).
     pub attention_gate: bool,
-    /// Rotary embedding.
+    /// The rotary embedding (RoPE) parameters.
     pub rope: Rope,
-    /// How norms use their weights.
+    /// How norms apply their weights.
     pub norm: NormKind,
-    /// The MLP's activation.
+    /// The activation function of the MLPs.
     pub activation: Activation,
-    /// `[layers]`: what mixes tokens.
+    /// `[layers]`: the token mixing of each layer.
     pub layer_kinds: Vec<LayerKind>,
-    /// `[layers]`: what follows.
+    /// `[layers]`: the MLP of each layer.
     pub mlp_kinds: Vec<MlpKind>,
-    /// The shape of gated-delta layers; there where a layer is one.
+    /// The dimensions of gated-delta-rule layers; `Some` if there is at least one.
     pub delta: Option<DeltaNet>,
-    /// The shape of layers with experts; there where a layer is one.
+    /// The dimensions of MoE layers; `Some` if there is at least one.
     pub experts: Option<Experts>,
-    /// Blocks that predict further tokens, by the configuration; the checkpoint may have been saved without
-    /// their tensors ([`Checkpoint::has_mtp`](super::checkpoint::Checkpoint::has_mtp)).
+    /// The number of multi-token-prediction (MTP) blocks according to the configuration. The checkpoint may have been
+    /// saved without their tensors ([`Checkpoint::has_mtp`](super::checkpoint::Checkpoint::has_mtp)).
     pub mtp_layers: u32,
-    /// The longest sequence, in tokens.
+    /// The maximum sequence length in tokens.
     pub context: u32,
-    /// Ids that end a sequence, without repeats.
+    /// The end-of-sequence token ids, without duplicates.
     pub eos: Vec<u32>,
-    /// The id that begins a sequence.
+    /// The beginning-of-sequence token id.
     pub bos: Option<u32>,
-    /// What config.json says of the weights' format; the tensors have the last word.
+    /// The weights' element type according to config.json. The types in the tensors' headers take precedence.
     pub dtype: Option<Dtype>,
 }
 
 impl ModelConfig {
-    /// Reads config.json's text, and generation_config.json's where there is one.
+    /// Parses the text of config.json and, if present, of generation_config.json.
+    ///
+    /// # Errors Every problem found, if there is any.
     pub fn parse(config_json: &str, generation_config: Option<&str>) -> Result<ModelConfig, ConfigError> {
         let mut problems = Vec::new();
         let mut object = |file: &'static str, text: &str| match serde_json::from_str::<Value>(text) {
@@ -337,36 +347,39 @@ impl ModelConfig {
         }
     }
 
-    /// Rows of the query projection: `heads * head_dim`.
+    /// Returns the number of rows of the query projection: `heads * head_dim`.
     pub fn q_rows(&self) -> u32 {
         self.heads * self.head_dim
     }
 
-    /// Rows of the key projection, and of the value projection: `kv_heads * head_dim`.
+    /// Returns the number of rows of the key projection, which equals that of the value projection: `kv_heads *
+    /// head_dim`.
     pub fn kv_rows(&self) -> u32 {
         self.kv_heads * self.head_dim
     }
 
-    /// Rows of the packed `qkv`: queries, keys, values and, where attention has one, its gate.
+    /// Returns the number of rows of the packed `qkv`: queries, keys, values and, if attention has one, the output
+    /// gate.
     pub fn qkv_rows(&self) -> u32 {
         self.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * self.kv_rows()
     }
 
-    /// The layers that mix tokens that way, in order.
+    /// Returns the indices of the layers with the given token mixing, in ascending order.
     pub fn layers_of(&self, kind: LayerKind) -> impl Iterator<Item = u32> + '_ {
         (0..).zip(&self.layer_kinds).filter(move |(_, of_layer)| **of_layer == kind).map(|(layer, _)| layer)
     }
 
-    /// Elements of keys and values that one token adds, over all layers of attention (not the further tokens' blocks).
+    /// Returns the number of key and value elements that one token adds to the KV cache, over all full-attention
+    /// layers. MTP blocks are not included.
     pub fn kv_elements_per_token(&self) -> u64 {
         2 * self.layers_of(LayerKind::FullAttention).count() as u64 * u64::from(self.kv_rows())
     }
 }
 
-/// A configuration that we cannot run, with every reason.
+/// The reasons why a configuration cannot be run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConfigError {
-    /// At least one.
+    /// All problems found; at least one.
     pub problems: Vec<ConfigProblem>,
 }
 
@@ -390,43 +403,43 @@ pub enum ConfigProblem {
     /// The file is not a JSON object.
     #[error("{file} is not valid: {reason}")]
     NotJson {
-        /// Its name.
+        /// The file's name.
         file: &'static str,
-        /// The parser's words.
+        /// What is wrong, mostly in the JSON parser's words.
         reason: String,
     },
-    /// A family that we do not know.
+    /// The model family is not supported.
     #[error("architecture \"{0}\" is not supported ({known} are)", known = Architecture::ALL.map(Architecture::name).join(", "))]
     UnsupportedArchitecture(String),
-    /// A function that we do not know.
+    /// The activation function is not supported.
     #[error("activation \"{0}\" is not supported (silu is)")]
     UnsupportedActivation(String),
-    /// A way of scaling that we do not know.
+    /// The RoPE scaling type is not supported.
     #[error("rope type \"{0}\" is not supported (default, linear, llama3 and yarn are)")]
     UnsupportedRope(String),
-    /// A number format that we do not read.
+    /// The element type is not supported.
     #[error("dtype \"{0}\" is not supported (bfloat16, float16 and float32 are)")]
     UnsupportedDtype(String),
     /// The weights are quantized.
     #[error("quantization \"{0}\" is not supported")]
     Quantized(String),
-    /// Attention that forgets.
+    /// The model uses sliding-window attention.
     #[error("sliding-window attention is not supported ({0})")]
     SlidingWindow(String),
-    /// A layer that is neither full attention nor, in a hybrid, a gated delta net.
+    /// A layer is neither full attention nor, in a hybrid, linear attention.
     #[error("layer type \"{0}\" is not supported (full_attention is, and linear_attention in hybrids)")]
     UnsupportedLayer(String),
-    /// A key that has to be there.
+    /// A required key is missing.
     #[error("{0} is missing")]
     Missing(String),
-    /// A value of the wrong type or out of range.
+    /// A value has the wrong type or is out of range.
     #[error("{key} is {value}, must be {rule}")]
     Value {
-        /// The key, with dots.
+        /// The key's path, with dots.
         key: String,
-        /// What the file says.
+        /// The value in the file.
         value: String,
-        /// What is allowed.
+        /// The allowed values.
         rule: String,
     },
 }

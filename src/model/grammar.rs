@@ -1,7 +1,8 @@
-//! Structured output: what an output may look like (a JSON Schema, a regular expression, a grammar, one of several
-//! texts), and from there, token after token, which tokens may be drawn next. The parsing is llguidance's, in worker
-//! processes (`actors::workers`): neither its stack nor its memory nor its time can be bounded inside this process.
-//! Deliberately absent: who draws, and when.
+//! Structured output: constraints on an output (a JSON Schema, a regular expression, a grammar, or a list of choices),
+//! and for each generated token the mask of tokens that may follow. Parsing is done by llguidance in worker processes
+//! (`actors::workers`), because its stack, memory and time cannot be bounded inside this process.
+//!
+//! Not here: sampling, and the scheduling of mask computations.
 
 mod compiled;
 mod ebnf;
@@ -27,42 +28,44 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vocabulary::Vocabulary;
 
-/// A first mask and about how many bytes its parser takes, or what is wrong with the constraint.
+/// The first mask and an estimate of the parser's size in bytes, or the reason why the constraint is invalid.
 type Begun = Result<(Arc<[u32]>, usize), GrammarError>;
 
-/// Bytes of a schema, expression or grammar, or of all choices together.
+/// The maximum size in bytes of a schema, expression or grammar, or of all choices together.
 pub const MOST_BYTES: usize = 256 << 10;
-/// Choices of one constraint.
+/// The maximum number of choices in one constraint.
 pub const MOST_CHOICES: usize = 1024;
-/// White space that may stand between the parts of a JSON text: a space or two, or a new line and its indentation. No
-/// more, since a model that has begun with it may never end.
+/// The white space allowed between the parts of a JSON text: one or two spaces, or a new line and its indentation. It
+/// is bounded because a model that starts to generate white space may never stop.
 const JSON_SPACE: &str = r"\x20{1,2}|\x0D?\x0A(\x20{0,24}|\x09{0,8})";
-/// The first byte of the first frame of workers that follow constraints.
+/// The first byte of the first frame sent to a constraint worker; it selects this service.
 pub(crate) const WORKER: u8 = b'g';
-/// Tokens that are replayed at once, so that no replay meets the limit of time by its length.
+/// The maximum number of tokens that one request replays, so that no replay exceeds the CPU time limit because of its
+/// length.
 const REPLAYED: usize = 512;
-/// A constraint whose first mask took longer is not waited for with a batch.
+/// If the first mask takes longer than this, decode steps are not queued before the constraint's mask is available,
+/// until masks have been in time for a while.
 const SLOW: Duration = Duration::from_millis(50);
 
-/// What an output must look like.
+/// A constraint that an output must satisfy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Constraint {
-    /// JSON that satisfies this JSON Schema.
+    /// JSON that is valid under this JSON Schema.
     JsonSchema(String),
     /// Any JSON object.
     JsonObject,
-    /// Text that this regular expression matches from its beginning to its end.
+    /// Text that this regular expression matches in full.
     Regex(String),
-    /// Text derived from this grammar: EBNF as llama.cpp and XGrammar write it (`root ::= ...`), or Lark.
+    /// Text that this grammar generates: EBNF as in llama.cpp and XGrammar (`root ::= ...`), or Lark.
     Grammar(String),
     /// One of these texts.
     Choice(Vec<String>),
-    /// What routers ask for with tool calls, see [`structural_tag`].
+    /// A structural tag, the format that routers use for tool calls; see [`structural_tag`].
     StructuralTag(String),
 }
 
 impl Constraint {
-    /// Of its texts.
+    /// Returns the total length of the constraint's texts in bytes.
     fn bytes(&self) -> usize {
         match self {
             Constraint::JsonSchema(text)
@@ -75,37 +78,37 @@ impl Constraint {
     }
 }
 
-/// Why an output cannot be constrained so, or not any further.
+/// The reason why an output cannot be constrained, or can no longer be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum GrammarError {
-    /// The tokens' bytes are not known.
+    /// The bytes of the tokenizer's tokens are unknown.
     #[error("constraints need a byte-level or byte-fallback tokenizer, this model's is neither")]
     Tokenizer,
-    /// Too long.
+    /// The constraint is longer than [`MOST_BYTES`].
     #[error("the constraint has {bytes} bytes, at most {MOST_BYTES} are taken")]
     TooLong {
-        /// Given.
+        /// The constraint's length in bytes.
         bytes: usize,
     },
-    /// Too many, or none.
+    /// There are no choices, or more than [`MOST_CHOICES`].
     #[error("the constraint has {choices} choices, 1 to {MOST_CHOICES} are taken")]
     Choices {
-        /// Given.
+        /// The number of choices.
         choices: usize,
     },
-    /// Not what it should be.
+    /// The constraint is malformed or unsupported.
     #[error("the constraint cannot be used: {0}")]
     Invalid(String),
-    /// The parser gave up.
+    /// The parser could not continue.
     #[error("the constraint became too complex to follow: {0}")]
     Stuck(String),
-    /// It meets a limit of its worker process: stack, memory or processor time.
+    /// The constraint exceeds a limit of its worker process: stack, memory or CPU time.
     #[error("the constraint is too large to be followed: {0}")]
     TooLarge(String),
-    /// Its call has ended.
+    /// The caller cancelled the call.
     #[error("nobody waits for the constraint any more")]
     Cancelled,
-    /// There is no worker process to follow it.
+    /// No worker process is available.
     #[error("no constraint can be followed now: {0}")]
     Unavailable(String),
 }
@@ -123,27 +126,27 @@ impl From<Failure> for GrammarError {
     }
 }
 
-/// What a model's outputs can be constrained with: its tokens as bytes, and the workers that know them. Made once a
-/// model.
+/// The constraint compiler of one model: the pool of workers that hold the model's vocabulary, and a cache of first
+/// masks. Created once per model.
 pub struct Grammars {
     shared: Arc<Shared>,
     kept: Kept<Beginning>,
 }
 
-/// What all outputs of a model share.
+/// The state that all of a model's outputs share.
 struct Shared {
     workers: Workers,
     tokens: Tokens,
     vocabulary: u32,
-    /// Numbers of outputs.
+    /// The number of the next output.
     outputs: AtomicU64,
 }
 
-/// What is known of a constraint's beginning without its worker.
+/// What is known about a constraint's start without its worker.
 #[derive(Clone)]
 struct Beginning {
     mask: Arc<[u32]>,
-    /// Who has compiled it, and likely still has it.
+    /// The worker that compiled the constraint and probably still caches it.
     home: Home,
     slow: bool,
 }
@@ -155,12 +158,14 @@ impl fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// For a model of `vocabulary` tokens that ends with any of `eos_ids`.
+    /// Creates the compiler for a model of `vocabulary` tokens that ends a sequence with any of `eos_ids`.
+    ///
+    /// # Errors [`GrammarError::Tokenizer`] if the bytes of the tokens are unknown.
     pub fn new(text: &Text, vocabulary: u32, eos_ids: &[u32]) -> Result<Grammars, GrammarError> {
         Grammars::with(text, vocabulary, eos_ids, limits())
     }
 
-    /// The same with limits of its own.
+    /// Like [`Grammars::new`], with explicit limits for the workers.
     pub fn with(text: &Text, vocabulary: u32, eos_ids: &[u32], limits: Limits) -> Result<Grammars, GrammarError> {
         let mut first = vec![WORKER];
         Vocabulary::of(text, vocabulary, eos_ids)?.write(&mut first);
@@ -169,13 +174,13 @@ impl Grammars {
         Ok(Grammars { shared: Arc::new(shared), kept: Kept::default() })
     }
 
-    /// A constraint at its beginning: compiled, or one of those that were compiled lately. With `ignore_eos` an output
-    /// that could end goes on as long as it can.
+    /// Starts an output that follows `constraint`. Uses the cache if the constraint was compiled recently. With
+    /// `ignore_eos` the end-of-sequence tokens are not allowed while any other token is.
     pub fn start(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Started, GrammarError> {
         self.start_until(constraint, ignore_eos, &Cancel::default())
     }
 
-    /// The same; gives up when nobody waits for it any more.
+    /// Like [`Grammars::start`], but returns [`GrammarError::Cancelled`] when `cancel` is cancelled.
     pub fn start_until(
         &self,
         constraint: &Constraint,
@@ -215,46 +220,47 @@ impl Grammars {
         Ok(Started { grammar: Box::new(Grammar(Some(Box::new(output)))), mask, slow })
     }
 
-    /// The process ids of its workers, for those who watch them.
+    /// Returns the process ids of the workers, for monitoring.
     pub fn workers(&self) -> Vec<u32> {
         self.shared.workers.processes()
     }
 
-    /// How often constraints were asked for, and of which the work was already done.
+    /// Returns how often constraints were requested, and how often they were found in the cache.
     pub fn uses(&self) -> Uses {
         self.kept.uses()
     }
 }
 
-/// A constraint at its beginning.
+/// An output that is about to follow a constraint.
 #[derive(Clone, Debug)]
 pub struct Started {
-    /// To be told each token.
+    /// The grammar; it takes each generated token.
     pub grammar: Box<Grammar>,
-    /// What the first token may be: [`Next::Mask`].
+    /// The tokens that the first token may be, in the format of [`Next::Mask`].
     pub mask: Arc<[u32]>,
-    /// It took so long that its next masks are not to be waited for.
+    /// Whether computing the first mask took longer than 50 ms. Steps of this output should then not be queued before
+    /// its next masks are available.
     pub slow: bool,
 }
 
-/// Where one output stands. What is known of it lives in a worker process, and is made again from the constraint and the
-/// tokens where that is lost.
+/// The progress of one output through its constraint. Its parser state lives in a worker process. If it is lost, it is
+/// rebuilt from the constraint and the tokens.
 pub struct Grammar(Option<Box<Output>>);
 
 struct Output {
     shared: Arc<Shared>,
     constraint: Arc<Constraint>,
     ignore_eos: bool,
-    /// Its name among a worker's outputs.
+    /// The output's identifier in the workers.
     number: u64,
-    /// The worker that has it, or has its constraint.
+    /// The worker that has the output's state, or has compiled its constraint.
     home: Option<Home>,
     tokens: Vec<u32>,
     cancel: Cancel,
 }
 
 impl Clone for Grammar {
-    /// Of its own from here on: nothing is shared that both would wait for.
+    /// Returns an independent copy with its own output number and cancellation.
     fn clone(&self) -> Grammar {
         Grammar(self.0.as_ref().map(|output| {
             Box::new(Output {
@@ -276,18 +282,19 @@ impl fmt::Debug for Grammar {
     }
 }
 
-/// What may follow.
+/// What may follow the tokens so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// One of these tokens: bit `i % 32` of word `i / 32` stands for token `i`; `vocabulary / 32` words, rounded up.
+    /// One of these tokens. Bit `i % 32` of word `i / 32` stands for token `i`; there are `vocabulary / 32` words,
+    /// rounded up.
     Mask(Arc<[u32]>),
     /// Nothing: the output is complete.
     Complete,
 }
 
 impl Grammar {
-    /// Takes a token that was drawn; says what may follow. Tens of microseconds mostly, up to the limit of time. After an
-    /// error there is nothing to go on with.
+    /// Takes a generated token and returns what may follow. Usually takes tens of microseconds, at most the workers'
+    /// time limit. After an error the output cannot continue.
     pub fn take(&mut self, token: u32) -> Result<Next, GrammarError> {
         let Some(mut output) = self.0.take() else { return Err(ended()) };
         let shared = Arc::clone(&output.shared);
@@ -299,7 +306,8 @@ impl Grammar {
         next
     }
 
-    /// The same without waiting: `answer` is called with the grammar, on a thread of the workers'.
+    /// Like [`Grammar::take`], but does not block: `answer` is called with the grammar and the result on a worker pool
+    /// thread.
     pub fn take_then(
         self: Box<Self>,
         token: u32,
@@ -319,7 +327,7 @@ impl Grammar {
         );
     }
 
-    /// What to cancel when its output has ended: what is being found out for it then ends.
+    /// Returns the handle that cancels running computations for this output when it has ended.
     pub fn cancel(&self) -> Cancel {
         self.0.as_ref().map(|output| output.cancel.clone()).unwrap_or_default()
     }
@@ -330,8 +338,8 @@ fn ended() -> GrammarError {
 }
 
 impl Output {
-    /// Has `work` done by a worker. One that meets the limit of memory in a worker that holds other outputs has not met
-    /// it alone, and is tried once more in a new one.
+    /// Runs `work` on a worker. If it fails in a way that other jobs may have caused (the worker process met the memory
+    /// limit after it had served other calls, or died), it is retried once in a new process.
     fn settled<T>(
         &mut self,
         worker: &mut Worker,
@@ -349,7 +357,7 @@ impl Output {
         let frame = serde_json::to_vec(asked).map_err(|error| Failure::Died(error.to_string()))?;
         let tokens = &self.shared.tokens;
         worker.call(&frame, cancel, tag::TOKENS, &mut |text| {
-            // A zero: there are none.
+            // A leading 0 means that the text cannot be tokenized.
             let ids = std::str::from_utf8(text).ok().and_then(|text| tokens.of(text));
             ids.map_or(vec![0], |ids| [&[1][..], bytemuck::cast_slice(&ids)].concat())
         })
@@ -369,7 +377,7 @@ impl Output {
         (mask.len() == mask_words(self.shared.vocabulary) as usize).then_some(mask)
     }
 
-    /// At its beginning in this worker: the first mask, and about how many bytes it takes.
+    /// Starts the output in this worker. Returns the first mask and an estimate of the constraint's size in bytes.
     fn begin(&mut self, worker: &mut Worker, cancel: &Cancel) -> Result<Begun, Failure> {
         let (constraint, ignore_eos) = (Constraint::clone(&self.constraint), self.ignore_eos);
         let asked = Ask::Start { output: self.number, constraint, ignore_eos };
@@ -423,13 +431,13 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Its worker forgets it.
+    /// Tells the worker to forget the output.
     fn drop(&mut self) {
         let Some(home) = self.home.filter(|home| self.shared.workers.is_home(*home)) else { return };
         let Ok(frame) = serde_json::to_vec(&Ask::Forget { output: self.number }) else { return };
         let most = self.shared.workers.limits().memory / 4;
         let forget = move |worker: Result<&mut Worker, Failure>| {
-            // A worker that has died has forgotten it.
+            // If the worker has died, the output's state is already gone.
             if let Ok(worker) = worker
                 && worker.home() == home
                 && worker.calls() > 0
@@ -437,7 +445,7 @@ impl Drop for Output {
                 && answer == [&[tag::DONE][..], &0u64.to_le_bytes()].concat()
                 && worker.grown() > most
             {
-                // Nobody has anything in it: its memory is given back.
+                // The worker holds no outputs any more and has grown: end it to free its memory.
                 worker.end();
             }
         };

@@ -1,6 +1,7 @@
-//! config.json, tensor names, tokenizer, chat template, architectures: a batch shape in,
-//! a `Recording` out. Deliberately absent: threads, and reading of bulk data
-//! (but for `synth`, which writes checkpoints).
+//! Everything that depends on the model: config.json, tensor names, tokenizer, chat template, grammars and the
+//! architectures' forward passes, which turn a batch shape into a `Recording`.
+//!
+//! Not here: threads, and reading bulk tensor data. The exception is `synth`, which writes checkpoints with threads.
 
 pub mod checkpoint;
 pub mod config;

@@ -1,6 +1,6 @@
-//! Random-weight checkpoints in Hugging Face layout: real shapes to measure with, tiny ones to
-//! test with. The weights depend on the seed, the tensor's name and the element's index alone,
-//! not on threads or shards. Unlike the rest of `model`, this writes files, and with threads.
+//! Writes checkpoints with random weights in Hugging Face layout: shapes of released models for benchmarks, tiny ones
+//! for tests. Each weight depends only on the seed, the tensor's name and the element's index, not on threads or
+//! shards. Unlike the rest of `model`, this module writes files and uses threads.
 
 mod presets;
 mod tensors;
@@ -21,22 +21,23 @@ use super::config::{ConfigError, Dtype, ModelConfig};
 pub use presets::{PRESETS, Preset, preset, with_layers};
 use tensors::{Spread, tensors_of};
 
-/// Bytes that a thread fills and writes at once: large enough to make the system calls free,
-/// small enough to stay in a cache.
+/// The number of bytes that a thread fills and writes at a time: large enough to make the cost of system calls
+/// negligible, small enough to stay in a cache.
 const CHUNK_BYTES: u64 = 1 << 20;
-/// More threads than this do not make a disk faster.
+/// The maximum default number of threads. More do not make a disk faster.
 const MAX_THREADS: usize = 16;
 
-/// How a checkpoint is written.
+/// Options for writing a checkpoint.
 #[derive(Clone, Debug)]
 pub struct SynthOptions {
-    /// The same seed gives the same weights.
+    /// The seed; equal seeds give equal weights.
     pub seed: u64,
-    /// `None`: what config.json says, else bf16.
+    /// The element type of the weights. `None`: the type in config.json, otherwise bf16.
     pub dtype: Option<Dtype>,
-    /// A shard is closed before it would exceed this; one tensor never is divided.
+    /// The maximum bytes of tensor data in a shard. A tensor is never divided, so one that is larger gets a shard of
+    /// its own.
     pub shard_bytes: u64,
-    /// `None`: one for each core, at most 16.
+    /// The number of threads. `None`: one per core, at least 2 and at most 16.
     pub threads: Option<usize>,
 }
 
@@ -46,70 +47,71 @@ impl Default for SynthOptions {
     }
 }
 
-/// What was written.
+/// A summary of the written checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Elements of all tensors.
+    /// The number of elements of all tensors.
     pub parameters: u64,
-    /// Bytes of all tensors.
+    /// The size of all tensors in bytes.
     pub bytes: u64,
-    /// The safetensors files.
+    /// The paths of the safetensors files.
     pub shards: Vec<PathBuf>,
-    /// Whether the vocabulary had room for a tokenizer.
+    /// Whether a tokenizer was written; it is not if the vocabulary is too small for one.
     pub tokenizer: bool,
 }
 
-/// Why a checkpoint could not be written.
+/// The reason why a checkpoint could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum SynthError {
-    /// No such preset.
+    /// There is no preset with this name.
     #[error("architecture \"{0}\" is not known ({known} are)", known = PRESETS.map(|(name, _)| name).join(", "))]
     UnknownArch(String),
-    /// The shape has to come from one place.
+    /// The caller gave both an architecture and a config.json, or neither.
     #[error("give either an architecture or a config.json")]
     Shape,
-    /// config.json cannot be run.
+    /// The configuration cannot be run.
     #[error("{} cannot be used: {source}", path.display())]
     Config {
         /// The file, or the preset's name.
         path: PathBuf,
-        /// Why.
+        /// What is wrong with it.
         source: ConfigError,
     },
-    /// config.json cannot be read.
+    /// config.json could not be read.
     #[error("cannot read {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// The system's words.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// The directory holds a checkpoint already.
+    /// The directory already holds a checkpoint.
     #[error("{} exists already; choose an empty directory", .0.display())]
     Occupied(PathBuf),
-    /// The system refused, for example for want of space.
+    /// The operating system reported an error, for example that the disk is full.
     #[error("cannot write {}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// Its words.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// The tokenizer could not be made.
+    /// The tokenizer could not be built.
     #[error("cannot make a tokenizer: {0}")]
     Tokenizer(String),
 }
 
 impl SynthError {
-    /// Whether the caller can mend it (arguments and files), as opposed to a bug of ours.
+    /// Whether the caller can fix the error (arguments and files), as opposed to a bug of this program.
     pub fn is_callers(&self) -> bool {
         !matches!(self, SynthError::Tokenizer(_))
     }
 }
 
-/// Writes a checkpoint of that shape into `out`, which is made if needed and must not hold one.
-/// `progress` hears the bytes done and the bytes in all, now and then. config.json comes last,
-/// so that a directory with one is complete; where writing fails, what was written is removed.
+/// Writes a checkpoint with the shape given by `config_json` into `out`. The directory is created if necessary and must
+/// not contain a checkpoint. `progress` is called from time to time with the bytes written and the total bytes.
+/// config.json is written last, so that a directory that contains it is complete. If writing fails, the files written
+/// so far are removed.
 pub fn write(
     config_json: &str,
     out: &Path,
@@ -157,11 +159,11 @@ pub fn write(
     })
 }
 
-/// Where a configuration of the text alone has its own object, it is one of a model that does more than text: its
-/// keys, and what the names of the text's tensors begin with.
+/// The key of config.json under which a multimodal model has the configuration of its text model. The tensor names of
+/// such a model begin with another prefix, see [`root`].
 const TEXT: &str = "text_config";
 
-/// What the names of the tensors begin with, but for the head's and those of further tokens' blocks.
+/// Returns the prefix of the tensor names, except those of the LM head and of the multi-token-prediction (MTP) blocks.
 fn root(config_json: &str) -> &'static str {
     match serde_json::from_str::<Value>(config_json) {
         Ok(config) if config.get(TEXT).is_some_and(Value::is_object) => "model.language_model.",
@@ -169,7 +171,7 @@ fn root(config_json: &str) -> &'static str {
     }
 }
 
-/// Files that must not stay behind if something goes wrong.
+/// Files that are removed when this is dropped, unless the list was cleared.
 struct RemoveOnDrop {
     paths: Vec<PathBuf>,
 }
@@ -177,19 +179,19 @@ struct RemoveOnDrop {
 impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
         for path in &self.paths {
-            // Nothing can be done about one that does not go.
+            // Best effort: a failure to remove a file has no remedy here.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// One tensor and its place.
+/// One tensor and its location.
 #[derive(Clone, Debug)]
 struct Planned {
     name: String,
     shape: Vec<u64>,
     spread: Spread,
-    /// First byte in its file.
+    /// Byte offset in its file; see [`Shard::new`].
     offset: u64,
     bytes: u64,
 }
@@ -197,12 +199,12 @@ struct Planned {
 /// One safetensors file.
 struct Shard {
     header: Vec<u8>,
-    /// Bytes of data behind the header.
+    /// The size in bytes of the data that follows the header.
     bytes: u64,
     tensors: Vec<Planned>,
 }
 
-/// The whole checkpoint.
+/// The contents of the whole checkpoint.
 struct Plan {
     dtype: Dtype,
     shards: Vec<Shard>,
@@ -236,7 +238,7 @@ impl Plan {
         }
     }
 
-    /// model.safetensors.index.json, where there are several shards.
+    /// Returns the text of model.safetensors.index.json, or `None` if there is only one shard.
     fn index(&self) -> Option<String> {
         let names = self.names();
         let map: BTreeMap<&str, &str> = self
@@ -251,7 +253,8 @@ impl Plan {
 }
 
 impl Shard {
-    /// Offsets are counted from the data's beginning on entry, from the file's afterwards.
+    /// Builds the header. `tensors` come with offsets that count from the start of the data; the shard stores offsets
+    /// that count from the start of the file.
     fn new(mut tensors: Vec<Planned>, bytes: u64, dtype: Dtype) -> Shard {
         let mut entries = Map::new();
         entries.insert("__metadata__".to_owned(), json!({"format": "pt"}));
@@ -264,7 +267,7 @@ impl Shard {
             entries.insert(tensor.name.clone(), entry);
         }
         let mut json = Value::Object(entries).to_string();
-        // The data begins at a multiple of 8.
+        // Pad the header so that the data begins at a multiple of 8.
         json.extend(std::iter::repeat_n(' ', json.len().next_multiple_of(8) - json.len()));
         let mut header = (json.len() as u64).to_le_bytes().to_vec();
         header.extend(json.as_bytes());
@@ -275,14 +278,14 @@ impl Shard {
     }
 }
 
-/// A piece of one tensor, filled and written at once.
+/// A part of one tensor that is filled and written at a time.
 struct Piece<'a> {
     file: &'a File,
     path: &'a Path,
     tensor: &'a Planned,
     table: &'a Table,
     key: u64,
-    /// First byte within the tensor; a multiple of [`CHUNK_BYTES`].
+    /// Byte offset within the tensor; a multiple of [`CHUNK_BYTES`].
     begin: u64,
     bytes: u64,
 }
@@ -314,13 +317,13 @@ fn fill(
             }
         }
     }
-    // All shards at once: writers of one file wait for each other in the kernel.
+    // Interleave the shards, because concurrent writers of one file wait for each other in the kernel.
     pieces.sort_by_key(|(of_shard, _)| *of_shard);
     let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
     let threads = options.threads.unwrap_or(cores.clamp(2, MAX_THREADS)).max(1);
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
-    // Bounded, so that the count shown does not run behind what was written.
+    // The channel is bounded so that the reported progress does not lag behind what was written.
     let (sender, receiver) = mpsc::sync_channel::<Result<u64, SynthError>>(4 * threads);
     std::thread::scope(|scope| {
         for _ in 0..threads {
@@ -362,11 +365,11 @@ fn fill(
     })
 }
 
-/// Levels of its distribution that a weight may take.
+/// The number of discrete values that approximate a distribution.
 const LEVELS: usize = 4096;
 
-/// The levels in a storage format: random bits select one. A weight then costs a quarter of a
-/// hash and one look-up in a table that lies in the first cache.
+/// The discrete values in a storage format. Random bits select one, so that a weight costs a quarter of a hash and one
+/// lookup in a table that fits in the L1 cache.
 enum Table {
     Two(Box<[u16; LEVELS]>),
     Four(Box<[u32; LEVELS]>),
@@ -388,7 +391,8 @@ impl Table {
         }
     }
 
-    /// Fills with elements from `4 * first_word` on; four elements share one hash.
+    /// Fills the buffer with elements, starting with element `4 * first_word`. Four consecutive elements share one
+    /// hash.
     fn fill(&self, key: u64, first_word: u64, buffer: &mut [u8]) {
         let mut word = first_word;
         let mut lanes = || {
@@ -419,22 +423,23 @@ impl Table {
     }
 }
 
-/// 2^64 divided by the golden ratio: consecutive multiples are far apart.
+/// 2^64 divided by the golden ratio. Consecutive multiples modulo 2^64 are far apart.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// The finalizer of SplitMix64: every bit of the input changes half of the output.
+/// The finalizer of SplitMix64: flipping any input bit changes half of the output bits on average.
 fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
 }
 
-/// Where a tensor's random numbers begin.
+/// Returns the start of a tensor's random sequence.
 fn key(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed.wrapping_add(GOLDEN)), |key, byte| mix(key.wrapping_mul(GOLDEN) ^ u64::from(byte)))
 }
 
-/// The standard normal quantile (Acklam's rational approximation, relative error 1e-9).
+/// Returns the quantile of the standard normal distribution at `p` (Acklam's rational approximation, relative error
+/// 1e-9).
 fn quantile(p: f64) -> f64 {
     const A: [f64; 6] = [
         -3.969683028665376e+01,
@@ -473,7 +478,7 @@ fn quantile(p: f64) -> f64 {
     polynomial(&A, r) * q / (polynomial(&B, r) * r + 1.0)
 }
 
-/// Everything but the weights, in the order of writing; config.json last.
+/// Returns the names and contents of all files except the weights, in the order of writing; config.json is last.
 fn small_files(
     config_json: &str,
     config: &ModelConfig,
@@ -497,7 +502,7 @@ fn small_files(
     }
     files.push(("generation_config.json", format!("{:#}\n", Value::Object(generation))));
 
-    // The text has been parsed before; the format is the only thing that may change.
+    // The text has been parsed before, so this cannot fail. Only the element type may change.
     let mut config: Map<String, Value> = serde_json::from_str(config_json).unwrap_or_default();
     let written = match config.get_mut(TEXT) {
         Some(Value::Object(text)) => text,
@@ -520,8 +525,9 @@ const CHAT_TEMPLATE: &str = "{%- for message in messages %}\n\
     {{- '<|im_start|>assistant\\n' }}\n\
     {%- endif %}\n";
 
-/// Which ids a tokenizer of 256 bytes and three special tokens uses: the configuration's own
-/// end and beginning where it names them, the lowest others for the rest.
+/// The ids of a tokenizer with 256 byte tokens and three special tokens. The end-of-turn and end-of-text tokens take
+/// the configuration's end-of-sequence and beginning-of-sequence ids if it names them; the others take the lowest free
+/// ids.
 struct TokenIds {
     bytes: Vec<u32>,
     end_of_text: u32,
@@ -530,7 +536,7 @@ struct TokenIds {
 }
 
 impl TokenIds {
-    /// `None` where the vocabulary has no room.
+    /// Returns `None` if the vocabulary is too small.
     fn new(config: &ModelConfig) -> Option<TokenIds> {
         let turn_end = config.eos.first().copied();
         let end_of_text = config.bos.filter(|bos| Some(*bos) != turn_end);
@@ -579,8 +585,8 @@ impl TokenIds {
     }
 }
 
-/// The visible character that stands for each byte in a byte-level vocabulary, in the order of
-/// bytes: printable Latin-1 for itself, the others counted from U+0100 on.
+/// Returns, for each byte in order, the visible character that represents it in a byte-level vocabulary: printable
+/// Latin-1 characters represent themselves, the others are numbered from U+0100.
 fn byte_characters() -> impl Iterator<Item = char> {
     let mut next = 0x100;
     (0..=255u32).map(move |byte| {
@@ -612,8 +618,9 @@ mod tests {
         assert_eq!(parameters("qwen3-8b"), 8_190_735_360);
         assert_eq!(parameters("llama-3.2-1b"), 1_235_814_400);
         assert_eq!(parameters("llama-3.1-8b"), 8_030_261_248);
-        // As transformers counts the text of these shapes, and a block that predicts further tokens: one layer with
-        // attention, two norms' weights more than a layer's, a norm behind it and the projection of two rows to one.
+        // As counted by transformers for the text models of these shapes, plus one multi-token-prediction (MTP) block:
+        // a layer with full attention, two more norms than a layer has, the final norm, and the projection of two
+        // concatenated rows to one.
         assert_eq!(parameters("qwen3.5-0.8b"), 772_845_888);
         assert_eq!(parameters("qwen3.5-2b"), 1_942_653_248);
         assert_eq!(parameters("qwen3.5-4b"), 4_326_350_848);
@@ -638,13 +645,14 @@ mod tests {
         assert!((mean - 1.0).abs() < 0.004, "{mean}");
         assert!((deviation - 0.25).abs() < 0.004, "{deviation}");
         assert!((within - 0.6827).abs() < 0.006, "{within}");
-        // Neighbours, which share a hash, are as independent as any.
+        // Neighbouring elements, which may share a hash, are uncorrelated.
         let pairs = values.windows(2).map(|w| (w[0] - 1.0) * (w[1] - 1.0)).sum::<f64>() / n / 0.0625;
         assert!(pairs.abs() < 0.015, "{pairs}");
     }
 
-    /// What a step keeps of a state, `exp(-exp(A_log) * softplus(a + dt_bias))`, where `a` is what its projection
-    /// gives for a normed input: mostly between 0.8 and 1, or a hybrid of random weights would remember nothing.
+    /// Goal: the recurrent states of random hybrids decay slowly enough to carry information over several tokens.
+    /// Method: draw the decay factor of one step, `exp(-exp(A_log) * softplus(a + dt_bias))`, where `a` is the
+    /// projection of a normalised input, and check that most draws are between 0.8 and 0.999.
     #[test]
     fn states_of_random_hybrids_last_for_some_tokens() {
         let config = ModelConfig::parse(&preset("qwen3.5-0.8b").unwrap(), None).unwrap();

@@ -1,5 +1,7 @@
-//! Tokenizer, chat template, and the way from token ids to text. Cheap to clone: all clones
-//! share one tokenizer. Deliberately absent: sampling, and what a request is.
+//! The tokenizer and chat template of a checkpoint, and the conversion of token ids to text. Cheap to clone: all clones
+//! share one tokenizer.
+//!
+//! Not here: sampling, and the definition of a request.
 
 pub mod assembler;
 mod bytes;
@@ -24,32 +26,33 @@ use super::grammar::{GrammarError, Grammars, Uses};
 use crate::actors::workers::Cancel;
 use crate::config::file;
 
-/// Tokenizer and chat template of a checkpoint.
+/// The tokenizer and the chat templates of a checkpoint.
 #[derive(Clone)]
 pub struct Text {
     inner: Arc<Inner>,
 }
 
-/// A tokenizer alone, for what a text owns itself.
+/// A handle to the tokenizer alone. Objects that a [`Text`] owns hold this instead of the [`Text`].
 #[derive(Clone)]
 pub(super) struct Tokens(Arc<Tokenizer>);
 
 impl Tokens {
-    /// The token ids of a text, without those that stand around a prompt.
+    /// Returns the token ids of a text, without the special tokens that the tokenizer adds around a prompt. `None` if
+    /// it cannot be encoded.
     pub(super) fn of(&self, text: &str) -> Option<Vec<u32>> {
         self.0.encode_fast(text, false).ok().map(|encoding| encoding.get_ids().to_vec())
     }
 }
 
-/// What all clones share; never changed after loading.
+/// The state that all clones share. It does not change after loading, except that `grammars` is filled once.
 struct Inner {
     tokenizer: Arc<Tokenizer>,
-    /// Ids of special tokens, which decoding leaves out.
+    /// The ids of special tokens, which decoding omits by default.
     special: HashSet<u32>,
     templates: Templates,
-    /// What it was made of, by file name.
+    /// The files that this was loaded from: name and contents.
     files: Vec<File>,
-    /// Made when the first constraint is.
+    /// Built when the first constraint is used.
     grammars: OnceLock<Arc<Grammars>>,
 }
 
@@ -62,54 +65,54 @@ impl fmt::Debug for Text {
     }
 }
 
-/// Why text could not be loaded, encoded, decoded or rendered.
+/// The reason why text could not be loaded, encoded, decoded or rendered.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    /// The operating system refused.
+    /// The operating system could not open or read the file.
     #[error("cannot read {}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Its words.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// A file is not what it should be.
+    /// A file is malformed.
     #[error("{file} is not valid: {reason}")]
     Invalid {
-        /// Its name.
+        /// The file's name.
         file: &'static str,
-        /// Why.
+        /// What is wrong with it.
         reason: String,
     },
-    /// The tokenizer could not encode.
+    /// The tokenizer could not encode the text.
     #[error("cannot encode the text: {0}")]
     Encode(String),
-    /// The tokenizer could not decode.
+    /// The tokenizer could not decode the ids.
     #[error("cannot decode the tokens: {0}")]
     Decode(String),
-    /// There is no chat template, or none of that name.
+    /// The checkpoint has no chat template, or none with the requested name.
     #[error("the checkpoint has no chat template{0}")]
     NoTemplate(String),
     /// The template does not compile, or could not be rendered with these messages.
     #[error("the chat template failed: {0}")]
     Template(String),
-    /// The conversation was refused by the template itself.
+    /// The template itself raised an error for this conversation.
     #[error("the chat template refuses the messages: {0}")]
     Refused(String),
-    /// The template meets a limit of its worker process (stack, memory or processor time), or renders too much.
+    /// The template exceeds a limit of its worker process (stack, memory or CPU time), or its output is too long.
     #[error("the chat template cannot be rendered: {0}")]
     TooLarge(String),
-    /// The call that asked has ended.
+    /// The caller cancelled the call.
     #[error("nobody waits for the text any more")]
     Cancelled,
-    /// There is no worker process to render it.
+    /// No worker process is available to render the template.
     #[error("no chat template can be rendered now: {0}")]
     Unavailable(String),
 }
 
 impl Text {
-    /// Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja, and
-    /// config.json and generation_config.json for those who ask for its files; `None` where there is no
+    /// Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja from `dir`. Also
+    /// keeps config.json and generation_config.json for callers of [`Text::files`]. Returns `None` if there is no
     /// tokenizer.json.
     pub fn load(dir: &Path) -> Result<Option<Text>, TextError> {
         let read = |name: &str, most: u64| {
@@ -136,11 +139,11 @@ impl Text {
         Text::from_files(files).map(Some)
     }
 
-    /// From the contents of files of these names, tokenizer.json among them.
+    /// Builds the text from the contents of the named files, which must include tokenizer.json.
     pub fn from_files(files: Vec<File>) -> Result<Text, TextError> {
         let read = |name: &str| files.iter().find(|(other, _)| *other == name).map(|(_, bytes)| bytes.as_slice());
         let mut config = object("tokenizer_config.json", read("tokenizer_config.json"))?;
-        // Older checkpoints name their special tokens only there.
+        // Older checkpoints name their special tokens only in special_tokens_map.json.
         for (key, value) in object("special_tokens_map.json", read("special_tokens_map.json"))? {
             config.entry(key).or_insert(value);
         }
@@ -157,7 +160,7 @@ impl Text {
         Ok(Text { inner: Arc::new(inner) })
     }
 
-    /// From the contents of tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    /// Builds the text from the contents of tokenizer.json, tokenizer_config.json and chat_template.jinja.
     pub fn from_bytes(
         tokenizer: &[u8],
         tokenizer_config: Option<&[u8]>,
@@ -173,7 +176,8 @@ impl Text {
         let invalid =
             |error: tokenizers::Error| TextError::Invalid { file: "tokenizer.json", reason: error.to_string() };
         let mut tokenizer = read_tokenizer(tokenizer)?;
-        // What a training script left in the file must not shorten or lengthen a prompt.
+        // Disable truncation and padding settings that a training script may have left in the file: they would change
+        // prompts.
         tokenizer.with_truncation(None).map_err(invalid)?;
         tokenizer.with_padding(None);
         let special =
@@ -182,16 +186,18 @@ impl Text {
         Ok(Inner { tokenizer: Arc::new(tokenizer), special, templates, files: Vec::new(), grammars: OnceLock::new() })
     }
 
-    /// The token ids of a text; `add_special` puts what the tokenizer puts around a text
-    /// (begin of sequence, mostly). Special tokens spelled out in the text become one id each.
+    /// Returns the token ids of a text. With `add_special`, the tokenizer adds its special tokens around the text
+    /// (usually a beginning-of-sequence token). Special tokens that are spelled out in the text become one id each in
+    /// either case.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
         let encoding = self.inner.tokenizer.encode_fast(text, add_special);
         encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| TextError::Encode(error.to_string()))
     }
 
-    /// The text of token ids. Ids outside the tokenizer's vocabulary have none.
+    /// Returns the text of token ids. Ids outside the tokenizer's vocabulary contribute no text. With `skip_special`,
+    /// neither do special tokens.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-        // A decoder of the library counts on one token at least.
+        // Some decoders of the library require at least one token.
         if !ids.iter().any(|id| self.is_text(*id, !skip_special)) {
             return Ok(String::new());
         }
@@ -200,20 +206,23 @@ impl Text {
             .map_err(|error| TextError::Decode(error.to_string()))
     }
 
-    /// The text of one token as it stands, special or not; a part of a character is `U+FFFD`.
+    /// Returns the text of one token, special or not. An incomplete character becomes `U+FFFD`. `None` if there is no
+    /// such token.
     pub fn token(&self, id: u32) -> Option<String> {
         self.inner.tokenizer.id_to_token(id)?;
         self.decode(&[id], false).ok()
     }
 
-    /// The bytes that each token stands for, by id: none where there is no such token, and behind a byte 255, which no
-    /// text has, the name of a special one. `None` where the tokenizer does not spell its tokens in bytes.
+    /// Returns the bytes of each token, indexed by id: empty if there is no such token; for a special token a byte 255,
+    /// which occurs in no text, followed by the token's name. Returns `None` if the tokenizer is neither byte-level nor
+    /// byte-fallback.
     pub fn token_bytes(&self) -> Option<Vec<Vec<u8>>> {
         bytes::token_bytes(&self.inner.tokenizer)
     }
 
-    /// What outputs can be constrained with, for the one model that this text belongs to: of `vocabulary` tokens, ending
-    /// with any of `eos_ids`. The first call takes up to a second for a large vocabulary.
+    /// Returns the constraint compiler (structured output) for the one model that this text belongs to, which has
+    /// `vocabulary` tokens and ends a sequence with any of `eos_ids`. The first call builds it, which takes up to a
+    /// second for a large vocabulary; later calls ignore their arguments.
     pub fn grammars(&self, vocabulary: u32, eos_ids: &[u32]) -> Result<Arc<Grammars>, GrammarError> {
         if let Some(grammars) = self.inner.grammars.get() {
             return Ok(Arc::clone(grammars));
@@ -222,27 +231,27 @@ impl Text {
         Ok(Arc::clone(self.inner.grammars.get_or_init(|| made)))
     }
 
-    /// How often outputs were to be constrained.
+    /// Returns how often constraints were requested.
     pub fn constraint_uses(&self) -> Uses {
         self.inner.grammars.get().map(|grammars| grammars.uses()).unwrap_or_default()
     }
 
-    /// Its tokenizer.
+    /// Returns a handle to the tokenizer.
     pub(super) fn tokens(&self) -> Tokens {
         Tokens(Arc::clone(&self.inner.tokenizer))
     }
 
-    /// How many tokens the tokenizer knows; the model may have more rows.
+    /// Returns the number of tokens in the tokenizer's vocabulary. The model's embedding may have more rows.
     pub fn vocabulary(&self) -> usize {
         self.inner.tokenizer.get_vocab_size(true)
     }
 
-    /// The id of a token by its exact spelling, for example `<|im_end|>`.
+    /// Returns the id of a token by its exact spelling, for example `<|im_end|>`.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.tokenizer.token_to_id(token)
     }
 
-    /// Whether the id is a special token, which text deltas leave out.
+    /// Whether the id is a special token, which generated text omits by default.
     pub fn is_special(&self, id: u32) -> bool {
         self.inner.special.contains(&id)
     }
@@ -252,18 +261,18 @@ impl Text {
         !self.inner.templates.is_empty()
     }
 
-    /// The files that it was made of and those that describe its model, as they were read.
+    /// Returns the files that this was loaded from and those that describe the model, with their contents as read.
     pub fn files(&self) -> &[File] {
         &self.inner.files
     }
 
-    /// Renders a conversation with the checkpoint's template. The result names its special
-    /// tokens itself: encode it with `add_special` false.
+    /// Renders a conversation with the checkpoint's chat template. The result spells out its special tokens, so encode
+    /// it with `add_special` = false.
     pub fn chat(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String, TextError> {
         self.chat_until(messages, options, &Cancel::default())
     }
 
-    /// The same; gives up when nobody waits for it any more.
+    /// Like [`Text::chat`], but returns [`TextError::Cancelled`] when `cancel` is cancelled.
     pub fn chat_until(
         &self,
         messages: &[ChatMessage],
@@ -273,45 +282,47 @@ impl Text {
         self.inner.templates.render(messages, options, cancel)
     }
 
-    /// A detokenizer for one sequence.
+    /// Returns an incremental detokenizer for one sequence.
     pub fn stream(&self) -> TextStream {
         TextStream::new(self.clone(), false)
     }
 
-    /// A detokenizer for one sequence that ends at any of `stops` (empty ones are ignored).
+    /// Returns an incremental detokenizer for one sequence that stops at any of the strings `stops`. Empty strings are
+    /// ignored.
     pub fn assembler(&self, stops: Vec<String>) -> Assembler {
         Assembler::new(self.stream(), stops)
     }
 
-    /// A detokenizer as of [`Text::assembler`] in whose text special tokens stand as they are spelled.
+    /// Returns a detokenizer like that of [`Text::assembler`] that includes special tokens in the text, as they are
+    /// spelled.
     pub fn assembler_of_all(&self, stops: Vec<String>) -> Assembler {
         Assembler::new(TextStream::new(self.clone(), true), stops)
     }
 
-    /// Like `decode`; for windows of a stream, which cannot fail half way.
+    /// Decodes a window of a stream. Unlike [`Text::decode`] it cannot fail: if the decoder returns an error, the
+    /// tokens are spelled out instead. `special` includes special tokens.
     fn window(&self, ids: &[u32], special: bool) -> String {
         if ids.is_empty() {
             return String::new();
         }
-        // What is too short for its decoder is so far no text.
+        // The decoder panicked because the window is too short for it: there is no text yet.
         let Some(decoded) = self.decoded(ids, !special) else { return String::new() };
         decoded.unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
     }
 
-    /// What the library makes of ids; `None` where it panics, as some of its decoders do for texts of nothing but spaces.
+    /// Decodes ids with the library. Returns `None` if it panics, as some of its decoders do for texts of only spaces.
     fn decoded(&self, ids: &[u32], skip_special: bool) -> Option<tokenizers::Result<String>> {
         let tokenizer = AssertUnwindSafe(&self.inner.tokenizer);
         std::panic::catch_unwind(move || tokenizer.decode(ids, skip_special)).ok()
     }
 
-    /// Whether the id leaves a trace in the text, special tokens only where asked for.
+    /// Whether the id is in the vocabulary and appears in the text. Special tokens appear only if `special` is set.
     fn is_text(&self, id: u32, special: bool) -> bool {
         (special || !self.is_special(id)) && self.inner.tokenizer.id_to_token(id).is_some()
     }
 }
 
-/// The tokenizer of a file. The library that reads it panics where some parts are not what it expects: that is the
-/// file's fault, and an error like others.
+/// Parses tokenizer.json. The library panics on some malformed parts; a panic is reported as an invalid file.
 fn read_tokenizer(bytes: &[u8]) -> Result<Tokenizer, TextError> {
     let invalid = |reason: String| TextError::Invalid { file: "tokenizer.json", reason };
     serde_json::from_slice::<IgnoredAny>(bytes).map_err(|error| invalid(error.to_string()))?;
@@ -320,7 +331,7 @@ fn read_tokenizer(bytes: &[u8]) -> Result<Tokenizer, TextError> {
         .map_err(|error| invalid(error.to_string()))
 }
 
-/// The JSON object of a file; empty where there is no file.
+/// Parses a file that must be a JSON object. Returns an empty object if there is no file.
 fn object(file: &'static str, bytes: Option<&[u8]>) -> Result<Map<String, Value>, TextError> {
     match bytes {
         None => Ok(Map::new()),

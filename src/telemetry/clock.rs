@@ -1,15 +1,15 @@
-//! The one clock that host and devices are told on: the host's monotonic clock, which drivers can be calibrated
-//! against. Deliberately absent: devices.
+//! The clock on which all times of host and devices are reported: the host's monotonic clock, which drivers can be
+//! calibrated against. Not here: devices.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime};
 
-/// A moment of `CLOCK_MONOTONIC`: nanoseconds since the host's start.
+/// A moment of `CLOCK_MONOTONIC`, in nanoseconds since the host started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
-/// What was read together once, for all conversions to agree.
+/// Readings of both clocks, taken together once so that all conversions agree.
 static START: OnceLock<(Moment, SystemTime)> = OnceLock::new();
 
 impl Moment {
@@ -19,7 +19,7 @@ impl Moment {
         Moment(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
     }
 
-    /// The same moment as an `Instant` names.
+    /// Converts an [`Instant`].
     pub fn of(instant: Instant) -> Moment {
         let (now, moment) = (Instant::now(), Moment::now());
         match now.checked_duration_since(instant) {
@@ -28,22 +28,23 @@ impl Moment {
         }
     }
 
-    /// Later by `duration`.
+    /// Returns the moment `duration` later.
     pub fn plus(self, duration: Duration) -> Moment {
         Moment(self.0.saturating_add(duration.as_nanos() as u64))
     }
 
-    /// Earlier by `duration`.
+    /// Returns the moment `duration` earlier.
     pub fn minus(self, duration: Duration) -> Moment {
         Moment(self.0.saturating_sub(duration.as_nanos() as u64))
     }
 
-    /// From `earlier` to this one; zero where it is not earlier.
+    /// Returns the time from `earlier` to this moment; zero if `earlier` is later.
     pub fn since(self, earlier: Moment) -> Duration {
         Duration::from_nanos(self.0.saturating_sub(earlier.0))
     }
 
-    /// By the wall clock, as it was when this was first asked: later changes of the wall clock leave spans alone.
+    /// Converts to wall-clock time. The offset is read at the first call, so later changes of the wall clock do not
+    /// shift spans.
     pub fn wall(self) -> SystemTime {
         let (start, wall) = *START.get_or_init(|| (Moment::now(), SystemTime::now()));
         if self >= start { wall + self.since(start) } else { wall - start.since(self) }

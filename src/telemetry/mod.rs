@@ -1,5 +1,5 @@
-//! Every span, metric and attribute name; the OTLP exporter. Knows no models, and uses no
-//! other module of ours: what is configured comes in as plain values.
+//! Telemetry: the names of all spans, metrics and attributes, the OTLP exporter, the host's clock, and the log output.
+//! Not here: knowledge of models. This module uses no other module of this crate; settings come in as plain values.
 
 pub mod clock;
 pub mod names;
@@ -11,7 +11,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-/// An error and everything that caused it, on one line.
+/// Formats an error and all its causes on one line.
 pub fn with_causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -22,26 +22,27 @@ pub fn with_causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// What telemetry needs to know.
+/// Settings of logs and span export.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Where spans go, OTLP over gRPC; `None`: nowhere.
+    /// Endpoint of the OTLP collector for spans (gRPC); `None` exports nothing.
     pub otlp_endpoint: Option<String>,
-    /// Share of the traces that begin here and are kept, 0 to 1.
+    /// The fraction of traces started by this process that are sampled, 0 to 1. Traces started elsewhere keep the
+    /// caller's decision.
     pub sample_ratio: f64,
-    /// What is logged to stderr, in `tracing`'s filter syntax.
+    /// The log filter for stderr, in `tracing`'s filter syntax.
     pub log: String,
-    /// Log lines as JSON objects.
+    /// Whether log lines are JSON objects.
     pub json: bool,
 }
 
 /// Why telemetry cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum TelemetryError {
-    /// The filter of `log` cannot be read.
+    /// The log filter has a syntax error.
     #[error("log filter \"{filter}\" cannot be read")]
     Filter {
-        /// As given.
+        /// The filter as configured.
         filter: String,
         /// The cause.
         source: tracing_subscriber::filter::ParseError,
@@ -49,19 +50,19 @@ pub enum TelemetryError {
     /// The exporter cannot be built.
     #[error("cannot export spans to \"{endpoint}\"")]
     Exporter {
-        /// As given.
+        /// The endpoint as configured.
         endpoint: String,
         /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The program has a subscriber already.
+    /// The process already has a `tracing` subscriber.
     #[error("telemetry is started twice")]
     Twice(#[source] tracing_subscriber::util::TryInitError),
 }
 
-/// Lives as long as the program; dropped, it sends what has not been sent yet, for at most
-/// two seconds.
+/// Keeps telemetry running; held until the program ends. Dropping it sends the remaining spans, which takes at most two
+/// seconds.
 #[derive(Debug)]
 #[must_use = "spans are exported only while it lives"]
 pub struct Guard {
@@ -69,7 +70,7 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Sends what has ended so far; returns when it was sent, or failed.
+    /// Sends the spans that have ended so far. Returns when they have been sent or the export has failed.
     pub fn flush(&self) {
         if let Some(exporter) = &self.exporter {
             exporter.flush();
@@ -77,11 +78,13 @@ impl Guard {
     }
 }
 
-/// Libraries that warn of what a client does, a line for each frame, reset or alert that it sends; what the filter says of
-/// them goes before this.
+/// Default filter directives for libraries that log a line for each frame, reset or alert that a client sends.
+/// Directives of the configured filter for the same libraries take precedence.
 const QUIET: &str = "h2=error,rustls=off";
 
-/// Starts logs to stderr and, with an endpoint, the export of spans. Once a process.
+/// Starts the logs to stderr and, if an endpoint is set, the export of spans. To be called once per process.
+///
+/// Fails if the log filter has a syntax error, the exporter cannot be built, or the process already has a subscriber.
 pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
     let filter = EnvFilter::try_new(format!("{QUIET},{}", settings.log))
         .map_err(|source| TelemetryError::Filter { filter: settings.log.clone(), source })?;
@@ -105,8 +108,8 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
     Ok(Guard { exporter })
 }
 
-/// Warnings to stderr and nothing else, for commands that do one thing and end. Does nothing where the program
-/// has a subscriber already.
+/// Starts logging of warnings to stderr, for commands that do one thing and end. Does nothing if the process already
+/// has a subscriber.
 pub fn warnings() {
     let level = tracing_subscriber::filter::LevelFilter::WARN;
     let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(level);

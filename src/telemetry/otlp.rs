@@ -1,6 +1,5 @@
-//! Spans to a collector, OTLP over gRPC, in batches, from a thread and a runtime of their
-//! own. A collector that is down costs nothing but the spans: the queue is bounded, and
-//! what does not fit is dropped. Deliberately absent: what is in a span.
+//! Exports spans in batches to a collector, OTLP over gRPC, from its own thread and runtime. If the collector is down,
+//! only spans are lost: the queue is bounded, and spans that do not fit are dropped. Not here: the contents of spans.
 
 use super::{TelemetryError, names};
 use opentelemetry::trace::TracerProvider;
@@ -18,26 +17,26 @@ use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::registry::LookupSpan;
 use tracing_subscriber::{Layer, layer};
 
-/// One export may take this long; a collector that takes longer is as good as down.
+/// Timeout of one export; a slower collector is treated as down.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The same at the end of the program, for everything that is left.
+/// Timeout for exporting all remaining spans when the program ends.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
-/// Spans wait at most this long for their batch.
+/// The longest time that a span waits for its batch.
 const BATCH_DELAY: Duration = Duration::from_secs(1);
-/// About a second of 128 streams that end at once with five spans each, several times
-/// over; 4 MB at most.
+/// Capacity of the span queue: several times the number of spans that 128 streams, ending at once with five spans each,
+/// produce in about a second. It takes 4 MB at most.
 const QUEUE: usize = 4096;
 
-/// Owns the batch thread, and the runtime that its connection lives on.
+/// Owns the batch thread and the runtime of its connection.
 #[derive(Debug)]
 pub struct Exporter {
     provider: SdkTracerProvider,
-    /// Dropped after the provider was shut down.
+    /// Dropped after the provider has shut down.
     runtime: Option<tokio::runtime::Runtime>,
 }
 
 impl Exporter {
-    /// Does not connect yet: a collector may come up later.
+    /// Creates the exporter. It does not connect yet, because the collector may start later.
     pub(super) fn new(endpoint: &str, sample_ratio: f64) -> Result<Exporter, TelemetryError> {
         let wrong = |source: Box<dyn std::error::Error + Send + Sync>| TelemetryError::Exporter {
             endpoint: endpoint.to_owned(),
@@ -81,8 +80,8 @@ impl Exporter {
         Ok(Exporter { provider, runtime: Some(runtime) })
     }
 
-    /// The layer that turns our spans (and nobody else's) into exported ones. Log events
-    /// stay out of them: they may one day carry text.
+    /// A `tracing` layer that exports this program's spans and no others. It does not export log events, which might
+    /// contain users' text.
     pub(super) fn layer<S>(&self) -> impl layer::Layer<S> + use<S>
     where
         S: Subscriber + for<'a> LookupSpan<'a>,
@@ -96,13 +95,13 @@ impl Exporter {
             .with_filter(filter_fn(|metadata| metadata.is_span() && metadata.target().starts_with(names::SERVICE)))
     }
 
-    /// For spans that are made of records.
+    /// The tracer for spans created from records.
     pub(super) fn tracer(&self) -> SdkTracer {
         self.provider.tracer(names::SERVICE)
     }
 
     pub(super) fn flush(&self) {
-        // A failure is reported by `OnRuntime`.
+        // `OnRuntime` logs a failure.
         let _ = self.provider.force_flush();
     }
 }
@@ -111,14 +110,14 @@ impl Drop for Exporter {
     fn drop(&mut self) {
         let _ = self.provider.shutdown_with_timeout(SHUTDOWN_TIMEOUT);
         if let Some(runtime) = self.runtime.take() {
-            // Not joined: a dropped runtime must not block where another one runs.
+            // Does not wait for its tasks: dropping a runtime blocks, which is not allowed inside another runtime.
             runtime.shutdown_background();
         }
     }
 }
 
-/// Runs each export on the runtime that owns the connection, as the batch thread has none;
-/// says once when a collector goes away and once when it is back.
+/// Runs each export on the runtime that owns the connection, because the batch thread has no runtime. Logs once when
+/// the collector becomes unreachable and once when it is back.
 #[derive(Debug)]
 struct OnRuntime {
     inner: Arc<opentelemetry_otlp::SpanExporter>,
@@ -156,7 +155,7 @@ impl SpanExporter for OnRuntime {
     }
 
     fn set_resource(&mut self, resource: &Resource) {
-        // Nobody shares it yet: exports begin after the provider was built.
+        // Nothing else holds a reference yet: exports begin after the provider was built.
         if let Some(inner) = Arc::get_mut(&mut self.inner) {
             inner.set_resource(resource);
         }

@@ -1,5 +1,5 @@
-//! What ended requests were like: the last ones, for whoever looks at them, and their metrics. Deliberately absent:
-//! running requests, which the engine knows.
+//! Ended requests: a list of the last ones, for the admin page, and their metrics. Not here: running requests, which
+//! the engine owns.
 
 use super::clock::Moment;
 use super::names;
@@ -11,61 +11,63 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Requests that are remembered.
+/// The number of ended requests that are kept.
 pub const KEPT: usize = 512;
 
-/// One ended request, all its samples together.
+/// One ended request with all its samples.
 #[derive(Clone, Debug)]
 pub struct Ended {
     /// When it ended.
     pub at: Moment,
     /// The request's id.
     pub id: String,
-    /// The served model.
+    /// Name of the served model.
     pub model: String,
-    /// `MODEL/INDEX`.
+    /// The replica, `MODEL/INDEX`.
     pub replica: String,
     /// `chat` or `text_completion`.
     pub operation: &'static str,
     /// How its first sample ended: `stop`, `length`, `aborted`, `deadline_exceeded` or `error`.
     pub reason: &'static str,
-    /// The `error.type` of a call that failed.
+    /// The `error.type` of a failed call.
     pub error: Option<&'static str>,
     /// Prompt tokens.
     pub input_tokens: u32,
-    /// Of them found in the prefix cache.
+    /// The number of prompt tokens found in the prefix cache.
     pub cached_tokens: u32,
     /// Output tokens of all samples.
     pub output_tokens: u32,
-    /// Submission to start.
+    /// Time from submission to start.
     pub queue: Duration,
-    /// Submission to the first token; `None`: there was none.
+    /// Time from submission to the first token; `None` if there was no token.
     pub first_token: Option<Duration>,
-    /// From the first token to the last, divided by the tokens after the first; `None` with fewer than two.
+    /// Time from the first token to the last, divided by the number of tokens after the first; `None` with fewer than
+    /// two tokens.
     pub per_token: Option<Duration>,
-    /// Submission to end.
+    /// Time from submission to end.
     pub whole: Duration,
 }
 
 /// Names and values of a series' labels, always in the same order.
 pub type Labels = Vec<(&'static str, String)>;
 
-/// Bounds of the request's duration, seconds: those of OpenTelemetry's GenAI conventions.
+/// Histogram bounds of the request duration, seconds: those of OpenTelemetry's GenAI conventions.
 const DURATION: [f64; 14] = [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92];
-/// Of the time to the first token, and of that in the queue: the conventions'.
+/// Histogram bounds of the time to the first token and of the time in the queue, seconds: those of the conventions.
 const FIRST_TOKEN: [f64; 16] =
     [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0];
-/// Of the time of a token: the conventions', with four below their first, where small models are.
+/// Histogram bounds of the time per output token, seconds: those of the conventions, and four smaller ones for small
+/// models.
 const PER_TOKEN: [f64; 17] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
 
-/// How a request can have ended, as [`Ended::reason`] says it.
+/// The possible values of [`Ended::reason`].
 pub const REASONS: [&str; 5] = ["stop", "length", "aborted", "deadline_exceeded", "error"];
 
 type Histograms = Family<Labels, Histogram, fn() -> Histogram>;
 
-/// Counters and histograms of ended and refused requests. Their series are bounded: models, replicas, operations,
-/// reasons and codes; no ids and no clients.
+/// Counters and histograms of ended and refused requests. The number of series is bounded: their labels are models,
+/// replicas, operations, reasons and codes, but never ids or clients.
 #[derive(Debug)]
 struct Metrics {
     duration: Histograms,
@@ -76,7 +78,7 @@ struct Metrics {
     refused: Family<Labels, Counter>,
     input_tokens: Family<Labels, Counter>,
     output_tokens: Family<Labels, Counter>,
-    /// The series that there are of each model, to be ended with it.
+    /// The label sets in use, by model, so that a model's series can be removed with it.
     series: Mutex<BTreeMap<String, BTreeSet<Labels>>>,
 }
 
@@ -98,11 +100,11 @@ impl Default for Metrics {
 
 impl Metrics {
     fn series(&self) -> MutexGuard<'_, BTreeMap<String, BTreeSet<Labels>>> {
-        // Each change of it is whole.
+        // Every update of the map is complete, so a poisoned lock is harmless.
         self.series.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that there will be series of a model with these labels.
+    /// Registers label sets as belonging to a model.
     fn begin(&self, model: &str, labels: impl IntoIterator<Item = Labels>) {
         let mut series = self.series();
         match series.get_mut(model) {
@@ -111,7 +113,7 @@ impl Metrics {
         }
     }
 
-    /// Ends all series of other models.
+    /// Removes all series of models for which `keeps` is false.
     fn keep(&self, keeps: &dyn Fn(&str) -> bool) {
         self.series().retain(|model, all| {
             let kept = keeps(model);
@@ -143,7 +145,7 @@ impl Metrics {
         if let Some(time) = ended.per_token {
             observe(&self.per_token, &conventional, time);
         }
-        // Of a client that left nobody knows how long it had waited.
+        // It is unknown how long a client waited that left before the first token.
         if ended.first_token.is_some() || !ended.queue.is_zero() {
             observe(&self.queue, &by_model, ended.queue);
         }
@@ -177,13 +179,12 @@ fn by_code(code: &str) -> Labels {
     vec![(names::LABEL_CODE, code.to_owned())]
 }
 
-/// The name of a counter's family: its series' without what all counters end in, which is put behind it again when
-/// it is written.
+/// The name of a counter's family: the series' name without the suffix `_total`, which the encoder appends again.
 pub fn counter_family(name: &str) -> &str {
     name.strip_suffix("_total").unwrap_or(name)
 }
 
-/// The last ended requests of a server, and the metrics of all.
+/// The last ended requests of a server, and the metrics of all its requests.
 #[derive(Debug, Default)]
 pub struct Requests {
     last: Mutex<VecDeque<Ended>>,
@@ -192,11 +193,11 @@ pub struct Requests {
 
 impl Requests {
     fn last(&self) -> MutexGuard<'_, VecDeque<Ended>> {
-        // Each change of it is whole.
+        // Every update of the list is complete, so a poisoned lock is harmless.
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes one that has ended.
+    /// Records an ended request.
     pub fn note(&self, ended: Ended) {
         self.metrics.note(&ended);
         let mut last = self.last();
@@ -206,17 +207,17 @@ impl Requests {
         last.push_back(ended);
     }
 
-    /// Those that ended after `moment`, oldest first.
+    /// Returns the kept requests that ended after `moment`, oldest first.
     pub fn after(&self, moment: Moment) -> Vec<Ended> {
         self.last().iter().filter(|ended| ended.at > moment).cloned().collect()
     }
 
-    /// Counts one that was not taken, by its gRPC code.
+    /// Counts a refused request by its gRPC code.
     pub fn refuse(&self, code: &'static str) {
         self.metrics.refused.get_or_create(&by_code(code)).inc();
     }
 
-    /// Begins a replica's counters at 0, so that the first request is an increase.
+    /// Creates a replica's counters with value 0, so that the first request is visible as an increase.
     pub fn expect_replica(&self, model: &str, of: &str) {
         for reason in REASONS {
             let labels = by_reason(model, of, reason);
@@ -228,17 +229,17 @@ impl Requests {
         drop(self.metrics.output_tokens.get_or_create(&replica(model, of)));
     }
 
-    /// The same for a code with which requests may be refused.
+    /// Creates the counter of a refusal code with value 0, for the same reason.
     pub fn expect_code(&self, code: &str) {
         drop(self.metrics.refused.get_or_create(&by_code(code)));
     }
 
-    /// Ends the series of models other than these.
+    /// Removes the series of models for which `keeps` is false.
     pub fn keep_models(&self, keeps: &dyn Fn(&str) -> bool) {
         self.metrics.keep(keeps);
     }
 
-    /// Adds its metrics to what is shown.
+    /// Adds the metrics to a registry.
     pub fn register(&self, registry: &mut Registry) {
         let metrics = &self.metrics;
         for (name, help, of) in [
@@ -319,7 +320,7 @@ mod tests {
         assert!(!text.contains("request\""), "an id is a label:\n{text}");
         assert_eq!(requests.after(Moment(0)).len(), 2);
 
-        // A model's series end with it, all of them, and no other's.
+        // Removing a model removes all its series and no others.
         requests.note(Ended { model: "n".to_owned(), replica: "n/0".to_owned(), ..ended() });
         requests.keep_models(&|model| model == "n");
         let text = shown(&requests);

@@ -1,6 +1,6 @@
-//! What is done to a span beyond `tracing`: W3C trace context in and out of string headers,
-//! attributes, failure; spans that are made of records. Deliberately absent: gRPC; whoever has metadata hands in a way to
-//! read it.
+//! Operations on spans that `tracing` does not offer: W3C trace context from and to string headers, attributes,
+//! failure, and spans created afterwards from records. Not here: gRPC; callers pass a function that reads or writes a
+//! header.
 
 use super::clock::Moment;
 use super::names;
@@ -14,8 +14,8 @@ use std::sync::OnceLock;
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-/// Makes `span` a child of the trace that the headers name, if they name one. To be called
-/// before the span is entered or has children.
+/// Makes `span` a child of the trace named in the headers, if they name one. Must be called before the span is entered
+/// or has children.
 pub fn set_remote_parent<'a>(span: &Span, header: impl Fn(&str) -> Option<&'a str>) {
     struct Headers<'h, 'a>(&'h (dyn Fn(&str) -> Option<&'a str> + 'h));
     impl Extractor for Headers<'_, '_> {
@@ -24,7 +24,7 @@ pub fn set_remote_parent<'a>(span: &Span, header: impl Fn(&str) -> Option<&'a st
         }
 
         fn keys(&self) -> Vec<&str> {
-            // The W3C propagator asks by name only.
+            // The W3C propagator only gets headers by name.
             Vec::new()
         }
     }
@@ -33,12 +33,12 @@ pub fn set_remote_parent<'a>(span: &Span, header: impl Fn(&str) -> Option<&'a st
     }
     let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(&header));
     if parent.span().span_context().is_valid() {
-        // Fails only where no span is exported.
+        // Fails only if spans are not exported.
         let _ = span.set_parent(parent);
     }
 }
 
-/// Hands the headers that name `span` to `set`; none where no span is exported.
+/// Calls `set` with each header that identifies `span`; with none if spans are not exported.
 pub fn inject(span: &Span, set: impl FnMut(&str, String)) {
     struct Headers<F>(F);
     impl<F: FnMut(&str, String)> Injector for Headers<F> {
@@ -49,43 +49,43 @@ pub fn inject(span: &Span, set: impl FnMut(&str, String)) {
     TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(set));
 }
 
-/// Sets an attribute whose name is one of `names`.
+/// Sets an attribute. `name` is a constant of `names`.
 pub fn set(span: &Span, name: &'static str, value: impl Into<opentelemetry::Value>) {
     span.set_attribute(name, value);
 }
 
-/// Sets an attribute that is a list of words.
+/// Sets an attribute to a list of strings.
 pub fn set_list(span: &Span, name: &'static str, words: &[&'static str]) {
     let words: Vec<StringValue> = words.iter().map(|word| StringValue::from(*word)).collect();
     span.set_attribute(name, Value::Array(words.into()));
 }
 
-/// Marks the span as failed; `kind` is its `error.type`.
+/// Marks the span as failed; `kind` becomes its `error.type`.
 pub fn fail(span: &Span, kind: &'static str, message: &str) {
     span.set_attribute(names::ERROR_TYPE, kind);
     span.set_status(Status::error(message.to_owned()));
 }
 
-/// Where spans with times of their own go: set once, with the exporter.
+/// The tracer for spans with explicit times; set once, together with the exporter.
 static TRACER: OnceLock<SdkTracer> = OnceLock::new();
 
-/// Spans that are made of records go to the same exporter as those of `tracing`.
+/// Makes spans created from records go to the same exporter as those of `tracing`.
 pub(super) fn export_with(tracer: SdkTracer) {
-    // A second exporter is refused before this is reached.
+    // `init` fails before this line if it is called a second time.
     let _ = TRACER.set(tracer);
 }
 
-/// Whether spans of records are exported.
+/// Whether spans created from records are exported.
 pub fn exports() -> bool {
     TRACER.get().is_some()
 }
 
-/// Names a span that is exported: what others are made under, or linked to.
+/// Identifies an exported span, as the parent or link target of other spans.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SpanName(SpanContext);
 
 impl SpanName {
-    /// Of a span of `tracing`; `None` where it is not exported, because nothing is or its trace was not chosen.
+    /// Identifies a span of `tracing`; `None` if it is not exported, because nothing is or its trace is not sampled.
     pub fn of(span: &Span) -> Option<SpanName> {
         TRACER.get()?;
         let context = span.context().span().span_context().clone();
@@ -93,23 +93,23 @@ impl SpanName {
     }
 }
 
-/// A span of which everything is known: it is made when it has ended.
+/// A span that has already ended. It is created from a record with explicit times.
 #[derive(Debug)]
 pub struct Past {
-    /// As shown.
+    /// The displayed name.
     pub name: Cow<'static, str>,
-    /// Its begin.
+    /// When it began.
     pub begin: Moment,
-    /// Its end.
+    /// When it ended.
     pub end: Moment,
-    /// Names of `names`, and values.
+    /// Attributes, whose names are constants of `names`.
     pub attributes: Vec<KeyValue>,
-    /// Other spans that it was for.
+    /// Other spans that this one is linked to.
     pub links: Vec<SpanName>,
 }
 
-/// Exports a span under another; gives its name. Costs a few microseconds and never waits: what the exporter's queue
-/// has no room for is dropped.
+/// Exports a span as a child of `parent` and returns its identity; `None` if nothing is exported. Takes a few
+/// microseconds and never blocks: if the exporter's queue is full, the span is dropped.
 pub fn export(parent: &SpanName, past: Past) -> Option<SpanName> {
     let tracer = TRACER.get()?;
     let links = past.links.into_iter().map(|link| Link::with_context(link.0)).collect();
@@ -125,7 +125,7 @@ pub fn export(parent: &SpanName, past: Past) -> Option<SpanName> {
     Some(name)
 }
 
-/// Links a span that goes on to one that has ended.
+/// Links a running span to one that has ended.
 pub fn link(span: &Span, to: &SpanName) {
     span.add_link(to.0.clone());
 }

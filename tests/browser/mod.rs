@@ -1,5 +1,5 @@
-//! A headless Chromium and one page in it, driven over the DevTools protocol through pipes: JSON messages that end with a
-//! zero byte. What the page writes to its console, and what it throws, is kept.
+//! A headless Chromium with one page, driven over the DevTools protocol through pipes: JSON messages that end with a
+//! zero byte. Console messages, log entries and uncaught exceptions of the page are collected.
 
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
@@ -9,12 +9,13 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The Debian package's, where the environment (`CHROMIUM`) names no other.
+/// The browser of the Debian package, used unless the environment variable `CHROMIUM` names another.
 const CHROMIUM: &str = "/usr/bin/chromium";
-/// For an answer, and for what is waited for: a machine may be busy with other tests.
+/// Time limit for the result of a command and for a condition. It is long because the machine may be busy with other
+/// tests.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One browser at a time: each is several processes.
+/// Allows one browser at a time, because each consists of several processes.
 static ONE: Mutex<()> = Mutex::new(());
 
 pub struct Browser {
@@ -23,9 +24,9 @@ pub struct Browser {
     messages: Receiver<Value>,
     session: Option<String>,
     last: u64,
-    /// What the console and the exceptions said.
+    /// Console messages, log entries and uncaught exceptions.
     pub complaints: Vec<String>,
-    /// Screenshots go here.
+    /// The folder for screenshots.
     folder: PathBuf,
     _profile: tempfile::TempDir,
     _one: MutexGuard<'static, ()>,
@@ -37,7 +38,7 @@ impl Browser {
         let profile = tempfile::tempdir().unwrap();
         let chromium = std::env::var("CHROMIUM").unwrap_or_else(|_| CHROMIUM.to_owned());
         let log = std::fs::File::create(profile.path().join("log")).unwrap();
-        // The protocol is spoken on file descriptors 3 and 4.
+        // `--remote-debugging-pipe` reads commands from file descriptor 3 and writes messages to descriptor 4.
         let mut child = Command::new("bash")
             .args(["-c", "exec \"$@\" 3<&0 4>&1 1>&2", "--", &chromium, "--headless=new", "--no-sandbox"])
             .args(["--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"])
@@ -87,7 +88,7 @@ impl Browser {
         browser
     }
 
-    /// A command and its result.
+    /// Sends a command and returns its result.
     pub fn call(&mut self, method: &str, params: Value) -> Value {
         self.last += 1;
         let mut message = json!({ "id": self.last, "method": method, "params": params });
@@ -109,7 +110,7 @@ impl Browser {
         }
     }
 
-    /// Keeps an event that says that something is wrong.
+    /// Records console messages, uncaught exceptions and log entries; ignores other events.
     fn note(&mut self, message: &Value) {
         let params = &message["params"];
         match message["method"].as_str() {
@@ -127,7 +128,7 @@ impl Browser {
         }
     }
 
-    /// The value of an expression in the page.
+    /// Returns the value of a JavaScript expression evaluated in the page.
     #[track_caller]
     pub fn eval(&mut self, expression: &str) -> Value {
         let params = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
@@ -142,7 +143,7 @@ impl Browser {
         value.as_str().unwrap_or_else(|| panic!("nothing is {selector}")).to_owned()
     }
 
-    /// Waits until an expression is true.
+    /// Waits until a JavaScript expression is true.
     #[track_caller]
     pub fn until(&mut self, expression: &str) {
         let until = Instant::now() + PATIENCE;
@@ -159,7 +160,7 @@ impl Browser {
         self.until("document.readyState === 'complete'");
     }
 
-    /// A window of so many pixels; `phone`: with a touch screen.
+    /// Sets the size of the viewport in pixels. With `phone` it emulates a mobile device with a touch screen.
     pub fn size(&mut self, width: u32, height: u32, phone: bool) {
         let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone });
         self.call("Emulation.setDeviceMetricsOverride", size);
@@ -171,7 +172,7 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", json!({ "features": features }));
     }
 
-    /// A key, by its name, with the character that it types, if any.
+    /// Presses and releases a key, named as in `KeyboardEvent.key`. A printable key and Enter also type a character.
     pub fn key(&mut self, key: &str, shift: bool) {
         let code = match key {
             "Tab" => 9,
@@ -201,7 +202,7 @@ impl Browser {
         }
     }
 
-    /// Tab until what has the focus fits a selector.
+    /// Presses Tab until the focused element matches a selector.
     #[track_caller]
     pub fn tab_to(&mut self, selector: &str) {
         for _ in 0..60 {
@@ -221,7 +222,8 @@ impl Browser {
         self.call("Input.dispatchMouseEvent", event);
     }
 
-    /// The whole page as it would be seen by scrolling, as `NAME.png` with the test's output.
+    /// Saves a screenshot of the whole page, including what lies outside the viewport, as `NAME.png` in the test's
+    /// output folder.
     pub fn screenshot(&mut self, name: &str) -> PathBuf {
         let shot = self.call("Page.captureScreenshot", json!({ "format": "png", "captureBeyondViewport": true }));
         let path = self.folder.join(format!("{name}.png"));
@@ -233,7 +235,8 @@ impl Browser {
 impl Drop for Browser {
     fn drop(&mut self) {
         self.session = None;
-        // It ends its own processes then; a test that has failed does not wait for it.
+        // On `Browser.close` Chromium ends its child processes itself. It is killed if it has not exited after 10
+        // seconds.
         let _ = self.commands.write_all(b"{\"id\":0,\"method\":\"Browser.close\"}\0");
         let until = Instant::now() + Duration::from_secs(10);
         while Instant::now() < until {

@@ -1,13 +1,12 @@
-//! What tests on real drivers share: the drivers, the newest validation layer there is, and
-//! the promise that it had nothing to say. Deliberately absent: what is tested.
+//! Shared setup for tests on real Vulkan drivers: it finds the drivers and the newest installed validation layer, and
+//! fails a test for which that layer reported any message. Not here: the tests themselves.
 //!
-//! The drivers are the two on the CPU, lavapipe and SwiftShader. With `OSTINATO_TEST_GPU` set
-//! to a device selector the same tests run on that GPU instead; what they say only of the two
-//! drivers is then left out.
+//! The drivers are the two CPU drivers, lavapipe and SwiftShader. With `OSTINATO_TEST_GPU` set to a device selector the
+//! same tests run on that GPU instead, and checks that hold only for the two CPU drivers are skipped.
 //!
-//! The drivers and the layer are chosen through the environment, which the Vulkan loader reads
-//! when an instance is made. It is set once in a process, before the first instance, and every
-//! instance of a test is made by [`Vulkan::new`]; so tests may run on several threads.
+//! Drivers and layer are chosen through environment variables, which the Vulkan loader reads when an instance is
+//! created. They are set once per process, before the first instance. Every instance of a test is created by
+//! [`Vulkan::new`] or [`Vulkan::without_validation`], so tests may run on several threads.
 #![allow(dead_code)]
 
 use ostinato::device::{Adapter, Device, Instance, InstanceOptions, Selector, select};
@@ -16,36 +15,37 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// A test program that has not ended by then waits for what will not come: the longest takes three minutes on two cores.
+/// Time limit of a test program. One that still runs after it is considered hung: the longest takes three minutes on
+/// two cores.
 const LONGEST: Duration = Duration::from_secs(20 * 60);
 
-/// What a test runs on.
+/// A Vulkan driver to test on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
-    /// Mesa's on the CPU: subgroups of 8, every optional integer and float type.
+    /// Mesa's CPU driver: subgroups of 8, every optional integer and float type.
     Lavapipe,
-    /// Chromium's on the CPU: subgroups of 4, the bare baseline.
+    /// Chromium's CPU driver: subgroups of 4, only the features that the baseline kernels need.
     SwiftShader,
-    /// The one that `OSTINATO_TEST_GPU` selects.
+    /// The device that `OSTINATO_TEST_GPU` selects.
     Gpu,
 }
 
 impl Driver {
-    /// The two on the CPU, for what is tested only there.
+    /// The two CPU drivers, for tests that run only there.
     pub const BOTH: [Driver; 2] = [Driver::Lavapipe, Driver::SwiftShader];
 
-    /// The two on the CPU, or the selected GPU.
+    /// Returns the two CPU drivers, or the selected GPU.
     pub fn all() -> &'static [Driver] {
         if gpu().is_some() { &[Driver::Gpu] } else { &Driver::BOTH }
     }
 
-    /// The first of them, for what one driver is enough for.
+    /// Returns the first of [`Driver::all`], for tests that need only one driver.
     pub fn first() -> Driver {
         Driver::all()[0]
     }
 }
 
-/// The GPU to test on instead of the CPU drivers.
+/// Returns the selector of the GPU to test on instead of the CPU drivers, if `OSTINATO_TEST_GPU` is set.
 fn gpu() -> Option<String> {
     std::env::var("OSTINATO_TEST_GPU").ok().filter(|text| !text.is_empty())
 }
@@ -53,14 +53,13 @@ fn gpu() -> Option<String> {
 /// The validation layer in use.
 #[derive(Debug)]
 pub struct Layer {
-    /// Its library, or the system's manifest.
+    /// Path of the layer's library, or of its installed manifest.
     pub path: PathBuf,
-    /// Whether it follows hazards across submissions and timeline semaphores.
+    /// Whether its synchronization validation follows hazards across submissions and timeline semaphores.
     pub submit_time: bool,
 }
 
-/// An instance over the drivers with validation on. When it is dropped, the test fails if
-/// the layer had anything to say.
+/// A Vulkan instance with the chosen drivers. Dropping it fails the test if the validation layer reported any message.
 pub struct Vulkan {
     pub instance: Instance,
     clean: bool,
@@ -74,7 +73,7 @@ impl Vulkan {
         Vulkan { instance, clean: true }
     }
 
-    /// The same drivers without the layer, for tests of whole models that are slow under it.
+    /// Creates an instance without the validation layer, for tests of whole models that are slow under it.
     pub fn without_validation() -> Vulkan {
         layer();
         let instance = Instance::new(&InstanceOptions { validation: false })
@@ -101,13 +100,13 @@ impl Vulkan {
         Device::open(&self.instance, &adapter).unwrap_or_else(|e| panic!("{driver:?}: {e}"))
     }
 
-    /// What the layer has said, for a test that provokes it; the test then isn't failed for it.
+    /// Returns the layer's messages, for a test that provokes them. Dropping the instance then does not fail the test.
     pub fn provoked(mut self) -> Vec<String> {
         self.clean = false;
         self.instance.validation_messages()
     }
 
-    /// Fails the test if the layer has said anything.
+    /// Fails the test if the layer has reported any message.
     pub fn assert_clean(&self) {
         let messages = self.instance.validation_messages();
         assert!(messages.is_empty(), "{} validation messages:\n{}", messages.len(), messages.join("\n"));
@@ -116,14 +115,14 @@ impl Vulkan {
 
 impl Drop for Vulkan {
     fn drop(&mut self) {
-        // A test that fails already says why by itself.
+        // A test that is already failing reports its own reason.
         if self.clean && !std::thread::panicking() {
             self.assert_clean();
         }
     }
 }
 
-/// Prepares the environment once and says which layer was found.
+/// Sets the environment on the first call and returns the layer that was found.
 pub fn layer() -> &'static Layer {
     static LAYER: OnceLock<Layer> = OnceLock::new();
     LAYER.get_or_init(|| {
@@ -133,8 +132,9 @@ pub fn layer() -> &'static Layer {
             None => Some(std::env::join_paths([lavapipe(), swiftshader()]).expect("driver paths have no colon")),
         };
         let (layer, manifests) = find_layer();
-        // SAFETY: Rust's own readers of the environment take its lock, and the one C library
-        // here that reads it is the Vulkan loader, called only after this by `Vulkan::new`.
+        // SAFETY: setting environment variables is sound while no other thread reads them without Rust's lock. Rust's
+        // own readers take that lock. The one C library here that reads the environment is the Vulkan loader, which
+        // `Vulkan::new` and `Vulkan::without_validation` call only after this function.
         unsafe {
             if let Some(drivers) = &drivers {
                 std::env::set_var("VK_ICD_FILENAMES", drivers);
@@ -144,7 +144,7 @@ pub fn layer() -> &'static Layer {
                 Some(folder) => std::env::set_var("VK_LAYER_PATH", folder),
                 None => std::env::remove_var("VK_LAYER_PATH"),
             }
-            // Settings from a developer's shell or folder must not soften the checks.
+            // Settings from a developer's shell or working directory must not weaken the validation.
             for name in ["VK_INSTANCE_LAYERS", "VK_LAYER_ENABLES", "VK_LAYER_DISABLES", "VK_LAYER_SETTINGS_PATH"] {
                 std::env::remove_var(name);
             }
@@ -158,7 +158,7 @@ pub fn layer() -> &'static Layer {
     })
 }
 
-/// Ends a program that hangs, and says in what: who runs the tests should not have to find out.
+/// Starts a watchdog that aborts the test program after [`LONGEST`] and prints what each thread waits for.
 fn end_in_time() {
     std::thread::spawn(|| {
         std::thread::sleep(LONGEST);
@@ -174,7 +174,7 @@ fn end_in_time() {
     });
 }
 
-/// Chromium's layer is current; the distribution's own is the second choice.
+/// Prefers the layer that comes with Chromium, which is newer; the distribution's package is the fallback.
 fn find_layer() -> (Layer, Option<PathBuf>) {
     let library = chromium().into_iter().map(|d| d.join("libVkLayer_khronos_validation.so")).find(|p| p.exists());
     if let Some(library) = library {
@@ -187,8 +187,8 @@ fn find_layer() -> (Layer, Option<PathBuf>) {
     (Layer { path, submit_time: false }, None)
 }
 
-/// A manifest for a library that has none, in a folder of its own. Written under another name
-/// and renamed: test programs run at the same time.
+/// Writes a manifest into a new folder for a library that comes without one. The file is written under a temporary name
+/// and then renamed, because test programs run concurrently.
 fn write_manifest(library: &Path) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("validation-layer");
     std::fs::create_dir_all(&folder).expect("a folder for the layer's manifest");
@@ -231,7 +231,7 @@ fn lavapipe() -> PathBuf {
             name.starts_with("lvp_icd") && name.ends_with(".json")
         })
         .collect();
-    // A machine may have a foreign architecture's too; the loader skips what it can't load.
+    // Manifests of foreign architectures may be installed as well, so the native one is preferred.
     let own = |p: &PathBuf| !p.to_string_lossy().contains(std::env::consts::ARCH);
     found.sort_by_key(own);
     found.into_iter().next().expect("lavapipe: install mesa-vulkan-drivers")

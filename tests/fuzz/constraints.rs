@@ -1,25 +1,25 @@
-//! Constraints with structure from bytes: chains, cycles, products and repetitions, alone and within each other. A fuzzer
-//! that changes single characters of a grammar finds errors in its spelling; what costs stack, memory and time is its
-//! shape. Deliberately absent: what becomes of them.
+//! Generates structured constraints from bytes: chains, cycles, products and repetitions, alone and nested. A fuzzer
+//! that mutates single characters of a grammar finds errors of syntax; stack, memory and time are consumed by its
+//! structure. Not here: what is done with the constraints.
 
 use ostinato::model::grammar::{Constraint, MOST_BYTES};
 
-/// How rules or definitions hang together, and how many there are.
+/// How the rules or definitions refer to each other.
 #[derive(Clone, Copy)]
 enum Shape {
-    /// Each leads to the next.
+    /// Each refers to the next.
     Chain,
-    /// The last leads to the first.
+    /// Each refers to the next, and the last to the first.
     Cycle,
-    /// Each leads to the next twice.
+    /// Each refers to the next twice.
     Product,
-    /// Each is the next a number of times.
+    /// Each repeats the next this many times.
     Repetition(u32),
-    /// Each is the next, or nothing.
+    /// The next is optional in each.
     Optional,
 }
 
-/// Reads numbers from the input; zero behind its end.
+/// Reads numbers from the input; returns zeroes after its end.
 struct Input<'a>(&'a [u8]);
 
 impl Input<'_> {
@@ -29,7 +29,8 @@ impl Input<'_> {
         *first
     }
 
-    /// Up to tens of thousands, small ones as often as large ones.
+    /// Returns a number up to tens of thousands whose logarithm is uniform, so that small numbers are as frequent as
+    /// large ones.
     fn count(&mut self) -> usize {
         let bits = self.byte() % 16;
         (1 << bits) + usize::from(self.byte()) * (1 << bits) / 256
@@ -46,7 +47,7 @@ impl Input<'_> {
     }
 }
 
-/// A constraint of no more bytes than are taken.
+/// Returns a constraint. Its text is at most about [`MOST_BYTES`] long.
 pub fn constraint(bytes: &[u8]) -> Constraint {
     let input = &mut Input(bytes);
     match input.byte() % 7 {

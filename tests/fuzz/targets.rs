@@ -1,6 +1,6 @@
-//! What bytes from outside are given to, one function each: none may panic, hang or take memory without measure. The
-//! fuzzer's binaries and `tests/regressions.rs` call the same functions. Deliberately absent: what the right answer is,
-//! which the ordinary tests say.
+//! The fuzz targets: one function for each kind of external input. None may panic, hang or use unbounded memory on any
+//! bytes. The fuzzer's binaries and `tests/regressions.rs` call the same functions. Not here: which result is correct;
+//! the ordinary tests check that.
 
 #[path = "constraints.rs"]
 mod constraints;
@@ -26,10 +26,10 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use tempfile::TempDir;
 
-/// A target by its name.
+/// The name of a target and its function.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All of them, by the names of their binaries.
+/// All targets, under the names of their binaries.
 pub const TARGETS: [Target; 8] = [
     ("safetensors", safetensors),
     ("model_config", model_config),
@@ -42,7 +42,7 @@ pub const TARGETS: [Target; 8] = [
 ];
 
 thread_local! {
-    /// Whether a file is being read by a library whose panics the service makes an error of.
+    /// Whether this thread is currently in a library whose panics the service turns into errors.
     pub static READING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -50,14 +50,14 @@ const TOKENIZER: &[u8] = include_bytes!("../../demo/model/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../demo/model/tokenizer_config.json");
 const MODEL_CONFIG: &[u8] = include_bytes!("../../demo/model/config.json");
 
-/// A folder in memory where there is one: targets write their input thousands of times a second.
+/// Returns a new folder, in memory if possible, because targets write their input thousands of times a second.
 fn folder() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
     made.expect("a folder")
 }
 
-/// A folder with one file of these bytes, besides others.
+/// Returns a new folder that contains a file with these bytes and the other given files.
 fn with_file(name: &str, bytes: &[u8], others: &[(&str, &[u8])]) -> TempDir {
     let folder = folder();
     for (name, bytes) in others.iter().copied().chain([(name, bytes)]) {
@@ -66,7 +66,7 @@ fn with_file(name: &str, bytes: &[u8], others: &[(&str, &[u8])]) -> TempDir {
     folder
 }
 
-/// The weights' file of a checkpoint: its header is read and held against the configuration.
+/// The weights file of a checkpoint: its header is parsed and checked against the configuration.
 pub fn safetensors(bytes: &[u8]) {
     let folder = with_file("model.safetensors", bytes, &[("config.json", MODEL_CONFIG)]);
     if let Err(error) = Checkpoint::open(folder.path()) {
@@ -74,14 +74,15 @@ pub fn safetensors(bytes: &[u8]) {
     }
 }
 
-/// config.json and, behind a zero byte, generation_config.json; then what a checkpoint without weights lacks by it.
+/// config.json and, after a zero byte, generation_config.json. If they parse, opening a checkpoint with this
+/// configuration and without weights must fail.
 pub fn model_config(bytes: &[u8]) {
     let mut parts = bytes.splitn(2, |byte| *byte == 0).map(std::str::from_utf8);
     let (Some(Ok(config)), generation) = (parts.next(), parts.next()) else { return };
     let Ok(generation) = generation.transpose() else { return };
     match ModelConfig::parse(config, generation) {
         Ok(parsed) => {
-            // Whatever is computed from it before anything is loaded.
+            // These numbers are computed from the configuration before anything is loaded.
             let rows = [parsed.q_rows(), parsed.kv_rows(), parsed.qkv_rows()];
             assert!(rows[2] >= rows[0] && parsed.kv_elements_per_token() > 0, "{rows:?}");
             let folder = with_file("config.json", config.as_bytes(), &[]);
@@ -91,12 +92,12 @@ pub fn model_config(bytes: &[u8]) {
     }
 }
 
-/// tokenizer.json and, behind a zero byte, a text that it encodes and decodes again.
+/// tokenizer.json and, after a zero byte, a text that the tokenizer encodes and decodes again.
 pub fn tokenizer(bytes: &[u8]) {
     let mut parts = bytes.splitn(2, |byte| *byte == 0);
     let file = parts.next().unwrap_or_default();
     let text = String::from_utf8_lossy(parts.next().unwrap_or_default()).into_owned();
-    // The demo's own where none is given: then the text alone is the input.
+    // An empty file stands for the demo model's tokenizer; then only the text is the input.
     static DEMO: OnceLock<Text> = OnceLock::new();
     let read = || Text::from_bytes(file, Some(TOKENIZER_CONFIG), None);
     let tokenizer = if file.is_empty() {
@@ -109,7 +110,7 @@ pub fn tokenizer(bytes: &[u8]) {
         tokenizer
     };
     let Ok(ids) = tokenizer.encode(&text, true) else { return };
-    // As a stream of single tokens and as a whole.
+    // Decode the ids as a whole and as a stream of single tokens.
     let _ = tokenizer.decode(&ids, false);
     let mut assembler = tokenizer.assembler(vec!["stop".to_owned()]);
     for id in ids {
@@ -117,7 +118,7 @@ pub fn tokenizer(bytes: &[u8]) {
     }
 }
 
-/// What released templates do with messages: roles, trimming, splitting, tests, loops backwards.
+/// A template with the constructs of released templates: roles, trimming, splitting, tests, a reversed loop.
 const TEMPLATE: &str = "\
 {%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content | trim + '<|im_end|>\\n' }}{%- endif %}\
 {%- set ns = namespace(last=messages|length - 1) %}\
@@ -130,7 +131,7 @@ const TEMPLATE: &str = "\
 {%- endfor %}\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
 
-/// Roles and contents by turns, with zero bytes between: rendered by two templates and encoded.
+/// Roles and contents alternately, separated by zero bytes. They are rendered by two templates and encoded.
 pub fn chat(bytes: &[u8]) {
     static TEXTS: OnceLock<[Text; 2]> = OnceLock::new();
     let texts = TEXTS.get_or_init(|| {
@@ -150,11 +151,11 @@ pub fn chat(bytes: &[u8]) {
     }
 }
 
-/// A constraint of some structure (`constraints.rs`), which is compiled and followed for some tokens.
+/// A structured constraint (`constraints.rs`) that is compiled and followed for up to three tokens.
 pub fn constraint(bytes: &[u8]) {
     static GRAMMARS: OnceLock<Grammars> = OnceLock::new();
     let grammars = GRAMMARS.get_or_init(|| {
-        // The fuzzer is told where the program is; tests find it beside them.
+        // The fuzzer gets the program's path from this variable; ordinary tests find the program next to them.
         std::env::var_os("OSTINATO_PROGRAM").into_iter().for_each(workers::use_program);
         let text = Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's");
         Grammars::new(&text, text.vocabulary() as u32, &[2]).expect("a byte-level tokenizer")
@@ -170,7 +171,8 @@ pub fn constraint(bytes: &[u8]) {
         }
         Ok(())
     });
-    // What it is at fault for is said; that a worker was there and told why it ended is our part.
+    // Errors caused by the constraint are reported with a message. A missing worker, or one that ended without a
+    // reason, is our defect.
     match followed {
         Ok(()) => {}
         Err(GrammarError::Unavailable(why)) => panic!("{why}"),
@@ -178,7 +180,7 @@ pub fn constraint(bytes: &[u8]) {
     }
 }
 
-/// The operator's file.
+/// The operator's configuration file.
 pub fn configuration(bytes: &[u8]) {
     let folder = with_file("ostinato.toml", bytes, &[]);
     let sources = Sources { file: Some(folder.path().join("ostinato.toml")), ..Sources::default() };
@@ -187,7 +189,7 @@ pub fn configuration(bytes: &[u8]) {
     }
 }
 
-/// A model on a device that is not there.
+/// Returns a host with one model on a fake device.
 fn host() -> &'static Arc<Host> {
     static HOST: OnceLock<Arc<Host>> = OnceLock::new();
     HOST.get_or_init(|| {
@@ -217,7 +219,7 @@ fn host() -> &'static Arc<Host> {
     })
 }
 
-/// Whatever was prepared keeps to the engine's bounds or is refused; a refusal has words.
+/// Checks that a prepared request can be validated without a panic, and that an error or a refusal has a message.
 fn checked(prepared: Result<Prepared, Refusal>) {
     match prepared {
         Ok(prepared) => {
@@ -234,13 +236,13 @@ fn checked(prepared: Result<Prepared, Refusal>) {
     }
 }
 
-/// A message of our own contract.
+/// A `GenerateRequest` of our own contract.
 pub fn generate(bytes: &[u8]) {
     let Ok(message) = proto::GenerateRequest::decode(bytes) else { return };
     checked(prepare::prepare(host(), message, None));
 }
 
-/// A message of the contract of routers.
+/// A `GenerateRequest` of the routers' engine contract.
 pub fn vllm_generate(bytes: &[u8]) {
     let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
     let asked = convert::model(host()).and_then(|model| convert::request(&model, message));

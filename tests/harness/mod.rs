@@ -1,6 +1,5 @@
-//! Runs a recording on a device and by the plain-Rust interpreter from the same memory, and
-//! compares what both leave behind, buffer by buffer and word by word.
-//! Deliberately absent: which recordings.
+//! Runs a recording on a device and in the plain-Rust interpreter, both starting from the same memory contents, and
+//! compares the resulting buffers word by word. Not here: the recordings to run.
 #![allow(dead_code)]
 
 pub mod models;
@@ -25,10 +24,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A quiet NaN with a payload: what no kernel writes and no sum survives.
+/// Initial content of output buffers: a quiet NaN with a payload. No kernel writes this word, and every sum that
+/// includes it is NaN.
 pub const POISON: u32 = 0x7fc0_dead;
 
-/// How blocks are multiplied on the device that is tested.
+/// Returns the implementations of the 16 × 16 matrix product to test on the selected device.
 pub fn ways() -> &'static [Matrices] {
     match Driver::first() {
         Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
@@ -36,7 +36,7 @@ pub fn ways() -> &'static [Matrices] {
     }
 }
 
-/// A device with what runs recordings on it.
+/// A device with an arena for buffers and a compute actor that runs recordings.
 pub struct Bench {
     pub driver: Driver,
     pub device: Arc<Device>,
@@ -52,7 +52,7 @@ impl Bench {
         Bench { driver, device, arena, compute }
     }
 
-    /// Memory for every buffer of the recordings, all of it visible to the host.
+    /// Allocates host-visible memory for every buffer of the recordings and builds their pipelines.
     pub fn bind(&self, recordings: &[&Recording]) -> Bound<'_> {
         let mut table = Table::new();
         for (name, bytes) in ostinato::kernels::region::buffer_sizes(recordings) {
@@ -62,7 +62,7 @@ impl Bench {
         Bound { bench: self, table, pipelines }
     }
 
-    /// What a recording makes of that memory in one run.
+    /// Runs the recording once, starting from `before`, and returns the resulting memory.
     pub fn run(&self, recording: &Recording, before: &HostMemory) -> HostMemory {
         let bound = self.bind(&[recording]);
         bound.write(recording, before);
@@ -71,7 +71,7 @@ impl Bench {
     }
 }
 
-/// Recordings' memory and pipelines on a device.
+/// Device buffers and pipelines of a set of recordings.
 pub struct Bound<'a> {
     bench: &'a Bench,
     pub table: Table,
@@ -79,7 +79,7 @@ pub struct Bound<'a> {
 }
 
 impl Bound<'_> {
-    /// Copies the words of a recording's buffers to the device.
+    /// Copies the contents of a recording's buffers to the device.
     pub fn write(&self, recording: &Recording, memory: &HostMemory) {
         for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
             let buffer = self.table.get(&decl.name).expect("bound");
@@ -87,7 +87,7 @@ impl Bound<'_> {
         }
     }
 
-    /// Copies the words of a recording's buffers from the device.
+    /// Returns the contents of a recording's buffers on the device.
     pub fn read(&self, recording: &Recording) -> HostMemory {
         let mut memory = HostMemory::new(recording);
         for (decl, words) in recording.buffers.iter().zip(&mut memory.buffers) {
@@ -97,7 +97,8 @@ impl Bound<'_> {
         memory
     }
 
-    /// What it counts for clients is what was recorded.
+    /// Builds a region from the recording and checks its counters: one dispatch per recorded call, and the derived
+    /// barriers plus one at the start.
     pub fn region(&self, recording: &Recording) -> Arc<Region> {
         let region = self.try_region(recording).unwrap_or_else(|e| panic!("{}: {e}", recording.name));
         let calls = recording.ops.iter().filter(|op| matches!(op, Op::Call(_))).count();
@@ -111,7 +112,7 @@ impl Bound<'_> {
         Region::build(&self.bench.device, recording, &self.table, &self.pipelines)
     }
 
-    /// Runs the recordings one after the other in one submission and waits for the last.
+    /// Runs the recordings one after the other in one submission and waits until the last has finished.
     pub fn run(&self, recordings: &[&Recording]) {
         let entries = recordings.iter().map(|recording| vec![self.region(recording)]).collect();
         let (reports, done) = crossbeam_channel::bounded(1);
@@ -131,29 +132,29 @@ impl Bound<'_> {
     }
 }
 
-/// How near a buffer's words must be to the reference's.
+/// The precision with which a buffer must match the reference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Expect {
-    /// Bit for bit.
+    /// Equal bit for bit.
     Exact,
-    /// f32: the difference is at most `limit · (1 + |reference|)`.
+    /// f32 values that differ by at most `limit · (1 + |reference|)`.
     Floats(f32),
-    /// f32 that carry a tag: likewise, and the tags are equal.
+    /// Tagged f32 values: the tags are equal, and the values differ by at most the limit of [`Expect::Floats`].
     Tagged(f32),
-    /// Pairs of a number, bit for bit, and an f32, likewise.
+    /// Pairs of a word that must be equal bit for bit and an f32 value with the limit of [`Expect::Floats`].
     Pairs(f32),
-    /// Pairs of f16, likewise.
+    /// Two f16 values per word, each with the limit of [`Expect::Floats`].
     Halves(f32),
-    /// Pairs of bfloat16, likewise.
+    /// Two bfloat16 values per word, each with the limit of [`Expect::Floats`].
     Bfloats(f32),
-    /// Scratch that another split of the work leaves different.
+    /// Not compared: scratch whose contents depend on how the work is split.
     Any,
 }
 
-/// Of what is allowed: the difference between two ways in which the device computes the same.
+/// The fraction of the allowed difference by which a row may change when the device computes it again in another way.
 const AGAIN: f32 = 1.0 / 64.0;
 
-/// The largest difference that was found, as a fraction of what is allowed, with its place.
+/// The largest difference found, as a fraction of the allowed difference, and where it was found.
 pub type Worst = Option<(f32, String)>;
 
 /// Memory before and after a run.
@@ -163,9 +164,9 @@ pub struct Change<'a> {
     pub after: &'a HostMemory,
 }
 
-/// Fails where a buffer differs by more than it may. A word that the reference leaves as it
-/// was must be left by the device too, whatever is expected of the others: bit for bit, or as near as two ways to compute
-/// the same row are.
+/// Fails if any buffer differs by more than `expect` allows, and returns the largest difference. A word that the
+/// reference run leaves unchanged must also be unchanged on the device, either bit for bit or, for floats, within
+/// [`AGAIN`] of the allowed difference, which is how far two computations of the same row may differ.
 pub fn compare(
     recording: &Recording,
     what: &str,
@@ -185,8 +186,8 @@ pub fn compare(
         for i in 0..wanted.len() {
             let place = || format!("{what}: word {i} of \"{name}\"");
             if wanted[i] == past[i] {
-                // Written with what was there, or not written; or a row that nobody has was computed again, by a step of
-                // another number of rows, which adds in another order.
+                // The word was overwritten with the same value or not written. Or a row that belongs to no sequence was
+                // computed again by a step with a different number of rows, which sums in a different order.
                 let again = match expect {
                     Expect::Floats(limit) | Expect::Tagged(limit) => {
                         let [was, is] = [old[i], found[i]].map(f32::from_bits);
@@ -201,7 +202,7 @@ pub fn compare(
                 continue;
             }
             let mut near = |found: f32, wanted: f32, limit: f32| {
-                // Devices make different ones.
+                // The payload of a NaN depends on the device.
                 if found.is_nan() && wanted.is_nan() {
                     return;
                 }
@@ -245,7 +246,8 @@ pub fn compare(
     worst
 }
 
-/// Many calls in one recording, each with buffers of its own, and what they start from.
+/// A recording of many calls, each with its own buffers, together with the buffers' initial contents and the precision
+/// expected of each.
 pub struct Cases {
     pub recording: Recording,
     fills: Vec<(Range, Vec<u32>)>,
@@ -258,12 +260,12 @@ impl Cases {
         Cases { recording: Recording::new(name), fills: Vec::new(), expects: HashMap::new(), prefix: String::new() }
     }
 
-    /// Buffers from here on belong to this case.
+    /// Starts a test case: the names of buffers added from now on begin with `name`.
     pub fn case(&mut self, name: String) {
         self.prefix = name;
     }
 
-    /// A buffer that starts as these words.
+    /// Adds a buffer with these initial contents.
     pub fn words(&mut self, name: &str, words: &[u32]) -> Range {
         let name = format!("{}.{name}", self.prefix);
         assert!(self.recording.buffers.iter().all(|b| b.name != name), "\"{name}\" exists");
@@ -277,25 +279,25 @@ impl Cases {
         self.words(name, &words)
     }
 
-    /// Values in a format, an even number of them.
+    /// Adds a buffer of values packed in `format`. Their number must be even for 16-bit formats.
     pub fn weights(&mut self, name: &str, format: Format, values: &[f32]) -> Range {
         self.words(name, &pack(format, values))
     }
 
-    /// A buffer of that many words, poisoned.
+    /// Adds a buffer of `words` words, each initialised to [`POISON`].
     pub fn output(&mut self, name: &str, words: usize, expect: Expect) -> Range {
         let range = self.words(name, &vec![POISON; words]);
         self.expect(range, expect);
         range
     }
 
-    /// How near a buffer must be to the reference's; without this, bit for bit.
+    /// Sets the precision that a buffer must have; the default is [`Expect::Exact`].
     pub fn expect(&mut self, range: Range, expect: Expect) {
         let name = self.recording.decl(range.buffer).name.clone();
         self.expects.insert(name, expect);
     }
 
-    /// Memory before the first call.
+    /// Returns the memory before the first call.
     pub fn before(&self) -> HostMemory {
         let mut memory = HostMemory::new(&self.recording);
         for (range, words) in &self.fills {
@@ -304,14 +306,14 @@ impl Cases {
         memory
     }
 
-    /// Memory after the last call, by the interpreter.
+    /// Returns the memory after the last call, computed by the interpreter.
     pub fn reference(&self) -> HostMemory {
         let mut memory = self.before();
         interpreter::run(&self.recording, &mut memory);
         memory
     }
 
-    /// Runs all of it on a device and compares.
+    /// Runs the recording on a device and compares its memory with `reference`.
     pub fn check(&self, bench: &Bench, reference: &HostMemory) {
         let before = self.before();
         let device = bench.run(&self.recording, &before);
@@ -323,7 +325,7 @@ impl Cases {
     }
 }
 
-/// Values in a format as words.
+/// Packs values in a format into 32-bit words. The 16-bit formats need an even number of values.
 pub fn pack(format: Format, values: &[f32]) -> Vec<u32> {
     let pairs = |bits: &dyn Fn(f32) -> u16| {
         assert_eq!(values.len() % 2, 0, "pairs of 16-bit values");
@@ -336,7 +338,7 @@ pub fn pack(format: Format, values: &[f32]) -> Vec<u32> {
     }
 }
 
-/// A value as a format holds it.
+/// Returns a value rounded to a format.
 pub fn round(format: Format, value: f32) -> f32 {
     match format {
         Format::F32 => value,
@@ -345,7 +347,7 @@ pub fn round(format: Format, value: f32) -> f32 {
     }
 }
 
-/// Seeded numbers (SplitMix64).
+/// Seeded random number generator (SplitMix64).
 pub struct Random(pub u64);
 
 impl Random {
@@ -361,7 +363,7 @@ impl Random {
         (self.next() % u64::from(bound)) as u32
     }
 
-    /// From -1 to 1.
+    /// Returns a value in [-1, 1).
     pub fn float(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -370,7 +372,7 @@ impl Random {
         (0..count).map(|_| self.float()).collect()
     }
 
-    /// 0..count in a random order.
+    /// Returns the numbers 0..count in a random order.
     pub fn permutation(&mut self, count: u32) -> Vec<u32> {
         let mut items: Vec<u32> = (0..count).collect();
         for i in (1..items.len()).rev() {
@@ -380,7 +382,7 @@ impl Random {
     }
 }
 
-/// The words of a step's descriptor from the first on; what it leaves open is poison.
+/// Returns the words of a step's descriptor, starting at word 0. Words that the layout does not set are [`POISON`].
 pub fn descriptor(layout: ChunkLayout, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<u32> {
     let mut words = Vec::new();
     for (at, part) in layout.describe(prompts, tiles) {

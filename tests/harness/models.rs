@@ -1,4 +1,4 @@
-//! The committed checkpoints, and one generation asked of a replica.
+//! Access to the committed checkpoints and their expected outputs, and helpers that submit requests to a replica.
 
 use crossbeam_channel::Receiver;
 use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, Scored, SinkClosed, Started, Token};
@@ -12,13 +12,14 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// What transformers says of a checkpoint.
+/// The output of transformers for a checkpoint.
 pub struct Expected {
     pub prompt: Vec<u32>,
     pub greedy: Vec<u32>,
-    /// Logits of some steps, from which the token of that number is drawn.
+    /// Pairs of a step's number and the logits from which that step's token is drawn.
     pub logits: Vec<(usize, Vec<f32>)>,
-    /// What rounding keys and values to f16 costs it, in logits' relative norm; `None` where that was not tried.
+    /// Relative norm of the error in transformers' logits when keys and values are rounded to f16; `None` if it was not
+    /// measured.
     pub f16_kv: Option<f64>,
 }
 
@@ -40,7 +41,7 @@ pub fn expected(name: &str) -> Expected {
     }
 }
 
-/// Greedy, not ended by the model.
+/// Returns a request for `tokens` greedily sampled tokens, in which an end-of-sequence token does not stop generation.
 pub fn request(prompt: &[u32], tokens: u32) -> Request {
     Request {
         id: "test".to_owned(),
@@ -58,19 +59,19 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
     }
 }
 
-/// What a generation ended in.
+/// Everything that a finished generation returned.
 #[derive(Debug)]
 pub struct Generated {
     pub started: Started,
-    /// Tokens of the prompt, if their probabilities were asked for.
+    /// Scores of the prompt's tokens; empty unless the request asked for `prompt_logprobs`.
     pub scored: Vec<Scored>,
     pub tokens: Vec<u32>,
-    /// The same with what else was asked for.
+    /// The tokens of `tokens` together with their log probabilities.
     pub drawn: Vec<Token>,
     pub finished: Finished,
 }
 
-/// Queues a request, which must be taken.
+/// Submits a request, which must be accepted, and returns its events.
 pub fn submit(replica: &Replica, request: Request) -> Receiver<Event> {
     let (sender, events) = crossbeam_channel::unbounded();
     let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
@@ -78,7 +79,8 @@ pub fn submit(replica: &Replica, request: Request) -> Receiver<Event> {
     events
 }
 
-/// Everything that a request, which must start, has to say.
+/// Receives all events of a request until it has finished. Panics if the request ends without having started, if scores
+/// of the prompt arrive after the first token, or if no event arrives for two minutes.
 pub fn collect(events: &Receiver<Event>) -> Generated {
     let (mut started, mut scored, mut drawn) = (None, Vec::new(), Vec::new());
     loop {
@@ -98,15 +100,15 @@ pub fn collect(events: &Receiver<Event>) -> Generated {
     }
 }
 
-/// Runs a request to its end.
+/// Submits a request and waits for its end.
 pub fn generate(replica: &Replica, request: Request) -> Generated {
     collect(&submit(replica, request))
 }
 
-/// Waits until nothing runs, waits or holds pages.
+/// Waits until the replica has no running or waiting sequence and no page in use.
 pub fn idle(replica: &Replica) {
     let start = Instant::now();
-    // Pages are given back once the step in flight has ended.
+    // Pages are freed only after the step in flight has ended.
     let busy = |load: ReplicaLoad| (load.running, load.waiting, load.pages_used) != (0, 0, 0);
     while busy(replica.load()) || replica.unfinished() > 0 {
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}, {} unfinished", replica.load(), replica.unfinished());
@@ -114,7 +116,7 @@ pub fn idle(replica: &Replica) {
     }
 }
 
-/// Keeps the lines of a start.
+/// Records the progress lines of a start.
 #[derive(Default)]
 pub struct Lines(pub Mutex<Vec<String>>);
 

@@ -1,6 +1,6 @@
-//! What every attack needs: the server program, the client that must not be disturbed, a look at the process's memory.
-//! Deliberately absent: attacks.
-#![allow(dead_code)] // each kind of attack uses a part
+//! Shared parts of the attacks: the server program, the client that must not be disturbed, and measurement of the
+//! server's memory. Not here: the attacks.
+#![allow(dead_code)] // each kind of attack uses only some of these items
 
 use crate::common;
 use crate::serving::certificates::Authority;
@@ -20,44 +20,44 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Request, Status};
 
-/// What is thrown at a server, by its name. It may end in any way but by a panic, which says what is wrong.
+/// The name of an attack and its function. The attack panics if it finds a defect; otherwise it may end in any way.
 pub type Attack = (&'static str, fn(&Target, &mut Random));
 
-/// What the well-behaved client asks, and how many tokens it takes.
+/// The prompt of the well-behaved client and the number of tokens that it requests.
 const QUESTION: &str = "Tell me a story about a fox, a lantern and a river.";
 const TOKENS: u32 = 32;
-/// A server on two busy cores has begun by then.
+/// Time limit for the start of the server, for two busy cores.
 const START: Duration = Duration::from_secs(180);
-/// It has ended by then after SIGTERM.
+/// Time limit for the end of the server after SIGTERM.
 const END: Duration = Duration::from_secs(60);
 
-/// How a server is started.
+/// Options of the server that is started.
 #[derive(Default)]
 pub struct Setup {
-    /// Lines of `[server]` beside `listen`.
+    /// Lines of the section `[server]` besides `listen`.
     pub server: String,
-    /// Files of the configuration's folder.
+    /// Names and contents of further files in the configuration's folder.
     pub files: Vec<(&'static str, String)>,
-    /// Encrypts with a certificate of this authority.
+    /// If set, the server uses TLS with a certificate of this authority.
     pub authority: Option<Authority>,
-    /// The well-behaved client's token, where there are tokens.
+    /// The well-behaved client's token, if the server requires tokens.
     pub token: Option<String>,
     /// Soft limit of open files.
     pub open_files: Option<u32>,
     /// Limit of the process's address space, KiB.
     pub address_space_kib: Option<u64>,
-    /// Variables of the program's environment.
+    /// Environment variables of the program.
     pub environment: Vec<(&'static str, String)>,
 }
 
-/// What must hold after an attack.
+/// Limits that must hold after an attack.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
-    /// Between two messages of the well-behaved client, and until its first.
+    /// The longest time between two messages to the well-behaved client, and until its first.
     pub gap: Duration,
-    /// Resident memory beyond what the undisturbed server had, at its height, MiB.
+    /// Peak resident memory above that of the undisturbed server, MiB.
     pub peak_mib: u64,
-    /// Address space beyond what the undisturbed server had, afterwards, MiB.
+    /// Address space after the attack above that of the undisturbed server, MiB.
     pub address_space_mib: u64,
 }
 
@@ -67,19 +67,19 @@ impl Default for Bounds {
     }
 }
 
-/// Where a server is, for those who attack it.
+/// The addresses and the process of a server under attack.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// `127.0.0.1:PORT` of gRPC.
+    /// `HOST:PORT` of the gRPC endpoint.
     pub address: String,
-    /// Of the admin endpoint.
+    /// `HOST:PORT` of the admin endpoint.
     pub page: String,
-    /// The process.
+    /// The process id.
     pub id: u32,
     authority: Option<String>,
 }
 
-/// A server under attack, and the client that watches it. One at a time in a test program.
+/// A server under attack and the client that watches it. A test program has one at a time.
 pub struct Arena {
     server: Server,
     target: Target,
@@ -90,20 +90,20 @@ pub struct Arena {
     _turn: MutexGuard<'static, ()>,
 }
 
-/// What the well-behaved client has seen.
+/// The observations of the well-behaved client.
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
-    /// Requests that were answered whole.
+    /// Requests that were answered completely.
     pub requests: usize,
-    /// Tokens of all of them.
+    /// Tokens of all requests.
     pub tokens: usize,
-    /// The longest wait for a message, the first included.
+    /// The longest wait for a message, including the first.
     pub longest_gap: Duration,
-    /// What was wrong.
+    /// Failed and wrong answers.
     pub problems: Vec<String>,
 }
 
-/// A process's memory, KiB, and what else it holds.
+/// Memory of a process in KiB, and its numbers of threads and open files.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Memory {
     pub resident: u64,
@@ -114,7 +114,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Of a process that runs.
+    /// Returns the current values of a running process.
     pub fn of(id: u32) -> Memory {
         let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
         let number = |key: &str| {
@@ -132,7 +132,7 @@ impl Memory {
     }
 }
 
-/// Numbers from a seed (splitmix64).
+/// Seeded random number generator (SplitMix64).
 pub struct Random(u64);
 
 impl Random {
@@ -148,18 +148,18 @@ impl Random {
         number ^ (number >> 31)
     }
 
-    /// From 0 to `bound`, which it is not.
+    /// Returns a number from 0 to `bound` exclusive.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound.max(1)
     }
 
-    /// From `least` to `most`.
+    /// Returns a number from `least` to `most` inclusive.
     pub fn between(&mut self, least: u64, most: u64) -> u64 {
         least + self.below(most - least + 1)
     }
 }
 
-/// Puts a token into each call.
+/// Adds a bearer token to each call.
 #[derive(Clone)]
 pub struct Bearer(Option<MetadataValue<Ascii>>);
 
@@ -175,7 +175,7 @@ impl Interceptor for Bearer {
 pub type Client = OstinatoClient<InterceptedService<Channel, Bearer>>;
 
 impl Target {
-    /// A connection.
+    /// Opens a connection.
     pub async fn channel(&self) -> Result<Channel, tonic::transport::Error> {
         let endpoint = match &self.authority {
             None => Endpoint::new(format!("http://{}", self.address))?,
@@ -187,13 +187,14 @@ impl Target {
         endpoint.connect().await
     }
 
-    /// A client on a connection of its own.
+    /// Returns a client on its own connection.
     pub async fn client(&self, token: Option<&str>) -> Result<Client, tonic::transport::Error> {
         let token = token.map(|token| format!("Bearer {token}").parse().expect("a token in ASCII"));
         Ok(OstinatoClient::with_interceptor(self.channel().await?, Bearer(token)))
     }
 
-    /// A GET of the admin endpoint: its answer with its head, within `wait`.
+    /// Sends a GET to the admin endpoint. Connecting, and each read and write, may take up to `wait`. Returns the head
+    /// and body of the answer.
     pub fn get(&self, path: &str, wait: Duration) -> std::io::Result<String> {
         let address = self.page.parse().map_err(std::io::Error::other)?;
         let mut stream = TcpStream::connect_timeout(&address, wait)?;
@@ -205,20 +206,20 @@ impl Target {
         Ok(text)
     }
 
-    /// A token's lines in a file of tokens.
+    /// Returns the lines of a token in the file of tokens.
     pub fn token_entry(name: &str, secret: &str, more: &str) -> String {
         use sha2::{Digest, Sha256};
         let digest: String = Sha256::digest(secret).iter().map(|byte| format!("{byte:02x}")).collect();
         format!("[[tokens]]\nname = \"{name}\"\nsha256 = \"{digest}\"\n{more}\n")
     }
 
-    /// Its memory now.
+    /// Returns the server's current memory.
     pub fn memory(&self) -> Memory {
         Memory::of(self.id)
     }
 }
 
-/// A runtime for an attacker's calls, on two threads.
+/// Returns a runtime with two threads for an attacker's calls.
 pub fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
 }
@@ -235,7 +236,7 @@ impl Drop for Server {
     }
 }
 
-/// The UUID of lavapipe, as the program tells it.
+/// Returns the UUID of lavapipe as `ostinato devices --json` reports it.
 pub fn lavapipe() -> &'static str {
     static UUID: OnceLock<String> = OnceLock::new();
     UUID.get_or_init(|| {
@@ -248,7 +249,7 @@ pub fn lavapipe() -> &'static str {
     })
 }
 
-/// Those who attack open more than most programs.
+/// Raises this process's soft limit of open files, because attacks open many connections.
 fn many_files() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limits = getrlimit(Resource::Nofile);
@@ -258,7 +259,7 @@ fn many_files() {
     }
 }
 
-/// The program: the one that was built, or another build that is held against the same attacks.
+/// Returns the program to attack: the one that was built, or another build for comparison.
 pub fn program() -> std::ffi::OsString {
     std::env::var_os("OSTINATO_HOSTILE_PROGRAM").unwrap_or_else(|| env!("CARGO_BIN_EXE_ostinato").into())
 }
@@ -286,7 +287,7 @@ impl Server {
             setup.server
         );
         std::fs::write(&file, text).expect("a configuration");
-        // A shell sets the limits, and becomes the program.
+        // A shell sets the limits and then executes the program in its place.
         let mut limits = String::new();
         if let Some(files) = setup.open_files {
             limits.push_str(&format!("ulimit -n {files} && "));
@@ -303,7 +304,7 @@ impl Server {
         let mut child = command.spawn().expect("a server");
         let output = child.stdout.take().expect("its output");
         let mut server = Server { child, folder };
-        // Lines on a thread of their own: a server that says nothing is waited for with a bound.
+        // A thread reads the lines, so that waiting for a server that prints nothing has a time limit.
         let (sender, lines) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             BufReader::new(output).lines().map_while(Result::ok).for_each(|line| drop(sender.send(line)));
@@ -327,7 +328,7 @@ impl Server {
     }
 }
 
-/// The well-behaved client's request; each is computed anew.
+/// Returns the well-behaved client's request. The salt differs each time, so that nothing is found in the prefix cache.
 fn question(number: usize) -> proto::GenerateRequest {
     let message = proto::ChatMessage { role: "user".to_owned(), content: QUESTION.to_owned() };
     proto::GenerateRequest {
@@ -340,7 +341,7 @@ fn question(number: usize) -> proto::GenerateRequest {
     }
 }
 
-/// Asks once; the tokens and the longest wait for a message.
+/// Sends the request once. Returns the tokens and the longest wait for a message.
 async fn ask(client: &mut Client, number: usize, wait: Duration) -> Result<(Vec<u32>, Duration), String> {
     let mut longest = Duration::ZERO;
     let mut last = Instant::now();
@@ -364,7 +365,7 @@ async fn ask(client: &mut Client, number: usize, wait: Duration) -> Result<(Vec<
     }
 }
 
-/// After so long without a message the client gives up.
+/// The client gives up after this time without a message.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Watch {
@@ -373,7 +374,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Asks on a thread of its own until it is stopped; its connection stays.
+    /// Repeats the request on a separate thread over one connection, until it is stopped.
     fn start(target: &Target, token: Option<String>, expected: Vec<u32>) -> Watch {
         let stop = CancellationToken::new();
         let (stopped, target) = (stop.clone(), target.clone());
@@ -397,7 +398,7 @@ impl Watch {
                         }
                         Err(why) => {
                             seen.problems.push(format!("request {number}: {why}"));
-                            // Whoever is refused does not ask a thousand times a second.
+                            // Limits the rate of requests while they are refused.
                             tokio::time::sleep(Duration::from_millis(200)).await;
                         }
                     }
@@ -410,7 +411,7 @@ impl Watch {
 }
 
 impl Arena {
-    /// Starts a server, asks it undisturbed, and goes on asking.
+    /// Starts a server, gets the expected tokens undisturbed, and starts the well-behaved client.
     pub fn enter(setup: Setup) -> Arena {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -423,29 +424,30 @@ impl Arena {
             assert_eq!(tokens.len(), TOKENS as usize);
             tokens
         });
-        // From here on its height counts.
+        // Resets the peak of resident memory (VmHWM), which is measured from here on.
         let _ = std::fs::write(format!("/proc/{}/clear_refs", target.id), "5");
         let watch = Some(Watch::start(&target, setup.token.clone(), expected.clone()));
         let before = target.memory();
         Arena { server, target, watch, expected, token: setup.token, before, _turn: turn }
     }
 
-    /// Where to attack.
+    /// Returns the target of attacks.
     pub fn target(&self) -> Target {
         self.target.clone()
     }
 
-    /// The memory of the undisturbed server.
+    /// Returns the memory of the undisturbed server.
     pub fn before(&self) -> Memory {
         self.before
     }
 
-    /// What the server has logged.
+    /// Returns the server's log.
     pub fn log(&self) -> String {
         self.server.log()
     }
 
-    /// The attack is over: says what the well-behaved client saw, or fails with all that does not hold.
+    /// Ends the attack. Returns the observations of the well-behaved client, or panics with everything that violates
+    /// the limits.
     pub fn leave(mut self, bounds: Bounds) -> Seen {
         let mut problems = Vec::new();
         let watch = self.watch.take().expect("it is left once");
@@ -489,7 +491,7 @@ impl Arena {
         seen
     }
 
-    /// Whoever comes now is served.
+    /// Checks that a new client is served.
     fn new_client(&self) -> Result<(), String> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
@@ -502,7 +504,7 @@ impl Arena {
         })
     }
 
-    /// SIGTERM ends it in order.
+    /// Checks that SIGTERM ends the server with status 0.
     fn end(&mut self) -> Result<(), String> {
         let id = self.server.child.id().to_string();
         let sent = Command::new("kill").args(["-TERM", &id]).status().expect("kill");
@@ -519,7 +521,7 @@ impl Arena {
     }
 }
 
-/// The last lines of a log.
+/// Returns the last lines of a log.
 fn tail(log: &str) -> String {
     let lines: Vec<&str> = log.lines().collect();
     lines[lines.len().saturating_sub(30)..].join("\n")

@@ -1,6 +1,6 @@
-//! Constraints that are small to send and large to follow: chains of references, cycles, products, repetitions, of every
-//! form and through both contracts. Each is followed or refused with a reason, within the limits of the workers, and
-//! nothing goes on once its call has ended.
+//! Constraints that are small to send and expensive to process: chains of references, cycles, products and repetitions,
+//! in every form and through both gRPC contracts. Each must be followed, or refused with a reason, within the limits of
+//! the worker processes, and processing must stop when its call has ended.
 
 use crate::arena::{Arena, Attack, Bounds, Random, Setup, Target, runtime};
 use ostinato::service::proto::constraint::{Choice, Kind};
@@ -10,12 +10,14 @@ use ostinato::service::proto::{self, generate_request::Prompt};
 use std::time::{Duration, Instant};
 use tonic::{Code, Status};
 
-/// All that can be mixed.
+/// The attacks that can be combined.
 pub const ATTACKS: &[Attack] = &[("constraints", mixed)];
 
-/// A worker holds at most 512 MiB beyond what it has at its start; with that, its stack and its program.
+/// Memory limit of a worker process, MiB: the 512 MiB that it may use beyond its initial memory, its stack and its
+/// program.
 const WORKER_MIB: u64 = 512 + 64 + 192;
-/// Two seconds of processor time for compiling, as much for a mask, on a machine where others are busy too.
+/// Time limit of an answer. Compiling may take two seconds of processor time and a mask as much, on a machine that is
+/// busy with other work.
 const ANSWERED: Duration = Duration::from_secs(60);
 
 fn lark_chain(links: usize) -> String {
@@ -33,7 +35,7 @@ fn ebnf_chain(links: usize) -> String {
     format!("root ::= a0\n{chain}a{links} ::= \"x\"\n")
 }
 
-/// A chain of definitions, each of which is `link` of the next.
+/// Returns a schema with a chain of definitions: `link` makes each from a reference to the next.
 fn schema_chain(links: usize, link: impl Fn(&str) -> String) -> String {
     let definitions = (0..links).map(|i| format!("\"d{i}\":{}", link(&format!("{{\"$ref\":\"#/$defs/d{}\"}}", i + 1))));
     let definitions: Vec<String> = definitions.chain([format!("\"d{links}\":{{\"type\":\"null\"}}")]).collect();
@@ -49,7 +51,8 @@ fn properties(count: usize, required: bool) -> String {
     format!("{{\"type\":\"object\",\"properties\":{{{}}}}}", properties.join(","))
 }
 
-/// Names, and what is sent. `scale` 1 is about what ended a server whose threads have two megabytes of stack.
+/// Returns named constraints. With `scale` 1 their size is about that which ended a server whose threads have a stack
+/// of 2 MiB.
 pub fn payloads(scale: usize) -> Vec<(String, Kind)> {
     let (grammar, schema) = (Kind::Grammar, Kind::JsonSchema);
     let tag = |content: String| {
@@ -139,7 +142,7 @@ async fn ask_theirs(target: &Target, kind: Kind) -> Result<(), Status> {
     Ok(())
 }
 
-/// Followed, or refused for what it is.
+/// Returns a problem unless the constraint was followed, or refused as invalid, within the time limit.
 fn check(name: &str, result: Result<(), Status>, took: Duration) -> Option<String> {
     eprintln!(
         "{name}: {:.2} s, {:?}",
@@ -154,14 +157,14 @@ fn check(name: &str, result: Result<(), Status>, took: Duration) -> Option<Strin
     }
 }
 
-/// The workers of a server: their ids.
+/// Returns the process ids of a server's workers.
 fn workers(server: u32) -> Vec<u32> {
     let tasks = std::fs::read_dir(format!("/proc/{server}/task")).into_iter().flatten().flatten();
     let children = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("children")).ok());
     children.flat_map(|ids| ids.split_whitespace().filter_map(|id| id.parse().ok()).collect::<Vec<u32>>()).collect()
 }
 
-/// Processor time of the workers of a server that live, in ticks.
+/// Returns the processor time of a server's living workers, in clock ticks.
 fn ticks(server: u32) -> u64 {
     let of = |id: u32| {
         let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
@@ -172,7 +175,7 @@ fn ticks(server: u32) -> u64 {
     workers(server).into_iter().filter_map(of).sum()
 }
 
-/// The most memory that any worker of a server ever had while this ran, MiB.
+/// Measures the peak memory of any of a server's workers, MiB.
 struct Heights {
     stop: std::sync::mpsc::Sender<()>,
     thread: std::thread::JoinHandle<u64>,
@@ -210,7 +213,7 @@ fn mixed(target: &Target, random: &mut Random) {
             let result =
                 if random.below(2) == 0 { ask_ours(target, kind).await } else { ask_theirs(target, kind).await };
             match result {
-                // Others attack the same places.
+                // The limits may be used up by other concurrent attacks.
                 Err(status) if status.code() == Code::ResourceExhausted => {}
                 result => {
                     let problem = check(&name, result, begun.elapsed() / 4);
@@ -221,7 +224,8 @@ fn mixed(target: &Target, random: &mut Random) {
     });
 }
 
-/// Every form, through both contracts, at the size that ended the server; where there is time, at three times that too.
+/// Goal: no constraint ends the server or exceeds its limits. Method: every form through both contracts, at the size
+/// that once ended the server, and in longer runs also at three times that size.
 #[test]
 fn no_constraint_ends_the_server_or_takes_more_than_it_may() {
     let arena = Arena::enter(Setup::default());
@@ -251,10 +255,10 @@ fn no_constraint_ends_the_server_or_takes_more_than_it_may() {
     eprintln!("{seen:?}");
 }
 
-/// What is compiled for a call ends with it, whether its client has gone or its deadline has passed.
+/// Goal: compilation for a call ends with the call, whether its client has left or its deadline has passed.
 #[test]
 fn nothing_is_compiled_for_a_call_that_has_ended() {
-    // So much time that only the call's end can end it.
+    // The worker's time limit is so long that only the end of the call can end the work.
     let arena = Arena::enter(Setup {
         server: "worker_seconds = 600\nworker_memory = \"16GiB\"\n".to_owned(),
         ..Setup::default()
@@ -270,12 +274,12 @@ fn nothing_is_compiled_for_a_call_that_has_ended() {
         let status = client.generate(request).await.expect_err("its deadline");
         assert!(matches!(status.code(), Code::DeadlineExceeded | Code::Cancelled), "{status:?}");
     });
-    // The answer to who asked too late is there, so it has been noticed.
+    // The call with the passed deadline has been answered, so the server has noticed its end.
     let until = Instant::now() + Duration::from_secs(10);
     loop {
         let before = ticks(target.id);
         std::thread::sleep(Duration::from_millis(500));
-        // The well-behaved client's template is rendered now and then.
+        // Allows for the rendering of the well-behaved client's chat template.
         if ticks(target.id) < before + 20 {
             break;
         }

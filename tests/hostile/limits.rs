@@ -1,4 +1,5 @@
-//! Attacks on what a client may cost the others, each of which ended a server or starved its clients once.
+//! Attacks on the resources that one client may take from others. Each of them once ended a server or starved its
+//! clients.
 
 use crate::arena::{Arena, Attack, Bounds, Random, Setup, Target, lavapipe, program, runtime};
 use crate::serving::certificates::Authority;
@@ -11,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tonic::Code;
 
-/// Those that can be mixed: none needs a server of its own.
+/// The attacks that can be combined. None needs specific server options.
 pub const ATTACKS: &[Attack] = &[
     ("declared lengths", |target, random| declared_lengths(target, random.between(1, 5) as usize)),
     ("prompts that are reset", |target, random| {
@@ -26,11 +27,11 @@ pub const ATTACKS: &[Attack] = &[
 ];
 
 const GENERATE: &str = "/ostinato.v1.Ostinato/Generate";
-/// What the server takes of a message unless it is told otherwise, and of a prompt's text.
+/// The server's default limits of a message and of a prompt's text, bytes.
 const MESSAGE: u32 = 16 << 20;
 const PROMPT: usize = 4 << 20;
 
-/// A prompt's text of so many bytes.
+/// Returns a prompt of this many bytes.
 fn text(bytes: usize) -> String {
     let mut text = "the quick brown fox jumps over the lazy dog and goes on to the river, where a lantern is. "
         .repeat(bytes / 90 + 1);
@@ -38,7 +39,7 @@ fn text(bytes: usize) -> String {
     text
 }
 
-/// A request for two tokens after that.
+/// Returns a request for two tokens after a prompt of this many bytes.
 fn request(bytes: usize) -> proto::GenerateRequest {
     proto::GenerateRequest {
         prompt: Some(proto::generate_request::Prompt::Text(text(bytes))),
@@ -47,7 +48,8 @@ fn request(bytes: usize) -> proto::GenerateRequest {
     }
 }
 
-/// Connections with as many calls as one may have, of which each says that a message of the largest size comes.
+/// Opens connections with the largest allowed number of calls, each of which declares a message of the largest size and
+/// never sends it.
 fn declared_lengths(target: &Target, connections: usize) {
     runtime().block_on(async {
         let mut open = Vec::new();
@@ -66,8 +68,8 @@ fn declared_lengths(target: &Target, connections: usize) {
     });
 }
 
-/// Fifteen thousand messages of five bytes that say that 16 MiB come: nothing is reserved for what has not come, so a
-/// server that may have 16 GiB of address space goes on.
+/// Goal: no memory is reserved for declared message lengths. Method: 15,000 messages of which only the 5-byte prefix is
+/// sent, each declaring 16 MiB, to a server that may use 16 GiB of address space.
 #[test]
 fn what_a_message_says_that_it_is_long_takes_no_memory() {
     let arena = Arena::enter(Setup { address_space_kib: Some(16 << 20), ..Setup::default() });
@@ -78,7 +80,8 @@ fn what_a_message_says_that_it_is_long_takes_no_memory() {
     arena.leave(Bounds { peak_mib: 512, address_space_mib: 2048, ..Bounds::default() });
 }
 
-/// Twenty messages of the largest size, none of which ends: large messages have no room left, small ones do.
+/// Goal: unfinished messages do not make the server refuse the messages of others. Method: twenty messages of the
+/// largest size that never end; they use up the room for large messages, but small ones must still have room.
 #[test]
 fn messages_that_do_not_end_refuse_nobody_elses() {
     let arena = Arena::enter(Setup::default());
@@ -86,7 +89,7 @@ fn messages_that_do_not_end_refuse_nobody_elses() {
     runtime().block_on(async {
         let mut open = Vec::new();
         for _ in 0..20 {
-            // A whole message would be answered: less than was said is sent.
+            // A complete message would be answered, so less than the declared length is sent.
             let mut raw = Raw::open(&target.address).await;
             let mut framed = vec![0];
             framed.extend(MESSAGE.to_be_bytes());
@@ -109,8 +112,8 @@ fn messages_that_do_not_end_refuse_nobody_elses() {
     arena.leave(Bounds { peak_mib: 900, ..Bounds::default() });
 }
 
-/// Asks with prompts of the largest size, and goes away before any can be answered; gives the codes of those that were
-/// refused at once.
+/// Sends prompts of the largest size and cancels each after `wait`, before it can be answered. Returns the codes of
+/// those that were refused at once.
 fn reset_prompts(target: &Target, token: Option<&str>, calls: usize, wait: Duration) -> Vec<Code> {
     runtime().block_on(async {
         let mut refused = Vec::new();
@@ -125,7 +128,7 @@ fn reset_prompts(target: &Target, token: Option<&str>, calls: usize, wait: Durat
     })
 }
 
-/// A token that may have one request, whoever has it.
+/// Returns the setup of a server with two tokens, of which `hostile` may have one request at a time.
 fn one_request() -> Setup {
     let tokens = Target::token_entry("watch", "w", "") + &Target::token_entry("hostile", "h", "requests = 1");
     Setup {
@@ -136,7 +139,8 @@ fn one_request() -> Setup {
     }
 }
 
-/// A client that has gone has not ended the work that it has caused: while its prompt is prepared its place is taken.
+/// Goal: a cancelled request keeps its place while its prompt is being prepared, because cancelling does not end the
+/// work that it has caused.
 #[test]
 fn a_cancelled_request_keeps_its_place_while_its_prompt_is_prepared() {
     let arena = Arena::enter(one_request());
@@ -147,11 +151,12 @@ fn a_cancelled_request_keeps_its_place_while_its_prompt_is_prepared() {
     assert!(busy >= 20, "40 requests of a client that may have one: {refused:?}");
     let after = target.memory();
     assert!(after.threads < arena.before().threads + 20, "{:?} → {after:?}", arena.before());
-    // The text of one takes 0.4 GiB while it is encoded; forty took 2.4 GiB and more.
+    // Encoding one such text takes 0.4 GiB; without the limit, forty of them took 2.4 GiB and more.
     arena.leave(Bounds { peak_mib: 900, ..Bounds::default() });
 }
 
-/// Many of them without any limit of clients: they take turns of their own, and those of others come in between.
+/// Goal: cancelled requests with large prompts do not hold up others even without a limit per client, because other
+/// clients' jobs run between theirs.
 #[test]
 fn prompts_that_are_reset_hold_up_nobody() {
     let arena = Arena::enter(Setup::default());
@@ -165,7 +170,7 @@ fn prompts_that_are_reset_hold_up_nobody() {
     eprintln!("{seen:?}");
 }
 
-/// Asks for the text of as many ids as a message can hold; gives the codes.
+/// Asks for the text of as many ids as a message can hold, in `calls` concurrent calls. Returns the status codes.
 fn long_ids(target: &Target, token: Option<&str>, calls: usize) -> Vec<Code> {
     let runtime = runtime();
     let asked = proto::DetokenizeRequest { token_ids: vec![7; 16_700_000], ..Default::default() };
@@ -187,7 +192,7 @@ fn long_ids(target: &Target, token: Option<&str>, calls: usize) -> Vec<Code> {
     })
 }
 
-/// Detokenize is bounded as Tokenize is: in what it takes, and in how many run.
+/// Goal: Detokenize has the same limits as Tokenize on its input and on concurrent calls.
 #[test]
 fn ids_to_be_decoded_are_bounded_and_counted() {
     let arena = Arena::enter(one_request());
@@ -198,7 +203,7 @@ fn ids_to_be_decoded_are_bounded_and_counted() {
     eprintln!("{seen:?}");
 }
 
-/// Connections that have sent this much and say nothing more.
+/// Opens connections that send these bytes and then nothing more.
 fn silent(target: &Target, connections: usize, bytes: &[u8]) -> Vec<TcpStream> {
     connections_to(&target.address, connections, bytes)
 }
@@ -212,13 +217,14 @@ fn connections_to(address: &str, connections: usize, bytes: &[u8]) -> Vec<TcpStr
     open.collect()
 }
 
-/// Requests of the admin endpoint whose heads do not end.
+/// Opens connections to the admin endpoint with requests whose heads never end.
 fn half_requests(target: &Target, connections: usize) -> Vec<TcpStream> {
     connections_to(&target.page, connections, b"GET /healthz HTTP/1.1\r\nHost: loc")
 }
 
-/// Two thousand requests that do not end, before a server that can open a thousand files: the probe of orchestrators is
-/// answered, new clients of gRPC are served, and those who say nothing are closed.
+/// Goal: unfinished requests to the admin endpoint starve nobody. Method: 2,000 of them to a server that may open 1,024
+/// files. The health probe must be answered, new gRPC clients must be served, and the silent connections must be
+/// closed.
 #[test]
 fn half_requests_to_the_page_starve_nobody() {
     let arena = Arena::enter(Setup { open_files: Some(1024), ..Setup::default() });
@@ -245,7 +251,7 @@ fn half_requests_to_the_page_starve_nobody() {
     for mut stream in open {
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         stream.set_read_timeout(Some(left)).expect("a timeout");
-        // Closed, or reset: what was sent was not read.
+        // The connection was closed, or reset because it had unread data.
         let read = stream.read(&mut [0; 1024]);
         let late = read
             .as_ref()
@@ -255,8 +261,8 @@ fn half_requests_to_the_page_starve_nobody() {
     arena.leave(Bounds::default());
 }
 
-/// Sixty connections a second that do not begin their handshake, and sixty that stop after its first byte: whoever does
-/// theirs is served meanwhile.
+/// Goal: silent TLS handshakes do not delay new clients. Method: up to 60 connections a second that send nothing and as
+/// many that stop after the first byte of the handshake, while new clients connect.
 #[test]
 fn silent_handshakes_delay_nobody() {
     let arena = Arena::enter(Setup { authority: Some(Authority::new("hostile")), ..Setup::default() });
@@ -287,7 +293,8 @@ fn silent_handshakes_delay_nobody() {
     arena.leave(Bounds::default());
 }
 
-/// Connections that open and reset more calls than a library lets them.
+/// Opens connections that open and reset many calls and send unsolicited PING acknowledgements, as no HTTP/2 library
+/// allows.
 fn resets(target: &Target, connections: usize) {
     runtime().block_on(async {
         for _ in 0..connections {
@@ -298,14 +305,14 @@ fn resets(target: &Target, connections: usize) {
                 bytes.extend(Raw::opened_and_reset(GENERATE, 1 + 2 * call));
             }
             bytes.extend(Raw::pong().repeat(300));
-            // It may be closed already.
+            // The server may already have closed the connection.
             let _ = raw.bytes(&bytes).await;
             let _ = tokio::time::timeout(Duration::from_millis(50), raw.frame()).await;
         }
     });
 }
 
-/// What clients do to their own connections writes no line for each of them.
+/// Goal: what clients do to their own connections does not write a log line for each connection.
 #[test]
 fn resets_write_no_lines() {
     let arena = Arena::enter(Setup::default());
@@ -317,7 +324,7 @@ fn resets_write_no_lines() {
     arena.leave(Bounds::default());
 }
 
-/// Bytes of no protocol.
+/// Sends random bytes, some after the beginning of a valid protocol.
 fn noise(target: &Target, random: &mut Random) {
     for address in [&target.address, &target.page] {
         for _ in 0..random.between(1, 20) {
@@ -332,19 +339,19 @@ fn noise(target: &Target, random: &mut Random) {
     }
 }
 
-/// Writes to a pipe until it takes no more.
+/// Fills a pipe until it accepts no more.
 fn fill(pipe: &std::io::PipeWriter) {
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::OpenOptionsExt;
     const NONBLOCK: i32 = 0o4000;
-    // The same pipe, opened so that nobody waits.
+    // Opens the same pipe again without blocking.
     let path = format!("/proc/self/fd/{}", pipe.as_raw_fd());
     let mut again = std::fs::OpenOptions::new().write(true).custom_flags(NONBLOCK).open(path).expect("the pipe");
     while std::io::Write::write_all(&mut again, &[b'\n'; 64]).is_ok() {}
 }
 
-/// Whoever has heard of the address may end the server at once: the signal is waited for before the address is told.
-/// The line that tells it goes to a pipe that is full, so the server stands just there.
+/// Goal: the server handles SIGTERM before it prints its address, because a supervisor may end it as soon as the
+/// address is known. Method: the address goes to a full pipe, so the server stops exactly at that line.
 #[test]
 fn sigterm_is_waited_for_before_the_address_is_told() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -359,7 +366,7 @@ fn sigterm_is_waited_for_before_the_address_is_told() {
         lavapipe()
     );
     std::fs::write(&file, text).expect("a configuration");
-    // Full, so that whoever writes waits.
+    // The pipe is full, so the server blocks when it writes.
     let (mut output, input) = std::io::pipe().expect("a pipe");
     fill(&input);
     let mut child = Command::new(program())
@@ -375,7 +382,7 @@ fn sigterm_is_waited_for_before_the_address_is_told() {
         assert!(Instant::now() < until && child.try_wait().expect("its status").is_none(), "it does not listen");
         std::thread::sleep(Duration::from_millis(5));
     }
-    // It listens, and has not told anybody.
+    // The server listens but has not printed its address yet.
     std::thread::sleep(Duration::from_millis(200));
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).expect("its status");
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).expect("the signals that it waits for");

@@ -1,18 +1,18 @@
-//! Goal: nothing that a client sends can end the server, take its memory without bound, or disturb another client.
-//! Method: the program itself with the demo model on a CPU driver. While a test throws something at it, a well-behaved
-//! client asks the same question again and again: its tokens must be those of an undisturbed run and the gaps between
-//! them stay below a bound; afterwards the process must be alive, within bounds of memory, and serve a new client.
+//! Goal: nothing that a client sends can end the server, make it use unbounded memory, or disturb another client.
+//! Method: the program itself with the demo model on a CPU driver. During an attack a well-behaved client repeats the
+//! same request: its tokens must equal those of an undisturbed run, and the gaps between its messages must stay below a
+//! limit. Afterwards the process must be alive, within its memory limits, and serve a new client.
 //!
-//! Each kind of attack is a module with tests of its own and a list `ATTACKS` of those that can be mixed:
-//! `everything_at_once` throws those at one server, chosen by a seed.
+//! Each kind of attack is a module with its own tests and a list `ATTACKS` of the attacks that can be combined.
+//! `everything_at_once` runs those against one server, chosen by a seed.
 //!
 //! | variable | meaning | default |
 //! |---|---|---|
-//! | `OSTINATO_HOSTILE_SECONDS` | how long attacks are mixed | 20 |
-//! | `OSTINATO_HOSTILE_SEED` | what is chosen, and when | 1 |
+//! | `OSTINATO_HOSTILE_SECONDS` | how long attacks are combined | 20 |
+//! | `OSTINATO_HOSTILE_SEED` | the seed that chooses the attacks and their times | 1 |
 //! | `OSTINATO_HOSTILE_PROGRAM` | the program that is attacked | the one that was built |
 //!
-//! By hand: `OSTINATO_HOSTILE_SECONDS=3600 cargo test --test hostile -- everything_at_once --nocapture`.
+//! A long run: `OSTINATO_HOSTILE_SECONDS=3600 cargo test --test hostile -- everything_at_once --nocapture`.
 
 mod arena;
 #[path = "../common/mod.rs"]
@@ -25,7 +25,7 @@ mod serving;
 use arena::{Arena, Attack, Bounds, Random, Setup};
 use std::time::{Duration, Instant};
 
-/// All attacks that can be mixed.
+/// Returns all attacks that can be combined.
 fn attacks() -> Vec<Attack> {
     [constraints::ATTACKS, limits::ATTACKS].concat()
 }
@@ -37,7 +37,7 @@ fn number(variable: &str, default: u64) -> u64 {
     }
 }
 
-/// Without any attack the harness finds nothing wrong, and sees the tokens that it is there to see.
+/// Goal: without an attack the harness reports no problem and receives all expected tokens.
 #[test]
 fn a_quiet_server_is_found_well() {
     let arena = Arena::enter(Setup::default());
@@ -46,7 +46,7 @@ fn a_quiet_server_is_found_well() {
     assert!(seen.requests >= 1 && seen.tokens >= 32, "{seen:?}");
 }
 
-/// Three attacks at a time, until the time is over.
+/// Goal: three concurrent attacks, chosen again and again until the time is over, do not harm the server.
 #[test]
 fn everything_at_once() {
     let (seconds, seed) = (number("OSTINATO_HOSTILE_SECONDS", 20), number("OSTINATO_HOSTILE_SEED", 1));
@@ -69,7 +69,8 @@ fn everything_at_once() {
             });
         }
     });
-    // Each of them has less for itself; together they took more than five before there were bounds.
+    // Each attack alone has a smaller memory limit. Before memory was bounded, the attacks together used more than 5
+    // GiB.
     let seen = arena.leave(Bounds { peak_mib: 2048, ..Bounds::default() });
     eprintln!("{seen:?}");
 }

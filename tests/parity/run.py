@@ -155,7 +155,8 @@ class Reference:
         if upcast is None:
             stored = sum(file.stat().st_size for file in files)
             upcast = device.startswith("cuda") and 2 * stored > 0.8 * torch.cuda.mem_get_info()[0]
-        # Made on the device with throw-away weights and then filled shard by shard: no float32 copy in host memory.
+        # The model is created on the device with arbitrary weights and then filled shard by shard, so that host memory
+        # never holds a float32 copy.
         previous = torch.get_default_dtype()
         try:
             with torch.device(device):

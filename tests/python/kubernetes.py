@@ -7,6 +7,6 @@ import yaml
 
 with open(sys.argv[1]) as file:
     for object in yaml.safe_load_all(file):
-        # Strict: a field that is not known is an error, as a misspelt one would otherwise be ignored.
+        # Strict: an unknown field is an error; otherwise a misspelled field would be ignored.
         kubernetes_validate.validate(object, sys.argv[2], strict=True)
         print(object["kind"], object["metadata"]["name"])

@@ -1,8 +1,9 @@
-//! The interpreter that has what `tests/requirements.txt` names.
+//! The Python interpreter of the environment with the packages of `tests/requirements.txt`.
 
 use std::path::PathBuf;
 
-/// As `deploy/setup.sh test` installs it beside what cargo builds; `OSTINATO_TEST_PYTHON` names another.
+/// Returns the interpreter that `deploy/setup.sh test` installs in cargo's target folder, or the one that
+/// `OSTINATO_TEST_PYTHON` names.
 pub fn python() -> PathBuf {
     let beside = || PathBuf::from(concat!(env!("CARGO_TARGET_TMPDIR"), "/../python/bin/python"));
     let python = std::env::var_os("OSTINATO_TEST_PYTHON").map_or_else(beside, PathBuf::from);

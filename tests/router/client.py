@@ -21,7 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 STORY = "Tell me a story about a fox, a lantern and a river."
 OTHER = "Tell me a story about a hen, a kettle and a hill."
-# The trace of which the client's own span is the root; tests/fleet.rs looks for it.
+# The trace id and the client's own span id, which is the root of the trace; tests/fleet.rs looks for them.
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
 
@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(self, address):
         self.address = address
-        # One that was killed is asked again as soon as it is back.
+        # A worker that was killed must be reconnected as soon as it is back.
         options = [("grpc.max_reconnect_backoff_ms", 200), ("grpc.initial_reconnect_backoff_ms", 100)]
         self.engine = services.VllmEngineStub(grpc.insecure_channel(address, options=options))
 
@@ -156,7 +156,7 @@ def samples(fleet):
 
 
 def stops(fleet):
-    # The string lies across tokens: "liv" and "ed" or less.
+    # The stop string spans several tokens: "liv" and "ed", or shorter ones.
     stopped = fleet.ask(temperature=0, max_tokens=100, stop=["lived"])
     texts, reasons, usage, _ = fleet.stream(temperature=0, max_tokens=100, stop=["lived"])
     content = stopped.choices[0].message.content
@@ -200,7 +200,7 @@ def tools(fleet):
     offered = fleet.ask(temperature=0, max_tokens=20, tools=[TOOL], tool_choice="auto")
     assert offered.choices[0].message.content == plain.choices[0].message.content, offered
     assert not offered.choices[0].message.tool_calls and offered.choices[0].finish_reason == "length", offered
-    # A conversation in which one was used.
+    # A conversation in which a tool was used.
     call = {"id": "one", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm", "days": 1}'}}
     messages = [
         {"role": "user", "content": STORY},
@@ -214,7 +214,7 @@ def tools(fleet):
 
 def cancel(fleet):
     fleet.wait_idle()
-    # What a step takes here, from a stream that is left alone.
+    # Measures the duration of a step from a stream without other load.
     begun = time.monotonic()
     fleet.stream(OTHER, max_tokens=40, extra_body={"ignore_eos": True})
     step = (time.monotonic() - begun) / 40
@@ -225,8 +225,8 @@ def cancel(fleet):
     begun = time.monotonic()
     wait_for("a row whose client has gone", 5, lambda: all(worker.idle() for worker in fleet.workers))
     took = time.monotonic() - begun
-    # Two plans are under way, each of two steps where steps are as slow as here; the rest is the way of the news and our
-    # looking.
+    # Two plans are in flight, with two steps each on a device as slow as this; the rest of the limit covers the
+    # notification of the cancellation and the polling here.
     assert took < 8 * step + 0.3, (took, step)
     say(f"a client that goes away frees its row, {took * 1e3:.0f} ms later, with steps of {step * 1e3:.0f} ms")
 
@@ -244,7 +244,7 @@ def turns(fleet):
     for at, (first, answer) in begun.items():
         second = [*first, {"role": "assistant", "content": answer.choices[0].message.content},
                   {"role": "user", "content": "And then?"}]
-        # The router is told of pages as they are named.
+        # The router learns about pages by events when they are named.
         time.sleep(0.3)
         after, went = fleet.where(lambda: fleet.ask(second, temperature=0, max_tokens=4))
         cached = after.usage.prompt_tokens_details.cached_tokens
@@ -298,7 +298,7 @@ def kill(fleet):
 
     print("start 0", flush=True)
     back = fleet.workers[0]
-    # As the contract has it, 0 until it was given a request.
+    # The contract defines 0 for a worker that has not yet had a request.
     wait_for("the worker's return", 60, lambda: back.last_asked() == 0)
 
     def used():
@@ -330,7 +330,7 @@ def thousand(fleet):
                 assert [choice.finish_reason for choice in answer.choices] == ["length"], answer
                 return answer.usage.completion_tokens
             if number % 20 == 1:
-                # Clients that go away.
+                # Clients that cancel.
                 stream = fleet.ask(content, stream=True, **{**options, "max_tokens": 200})
                 next(iter(stream))
                 stream.close()
@@ -382,8 +382,8 @@ def structure(fleet):
     assert (call.function.name, answer.finish_reason) == ("weather", "tool_calls"), answer
     say(f"a tool that must be used: {arguments}")
 
-    # The router's schema for any of the tools takes any number of calls and any further keys, and this model, which was
-    # never shown one, does not end: it is looked at as far as it comes.
+    # The router's schema for "any tool" allows any number of calls and further keys, and this model, which was never
+    # trained on tools, does not end its output. So only the beginning is checked.
     answer = fleet.ask(max_tokens=60, temperature=0, tools=[TOOL], tool_choice="required").choices[0]
     begun = re.match(r'\[\s*\{\s*"name"\s*:\s*"weather",\s*"parameters"\s*:\s*(\{.*?\})', answer.message.content, re.DOTALL)
     assert begun, answer

@@ -1,5 +1,6 @@
-//! Hosts of a fleet on one machine: network namespaces behind a switch of their own, the programs that run on them, and
-//! the Python client. It needs root and `ip`; without them a test fails and says so. Deliberately absent: what is asked.
+//! Hosts of a fleet on one machine: network namespaces behind a virtual switch, the programs that run in them, and the
+//! Python client. It needs root and `ip`; without them a test fails with a message. Not here: the requests and the
+//! expected answers.
 
 use crate::python::python;
 use std::fs::File;
@@ -11,9 +12,9 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// What the names of our namespaces begin with; the process that made them follows.
+/// The names of our namespaces begin with this prefix, followed by the id of the process that created them.
 const PREFIX: &str = "ostinato-test";
-/// Runs `ip`; gives what it printed.
+/// Runs `ip` and returns its standard output.
 fn ip(arguments: &[&str]) -> String {
     let run = Command::new("ip").args(arguments).output();
     let output = run.unwrap_or_else(|e| panic!("ip does not run ({e}): install iproute2, or run deploy/setup.sh test"));
@@ -26,16 +27,16 @@ fn ip(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// A switch and the hosts on it; all of it is gone when it is dropped, with every process on it.
+/// A virtual switch and the hosts connected to it. Dropping it ends every process in the hosts and removes everything.
 #[derive(Debug)]
 pub struct Network {
     name: String,
-    /// The third number of every address.
+    /// The third octet of every address.
     net: u8,
     pub hosts: Vec<Host>,
 }
 
-/// A host: a namespace with one address.
+/// A host: a network namespace with one address.
 #[derive(Clone, Debug)]
 pub struct Host {
     pub namespace: String,
@@ -43,13 +44,13 @@ pub struct Host {
 }
 
 impl Network {
-    /// With so many hosts.
+    /// Creates a network with this number of hosts.
     pub fn new(hosts: u8) -> Network {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         remove_abandoned();
         let pid = std::process::id();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        // Nothing outside has a part in it, so addresses may be the same as another's: each network is its own.
+        // The network is isolated from the outside, so its addresses may equal those of another one.
         let mut network =
             Network { name: format!("{PREFIX}-{pid}-{number}"), net: (number % 250) as u8, hosts: Vec::new() };
         let switch = network.switch();
@@ -59,7 +60,7 @@ impl Network {
         for index in 0..hosts {
             let host = Host {
                 namespace: format!("{}-host{index}", network.name),
-                // The block for tests of networks.
+                // 198.18.0.0/15 is reserved for network tests (RFC 2544).
                 address: Ipv4Addr::new(198, 18, network.net, index + 1),
             };
             let (name, port) = (host.namespace.clone(), format!("port{index}"));
@@ -89,7 +90,7 @@ impl Drop for Network {
     }
 }
 
-/// Ends what runs in a namespace, and the namespace. Used while a test fails: it must not.
+/// Kills the processes in a namespace and deletes it. It must not panic, because it also runs while a test is failing.
 fn remove(namespace: &str) {
     let pids = Command::new("ip").args(["netns", "pids", namespace]).output();
     for pid in pids.iter().flat_map(|output| {
@@ -103,7 +104,7 @@ fn remove(namespace: &str) {
     let _ = Command::new("ip").args(["netns", "delete", namespace]).status();
 }
 
-/// Removes what a test left whose process was killed.
+/// Removes namespaces left by tests whose process was killed.
 fn remove_abandoned() {
     for line in ip(&["netns", "list"]).lines() {
         let name = line.split(' ').next().unwrap_or("");
@@ -115,19 +116,19 @@ fn remove_abandoned() {
 }
 
 impl Host {
-    /// A command that runs on it; the process started is the command's own.
+    /// Returns a command that runs in the host's namespace. The started process is that of the program itself.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.namespace]).arg(program);
         command
     }
 
-    /// Where a port of it is.
+    /// Returns the socket address of a port of this host.
     pub fn at(&self, port: u16) -> SocketAddrV4 {
         SocketAddrV4::new(self.address, port)
     }
 
-    /// Runs `work` on a thread of this process that is on the host: what it listens on and connects to is there.
+    /// Runs `work` on a thread of this process that is in the host's namespace, so that its sockets belong to the host.
     pub fn thread<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> std::thread::JoinHandle<T> {
         let namespace = File::open(Path::new("/run/netns").join(&self.namespace)).expect("a namespace");
         let enter = move || {
@@ -141,14 +142,14 @@ impl Host {
         std::thread::spawn(enter)
     }
 
-    /// Whether something listens there.
+    /// Returns whether a TCP connection to this address, made from this host, succeeds.
     pub fn answers(&self, at: SocketAddrV4) -> bool {
         let connect = move || TcpStream::connect_timeout(&at.into(), Duration::from_secs(1)).is_ok();
         self.thread(connect).join().expect("a connection is tried")
     }
 }
 
-/// A program on a host; it is killed when this is dropped.
+/// A program on a host. It is killed when this is dropped.
 #[derive(Debug)]
 pub struct Program {
     child: Child,
@@ -156,7 +157,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Starts it with its output in a file, at whose end it goes on.
+    /// Starts a program whose output is appended to a file.
     pub fn start(mut command: Command, log: PathBuf) -> Program {
         let file =
             File::options().create(true).append(true).open(&log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
@@ -164,7 +165,7 @@ impl Program {
         Program { child: child.unwrap_or_else(|e| panic!("{command:?}: {e}")), log }
     }
 
-    /// Waits until `look` is true; fails with its log where it ends before, or after a minute and a half.
+    /// Waits until `look` returns true. Panics with the program's log if it ends before that, or after 90 seconds.
     pub fn wait(&mut self, what: &str, mut look: impl FnMut() -> bool) {
         let until = Instant::now() + Duration::from_secs(90);
         while !look() {
@@ -174,7 +175,7 @@ impl Program {
         }
     }
 
-    /// SIGKILL, as the system would end it.
+    /// Kills the program with SIGKILL.
     pub fn kill(&mut self) {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it ends");
@@ -191,7 +192,7 @@ impl Drop for Program {
     }
 }
 
-/// The last lines of a file.
+/// Returns the last lines of a file.
 fn end_of(log: &Path) -> String {
     let bytes = std::fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
@@ -199,10 +200,10 @@ fn end_of(log: &Path) -> String {
     lines[lines.len().saturating_sub(30)..].join("\n")
 }
 
-/// Two workers with the demo model and a router, each on a host of its own. The router's host is the last.
+/// Two workers with the demo model and a router, each on its own host. The router's host is the last one.
 #[derive(Debug)]
 pub struct Fleet {
-    // Programs end before their hosts do.
+    // Field order matters: the programs end before their hosts are removed.
     pub workers: Vec<Option<Program>>,
     _router: Program,
     folder: tempfile::TempDir,
@@ -210,14 +211,15 @@ pub struct Fleet {
     traces: Option<String>,
 }
 
-/// As everywhere.
+/// The workers' gRPC port, the server's default.
 const ENGINE_PORT: u16 = 50051;
-/// SMG's own.
+/// The router's port, the default of SMG.
 const ROUTER_PORT: u16 = 30000;
-/// How many.
+/// The number of workers.
 const WORKERS: u8 = 2;
 
-/// A worker's configuration: more rows than a CPU driver has by default, as batches of few would take all day.
+/// The configuration of a worker. It has more slots than the default for a CPU driver, because the thousand requests
+/// would take too long in small batches.
 const WORKER: &str = r#"
 [[models]]
 name = "demo"
@@ -226,11 +228,12 @@ replicas = [{ device = "cpu" }]
 slots = 16
 "#;
 
-/// Where a collector listens on the router's host.
+/// The port of the trace collector on the router's host.
 pub const COLLECTOR_PORT: u16 = 4317;
 
 impl Fleet {
-    /// Starts it; the router spreads requests by `policy`. With `traces` everybody exports spans to the router's host.
+    /// Starts the workers and the router, which distributes requests by `policy`. With `traces` the workers and the
+    /// router export spans to the router's host.
     pub fn start(network: Network, policy: &str, traces: bool) -> Fleet {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for logs");
         let host = &network.hosts[usize::from(WORKERS)];
@@ -238,7 +241,7 @@ impl Fleet {
         let mut router = host.command(python().with_file_name("smg"));
         router.args(["launch", "--host", &host.address.to_string(), "--port", &ROUTER_PORT.to_string()]);
         router.args(["--backend", "vllm", "--policy", policy, "--log-level", "debug"]);
-        // Who comes back is found within seconds.
+        // With these settings a worker that has come back is used within seconds.
         router.args(["--health-check-interval-secs", "1", "--health-check-timeout-secs", "5"]);
         router.args(["--health-failure-threshold", "2", "--health-success-threshold", "1"]);
         if traces {
@@ -262,7 +265,8 @@ impl Fleet {
         Fleet { workers, _router: router, folder, network, traces }
     }
 
-    /// Has the Python client try the cases named. Where it asks for a worker to be killed or started, that is done.
+    /// Runs the named cases of the Python client and returns its output. The client may ask for a worker to be killed
+    /// or restarted meanwhile.
     pub fn ask(&mut self, cases: &[&str]) -> String {
         let host = self.network.hosts[usize::from(WORKERS)].clone();
         let mut client = host.command(python());
@@ -282,7 +286,7 @@ impl Fleet {
         said
     }
 
-    /// Reads what the client says to its end.
+    /// Reads the client's output to its end and executes its requests to kill or start a worker.
     fn follow(&mut self, client: ChildStdout) -> String {
         let mut said = String::new();
         for line in BufReader::new(client).lines() {
@@ -311,7 +315,7 @@ impl Fleet {
         self.workers[index] = Some(program);
     }
 
-    /// What the router has logged.
+    /// Returns the router's log.
     pub fn router_log(&self) -> String {
         let mut text = Vec::new();
         let file = File::open(self.folder.path().join("router.log"));
@@ -329,7 +333,7 @@ fn worker(network: &Network, index: usize, folder: &Path, traces: Option<&str>) 
     command.env("OSTINATO_RUNTIME__CACHE_DIRECTORY", folder.join("pipelines"));
     if let Some(endpoint) = traces {
         command.env("OSTINATO_TELEMETRY__OTLP_ENDPOINT", endpoint);
-        // Only what a client has begun.
+        // Only traces that a client has started are exported.
         command.env("OSTINATO_TELEMETRY__SAMPLE_RATIO", "0");
     }
     Program::start(command, folder.join(format!("worker-{index}.log")))

@@ -1,9 +1,9 @@
-//! Authorities, and certificates that they vouch for, in files of a folder.
+//! Certificate authorities and certificates signed by them, written as files.
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, KeyUsagePurpose};
 use std::path::{Path, PathBuf};
 
-/// Vouches for others.
+/// A self-signed certificate authority.
 pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {
@@ -19,14 +19,14 @@ impl Authority {
         self.0.pem()
     }
 
-    /// Writes its own certificate; gives the file's path.
+    /// Writes the authority's own certificate and returns the file's path.
     pub fn write(&self, folder: &Path, name: &str) -> PathBuf {
         let path = folder.join(name);
         std::fs::write(&path, self.pem()).unwrap();
         path
     }
 
-    /// A certificate for 127.0.0.1 and localhost, and its key, both PEM.
+    /// Returns a certificate for 127.0.0.1 and localhost and its private key, both in PEM.
     pub fn issue(&self) -> (String, String) {
         let names = ["127.0.0.1", "localhost"].map(str::to_owned);
         let params = CertificateParams::new(names).unwrap();
@@ -34,7 +34,7 @@ impl Authority {
         (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
     }
 
-    /// Writes such a pair as `NAME.pem` and `NAME.key`; gives their paths.
+    /// Issues a certificate and writes it as `NAME.pem` and its key as `NAME.key`; returns both paths.
     pub fn issue_to(&self, folder: &Path, name: &str) -> (PathBuf, PathBuf) {
         let (certificate, key) = self.issue();
         let paths = (folder.join(format!("{name}.pem")), folder.join(format!("{name}.key")));

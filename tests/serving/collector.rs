@@ -1,4 +1,4 @@
-//! An OTLP receiver in the test's process, and what tests ask of the spans that it got.
+//! An OTLP trace receiver inside the test process, and helpers for checking the spans that it received.
 
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{TraceService, TraceServiceServer};
 use opentelemetry_proto::tonic::collector::trace::v1::{ExportTraceServiceRequest, ExportTraceServiceResponse};
@@ -81,7 +81,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Whether a span is a step's, or a region's below it.
+/// Returns whether a span is that of an engine step or of a region, which is the child of a step.
 pub fn is_step(span: &Span) -> bool {
     span.name.ends_with(" step") || find(&span.attributes, "ostinato.region.runs").is_some()
 }
@@ -90,7 +90,8 @@ pub fn without_steps(spans: Vec<Span>) -> Vec<Span> {
     spans.into_iter().filter(|span| !is_step(span)).collect()
 }
 
-/// Every step lies in its request and has what ran for it on the device, which lies in the step.
+/// Checks that every step lies within its request's span and has at least one region as a child, which lies within the
+/// step up to the error of the GPU clock.
 pub fn check_steps(trace: &[Span]) {
     let inference = trace.iter().find(|span| span.name.starts_with("text_completion")).unwrap();
     for name in ["prefill step", "decode step"] {
@@ -116,12 +117,12 @@ pub fn check_steps(trace: &[Span]) {
 }
 
 impl Collector {
-    /// Listens on loopback; gives its address.
+    /// Starts a collector on a free loopback port and returns it with its URL.
     pub async fn start() -> (Collector, String) {
         Collector::start_at("127.0.0.1:0").await
     }
 
-    /// Listens there; gives its address.
+    /// Starts a collector on `address` and returns it with its URL.
     pub async fn start_at(address: &str) -> (Collector, String) {
         let collector = Collector::default();
         let listener = tokio::net::TcpListener::bind(address).await.unwrap();

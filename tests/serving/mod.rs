@@ -1,5 +1,5 @@
-//! A server on loopback over fake devices, for tests of the service.
-#![allow(dead_code)] // each test file uses a part
+//! A server on loopback whose replicas run on fake devices, for tests of the service.
+#![allow(dead_code)] // each test file uses only some of these items
 
 pub mod certificates;
 pub mod collector;
@@ -22,13 +22,13 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 
-/// The end-of-sequence token of the tokenizer, whose other ids are bytes.
+/// The id of the tokenizer's end-of-sequence token. Ids below it stand for the bytes 0 to 255.
 pub const END: u32 = 256;
 pub const VOCABULARY: u32 = 300;
 
-/// A byte-level tokenizer: id = byte; 256 is `<|end|>`.
+/// Returns a byte-level tokenizer whose id equals the byte; id 256 is `<|end|>`. With `chat` it has a chat template.
 pub fn tokenizer(chat: bool) -> Text {
-    // The printable stand-ins that byte-level tokenizers write for bytes.
+    // Byte-level tokenizers represent each byte by a printable character; these bytes represent themselves.
     let plain = |b: u32| matches!(b, 33..=126 | 161..=172 | 174..=255);
     let mut next = 256;
     let mut vocabulary = serde_json::Map::new();
@@ -62,8 +62,8 @@ pub fn tokenizer(chat: bool) -> Text {
     Text::from_bytes(json.to_string().as_bytes(), None, chat.then_some(template)).unwrap()
 }
 
-/// A tokenizer as SentencePiece makes them: `▁` is a space, and the first token's is removed by the decoder. Ids: `a` 2,
-/// `b` 3, `▁a` 4, `▁b` 5, `▁` 6; 1 is `<s>`, which encoding puts first.
+/// Returns a tokenizer in the style of SentencePiece: `▁` is a space, and the decoder removes the one in front of the
+/// first token. Ids: `a` 2, `b` 3, `▁a` 4, `▁b` 5, `▁` 6; 1 is `<s>`, which encoding puts first.
 pub fn sentencepiece() -> Text {
     let json = serde_json::json!({
         "version": "1.0", "truncation": null, "padding": null,
@@ -91,7 +91,8 @@ pub fn sentencepiece() -> Text {
     Text::from_bytes(json.to_string().as_bytes(), None, Some(template)).unwrap()
 }
 
-/// How a replica's fake device behaves; `script` is its output, over and over.
+/// Returns the configuration of a fake device whose steps and prompt chunks take `step` each. Its output repeats
+/// `script`.
 pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
     FakeConfig {
         capacity: Capacity {
@@ -123,7 +124,7 @@ pub fn device(index: usize) -> DeviceInfo {
     }
 }
 
-/// A replica on a device, which is built anew as said when that is lost.
+/// Returns a replica on device `on`. After a device loss it is rebuilt as `rebuild` says; `None` disables rebuilding.
 pub fn replica(name: String, on: usize, fake: FakeConfig, queue_limit: usize, rebuild: Option<Rebuild>) -> Replica {
     let config = ReplicaConfig {
         queue_limit,
@@ -136,13 +137,13 @@ pub fn replica(name: String, on: usize, fake: FakeConfig, queue_limit: usize, re
     Replica::spawn(name, device(on), Box::new(FakeExecutor::realtime_with(fake)), config).unwrap()
 }
 
-/// A model with a replica on each given device.
+/// Returns a model with one replica per entry of `replicas`, each entry being a device index and the fake device.
 pub fn model(name: &str, text: Option<Text>, replicas: Vec<(usize, FakeConfig)>, queue_limit: usize) -> ServedModel {
     let spawn = |(index, (on, fake))| replica(format!("{name}/{index}"), on, fake, queue_limit, None);
     model_of(name, text, replicas.into_iter().enumerate().map(spawn).collect())
 }
 
-/// A model with these replicas.
+/// Returns a model served by these replicas.
 pub fn model_of(name: &str, text: Option<Text>, replicas: Vec<Replica>) -> ServedModel {
     let info = ModelInfo {
         architecture: "Qwen3ForCausalLM".to_owned(),
@@ -188,7 +189,7 @@ impl Served {
         OstinatoClient::new(self.channel().await)
     }
 
-    /// Waits until a replica runs and queues nothing.
+    /// Waits until a replica has no running, waiting or unfinished request.
     pub async fn idle(&self, replica: &str, within: Duration) {
         let until = Instant::now() + within;
         let replica = self.host.replicas().find(|other| other.name == replica).unwrap();
@@ -202,7 +203,7 @@ impl Served {
         }
     }
 
-    /// Waits until a replica runs `running` and queues `waiting`.
+    /// Waits until a replica has exactly `running` running and `waiting` queued requests.
     pub async fn busy(&self, replica: &str, running: u32, waiting: u32) {
         let until = Instant::now() + Duration::from_secs(10);
         let replica = self.host.replicas().find(|other| other.name == replica).unwrap();
@@ -217,7 +218,7 @@ impl Served {
     }
 }
 
-/// A request for `max_tokens` after the text `prompt`.
+/// Returns a request for up to `max_tokens` tokens after the text `prompt`.
 pub fn text_request(model: &str, prompt: &str, max_tokens: u32) -> proto::GenerateRequest {
     proto::GenerateRequest {
         model: model.to_owned(),
@@ -227,7 +228,7 @@ pub fn text_request(model: &str, prompt: &str, max_tokens: u32) -> proto::Genera
     }
 }
 
-/// The same after token ids.
+/// Returns the same request with a prompt of token ids.
 pub fn token_request(model: &str, ids: &[u32], max_tokens: u32) -> proto::GenerateRequest {
     let tokens = proto::TokenIds { ids: ids.to_vec() };
     proto::GenerateRequest {
@@ -236,11 +237,11 @@ pub fn token_request(model: &str, ids: &[u32], max_tokens: u32) -> proto::Genera
     }
 }
 
-/// A stream read to its end.
+/// The contents of a response stream that was read to its end.
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub started: Option<proto::Started>,
-    /// The prompt's probabilities, if asked.
+    /// Log probabilities of the prompt's tokens, if they were requested.
     pub prompt: Vec<proto::TokenLogprobs>,
     pub deltas: Vec<proto::Delta>,
     pub finished: Option<proto::Finished>,
@@ -261,7 +262,7 @@ impl Outcome {
     }
 }
 
-/// Reads to the end and checks the order of events on the way.
+/// Reads a response stream to its end and checks the order of its events.
 pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outcome {
     let mut outcome = Outcome::default();
     loop {
@@ -293,15 +294,15 @@ pub async fn read(mut stream: tonic::Streaming<proto::GenerateResponse>) -> Outc
     }
 }
 
-/// A stream of several samples read to its end.
+/// The contents of a response stream with several samples, read to its end.
 #[derive(Debug)]
 pub struct Samples {
     pub started: Option<proto::Started>,
-    /// The prompt's probabilities, if asked.
+    /// Log probabilities of the prompt's tokens, if they were requested.
     pub prompt: Vec<proto::TokenLogprobs>,
-    /// Token ids and text, by sample.
+    /// Token ids and text of each sample.
     pub outputs: Vec<(Vec<u32>, String)>,
-    /// By sample.
+    /// The final event of each sample.
     pub finished: Vec<Option<proto::Finished>>,
     pub error: Option<tonic::Status>,
 }
@@ -316,7 +317,8 @@ impl Samples {
     }
 }
 
-/// Reads to the end: one `Started` before all else, nothing of a sample after its `Finished`.
+/// Reads a stream with `n` samples to its end. Checks that a single `Started` comes first and that no event of a sample
+/// follows its `Finished`.
 pub async fn read_samples(mut stream: tonic::Streaming<proto::GenerateResponse>, n: usize) -> Samples {
     let mut samples = Samples {
         started: None,
@@ -357,7 +359,8 @@ pub async fn read_samples(mut stream: tonic::Streaming<proto::GenerateResponse>,
     }
 }
 
-/// The seed of a sample, as the protocol describes it, written down a second time.
+/// Returns the seed of sample `index`, as the protocol defines it. This is a second implementation, independent of the
+/// server's.
 pub fn sample_seed(seed: u64, index: u64) -> u64 {
     let mut state = seed;
     let mut number = seed;
@@ -371,7 +374,7 @@ pub fn sample_seed(seed: u64, index: u64) -> u64 {
     number
 }
 
-/// Sends a request and reads its stream; a refusal is an outcome with an error.
+/// Sends a request and reads its stream. A request that is refused gives an outcome with an error.
 pub async fn generate(
     client: &mut OstinatoClient<Channel>,
     request: impl tonic::IntoRequest<proto::GenerateRequest>,

@@ -1,10 +1,11 @@
-//! HTTP/2 by hand, for clients that behave as no library lets them. Headers are sent uncompressed, and what comes
-//! back is told by its frames' kinds only.
+//! A minimal HTTP/2 client that writes frames itself, for client behavior that no HTTP/2 library allows. Request
+//! headers are sent without compression. Response headers are not decoded; received frames are identified only by type
+//! and flags.
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 
-/// Kinds of frames.
+/// Frame types.
 pub const DATA: u8 = 0;
 pub const HEADERS: u8 = 1;
 pub const RESET: u8 = 3;
@@ -12,26 +13,26 @@ const SETTINGS: u8 = 4;
 const PING: u8 = 6;
 pub const GOAWAY: u8 = 7;
 const WINDOW_UPDATE: u8 = 8;
-/// The setting of how much may be sent on a stream.
+/// The setting that limits how many bytes may be sent on a stream (SETTINGS_INITIAL_WINDOW_SIZE).
 const INITIAL_WINDOW_SIZE: u16 = 4;
-/// The most that can be allowed.
+/// The largest flow-control window.
 const LARGEST_WINDOW: u32 = (1 << 31) - 1;
-/// What is allowed on a connection before anybody says so.
+/// The initial flow-control window of a connection and, unless a setting changes it, of a stream.
 const FIRST_WINDOW: u32 = 65_535;
-/// Flags of them.
+/// Frame flags.
 pub const END_STREAM: u8 = 1;
 const ACK: u8 = 1;
 const END_HEADERS: u8 = 4;
 
-/// A connection.
+/// A client connection.
 pub struct Raw {
     stream: TcpStream,
     next: u32,
-    /// What may be sent on a new stream, as far as the server has said.
+    /// The initial window of a new stream, from the server's latest known setting.
     window: u32,
 }
 
-/// What came.
+/// A received frame.
 #[derive(Debug)]
 pub struct Frame {
     pub kind: u8,
@@ -41,7 +42,7 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Nothing follows on its stream.
+    /// Returns whether the frame ends its stream.
     pub fn ends(&self) -> bool {
         self.kind == RESET || (matches!(self.kind, DATA | HEADERS) && self.flags & END_STREAM != 0)
     }
@@ -55,9 +56,9 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The headers of a call.
+/// Returns the HPACK header block of a gRPC call.
 fn block(path: &str) -> Vec<u8> {
-    // POST, http, then names and values with their lengths.
+    // Indexed fields `:method: POST` and `:scheme: http`, then literal names and values, each preceded by its length.
     let mut block = vec![0x83, 0x86];
     for (name, value) in
         [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")]
@@ -70,7 +71,7 @@ fn block(path: &str) -> Vec<u8> {
     block
 }
 
-/// A gRPC message with its prefix.
+/// Returns a gRPC message with its five-byte prefix.
 pub fn message(bytes: &[u8]) -> Vec<u8> {
     let mut framed = vec![0];
     framed.extend((bytes.len() as u32).to_be_bytes());
@@ -79,7 +80,7 @@ pub fn message(bytes: &[u8]) -> Vec<u8> {
 }
 
 impl Raw {
-    /// Connects to `http://HOST:PORT`; what comes may be 64 KiB long, and no more.
+    /// Connects to `http://HOST:PORT`. The flow-control windows for received data stay at the default of 64 KiB.
     pub async fn open(address: &str) -> Raw {
         let stream = TcpStream::connect(address.trim_start_matches("http://")).await.unwrap();
         let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
@@ -89,7 +90,8 @@ impl Raw {
         raw
     }
 
-    /// Connects likewise; as much as it likes may come, of which the system here keeps little.
+    /// Connects with the largest flow-control windows for received data and a small receive buffer in this host's
+    /// kernel, so that the server may send without limit but little of it is buffered here.
     pub async fn open_wide(address: &str) -> Raw {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
@@ -107,7 +109,7 @@ impl Raw {
         self.stream.write_all(bytes).await.unwrap();
     }
 
-    /// The server's settings are taken note of.
+    /// Reads frames until the server's SETTINGS frame, adopts its initial window and acknowledges it.
     pub async fn acknowledge(&mut self) {
         let settings = loop {
             let frame = self.frame().await.unwrap();
@@ -123,7 +125,7 @@ impl Raw {
         self.send(&frame(SETTINGS, ACK, 0, &[])).await;
     }
 
-    /// Opens calls of this method with headers and nothing else; gives the last one's number.
+    /// Opens `calls` calls of a method by sending headers only. Returns the stream number of the last one.
     pub async fn call(&mut self, path: &str, calls: usize) -> u32 {
         let block = block(path);
         let mut bytes = Vec::new();
@@ -135,12 +137,13 @@ impl Raw {
         self.next - 2
     }
 
-    /// Sends of a call's body.
+    /// Sends part of a call's body and, with `end`, ends the body.
     pub async fn data(&mut self, stream: u32, bytes: &[u8], end: bool) {
         self.send(&frame(DATA, u8::from(end) * END_STREAM, stream, bytes)).await;
     }
 
-    /// Sends of a call's body as much as may be sent, and does not end it.
+    /// Sends as much of `bytes` as flow control allows, as part of a call's body that it does not end. Returns when all
+    /// bytes are sent, when the server ends the stream or when the connection closes.
     pub async fn flood(&mut self, stream: u32, bytes: &[u8]) {
         let mut window = i64::from(self.window);
         let mut connection = i64::from(FIRST_WINDOW);
@@ -160,25 +163,25 @@ impl Raw {
         }
     }
 
-    /// What answers what was never asked.
+    /// Returns a PING acknowledgement, for a PING that was never received.
     pub fn pong() -> Vec<u8> {
         frame(PING, ACK, 0, &[7; 8])
     }
 
-    /// What opens a call and ends it.
+    /// Returns the frames that open a call and reset it at once.
     pub fn opened_and_reset(path: &str, stream: u32) -> Vec<u8> {
         let mut bytes = frame(HEADERS, END_HEADERS, stream, &block(path));
-        // CANCEL.
+        // 8 is the error code CANCEL.
         bytes.extend(frame(RESET, 0, stream, &8u32.to_be_bytes()));
         bytes
     }
 
-    /// Bytes as they are.
+    /// Writes raw bytes to the connection.
     pub async fn bytes(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         self.stream.write_all(bytes).await
     }
 
-    /// The next frame, or that the connection is closed.
+    /// Returns the next frame, or `None` if the connection is closed.
     pub async fn frame(&mut self) -> Option<Frame> {
         let mut head = [0; 9];
         self.stream.read_exact(&mut head).await.ok()?;

@@ -1,5 +1,5 @@
-//! The headers of safetensors files: one file, or shards by an index. Whatever a file says of
-//! itself is checked before it is believed.
+//! Reads the headers of a checkpoint's safetensors files: a single file, or shards listed in an index. Everything that
+//! a file claims about itself is validated before it is used.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -12,17 +12,17 @@ use super::{CheckpointFile, CheckpointProblem, TensorInfo, read_text};
 use crate::config::file::{self, Stamp};
 use crate::model::config::Dtype;
 
-/// The longest header that a safetensors file may have; the format's own limit.
+/// The maximum header length in bytes, as the safetensors format defines it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The headers of all files, and which tensors were lost with a file that could not be read.
+/// The headers of all files, plus the set of tensors that are unknown because their file could not be read.
 #[derive(Default)]
 pub(super) struct Headers {
     pub(super) files: Vec<CheckpointFile>,
     pub(super) tensors: BTreeMap<String, TensorInfo>,
-    /// Tensors whose file has a problem of its own: not reported once more, one by one.
+    /// Tensors whose file already has a reported problem; they are not reported again as missing.
     lost: BTreeSet<String>,
-    /// A file that cannot be read may have held anything.
+    /// Set when any tensor may be lost: the single file or the index could not be read, or there are no weight files.
     all_lost: bool,
 }
 
@@ -61,7 +61,7 @@ impl Headers {
         let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (tensor, shard) in map {
             match shard.as_str() {
-                // A name, not a way out of the directory.
+                // Accept a plain file name only, so that an index cannot point outside the directory.
                 Some(name) if Path::new(name).file_name().is_some_and(|file| file == name) => {
                     shards.entry(name).or_default().insert(tensor);
                 }
@@ -78,7 +78,7 @@ impl Headers {
                 None
             };
             match found {
-                // The index has the last word on which shard a tensor is read from.
+                // The index decides which shard a tensor is read from, so a shard's other tensors are ignored.
                 Some(found) => {
                     self.tensors.extend(found.into_iter().filter(|(name, _)| tensors.contains(name.as_str())))
                 }
@@ -87,7 +87,8 @@ impl Headers {
         }
     }
 
-    /// The tensors of one file; `None` if it has a problem.
+    /// Reads the header of one file and returns its tensors, or `None` if the header cannot be used. Problems go to
+    /// `problems`.
     fn read_file(
         &mut self,
         path: &Path,
@@ -97,7 +98,7 @@ impl Headers {
             Ok(header) => {
                 let (needs, has) = (header.end_of_data, header.file.bytes);
                 if has < needs {
-                    // The tensors are kept, so that their shapes and formats are checked too.
+                    // A truncated file keeps its tensors, so that their shapes and element types are checked too.
                     problems.push(CheckpointProblem::Truncated { path: path.to_owned(), needs, has });
                 }
                 self.files.push(header.file);
@@ -110,7 +111,7 @@ impl Headers {
         }
     }
 
-    /// The tensor of that name, under any of its [`spellings`].
+    /// Returns the tensor with the given name, under any of its [`spellings`].
     pub(super) fn find(&self, name: &str) -> Option<(&str, &TensorInfo)> {
         spellings(name)
             .find_map(|name| self.tensors.get_key_value(name.as_str()).map(|(name, info)| (name.as_str(), info)))
@@ -121,8 +122,8 @@ impl Headers {
     }
 }
 
-/// How a tensor may be called: as it is, without the prefix `model.`, with it (the blocks that predict further
-/// tokens), or as the text's part of a model that does more.
+/// Returns the names that a tensor may have in a file: as given, without the prefix `model.`, with that prefix (MTP
+/// blocks), or under the prefixes that multimodal models use for their text model.
 fn spellings(name: &str) -> impl Iterator<Item = String> {
     let bare = name.strip_prefix("model.").unwrap_or(name);
     let mut written = vec![name.to_owned()];
@@ -135,7 +136,7 @@ fn spellings(name: &str) -> impl Iterator<Item = String> {
     written.into_iter()
 }
 
-/// What else lies in the directory that looks like weights, for the message.
+/// Lists up to four other weight files in the directory, for the error message.
 fn other_weights(dir: &Path) -> String {
     let mut names: Vec<String> = std::fs::read_dir(dir)
         .into_iter()
@@ -149,16 +150,16 @@ fn other_weights(dir: &Path) -> String {
     if names.is_empty() { String::new() } else { format!(" (found {}, which is not read)", names.join(", ")) }
 }
 
-/// What one file says of itself.
+/// The contents of one file's header.
 struct Header {
     file: CheckpointFile,
     tensors: BTreeMap<String, TensorInfo>,
-    /// The least length that the file must have.
+    /// The minimum file length in bytes that the header requires.
     end_of_data: u64,
 }
 
-/// Reads one safetensors header. Layout: u64 length of the header, its JSON, then the data
-/// that the header's offsets count from.
+/// Reads one safetensors header. File layout: the header's length as a little-endian u64, the header as JSON, then the
+/// tensor data. The offsets in the header count from the start of the data.
 fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
     let unreadable =
         |error: std::io::Error| CheckpointProblem::Unreadable { path: path.to_owned(), reason: error.to_string() };

@@ -1,5 +1,7 @@
-//! The packed weights of a model, and where in the checkpoint's tensors each row lies, in whichever
-//! of the published ways the tensors are laid out. Deliberately absent: the rows themselves.
+//! Builds the list of a model's packed weights and locates each of their rows in the checkpoint's tensors, for all
+//! published tensor layouts.
+//!
+//! Not here: reading the rows' data.
 
 use std::str::FromStr;
 
@@ -7,24 +9,24 @@ use super::headers::Headers;
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::model::config::{Architecture, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
 
-/// The list of packed weights; what stands in the way goes to `problems`.
+/// Returns the packed weights. Missing or unsuitable tensors are added to `problems`.
 pub(super) fn build(config: &ModelConfig, headers: &Headers, problems: &mut Vec<CheckpointProblem>) -> Vec<WeightSpec> {
     Specs { config, headers, problems, specs: Vec::new() }.build()
 }
 
-/// Adjacent rows of a tensor, and where they go.
+/// A run of adjacent rows of a tensor and their destination in the packed weight.
 #[derive(Clone, Copy)]
 struct Slice {
-    /// First row of the tensor.
+    /// The first row in the tensor.
     from: u32,
     rows: u32,
-    /// The packed row of that row, and packed rows from one to the next.
+    /// The packed row of that first row, and the distance in packed rows between consecutive rows.
     first_row: u32,
     row_step: u32,
 }
 
-/// A tensor that a packed weight takes rows of. Seen as rows of as many columns as the packed weight has, whatever
-/// its dimensions.
+/// A tensor that supplies rows of a packed weight. Whatever its shape, it is treated as rows with as many columns as
+/// the packed weight has.
 struct Origin {
     tensor: String,
     shape: Vec<u64>,
@@ -32,7 +34,8 @@ struct Origin {
 }
 
 impl Origin {
-    /// All `rows` of a matrix of `cols` columns (a vector where `None`), from packed row `first_row` on.
+    /// All `rows` rows of a matrix with `cols` columns (a vector if `None`), placed at packed row `first_row` and
+    /// following.
     fn whole(tensor: String, rows: u32, cols: Option<u32>, first_row: u32) -> Origin {
         Origin::cut(tensor, rows, cols, vec![Slice { from: 0, rows, first_row, row_step: 1 }])
     }
@@ -43,7 +46,7 @@ impl Origin {
     }
 }
 
-/// Builds the list of packed weights, and notes what stands in the way.
+/// The builder of the packed-weight list, which also collects problems.
 struct Specs<'a> {
     config: &'a ModelConfig,
     headers: &'a Headers,
@@ -73,12 +76,12 @@ impl<'a> Specs<'a> {
         self.specs
     }
 
-    /// Whether a file has the tensor, or was to have it.
+    /// Whether the tensor exists, or may have existed in a file that could not be read.
     fn has(&self, tensor: &str) -> bool {
         self.headers.find(tensor).is_some() || self.headers.is_lost(tensor)
     }
 
-    /// The block that predicts further tokens.
+    /// Adds the weights of the multi-token-prediction (MTP) block.
     fn mtp(&mut self) {
         let c = self.config;
         self.norm("mtp.embed_norm", "mtp.pre_fc_norm_embedding.weight", c.hidden);
@@ -90,7 +93,8 @@ impl<'a> Specs<'a> {
         self.norm("mtp.final_norm", "mtp.norm.weight", c.hidden);
     }
 
-    /// `to` and `from` begin the names of packed weights and of tensors, here and below.
+    /// Adds a full-attention layer's weights. `to` is the prefix of the packed weights' names and `from` the prefix of
+    /// the tensors' names, here and in the functions below.
     fn full_attention(&mut self, to: &str, from: &str) {
         let c = self.config;
         let name = |part: &str| format!("{to}{part}");
@@ -111,8 +115,8 @@ impl<'a> Specs<'a> {
         }
     }
 
-    /// Rows of q, k, v and, where there is one, the gate, which lies in q's tensor head by head: `head_dim` rows of
-    /// the query, then as many of its gate.
+    /// Adds the rows of q, k, v and, if the model has one, the attention output gate. The checkpoint interleaves the
+    /// gate with q head by head in q's tensor: `head_dim` rows of the query, then `head_dim` rows of its gate.
     fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>) {
         let c = self.config;
         let tensor = |projection: &str| format!("{from}self_attn.{projection}.{part}");
@@ -153,7 +157,7 @@ impl<'a> Specs<'a> {
         self.push(&name("conv"), None, vec![conv], 0.0);
         self.stacked(&name("a_log"), &[(&tensor("A_log"), delta.value_heads)], None);
         self.stacked(&name("dt_bias"), &[(&tensor("dt_bias"), delta.value_heads)], None);
-        // The one norm of a hybrid that is not stored around zero.
+        // This is the only norm of a hybrid model that is not stored zero-centred.
         self.stacked(&name("delta_norm"), &[(&tensor("norm.weight"), delta.value_dim)], None);
         self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(delta.value_rows()));
     }
@@ -197,7 +201,7 @@ impl<'a> Specs<'a> {
         let (count, inner) = (experts.count, experts.inner);
         let fused = self.has(&tensor("experts.gate_up_proj"))
             || self.config.architecture == Architecture::Qwen35Moe && !self.has(&tensor("experts.0.gate_proj.weight"));
-        // Rows of an expert's gate, and of its up projection, in turn.
+        // The rows of an expert's gate projection and of its up projection alternate in the packed weight.
         let slice = |from: u32, expert: u32, part: u32| Slice {
             from,
             rows: inner,
@@ -205,7 +209,7 @@ impl<'a> Specs<'a> {
             row_step: 2,
         };
         let (gate_up, down) = if fused {
-            // Of each expert first all rows of the gate, then those of the up projection.
+            // In the fused tensor each expert has all rows of the gate projection, then all rows of the up projection.
             let slices = (0..count).flat_map(|e| [slice(2 * inner * e, e, 0), slice(2 * inner * e + inner, e, 1)]);
             let origin = |part: &str, rows: u32, cols: u32, slices: Vec<Slice>| {
                 vec![Origin { tensor: tensor(part), shape: [count, rows, cols].map(u64::from).to_vec(), slices }]
@@ -231,7 +235,7 @@ impl<'a> Specs<'a> {
         }
     }
 
-    /// The weights of a norm, as what is multiplied by.
+    /// Adds a norm's weights, converted to the actual multipliers.
     fn norm(&mut self, name: &str, tensor: &str, rows: u32) {
         let plus = match self.config.norm {
             NormKind::Plain => 0.0,
@@ -240,7 +244,7 @@ impl<'a> Specs<'a> {
         self.push(name, None, vec![Origin::whole(tensor.to_owned(), rows, None, 0)], plus);
     }
 
-    /// One part below the other. `cols` is `None` for a vector.
+    /// Adds a weight whose parts are stacked one after the other. `cols` is `None` for a vector.
     fn stacked(&mut self, name: &str, parts: &[(&str, u32)], cols: Option<u32>) {
         let mut first_row = 0;
         let origins = parts.iter().map(|&(tensor, rows)| {
@@ -252,7 +256,7 @@ impl<'a> Specs<'a> {
         self.push(name, cols, origins, 0.0);
     }
 
-    /// A row of each part in turn; the parts have equally many.
+    /// Adds a weight whose parts are interleaved row by row. All parts have the same number of rows.
     fn interleaved(&mut self, name: &str, parts: &[(&str, u32)], cols: Option<u32>) {
         let row_step = parts.len() as u32;
         let origins = parts.iter().zip(0..).map(|(&(tensor, rows), first_row)| {
@@ -288,7 +292,8 @@ impl<'a> Specs<'a> {
         self.specs.push(WeightSpec { name: name.to_owned(), rows, cols: width, kind, dtype, sources });
     }
 
-    /// The tensor, if it is there with the right shape and a format that we read.
+    /// Returns the tensor, if it exists with the expected shape and a supported element type. Otherwise reports the
+    /// problem.
     fn resolve(&mut self, origin: &Origin) -> Option<(String, &'a TensorInfo, Dtype)> {
         let headers: &'a Headers = self.headers;
         let name = &origin.tensor;
@@ -314,7 +319,7 @@ impl<'a> Specs<'a> {
     }
 }
 
-/// The rows of `in_proj` as Qwen3.5 stores them: q, k and v in one tensor, z, b and a in one each.
+/// The rows of `in_proj` as Qwen3.5 stores them: q, k and v in one tensor, and one tensor each for z, b and a.
 fn projections(tensor: &dyn Fn(&str) -> String, delta: DeltaNet, hidden: u32) -> Vec<Origin> {
     let parts = [
         ("in_proj_qkv.weight", delta.channels()),
@@ -331,12 +336,12 @@ fn projections(tensor: &dyn Fn(&str) -> String, delta: DeltaNet, hidden: u32) ->
     parts.map(origin).into()
 }
 
-/// The rows of `in_proj` as Qwen3-Next stores them: for each key head its q, its k, and the v and z of the value
-/// heads that share it; in another tensor, for each key head, the b and a of those value heads.
+/// The rows of `in_proj` as Qwen3-Next stores them. One tensor holds, for each key head, its q, its k, and the v and z
+/// of the value heads that share it; another holds, for each key head, the b and a of those value heads.
 fn grouped_projections(tensor: &dyn Fn(&str) -> String, delta: DeltaNet, hidden: u32) -> Vec<Origin> {
     let heads = delta.value_heads / delta.key_heads;
     let (keys, values) = (delta.key_dim, heads * delta.value_dim);
-    // Rows of a group's parts, and where those of all groups begin in the packed weight.
+    // For each part: its rows per group, and the packed row at which the part begins for all groups together.
     let qkvz = [(keys, 0), (keys, delta.key_rows()), (values, 2 * delta.key_rows()), (values, delta.channels())];
     let b = delta.channels() + delta.value_rows();
     let ba = [(heads, b), (heads, b + delta.value_heads)];

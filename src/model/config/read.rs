@@ -1,6 +1,6 @@
-//! The reading of config.json, key by key: what is absent takes the class defaults of
-//! transformers, what is wrong is noted. A model that also sees or hears keeps the keys of its
-//! text in `text_config`: those stand before the ones beside it.
+//! Reads config.json key by key. Absent keys take the class defaults of transformers; invalid values are recorded as
+//! problems. A multimodal model keeps the keys of its text model in `text_config`, which take precedence over keys of
+//! the same name outside.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,25 +13,25 @@ use super::{
     UnknownDtype,
 };
 
-/// The largest size that a dimension may have; above it a file is damaged, not a model.
+/// The maximum size of a dimension. A larger value means that the file is damaged.
 const MAX_DIMENSION: u64 = 1 << 24;
-/// The most layers.
+/// The maximum number of layers.
 const MAX_LAYERS: u64 = 4096;
-/// The longest context, in tokens.
+/// The maximum context length in tokens.
 const MAX_CONTEXT: u64 = 1 << 30;
-/// The most rows of the experts of one layer, packed one below the other.
+/// The maximum number of rows of one layer's experts, which are stacked in one packed weight.
 const MAX_EXPERT_ROWS: u64 = 1 << 30;
-/// The most dimensions of a head of a gated delta net that kernels hold.
+/// The maximum head dimension of the gated delta rule that the kernels support.
 const MAX_DELTA_DIM: u64 = 128;
 
-/// Where the keys of the text are, in models that do more than text.
+/// The key of the text model's own configuration object in multimodal models.
 const TEXT: &str = "text_config";
 
-/// Reads keys of one object and notes what is wrong with them.
+/// Reads keys of one JSON object and records what is wrong with them.
 pub(super) struct Reader {
-    /// With the text's own keys, where it has an object of its own.
+    /// The file's object, merged with the keys of `text_config` if there is one.
     map: Map<String, Value>,
-    /// The keys that come from there; `None`: there is no such object.
+    /// The keys taken from `text_config`; `None` if there is no such object.
     text: Option<Vec<String>>,
     pub(super) problems: Vec<ConfigProblem>,
 }
@@ -43,7 +43,8 @@ impl Reader {
             Some(Value::Object(text)) => {
                 let mut names = Vec::new();
                 for (key, value) in text {
-                    // The model as a whole is named outside, and one with a tied head may say so in either place.
+                    // The outer object decides the architecture. A tied head may be declared in either place, so an
+                    // outer `true` wins. A null in `text_config` does not replace an outer value.
                     let keep = match key.as_str() {
                         "architectures" => map.contains_key("architectures"),
                         "tie_word_embeddings" => map.get(&key) == Some(&Value::Bool(true)),
@@ -63,16 +64,16 @@ impl Reader {
         reader
     }
 
-    /// The value, if there is one that isn't null.
+    /// Returns the key's value, unless it is absent or null.
     pub(super) fn value(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    /// The key as the file has it, with dots.
+    /// Returns the key's dotted path in the file, for messages.
     pub(super) fn named(&self, key: &str) -> String {
         let first = key.split('.').next().unwrap_or(key);
         match &self.text {
-            // What is missing would belong to the text.
+            // A missing key would belong to the text model.
             Some(text) if text.iter().any(|name| name == first) || !self.map.contains_key(first) => {
                 format!("{TEXT}.{key}")
             }
@@ -85,7 +86,7 @@ impl Reader {
         self.problems.push(ConfigProblem::Value { key, value: value.to_string(), rule: rule.into() });
     }
 
-    /// An integer from 1 to `most`; notes it if it is missing.
+    /// Reads an integer from 1 to `most`. A missing key is a problem.
     fn count(&mut self, key: &str, most: u64) -> Option<u32> {
         if self.value(key).is_none() {
             let key = self.named(key);
@@ -95,17 +96,17 @@ impl Reader {
         self.optional_count(key, most)
     }
 
-    /// An integer from 1 to `most`, if there is one.
+    /// Reads an integer from 1 to `most`, or returns `None` if the key is absent.
     fn optional_count(&mut self, key: &str, most: u64) -> Option<u32> {
         self.integer(key, 1, most)
     }
 
-    /// An integer from 1 to `most`, or what stands for an absent one.
+    /// Reads an integer from 1 to `most`, or returns `default` if the key is absent.
     fn count_or(&mut self, key: &str, most: u64, default: u32) -> Option<u32> {
         if self.value(key).is_none() { Some(default) } else { self.optional_count(key, most) }
     }
 
-    /// An integer from `least` to `most`, if there is one.
+    /// Reads an integer from `least` to `most`, or returns `None` if the key is absent.
     fn integer(&mut self, key: &str, least: u64, most: u64) -> Option<u32> {
         let value = self.value(key)?.clone();
         match value.as_u64() {
@@ -121,7 +122,7 @@ impl Reader {
         self.flag_or(key, false)
     }
 
-    /// True or false, or what stands for an absent one.
+    /// Reads a boolean, or returns `default` if the key is absent.
     fn flag_or(&mut self, key: &str, default: bool) -> bool {
         match self.value(key) {
             None => default,
@@ -135,7 +136,8 @@ impl Reader {
     }
 }
 
-/// Reads the whole configuration; what is wrong is in the reader's problems.
+/// Reads the whole configuration. Problems are recorded in the reader; they must be checked even if this returns
+/// `Some`.
 pub(super) fn read(reader: &mut Reader, generation: Option<&Map<String, Value>>) -> Option<ModelConfig> {
     let architecture = architecture(reader);
     if let Some(quantization) = reader.value("quantization_config").or(reader.value("compression_config")) {
@@ -167,7 +169,7 @@ pub(super) fn read(reader: &mut Reader, generation: Option<&Map<String, Value>>)
         Some(_) => reader.optional_count("num_key_value_heads", MAX_DIMENSION),
     };
     let head_dim = match (reader.map.get("head_dim"), architecture) {
-        // The class default of transformers; no released checkpoint leaves it out.
+        // The class default of transformers; no released checkpoint omits the key.
         (None, Some(Architecture::Qwen3)) => Some(128),
         (None, Some(architecture)) if architecture.is_hybrid() => Some(256),
         (None | Some(Value::Null), _) => derived_head_dim(reader, hidden, heads),
@@ -208,7 +210,7 @@ pub(super) fn read(reader: &mut Reader, generation: Option<&Map<String, Value>>)
     let rope = rope(reader, architecture, head_dim, context);
     let tied = reader.flag("tie_word_embeddings");
     let attention_bias = reader.flag("attention_bias");
-    // The others have no such key: their MLPs are built without biases whatever the file says.
+    // Only Llama has this key. The other families' MLPs have no biases, whatever the file says.
     let mlp_bias = reader.flag("mlp_bias") && architecture == Some(Architecture::Llama);
     let (bos, eos) = special_ids(reader, generation, architecture, vocab);
 
@@ -296,7 +298,7 @@ fn derived_head_dim(reader: &mut Reader, hidden: Option<u32>, heads: Option<u32>
     Some(hidden / heads)
 }
 
-/// Key and value heads where config.json does not say, if that is not one for each query head.
+/// Returns the default number of key and value heads, or `None` if the default is one per query head.
 fn default_kv_heads(architecture: Architecture) -> Option<u32> {
     match architecture {
         Architecture::Qwen3 | Architecture::Llama => None,
@@ -305,7 +307,8 @@ fn default_kv_heads(architecture: Architecture) -> Option<u32> {
     }
 }
 
-/// What mixes tokens in each layer: `layer_types`, or in hybrids every so many layers attention.
+/// Returns the token mixing of each layer: `layer_types` if present. Otherwise every `full_attention_interval`-th layer
+/// of a hybrid has full attention, and every layer of other models does.
 fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: Option<u32>) -> Option<Vec<LayerKind>> {
     if reader.flag("use_sliding_window") {
         let window = reader.value("sliding_window").map_or("default".to_owned(), Value::to_string);
@@ -322,7 +325,7 @@ fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: 
             0 => LayerKind::FullAttention,
             _ => LayerKind::GatedDelta,
         };
-        // Pages hold what attention keeps: a model needs some.
+        // The KV cache's pages belong to full-attention layers, so a model needs at least one.
         if let Some(layers) = layers.filter(|layers| interval > *layers) {
             reader.wrong("full_attention_interval", interval, format!("at most num_hidden_layers ({layers})"));
         }
@@ -359,7 +362,7 @@ fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: 
     Some(kinds)
 }
 
-/// What follows in each layer, and the experts' shape where they do.
+/// Returns the MLP of each layer, and the experts' dimensions if a layer has experts.
 fn mlp_kinds(
     reader: &mut Reader,
     architecture: Option<Architecture>,
@@ -367,7 +370,8 @@ fn mlp_kinds(
     hidden: Option<u32>,
 ) -> (Option<Vec<MlpKind>>, Option<Experts>) {
     let all = |kind: MlpKind| layers.map(|layers| vec![kind; layers as usize]);
-    // Class defaults: experts, how many of them are chosen, their width, the shared one's width.
+    // The class defaults: number of experts, experts chosen per token, their intermediate size, the shared expert's
+    // intermediate size.
     let (count, chosen, inner, shared) = match architecture {
         Some(Architecture::Qwen3Moe) => (128, 8, 768, None),
         Some(Architecture::Qwen3Next) => (512, 10, 512, Some(512)),
@@ -379,7 +383,7 @@ fn mlp_kinds(
     let key = if reader.value("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     let count = match reader.value(key) {
         None => Some(count),
-        // None at all makes every layer dense, where the family knows dense layers.
+        // 0 experts make every layer dense, in families that allow dense layers.
         Some(_) => reader.integer(key, u64::from(everywhere), MAX_DIMENSION),
     };
     let kinds = match (everywhere, count) {
@@ -429,7 +433,8 @@ fn mlp_kinds(
     (kinds, Some(Experts { count, chosen, inner, shared_inner, normalise }))
 }
 
-/// Every so many layers experts, but for those listed.
+/// Returns experts for every `decoder_sparse_step`-th layer except those in `mlp_only_layers`, and dense for the
+/// others.
 fn sparse_layers(reader: &mut Reader, layers: Option<u32>) -> Option<Vec<MlpKind>> {
     let step = reader.count_or("decoder_sparse_step", MAX_LAYERS, 1);
     let mut dense: Vec<u64> = Vec::new();
@@ -448,7 +453,7 @@ fn sparse_layers(reader: &mut Reader, layers: Option<u32>) -> Option<Vec<MlpKind
     Some((0..layers).map(kind).collect())
 }
 
-/// The shape of gated-delta layers, by the class defaults of transformers where keys are absent.
+/// Reads the dimensions of gated-delta-rule layers. Absent keys take the class defaults of transformers.
 fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
     let key_heads = reader.count_or("linear_num_key_heads", MAX_DIMENSION, 16);
     let value_heads = reader.count_or("linear_num_value_heads", MAX_DIMENSION, 32);
@@ -474,14 +479,15 @@ fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
             format!("a multiple of linear_num_key_heads ({key_heads})"),
         );
     }
-    // Heads are at least as many as key heads, and a head's dimensions at most this.
+    // Bounds the rows of q, k, v and z together by MAX_DIMENSION: a head has at most MAX_DELTA_DIM dimensions, and
+    // there are at least as many value heads as key heads.
     if let Some(heads) = value_heads.max(key_heads)
         && u64::from(heads) > MAX_DIMENSION / (4 * MAX_DELTA_DIM)
     {
         let most = MAX_DIMENSION / (4 * MAX_DELTA_DIM);
         reader.wrong("linear_num_value_heads", heads, format!("at most {most}"));
     }
-    // The gate on what a head gives: another function than silu has no kernel.
+    // The activation of the output gate: only SiLU has a kernel.
     match reader.value("output_gate_type").map(|value| (value.as_str().map(str::to_owned), value.to_string())) {
         None => {}
         Some((Some(name), _)) if ["swish", "silu"].contains(&name.as_str()) => {}
@@ -496,8 +502,8 @@ fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
     })
 }
 
-/// Blocks that predict further tokens. Hybrids have one by default; whether its tensors are there is another
-/// matter. One with an embedding of its own is left alone: its head would be another too.
+/// Returns the number of multi-token-prediction (MTP) blocks. Hybrids have one by default; the checkpoint may still
+/// lack its tensors. A block with its own embedding is not used, because its LM head would differ too.
 fn mtp_layers(reader: &mut Reader, hybrid: bool) -> u32 {
     let key = if reader.value("mtp_num_hidden_layers").is_some() {
         "mtp_num_hidden_layers"
@@ -512,7 +518,8 @@ fn mtp_layers(reader: &mut Reader, hybrid: bool) -> u32 {
     if hybrid && !own_embedding { layers } else { 0 }
 }
 
-/// The rotary embedding; hybrids rotate a quarter of a head where the file does not say, the others all of it.
+/// Reads the rotary embedding. Without a `partial_rotary_factor`, hybrids rotate a quarter of a head and other models
+/// all of it.
 fn rope(
     reader: &mut Reader,
     architecture: Option<Architecture>,
@@ -531,7 +538,7 @@ fn rope(
     };
     let head_dim = head_dim?;
     let rotary_dim = (f64::from(head_dim) * partial) as u32;
-    // A head of an odd size has been noted by itself.
+    // An odd head_dim has its own problem report.
     if head_dim.is_multiple_of(2) && (rotary_dim == 0 || !rotary_dim.is_multiple_of(2)) {
         let rule = format!("such that it takes an even number of a head's {head_dim} dimensions");
         reader.wrong("partial_rotary_factor", partial, rule);
@@ -543,7 +550,7 @@ fn dtype(reader: &mut Reader) -> Option<Dtype> {
     let value = reader.value("dtype").or(reader.value("torch_dtype")).cloned()?;
     match value.as_str().map(Dtype::from_str) {
         Some(Ok(dtype)) => Some(dtype),
-        // "auto" leaves it to the tensors.
+        // "auto" leaves the choice to the tensors' headers.
         Some(Err(UnknownDtype(name))) if name == "auto" => None,
         Some(Err(UnknownDtype(name))) => {
             reader.problems.push(ConfigProblem::UnsupportedDtype(name));
@@ -556,7 +563,8 @@ fn dtype(reader: &mut Reader) -> Option<Dtype> {
     }
 }
 
-/// The ids that begin and end a sequence; generation_config.json extends config.json.
+/// Returns the beginning-of-sequence id and the end-of-sequence ids. Those of generation_config.json are added to those
+/// of config.json; the first beginning-of-sequence id is used.
 fn special_ids(
     reader: &mut Reader,
     generation: Option<&Map<String, Value>>,

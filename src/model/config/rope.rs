@@ -1,69 +1,74 @@
-//! Rotary embedding: its parameters in both spellings of config.json, and the frequencies that
-//! follow from them. Deliberately absent: tables of cosines (`dense` makes them).
+//! The rotary position embedding (RoPE): its parameters in both spellings of config.json, and the frequencies derived
+//! from them.
+//!
+//! Not here: the tables of cosines and sines, which `decoder::attention` computes.
 
 use serde_json::{Map, Value};
 
 use super::ConfigProblem;
 use super::read::Reader;
 
-/// How the rotary frequencies are changed for a longer context.
+/// How the rotary frequencies are changed to support a longer context.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// No change.
     Default,
-    /// Every frequency is divided.
+    /// Every frequency is divided by the same factor.
     Linear {
-        /// By this.
+        /// The divisor of every frequency.
         factor: f64,
     },
-    /// Low frequencies are divided, high ones kept, those between interpolated.
+    /// Low frequencies are divided, high ones are kept, and those in between are interpolated.
     Llama3 {
-        /// Divisor of the low frequencies.
+        /// The divisor of the low frequencies.
         factor: f64,
-        /// Wavelengths above `original_context / low_freq_factor` are low.
+        /// Frequencies with a wavelength above `original_context / low_freq_factor` are low.
         low_freq_factor: f64,
-        /// Wavelengths below `original_context / high_freq_factor` are high.
+        /// Frequencies with a wavelength below `original_context / high_freq_factor` are high.
         high_freq_factor: f64,
-        /// Context of the first training, in tokens.
+        /// The context length of the original training, in tokens.
         original_context: f64,
     },
-    /// A linear ramp over the dimensions between divided and kept frequencies.
+    /// YaRN: low frequencies are divided, high ones are kept, with a linear ramp over the dimensions in between.
     Yarn {
-        /// Divisor of the low frequencies.
+        /// The divisor of the low frequencies.
         factor: f64,
-        /// Context of the first training, in tokens.
+        /// The context length of the original training, in tokens.
         original_context: f64,
-        /// Rotations over the original context at which the ramp begins.
+        /// The number of rotations over the original context at which the ramp begins: frequencies with more are kept.
         beta_fast: f64,
-        /// Rotations at which it ends.
+        /// The number of rotations over the original context at which the ramp ends: frequencies with fewer are
+        /// divided.
         beta_slow: f64,
         /// Whether the ramp's ends are rounded to whole dimensions.
         truncate: bool,
-        /// Multiplies cos and sin; `None`: derived from `factor` and the two below.
+        /// The factor that multiplies cos and sin. If `None`, it is derived from `factor`, `mscale` and
+        /// `mscale_all_dim`.
         attention_factor: Option<f64>,
-        /// Numerator's coefficient of the derived attention factor.
+        /// The coefficient in the numerator of the derived attention factor.
         mscale: Option<f64>,
-        /// Denominator's coefficient of the derived attention factor.
+        /// The coefficient in the denominator of the derived attention factor.
         mscale_all_dim: Option<f64>,
     },
 }
 
-/// Rotary position embedding, rotate-half style.
+/// The rotary position embedding, in the rotate-half convention.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies.
+    /// The base of the frequencies.
     pub theta: f64,
-    /// How many of a head's first dimensions are rotated (even).
+    /// The number of leading dimensions of each head that are rotated; even.
     pub rotary_dim: u32,
-    /// The change for longer contexts.
+    /// The change of the frequencies for longer contexts.
     pub scaling: RopeScaling,
 }
 
 impl Rope {
-    /// `[rotary_dim / 2]`: the angle of dimension pair `j` at position `p` is `p * inv_freq[j]`.
+    /// Returns the inverse frequencies, `[rotary_dim / 2]`: the angle of dimension pair `j` at position `p` is `p *
+    /// inv_freq[j]`.
     ///
-    /// Powers are taken in f64 and rounded; what follows is done in f32 in the order of
-    /// transformers, so that the result differs from its tables by a rounding at most.
+    /// Powers are computed in f64 and rounded to f32. The remaining operations use f32 in the same order as
+    /// transformers, so that the results differ from its tables by at most one rounding.
     pub fn inv_freq(&self) -> Vec<f32> {
         let dim = self.rotary_dim as f32;
         let theta = f64::from(self.theta as f32);
@@ -122,7 +127,7 @@ impl Rope {
         }
     }
 
-    /// Multiplies cos and sin, of queries and of keys; 1 except with yarn.
+    /// Returns the factor that multiplies cos and sin, for both queries and keys; 1 except with YaRN.
     pub fn attention_scale(&self) -> f32 {
         let RopeScaling::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = self.scaling else {
             return 1.0;
@@ -137,15 +142,16 @@ impl Rope {
     }
 }
 
-/// What config.json says of the rotary embedding.
+/// The rotary embedding's parameters in config.json.
 pub(super) struct Parameters {
     pub(super) theta: f64,
-    /// How much of a head is rotated, above 0 and at most 1; `None` where the file does not say.
+    /// The fraction of a head that is rotated, above 0 and at most 1; `None` if the file does not say.
     pub(super) partial: Option<f64>,
     pub(super) scaling: RopeScaling,
 }
 
-/// Both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+/// Reads either spelling: `rope_parameters`, or `rope_theta` next to `rope_scaling`. `context` is the model's maximum
+/// sequence length. Returns `None` if it has recorded a problem.
 pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Parameters> {
     let before = reader.problems.len();
     let mut section = "rope_scaling";
@@ -153,7 +159,7 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
     for name in ["rope_scaling", "rope_parameters"] {
         match reader.value(name).cloned() {
             None => {}
-            // transformers prefers `rope_scaling` where both are given.
+            // If both are given, `rope_scaling` wins, as in transformers.
             Some(Value::Object(map)) if parameters.is_empty() && !map.is_empty() => {
                 section = name;
                 parameters = map;
@@ -198,7 +204,7 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
         let key = if own { format!("{section}.partial_rotary_factor") } else { "partial_rotary_factor".to_owned() };
         reader.wrong(&key, partial, "at most 1");
     }
-    // A model-wide key beside the section has priority in transformers.
+    // A key of this name outside the section takes precedence, as in transformers.
     let original = match reader.value("original_max_position_embeddings").and_then(Value::as_f64) {
         Some(outer) if outer > 0.0 => Some(outer),
         _ => original,
@@ -223,7 +229,7 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
     };
     let mut need = |key: &str, value: Option<f64>| {
         let key = reader.named(&format!("{section}.{key}"));
-        // A wrong value has already been noted under the same key.
+        // An invalid value has already been recorded under the same key.
         let noted =
             reader.problems.iter().any(|problem| matches!(problem, ConfigProblem::Value { key: k, .. } if *k == key));
         if value.is_none() && !noted {
@@ -252,7 +258,7 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
             }
         }
         "yarn" => {
-            // Where the factor is absent, it is the growth of the context.
+            // Without an explicit factor, it is the ratio of the new context to the original one.
             let factor = factor.or(match (context, original) {
                 (Some(context), Some(original)) => Some(f64::from(context) / original),
                 _ => None,

@@ -1,4 +1,4 @@
-//! Configurations as released, as old and as wrong ones, and what is made of them.
+//! Tests of the configuration parser with released, old-style and invalid config.json files.
 
 use super::*;
 use serde_json::Map;
@@ -21,7 +21,7 @@ const LLAMA: &str = r#"{
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "rope_theta": 500000.0, "tie_word_embeddings": true, "vocab_size": 128256 }"#;
 
-/// The text with keys replaced (or removed, by null).
+/// Returns the JSON text with keys replaced, or removed where the new value is the string `<absent>`.
 fn with(text: &str, changes: Value) -> String {
     let mut map: Map<String, Value> = serde_json::from_str(text).unwrap();
     for (key, value) in changes.as_object().unwrap() {
@@ -113,8 +113,9 @@ fn original_context_and_factor_have_fallbacks() {
     assert!((c.rope.attention_scale() - (0.1 * 4f32.ln() + 1.0)).abs() < 1e-6);
 }
 
-/// Goal: the tables of transformers. Method: their bits, written by tests/fixtures/rope/make.py;
-/// its vectorised power may be one unit in the last place off the exact one.
+/// Goal: the inverse frequencies match those of transformers. Method: compare with the bits of its f32 values, which
+/// tests/fixtures/rope/make.py writes. Up to 2 units in the last place are tolerated, because its vectorised power may
+/// differ from the exact one by one unit.
 #[test]
 fn rotary_tables_are_those_of_transformers() {
     let text = include_str!("../../../tests/fixtures/rope/rope.json");
@@ -220,7 +221,7 @@ const QWEN3_NEXT: &str = r#"{
     "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
     "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 151936 }"#;
 
-/// As a model that also sees is released: the text's keys in an object of their own.
+/// The form of a released multimodal model: the text model's keys are in an object of their own.
 const QWEN35: &str = r#"{
     "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
     "text_config": {
@@ -239,7 +240,7 @@ const QWEN35: &str = r#"{
     "tie_word_embeddings": true,
     "vision_config": {"depth": 12, "hidden_size": 768, "model_type": "qwen3_5"} }"#;
 
-/// The text of [`QWEN35`] with keys of its `text_config` replaced.
+/// Returns the text of [`QWEN35`] with keys of its `text_config` replaced.
 fn with_text(changes: Value) -> String {
     let mut outer: Value = serde_json::from_str(QWEN35).unwrap();
     outer["text_config"] = serde_json::from_str(&with(&outer["text_config"].to_string(), changes)).unwrap();
@@ -256,7 +257,7 @@ fn reads_qwen3_moe() {
     assert_eq!((c.intermediate, c.delta, c.mtp_layers), (0, None, 0));
     assert!(c.qk_norm && !c.attention_gate && c.norm == NormKind::Plain);
     assert_eq!((c.rope.rotary_dim, c.qkv_rows()), (128, (32 + 2 * 4) * 128));
-    // The class default of transformers is another than what is released.
+    // The class default of transformers differs from the released value.
     let c = ModelConfig::parse(&with(QWEN3_MOE, serde_json::json!({"norm_topk_prob": "<absent>"})), None).unwrap();
     assert!(!c.experts.unwrap().normalise);
 }
@@ -277,7 +278,7 @@ fn dense_layers_among_experts() {
         serde_json::json!({"num_experts": "<absent>", "num_local_experts": 60, "intermediate_size": "<absent>"});
     let c = ModelConfig::parse(&with(QWEN3_MOE, renamed), None).unwrap();
     assert_eq!((c.experts.unwrap().count, c.intermediate), (60, 0));
-    // A dense layer needs its width.
+    // A dense layer requires `intermediate_size`.
     let found = problems(&with(QWEN3_MOE, serde_json::json!({"mlp_only_layers": [3], "intermediate_size": null})));
     assert_eq!(found, [ConfigProblem::Missing("intermediate_size".into())]);
 }
@@ -299,7 +300,7 @@ fn reads_qwen3_next() {
     assert_eq!((c.experts, experts.router_rows()), (Some(experts), 513));
     assert!(c.attention_gate && c.qk_norm && !c.tied);
     assert_eq!((c.rope.rotary_dim, c.qkv_rows(), c.mtp_layers), (64, 2 * 16 * 256 + 2 * 2 * 256, 1));
-    // Only layers with attention keep keys and values.
+    // Only full-attention layers keep keys and values.
     assert_eq!(c.kv_elements_per_token(), 2 * 12 * 512);
 }
 
@@ -313,7 +314,7 @@ fn reads_the_text_of_qwen35() {
     assert!(c.tied && c.attention_gate && c.norm == NormKind::ZeroCentred);
     assert_eq!((c.eos.as_slice(), c.bos, c.dtype), (&[248_044][..], None, Some(Dtype::Bf16)));
 
-    // The text alone says the same, and so does the order of its layers by interval.
+    // The text configuration alone parses to the same result; so does giving the order of layers by interval instead.
     let mut text: Value = serde_json::from_str(QWEN35).unwrap();
     text = text["text_config"].take();
     text["tie_word_embeddings"] = true.into();
@@ -322,7 +323,7 @@ fn reads_the_text_of_qwen35() {
     let c = ModelConfig::parse(&with_text(interval), None).unwrap();
     assert_eq!(c.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(), [1, 3, 5]);
 
-    // A tied head is one wherever it is said.
+    // The head is tied if either place says so.
     let said = |outer: Value, inner: Value| {
         let mut config: Value = serde_json::from_str(QWEN35).unwrap();
         config["tie_word_embeddings"] = outer;
@@ -375,7 +376,7 @@ fn hybrids_that_cannot_be_run_are_refused_with_every_reason() {
         "eos_token_id",
         "rope_parameters.partial_rotary_factor",
     ] {
-        // Named as they stand in the file.
+        // Problems name the key's path in the file.
         let named = format!("text_config.{key}");
         let noted = found.iter().any(|p| matches!(p, ConfigProblem::Value { key: k, .. } if *k == named));
         assert!(noted, "{named} is not among {found:#?}");
@@ -393,7 +394,7 @@ fn hybrids_that_cannot_be_run_are_refused_with_every_reason() {
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"moe_intermediate_size": 516})), "moe_intermediate_size");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts": 1 << 20})), "num_experts");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"full_attention_interval": 0})), "full_attention_interval");
-    // Delta rules alone keep no keys: there would be no pages.
+    // Without a full-attention layer there would be no KV cache pages.
     let few = serde_json::json!({"num_hidden_layers": 3});
     assert_eq!(one(QWEN3_NEXT, few), "full_attention_interval");
     let alone = serde_json::json!({"num_hidden_layers": 1, "layer_types": ["linear_attention"]});

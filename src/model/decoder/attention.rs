@@ -1,5 +1,6 @@
-//! Full-attention layers: heads, cache and rotary table, and their stages.
-//! Deliberately absent: the layers' MLPs (`mlp`).
+//! Full-attention layers: their heads, KV cache and rotary table, and the stages of a step.
+//!
+//! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Shape, Step};
 use crate::kernels::attention::{self, Heads};
@@ -9,11 +10,11 @@ use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{AppendArgs, AttentionArgs, FlashArgs};
 use crate::kernels::skinny::Matrices;
 
-/// Workgroups that share a tile of a prompt's attention, at most.
+/// The maximum number of workgroups that share a tile of a prompt's attention.
 const MOST_PROMPT_SPLITS: u32 = 16;
 
 impl Decoder<'_> {
-    /// The heads of every attention layer.
+    /// Returns the head configuration of every full-attention layer.
     pub fn heads(&self) -> Heads {
         let c = self.config;
         Heads {
@@ -27,17 +28,17 @@ impl Decoder<'_> {
         }
     }
 
-    /// Bytes of the K (and of the V) pages of one layer.
+    /// Returns the size in bytes of one layer's K pages, which equals that of its V pages.
     pub fn kv_bytes(&self) -> u64 {
         u64::from(self.pages) * self.heads().page_bytes()
     }
 
-    /// Bytes of the table of cos and sin: `[context][rot / 2][2]` f32.
+    /// Returns the size in bytes of the cos and sin table: `[context][rot / 2][2]` f32.
     pub fn rope_bytes(&self) -> u64 {
         u64::from(self.context) * u64::from(self.config.rope.rotary_dim) * 4
     }
 
-    /// The table of cos and sin, scaled as the model's rope asks.
+    /// Returns the cos and sin table, multiplied by the RoPE attention scale.
     pub fn rope_table(&self) -> Vec<f32> {
         let inv_freq = self.config.rope.inv_freq();
         let scale = self.config.rope.attention_scale();
@@ -46,7 +47,7 @@ impl Decoder<'_> {
                 inv_freq
                     .iter()
                     .flat_map(move |f| {
-                        // The angle is rounded to f32 as transformers does; its cosine is not.
+                        // The angle is rounded to f32 like in transformers. Its cosine is computed in f64.
                         let angle = f64::from(p as f32 * f);
                         [angle.cos() as f32 * scale, angle.sin() as f32 * scale]
                     })
@@ -55,10 +56,10 @@ impl Decoder<'_> {
             .collect()
     }
 
-    /// Threads of an attention workgroup: the most that the tuning and shared memory allow.
+    /// Returns the number of threads of an `attention` workgroup: the maximum that the tuning and shared memory allow.
     pub(super) fn attention_threads(&self) -> u32 {
         let heads = self.heads();
-        // The last of several splits to arrive weighs all of them with a thread each.
+        // The last split to finish combines all splits, with one thread per split.
         let least = (heads.dim / 8).next_power_of_two().max(self.tuning.splits).max(16);
         let mut threads = self.tuning.attention_threads.max(least);
         while threads > least && heads.shared_bytes(threads) > self.tuning.shared_bytes {
@@ -67,13 +68,13 @@ impl Decoder<'_> {
         threads
     }
 
-    /// Whether prompts' attention runs on blocks.
+    /// Whether prompts' attention uses the `flash` kernel.
     pub(super) fn flashes(&self, matrices: Matrices) -> bool {
         flash::flash_serves(self.heads())
             && (matrices == Matrices::ByHand || self.tuning.shared_bytes >= flash::SHARED_BYTES)
     }
 
-    /// Threads of a `flash_decode` workgroup.
+    /// Returns the number of threads of a `flash_decode` workgroup.
     pub(super) fn flash_threads(&self, rows: u32, matrices: Matrices) -> u32 {
         let many = rows * self.config.kv_heads > self.tuning.processors;
         let mut threads = if many { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
@@ -83,15 +84,17 @@ impl Decoder<'_> {
         threads
     }
 
-    /// How a batch's attention is shared out among its rows; a single row has it to itself.
+    /// Returns how the workgroups of a batch's attention are shared among its rows, or `None` for a single row, which
+    /// has all of them.
     pub(super) fn spread(&self, rows: u32, threads: u32) -> Option<flash_decode::Spread> {
-        // The partial results have room for as many.
+        // The buffer of partial results has room for this many units in addition to one per row.
         let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
         let units = (self.tuning.spread * self.tuning.processors / self.config.kv_heads).min(room);
         (rows > 1).then_some(flash_decode::Spread { units, least: (threads / 32 * self.tuning.spread_pages).max(1) })
     }
 
-    /// The stages up to the output projection; `cache`: what the names of the layer's pages begin with.
+    /// Records the stages of the mixer except its output projection. `cache` is the prefix of the names of the layer's
+    /// page buffers.
     pub(super) fn attention(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, cache: &str) -> Mixed {
         let c = self.config;
         let heads = self.heads();
@@ -149,7 +152,7 @@ impl Decoder<'_> {
                 (Split::Evenly { rows, splits }, step.rows)
             }
         };
-        // Attention on blocks packs what it makes for the next product itself.
+        // `flash_decode` packs its output for the next product itself.
         let width = heads.q * heads.dim;
         let direct = packs.then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
         let args = match direct {
@@ -162,7 +165,8 @@ impl Decoder<'_> {
         direct.map_or(Mixed::Rows(step.attention), Mixed::Packed)
     }
 
-    /// What brings a layer's keys and values into the pages whose names begin with `cache`.
+    /// Returns the arguments of `append`, which writes a layer's keys and values to its pages. `cache` is the prefix of
+    /// the names of the page buffers.
     pub(super) fn append_args(&self, r: &mut Recording, step: &Step, block: &Block, cache: &str) -> AppendArgs {
         AppendArgs {
             qkv: step.qkv.range,
@@ -179,7 +183,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Attention of prompts' rows on blocks, over the pages `k` and `v`.
+    /// Records the attention of prompts' rows with the `flash` kernel, over the pages `k` and `v`.
     fn flash(
         &self,
         r: &mut Recording,
@@ -190,7 +194,7 @@ impl Decoder<'_> {
         matrices: Matrices,
     ) {
         let heads = self.heads();
-        // Few tiles of long contexts would leave processors idle.
+        // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
         let tiles = flash::flash_tiles(heads, shape.rows()) * heads.kv;
         let splits = match matrices {
             Matrices::ByHand => 1,

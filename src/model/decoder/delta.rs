@@ -1,4 +1,6 @@
-//! Gated-delta layers: their state and window, and their stages. Deliberately absent: the layers' MLPs (`mlp`).
+//! Gated-delta-rule layers (linear attention): their recurrent state and convolution window, and the stages of a step.
+//!
+//! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Shape, Step};
 use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
@@ -7,20 +9,21 @@ use crate::kernels::shaders::DeltaStepArgs;
 use crate::kernels::skinny::Matrices;
 use crate::model::config::DeltaNet;
 
-/// The heads of a configuration's gated-delta layers.
+/// Returns the heads of a configuration's gated-delta-rule layers.
 pub fn delta_heads(net: DeltaNet) -> DeltaHeads {
     DeltaHeads { key: net.key_heads, value: net.value_heads, key_dim: net.key_dim, value_dim: net.value_dim }
 }
 
 impl Decoder<'_> {
-    /// The stages up to the output projection; `cells`: what the names of the layer's states begin with.
+    /// Records the stages of the mixer except its output projection. `cells` is the prefix of the names of the layer's
+    /// state buffers.
     pub(super) fn delta(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, cells: &str) -> Mixed {
         let c = self.config;
         let heads = delta_heads(c.delta.expect("a layer of this kind has a configuration"));
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
         let rows = shape.rows();
         let width = heads.output();
-        // The output is packed for the next product where its rows are whole blocks of columns.
+        // The output is packed for the next product if its rows consist of whole blocks of 32 columns.
         let packed = (self.packs_for(shape, &block.name("o")) && width.is_multiple_of(32))
             .then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
         let (y, y_stride) = match packed {

@@ -1,5 +1,7 @@
-//! MLPs of experts: the router, and the chosen experts' products, a few rows by themselves or many sorted by expert.
-//! Deliberately absent: who is chosen, which is the kernels' to find (`kernels::moe`).
+//! MoE layers: the router and the products of the chosen experts. A few rows are computed one by one; many are sorted
+//! by expert.
+//!
+//! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
 use super::{Block, Decoder, Shape, Step};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix};
@@ -12,7 +14,7 @@ use crate::memory::pack::Format;
 use crate::model::config::Experts;
 
 impl Decoder<'_> {
-    /// The sizes of a layer of experts.
+    /// Returns the dimensions of an MoE layer.
     pub(super) fn expert_shape(&self, experts: Experts) -> moe::Shape {
         moe::Shape {
             count: experts.count,
@@ -74,13 +76,14 @@ impl Decoder<'_> {
         }
     }
 
-    /// The rows of a step that have experts, and what says which of them are valid.
+    /// Returns the rows of a step, and the row table that marks valid rows. For a prefill step it returns no table: the
+    /// chunk descriptor gives the number of valid rows.
     fn used(shape: Shape, step: &Step) -> (Used, Option<Range>) {
         let prompts = matches!(shape, Shape::Prefill { .. });
         (Used { rows: shape.rows(), count: prompts.then_some(step.chunk) }, (!prompts).then_some(step.rows))
     }
 
-    /// Many rows on weights in fragment order, sorted by expert.
+    /// Records an MoE layer for many rows sorted by expert, with weights in fragment order.
     fn many_experts(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, mlp: &Mlp) {
         let c = self.config;
         let rows = shape.rows();

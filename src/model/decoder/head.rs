@@ -1,5 +1,6 @@
-//! The two ends of a step: rows and their embeddings, and the LM head with the sampler.
-//! Deliberately absent: the layers between them.
+//! The two ends of a step: the row table with the embeddings, and the LM head with the sampler.
+//!
+//! Not here: the layers between them.
 
 use super::{Decoder, Shape, Step};
 use crate::kernels::embed::{self, RowsFrom, Table};
@@ -11,12 +12,12 @@ use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPrompt
 use crate::kernels::tiled::Output;
 
 impl Decoder<'_> {
-    /// The rows of a step and their embeddings.
+    /// Records the row table of a step and the rows' embeddings.
     pub(super) fn embed(&self, r: &mut Recording, shape: Shape, step: &Step) {
         self.embed_into(r, shape, step, step.x, "embed");
     }
 
-    /// The rows of a step, and their embeddings into `x`.
+    /// Records the row table of a step, and the rows' embeddings into `x`.
     pub(super) fn embed_into(&self, r: &mut Recording, shape: Shape, step: &Step, x: Activations, label: &str) {
         let decode = matches!(shape, Shape::Decode { .. });
         let from = if decode { RowsFrom::Batch } else { RowsFrom::Chunk };
@@ -43,7 +44,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Times that each token was seen, for penalties.
+    /// Returns the buffer that counts how often each slot has seen each token, for penalties.
     fn counts(&self, r: &mut Recording) -> Range {
         r.buffer("sampling.counts", u64::from(self.state.slots) * u64::from(self.config.vocab) * 4)
     }
@@ -55,7 +56,7 @@ impl Decoder<'_> {
         r.call(sampling::mark_prompt("mark_prompt".to_owned(), args));
     }
 
-    /// The logits of rows of `x` behind the norm of that name.
+    /// Records the logits of the rows of `x` after the norm with the given name.
     pub(super) fn lm_head(
         &self,
         r: &mut Recording,
@@ -76,7 +77,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// The best tokens of parts of each row of logits; gives where they are.
+    /// Records the search for the best token in each part of each row of logits, and returns the buffer with the
+    /// results.
     pub(super) fn best(&self, r: &mut Recording, rows: u32, logits: Activations, name: &str, label: &str) -> Range {
         let partials = r.buffer(name, sampling::partials_bytes(rows));
         let args = ArgmaxArgs {
@@ -134,7 +136,7 @@ impl Decoder<'_> {
             partial_count: sampling::ARGMAX_PARTS,
             ring_steps: self.ring.steps,
             ring_rows: self.ring.rows,
-            // Set before the last barrier by whoever sets it.
+            // A kernel that sets the fault word runs before the last barrier.
             fault: step.fault,
             masks,
         };
@@ -152,7 +154,8 @@ impl Decoder<'_> {
             }
             _ => {
                 let decode = matches!(shape, Shape::Decode { .. });
-                // A step without tags may be queued behind one that faults: it draws nothing either, as both run again.
+                // A step without tags may be queued after one that faults. It samples nothing either, because both are
+                // run again.
                 let of = SampledStep { heeds_fault: decode && self.tuning.tags, lags: decode && c.delta.is_some() };
                 r.call(sampling::sample("sample".to_owned(), rows, threads, of, args));
                 if rows > 1 {

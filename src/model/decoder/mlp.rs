@@ -1,4 +1,6 @@
-//! Dense MLPs: two products around SwiGLU. Deliberately absent: experts (`experts`).
+//! Dense MLPs: two matrix products with SwiGLU between them.
+//!
+//! Not here: experts (`experts`).
 
 use super::{Block, Decoder, Shape, Step};
 use crate::kernels::gemm::Epilogue;
@@ -21,7 +23,7 @@ impl Decoder<'_> {
             Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
             None => (self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, norm), Fold::None),
         };
-        // A weight in several parts leaves its results where each part finds its columns.
+        // A weight in several parts writes rows of floats, in which each part has its own columns.
         let whole = self.weight(&gate_up).is_none_or(|w| self.parts(w).len() == 1);
         let hidden = if whole {
             let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);

@@ -1,6 +1,7 @@
-//! Decoders: a batch shape in, a `Recording` out. Layers are made of a mixer (attention or a gated delta net) and an
-//! MLP (dense or of experts), each in a file of its own, by what the configuration says and never by a model's name.
-//! Deliberately absent: memory, devices, and which queue runs what.
+//! Decoders: turn a batch shape into a `Recording`. A layer consists of a mixer (full attention or the gated delta
+//! rule) and an MLP (dense or MoE), each in a file of its own. The configuration selects them, never a model's name.
+//!
+//! Not here: memory, devices, and which queue runs what.
 
 mod attention;
 mod delta;
@@ -29,43 +30,43 @@ use crate::kernels::tiled::{Output, Packed};
 use crate::memory::pack::Format;
 use std::cell::RefCell;
 
-/// What a step runs.
+/// The kind of step that a recording runs, with its bucket sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Shape {
-    /// One token of each of `rows` slots.
+    /// A decode step: one token of each of up to `rows` slots.
     Decode {
-        /// Rows of the bucket.
+        /// The bucket's number of rows.
         rows: u32,
     },
-    /// The layers over up to `rows` tokens of one prompt or several.
+    /// A prefill step: the layers over up to `rows` tokens of one or more prompts.
     Prefill {
-        /// Rows of the bucket.
+        /// The bucket's number of rows.
         rows: u32,
     },
-    /// A token of each of up to `rows` prompts, drawn from their last rows after a prefill; with drafts behind it where
-    /// tokens are drafted.
+    /// Samples the first output token of each of up to `rows` prompts from their last rows, after a prefill. Draft
+    /// tokens follow if drafting is enabled.
     Head {
-        /// Rows of the bucket.
+        /// The bucket's number of rows.
         rows: u32,
     },
-    /// How probable the tokens behind up to `rows` rows of a prompt are, after a prefill: of its first rows, and run again
-    /// of those behind them.
+    /// Scores prompt tokens after a prefill: computes the log probabilities of the tokens that follow `rows` rows of
+    /// the chunk. The first run scores the chunk's first rows; each repetition scores the next ones.
     Score {
-        /// Rows at a time.
+        /// The number of rows scored per run.
         rows: u32,
     },
-    /// The next token of each of `sequences` slots and those drafted behind it: as many are drawn as the drafts are
-    /// right, and one more.
+    /// A verification step of speculative decoding: runs the next token and the draft tokens of each of `sequences`
+    /// slots. For each sequence, samples one token more than the number of leading drafts that are correct.
     Verify {
-        /// Sequences of the bucket.
+        /// The bucket's number of sequences.
         sequences: u32,
-        /// Drafts of each.
+        /// The number of draft tokens per sequence.
         drafts: u32,
     },
 }
 
 impl Shape {
-    /// The recording's name.
+    /// Returns the recording's name.
     pub fn name(self) -> String {
         match self {
             Shape::Decode { rows } => format!("decode.{rows}"),
@@ -76,7 +77,7 @@ impl Shape {
         }
     }
 
-    /// Rows of activations.
+    /// Returns the number of rows of activations.
     pub fn rows(self) -> u32 {
         match self {
             Shape::Decode { rows } | Shape::Prefill { rows } | Shape::Head { rows } | Shape::Score { rows } => rows,
@@ -85,51 +86,52 @@ impl Shape {
     }
 }
 
-/// What names of buffers of recurrent state begin with.
+/// The prefix of the names of recurrent-state buffers.
 pub const RECURRENT: &str = "delta.";
-/// What names of buffers of tagged words begin with.
+/// The prefix of the names of buffers with tagged words; see `kernels::tags`.
 pub const TAGGED: &str = "tagged.";
 
-/// Sizes of the ring that tokens are read from.
+/// The dimensions of the ring buffer from which the host reads sampled tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingLayout {
-    /// Steps before an entry is used again.
+    /// The number of steps after which an entry is reused.
     pub steps: u32,
-    /// Rows of a step.
+    /// The number of rows per step.
     pub rows: u32,
 }
 
 impl RingLayout {
-    /// Bytes of the ring.
+    /// Returns the size of the ring buffer in bytes.
     pub fn bytes(self) -> u64 {
         sampling::ring_bytes(self.steps, self.rows)
     }
 }
 
-/// A weight as it lies in memory: whole, or in row ranges where one allocation cannot hold it.
+/// A buffer of weights in memory: a whole weight, or a range of its rows if one allocation cannot hold the weight.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Buffer name.
+    /// The buffer's name.
     pub name: String,
-    /// First row of the weight.
+    /// The first row of the weight in this buffer.
     pub first_row: u32,
-    /// Rows.
+    /// The number of rows.
     pub rows: u32,
-    /// Bytes, padding included.
+    /// The size in bytes, including padding.
     pub bytes: u64,
 }
 
-/// Floats of a row of activations: kernels read them 32 at a time at most.
+/// Returns the number of floats per row of activations: `width` padded for kernels, which read at most 32 floats at a
+/// time.
 pub fn stride(width: u32) -> u32 {
     width.next_multiple_of(32)
 }
 
-/// Elements of a padded row of weights: kernels read eight values at a time.
+/// Returns the number of elements per row of weights: `elements` padded for kernels, which read eight values at a time.
 pub fn padded(elements: u32) -> u32 {
     elements.next_multiple_of(8)
 }
 
-/// The storage format of a weight.
+/// Returns the storage format for an element type.
 pub fn format(dtype: Dtype) -> Format {
     match dtype {
         Dtype::Bf16 => Format::Bf16,
@@ -138,56 +140,58 @@ pub fn format(dtype: Dtype) -> Format {
     }
 }
 
-/// The range from float `first` on.
+/// Returns the rest of the range, starting at float `first`.
 fn floats_from(range: Range, first: u32) -> Range {
     let offset = u64::from(first) * 4;
     range.part(offset, range.bytes - offset)
 }
 
-/// Where the product of the rows of W from `first` on goes.
+/// Returns the part of `y` that receives the product with W's rows from `first` on. SwiGLU makes one output of two rows
+/// of W.
 fn outputs_from(y: Activations, first: u32, epilogue: Epilogue) -> Activations {
     let first = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
     Activations { range: floats_from(y.range, first), ..y }
 }
 
-/// Everything that recordings of a replica depend on.
+/// The parameters that determine a replica's recordings.
 #[derive(Clone, Debug)]
 pub struct Decoder<'a> {
-    /// The model's shape.
+    /// The model's configuration.
     pub config: &'a ModelConfig,
-    /// Its weights, for formats and names.
+    /// The model's weights; their names and formats are used.
     pub weights: &'a [WeightSpec],
-    /// Largest buffer of the device.
+    /// The size in bytes of the device's largest buffer.
     pub max_buffer_bytes: u64,
-    /// Device state.
+    /// The layout of the device state.
     pub state: StateLayout,
-    /// KV pages.
+    /// The number of KV cache pages.
     pub pages: u32,
-    /// Of keys and values: f16 or f32.
+    /// The format of cached keys and values: f16 or f32.
     pub kv_format: Format,
-    /// Cells of recurrent state: one a slot, then those of snapshots.
+    /// The number of cells of recurrent state: one per slot, followed by those of snapshots.
     pub cells: u32,
-    /// Tokens that are drafted at a time, at most; 0: none.
+    /// The maximum number of draft tokens per sequence and step; 0 disables drafting.
     pub drafts: u32,
-    /// Token ring.
+    /// The dimensions of the token ring buffer.
     pub ring: RingLayout,
-    /// Longest context, tokens.
+    /// The maximum context length in tokens.
     pub context: u32,
-    /// Device choices.
+    /// The choices that depend on the device.
     pub tuning: Tuning,
 }
 
-/// Buffers that the layers of a step share.
+/// The buffers that the layers of a step share.
 struct Step {
     rows: Range,
     x: Activations,
     qkv: Activations,
     attention: Activations,
-    /// What a gated delta net's merged projection makes, and what the net makes of it.
+    /// The output of a gated-delta-rule layer's merged projection (`in_proj`), and the mixer's output before the output
+    /// projection.
     projected: Activations,
     mixed: Activations,
     mlp: Activations,
-    /// The router's logits, and what experts have between their products.
+    /// The router's logits, and the experts' activations between their two matrix products.
     router: Activations,
     middle: Activations,
     partials: Range,
@@ -197,7 +201,7 @@ struct Step {
     chunk: Range,
     logits: Activations,
     fault: Range,
-    /// Of the tagged buffers; `None` where nothing is tagged.
+    /// The generation numbers of the tagged buffers; `None` if the step's activations are not tagged.
     generations: Option<RefCell<Generations>>,
 }
 
@@ -206,7 +210,7 @@ impl Step {
         range.buffer == self.logits.range.buffer
     }
 
-    /// The tags of a call that reads `input` and writes `output`.
+    /// Returns the tags of a call that reads `input` and writes `output`, and counts the write.
     fn flow(&self, input: Option<Range>, output: Option<Range>) -> Flow {
         let Some(generations) = &self.generations else { return Flow::NONE };
         let mut generations = generations.borrow_mut();
@@ -219,15 +223,16 @@ impl Step {
     }
 }
 
-/// A layer within its decoder.
+/// A layer within a decoder.
 struct Block {
-    /// What its weights' names begin with.
+    /// The prefix of the names of the layer's weights.
     prefix: String,
-    /// Whether the rows it reads were left unscaled by the product before, where norms are folded: all but the first.
+    /// Whether, with folded norms, a preceding layer's product has left this layer's input unscaled. False for the
+    /// first layer only, and for the drafting block.
     follows: bool,
-    /// The norm behind it, if another layer follows.
+    /// The name of the norm that follows the layer; a weight of this name exists only if another layer follows.
     next_norm: String,
-    /// Whether it is the first of its kind in the step.
+    /// Whether the layer is the first of its kind in the step.
     first: bool,
 }
 
@@ -241,12 +246,13 @@ impl Block {
 enum Mixed {
     /// Rows of floats.
     Rows(Activations),
-    /// Packed for the next product already.
+    /// Rows that are already packed for the next product.
     Packed(Packed),
 }
 
 impl Decoder<'_> {
-    /// Rows of so many floats; no memory where a model has none of them.
+    /// Returns a buffer of `rows` rows of `width` floats. With a width of 0, for models without such activations, it
+    /// takes no memory.
     fn activations(recording: &mut Recording, name: &str, rows: u32, width: u32) -> Activations {
         if width == 0 {
             return Activations { range: recording.buffer("step", 4).none(), stride: 0 };
@@ -255,8 +261,10 @@ impl Decoder<'_> {
         Activations { range: recording.buffer(name, u64::from(rows) * u64::from(stride) * 4), stride }
     }
 
-    /// Whether the activations of a shape's step are tagged. Products wait for whole chunks of 32 columns. With a single
-    /// layer of attention, splits' partial results, which are not cleared, could not be told from those of the step before.
+    /// Whether the activations of a step of this shape are tagged. It requires widths that are multiples of 32, because
+    /// products wait for whole chunks of 32 columns. It also requires more than one full-attention layer (or none): the
+    /// partial results of splits are not cleared, so with a single layer they could not be distinguished from those of
+    /// the previous step.
     fn carries(&self, shape: Shape) -> bool {
         let c = self.config;
         let attention = c.layers_of(LayerKind::FullAttention).count();
@@ -281,7 +289,7 @@ impl Decoder<'_> {
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
     }
 
-    /// The recording of a step.
+    /// Returns the recording of a step.
     pub fn record(&self, shape: Shape) -> Recording {
         let c = self.config;
         let mut recording = Recording::new(shape.name());
@@ -289,10 +297,11 @@ impl Decoder<'_> {
         let rows = shape.rows();
         let prefill = matches!(shape, Shape::Prefill { .. });
         let heads = self.heads();
-        // Tagged words and plain ones never share memory: any plain word has some tag.
+        // Tagged and plain words never share memory, because a plain word's low bits could equal any tag.
         let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
-        // Who comes behind the layers of a step of prompts reads what the largest one has left.
+        // Head and Score recordings read the activations that a prefill step left, so their buffers are sized for the
+        // largest one.
         let behind = matches!(shape, Shape::Head { .. } | Shape::Score { .. });
         let x_rows = if behind { self.state.chunk } else { rows };
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
@@ -347,8 +356,8 @@ impl Decoder<'_> {
         recording
     }
 
-    /// Zeroes the step's tagged activations but for x, whose first words have a tag that no others have. It is one call
-    /// before a barrier that stands there anyway: attention reads which rows there are.
+    /// Zeroes the step's tagged activations except x, whose first write has a tag that no other write has. This is one
+    /// call before a barrier that is needed anyway, since the mixers read the row table that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
         let all = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
         let buffers: Vec<Range> = all.iter().map(|of| of.range).filter(|range| range.bytes > 0).collect();
@@ -376,7 +385,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// The product behind a layer's first norm.
+    /// Records a mixer's input projection, including the norm before it.
     fn mixer_input(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, part: &str, y: Activations) {
         let c = self.config;
         let name = block.name(part);
@@ -397,7 +406,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// The product behind a layer's mixer, added to x.
+    /// Records a mixer's output projection, which is added to x.
     fn mixer_output(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, mixed: Mixed) {
         let name = block.name("o");
         let packed = match mixed {

@@ -1,5 +1,6 @@
-//! Multi-token prediction: the block that drafts tokens behind those that the model has drawn.
-//! Deliberately absent: whether a draft is accepted, which is the sampler's to say, and whether to draft at all.
+//! Multi-token prediction (MTP): the block that drafts tokens after those that the model has sampled.
+//!
+//! Not here: whether a draft is accepted, which the sampler decides, and whether to draft.
 
 use super::{Block, Decoder, Shape, Step, stride};
 use crate::kernels::attention;
@@ -15,18 +16,18 @@ use crate::kernels::shaders::{
 };
 use crate::kernels::tiled::Output;
 
-/// What the names of the block's weights begin with.
+/// The prefix of the names of the block's weights.
 const PREFIX: &str = "mtp";
-/// What the names of its pages begin with.
+/// The prefix of the names of the block's KV page buffers.
 pub(super) const CACHE: &str = "kv.mtp";
 
 impl Decoder<'_> {
-    /// Whether tokens are drafted.
+    /// Whether draft tokens are generated.
     pub fn drafts(&self) -> bool {
         self.drafts > 0 && self.weight("mtp.fc").is_some()
     }
 
-    /// The descriptor of a verifying step, or of a drafting pass.
+    /// Returns the chunk descriptor of a verification step or of a drafting pass.
     fn descriptor(&self, r: &mut Recording, name: &str) -> Range {
         r.buffer(name, self.state.chunk_layout().bytes(self.state.chunk))
     }
@@ -35,7 +36,7 @@ impl Decoder<'_> {
         VerifyRows { sequences, each, tiles: flash_tiles(self.heads(), each) }
     }
 
-    /// Describes the rows of a step that verifies drafts; gives the descriptor.
+    /// Records the kernel that describes the rows of a verification step, and returns the descriptor.
     pub(super) fn verify_rows(&self, r: &mut Recording, sequences: u32, each: u32) -> Range {
         let chunk = self.descriptor(r, "verify.chunk");
         let (slots, batch) = (self.state.slots(r), self.state.batch(r));
@@ -44,7 +45,7 @@ impl Decoder<'_> {
         chunk
     }
 
-    /// A step of `rows` rows of the drafting block beside one of the model.
+    /// Returns the buffers of a drafting pass of `rows` rows; those not replaced here are shared with the model's step.
     fn draft_step(&self, r: &mut Recording, of: &Step, rows: u32) -> Step {
         let hidden = self.config.hidden;
         Step {
@@ -57,7 +58,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// From the tokens of a drafting pass's descriptor and the model's rows `h` to the block's input.
+    /// Records the computation of the block's input from the tokens of a drafting pass's descriptor and the model's
+    /// rows `h`.
     fn draft_input(&self, r: &mut Recording, shape: Shape, step: &Step, h: Activations, final_norm: &str) {
         let c = self.config;
         let rows = shape.rows();
@@ -92,7 +94,7 @@ impl Decoder<'_> {
         Block { prefix: PREFIX.to_owned(), follows: false, next_norm: String::new(), first: false }
     }
 
-    /// Keys and values of the drafting block for the rows of a step of prompts.
+    /// Records the computation of the drafting block's keys and values for the rows of a prefill step.
     pub(super) fn draft_prompts(&self, r: &mut Recording, shape: Shape, step: &Step) {
         let layout = self.state.chunk_layout();
         let draft = self.draft_step(r, step, shape.rows());
@@ -112,7 +114,8 @@ impl Decoder<'_> {
         r.call(attention::append(block.name("append"), self.heads(), shape.rows(), args));
     }
 
-    /// Drafts `drafts` tokens behind those that were drawn from rows `x` of `sequences` sequences, `each` of one.
+    /// Records the drafting of `drafts` tokens after those that were sampled from the rows `x` of `sequences` sequences
+    /// with `each` rows per sequence.
     pub(super) fn draft(
         &self,
         r: &mut Recording,

@@ -1,5 +1,7 @@
-//! The products of a step: which kernel multiplies a weight with a step's rows, in workgroups of which shape, and
-//! the packing of rows between them. Deliberately absent: which weights a layer has.
+//! The matrix products of a step: the choice of the kernel and of its workgroup shape for each product, and the packing
+//! of rows between products.
+//!
+//! Not here: which weights a layer has.
 
 use super::{Decoder, Shape, Step, floats_from, outputs_from};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
@@ -10,15 +12,16 @@ use crate::kernels::tiled::{self, Output, Packed, Tile, Tiled};
 use crate::memory::pack::Format;
 use crate::model::config::MlpKind;
 
-/// Rows up to which products take rows of floats: every workgroup reads all of them, which narrow models
-/// bear longer than the packing of rows as a stage of its own.
+/// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
+/// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
 const MOST_SKINNY_ROWS: u32 = 8;
-/// As [`MOST_SKINNY_ROWS`], for models of at most [`NARROW`] hidden values; but each row of a few reads its experts for
-/// itself, so that many rows are sorted by expert from there on.
+/// Like [`MOST_SKINNY_ROWS`], for models without experts of at most [`NARROW`] hidden values. Models with experts use
+/// [`MOST_SKINNY_ROWS`], because a step of few rows reads the experts' weights separately for each row, whereas a
+/// larger step sorts its rows by expert.
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
-/// See [`MOST_SKINNY_ROWS_NARROW`].
+/// The maximum hidden size of a narrow model; see [`MOST_SKINNY_ROWS_NARROW`].
 const NARROW: u32 = 2048;
-/// Rows of a prompt chunk up to which its products are those of a decode batch.
+/// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
 impl Decoder<'_> {
@@ -26,14 +29,14 @@ impl Decoder<'_> {
         cols.div_ceil(8).next_power_of_two().clamp(32.min(self.tuning.gemv_threads), self.tuning.gemv_threads)
     }
 
-    /// Rows of W a workgroup: four share each load of x, and of the norm's weights, where there are enough of
-    /// them to fill the device.
+    /// Returns the number of rows of W per workgroup: four, which share each load of x and of the norm's weights, if
+    /// there are enough rows to fill the device; otherwise two.
     pub(super) fn gemv_rows(&self, rows: u32, norm: bool) -> u32 {
         let from = if norm { self.tuning.gemv_wide_from / 4 } else { self.tuning.gemv_wide_from };
         if rows >= from { 4 } else { 2 }
     }
 
-    /// The shape of `skinny`'s workgroups for a product.
+    /// Returns the workgroup shape of `skinny` for a product.
     pub(super) fn skinny_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
         if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
             return *config;
@@ -41,18 +44,18 @@ impl Decoder<'_> {
         let chunks = weight.cols.div_ceil(32);
         let blocks = weight.rows.div_ceil(16);
         let (threads, tiles, ahead) = match (matrices, rows) {
-            // No more threads than every device runs.
+            // No more threads than every device supports.
             (Matrices::ByHand, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
             (Matrices::Cooperative, 1) => match (chunks, blocks) {
                 (256.., _) => (512, 1, 8),
                 (128.., ..4096) => (512, 1, 4),
                 (128.., _) => (512, 2, 4),
                 (_, 512..) => (256, 2, 4),
-                // About as many workgroups as there are processors, with all of K in flight.
+                // About as many workgroups as compute units, with all of K in flight.
                 (_, 170..) => (512, (blocks / 85).min(4), 2),
                 _ => (512, 1, 4),
             },
-            // Several rows of x are read again by every workgroup: the more rows of W it has, the better.
+            // Every workgroup reads all rows of x again, so each should compute many rows of W.
             (Matrices::Cooperative, 2..) => {
                 let (threads, tiles) = match blocks {
                     1024.. => (256, 4),
@@ -75,7 +78,7 @@ impl Decoder<'_> {
         config
     }
 
-    /// A product with every part of a weight.
+    /// Records a product with every part of a weight.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     pub(super) fn product(
         &self,
@@ -90,7 +93,7 @@ impl Decoder<'_> {
     ) {
         let bias = self.vector(recording, &format!("{name}.bias"));
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
-        // Logits are for kernels that wait at barriers.
+        // Logits are not tagged: the kernels that read them use barriers.
         let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
         for (first, weight) in self.matrix(recording, name) {
             let product = Product {
@@ -117,25 +120,26 @@ impl Decoder<'_> {
         }
     }
 
-    /// Whether a shape's products take rows of activations that are packed for them.
+    /// Whether the products of a step of this shape take rows of activations that were packed for them.
     pub(super) fn packs(&self, shape: Shape) -> bool {
         let narrow = self.config.hidden <= NARROW && self.config.experts.is_none();
         let most = if narrow { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
         self.tuning.fragments.is_some() && shape.rows() > most
     }
 
-    /// Whether a shape's product with this weight does.
+    /// Whether the product of a step of this shape with this weight takes packed rows.
     pub(super) fn packs_for(&self, shape: Shape, name: &str) -> bool {
         self.packs(shape) && self.weight(name).is_some_and(|w| self.in_fragments(w))
     }
 
-    /// The shape of `panel`'s workgroups for a product.
+    /// Returns the workgroup shape of `panel` for a product.
     pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::Config {
         if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
             return *config;
         }
         let (n, long) = (weight.rows, weight.cols >= 8192);
-        // As `bench --stages --try` found them for the products of an 8B model; by hand, what every device runs.
+        // Measured with `bench --stages --try` for the products of an 8B model. `ByHand` uses shapes that every device
+        // supports.
         let (threads, tiles, ahead, blocks) = match (matrices, rows) {
             (Matrices::ByHand, _) => (256, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
             (_, ..=16) => (if n <= 8192 { 512 } else { 256 }, 1, 4, 1),
@@ -158,7 +162,7 @@ impl Decoder<'_> {
         config
     }
 
-    /// The tile of a batch's product, where that is `tiled` and not `panel`.
+    /// Returns the tile if the product of a batch uses `tiled`, or `None` if it uses `panel`.
     pub(super) fn batch_tile(&self, weight: &Matrix, rows: u32, fold: Fold) -> Option<Tile> {
         if !matches!(fold, Fold::None) {
             return None;
@@ -166,7 +170,7 @@ impl Decoder<'_> {
         if let Some(tile) = self.tuning.tiles.get(&(weight.rows, weight.cols)) {
             return Some(*tile);
         }
-        // As `bench --stages --try` found them for the products of an 8B model.
+        // Measured with `bench --stages --try` for the products of an 8B model.
         match (self.tuning.fragments, rows, weight.rows) {
             (Some(Matrices::Cooperative), 65.., 65_536..) => Some(Tile::Wide),
             (Some(Matrices::Cooperative), 65..=128, 16_384..) => Some(Tile::Square),
@@ -175,7 +179,8 @@ impl Decoder<'_> {
         }
     }
 
-    /// A product of packed rows with every part of a weight; `fold`: a norm before or behind it that is no stage of its own.
+    /// Records a product of packed rows with every part of a weight. `fold` is a norm before or after the product that
+    /// is folded into it instead of being a stage of its own.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     pub(super) fn tiled(
         &self,
@@ -213,13 +218,13 @@ impl Decoder<'_> {
                     product.call(tile, rows, step.chunk)
                 }
                 (Shape::Decode { .. } | Shape::Score { .. }, Some(tile)) => product.batch(tile, rows),
-                // Rows behind a chunk's end are zero.
+                // Rows after the end of a chunk are zero.
                 _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
             });
         }
     }
 
-    /// Rows packed for the next products.
+    /// Records the packing of rows for the next products, after an optional norm.
     #[expect(clippy::too_many_arguments, reason = "what is packed, how, and where from")]
     pub(super) fn pack(
         &self,
@@ -242,8 +247,9 @@ impl Decoder<'_> {
         Packed { range: recording.buffer(name, Packed::bytes(rows, cols)), format: Format::Bf16, cols }
     }
 
-    /// Where the rows of a decode step wait for a norm that the products around it fold in: each workgroup sums the
-    /// squares of all its rows again, which costs more than a stage where there are many.
+    /// Returns the buffers of unscaled rows if the products of a decode step fold the norms between them, otherwise
+    /// `None`. Each workgroup then sums the squares of all its rows again, which costs more than a separate stage if
+    /// there are many rows.
     pub(super) fn unscaled(&self, r: &mut Recording, shape: Shape) -> Option<Unscaled> {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
         let whole = |name: &str| self.weight(name).is_some_and(|w| self.in_fragments(w) && self.parts(w).len() == 1);
@@ -260,7 +266,7 @@ impl Decoder<'_> {
         })
     }
 
-    /// What a product leaves to the norm behind it.
+    /// Returns the folding of the norm that follows a product.
     pub(super) fn leaves(unscaled: Option<Unscaled>, norm: Option<Range>) -> Fold {
         match (unscaled, norm) {
             (Some(unscaled), Some(norm)) => Fold::Next(unscaled, norm),
@@ -269,7 +275,8 @@ impl Decoder<'_> {
     }
 }
 
-/// What a product is called: by its weight, but for tied embeddings, whose product is the head all the same.
+/// Returns the label of a product: its weight's name, except that a tied embedding's product is labelled as the LM
+/// head.
 fn label_of(weight: &str) -> String {
     if weight == "embed" { "lm_head" } else { weight }.to_owned()
 }

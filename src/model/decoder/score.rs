@@ -1,17 +1,20 @@
-//! How probable the tokens of a prompt are: the LM head over rows of its chunk, as many at a time as there is room for
-//! logits. Deliberately absent: the layers before it, which are those of any step of prompts.
+//! Scores the tokens of a prompt: applies the LM head to rows of the prompt's chunk, as many at a time as there is room
+//! for logits.
+//!
+//! Not here: the layers before it, which are those of any prefill step.
 
 use super::{Decoder, Shape, Step};
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
 use crate::kernels::{sampling, score};
 
-/// Rows of logits that there is room for at least and that are made at most at a time: fewer read the LM head's weights
-/// too often, more gain little.
+/// The minimum and maximum number of rows scored at a time, and so of rows in the logits buffer. Between them, the
+/// number is that of the largest decode bucket, whose logits need the room anyway. Fewer rows would read the LM head's
+/// weights too often; more gain little.
 const ROWS: (u32, u32) = (64, 256);
 
 impl Decoder<'_> {
-    /// Rows that are scored at a time.
+    /// Returns the number of rows that are scored at a time; at most a chunk.
     pub fn score_rows(&self) -> u32 {
         self.state.rows.clamp(ROWS.0, ROWS.1).min(self.state.chunk)
     }

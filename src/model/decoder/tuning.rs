@@ -1,70 +1,80 @@
-//! Choices of a decoder's recordings that depend on the device and not on the model, and how they are changed by name.
-//! Deliberately absent: the choices that follow from a product's shape (`products`).
+//! The choices of a decoder's recordings that depend on the device and not on the model, and how to change them by
+//! name.
+//!
+//! Not here: the choices that follow from a product's shape (`products`).
 
 use crate::kernels::panel;
 use crate::kernels::skinny::{self, Matrices};
 use crate::kernels::tiled::Tile;
 use std::collections::BTreeMap;
 
-/// Choices that depend on the device and not on the model.
+/// The choices that depend on the device and not on the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Most threads of a `gemv` workgroup.
+    /// The maximum number of threads of a `gemv` workgroup.
     pub gemv_threads: u32,
-    /// Rows of a weight matrix from which on a `gemv` workgroup computes four of them, not two.
+    /// The number of rows of W from which a `gemv` workgroup computes four rows instead of two.
     pub gemv_wide_from: u32,
-    /// Most threads of an `attention` workgroup.
+    /// The maximum number of threads of an `attention` workgroup.
     pub attention_threads: u32,
-    /// Most threads of a `flash_decode` workgroup, a multiple of 32.
+    /// The maximum number of threads of a `flash_decode` workgroup; a multiple of 32.
     pub flash_threads: u32,
-    /// As `flash_threads`, for batches that give every processor a workgroup.
+    /// Like `flash_threads`, for batches with more than one workgroup per compute unit (rows times KV heads).
     pub flash_threads_many: u32,
-    /// Workgroups a processor that a batch's attention is split in along its contexts, where they are long enough.
+    /// The number of workgroups per compute unit into which a batch's attention is split along its contexts, if they
+    /// are long enough.
     pub spread: u32,
-    /// Pages for each 32 invocations of a `flash_decode` workgroup that a split along a context leaves it, at least.
+    /// The minimum number of KV pages per 32 invocations of a `flash_decode` workgroup that a split along a context
+    /// leaves to the workgroup.
     pub spread_pages: u32,
-    /// Processors that run workgroups side by side.
+    /// The number of compute units (SMs) of the device, which run workgroups concurrently.
     pub processors: u32,
-    /// Shared memory of a workgroup, bytes.
+    /// The maximum shared memory of a workgroup, in bytes.
     pub shared_bytes: u32,
-    /// Workgroups that a decoding sequence's attention is split in along its context.
+    /// The number of splits of a decoding sequence's attention along its context; each KV head has one workgroup per
+    /// split.
     pub splits: u32,
-    /// Threads of an `argmax` workgroup.
+    /// The number of threads of an `argmax` workgroup.
     pub argmax_threads: u32,
-    /// Threads of the sampler.
+    /// The number of threads of a sampler workgroup.
     pub sample_threads: u32,
-    /// Weights in fragment order, and how their blocks are multiplied; `None`: row after row.
+    /// How blocks of weights in fragment order are multiplied; `None` for row-major weights.
     pub fragments: Option<Matrices>,
-    /// Shapes of `skinny`'s workgroups for one row, by rows and columns of W, where the rule's are not the best.
+    /// The workgroup shapes of `skinny` for one row of activations, by rows and columns of W. Overrides the default
+    /// rule.
     pub skinny: BTreeMap<(u32, u32), skinny::Config>,
-    /// Shapes of `panel`'s workgroups by rows and columns of W, where the rule's are not the best.
+    /// The workgroup shapes of `panel`, by rows and columns of W. Overrides the default rule.
     pub panel: BTreeMap<(u32, u32), panel::Config>,
-    /// Tiles of `tiled` for a batch, by rows and columns of W, in place of `panel`.
+    /// The tiles for products of a batch that use `tiled` instead of `panel`, by rows and columns of W.
     pub tiles: BTreeMap<(u32, u32), Tile>,
-    /// Rows of a batch up to which norms are folded into the products around them; narrow models take twice as many.
+    /// The maximum number of rows of a batch for which norms are folded into the products around them. The limit is
+    /// twice as large for narrow models.
     pub fold_rows: u32,
-    /// Whether a decode step's activations carry their readiness instead of waiting at barriers.
+    /// Whether the activations of a decode step carry generation tags that their consumers poll, so that no barriers
+    /// are needed between them.
     pub tags: bool,
-    /// For tests: the call of this number in a decode step, counted from 1, waits for words that are never written; 0:
-    /// none. In all steps, the start's test too, unless `broken_step` or `broken_every` names some.
+    /// For tests: the number, counted from 1, of the call in a decode step that waits for words that are never written;
+    /// 0 for none. It applies to all steps, including the self-test at start, unless `broken_step` or `broken_every`
+    /// selects some.
     pub broken_call: u32,
-    /// For tests: the decode step without barriers, counted from 1, that has the broken call.
+    /// For tests: the number, counted from 1, of the decode step without barriers that contains the broken call; 0 for
+    /// none.
     pub broken_step: u32,
-    /// For tests: every so manieth decode step without barriers has the broken call.
+    /// For tests: every `broken_every`-th decode step without barriers contains the broken call; 0 for none.
     pub broken_every: u32,
-    /// Milliseconds for which steps run with barriers after a first fault.
+    /// The time in milliseconds for which steps run with barriers after a first fault.
     pub retry_ms: u32,
-    /// Steps are queued before their masks are there. Not on drivers that wait for all that is queued when a timestamp is
-    /// read, unless nothing is timed.
+    /// Whether steps are queued before their token masks are available, behind a gate. Not suitable for drivers where
+    /// reading a timestamp waits for all queued work, unless nothing is timed.
     pub gates: bool,
-    /// For tests: the fault word is set before this decode plan, counted from 1; 0 never.
+    /// For tests: the number, counted from 1, of the decode plan before which the fault word is set; 0 for never.
     pub fault_at: u32,
 }
 
 impl Tuning {
-    /// Applies `key=value`; false if there is no such key or the value is no number. The key
-    /// `skinny.ROWSxCOLUMNS` of W takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
-    /// `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` a tile's name.
+    /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
+    /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
+    /// `threads/tiles/ahead/blocks`, and `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half` or `square`).
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {

@@ -1,5 +1,6 @@
-//! How a decoder's weights lie in memory, and their buffers in a recording.
-//! Deliberately absent: where they come from (`checkpoint`).
+//! The layout of a decoder's weights in memory, and their buffers in a recording.
+//!
+//! Not here: where the weights come from (`checkpoint`).
 
 use super::{Decoder, Part, format, stride};
 use crate::kernels::gemm::Matrix;
@@ -9,8 +10,8 @@ use crate::model::checkpoint::{WeightKind, WeightSpec};
 use crate::model::config::Dtype;
 
 impl Decoder<'_> {
-    /// Whether a weight is packed in fragment order, as all matrices of a checkpoint in bfloat16 are where the
-    /// device reads that.
+    /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices of a
+    /// checkpoint whose matrices are all bfloat16.
     pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
         let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
         self.tuning.fragments.is_some()
@@ -18,7 +19,7 @@ impl Decoder<'_> {
             && self.weights.iter().all(|w| !is_matrix(w) || w.dtype == Dtype::Bf16)
     }
 
-    /// How a weight is packed.
+    /// Returns the packing of a weight.
     pub fn packing(&self, weight: &WeightSpec) -> Packing {
         let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
         let (rows, cols, layout, format) = match weight.kind {
@@ -26,17 +27,17 @@ impl Decoder<'_> {
                 (weight.rows, weight.cols, Layout::Fragments, Format::Bf16)
             }
             WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), format(weight.dtype)),
-            // A value a row, so that sources can interleave; the padding, as far as that of activations goes,
-            // becomes zero.
+            // Each row holds one value, so that sources can interleave. The padding becomes zero and extends as far as
+            // that of activations.
             WeightKind::Vector => (stride(weight.rows), 1, row_major(1), Format::F32),
         };
         Packing { rows, cols, layout, format }
     }
 
-    /// The buffers of a weight, none larger than the device's largest.
+    /// Returns the buffers of a weight. None is larger than the device's largest buffer.
     pub fn parts(&self, weight: &WeightSpec) -> Vec<Part> {
         let packing = self.packing(weight);
-        // Whole fragments, and an even number of rows, so that gate and up stay together.
+        // Parts consist of whole fragments and of an even number of rows, so that gate and up rows stay together.
         let unit = packing.rows_of_unit().max(2);
         let fit = u32::try_from(self.max_buffer_bytes / packing.row_bytes()).unwrap_or(u32::MAX) / unit * unit;
         let fit = fit.max(unit);
@@ -60,7 +61,7 @@ impl Decoder<'_> {
         self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows)) * 4))
     }
 
-    /// The parts of a matrix, each with its first row.
+    /// Returns the parts of a matrix, each with its first row.
     pub(super) fn matrix(&self, recording: &mut Recording, name: &str) -> Vec<(u32, Matrix)> {
         let weight = self.weight(name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""));
         self.parts(weight)

@@ -1,5 +1,7 @@
-//! Constraints compiled and followed by llguidance, in a worker process: nothing here bounds stack, memory or time.
-//! Deliberately absent: processes, and who asks.
+//! Compiles constraints and follows them with llguidance. This runs in a worker process, because nothing here bounds
+//! stack, memory or time.
+//!
+//! Not here: process management, and who sends the requests.
 
 use super::vocabulary::Vocabulary;
 use super::{Constraint, GrammarError, JSON_SPACE, MOST_CHOICES, Next, bit, ebnf, structural};
@@ -10,34 +12,34 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use toktrie::InferenceCapabilities;
 
-/// Symbols of a compiled grammar.
+/// The maximum number of symbols of a compiled grammar.
 const MOST_SYMBOLS: usize = 200_000;
-/// States of a request's lexer, of one to two kilobytes each.
+/// The maximum number of lexer states per output. A state takes one to two kilobytes.
 const MOST_LEXER_STATES: usize = 50_000;
-/// What a byte of a constraint takes when it is compiled, besides its lexer: about so many bytes, as measured with a
-/// schema of 190 KB.
+/// The estimated size in bytes of a compiled constraint per byte of its text, without its lexer. Measured with a schema
+/// of 190 KB.
 const COMPILED_BYTES: usize = 160;
 
-/// Compiles constraints for one vocabulary.
+/// A compiler of constraints for one vocabulary.
 pub(super) struct Compiler {
     factory: ParserFactory,
-    /// Of the model: its rows may be more than the tokenizer knows.
+    /// The number of the model's tokens, which may exceed the tokenizer's.
     vocabulary: u32,
     eos_ids: Vec<u32>,
 }
 
-/// A constraint at its beginning.
+/// A compiled constraint, at its start.
 pub(super) struct Compiled {
-    /// To be told each token.
+    /// The parser state at the start, which is cloned for each output.
     pub(super) follower: Follower,
-    /// What the first token may be.
+    /// The mask of the tokens that may come first.
     pub(super) mask: Arc<[u32]>,
-    /// About how many bytes it takes.
+    /// The estimated size in bytes.
     pub(super) bytes: usize,
 }
 
 impl Compiler {
-    /// `tokenize`: the tokens that the model's tokenizer makes of a text.
+    /// Creates a compiler. `tokenize` returns the model's own tokens for a text.
     pub(super) fn new(
         vocabulary: &Vocabulary,
         tokenize: impl Fn(&str) -> Option<Vec<u32>> + Send + Sync + 'static,
@@ -50,12 +52,12 @@ impl Compiler {
         let limits = factory.limits_mut();
         limits.max_grammar_size = MOST_SYMBOLS;
         limits.max_lexer_states = MOST_LEXER_STATES;
-        // They would hold what was generated so far.
+        // Verbose errors would include the text generated so far.
         limits.verbose_errors = false;
         Ok(Compiler { factory, vocabulary: vocabulary.rows, eos_ids: vocabulary.eos_ids.clone() })
     }
 
-    /// Compiles a constraint and finds the first tokens.
+    /// Compiles a constraint and computes its first mask.
     pub(super) fn compile(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Compiled, GrammarError> {
         let invalid = |error: anyhow::Error| GrammarError::Invalid(first_line(&error.to_string()));
         let parser = self.factory.create_parser(top_level(constraint)?).map_err(invalid)?;
@@ -73,7 +75,7 @@ impl Compiler {
     }
 }
 
-/// Where one output stands.
+/// The parser state of one output.
 pub(super) struct Follower {
     matcher: Matcher,
     vocabulary: u32,
@@ -82,19 +84,19 @@ pub(super) struct Follower {
 }
 
 impl Clone for Follower {
-    /// Of its own from here on.
+    /// Returns an independent copy.
     fn clone(&self) -> Follower {
         Follower { matcher: self.matcher.deep_clone(), eos_ids: self.eos_ids.clone(), ..*self }
     }
 }
 
 impl Follower {
-    /// Takes tokens that were drawn before.
+    /// Takes tokens that were generated before.
     pub(super) fn replay(&mut self, tokens: &[u32]) -> Result<(), GrammarError> {
         tokens.iter().try_for_each(|token| self.consume(*token))
     }
 
-    /// Takes a token that was drawn; says what may follow.
+    /// Takes a generated token and returns what may follow.
     pub(super) fn take(&mut self, token: u32) -> Result<Next, GrammarError> {
         self.consume(token)?;
         self.next()
@@ -137,7 +139,8 @@ const LEXER_LIMIT: &str = "its regular expressions need more lexer states or ste
 const PARSER_LIMIT: &str =
     "its rules need more parser items for one token than are taken (2000 in a row, 50000 in all)";
 
-/// What the parser says quotes the output, which belongs to nobody but the client, so it is told by kind.
+/// Converts a parser error. The parser's message quotes the output, which is private to the client, so only the kind of
+/// the error is reported.
 fn stuck(error: anyhow::Error) -> GrammarError {
     let text = error.to_string();
     GrammarError::Stuck(if text.contains("lexer error") {
@@ -149,7 +152,7 @@ fn stuck(error: anyhow::Error) -> GrammarError {
     })
 }
 
-/// Errors quote what they are about over many lines.
+/// Returns the first non-empty line of a text, at most 400 characters. Errors quote their subject over many lines.
 pub(super) fn first_line(text: &str) -> String {
     const MOST: usize = 400;
     let line = text.lines().find(|line| !line.trim().is_empty()).unwrap_or("unknown").trim();
@@ -185,8 +188,8 @@ fn top_level(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarError> {
     })
 }
 
-/// The schema, and between the parts of what it describes at most so much white space. A schema's own wish about that
-/// (`x-guidance`) stands.
+/// Bounds the white space between the parts of the JSON that a schema describes. A white space setting in the schema
+/// itself (`x-guidance`) takes precedence.
 pub(super) fn with_bounded_space(mut schema: Value) -> Result<Value, GrammarError> {
     match &mut schema {
         Value::Object(keys) => {

@@ -1,13 +1,15 @@
-//! Grammars as llama.cpp (GBNF) and XGrammar (EBNF) write them, `root ::= "a" | [0-9]+`, as Lark's, which llguidance
-//! reads. Deliberately absent: parsing of what is generated; look-ahead and other extensions, which are refused.
+//! Translates grammars in the notation of llama.cpp (GBNF) and XGrammar (EBNF), `root ::= "a" | [0-9]+`, to Lark, which
+//! llguidance reads.
+//!
+//! Not here: parsing of generated text. Look-ahead and other extensions are rejected.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// How a grammar of Lark's may begin, which is one whatever follows.
+/// A text that begins with this is a Lark grammar, whatever follows.
 const LARK: &str = "%llguidance";
 
-/// Whether a grammar is written so, and not as Lark's.
+/// Whether a grammar is in this notation rather than in Lark's.
 pub(super) fn is_ebnf(text: &str) -> bool {
     text.contains("::=") && !text.trim_start().starts_with(LARK)
 }
@@ -15,13 +17,13 @@ pub(super) fn is_ebnf(text: &str) -> bool {
 #[derive(Clone, Debug, PartialEq)]
 enum Token {
     Name(String),
-    /// `::=`
+    /// The token `::=`.
     Is,
-    /// Already in Lark's spelling: literals, classes, operators.
+    /// Literals, character classes and operators, already in Lark's spelling.
     Other(String),
 }
 
-/// The same grammar for Lark; an error names what is wrong and where.
+/// Translates a grammar to Lark. An error names the problem and its line.
 pub(super) fn to_lark(text: &str) -> Result<String, String> {
     let tokens = Scanner { rest: text, line: 1 }.tokens()?;
     let mut lark = String::new();
@@ -49,7 +51,7 @@ pub(super) fn to_lark(text: &str) -> Result<String, String> {
                 Token::Other(text) => text.clone(),
                 Token::Is => return Err(format!("line {number}: ::= without a name before it")),
             };
-            // An operator belongs to what stands before it.
+            // No space before a repetition operator, which applies to what precedes it.
             if !shown.starts_with(['*', '+', '?', '{']) {
                 line.push(' ');
             }
@@ -67,7 +69,8 @@ pub(super) fn to_lark(text: &str) -> Result<String, String> {
     }
 }
 
-/// Rules of Lark are lower case with underscores; `root` is `start`. Distinct names stay distinct.
+/// Returns the Lark name of a rule: lower case with underscores, and `start` for `root`. Distinct names stay distinct,
+/// except pairs such as `aA` and `a-41-`.
 fn rule_name(name: &str) -> String {
     if name == "root" {
         return "start".to_owned();
@@ -161,7 +164,7 @@ impl Scanner<'_> {
         }
     }
 
-    /// The character behind a backslash.
+    /// Reads the character that follows a backslash.
     fn escape(&mut self) -> Result<char, String> {
         let line = self.line;
         let c = self.next().ok_or_else(|| self.unclosed("an escape"))?;
@@ -182,7 +185,8 @@ impl Scanner<'_> {
         Ok(value)
     }
 
-    /// `[^a-z]` as a regular expression of code points, in which nothing has another meaning.
+    /// Translates a character class such as `[^a-z]` to a regular expression of code points, in which no character has
+    /// a special meaning.
     fn class(&mut self) -> Result<String, String> {
         self.next();
         let mut shown = String::from("/[");
@@ -221,7 +225,7 @@ impl Scanner<'_> {
         Ok(shown)
     }
 
-    /// `{2}`, `{2,}` or `{2,5}`.
+    /// Reads a repetition count: `{2}`, `{2,}` or `{2,5}`.
     fn counts(&mut self) -> Result<String, String> {
         let end = self.rest.find('}').ok_or_else(|| self.unclosed("a repetition"))?;
         let inside: String = self.rest[1..end].chars().filter(|c| !c.is_whitespace()).collect();

@@ -1,26 +1,28 @@
-//! Constraints that were asked for lately, compiled and at their beginning, so that who asks for the same again does not
-//! wait for it once more. Deliberately absent: what compiling is, and constraints that failed at it.
+//! A cache of recently used constraints, compiled and at their start, so that repeated requests do not compile them
+//! again.
+//!
+//! Not here: compilation, and constraints that failed to compile.
 
 use super::Constraint;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Constraints that are kept: a service asks with some dozens of schemas, mostly.
+/// The maximum number of cached constraints. Most services use a few dozen schemas.
 const MOST_KEPT: usize = 64;
-/// Bytes that all of them may take, by estimate; one that takes more by itself is not kept.
+/// The maximum estimated size in bytes of all cached constraints. One that is larger than this by itself is not cached.
 const MOST_KEPT_BYTES: usize = 64 << 20;
 
-/// How often constraints were asked for.
+/// How often constraints were requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Uses {
-    /// They were compiled, or failed at it.
+    /// Requests that had to compile the constraint, including those that failed to.
     pub compiled: u64,
-    /// They were there.
+    /// Requests that found the constraint in the cache.
     pub kept: u64,
 }
 
-/// The constraints, the lately used last, and of each what there is at its beginning.
+/// The cache: constraints in order of use, the most recently used last, each with a value for its start.
 pub(super) struct Kept<T> {
     entries: Mutex<VecDeque<Entry<T>>>,
     compiled: AtomicU64,
@@ -47,7 +49,7 @@ impl<T> Entry<T> {
 }
 
 impl<T> Kept<T> {
-    /// The beginning, if the constraint is there.
+    /// Returns the cached value of a constraint, if there is one, and counts the use.
     pub(super) fn find(&self, constraint: &Constraint, ignore_eos: bool) -> Option<Arc<T>> {
         let found = {
             let mut entries = self.entries();
@@ -63,14 +65,14 @@ impl<T> Kept<T> {
         found
     }
 
-    /// Keeps a beginning that takes so many bytes; what was used least lately makes room for it.
+    /// Caches a value of an estimated `bytes` bytes. The least recently used entries are evicted to make room.
     pub(super) fn keep(&self, constraint: &Constraint, ignore_eos: bool, bytes: usize, started: &Arc<T>) {
         if bytes > MOST_KEPT_BYTES {
             return;
         }
         let started = Arc::clone(started);
         let mut entries = self.entries();
-        // Whoever else has compiled it meanwhile.
+        // Another thread may have compiled the same constraint in the meantime.
         entries.retain(|entry| !entry.is(constraint, ignore_eos));
         let mut used: usize = entries.iter().map(|entry| entry.bytes).sum();
         while entries.len() >= MOST_KEPT || used + bytes > MOST_KEPT_BYTES {
@@ -79,13 +81,13 @@ impl<T> Kept<T> {
         entries.push_back(Entry { constraint: constraint.clone(), ignore_eos, bytes, started });
     }
 
-    /// Since it was made.
+    /// Returns the counts since the cache was created.
     pub(super) fn uses(&self) -> Uses {
         Uses { compiled: self.compiled.load(Relaxed), kept: self.kept.load(Relaxed) }
     }
 
     fn entries(&self) -> MutexGuard<'_, VecDeque<Entry<T>>> {
-        // Each change of it is whole when a panic could happen.
+        // No panic can leave the entries half changed, so a poisoned lock is still usable.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,5 +1,7 @@
-//! What is said between [`Grammars`](super::Grammars) and its worker processes, and the worker's side of it: constraints
-//! that were compiled lately, and outputs that follow one. Deliberately absent: processes and limits.
+//! The messages between [`Grammars`](super::Grammars) and its worker processes, and the worker's side: a cache of
+//! compiled constraints and the outputs that follow them.
+//!
+//! Not here: process management and limits.
 
 use super::compiled::{Compiled, Compiler, Follower};
 use super::kept::Kept;
@@ -9,49 +11,51 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// What a worker is asked.
+/// A request to a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Ask {
-    /// To compile a constraint, and to begin an output that follows it.
+    /// Compile a constraint, and start an output that follows it.
     Start { output: u64, constraint: Constraint, ignore_eos: bool },
-    /// To take tokens of an output that were drawn before: only what follows the last is of interest.
+    /// Take tokens of an output that were generated before. The masks between them are not needed.
     Replay { output: u64, tokens: Vec<u32> },
-    /// To take a token, and to say what may follow.
+    /// Take a token and return what may follow.
     Take { output: u64, token: u32 },
-    /// The output has ended.
+    /// Drop an output that has ended.
     Forget { output: u64 },
 }
 
 /// The first byte of a worker's answer.
 pub(super) mod tag {
-    /// Behind it the bytes that the constraint takes, by estimate (eight), and the first mask.
+    /// Followed by the estimated size of the constraint in bytes (a little-endian u64) and the first mask.
     pub(in super::super) const STARTED: u8 = 1;
-    /// Behind it a mask.
+    /// Followed by a mask.
     pub(in super::super) const MASK: u8 = 2;
     /// The output is complete.
     pub(in super::super) const COMPLETE: u8 = 3;
-    /// Behind it a [`GrammarError`](super::GrammarError), JSON.
+    /// Followed by a [`GrammarError`](super::GrammarError) as JSON.
     pub(in super::super) const ERROR: u8 = 4;
-    /// A question: the tokens of the text behind it.
+    /// A question: tokenize the text that follows.
     pub(in super::super) const TOKENS: u8 = 5;
-    /// Done, and there is nothing to say. Behind it how many outputs are left (eight bytes).
+    /// Success without a result. Followed by the number of remaining outputs (a little-endian u64).
     pub(in super::super) const DONE: u8 = 6;
-    /// There is no such output.
+    /// The worker has no output with this number.
     pub(in super::super) const UNKNOWN: u8 = 7;
 }
 
-/// A worker's side.
+/// The worker's side: compiles constraints and follows them inside a worker process.
 pub(crate) struct Service {
     compiler: Compiler,
     kept: Kept<Compiled>,
     outputs: HashMap<u64, Follower>,
 }
 
-/// A longer text's tokens are found without the tokenizer: a long forced text is asked about again for each token.
+/// The maximum length in bytes of a text to tokenize with the model's tokenizer. A longer one is tokenized greedily,
+/// because a long forced text is tokenized again for each token.
 const MOST_ASKED: usize = 4096;
 
 impl Service {
-    /// From the first frame; `ask` sends a question to whoever has the tokenizer.
+    /// Parses the first frame, without its first byte. `ask` sends a question to the process that has the tokenizer and
+    /// returns its answer.
     pub(crate) fn new(
         first: &[u8],
         ask: impl Fn(&[u8]) -> Option<Vec<u8>> + Send + Sync + 'static,
@@ -70,7 +74,7 @@ impl Service {
         Ok(Service { compiler, kept: Kept::default(), outputs: HashMap::new() })
     }
 
-    /// Answers a frame.
+    /// Answers a request frame.
     pub(crate) fn answer(&mut self, frame: &[u8]) -> Vec<u8> {
         let asked = serde_json::from_slice(frame).map_err(|error| GrammarError::Invalid(error.to_string()));
         let answer = asked.and_then(|asked| self.take(asked));

@@ -1,18 +1,23 @@
-//! Structural tags, as vLLM and XGrammar write them, as Lark's grammars, which llguidance reads: text that is free until a
-//! trigger, then what a tag says until its end, then free again; and what such parts are composed of.
-//! Deliberately absent: formats of tokens instead of text, and parts that no end can be found of, which are refused by
-//! name.
+//! Translates structural tags, as vLLM and XGrammar define them, to Lark grammars for llguidance. A structural tag
+//! describes text that is free until a trigger, then follows a tag's format until the tag's end, then is free again;
+//! formats can be composed.
+//!
+//! Not here: formats of tokens instead of text, and parts whose end cannot be determined. Both are rejected with an
+//! error that names them.
 
 use super::compiled::with_bounded_space;
 use super::{GrammarError, MOST_BYTES, MOST_CHOICES, ebnf};
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
-/// Any text.
+/// A Lark regular expression that matches any text.
 const FREE: &str = "/(?s:.*)/";
 
-/// The grammar (of Lark's) that a structural tag describes, either `{"triggers": …, "structures": …}` or
-/// `{"type": "structural_tag", "format": …}`. What stands in it is text: a special token is not meant by its name.
+/// Returns the Lark grammar that a structural tag describes: either `{"triggers": …, "structures": …}` or `{"type":
+/// "structural_tag", "format": …}`. All texts in it are plain text: the name of a special token does not stand for that
+/// token.
+///
+/// # Errors [`GrammarError::TooLong`], or [`GrammarError::Invalid`] with what is wrong.
 pub fn structural_tag(text: &str) -> Result<String, GrammarError> {
     if text.len() > MOST_BYTES {
         return Err(GrammarError::TooLong { bytes: text.len() });
@@ -22,7 +27,7 @@ pub fn structural_tag(text: &str) -> Result<String, GrammarError> {
     Lark::default().whole(&tag).map_err(|wrong| invalid(wrong.0))
 }
 
-/// What is wrong with a part, naming it.
+/// What is wrong with a part, including the part's name.
 struct Wrong(String);
 
 type Part = Result<String, Wrong>;
@@ -31,25 +36,25 @@ fn wrong<T>(reason: impl Into<String>) -> Result<T, Wrong> {
     Err(Wrong(reason.into()))
 }
 
-/// How what has no end of its own is known to end.
+/// How a part without an end of its own is terminated.
 #[derive(Clone, Copy)]
 enum End<'a> {
-    /// With the output.
+    /// By the end of the output.
     Output,
-    /// With the first of these texts, which belong to it.
+    /// By the first of these texts, which are included in the part.
     Texts(&'a [String]),
-    /// Something follows that could stand in it, too.
+    /// Unknown: the part is followed by something that could also be text of the part.
     Unknown,
 }
 
-/// The rules so far; a part is an expression of Lark over them.
+/// The grammar under construction. A part is a Lark expression that refers to these rules.
 #[derive(Default)]
 struct Lark {
     rules: String,
     count: usize,
 }
 
-/// An object of a structural tag whose every key must be asked for.
+/// Access to an object of a structural tag. Records the keys that were read, so that unknown keys can be rejected.
 struct Fields<'a> {
     what: &'a str,
     map: &'a Map<String, Value>,
@@ -66,7 +71,7 @@ impl<'a> Fields<'a> {
 
     fn find(&mut self, key: &'static str) -> Option<&'a Value> {
         self.asked.push(key);
-        // `null` is how an optional field is left out by those who write all of them.
+        // Some clients write all fields and give omitted optional ones as `null`.
         self.map.get(key).filter(|value| !value.is_null())
     }
 
@@ -104,7 +109,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Texts, none of them empty.
+    /// Returns a list of texts, none of them empty.
     fn texts(&mut self, key: &'static str) -> Result<Vec<String>, Wrong> {
         let what = self.what;
         let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
@@ -120,7 +125,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Nothing is ignored.
+    /// Rejects keys that were not read.
     fn done(self) -> Result<(), Wrong> {
         match self.map.iter().find(|(key, value)| !self.asked.contains(&key.as_str()) && !value.is_null()) {
             Some((key, _)) => wrong(format!("has {} with \"{key}\", which is not served", self.what)),
@@ -129,20 +134,21 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// One tag: how it begins, and all that comes behind that: a rule's name, as it may be used twice.
+/// A tag: its beginning, and the name of the rule for everything after it. It is a rule because it may be used more
+/// than once.
 struct Tag {
     begin: String,
     rest: String,
 }
 
 impl Tag {
-    /// The whole of it, or what follows `given` of its beginning.
+    /// Returns the expression for the tag without the first `given.len()` bytes of its beginning.
     fn after(&self, given: &str) -> String {
         join([literal(&self.begin[given.len()..]), self.rest.clone()])
     }
 }
 
-/// A text as Lark writes it; nothing for an empty one.
+/// Returns the Lark literal of a text, or nothing for an empty text.
 fn literal(text: &str) -> String {
     if text.is_empty() { String::new() } else { Value::from(text).to_string() }
 }
@@ -152,18 +158,18 @@ fn join(parts: impl IntoIterator<Item = String>) -> String {
     parts.join(" ")
 }
 
-/// One of them; an empty one is no text.
+/// Returns the expression for an alternative of the parts. An empty part matches the empty text.
 fn any(parts: impl IntoIterator<Item = String>) -> String {
     let shown = |part: String| if part.is_empty() { "\"\"".to_owned() } else { part };
     let parts: Vec<String> = parts.into_iter().map(shown).collect();
     format!("({})", parts.join(" | "))
 }
 
-/// In a regular expression of Lark.
+/// Escapes a text for a Lark regular expression.
 fn escaped(text: &str) -> String {
     let mut shown = String::new();
     for c in text.chars() {
-        // By number, whatever it would mean.
+        // Written as a code point, so that the character has no special meaning.
         if c.is_ascii_alphanumeric() {
             shown.push(c);
         } else {
@@ -193,11 +199,11 @@ impl Lark {
             }
         };
         fields.done()?;
-        // The first line says whose grammar it is, whatever stands in the texts.
+        // The first line marks the text as a Lark grammar, whatever it contains.
         Ok(format!("%llguidance {{}}\nstart: {}\n{}", any([start]), self.rules))
     }
 
-    /// A name and, behind it, a rule of its own; in capitals a terminal.
+    /// Adds a rule and returns its name. A prefix in capitals makes it a terminal.
     fn rule(&mut self, prefix: &str, options: &str, body: &str) -> String {
         self.count += 1;
         let name = format!("{prefix}{}", self.count);
@@ -205,7 +211,7 @@ impl Lark {
         name
     }
 
-    /// Of the older form: a tag around a schema.
+    /// Translates a structure of the older form: a tag around a JSON Schema.
     fn structure(&mut self, value: &Value) -> Result<Tag, Wrong> {
         let mut fields = Fields::of("a structure", value)?;
         let (begin, end) = (fields.text("begin")?.to_owned(), fields.text("end")?);
@@ -230,7 +236,7 @@ impl Lark {
         };
         let content = fields.get("content")?;
         fields.done()?;
-        // Without an end the content must have one of its own.
+        // Without an end text, the content must have an end of its own.
         let end = if ends.is_empty() { End::Unknown } else { End::Texts(&ends) };
         let rest = any([self.part(content, end)?]);
         Ok(Tag { begin, rest: self.rule("rest_", "", &rest) })
@@ -240,7 +246,7 @@ impl Lark {
         fields.list("tags")?.iter().map(|tag| self.tag(tag)).collect()
     }
 
-    /// A format and how it ends.
+    /// Translates a format, given how it is terminated.
     fn part(&mut self, format: &Value, end: End<'_>) -> Part {
         let kind = format.get("type").and_then(Value::as_str);
         let Some(kind) = kind else { return wrong("has a format without a \"type\"") };
@@ -327,7 +333,7 @@ impl Lark {
         Ok(join([part, ends(end)]))
     }
 
-    /// Free text that holds none of these.
+    /// Returns free text that contains none of the `excludes`.
     fn free(&mut self, excludes: &[String], end: End<'_>) -> Part {
         let free = self.text(excludes);
         match end {
@@ -339,7 +345,7 @@ impl Lark {
         }
     }
 
-    /// A terminal of free text.
+    /// Returns a terminal for free text that contains none of the `excludes`.
     fn text(&mut self, excludes: &[String]) -> String {
         if excludes.is_empty() {
             return self.rule("FREE_", "", FREE);
@@ -348,12 +354,12 @@ impl Lark {
         self.rule("FREE_", "", &format!("{FREE} & ~/(?s:.*)(?:{})(?s:.*)/", excluded.join("|")))
     }
 
-    /// As little free text as ends with one of these.
+    /// Returns the shortest free text that ends with one of the `texts`.
     fn until(&mut self, free: &str, texts: &[String]) -> String {
         self.rule("until_", "[lazy]", &join([free.to_owned(), any(texts.iter().map(|text| literal(text)))]))
     }
 
-    /// Free text in which a trigger begins a tag.
+    /// Returns free text in which each trigger begins a tag.
     fn dispatch(&mut self, dispatch: &Dispatch<'_>, end: End<'_>) -> Part {
         let Dispatch { triggers, tags, excludes, at_least_one, one } = dispatch;
         for tag in tags {
@@ -374,7 +380,7 @@ impl Lark {
             behind_text.push(join([head, any(tags.into_iter().map(|tag| tag.after(trigger)))]));
         }
         let behind_text = self.rule("tagged_", "", &any(behind_text));
-        // Text without a trigger, to the end. A trigger in it would have begun a tag.
+        // The remaining text contains no trigger, since a trigger would have begun a tag.
         let rest = match end {
             End::Output => free,
             End::Texts(texts) => self.until(&free, texts),
@@ -395,17 +401,17 @@ impl Lark {
     }
 }
 
-/// Of `triggered_tags`.
+/// The parameters of `triggered_tags`.
 struct Dispatch<'a> {
     triggers: Vec<String>,
     tags: Vec<Tag>,
     excludes: &'a [String],
     at_least_one: bool,
-    /// Nothing follows the first tag.
+    /// Whether nothing follows the first tag (`stop_after_first`).
     one: bool,
 }
 
-/// The texts that end a part, behind one that has an end of its own.
+/// Returns the terminating texts, to append to a part that has an end of its own.
 fn ends(end: End<'_>) -> String {
     match end {
         End::Texts([text]) => literal(text),
@@ -419,7 +425,7 @@ fn schema(schema: &Value) -> Part {
     Ok(format!("%json {schema}"))
 }
 
-/// As much of a value as a message takes.
+/// Returns a value's beginning, at most 60 characters, for an error message.
 fn shown(value: &Value) -> String {
     const MOST: usize = 60;
     let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);

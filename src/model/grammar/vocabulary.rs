@@ -1,23 +1,24 @@
-//! A tokenizer's tokens as bytes: as they are sent to worker processes, and as llguidance takes them there.
-//! Deliberately absent: grammars.
+//! The bytes of a tokenizer's tokens: their encoding for worker processes, and their conversion for llguidance.
+//!
+//! Not here: grammars.
 
 use super::GrammarError;
 use crate::model::text::Text;
 use std::sync::Arc;
 use toktrie::{TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
 
-/// The tokens of a model.
+/// The token vocabulary of a model.
 pub(super) struct Vocabulary {
-    /// Of the model; rows that the tokenizer does not know are no text and never allowed.
+    /// The number of the model's tokens. Tokens that the tokenizer does not know have no text and are never allowed.
     pub(super) rows: u32,
-    /// Tokens that end an output.
+    /// The tokens that end an output.
     pub(super) eos_ids: Vec<u32>,
-    /// Each token's bytes.
+    /// The bytes of each token, by id.
     words: Vec<Vec<u8>>,
 }
 
 impl Vocabulary {
-    /// Of a model of `rows` rows.
+    /// Creates the vocabulary of a model with `rows` tokens.
     pub(super) fn of(text: &Text, rows: u32, eos_ids: &[u32]) -> Result<Vocabulary, GrammarError> {
         let bytes = text.token_bytes().ok_or(GrammarError::Tokenizer)?;
         let mut words: Vec<Vec<u8>> = bytes.into_iter().take(rows as usize).collect();
@@ -25,7 +26,7 @@ impl Vocabulary {
         Ok(Vocabulary { rows, eos_ids: eos_ids.to_vec(), words })
     }
 
-    /// Adds it to a frame: numbers of four bytes, words behind their length.
+    /// Appends the vocabulary to a frame. Numbers are little-endian u32; each token's bytes follow their length.
     pub(super) fn write(&self, to: &mut Vec<u8>) {
         let mut number = |value: usize| to.extend((value as u32).to_le_bytes());
         number(self.rows as usize);
@@ -37,7 +38,7 @@ impl Vocabulary {
         }
     }
 
-    /// From what [`Vocabulary::write`] has written; `None` where it is cut.
+    /// Parses what [`Vocabulary::write`] wrote. Returns `None` if it is truncated.
     pub(super) fn read(mut from: &[u8]) -> Option<Vocabulary> {
         let rows = number(&mut from)?;
         let ends = number(&mut from)?;
@@ -52,7 +53,8 @@ impl Vocabulary {
         Some(Vocabulary { rows, eos_ids, words })
     }
 
-    /// For llguidance. `tokenize` gives the tokens that the tokenizer makes of a text, if it can.
+    /// Creates the vocabulary for llguidance. `tokenize` returns the model's own tokens for a text, or `None` if it
+    /// cannot, in which case the text is tokenized greedily.
     pub(super) fn environment(&self, tokenize: impl Fn(&str) -> Option<Vec<u32>> + Send + Sync + 'static) -> TokEnv {
         let eos = self.eos_ids.first().copied().unwrap_or(u32::MAX);
         let trie = TokTrie::from(&TokRxInfo::new(self.rows, eos), &self.words);
@@ -68,7 +70,7 @@ fn number(from: &mut &[u8]) -> Option<u32> {
     Some(u32::from_le_bytes(*value))
 }
 
-/// Text to token ids; `None` if the tokenizer cannot be asked.
+/// Converts text to token ids; `None` if the tokenizer is not available for it.
 type Tokenize = dyn Fn(&str) -> Option<Vec<u32>> + Send + Sync;
 
 struct Environment {

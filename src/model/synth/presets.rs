@@ -1,12 +1,11 @@
-//! Shapes of released models, and tiny ones of the same families, as the config.json that such a
-//! checkpoint has.
+//! Presets: the shapes of released models, and tiny ones of the same families, as the config.json of such a checkpoint.
 
 use serde_json::{Map, Value, json};
 
 use super::{SynthError, TEXT};
 use crate::model::config::{Architecture, DeltaNet, Experts};
 
-/// What may be asked for by name, with the shape.
+/// The presets by name.
 pub const PRESETS: [(&str, Preset); 19] = [
     ("qwen3-0.6b", Preset::qwen3(1024, 3072, 28, 16, true)),
     ("qwen3-1.7b", Preset::qwen3(2048, 6144, 28, 16, true)),
@@ -38,12 +37,12 @@ const fn experts(count: u32, chosen: u32, inner: u32, shared_inner: Option<u32>)
     Experts { count, chosen, inner, shared_inner, normalise: true }
 }
 
-/// The shape of a model that may be asked for by name.
+/// The shape of a model that can be requested by name.
 #[derive(Clone, Copy, Debug)]
 pub struct Preset {
     architecture: Architecture,
     hidden: u32,
-    /// 0 where no layer is dense.
+    /// The intermediate size of dense MLPs; 0 if no layer is dense.
     intermediate: u32,
     layers: u32,
     heads: u32,
@@ -52,15 +51,16 @@ pub struct Preset {
     vocab: u32,
     context: u32,
     tied: bool,
-    /// Divisor of the low rotary frequencies (Llama).
+    /// The divisor of the low rotary frequencies (Llama only).
     rope_factor: u32,
-    /// Of all layers but every [`INTERVAL`]th.
+    /// The dimensions of gated-delta-rule layers: all layers except every [`INTERVAL`]-th. `None` if the model is not a
+    /// hybrid.
     delta: Option<DeltaNet>,
-    /// Of every layer.
+    /// The experts of every layer; `None` for a dense model.
     experts: Option<Experts>,
 }
 
-/// Of hybrids: every so many layers attention.
+/// In hybrids every INTERVAL-th layer has full attention.
 const INTERVAL: u32 = 4;
 
 impl Preset {
@@ -134,12 +134,12 @@ impl Preset {
         Preset { heads, kv_heads, ..self }
     }
 
-    /// Qwen3.5 with experts.
+    /// Returns this Qwen3.5 preset with experts.
     const fn with(self, experts: Experts) -> Preset {
         Preset { architecture: Architecture::Qwen35Moe, experts: Some(experts), ..self }
     }
 
-    /// Twice as many value heads as key heads.
+    /// Returns the preset with other gated-delta-rule dimensions; there are twice as many value heads as key heads.
     const fn delta(self, key_heads: u32, dim: u32) -> Preset {
         let delta = DeltaNet { key_heads, value_heads: 2 * key_heads, key_dim: dim, value_dim: dim, conv_kernel: 4 };
         Preset { delta: Some(delta), ..self }
@@ -149,7 +149,7 @@ impl Preset {
         Preset { vocab: 512, context: 2048, ..self }
     }
 
-    /// The config.json of that shape.
+    /// Returns the config.json of the preset.
     pub fn config_json(&self) -> String {
         let config = match self.architecture {
             Architecture::Qwen35 | Architecture::Qwen35Moe => self.with_text(),
@@ -158,7 +158,8 @@ impl Preset {
         format!("{config:#}\n")
     }
 
-    /// Of a model that also sees: the text's keys in an object of their own.
+    /// Returns the configuration in the form of a multimodal model: the text model's keys are in an object of their
+    /// own.
     fn with_text(&self) -> Value {
         let mut text = self.keys();
         text.remove("architectures");
@@ -174,7 +175,7 @@ impl Preset {
     }
 
     fn keys(&self) -> Map<String, Value> {
-        // The ids of the released tokenizers, where the vocabulary has room for them.
+        // The ids of the released tokenizers, unless the vocabulary is too small for them.
         let tiny = self.vocab < 100_000;
         let (bos, eos) = match self.architecture {
             _ if tiny => (json!(256), json!(258)),
@@ -226,7 +227,8 @@ impl Preset {
                 json!({"rope_theta": theta, "rope_scaling": null, "partial_rotary_factor": 0.25})
             }
             Architecture::Qwen35 | Architecture::Qwen35Moe => {
-                // Of the rotated pairs, which positions of an image turn which; a text has one position only.
+                // Multimodal RoPE: how many of the rotated dimension pairs each of the three positions of an image
+                // rotates. Text tokens have equal positions, so it makes no difference for them.
                 let pairs = self.head_dim / 8;
                 json!({"rope_parameters": {
                     "mrope_interleaved": true,
@@ -270,7 +272,7 @@ impl Preset {
     }
 }
 
-/// The config.json of a preset.
+/// Returns the config.json of a preset.
 pub fn preset(name: &str) -> Result<String, SynthError> {
     PRESETS
         .iter()
@@ -279,8 +281,8 @@ pub fn preset(name: &str) -> Result<String, SynthError> {
         .ok_or_else(|| SynthError::UnknownArch(name.to_owned()))
 }
 
-/// The configuration with as many layers, of the same widths. Text that is no JSON object stays as it is: whoever
-/// reads it says so.
+/// Returns the configuration with the given number of layers of the same widths. Text that is not a JSON object is
+/// returned unchanged; the parser reports it.
 pub fn with_layers(config_json: &str, layers: u32) -> String {
     let Ok(Value::Object(mut config)) = serde_json::from_str::<Value>(config_json) else {
         return config_json.to_owned();

@@ -1,32 +1,33 @@
-//! The tensors of a model as released checkpoints lay them out, and how their elements are
-//! distributed. Deviations keep activations near one: `1 / sqrt(inputs)` for projections, more for
-//! the head so that one token stands out.
+//! The tensors of a model in the layout of released checkpoints, and the distribution of each tensor's elements. The
+//! standard deviations keep activations near 1: `1 / sqrt(inputs)` for projections, and more for the LM head, so that
+//! one token's logit stands out.
 
 use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
 
-/// How the elements of a tensor are distributed.
+/// The distribution of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Spread {
-    /// Normally.
+    /// The normal distribution.
     Normal { mean: f32, deviation: f32 },
-    /// As the logarithm of numbers that lie evenly between two.
+    /// The logarithm of a number that is uniformly distributed between `low` and `high`.
     LogOfUniform { low: f32, high: f32 },
 }
 
-/// Of norms' weights around their mean, and of biases around zero.
+/// The standard deviation of norm weights around their mean, and of biases around zero.
 const VECTOR_DEVIATION: f32 = 0.1;
-/// Of the router's logits for a normed input. Random routers are undecided: with 1, the last expert chosen weighs
-/// nearly as much as the first, and where a rounding makes it another one, so much of the text changes. With both
-/// gains 1, keys and values in f16 move the logits of 24 layers (128 experts, 8 chosen) by 5e-2; with these by 1e-3.
+/// The standard deviation of the router's logits for a normalised input. With a gain of 1, the least of the chosen
+/// experts weighs nearly as much as the greatest, so that a rounding error that changes the choice changes much of the
+/// text. With both gains at 1, keeping keys and values in f16 moves the logits of 24 layers (128 experts, 8 chosen) by
+/// 5e-2; with these values by 1e-3.
 const ROUTER_GAIN: f32 = 4.0;
-/// Of what experts add; less than other blocks, for the same reason.
+/// The gain of the experts' down projections. It is below that of other blocks for the reason given at [`ROUTER_GAIN`].
 const EXPERT_GAIN: f32 = 0.25;
 
 /// A tensor's name, shape and distribution.
 pub(super) type Tensor = (String, Vec<u64>, Spread);
 
-/// Every tensor of the model in the order of a Hugging Face file: matrices, then vectors. `root` begins the names
-/// of all but the head and the blocks that predict further tokens.
+/// Returns every tensor of the model in the order of a Hugging Face file: matrices, then vectors. `root` is the prefix
+/// of all names except those of the LM head and of the multi-token-prediction (MTP) blocks.
 pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
     let mut list = List { config: c, matrices: Vec::new(), vectors: Vec::new() };
     list.matrix(format!("{root}embed_tokens.weight"), c.vocab, c.hidden, 2.0);
@@ -68,7 +69,7 @@ impl List<'_> {
         self.vectors.push((name, vec![length.into()], spread));
     }
 
-    /// A norm's weights, near one or, where they are stored around zero, near that.
+    /// Adds a norm's weights. Their mean is 1, or 0 if they are stored zero-centred.
     fn norm(&mut self, name: String, length: u32) {
         let mean = match self.config.norm {
             NormKind::Plain => 1.0,
@@ -77,7 +78,7 @@ impl List<'_> {
         self.vector(name, length, mean);
     }
 
-    /// One layer, its names beginning with `at`.
+    /// Adds one layer, whose names begin with `at`.
     fn layer(&mut self, at: &str, kind: LayerKind, mlp: MlpKind) {
         let c = self.config;
         match (kind, c.delta) {
@@ -95,7 +96,7 @@ impl List<'_> {
     fn full_attention(&mut self, at: &str) {
         let c = self.config;
         let (q, kv) = (c.q_rows(), c.kv_rows());
-        // Of each head first the query, then its gate.
+        // Each head has the rows of its query, then those of its gate.
         let q_and_gate = if c.attention_gate { 2 * q } else { q };
         let name = |part: &str| format!("{at}self_attn.{part}");
         self.matrix(name("q_proj.weight"), q_and_gate, c.hidden, 1.0);
@@ -114,14 +115,16 @@ impl List<'_> {
         }
     }
 
-    /// What is forgotten at a step is `exp(A_log + a + dt_bias)` or so, its logarithm normal with a deviation near 1:
-    /// nine heads in ten keep 0.83 to 0.996 of their state.
+    /// Adds a gated-delta-rule layer. The fraction of the state that a step forgets is about `exp(A_log + a +
+    /// dt_bias)`. Its logarithm is normally distributed with a standard deviation near 1, so that nine heads in ten
+    /// keep between 0.83 and 0.996 of their state per step.
     fn gated_delta(&mut self, at: &str, delta: DeltaNet) {
         let hidden = self.config.hidden;
         let name = |part: &str| format!("{at}linear_attn.{part}");
         let (values, heads) = (delta.value_rows(), delta.value_heads);
         if self.config.architecture == Architecture::Qwen3Next {
-            // For each key head its q and k, and the v and z of its value heads; then their b and a.
+            // Each key head has its q and k, and the v and z of its value heads. The second tensor has the b and a of
+            // those value heads.
             self.matrix(name("in_proj_qkvz.weight"), delta.channels() + values, hidden, 1.0);
             self.matrix(name("in_proj_ba.weight"), 2 * heads, hidden, 0.5);
         } else {
@@ -158,7 +161,7 @@ impl List<'_> {
         let (count, inner) = (experts.count, experts.inner);
         self.matrix(format!("{at}gate.weight"), count, hidden, ROUTER_GAIN);
         if self.config.architecture == Architecture::Qwen35Moe {
-            // Of each expert first the rows of the gate, then those of the up projection.
+            // Each expert has the rows of its gate projection, then those of its up projection.
             let parts = [
                 ("gate_up_proj", [count, 2 * inner, hidden], projection(hidden, 1.0)),
                 ("down_proj", [count, hidden, inner], projection(inner, EXPERT_GAIN)),
@@ -181,7 +184,7 @@ impl List<'_> {
     }
 }
 
-/// Of a matrix of that many columns.
+/// Returns the distribution of a projection matrix with `cols` columns.
 fn projection(cols: u32, gain: f32) -> Spread {
     Spread::Normal { mean: 0.0, deviation: gain / (cols as f32).sqrt() }
 }

@@ -1,34 +1,36 @@
-//! Ids in, text out, to the end of a sequence or to its first stop string: the detokenizer and
-//! the stop strings as one. Deliberately absent: end-of-sequence ids, which are the engine's.
+//! Converts token ids to the text of one sequence, up to its end or to its first stop string: the detokenizer combined
+//! with stop string matching.
+//!
+//! Not here: end-of-sequence ids, which the engine handles.
 
 use super::stop::{Passed, StopStrings};
 use super::stream::TextStream;
 
-/// The text of one sequence.
+/// The detokenizer and stop strings of one sequence.
 #[derive(Clone, Debug)]
 pub struct Assembler {
     stream: TextStream,
     stops: StopStrings,
-    /// Ids that are still to come before a stop string counts.
+    /// The number of further ids during which completed stop strings are ignored.
     unwatched: u32,
-    /// Ids whose text is held back or empty so far; handed out with the next text.
+    /// The ids whose text is held back or still empty. They are returned with the next text.
     pending: Vec<u32>,
 }
 
-/// What an id brought out.
+/// The text and ids that one pushed id releases.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Output {
-    /// Complete characters, before any stop string.
+    /// Complete characters that precede any stop string.
     pub text: String,
-    /// The ids that this output accounts for: all those pushed since the last output that was
-    /// not empty. Every pushed id is in exactly one output, in order.
+    /// The ids that this output accounts for: all ids pushed since the previous non-empty output. Every pushed id is in
+    /// exactly one output, in order.
     pub tokens: Vec<u32>,
-    /// The stop string that was met: nothing follows.
+    /// The stop string that was matched. No output follows it.
     pub stopped: Option<String>,
 }
 
 impl Output {
-    /// Whether there is nothing to hand on yet.
+    /// Whether nothing can be passed on yet.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty() && self.tokens.is_empty() && self.stopped.is_none()
     }
@@ -39,13 +41,13 @@ impl Assembler {
         Assembler { stream, stops: StopStrings::new(stops), unwatched: 0, pending: Vec::new() }
     }
 
-    /// The same where no stop string counts that is complete within the first `tokens` ids.
+    /// Returns an assembler that ignores stop strings completed within the first `tokens` ids.
     pub fn not_before(self, tokens: u32) -> Assembler {
         Assembler { unwatched: tokens, ..self }
     }
 
-    /// The same for a sequence that follows a prompt, as [`TextStream::after`] says. Stop strings are looked for in what
-    /// comes, not in the prompt.
+    /// Returns an assembler for a sequence that follows a prompt, see [`TextStream::after`]. Stop strings are matched
+    /// in the generated text only, not in the prompt.
     pub fn after(self, prompt: &[u32]) -> Assembler {
         Assembler { stream: self.stream.after(prompt), ..self }
     }
@@ -62,7 +64,7 @@ impl Assembler {
         output
     }
 
-    /// The rest, now that no id follows; a stop string may still be met in it.
+    /// Returns the remaining text when no more ids follow. It may still contain a stop string.
     pub fn finish(&mut self) -> Output {
         if self.stops.is_stopped() {
             return Output::default();

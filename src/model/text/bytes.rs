@@ -1,21 +1,23 @@
-//! The bytes that each token stands for. Deliberately absent: how a decoder makes characters of them.
+//! The bytes of each token.
+//!
+//! Not here: how a decoder turns bytes into characters.
 
 use tokenizers::Tokenizer;
 
-/// Before a special token's name: no text begins so.
+/// The byte that precedes a special token's name. It occurs in no UTF-8 text.
 const SPECIAL: u8 = 0xff;
 
-/// How a tokenizer writes bytes in its tokens.
+/// The ways in which a tokenizer spells bytes in its tokens.
 #[derive(Clone, Copy, PartialEq)]
 enum Spelling {
-    /// Each byte is a character of GPT-2's alphabet.
+    /// Byte-level: each byte is one character of GPT-2's alphabet.
     ByteLevel,
-    /// UTF-8 with `▁` for a space; `<0x0A>` is a byte.
+    /// Byte fallback: UTF-8 with `▁` for a space; `<0x0A>` is a single byte.
     ByteFallback,
 }
 
-/// By id; empty where there is no token, a special token's name behind a byte that no text has. `None`: the tokenizer
-/// spells its tokens in another way.
+/// Returns the bytes of each token, indexed by id: empty if there is no such token; for a special token [`SPECIAL`]
+/// followed by the token's name. Returns `None` if the tokenizer uses another spelling.
 pub(super) fn token_bytes(tokenizer: &Tokenizer) -> Option<Vec<Vec<u8>>> {
     let spelling = spelling(tokenizer)?;
     let added = tokenizer.get_added_tokens_decoder();
@@ -45,7 +47,7 @@ pub(super) fn token_bytes(tokenizer: &Tokenizer) -> Option<Vec<Vec<u8>>> {
 }
 
 fn spelling(tokenizer: &Tokenizer) -> Option<Spelling> {
-    // The decoder says it, alone or in a sequence.
+    // The decoder determines the spelling. It may be part of a sequence of decoders.
     let decoder = serde_json::to_string(tokenizer.get_decoder()?).ok()?;
     if decoder.contains("\"ByteLevel\"") {
         Some(Spelling::ByteLevel)
@@ -56,7 +58,8 @@ fn spelling(tokenizer: &Tokenizer) -> Option<Spelling> {
     }
 }
 
-/// GPT-2's character for each byte: printable ones stand for themselves, the others follow from U+0100 on.
+/// Returns GPT-2's character for each byte: printable characters represent themselves, the others are numbered from
+/// U+0100.
 fn alphabet() -> [char; 256] {
     let plain = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100u32;

@@ -1,6 +1,8 @@
-//! Chat templates: the Jinja of checkpoints, rendered as transformers renders it. They are parsed and rendered in worker
-//! processes (`actors::workers`): a checkpoint's template is a program, whose nesting, loops and output nothing else
-//! bounds. Deliberately absent: tools, and the encoding of what was rendered.
+//! Chat templates: Jinja templates from checkpoints, rendered like transformers does. They are parsed and rendered in
+//! worker processes (`actors::workers`), because a checkpoint's template is a program whose nesting, loops and output
+//! nothing else limits.
+//!
+//! Not here: tool definitions, and tokenizing the rendered text.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,50 +15,50 @@ use serde_json::{Map, Value};
 use super::TextError;
 use crate::actors::workers::{Cancel, Failure, Workers};
 
-/// One turn of a conversation.
+/// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatMessage {
-    /// Mostly `system`, `user` or `assistant`; the template decides.
+    /// The role, usually `system`, `user` or `assistant`. The template decides which roles are valid.
     pub role: String,
-    /// What was said.
+    /// The message's text.
     pub content: String,
 }
 
-/// How a conversation is rendered.
+/// Options for rendering a conversation.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ChatOptions {
-    /// Whether the beginning of the assistant's answer follows the messages.
+    /// Whether the beginning of the assistant's answer is added after the messages.
     pub add_generation_prompt: bool,
-    /// Which of several templates; `None` is `default`.
+    /// The name of the template; `None` means `default`.
     pub template: Option<String>,
-    /// Further variables of the template, for example `enable_thinking`.
+    /// Additional variables for the template, for example `enable_thinking`.
     pub extra: Map<String, Value>,
 }
 
-/// The beginning of an answer follows, nothing else is said.
+/// Adds the generation prompt and uses the default template without additional variables.
 impl Default for ChatOptions {
     fn default() -> ChatOptions {
         ChatOptions { add_generation_prompt: true, template: None, extra: Map::new() }
     }
 }
 
-/// The most bytes that a template may render: more than any prompt that a server takes.
+/// The maximum number of bytes that a template may render: more than any prompt that a server accepts.
 const MOST_RENDERED: usize = 16 << 20;
-/// The first byte of the first frame of workers that render templates.
+/// The first byte of the first frame sent to a template-rendering worker; it selects this service.
 pub(crate) const WORKER: u8 = b't';
 
-/// The templates of a checkpoint, and the workers that render them.
+/// The chat templates of a checkpoint, and the pool of workers that render them.
 pub(super) struct Templates {
     names: Vec<String>,
     workers: Workers,
 }
 
-/// What a checkpoint says about chats.
+/// The chat templates and special tokens of a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 struct Sources {
-    /// Names and sources.
+    /// Each template's name and source.
     templates: Vec<(String, String)>,
-    /// `bos_token` and its like, for the template.
+    /// `bos_token` and the like, which are variables of the templates.
     tokens: Map<String, Value>,
 }
 
@@ -65,7 +67,7 @@ const TOKEN_KEYS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 impl Sources {
-    /// From tokenizer_config.json and, before it, the text of chat_template.jinja.
+    /// Reads tokenizer_config.json. If given, `file` (the text of chat_template.jinja) replaces its default template.
     fn read(config: &Map<String, Value>, file: Option<&str>) -> Result<Sources, TextError> {
         let invalid = |reason: &str| TextError::Invalid { file: "tokenizer_config.json", reason: reason.to_owned() };
         let mut templates: Vec<(String, String)> = Vec::new();
@@ -101,7 +103,7 @@ impl Sources {
     }
 }
 
-/// What a worker is asked.
+/// A request to a worker: render the template `name`.
 #[derive(Debug, Serialize, Deserialize)]
 struct Ask {
     name: String,
@@ -109,7 +111,7 @@ struct Ask {
     options: ChatOptions,
 }
 
-/// What it answers.
+/// A worker's answer.
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
     Rendered(String),
@@ -118,12 +120,13 @@ enum Answer {
     TooLarge(String),
 }
 
-/// No frame of a template's worker begins with this: it asks nothing.
+/// The first byte of a worker's question. Template workers ask no questions, so none of their frames begins with it.
 const QUESTION: u8 = 0;
 
 impl Templates {
-    /// From tokenizer_config.json and, before it, the text of chat_template.jinja. Nothing is parsed before it is rendered:
-    /// a checkpoint with a strange template still completes text.
+    /// Reads tokenizer_config.json. If given, `file` (the text of chat_template.jinja) replaces its default template.
+    /// Templates are not parsed before they are rendered, so that a checkpoint with an unsupported template can still
+    /// complete text.
     pub(super) fn new(config: &Map<String, Value>, file: Option<&str>) -> Result<Templates, TextError> {
         let sources = Sources::read(config, file)?;
         let mut names: Vec<String> = sources.templates.iter().map(|(name, _)| name.clone()).collect();
@@ -156,7 +159,7 @@ impl Templates {
             let alone = worker.calls() == 0;
             let mut call = || worker.call(&frame, &cancel, QUESTION, &mut |_| Vec::new());
             let answered = match call() {
-                // What earlier jobs have left was in its way.
+                // The failure may be due to what earlier jobs left in the worker, so try once more in a new process.
                 Err(failure) if failure.may_be_others(alone) && !cancel.is_cancelled() => call(),
                 answered => answered,
             };
@@ -183,7 +186,7 @@ impl Templates {
     }
 }
 
-/// Whether there is a template of that name.
+/// Checks that a template with this name exists.
 fn known<'a>(names: impl Iterator<Item = &'a str>, name: &str) -> Result<(), TextError> {
     let names: Vec<&str> = names.collect();
     match names.contains(&name) {
@@ -193,17 +196,17 @@ fn known<'a>(names: impl Iterator<Item = &'a str>, name: &str) -> Result<(), Tex
     }
 }
 
-/// A worker's side.
+/// The worker's side: renders templates inside a worker process.
 pub(crate) struct Service {
     environment: Environment<'static>,
     sources: BTreeMap<String, String>,
-    /// By name; one that did not compile is kept as what was wrong with it.
+    /// The result of compiling each template used so far, by name. A failure keeps its error message.
     compiled: BTreeMap<String, Result<(), String>>,
     tokens: Map<String, Value>,
 }
 
 impl Service {
-    /// From the first frame.
+    /// Parses the first frame, without its first byte.
     pub(crate) fn new(first: &[u8]) -> serde_json::Result<Service> {
         Ok(Service::of(serde_json::from_slice(first)?))
     }
@@ -213,7 +216,7 @@ impl Service {
         Service { environment: environment(), sources, compiled: BTreeMap::new(), tokens }
     }
 
-    /// Answers a frame.
+    /// Answers a request frame.
     pub(crate) fn answer(&mut self, frame: &[u8]) -> Vec<u8> {
         let answer = match serde_json::from_slice(frame) {
             Ok(Ask { name, messages, options }) => self.render(&name, &messages, &options),
@@ -243,7 +246,7 @@ impl Service {
         }
         variables.insert("messages", Jinja::from_serialize(messages));
         variables.insert("add_generation_prompt", options.add_generation_prompt.into());
-        // transformers defines both, as None.
+        // transformers defines both variables as None.
         variables.entry("tools").or_insert(Jinja::from(()));
         variables.entry("documents").or_insert(Jinja::from(()));
         let template = match self.environment.get_template(name) {
@@ -263,10 +266,10 @@ impl Service {
     }
 }
 
-/// Marks an error that the template raised on purpose.
+/// The prefix of errors that the template raised on purpose, with `raise_exception`.
 const RAISED: &str = "raised: ";
 
-/// Jinja as transformers sets it up.
+/// Creates a Jinja environment configured like that of transformers.
 fn environment() -> Environment<'static> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
@@ -284,7 +287,8 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// `{% generation %}` marks the assistant's text for training; it renders as nothing.
+/// Replaces `{% generation %}` blocks, which mark the assistant's text for training and render as their contents, by
+/// `{% if true %}` blocks.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -296,7 +300,7 @@ fn without_generation_tags(source: &str) -> String {
             return out;
         };
         let (tag, after) = tag.split_at(end + 2);
-        // Between the brackets, without the signs that control white space.
+        // The tag's text between the delimiters, without the whitespace-control signs.
         let word = tag[2..end].trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
         match word {
             "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
@@ -309,7 +313,7 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-/// JSON as Python writes it: no HTML escapes, a space after commas and colons.
+/// Writes JSON like Python does: without HTML escapes, with a space after commas and colons.
 fn tojson(value: &Jinja, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let sorted: Option<bool> = options.get("sort_keys")?;
@@ -335,7 +339,7 @@ fn tojson(value: &Jinja, options: Kwargs) -> Result<String, Error> {
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error))
 }
 
-/// Python's default separators.
+/// A JSON formatter with Python's default separators.
 struct OneLine;
 
 impl serde_json::ser::Formatter for OneLine {
@@ -368,12 +372,12 @@ const MONTHS: [&str; 12] = [
 ];
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
-/// C's `strftime` in UTC and English, for the directives that templates use; others stay as
-/// they are.
+/// Formats a time like C's `strftime`, in UTC and English. Supports the directives that templates use; others are left
+/// unchanged.
 fn strftime(seconds: u64, format: &str) -> String {
     let days = (seconds / 86_400) as i64;
     let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    // Days to date in the proleptic Gregorian calendar, with years that begin in March.
+    // Converts days since 1970 to a date in the proleptic Gregorian calendar, using years that begin in March.
     let shifted = days + 719_468;
     let era = shifted.div_euclid(146_097);
     let of_era = shifted.rem_euclid(146_097);
@@ -447,7 +451,7 @@ fn strftime(seconds: u64, format: &str) -> String {
 mod tests {
     use super::*;
 
-    /// What a worker does, in this process.
+    /// Renders templates in this process, like a worker does.
     struct Here(std::cell::RefCell<Service>);
 
     impl Here {

@@ -1,39 +1,38 @@
-//! Stop strings over a stream of text. Pure: text in, text out.
+//! Stop string matching over a stream of text. Pure: text in, text out.
 
-/// Cuts a text before the first stop string, however the text is cut into pieces.
+/// Cuts a text before its first stop string, independent of how the text is split into pieces.
 ///
-/// The first match is the one that is complete first; of several that are complete at the same
-/// place, the longest. So the result does not depend on the pieces, and nothing waits longer
-/// than it takes to tell.
+/// The first match is the one that is completed first; of several completed at the same position, the longest. Text is
+/// held back only as long as it may still be the beginning of a stop string.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
-    /// None of them empty.
+    /// The stop strings; none of them is empty.
     stops: Vec<String>,
-    /// Text that may be the beginning of a stop string.
+    /// Held-back text that may be the beginning of a stop string.
     held: String,
-    /// A stop string that is complete within so many bytes of it does not count.
+    /// A stop string that is completed within this many leading bytes of `held` is ignored.
     passed: usize,
-    /// Set by the first match; nothing comes out after it.
+    /// Set by the first match. There is no output after it.
     stopped: bool,
 }
 
-/// What a piece of text became.
+/// The result of pushing a piece of text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Passed {
-    /// Text that is certainly before any stop string.
+    /// Text that certainly precedes any stop string.
     pub text: String,
-    /// The stop string that was met; its text is not in `text`.
+    /// The stop string that was matched. Its text is not included in `text`.
     pub stopped: Option<String>,
 }
 
 impl StopStrings {
-    /// Watches for these; empty ones are ignored.
+    /// Creates a matcher for these stop strings. Empty strings are ignored.
     pub fn new(stops: Vec<String>) -> StopStrings {
         let stops = stops.into_iter().filter(|stop| !stop.is_empty()).collect();
         StopStrings { stops, held: String::new(), passed: 0, stopped: false }
     }
 
-    /// Takes the next piece.
+    /// Takes the next piece of text.
     pub fn push(&mut self, piece: &str) -> Passed {
         if self.stopped {
             return Passed::default();
@@ -49,14 +48,15 @@ impl StopStrings {
         Passed { text: self.release(), stopped: None }
     }
 
-    /// Takes the next piece where no stop string counts that is complete in it; one that begins in it may count later.
+    /// Takes the next piece of text, ignoring stop strings that are completed in it. A stop string that begins in it
+    /// may still match later.
     pub fn pass(&mut self, piece: &str) -> String {
         self.held.push_str(piece);
         self.passed = self.held.len();
         self.release()
     }
 
-    /// What cannot be the beginning of a stop string.
+    /// Releases all held text except what may be the beginning of a stop string.
     fn release(&mut self) -> String {
         let keep = self.stops.iter().map(|stop| begun(&self.held, stop)).max().unwrap_or(0);
         let held = self.held.split_off(self.held.len() - keep);
@@ -65,12 +65,12 @@ impl StopStrings {
         text
     }
 
-    /// The text that was held back, now that nothing follows.
+    /// Returns the held-back text when no more text follows.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 
-    /// Whether a stop string was met.
+    /// Whether a stop string was matched.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }
@@ -80,7 +80,7 @@ impl StopStrings {
             .iter()
             .filter_map(|stop| {
                 let ends_late = |start: &usize| start + stop.len() > self.passed;
-                // Matches may overlap: each place is looked at.
+                // Matches may overlap, so every position is tried.
                 let starts = self.held.char_indices().map(|(start, _)| start);
                 let found = |start: &usize| self.held[*start..].starts_with(stop.as_str()) && ends_late(start);
                 starts.into_iter().find(found).map(|start| (start, stop.as_str()))
@@ -89,7 +89,7 @@ impl StopStrings {
     }
 }
 
-/// How many bytes at the end of `text` are the beginning of `stop` (less than all of it).
+/// Returns the length in bytes of the longest suffix of `text` that is a proper prefix of `stop`.
 fn begun(text: &str, stop: &str) -> usize {
     let longest = text.len().min(stop.len() - 1);
     (1..=longest)
@@ -132,7 +132,7 @@ mod tests {
     fn what_was_complete_early_does_not_count_and_what_began_early_does() {
         let mut watch = StopStrings::new(vec!["abcd".to_owned(), "bc".to_owned()]);
         assert_eq!(watch.pass("x bc y abc"), "x bc y ");
-        // "bc" was complete before; "abcd" is now.
+        // "bc" was completed earlier and is ignored; "abcd" is completed now.
         let passed = watch.push("d");
         assert_eq!((passed.text.as_str(), passed.stopped.as_deref()), ("", Some("abcd")));
         let mut watch = StopStrings::new(vec!["abcd".to_owned(), "bc".to_owned()]);
@@ -153,7 +153,8 @@ mod tests {
         assert_eq!(run(&["aab"], &["a", "a", "a", "b"]), ("a".to_owned(), Some("aab".to_owned())));
     }
 
-    /// By definition: the shortest beginning of the text that ends with a stop string, without it.
+    /// The reference implementation: finds the shortest prefix of the text that ends with a stop string, and returns it
+    /// without that stop string.
     fn by_definition(text: &str, stops: &[String]) -> (String, Option<String>) {
         for end in (0..=text.len()).filter(|&end| text.is_char_boundary(end)) {
             let longest =

@@ -1,44 +1,47 @@
-//! From token ids to text, one id at a time, without ever splitting a character and without
-//! decoding from the beginning. Deliberately absent: stop strings.
+//! Incremental detokenization: converts token ids to text one id at a time, without splitting a character and without
+//! decoding from the beginning each time.
+//!
+//! Not here: stop strings.
 
 use super::Text;
 
-/// What a decoder puts in place of bytes that are no (complete) character.
+/// The character that a decoder substitutes for bytes that are not a complete character.
 const REPLACEMENT: char = '\u{FFFD}';
 
-/// A window that has not become complete after so many tokens holds damaged bytes, not the
-/// beginning of a character; it is let go so that a step's work stays bounded.
+/// The maximum number of tokens in an incomplete window. A longer one contains invalid bytes rather than the beginning
+/// of a character, and is emitted so that the work of a step stays bounded.
 const WINDOW_TOKENS: usize = 256;
 
-/// Tokens of context at most. Context of white space alone is extended until it has something else, as decoders may
-/// remove what a text begins with.
+/// The maximum number of context tokens. Context that is only white space is extended until it contains something else,
+/// because decoders may strip white space at the beginning of a text.
 const CONTEXT_TOKENS: usize = 64;
 
-/// Tokens of the prompt's end that are pushed first, at least: enough to find the beginning of a character, and some
-/// that are not white space.
+/// The minimum number of tokens from the end of a prompt that are pushed first: enough to find the beginning of a
+/// character, and some that are not white space.
 const PROMPT_TOKENS: usize = 8;
 
-/// The longest character has as many bytes, and so many tokens at most.
+/// The maximum number of bytes of a UTF-8 character, and so the maximum number of its tokens.
 const CHARACTER_TOKENS: usize = 4;
 
-/// The detokenizer of one sequence.
+/// The incremental detokenizer of one sequence.
 ///
-/// Only a window of ids is decoded: those after the last point at which the text was complete,
-/// and before them, as context, those of the last delta (decoders treat the first token of a
-/// text differently: SentencePiece's remove its space). A delta is what the window's text has gained, without
-/// replacement characters at its end: the next ids may turn those into a character. Joined, the deltas and
-/// the rest from `finish` are the text of all ids, without the special ones where not asked for. Behind a prompt
-/// ([`TextStream::after`]) they are what the text of the prompt and all ids has beyond the prompt's.
+/// Only a window of ids is decoded: those after the last point at which the text was complete and, before them, the ids
+/// of the last delta as context. (Decoders treat the first token of a text differently: those of SentencePiece remove
+/// its leading space.) A delta is the text that the window has gained, without trailing replacement characters, because
+/// the next ids may turn those into a character. The concatenation of all deltas and the rest from `finish` is the text
+/// of all ids, without special tokens unless they were requested. After a prompt ([`TextStream::after`]), it is the
+/// part of the text of prompt and ids together that follows the prompt's text.
 #[derive(Clone, Debug)]
 pub struct TextStream {
     text: Text,
-    /// Special tokens are text too.
+    /// Whether special tokens are included in the text.
     special: bool,
-    /// Context, then what is not complete; grows by `push`, shrinks when complete.
+    /// The context ids followed by the ids whose text is incomplete. Grows with each `push`; shrinks when the text is
+    /// complete.
     window: Vec<u32>,
-    /// How many ids at the beginning of `window` are context.
+    /// The number of context ids at the beginning of `window`.
     context: usize,
-    /// The part of the window's text that is context or has been handed out.
+    /// The part of the window's text that is context or has already been returned.
     emitted: String,
 }
 
@@ -47,8 +50,8 @@ impl TextStream {
         TextStream { text, special, window: Vec::new(), context: 0, emitted: String::new() }
     }
 
-    /// The same for ids that follow a prompt: what they mean may depend on its last tokens. A character that the prompt
-    /// has only the beginning of comes out whole with the first ids.
+    /// Returns a detokenizer for ids that follow a prompt, because their text may depend on the prompt's last tokens. A
+    /// character that the prompt ends in the middle of is returned whole with the first ids.
     pub fn after(mut self, prompt: &[u32]) -> TextStream {
         let tail = prompt.iter().rev().copied().filter(|id| self.text.is_text(*id, self.special));
         let mut tail: Vec<u32> = tail.take(CONTEXT_TOKENS).collect();
@@ -59,8 +62,9 @@ impl TextStream {
         self
     }
 
-    /// Where to begin in the last tokens of a prompt: far enough from their end, at something that is not white space,
-    /// and not inside a character. (The bytes of one that lacks its beginning would spoil those that come.)
+    /// Returns the index in `tail`, the last tokens of a prompt, at which to begin: at least PROMPT_TOKENS from the
+    /// end, at text that is not white space, and not inside a character. (The bytes of a character without its
+    /// beginning would spoil the ones that follow.) Returns 0 if there is no such index.
     fn beginning(&self, tail: &[u32]) -> usize {
         let begins = |at: usize| {
             (1..=CHARACTER_TOKENS.min(tail.len() - at))
@@ -70,7 +74,7 @@ impl TextStream {
         (0..=tail.len().saturating_sub(PROMPT_TOKENS)).rev().find(|at| *at < tail.len() && begins(*at)).unwrap_or(0)
     }
 
-    /// Takes the next id; the text that it completes, if any.
+    /// Takes the next id and returns the text that it completes, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
         if !self.text.is_text(id, self.special) {
             return None;
@@ -91,10 +95,10 @@ impl TextStream {
         Some(delta)
     }
 
-    /// All of the window is context now: keeps the end of it, which begins where a delta has begun.
+    /// Makes the whole window context and trims it to its end, beginning where a delta began.
     fn shorten(&mut self) {
         let last = self.text.window(&self.window[self.context..], self.special);
-        // By itself it may have lost its beginning: more than that must be left.
+        // Text of only white space may be stripped when decoded by itself, so keep more context than that.
         if last.trim().is_empty() {
             self.window.drain(..if self.window.len() > CONTEXT_TOKENS { CONTEXT_TOKENS / 2 } else { 0 });
             self.emitted = self.text.window(&self.window, self.special);
@@ -105,7 +109,7 @@ impl TextStream {
         self.context = self.window.len();
     }
 
-    /// The rest of the text: what never became a character is `U+FFFD`.
+    /// Returns the rest of the text. Bytes that never became a character are `U+FFFD`.
     pub fn finish(&mut self) -> String {
         let decoded = self.text.window(&self.window, self.special);
         let rest = gained(&self.emitted, &decoded).to_owned();
@@ -116,8 +120,8 @@ impl TextStream {
     }
 }
 
-/// What `decoded` has beyond `emitted`. Text that was handed out cannot be taken back: where a
-/// decoder has changed its mind about it, as many characters are skipped as were handed out.
+/// Returns the part of `decoded` that follows `emitted`. Text that was already returned cannot be changed: if the
+/// decoder now decodes it differently, the same number of characters is skipped.
 fn gained<'a>(emitted: &str, decoded: &'a str) -> &'a str {
     decoded
         .strip_prefix(emitted)

@@ -1,4 +1,5 @@
-//! libFuzzer's way into the target of this name. A panic ends the fuzzer, but for those that the service makes an error of.
+//! Entry point of libFuzzer for the target `tokenizer`. A panic ends the fuzzer, except for panics that the service
+//! turns into errors.
 #![no_main]
 
 use ostinato_fuzz::READING;

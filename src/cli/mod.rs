@@ -52,7 +52,7 @@ enum Command {
     /// List the models of a running server, or load or unload one while it serves the others.
     Models(models::Models),
     /// Create an access token for a client, and print the entry for the server's token file.
-    Token(token::Token),
+    Token(token::TokenArgs),
     /// Generate text once, in this process or on a server.
     Generate(Box<generate::Generate>),
     /// Measure prompt and decode speed, compared with the device's maximum read bandwidth, or measure a server under

@@ -9,7 +9,7 @@ use crate::kernels::recording::Recording;
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::skinny::Matrices;
 use crate::memory::pack::Format;
-use crate::memory::{Arena, Place, Table};
+use crate::memory::{Arena, BufferTable, Place};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
         return Ok(None);
     }
     let mut recording = Recording::new("lanes");
-    let mut table = Table::new();
+    let mut table = BufferTable::new();
     let mut found = Vec::new();
     for format in [Format::Bf16, Format::F16] {
         let name = format!("lanes.{format:?}");

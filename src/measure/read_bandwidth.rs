@@ -7,7 +7,7 @@ use crate::gpu::timing::time_regions;
 use crate::kernels::bench;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
-use crate::memory::{Arena, Place, Table};
+use crate::memory::{Arena, BufferTable, Place};
 use std::sync::Arc;
 
 /// Bytes a second that the device reads, median of several sweeps over a buffer far larger than
@@ -21,7 +21,7 @@ pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64
     let bytes = wanted.min(adapter.capabilities.max_allocation_bytes / 2).min(device.budget().free_bytes() / 2);
     let recording = bench::read_ceiling(bytes, threads);
     let data_bytes = recording.buffers[0].bytes;
-    let mut table = Table::new();
+    let mut table = BufferTable::new();
     let mut init = Recording::new("init");
     for decl in &recording.buffers {
         table.add(arena.buffer(&decl.name, decl.bytes, Place::DeviceLocal)?)?;

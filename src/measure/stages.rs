@@ -14,7 +14,7 @@ use crate::kernels::recording::{Call, Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::state;
 use crate::memory::pack::Format;
-use crate::memory::{Arena, Place, Table};
+use crate::memory::{Arena, BufferTable, Place};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use crate::model::decoder::{Decoder, RingLayout, Shape, Tuning};
 use std::sync::Arc;
@@ -179,7 +179,7 @@ pub fn stages(
     let mut recordings: Vec<&Recording> = vec![&whole, &step];
     recordings.extend(tried.iter().map(|(_, group)| group));
     let mut init = Recording::new("init");
-    let mut table = Table::new();
+    let mut table = BufferTable::new();
     for (name, bytes) in buffer_sizes(&recordings) {
         let place = if name == "state" { Place::Upload { bar: true } } else { Place::DeviceLocal };
         let buffer = arena.buffer(&name, bytes, place)?;

@@ -22,7 +22,7 @@ use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
 use crate::kernels::state::{self, SlotInit};
-use crate::memory::{Buffer, Place, Table};
+use crate::memory::{Buffer, BufferTable, Place};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::{Decoder, Shape, Tuning};
 use std::collections::BTreeMap;
@@ -148,7 +148,7 @@ pub fn tune(
     let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Phases)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
-    let (unseen, wanted) = (tracing::Span::none(), AtomicBool::new(false));
+    let (diagnose_no_gpu, wanted) = (tracing::Span::none(), AtomicBool::new(false));
     let of = |tune| Build {
         name: "tune",
         model: &model,
@@ -159,7 +159,7 @@ pub fn tune(
         tune,
         tuned: &none,
         progress,
-        span: &unseen,
+        span: &diagnose_no_gpu,
         beside: false,
         cancelled: &wanted,
     };
@@ -441,7 +441,7 @@ struct Bench<'a> {
     device: Arc<Device>,
     device_name: String,
     compute: Arc<Compute>,
-    table: Table,
+    table: BufferTable,
     pipelines: Pipelines,
     /// Points that the first submission waits for.
     ready: Vec<Point>,

@@ -1,7 +1,7 @@
 //! Engine values as messages. Deliberately absent: decisions.
 
 use super::proto;
-use crate::actors::loader::{LoadReport, Worker};
+use crate::actors::loader::{LoadReport, WorkerReport};
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
 use crate::device::Point;
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
@@ -134,7 +134,7 @@ fn region(region: &RegionSpan) -> proto::RegionRun {
 
 /// How weights came to a device.
 pub fn load_report(report: &LoadReport) -> proto::Load {
-    let worker = |worker: &Worker| proto::load::Worker {
+    let worker = |worker: &WorkerReport| proto::load::Worker {
         begin_ns: worker.begin.0,
         end_ns: worker.end.0,
         read_seconds: worker.read.as_secs_f64(),

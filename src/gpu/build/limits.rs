@@ -8,7 +8,7 @@ use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
-use crate::memory::plan::{self, Entry, KvRequest, Limits, Pages, Plan, Purpose, Side};
+use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part};
 
@@ -103,7 +103,7 @@ impl Build<'_> {
     ) -> Result<Plan, StartError> {
         let budget = self.opened.device.budget();
         let capabilities = &self.adapter.capabilities;
-        let limits = Limits {
+        let limits = MemoryLimits {
             device: self.adapter.name.clone(),
             free_bytes: self.opened.free_bytes(&budget),
             total_bytes: budget.heap_bytes,
@@ -121,12 +121,12 @@ impl Build<'_> {
             .collect();
         let (slots, bytes) = staging(self.adapter);
         let mut entries = vec![
-            Entry::of_buffers(
+            PlanEntry::of_buffers(
                 Purpose::Weights,
                 Side::Device,
                 weights.iter().map(|part| (part.name.as_str(), part.bytes)),
             ),
-            Entry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
+            PlanEntry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
         ];
         for (wanted, side) in [
             (Purpose::State, Side::Device),
@@ -136,7 +136,7 @@ impl Build<'_> {
         ] {
             let of =
                 sizes.iter().filter(|(name, _)| purpose(name) == wanted).map(|(name, bytes)| (name.as_str(), *bytes));
-            let mut entry = Entry::of_buffers(wanted, side, of);
+            let mut entry = PlanEntry::of_buffers(wanted, side, of);
             if wanted == Purpose::Recurrent {
                 let (slots, cells) = (probe.state.slots, u64::from(probe.cells));
                 let of = |count: u64, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });

@@ -8,7 +8,7 @@ mod overlap_test;
 pub(crate) mod recordings;
 
 use crate::actors::compute::Submission;
-use crate::actors::loader::{Load, LoadError, LoadPlan, LoadReport, LoadTensor, Source};
+use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, TensorSource, WeightLoad};
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
@@ -30,7 +30,7 @@ use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::skinny::Matrices;
 use crate::memory::pack::Packing;
 use crate::memory::plan::{Purpose, Side};
-use crate::memory::{Place, Table, WeightFile};
+use crate::memory::{BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
 use crate::model::decoder::{self, Decoder, Part};
 use crate::replica::MemoryUse;
@@ -81,7 +81,7 @@ pub(crate) struct Build<'a> {
 pub(crate) struct PreparedModel<'a> {
     pub(crate) decoder: Decoder<'a>,
     pub(crate) recordings: Recordings,
-    pub(crate) table: Table,
+    pub(crate) table: BufferTable,
     pub(crate) pipelines: Pipelines,
     pub(crate) loading: Loading,
     /// What memory was planned for.
@@ -99,7 +99,7 @@ pub(crate) struct Loading {
 }
 
 /// Weights on their way. Dropped before they are there, it waits until nobody uses their buffers any more.
-struct Weights(Option<Load>);
+struct Weights(Option<WeightLoad>);
 
 impl Drop for Weights {
     fn drop(&mut self) {
@@ -149,7 +149,7 @@ impl Build<'_> {
         let recordings = Recordings::new(&decoder, &buckets, self.draft_sequences());
         let all = recordings.all();
 
-        let mut table = Table::new();
+        let mut table = BufferTable::new();
         let mut init = Recording::new("init");
         let weights: Vec<(&WeightSpec, Vec<Part>)> =
             decoder.weights.iter().map(|weight| (weight, decoder.parts(weight))).collect();
@@ -356,8 +356,8 @@ impl Build<'_> {
         &self,
         decoder: &Decoder<'_>,
         weights: &[(&WeightSpec, Vec<Part>)],
-        table: &Table,
-    ) -> Result<Load, StartError> {
+        table: &BufferTable,
+    ) -> Result<WeightLoad, StartError> {
         // Those whose headers were read, and not what may have been put in their place since.
         let stamps: HashMap<&Path, &Stamp> =
             self.checkpoint.files.iter().map(|file| (&*file.path, &file.stamp)).collect();
@@ -437,7 +437,7 @@ impl Build<'_> {
 }
 
 /// The rows of a source that lie in a part of its weight.
-fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Source> {
+fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<TensorSource> {
     let format = decoder::format(source.dtype);
     let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
     let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
@@ -446,7 +446,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Source
     if from >= to {
         return None;
     }
-    Some(Source {
+    Some(TensorSource {
         file,
         offset: source.offset + from * u64::from(source.cols) * format.bytes() as u64,
         rows: (to - from) as u32,

@@ -10,7 +10,7 @@ use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state::{self, RingEntry, SlotInit};
-use crate::memory::{Buffer, Table};
+use crate::memory::{Buffer, BufferTable};
 use crate::model::decoder::Decoder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ struct Outcome {
 pub(crate) fn test_overlap(
     build: &Build<'_>,
     decoder: &Decoder<'_>,
-    table: &Table,
+    table: &BufferTable,
     probe: &Probe<'_>,
     decode: &mut BTreeMap<u32, DecodeRegions>,
 ) -> Result<u32, StartError> {
@@ -206,7 +206,7 @@ impl Test<'_> {
     }
 
     /// Leaves the device's state as it was before.
-    fn reset(&self, table: &Table) -> Result<(), StartError> {
+    fn reset(&self, table: &BufferTable) -> Result<(), StartError> {
         let mut reset = Recording::new("reset after test");
         let to = [self.decoder.state.all(&mut reset), reset.buffer("step", 4)];
         reset.ops.extend(to.map(|to| Op::Fill { to, word: 0 }));

@@ -78,16 +78,16 @@ impl View for Machine {
 /// The reasons for which no GPU is found, as far as they can be determined from outside the drivers. It is the source
 /// of errors about devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unseen {
+pub struct NoGpuDiagnosis {
     /// The kind of container; `None` outside a container.
     container: Option<&'static str>,
     /// What is missing, one sentence per item.
     findings: Vec<String>,
 }
 
-impl std::error::Error for Unseen {}
+impl std::error::Error for NoGpuDiagnosis {}
 
-impl fmt::Display for Unseen {
+impl fmt::Display for NoGpuDiagnosis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = self.container.map(|kind| format!(" in this container ({kind})")).unwrap_or_default();
         if self.findings.is_empty() {
@@ -103,7 +103,7 @@ impl fmt::Display for Unseen {
 }
 
 /// Returns why no adapter is a GPU; `None` if at least one is, even a refused one.
-pub fn unseen(adapters: &[Adapter]) -> Option<Unseen> {
+pub fn diagnose_no_gpu(adapters: &[Adapter]) -> Option<NoGpuDiagnosis> {
     let gpu = adapters.iter().any(|adapter| !adapter.is_cpu());
     // A refused GPU states its own reason.
     (!gpu).then(|| look(&Machine))
@@ -113,19 +113,19 @@ pub fn unseen(adapters: &[Adapter]) -> Option<Unseen> {
 /// why that may be.
 pub fn choose<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Result<&'a Adapter, DeviceError> {
     select(adapters, selector).map_err(|mut error| {
-        if let DeviceError::NoMatch { unseen: cause, .. } | DeviceError::MustChoose { unseen: cause, .. } = &mut error {
-            *cause = unseen(adapters).map(Box::new);
+        if let DeviceError::NoMatch { no_gpu: cause, .. } | DeviceError::MustChoose { no_gpu: cause, .. } = &mut error {
+            *cause = diagnose_no_gpu(adapters).map(Box::new);
         }
         error
     })
 }
 
 /// Returns the diagnosis for the case that no driver could be loaded, so that there is no list of adapters.
-pub(super) fn no_driver() -> Unseen {
+pub(super) fn no_driver() -> NoGpuDiagnosis {
     look(&Machine)
 }
 
-fn look(view: &dyn View) -> Unseen {
+fn look(view: &dyn View) -> NoGpuDiagnosis {
     let container = container(view);
     let inside = container.is_some();
     let mut findings = Vec::new();
@@ -170,7 +170,7 @@ fn look(view: &dyn View) -> Unseen {
         ));
     }
     findings.extend(devices(view, inside));
-    Unseen { container, findings }
+    NoGpuDiagnosis { container, findings }
 }
 
 fn container(view: &dyn View) -> Option<&'static str> {
@@ -330,5 +330,5 @@ fn group_name(view: &dyn View, group: u32) -> Option<String> {
 }
 
 #[cfg(test)]
-#[path = "visible_tests.rs"]
+#[path = "diagnose_tests.rs"]
 mod tests;

@@ -8,7 +8,7 @@
 use crate::device::point::{Point, Role};
 use std::collections::VecDeque;
 
-struct Held<T> {
+struct DeferredBatch<T> {
     last: u64,
     waits: Vec<Point>,
     item: T,
@@ -22,12 +22,12 @@ pub(super) struct Lanes<T> {
     reserved: [u64; 2],
     /// The last timeline value whose signal was submitted.
     submitted: [u64; 2],
-    held: [VecDeque<Held<T>>; 2],
+    held: [VecDeque<DeferredBatch<T>>; 2],
 }
 
 /// The refusal of a batch that could never run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Never {
+pub(super) struct Unsatisfiable {
     pub(super) wait: Point,
     pub(super) reason: &'static str,
 }
@@ -49,25 +49,25 @@ impl<T> Lanes<T> {
     }
 
     /// The number of batches that are held back.
-    pub(super) fn held(&self) -> usize {
+    pub(super) fn deferred(&self) -> usize {
         self.held.iter().map(VecDeque::len).sum()
     }
 
     /// Adds a batch that signals the next `signals` values of its lane. Returns the batches to submit now, in this
     /// order: none, this batch, or this batch and others that waited for it. On refusal nothing has changed.
-    pub(super) fn offer(
+    pub(super) fn enqueue(
         &mut self,
         role: Role,
         signals: u64,
         waits: &[Point],
         item: T,
-    ) -> Result<Vec<(Role, T)>, Never> {
+    ) -> Result<Vec<(Role, T)>, Unsatisfiable> {
         let lane = role.index();
         if let Some(&wait) = waits.iter().find(|w| w.role == role && w.value > self.reserved[lane]) {
-            return Err(Never { wait, reason: "it would wait for itself or for what comes after it" });
+            return Err(Unsatisfiable { wait, reason: "it would wait for itself or for what comes after it" });
         }
         let last = self.reserved[lane] + signals;
-        self.held[lane].push_back(Held { last, waits: waits.to_vec(), item });
+        self.held[lane].push_back(DeferredBatch { last, waits: waits.to_vec(), item });
         self.reserved[lane] = last;
         let mut ready = Vec::new();
         while let Some(role) = Role::ALL.into_iter().find(|role| self.can_go(*role)) {
@@ -77,10 +77,10 @@ impl<T> Lanes<T> {
             }
         }
         // Nothing that was just submitted can be part of a cycle, so `ready` is empty if the batch is refused.
-        if let Some(wait) = self.circle() {
+        if let Some(wait) = self.find_deadlock() {
             self.held[lane].pop_back();
             self.reserved[lane] -= signals;
-            return Err(Never { wait, reason: "what it waits for waits for it" });
+            return Err(Unsatisfiable { wait, reason: "what it waits for waits for it" });
         }
         Ok(ready)
     }
@@ -90,14 +90,14 @@ impl<T> Lanes<T> {
     }
 
     /// Returns the waits of a batch for signals of this queue that have not been submitted.
-    fn blocking<'a>(&'a self, batch: &'a Held<T>) -> impl Iterator<Item = Point> + 'a {
+    fn blocking<'a>(&'a self, batch: &'a DeferredBatch<T>) -> impl Iterator<Item = Point> + 'a {
         let open = |w: &Point| self.served[w.role.index()] && w.value > self.submitted[w.role.index()];
         batch.waits.iter().copied().filter(open)
     }
 
     /// Detects a deadlock: both lane heads wait for values that the other lane has already reserved, so neither can
     /// ever be submitted. Returns such a wait of the second lane's head.
-    fn circle(&self) -> Option<Point> {
+    fn find_deadlock(&self) -> Option<Point> {
         let stuck = |lane: usize| {
             let given = |w: &Point| w.value <= self.reserved[w.role.index()];
             self.held[lane].front().and_then(|batch| self.blocking(batch).find(given))
@@ -107,5 +107,5 @@ impl<T> Lanes<T> {
 }
 
 #[cfg(test)]
-#[path = "hold_tests.rs"]
+#[path = "submit_order_tests.rs"]
 mod tests;

@@ -90,7 +90,7 @@ fn configure(folder: &Path, changes: serde_json::Value) {
 }
 
 fn model(vulkan: &Vulkan, folder: &Path) -> Model {
-    Model::new("m", folder, Some(&vulkan.adapter(Driver::Lavapipe).uuid))
+    Model::new("m", folder, Some(vulkan.adapter(Driver::Lavapipe).selector()))
 }
 
 fn start(vulkan: &Vulkan, models: Vec<Model>) -> Result<Host, StartError> {
@@ -429,7 +429,7 @@ fn an_unknown_device_is_refused_before_anything_is_opened() {
     let good = model(&vulkan, &fixture("llama-plain"));
     let elsewhere = Model {
         name: "n".to_owned(),
-        replicas: vec![config::Replica { device: Some("GeForce 256".to_owned()), memory_limit: None }],
+        replicas: vec![config::Replica { device: Some("GeForce 256".parse().expect("a name")), memory_limit: None }],
         ..good.clone()
     };
     let error = refused(&vulkan, vec![good, elsewhere]);

@@ -27,7 +27,7 @@ fn serve(vulkan: &Vulkan, kv_pages: u32) -> Host {
 }
 
 fn serve_with(vulkan: &Vulkan, kv_pages: u32, prefix_cache: bool) -> Host {
-    let mut model = Model::new("m", fixture(CHECKPOINT), Some(&vulkan.adapter(Driver::first()).uuid));
+    let mut model = Model::new("m", fixture(CHECKPOINT), Some(vulkan.adapter(Driver::first()).selector()));
     model.slots = Some(4);
     model.kv_pages = Some(kv_pages);
     model.kv_format = Some(KvFormat::F32);
@@ -200,7 +200,7 @@ fn streams_of_a_wide_batch_draw_what_they_draw_alone_or_part_at_a_tie() {
     let given = std::env::var_os("OSTINATO_TEST_CHECKPOINT").map(std::path::PathBuf::from);
     let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/model");
     let folder = given.unwrap_or(demo);
-    let mut model = Model::new("m", folder, Some(&vulkan.adapter(Driver::first()).uuid));
+    let mut model = Model::new("m", folder, Some(vulkan.adapter(Driver::first()).selector()));
     let (streams, tokens) = WIDE[usize::from(Driver::first() != Driver::Gpu)];
     model.slots = Some(streams + 1);
     model.context = Some(512);

@@ -1,7 +1,7 @@
 //! Tests of `Config` and its sources: the example file is valid, all problems are reported at once with key, rule and
 //! value, and the sources override each other in the documented order.
 
-use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Sources, from_sources, tokens};
+use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Selector, Sources, from_sources, tokens};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -107,7 +107,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
         [[models]]
         name = "a"
         path = "/models/a"
-        replicas = [{ device = "0" }, { device = " " }, { devise = "1" }]
+        replicas = [{ device = "0" }, { device = " " }, { devise = "1" }, { device = "pci:zz" }]
         kv_pages = 10
         kv_memory = "1GiB"
 
@@ -132,7 +132,8 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert!(find("server.port").rule.contains("listen"));
     assert_eq!(find("telemetry.sample_ratio").value.as_deref(), Some("1.5"));
     assert!(find("telemetry.otlp_endpoint").rule.contains("http://"));
-    assert!(find("models[0].replicas[1].device").rule.contains("name a device"));
+    assert!(find("models[0].replicas[1].device").rule.contains("it is empty"));
+    assert!(find("models[0].replicas[3].device").rule.contains("a PCI address looks like"));
     assert!(find("models[0].replicas[2].devise").rule.contains("device"));
     assert!(find("models[0].kv_memory").rule.contains("kv_pages"));
     assert!(find("models[1].name").rule.contains("models[0].name"));
@@ -334,9 +335,9 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
     let config = from_sources(&sources).unwrap();
     assert_eq!(config.models[0].path, PathBuf::from("/b"));
     assert_eq!(config.models[0].context, Some(4096), "what is not an argument stays");
-    let devices: Vec<_> = config.models[0].replicas.iter().map(|replica| replica.device.as_deref()).collect();
-    assert_eq!(devices, [Some("1"), Some("2")], "the same name twice is two replicas");
-    assert_eq!(config.models[3], Model::new("c", "d", Some("cpu")));
+    let devices: Vec<_> = config.models[0].replicas.iter().map(|replica| replica.device.clone()).collect();
+    assert_eq!(devices, [Some(Selector::Index(1)), Some(Selector::Index(2))], "the same name twice is two replicas");
+    assert_eq!(config.models[3], Model::new("c", "d", Some(Selector::Cpu)));
 
     sources.models = ["c=/d", "c=/e"].map(|text| text.parse().unwrap()).into();
     let error = from_sources(&sources).unwrap_err().to_string();

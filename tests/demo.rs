@@ -91,7 +91,7 @@ impl Demo {
         let folder = demo::unpack(Path::new(path), Some(cache)).expect("a folder for the demo model");
         let text = Text::load(&folder).expect("the demo model's tokenizer").expect("it has one");
         let layers = Checkpoint::open(&folder).expect("the demo model").config.layers;
-        let mut model = Model::new("demo", path, Some(&vulkan.adapter(Driver::Lavapipe).uuid));
+        let mut model = Model::new("demo", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
         model.slots = Some(slots);
         match drafts {
             // The number of drafts stays at its default for a CPU driver.

@@ -8,7 +8,7 @@
 mod python;
 
 use crate::python::python;
-use ostinato::config::{Config, Model, Sources, from_sources};
+use ostinato::config::{Config, Model, Selector, Sources, from_sources};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -335,7 +335,7 @@ fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
         if let Some(model) = list(&service["command"]).last().and_then(Yaml::as_str) {
             let model: Model = model.parse().expect("NAME=DIR@DEVICE");
             assert_eq!((&model.name, &model.path), (&config.models[0].name, &config.models[0].path));
-            assert_eq!(model.replicas[0].device.as_deref(), Some("cpu"));
+            assert_eq!(model.replicas[0].device, Some(Selector::Cpu));
         }
     }
     assert_eq!(services, ["ostinato-nvidia", "ostinato-dri", "ostinato-cpu"]);

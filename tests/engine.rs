@@ -730,6 +730,7 @@ fn device(index: usize) -> DeviceInfo {
         name: format!("Fake Accelerator {}", 4000 + index),
         uuid: format!("0000000{index}-aaaa-bbbb-cccc-000000000000"),
         pci: Some(format!("0000:0{index}:00.0")),
+        is_cpu: false,
     }
 }
 

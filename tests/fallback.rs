@@ -21,7 +21,7 @@ use std::path::Path;
 /// printed.
 fn start_model(vulkan: &Vulkan, path: &str, drafts: Option<u32>, slots: u32, tune: &[&str]) -> (Host, Vec<String>) {
     let driver = Driver::first();
-    let mut model = Model::new("demo", path, Some(&vulkan.adapter(driver).uuid));
+    let mut model = Model::new("demo", path, Some(vulkan.adapter(driver).selector()));
     model.context = Some(128);
     model.slots = Some(slots);
     model.drafts = drafts;

@@ -485,7 +485,7 @@ fn structural_tags_that_are_not_served_are_refused_by_name() {
 
 /// Serves the demo model with these numbers of slots and KV pages and these tuning changes.
 fn serve(vulkan: &Vulkan, driver: Driver, slots: u32, kv_pages: u32, tune: &[&str]) -> Host {
-    let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(driver).uuid));
+    let mut model = Model::new("demo", DEMO_PATH, Some(vulkan.adapter(driver).selector()));
     model.context = Some(256);
     model.slots = Some(slots);
     model.kv_pages = Some(kv_pages);
@@ -632,7 +632,7 @@ fn a_fault_costs_a_constrained_row_nothing() {
     let (schema, check) = constraints().remove(0);
     let run = |tune: &[&str]| {
         let lines = Lines::default();
-        let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(Driver::first()).uuid));
+        let mut model = Model::new("demo", DEMO_PATH, Some(vulkan.adapter(Driver::first()).selector()));
         (model.context, model.slots) = (Some(256), Some(2));
         let mut config = Config { models: vec![model], ..Config::default() };
         config.runtime.tune =

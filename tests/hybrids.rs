@@ -43,7 +43,7 @@ impl Text {
 }
 
 fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
-    let mut model = Model::new("m", fixture(name), Some(&vulkan.adapter(Driver::Lavapipe).uuid));
+    let mut model = Model::new("m", fixture(name), Some(vulkan.adapter(Driver::Lavapipe).selector()));
     model.slots = Some(4);
     model.kv_format = Some(KvFormat::F32);
     let mut config = Config::default();

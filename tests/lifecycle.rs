@@ -5,7 +5,7 @@
 
 mod serving;
 
-use ostinato::config::{LoadWhen, Model};
+use ostinato::config::{LoadWhen, Model, Selector};
 use ostinato::host::ServedDevice;
 use ostinato::host::catalogue::LoadState;
 use ostinato::host::lifecycle::{LifecycleError, ModelChange};
@@ -42,7 +42,7 @@ struct Fakes(Arc<Control>);
 
 impl ModelSource for Fakes {
     fn check(&self, model: &Model) -> Result<(), BuildError> {
-        match model.replicas[0].device.as_deref() {
+        match model.replicas[0].device.as_ref().map(Selector::to_string).as_deref() {
             Some("missing") => Err(BuildError::new(BuildErrorKind::Invalid, "no such device")),
             _ => Ok(()),
         }

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const NOW: Duration = Duration::ZERO;
 
 fn small(name: &str, path: &Path, device: &str, load: LoadWhen) -> Model {
-    let mut model = Model::new(name, path, Some(device));
+    let mut model = Model::new(name, path, Some(device.parse().expect("a selector")));
     (model.load, model.slots, model.context, model.prefill_chunk) = (load, Some(2), Some(128), Some(64));
     model
 }

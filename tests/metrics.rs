@@ -358,7 +358,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
 async fn with_a_model() -> (Scrape, Scrape, bool) {
     let vulkan = Vulkan::without_validation();
     let driver = Driver::first();
-    let mut demo = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(driver).uuid));
+    let mut demo = Model::new("demo", DEMO_PATH, Some(vulkan.adapter(driver).selector()));
     demo.context = Some(128);
     demo.slots = Some(1);
     let mut config = Config { models: vec![demo], ..Config::default() };

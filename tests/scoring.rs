@@ -112,7 +112,7 @@ fn a_score_adds_up() {
 }
 
 fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
-    let mut model = Model::new("m", fixture(name), Some(&vulkan.adapter(Driver::first()).uuid));
+    let mut model = Model::new("m", fixture(name), Some(vulkan.adapter(Driver::first()).selector()));
     model.slots = Some(4);
     model.kv_format = Some(KvFormat::F32);
     let mut config = Config::default();

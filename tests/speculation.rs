@@ -22,7 +22,7 @@ fn folder() -> PathBuf {
 }
 
 fn serve(vulkan: &Vulkan, drafts: u32, slots: u32) -> Host {
-    let mut model = Model::new("hybrid", folder(), Some(&vulkan.adapter(Driver::Lavapipe).uuid));
+    let mut model = Model::new("hybrid", folder(), Some(vulkan.adapter(Driver::Lavapipe).selector()));
     model.kv_format = Some(KvFormat::F32);
     model.slots = Some(slots);
     model.context = Some(256);

@@ -22,7 +22,7 @@ const IDS: u32 = 1000;
 /// Serves the demo model with eight slots. The returned instance must be dropped after the server.
 async fn demo() -> (Served, Vulkan) {
     let vulkan = Vulkan::without_validation();
-    let mut model = Model::new("demo", DEMO_PATH, Some(&vulkan.adapter(Driver::first()).uuid));
+    let mut model = Model::new("demo", DEMO_PATH, Some(vulkan.adapter(Driver::first()).selector()));
     model.slots = Some(8);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = Some(Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned());

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use tonic::Request;
 
 fn demo(vulkan: &Vulkan, driver: Driver, name: &str) -> Host {
-    let mut model = Model::new(name, DEMO_PATH, Some(&vulkan.adapter(driver).uuid));
+    let mut model = Model::new(name, DEMO_PATH, Some(vulkan.adapter(driver).selector()));
     model.context = Some(128);
     model.slots = Some(2);
     let config = Config { models: vec![model], ..Config::default() };

@@ -29,13 +29,12 @@ fn fixtures() -> Vec<PathBuf> {
 }
 
 fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat) -> Host {
-    let uuid = vulkan.adapter(driver).uuid;
     let own = folder.join("config.json").exists();
     // For an embedded model the fixture folder has its name and contains only the expected output.
     let name = folder.file_name().map(Path::new).and_then(config::embedded);
     let path =
         if own { folder } else { Path::new(name.expect("a fixture is a checkpoint or of a model of the program")) };
-    let mut model = Model::new("fixture", path, Some(&uuid));
+    let mut model = Model::new("fixture", path, Some(vulkan.adapter(driver).selector()));
     model.kv_format = Some(kv);
     let config = Config { models: vec![model], ..Config::default() };
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))

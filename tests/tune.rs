@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// Returns the lines about tuned shapes that a start prints, and 12 tokens generated after a prompt.
 fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Vec<String>, Vec<u32>) {
-    let mut model = Model::new("demo", DEMO_PATH, Some(&adapter.uuid));
+    let mut model = Model::new("demo", DEMO_PATH, Some(adapter.selector()));
     model.context = Some(64);
     model.prefill_chunk = Some(16);
     let mut config = Config { models: vec![model], ..Config::default() };

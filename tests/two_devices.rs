@@ -28,7 +28,7 @@ fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
 }
 
 fn on(device: &str) -> Place {
-    Place { device: Some(device.to_owned()), memory_limit: None }
+    Place { device: Some(device.parse().expect("a selector")), memory_limit: None }
 }
 
 /// Generates through the host all tokens that are known for a checkpoint, and checks them.
@@ -48,8 +48,8 @@ fn two_models_run_on_two_devices_at_once() {
     let host = serve(
         &vulkan,
         vec![
-            Model::new("deep", fixture("llama-deep"), Some(&first.uuid)),
-            Model::new("seven", fixture("qwen3-gqa7"), Some(&second.uuid)),
+            Model::new("deep", fixture("llama-deep"), Some(first.selector())),
+            Model::new("seven", fixture("qwen3-gqa7"), Some(second.selector())),
         ],
     );
     let barrier = std::sync::Barrier::new(2);

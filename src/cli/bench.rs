@@ -4,8 +4,8 @@
 use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
-use crate::config::{Config, GpuTime, Model, file};
-use crate::device::{Adapter, Instance, InstanceOptions, Selector, choose};
+use crate::config::{Config, GpuTime, Model, Selector, file};
+use crate::device::{Adapter, Instance, InstanceOptions, choose};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
 use crate::gpu::devices::start_on;
 use crate::host::Host;
@@ -22,7 +22,6 @@ use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// Arguments of `ostinato bench`.
@@ -33,7 +32,7 @@ pub(crate) struct Bench {
     model: PathBuf,
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
     #[arg(long)]
-    device: Option<String>,
+    device: Option<Selector>,
     /// Prompt tokens; 0 skips the prompt test.
     ///
     /// If there are several streams, each one decodes after a prompt of this length. Their row shows the decode speed
@@ -143,8 +142,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     }
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
-    let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
-    let adapter = choose(&adapters, selector.as_ref())?.clone();
+    let adapter = choose(&adapters, args.device.as_ref())?.clone();
     let ceiling = read_ceiling(&instance, &adapter)?;
 
     let path =
@@ -154,7 +152,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         return print_stages(args, &instance, &adapter, &checkpoint, ceiling);
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
-    let mut model = Model::new("bench", args.model.clone(), Some(&adapter.uuid));
+    let mut model = Model::new("bench", args.model.clone(), Some(adapter.selector()));
     model.slots = Some(most + u32::from(args.beside));
     let (longest, how) = if args.beside {
         (args.prompt + args.decode + beside::ROOM, "and")

@@ -300,7 +300,7 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
 fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut Printer) -> anyhow::Result<()> {
     let path = args.model.as_deref().unwrap_or(DEMO_PATH);
     let name = Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy());
-    let mut model = Model::new(&name, path, args.device.as_deref());
+    let mut model = Model::new(&name, path, args.device.as_deref().map(str::parse).transpose()?);
     model.slots = Some(1);
     model.context = args.context;
     model.memory_limit = args.memory_limit;

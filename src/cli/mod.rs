@@ -18,7 +18,7 @@ mod synth;
 mod token;
 mod tune;
 
-use crate::config::{self, ConfigError};
+use crate::config::{self, ConfigError, SelectorError};
 use crate::device::DeviceError;
 use crate::gpu::error::StartError;
 use crate::host::source::BuildError;
@@ -172,7 +172,11 @@ fn is_users(error: &anyhow::Error) -> bool {
         if let Some(error) = cause.downcast_ref::<TelemetryError>() {
             return !matches!(error, TelemetryError::Twice(_));
         }
-        cause.is::<Usage>() || cause.is::<ConfigError>() || cause.is::<CheckpointError>() || cause.is::<TlsError>()
+        cause.is::<Usage>()
+            || cause.is::<SelectorError>()
+            || cause.is::<ConfigError>()
+            || cause.is::<CheckpointError>()
+            || cause.is::<TlsError>()
     })
 }
 

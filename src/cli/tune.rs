@@ -1,7 +1,8 @@
 //! `ostinato tune`: finds the fastest workgroup shapes for a model on a device, and reports where they are saved. Not
 //! here: the search (`engine::tune`).
 
-use crate::device::{Instance, InstanceOptions, Selector, choose};
+use crate::config::Selector;
+use crate::device::{Instance, InstanceOptions, choose};
 use crate::gpu::build::defaults::tuning;
 use crate::host::progress::Progress;
 use crate::measure::tune;
@@ -12,7 +13,6 @@ use crate::model::demo;
 use anyhow::{anyhow, bail};
 use serde_json::json;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// Arguments of `ostinato tune`.
@@ -23,7 +23,7 @@ pub(crate) struct Tune {
     model: PathBuf,
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
     #[arg(long)]
-    device: Option<String>,
+    device: Option<Selector>,
     /// Context length before the timed step, in tokens.
     #[arg(long, default_value_t = 256)]
     depth: u32,
@@ -44,8 +44,7 @@ pub(crate) struct Tune {
 pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) -> anyhow::Result<()> {
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
-    let selector = args.device.as_deref().map(Selector::from_str).transpose()?;
-    let adapter = choose(&adapters, selector.as_ref())?.clone();
+    let adapter = choose(&adapters, args.device.as_ref())?.clone();
     let mut any: Tuning = tuning(&adapter, None, 1, 1);
     if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
         bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));

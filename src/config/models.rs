@@ -2,6 +2,7 @@
 
 use super::Bytes;
 use super::load::Problem;
+use crate::config::{Selector, SelectorError};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -92,9 +93,9 @@ pub enum KvFormat {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Replica {
-    /// The device's UUID, PCI address, index, name or a part of the name, or `cpu` for a CPU driver. By default the
+    /// The device's UUID, PCI address, index, name or a part of the name, or `cpu` for the CPU driver. By default the
     /// machine's only GPU; it is an error if there are several.
-    pub device: Option<String>,
+    pub device: Option<Selector>,
     /// The maximum device memory of this replica, instead of the model's `memory_limit`.
     pub memory_limit: Option<Bytes>,
 }
@@ -104,16 +105,16 @@ pub struct Replica {
 #[error("\"{given}\" is not NAME=DIR or NAME=DIR@DEVICE: {why}")]
 pub struct ParseModelError {
     given: String,
-    why: &'static str,
+    why: String,
 }
 
 impl Model {
     /// Creates a model with one replica and no other settings.
-    pub fn new(name: &str, path: impl Into<PathBuf>, device: Option<&str>) -> Model {
+    pub fn new(name: &str, path: impl Into<PathBuf>, device: Option<Selector>) -> Model {
         Model {
             name: name.to_owned(),
             path: path.into(),
-            replicas: vec![Replica { device: device.map(str::to_owned), memory_limit: None }],
+            replicas: vec![Replica { device, memory_limit: None }],
             load: LoadWhen::Start,
             context: None,
             slots: None,
@@ -136,11 +137,14 @@ impl FromStr for Model {
     /// Parses `NAME=DIR` or `NAME=DIR@DEVICE`. The name ends at the first `=`, and the device begins after the last
     /// `@`.
     fn from_str(text: &str) -> Result<Model, ParseModelError> {
-        let wrong = |why| ParseModelError { given: text.to_owned(), why };
+        let wrong = |why: &str| ParseModelError { given: text.to_owned(), why: why.to_owned() };
         let (name, rest) = text.split_once('=').ok_or_else(|| wrong("there is no \"=\""))?;
         let (path, device) = match rest.rsplit_once('@') {
             Some((_, "")) => return Err(wrong("the device is empty")),
-            Some((path, device)) => (path, Some(device)),
+            Some((path, device)) => {
+                let device: Selector = device.parse().map_err(|error: SelectorError| wrong(&error.to_string()))?;
+                (path, Some(device))
+            }
             None => (rest, None),
         };
         if name.is_empty() {
@@ -185,13 +189,6 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
             problems.push(Problem::missing(key(index, "replicas")));
         }
         for (replica, value) in model.replicas.iter().enumerate() {
-            if value.device.as_ref().is_some_and(|device| device.trim().is_empty()) {
-                problems.push(Problem::new(
-                    key(index, &format!("replicas[{replica}].device")),
-                    "must name a device, or be left out for the machine's only GPU",
-                    "\"\"",
-                ));
-            }
             if value.memory_limit == Some(Bytes(0)) {
                 problems.push(Problem::new(
                     key(index, &format!("replicas[{replica}].memory_limit")),
@@ -242,7 +239,7 @@ mod tests {
     #[test]
     fn a_model_argument_is_split_at_the_first_equals_and_the_last_at() {
         let model: Model = "qwen=/models/a@b=c@NVIDIA H200".parse().unwrap();
-        assert_eq!(model, Model::new("qwen", "/models/a@b=c", Some("NVIDIA H200")));
+        assert_eq!(model, Model::new("qwen", "/models/a@b=c", Some(Selector::Name("NVIDIA H200".to_owned()))));
         let model: Model = "qwen=/models/a".parse().unwrap();
         assert_eq!(model, Model::new("qwen", "/models/a", None));
     }

@@ -1,6 +1,7 @@
 //! An adapter (Vulkan physical device) as the driver describes it, and the reason for which it may be refused. Plain
 //! data apart from the handle. Not here: the queries to the driver (`probe`).
 
+use crate::config::Selector;
 use crate::device::capabilities::Capabilities;
 use ash::vk;
 use std::fmt;
@@ -108,6 +109,11 @@ pub struct Adapter {
 }
 
 impl Adapter {
+    /// Returns the selector of this adapter alone.
+    pub fn selector(&self) -> Selector {
+        Selector::Uuid(self.uuid.replace('-', "").to_lowercase())
+    }
+
     /// Whether the PCI vendor number is NVIDIA's.
     pub fn is_nvidia(&self) -> bool {
         self.ids.0 == 0x10de

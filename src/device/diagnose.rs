@@ -2,10 +2,11 @@
 //! files, and names what is missing and how to fix it, inside a container or outside. Its only input is [`View`]. Not
 //! here: Vulkan calls; what the drivers themselves report is in the list of adapters.
 
+use crate::config::Selector;
 use crate::config::file;
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
-use crate::device::select::{Selector, select};
+use crate::device::select::select;
 use std::fmt;
 use std::fs::File;
 use std::io::ErrorKind;

@@ -29,14 +29,6 @@ pub enum DeviceError {
         /// The layer's name.
         layer: &'static str,
     },
-    /// The text is not a selector.
-    #[error("\"{text}\" does not select a device: {reason}")]
-    BadSelector {
-        /// What the user wrote.
-        text: String,
-        /// Why the text is not a selector.
-        reason: String,
-    },
     /// No adapter matches the selector.
     #[error("no device matches {selector}; {hint}the adapters are:{adapters}")]
     NoMatch {
@@ -153,7 +145,6 @@ impl DeviceError {
                 | DeviceError::OldLoader { .. }
                 | DeviceError::NoDriver(_)
                 | DeviceError::NoValidation { .. }
-                | DeviceError::BadSelector { .. }
                 | DeviceError::NoMatch { .. }
                 | DeviceError::Ambiguous { .. }
                 | DeviceError::MustChoose { .. }

@@ -44,4 +44,4 @@ pub use pipeline::{Pipeline, PipelineDesc};
 pub use point::{Point, Role};
 pub use queries::Queries;
 pub use queue::{Batch, Queue, QueueEntry};
-pub use select::{Selector, select};
+pub use select::select;

@@ -8,7 +8,7 @@ use crate::actors::timeline::TransferRecord;
 use crate::actors::transfer::Transfer;
 use crate::actors::transfer::TransferCounters;
 use crate::config::{self, Config};
-use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, Selector};
+use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, choose};
 use crate::engine::executor::Executor;
 use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
@@ -31,7 +31,6 @@ use crate::replica::rebuild::{Rebuild, RebuildError};
 use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
@@ -157,6 +156,7 @@ fn device_info(adapter: &Adapter) -> DeviceInfo {
         name: adapter.name.clone(),
         uuid: adapter.uuid.clone(),
         pci: adapter.pci.clone(),
+        is_cpu: adapter.is_cpu(),
     }
 }
 
@@ -206,7 +206,7 @@ impl Devices {
 
     fn choose(&self, model: &config::Model) -> Result<Vec<Adapter>, StartError> {
         let adapters = self.instance.adapters();
-        model.replicas.iter().map(|replica| choose(&adapters, &model.name, replica.device.as_deref())).collect()
+        model.replicas.iter().map(|replica| Ok(choose(&adapters, replica.device.as_ref())?.clone())).collect()
     }
 
     fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
@@ -271,7 +271,7 @@ impl Devices {
         capacity: &Capacity,
         cancelled: &AtomicBool,
     ) -> Result<GpuExecutor, StartError> {
-        let adapter = choose(&self.instance.adapters(), &model.name, model.replicas[index].device.as_deref())?;
+        let adapter = choose(&self.instance.adapters(), model.replicas[index].device.as_ref())?.clone();
         let (_, checkpoint) = self.checkpoint(model)?;
         // What memory was left then decided what is not asked for.
         let model = config::Model {
@@ -359,17 +359,4 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
         active_parameters: checkpoint.active_parameters(),
     };
     Ok(ServedModel::new(model.name.clone(), info, text.map(Arc::new), replicas))
-}
-
-fn choose(adapters: &[Adapter], model: &str, given: Option<&str>) -> Result<Adapter, StartError> {
-    let selector = given
-        .map(|given| {
-            Selector::from_str(given).map_err(|source| StartError::Selector {
-                model: model.to_owned(),
-                given: given.to_owned(),
-                source: Box::new(source),
-            })
-        })
-        .transpose()?;
-    Ok(crate::device::choose(adapters, selector.as_ref())?.clone())
 }

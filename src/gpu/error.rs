@@ -17,17 +17,6 @@ pub enum StartError {
     /// No or several devices, a lost device, Vulkan.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A selector that cannot be read.
-    #[error("device \"{given}\" of model \"{model}\" cannot be read")]
-    Selector {
-        /// The model.
-        model: String,
-        /// What was given.
-        given: String,
-        /// Why.
-        #[source]
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
     /// A checkpoint that cannot be served.
     #[error("model \"{model}\" cannot be loaded from {path}")]
     Checkpoint {
@@ -121,8 +110,7 @@ impl StartError {
     pub fn is_users(&self) -> bool {
         match self {
             StartError::Device(error) => error.is_users(),
-            StartError::Selector { .. }
-            | StartError::Checkpoint { .. }
+            StartError::Checkpoint { .. }
             | StartError::Text { .. }
             | StartError::Unsupported { .. }
             | StartError::Context { .. }

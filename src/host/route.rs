@@ -1,5 +1,6 @@
 //! From a request's model and device to one replica.
 
+use crate::config::{Selector, SelectorError};
 use crate::engine::prefix::PageKey;
 use crate::host::affinity::{Affinity, Candidate};
 use crate::host::catalogue::LoadState;
@@ -28,6 +29,9 @@ pub enum RouteError {
         /// Comma-separated names.
         served: String,
     },
+    /// The asked device cannot be parsed.
+    #[error(transparent)]
+    Selector(#[from] SelectorError),
     /// The model has no replica on the asked device.
     #[error("model \"{model}\" has no replica on device \"{asked}\"; it runs on {available}")]
     UnknownDevice {
@@ -44,8 +48,8 @@ impl Host {
     /// The replica for a request: the named model (empty: the only one), on the selected
     /// device or replica (empty: the least loaded).
     ///
-    /// `device` is a replica's name, or a device's UUID, PCI address, index, or part of its
-    /// name. Of several that fit it is the least loaded, of those that take requests if any do.
+    /// `device` is a replica's name or a [`Selector`]. Of several that fit it is the least loaded, of those that take
+    /// requests if any do.
     pub fn route(&self, model: &str, device: &str) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
         let served = self.find(model)?;
         let replica = served.fitting(device)?.into_iter().min_by_key(|&replica| {
@@ -120,9 +124,19 @@ impl Host {
 }
 
 impl ServedModel {
-    /// The replicas that a selector means, at least one.
+    /// Returns the positions of the replicas that `device` names, at least one: a replica's own name, else a selector.
     fn fitting(&self, device: &str) -> Result<Vec<usize>, RouteError> {
-        let fitting = fitting(&self.replicas, device);
+        if device.is_empty() {
+            return Ok((0..self.replicas.len()).collect());
+        }
+        let named = self.replicas.iter().position(|replica| replica.name == device);
+        let fitting = match named {
+            Some(replica) => vec![replica],
+            None => {
+                let names = self.replicas.iter().map(|replica| replica.device.names());
+                device.parse::<Selector>()?.find(names, true)
+            }
+        };
         if !fitting.is_empty() {
             return Ok(fitting);
         }
@@ -134,29 +148,4 @@ impl ServedModel {
             available: self.replicas.iter().map(place).collect::<Vec<_>>().join(", "),
         })
     }
-}
-
-/// The replicas that a selector means. The exact ways of naming go before part of a name, and
-/// a number is an index and nothing else: "3" must not find an "RTX 3060".
-fn fitting(replicas: &[Arc<Replica>], selector: &str) -> Vec<usize> {
-    let find = |fits: &dyn Fn(&Replica) -> bool| -> Vec<usize> {
-        replicas.iter().enumerate().filter(|(_, replica)| fits(replica)).map(|(index, _)| index).collect()
-    };
-    if selector.is_empty() {
-        return find(&|_| true);
-    }
-    if let Ok(index) = selector.parse::<usize>() {
-        return find(&|replica| replica.device.index == index);
-    }
-    let exact = find(&|replica| {
-        let pci = replica.device.pci.as_deref().unwrap_or_default();
-        replica.name == selector
-            || replica.device.uuid.eq_ignore_ascii_case(selector)
-            || pci.eq_ignore_ascii_case(selector)
-    });
-    if !exact.is_empty() {
-        return exact;
-    }
-    let part = selector.to_lowercase();
-    find(&|replica| replica.device.name.to_lowercase().contains(&part))
 }

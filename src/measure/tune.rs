@@ -143,12 +143,12 @@ pub fn tune(
     progress: &dyn Progress,
     say: &mut dyn FnMut(&TuneEvent),
 ) -> Result<TuneOutcome, StartError> {
-    let mut model = config::Model::new("tune", "", Some(&adapter.uuid));
+    let mut model = config::Model::new("tune", "", Some(adapter.selector()));
     model.context = Some(options.depth.saturating_add(16));
     let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Phases)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
-    let (diagnose_no_gpu, wanted) = (tracing::Span::none(), AtomicBool::new(false));
+    let (no_span, wanted) = (tracing::Span::none(), AtomicBool::new(false));
     let of = |tune| Build {
         name: "tune",
         model: &model,
@@ -159,7 +159,7 @@ pub fn tune(
         tune,
         tuned: &none,
         progress,
-        span: &diagnose_no_gpu,
+        span: &no_span,
         beside: false,
         cancelled: &wanted,
     };

@@ -10,6 +10,7 @@ pub mod totals;
 
 use crate::actors::loader::LoadReport;
 use crate::actors::mailbox::{Address, mailbox};
+use crate::config::DeviceNames;
 use crate::engine::executor::Executor;
 use crate::engine::page_pool::PageChange;
 use crate::engine::request::{Bounds, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, sample_id};
@@ -45,6 +46,21 @@ pub struct DeviceInfo {
     pub uuid: String,
     /// `0000:65:00.0`, where the driver tells.
     pub pci: Option<String>,
+    /// Whether it is a CPU driver.
+    pub is_cpu: bool,
+}
+
+impl DeviceInfo {
+    /// What a device selector compares.
+    pub fn names(&self) -> DeviceNames<'_> {
+        DeviceNames {
+            index: self.index,
+            name: &self.name,
+            uuid: &self.uuid,
+            pci: self.pci.as_deref(),
+            is_cpu: self.is_cpu,
+        }
+    }
 }
 
 /// How busy a replica is.

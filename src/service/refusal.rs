@@ -246,6 +246,7 @@ impl Refusal {
     /// The gRPC code.
     pub fn code(&self) -> Code {
         match self {
+            Refusal::Route(RouteError::Selector(_)) => Code::InvalidArgument,
             Refusal::Route(_) => Code::NotFound,
             Refusal::Submit(SubmitError::Request(RequestError::DuplicateId(_))) => Code::AlreadyExists,
             Refusal::Submit(SubmitError::Request(_)) => Code::InvalidArgument,

@@ -9,7 +9,8 @@
 //! [`Vulkan::new`] or [`Vulkan::without_validation`], so tests may run on several threads.
 #![allow(dead_code)]
 
-use ostinato::device::{Adapter, Device, Instance, InstanceOptions, Selector, select};
+use ostinato::config::Selector;
+use ostinato::device::{Adapter, Device, Instance, InstanceOptions, select};
 use ostinato::telemetry::with_causes;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};

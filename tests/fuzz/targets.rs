@@ -197,7 +197,7 @@ fn host() -> &'static Arc<Host> {
         let (vocabulary, context) = (fake.capacity.vocabulary, fake.capacity.context);
         let config =
             ReplicaConfig { queue_limit: 4, eos_ids: vec![2], context, vocabulary, prefix_cache: true, rebuild: None };
-        let device = DeviceInfo { index: 0, name: "none".to_owned(), uuid: "00".to_owned(), pci: None };
+        let device = DeviceInfo { index: 0, name: "none".to_owned(), uuid: "00".to_owned(), pci: None, is_cpu: false };
         let replica = |name: &str| {
             let executor = Box::new(FakeExecutor::realtime_with(fake.clone()));
             Replica::spawn(name.to_owned(), device.clone(), executor, config.clone()).expect("a thread")

@@ -121,6 +121,7 @@ pub fn device(index: usize) -> DeviceInfo {
         name: format!("Fake {}", ["Apple", "Banana", "Cherry"][index]),
         uuid: format!("0000000{index}-0000-4000-8000-000000000000"),
         pci: Some(format!("0000:0{index}:00.0")),
+        is_cpu: false,
     }
 }
 

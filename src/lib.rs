@@ -1,7 +1,8 @@
 //! Ostinato: an inference server for language models on any Vulkan 1.3 GPU, with a gRPC interface.
 //!
 //! Modules import in one direction only, which `tests/tidy.rs` checks: `config → device → memory → kernels → actors →
-//! model → engine → service → cli`. Every module may import `telemetry`, which imports none of them.
+//! model → engine → replica → host → gpu, service → measure → cli`. `gpu` and `service` do not import each other. Every
+//! module may import `telemetry`, which imports none of them.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs, unreachable_pub, missing_debug_implementations)]
@@ -11,8 +12,12 @@ pub mod cli;
 pub mod config;
 pub mod device;
 pub mod engine;
+pub mod gpu;
+pub mod host;
 pub mod kernels;
+pub mod measure;
 pub mod memory;
 pub mod model;
+pub mod replica;
 pub mod service;
 pub mod telemetry;

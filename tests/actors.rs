@@ -12,7 +12,7 @@ use ostinato::actors::watcher::{Outbox, Report};
 use ostinato::device::{Device, Gate};
 use ostinato::kernels::recording::{Op, Recording};
 use ostinato::kernels::region::{Pipelines, Region};
-use ostinato::memory::{Arena, Place, Table};
+use ostinato::memory::{Arena, BufferTable, Place};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ fn filling(device: &Device, arena: &Arena, bytes: u64, times: u32) -> Arc<Region
     let mut recording = Recording::new("filling");
     let to = recording.buffer("large", bytes);
     recording.ops.extend((0..times).map(|word| Op::Fill { to, word }));
-    let mut table = Table::new();
+    let mut table = BufferTable::new();
     table.add(arena.buffer("large", bytes, Place::DeviceLocal).unwrap()).unwrap();
     let none = Pipelines::build(device, None, &[&recording], &|_, _| {}).unwrap();
     Arc::new(Region::build(device, &recording, &table, &none).unwrap())

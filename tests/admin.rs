@@ -4,9 +4,9 @@
 mod serving;
 
 use ostinato::engine::fake::FakeConfig;
-use ostinato::engine::host::Host;
-use ostinato::engine::rebuild::Rebuild;
-use ostinato::engine::start::{Progress, Unit};
+use ostinato::host::Host;
+use ostinato::host::progress::{Progress, Unit};
+use ostinato::replica::rebuild::Rebuild;
 use ostinato::service::admin::{self, Admin};
 use ostinato::service::server::Options;
 use serde_json::{Value, json};

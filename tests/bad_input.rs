@@ -11,14 +11,17 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture, generate, idle, request};
-use ostinato::config::{self, Bytes, Config, ConfigError, Model, Sources};
+use ostinato::config::{self, Bytes, Config, Model, ModelConfigError, Sources};
 use ostinato::device::DeviceError;
-use ostinato::engine::host::{Host, Replica, SubmitError};
 use ostinato::engine::request::{Request, RequestError};
-use ostinato::engine::start::{Quiet, StartError, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::gpu::error::StartError;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use ostinato::memory::plan::{PlanError, Purpose};
 use ostinato::model::checkpoint::CheckpointProblem;
 use ostinato::model::config::ConfigProblem;
+use ostinato::replica::{Replica, SubmitError};
 use ostinato::service::proto;
 use ostinato::service::proto::smg::grpc::common as smg;
 use ostinato::service::proto::vllm::grpc::engine as contract;
@@ -351,7 +354,7 @@ fn a_pipeline_cache_that_cannot_be_written_ends_nothing() {
     assert!(std::fs::read_dir(&cache).unwrap().count() > 0, "it is kept where it can be");
     std::fs::remove_dir_all(&cache).unwrap();
     std::fs::write(&cache, b"in the way").unwrap();
-    host.devices()[0].device.as_ref().unwrap().declare_lost("a test");
+    host.devices()[0].status.as_ref().unwrap().declare_lost("a test");
     let replica = host.replicas().next().unwrap();
     answers(&replica, "llama-plain");
     assert_eq!((replica.losses(), replica.failed()), (1, false));
@@ -541,7 +544,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
         config::from_sources(&Sources { file: Some(path.clone()), ..Sources::default() })
     };
     let error = load("[server]\nlisten = \"127.0.0.1:1\"\n[[models]\nname = 3").expect_err("no TOML");
-    assert!(matches!(&error, ConfigError::Syntax { path: found, .. } if *found == path), "{error:?}");
+    assert!(matches!(&error, ModelConfigError::Syntax { path: found, .. } if *found == path), "{error:?}");
     assert_names(&with_causes(&error), &["ostinato.toml", "line 3"]);
 
     let error = load(
@@ -549,7 +552,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
          [[models]]\nname = \"m\"\npath = \"q\"\nkv_format = \"f8\"\nreplicas = [{ device = \"\" }]\n",
     )
     .expect_err("seven things are wrong");
-    let ConfigError::Problems(found) = &error else { panic!("{error:?}") };
+    let ModelConfigError::Problems(found) = &error else { panic!("{error:?}") };
     for key in [
         "lissten",
         "models[0].context",
@@ -566,7 +569,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
     let missing = folder.path().join("nowhere.toml");
     let error =
         config::from_sources(&Sources { file: Some(missing.clone()), ..Sources::default() }).expect_err("not there");
-    assert!(matches!(&error, ConfigError::Read { path, .. } if *path == missing), "{error:?}");
+    assert!(matches!(&error, ModelConfigError::Read { path, .. } if *path == missing), "{error:?}");
 
     let uuid = vulkan.adapter(Driver::Lavapipe).uuid;
     let checkpoint = fixture("llama-plain");

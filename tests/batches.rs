@@ -14,9 +14,10 @@ use common::{Driver, Vulkan};
 use harness::Random;
 use harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
-use ostinato::engine::host::Host;
 use ostinato::engine::request::{Event, FinishReason, Request, Sampling};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use std::time::Duration;
 
 const CHECKPOINT: &str = "qwen3-deep";

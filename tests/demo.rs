@@ -10,9 +10,10 @@ mod common;
 
 use common::{Driver, Vulkan};
 use ostinato::config::{Config, DEMO_HYBRID_PATH, DEMO_PATH, Model};
-use ostinato::engine::host::Host;
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Sampling, SinkClosed};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::demo;
 use ostinato::model::text::Text;

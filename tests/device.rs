@@ -6,8 +6,8 @@ mod common;
 use ash::vk;
 use common::{Driver, Vulkan};
 use ostinato::device::{
-    Batch, Commands, Device, DeviceError, Entry, Gate, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role,
-    Selector, select,
+    Batch, Commands, Device, DeviceError, Gate, Pipeline, PipelineCache, PipelineDesc, Point, Queries, QueueEntry,
+    Role, Selector, select,
 };
 use ostinato::telemetry::with_causes;
 use std::process::Command;
@@ -233,7 +233,7 @@ fn a_batch_signals_every_value_and_replays_its_commands() {
         let words = Words::new(&device, 64, "words");
         let commands = add(&words, &adder(&device, 1), 1);
         let queue = device.queue(Role::Compute);
-        let twice = || Entry { commands: vec![commands.clone(), commands.clone()], gate: None };
+        let twice = || QueueEntry { commands: vec![commands.clone(), commands.clone()], gate: None };
         let last = queue.submit(Batch { entries: vec![twice(), twice(), twice()], waits: vec![] }).expect("submitted");
         assert_eq!(last, Point { role: Role::Compute, value: 3 });
         for value in 1..=3 {
@@ -260,7 +260,7 @@ fn work_behind_a_gate_waits_for_the_host() {
         let commands = add(&words, &adder(&device, 1), 1);
         let queue = device.queue(Role::Compute);
         let gate = Arc::new(Gate::new(&device).expect("a gate"));
-        let entry = |gate| Entry { commands: vec![commands.clone()], gate };
+        let entry = |gate| QueueEntry { commands: vec![commands.clone()], gate };
         let at = |value| Some((Arc::clone(&gate), value));
         let first = Batch { entries: vec![entry(None), entry(at(1)), entry(None)], waits: vec![] };
         let last = queue.submit(first).expect("submitted");
@@ -322,7 +322,7 @@ fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
             let waiting = scope.spawn(|| {
                 let a = compute.submit(Batch::one(first, vec![loaded])).expect("accepted");
                 let b = compute.submit(Batch::one(second, vec![])).expect("accepted");
-                held.send(compute.held()).expect("the other thread listens");
+                held.send(compute.deferred()).expect("the other thread listens");
                 wait(&device, b);
                 (a.value, b.value)
             });
@@ -331,7 +331,7 @@ fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
             assert_eq!(transfer.submit(Batch::one(fill, vec![])).expect("submitted"), loaded);
             assert_eq!(waiting.join().expect("no panic"), (1, 2));
         });
-        assert_eq!(compute.held(), 0);
+        assert_eq!(compute.deferred(), 0);
         assert_eq!(words.read(), vec![42; 64], "filled first, then added to twice, on {driver:?}");
     }
 }
@@ -340,7 +340,7 @@ fn a_wait_submitted_before_its_signal_on_a_shared_queue_is_held_back() {
 fn waits_that_can_never_end_are_refused() {
     let vulkan = Vulkan::new();
     let device = vulkan.device(Driver::first());
-    let only_signal = |waits| Batch { entries: vec![Entry::default()], waits };
+    let only_signal = |waits| Batch { entries: vec![QueueEntry::default()], waits };
     let (compute, transfer) = (device.queue(Role::Compute), device.queue(Role::Transfer));
     let own = Point { role: Role::Compute, value: 1 };
     assert!(matches!(compute.submit(only_signal(vec![own])), Err(DeviceError::NeverRuns { .. })));
@@ -537,14 +537,14 @@ fn a_lost_device_ends_waits_and_refuses_work() {
         let error = waiting.join().expect("no panic").expect_err("lost, not timed out");
         assert!(error.is_lost() && error.to_string().contains("a watchdog"), "{error}");
     });
-    let batch = Batch { entries: vec![Entry::default()], waits: vec![] };
+    let batch = Batch { entries: vec![QueueEntry::default()], waits: vec![] };
     assert!(device.queue(Role::Compute).submit(batch).is_err_and(|e| e.is_lost()));
     assert!(device.reached(never).is_err_and(|e| e.is_lost()));
     assert!(device.is_lost());
     drop(device);
     // The same adapter can be opened again.
     let again = vulkan.device(Driver::first());
-    let batch = Batch { entries: vec![Entry::default()], waits: vec![] };
+    let batch = Batch { entries: vec![QueueEntry::default()], waits: vec![] };
     wait(&again, again.queue(Role::Compute).submit(batch).expect("a new device"));
 }
 
@@ -578,7 +578,7 @@ fn validation_reports_a_missing_barrier() {
         let recordings = if apart { vec![record(1), record(1)] } else { vec![record(2)] };
         // Both are in one batch. Between two batches the queue could observe that the first has finished, and the layer
         // would count that as ordering.
-        let entries = recordings.into_iter().map(|c| Entry { commands: vec![c], gate: None }).collect();
+        let entries = recordings.into_iter().map(|c| QueueEntry { commands: vec![c], gate: None }).collect();
         device.queue(Role::Compute).submit(Batch { entries, waits: vec![] }).expect("submitted");
         wait(&device, device.queue(Role::Compute).last());
         drop((words, device));

@@ -7,21 +7,24 @@
 //!
 //! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
 
-use ostinato::engine::executor::{
-    Capacity, Drafts, ExecuteError, Executor, Progress, Slot, SlotParams, StepPlan, Ticket,
-};
+use ostinato::engine::executor::{ExecuteError, Executor};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor, scored};
-use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, RouteError, ServedModel, SubmitError};
 use ostinato::engine::pace::Pace;
-use ostinato::engine::rebuild::Rebuild;
-use ostinato::engine::replica::{Replica, ReplicaConfig, STEP_RING};
+use ostinato::engine::plan::{Capacity, Drafts, PlanReport, Slot, SlotParams, StepPlan, Ticket};
 use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Scored, Sink, SinkClosed,
 };
-use ostinato::engine::scheduler::{Order, Output, PASSED_OVER_MAX, Scheduler, Setup, split_mix};
+use ostinato::engine::scheduler::PASSED_OVER_MAX;
+use ostinato::engine::scheduler::{ConstraintCommand, Scheduler, SchedulerOutput, Setup, split_mix};
 use ostinato::engine::sequence::SequenceId;
+use ostinato::host::route::RouteError;
+use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, Started};
 use ostinato::model::text::Text;
+use ostinato::replica::observer::STEP_RING;
+use ostinato::replica::rebuild::Rebuild;
+use ostinato::replica::{DeviceInfo, SubmitError};
+use ostinato::replica::{Replica, ReplicaConfig};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
@@ -259,9 +262,9 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         scheduler.give_up_late_masks(now);
         scheduler.assert_consistent();
         let mut obey = |scheduler: &mut Scheduler, fake: &mut FakeExecutor, random: &mut Random| {
-            for order in scheduler.take_orders() {
+            for order in scheduler.take_commands() {
                 match order {
-                    Order::Take(id, mut grammar, token) => {
+                    ConstraintCommand::Take(id, mut grammar, token) => {
                         questions += 1;
                         let next = grammar.take(token);
                         let late = match random.below(32) {
@@ -271,8 +274,8 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                         };
                         answers.insert((now + step * late as u32, questions), (id, grammar, next));
                     }
-                    Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
-                    Order::Release(ticket) => fake.release(ticket).unwrap(),
+                    ConstraintCommand::Mask(slot, mask) => fake.set_mask(slot, &mask),
+                    ConstraintCommand::Release(ticket) => fake.release(ticket).unwrap(),
                 }
             }
         };
@@ -286,7 +289,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         obey(&mut scheduler, &mut fake, &mut random);
         outcome.running_most = outcome.running_most.max(scheduler.counts().running);
         for output in scheduler.take_outputs() {
-            let Output::Event(id, event) = output else {
+            let SchedulerOutput::Event(id, event) = output else {
                 continue;
             };
             let one = &mut seen[id.0 as usize];
@@ -688,7 +691,7 @@ fn a_device_with_steps_to_do_never_waits_for_the_host() {
             scheduler.progress(progress, now);
         }
         for output in scheduler.take_outputs() {
-            if let Output::Event(_, Event::Finished(end)) = output {
+            if let SchedulerOutput::Event(_, Event::Finished(end)) = output {
                 finished = Some(end);
             }
         }
@@ -1070,7 +1073,7 @@ impl Executor for Broken {
     fn wake(&self) -> &crossbeam_channel::Receiver<()> {
         self.0.wake()
     }
-    fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError> {
+    fn poll(&mut self) -> Result<Vec<PlanReport>, ExecuteError> {
         self.0.poll()
     }
     fn pace(&self) -> &Pace {
@@ -1179,9 +1182,9 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
             scheduler.give_up_late_masks(now);
             scheduler.assert_consistent();
             for turn in 0..2 {
-                for order in scheduler.take_orders() {
+                for order in scheduler.take_commands() {
                     match order {
-                        Order::Take(id, mut grammar, token) => {
+                        ConstraintCommand::Take(id, mut grammar, token) => {
                             questions += 1;
                             let next = grammar.take(token);
                             match questions {
@@ -1189,8 +1192,8 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
                                 _ => answers.push((id, grammar, next)),
                             }
                         }
-                        Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
-                        Order::Release(ticket) => fake.release(ticket).unwrap(),
+                        ConstraintCommand::Mask(slot, mask) => fake.set_mask(slot, &mask),
+                        ConstraintCommand::Release(ticket) => fake.release(ticket).unwrap(),
                     }
                 }
                 while turn == 0
@@ -1205,11 +1208,11 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
             for (id, grammar, next) in answers.drain(..) {
                 scheduler.constrained(id, grammar, next, now);
             }
-            for order in scheduler.take_orders() {
+            for order in scheduler.take_commands() {
                 match order {
-                    Order::Mask(slot, mask) => fake.set_mask(slot, &mask),
-                    Order::Release(ticket) => fake.release(ticket).unwrap(),
-                    Order::Take(..) => unreachable!("nothing was drawn"),
+                    ConstraintCommand::Mask(slot, mask) => fake.set_mask(slot, &mask),
+                    ConstraintCommand::Release(ticket) => fake.release(ticket).unwrap(),
+                    ConstraintCommand::Take(..) => unreachable!("nothing was drawn"),
                 }
             }
             while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
@@ -1218,12 +1221,12 @@ fn rows_beside_one_whose_mask_is_late_draw_on() {
             }
             for output in scheduler.take_outputs() {
                 match output {
-                    Output::Event(id, Event::Token(_)) if id == free => {
+                    SchedulerOutput::Event(id, Event::Token(_)) if id == free => {
                         longest = longest.max(now - last);
                         (last, drawn) = (now, drawn + 1);
                     }
-                    Output::Event(id, Event::Finished(end)) if id == late => finished = Some(end.reason),
-                    Output::Event(id, Event::Finished(_)) => {
+                    SchedulerOutput::Event(id, Event::Finished(end)) if id == late => finished = Some(end.reason),
+                    SchedulerOutput::Event(id, Event::Finished(_)) => {
                         let (_, _, ended) =
                             joined.as_mut().filter(|(joined, ..)| *joined == id).expect("the short one");
                         *ended = Some(now);

@@ -11,9 +11,9 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{Lines, generate, request};
 use ostinato::config::{Config, DEMO_PATH, Model};
-use ostinato::engine::host::Host;
-use ostinato::engine::start::start_on;
 use ostinato::engine::variants::Fallback;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
 use ostinato::model::synth::{self, SynthOptions};
 use std::path::Path;
 

@@ -10,12 +10,15 @@ use common::{Driver, Vulkan};
 use harness::models::{Generated, Lines, collect, generate, idle, request, submit};
 use ostinato::actors::workers::{Cancel, Limits};
 use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
-use ostinato::engine::host::{Host, Replica, RequestView};
 use ostinato::engine::request::{FinishReason, Request, Sampling};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::engine::sequence::RequestView;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use ostinato::model::demo;
 use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, Started, bit, structural_tag};
 use ostinato::model::text::Text;
+use ostinato::replica::Replica;
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -10,9 +10,11 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
-use ostinato::engine::host::{Host, Replica};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::replica::Replica;
 use std::sync::Arc;
 
 /// A model of gated delta nets and attention, and one that also has experts.

@@ -6,9 +6,12 @@
 mod serving;
 
 use ostinato::config::{LoadWhen, Model};
-use ostinato::engine::host::{Host, ServedDevice, ServedModel};
-use ostinato::engine::lifecycle::{Attempt, Change, LifecycleError, Source, State};
-use ostinato::engine::start::{Quiet, StartError, Unit};
+use ostinato::host::ServedDevice;
+use ostinato::host::catalogue::LoadState;
+use ostinato::host::lifecycle::{LifecycleError, ModelChange};
+use ostinato::host::progress::{Quiet, Unit};
+use ostinato::host::source::{BuildError, BuildErrorKind, LoadAttempt, ModelSource};
+use ostinato::host::{Host, ServedModel};
 use ostinato::service::admin::{self, Admin};
 use ostinato::service::proto::{self, ModelState, Replace, load_model_response::Event};
 use ostinato::service::server::{Changeable, Options};
@@ -37,15 +40,15 @@ struct Control {
 #[derive(Debug)]
 struct Fakes(Arc<Control>);
 
-impl Source for Fakes {
-    fn check(&self, model: &Model) -> Result<(), StartError> {
+impl ModelSource for Fakes {
+    fn check(&self, model: &Model) -> Result<(), BuildError> {
         match model.replicas[0].device.as_deref() {
-            Some("missing") => Err(StartError::NoSource { model: model.name.clone() }),
+            Some("missing") => Err(BuildError::new(BuildErrorKind::Invalid, "no such device")),
             _ => Ok(()),
         }
     }
 
-    fn build(&self, model: &Model, attempt: &Attempt<'_>) -> Result<ServedModel, StartError> {
+    fn build(&self, model: &Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, BuildError> {
         self.0.begun.fetch_add(1, SeqCst);
         self.0.beside.fetch_add(usize::from(attempt.beside), SeqCst);
         let path = model.path.to_str().expect("UTF-8");
@@ -55,7 +58,7 @@ impl Source for Fakes {
             Some(script) => {
                 while !self.0.go.load(SeqCst) {
                     if attempt.cancelled.load(SeqCst) {
-                        return Err(StartError::Cancelled { model: model.name.clone() });
+                        return Err(BuildError::cancelled(&model.name));
                     }
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -64,8 +67,8 @@ impl Source for Fakes {
             None => path,
         };
         if script == "broken" {
-            let (model, what) = (model.name.clone(), "7 of 8 tensors are there".to_owned());
-            return Err(StartError::Unsupported { model, what });
+            let why = format!("model \"{}\": 7 of 8 tensors are there", model.name);
+            return Err(BuildError::new(BuildErrorKind::Invalid, why));
         }
         attempt.progress.step("loading weights", 2, 2, Unit::Bytes);
         let device = vec![(0, fake(STEP, script.as_bytes()))];
@@ -368,9 +371,9 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
     // Changing `load` has no effect on a model that is already loaded.
     second[1].load = LoadWhen::Request;
     let changed = configure(&second, 5).await.unwrap();
-    let told: Vec<(&str, Change, bool)> =
+    let told: Vec<(&str, ModelChange, bool)> =
         changed.iter().map(|changed| (changed.model.as_str(), changed.change, changed.result.is_ok())).collect();
-    use Change::{Added, Removed, Replaced};
+    use ModelChange::{Added, Removed, Replaced};
     let expected = [("goes", Removed, true), ("new", Added, true), ("bad", Added, false), ("changes", Replaced, true)];
     assert_eq!(told, expected);
     for (stream, script) in streams.into_iter().zip(["stays", "goes", "before"]) {
@@ -421,7 +424,7 @@ async fn what_leaves_with_a_configuration_cannot_be_loaded_again_while_others_dr
     });
     let serving = |name: &str| served.host.models().iter().any(|model| model.name == name);
     until("both have left", async || !serving("goes") && !serving("drains")).await;
-    until("nothing is done with the first", async || served.host.state("goes") != Some(State::Unloading)).await;
+    until("nothing is done with the first", async || served.host.state("goes") != Some(LoadState::Unloading)).await;
 
     let begun = control.begun.load(SeqCst);
     for name in ["goes", "drains"] {

@@ -5,9 +5,9 @@
 mod common;
 
 use common::{Driver, Vulkan};
-use ostinato::actors::loader::{Load, LoadError, LoadPlan, LoadTensor, Loader, Source};
+use ostinato::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, TensorSource, WeightLoad};
 use ostinato::actors::transfer::{Piece, Transfer, TransferError};
-use ostinato::device::{Batch, Device, Entry, Point, Role};
+use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
 use ostinato::memory::pack::{Format, Layout, Packing, fragment_index};
 use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
 use std::sync::Arc;
@@ -35,13 +35,13 @@ impl Host {
         Host { loader, transfer, ring, arena, device }
     }
 
-    fn load(&self, tensors: Vec<LoadTensor>) -> Load {
+    fn load(&self, tensors: Vec<LoadTensor>) -> WeightLoad {
         self.loader.load(LoadPlan { tensors }).unwrap()
     }
 
     /// Submits an empty batch that signals the next compute point.
     fn compute_step(&self) -> Point {
-        let batch = Batch { entries: vec![Entry::default()], waits: Vec::new() };
+        let batch = Batch { entries: vec![QueueEntry::default()], waits: Vec::new() };
         self.device.queue(Role::Compute).submit(batch).unwrap()
     }
 }
@@ -62,9 +62,9 @@ fn bits(i: usize) -> u16 {
 }
 
 /// Returns a source of `rows` rows that begins at number `first` of the shard.
-fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> Source {
+fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> TensorSource {
     let offset = 7 + 2 * first as u64;
-    Source { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
+    TensorSource { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
 }
 
 fn words(bytes: &[u8]) -> Vec<u16> {
@@ -193,7 +193,7 @@ fn experts_and_norms_around_zero_arrive_as_defined() {
         sources,
     };
     let scale = 150_000;
-    let around_zero = Source { plus: 1.0, ..source(&file, scale, 90, 1, 0, 1) };
+    let around_zero = TensorSource { plus: 1.0, ..source(&file, scale, 90, 1, 0, 1) };
     let load = host.load(vec![
         tensor("experts", &matrices, packing, sources.collect()),
         tensor("norm", &vector, norm, vec![around_zero]),
@@ -419,7 +419,7 @@ fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
         assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "it ran too early");
         // A compute step that waits for the copy is submitted after the step for which the copy waits.
         assert_eq!(host.compute_step(), next);
-        let batch = Batch { entries: vec![Entry::default()], waits: vec![point] };
+        let batch = Batch { entries: vec![QueueEntry::default()], waits: vec![point] };
         let last = host.device.queue(Role::Compute).submit(batch).unwrap();
         assert!(host.device.wait(last, LONG).unwrap());
         assert!(host.device.reached(point).unwrap());

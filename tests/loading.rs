@@ -9,9 +9,12 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture, generate, request};
 use ostinato::config::{Bytes, Config, LoadWhen, Model};
-use ostinato::engine::host::Host;
-use ostinato::engine::lifecycle::{LifecycleError, Replace, State};
-use ostinato::engine::start::{Progress, Quiet, StartError, Unit, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::gpu::error::StartError;
+use ostinato::host::Host;
+use ostinato::host::catalogue::LoadState;
+use ostinato::host::lifecycle::{LifecycleError, Replace};
+use ostinato::host::progress::{Progress, Quiet, Unit};
 use ostinato::telemetry::with_causes;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -41,7 +44,7 @@ fn answers(host: &Host, model: &str, checkpoint: &str) {
 
 /// Returns the total bytes of buffers on every open device.
 fn taken(host: &Host) -> Vec<u64> {
-    host.devices().iter().map(|device| device.arena.as_ref().expect("a real device").usage().buffers_bytes).collect()
+    host.devices().iter().map(|device| device.status.as_ref().expect("a real device").buffer_bytes()).collect()
 }
 
 /// Waits until the buffers have the wanted sizes. Memory is freed only after the watcher has seen the end of the work
@@ -143,11 +146,11 @@ fn a_load_that_fails_leaves_everything_as_it_was() {
     let fails = |name: &str, progress: &dyn Progress| -> StartError {
         let error = host.load(name, Replace::Beside, NOW, progress).map(|_| ()).expect_err(name);
         comes_back(&host, &before, name);
-        assert_eq!((host.state(name), host.models().len()), (Some(State::Unloaded), 1));
+        assert_eq!((host.state(name), host.models().len()), (Some(LoadState::Unloaded), 1));
         assert_eq!(host.devices()[0].memory.iter().filter(|line| !line.replica.starts_with("plain/")).count(), 0);
         answers(&host, "plain", "llama-plain");
         let LifecycleError::Load { source, .. } = error else { panic!("{error:?}") };
-        *source
+        (*source).into()
     };
     let error = fails("tight", &Quiet);
     let StartError::Plan { source, .. } = &error else { panic!("{error:?}") };

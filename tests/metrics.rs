@@ -9,9 +9,10 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use ostinato::config::{Config, DEMO_PATH, Model};
-use ostinato::engine::executor::Drafts;
-use ostinato::engine::host::Host;
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::engine::plan::Drafts;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use ostinato::service::admin::Admin;
 use ostinato::service::admin::metrics::render;
 use ostinato::service::proto;
@@ -401,7 +402,7 @@ async fn with_a_model() -> (Scrape, Scrape, bool) {
     let (submits, flushes) = (after.sum("ostinato_submits_total", &[]), after.sum("ostinato_flushes_total", &[]));
     assert_eq!(submits, flushes, "every submission has a reason");
     assert_eq!(after.sum("vllm:kv_cache_usage_perc", &[("model_name", "demo")]), 0.0);
-    let told = served.host.devices()[0].device.as_ref().expect("a device").budget().reported;
+    let told = served.host.devices()[0].status.as_ref().expect("a device").memory().budget.is_some();
     (before, after, told)
 }
 

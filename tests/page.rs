@@ -8,8 +8,8 @@ mod serving;
 
 use browser::Browser;
 use ostinato::engine::fake::FakeConfig;
-use ostinato::engine::host::Host;
-use ostinato::engine::start::{Progress, Unit};
+use ostinato::host::Host;
+use ostinato::host::progress::{Progress, Unit};
 use ostinato::service::admin::{self, Admin};
 use ostinato::service::proto;
 use ostinato::service::server::Options;

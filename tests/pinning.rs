@@ -6,8 +6,9 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use ostinato::config::{Sources, from_sources};
-use ostinato::engine::host::Host;
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use ostinato::service::proto;
 use ostinato::service::server::{Options, serve};
 use proto::generate_response::Event;

@@ -16,7 +16,7 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture};
 use harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
-use ostinato::engine::start;
+use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::Heads;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
@@ -75,7 +75,7 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
         kv_format: Format::F32,
         ring: RING,
         context: 16 * PAGES,
-        tuning: start::tuning(&vulkan.adapter(driver), None, checkpoint.config.kv_heads, checkpoint.config.context),
+        tuning: defaults::tuning(&vulkan.adapter(driver), None, checkpoint.config.kv_heads, checkpoint.config.context),
     }
 }
 

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Driver, Vulkan};
-use ostinato::device::{Batch, Device, Entry, Role};
+use ostinato::device::{Batch, Device, QueueEntry, Role};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::{Op, Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region};
@@ -12,7 +12,7 @@ use ostinato::kernels::sampling::{self, SampledStep, SlotTables};
 use ostinato::kernels::shaders::{AdvanceArgs, ClearCountsArgs, MarkPromptArgs, PatchArgs, SampleArgs};
 use ostinato::kernels::state::*;
 use ostinato::kernels::{determinate, interpreter};
-use ostinato::memory::{Arena, Place, Table};
+use ostinato::memory::{Arena, BufferTable, Place};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn all() -> impl Iterator<Item = Gpu> {
 impl Gpu {
     /// Runs a recording as one region with `memory` as the contents of its buffers, and reads the contents back.
     fn run(&self, recording: &Recording, memory: &mut HostMemory) {
-        let mut table = Table::new();
+        let mut table = BufferTable::new();
         for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
             let buffer = self.arena.buffer(&decl.name, decl.bytes, Place::Readback).expect("a buffer");
             let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
@@ -63,8 +63,10 @@ impl Gpu {
             })
             .clone();
         let region = Region::build(&self.device, recording, &table, &pipelines).expect("a region");
-        let batch =
-            Batch { entries: vec![Entry { commands: vec![region.commands().clone()], gate: None }], waits: Vec::new() };
+        let batch = Batch {
+            entries: vec![QueueEntry { commands: vec![region.commands().clone()], gate: None }],
+            waits: Vec::new(),
+        };
         let point = self.device.queue(Role::Compute).submit(batch).expect("submitted");
         assert!(
             self.device.wait(point, Duration::from_secs(120)).expect("the device lives"),

@@ -7,7 +7,8 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use ostinato::config::{Config, DEMO_PATH, Model};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::progress::Quiet;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use proto::FinishReason as Reason;

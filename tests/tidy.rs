@@ -5,7 +5,10 @@ use std::path::{Path, PathBuf};
 
 /// The folders under `src/` from the bottom up. A folder may import itself and those before it. `telemetry` may import
 /// none of them, and all may import it.
-const ORDER: [&str; 9] = ["config", "device", "memory", "kernels", "actors", "model", "engine", "service", "cli"];
+const ORDER: [&str; 13] = [
+    "config", "device", "memory", "kernels", "actors", "model", "engine", "replica", "host", "gpu", "service",
+    "measure", "cli",
+];
 
 /// The places where `unsafe` is allowed.
 const UNSAFE: [&str; 2] = ["src/device/", "src/memory/arena.rs"];

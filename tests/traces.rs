@@ -10,8 +10,9 @@ mod serving;
 use common::{Driver, Vulkan};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use ostinato::config::{Config, DEMO_PATH, Model};
-use ostinato::engine::host::Host;
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use ostinato::telemetry::{self, Settings};
@@ -163,7 +164,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
             .unwrap();
         // A step record with kernels shows that the profile request has reached the engine.
         let until = Instant::now() + Duration::from_secs(120);
-        let kernels = |step: &ostinato::engine::host::StepRecord| {
+        let kernels = |step: &ostinato::replica::observer::StepRecord| {
             step.submissions.iter().flat_map(|s| &s.regions).any(|region| !region.kernels.is_empty())
         };
         while !served.host.replicas().next().unwrap().steps(usize::MAX).iter().any(kernels) {

@@ -8,9 +8,10 @@ mod harness;
 use common::{Driver, Vulkan};
 use harness::models::{Expected, expected, generate, request};
 use ostinato::config::{self, Config, KvFormat, Model};
-use ostinato::engine::host::Host;
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::engine::start::{Quiet, start_on};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
 use std::path::{Path, PathBuf};
 
 /// The allowed relative error with f32 keys and values, where only sums differ.

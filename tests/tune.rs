@@ -9,8 +9,9 @@ use common::{Driver, Vulkan};
 use harness::models::{Lines, generate, request};
 use ostinato::config::{Config, DEMO_PATH, Model};
 use ostinato::device::Adapter;
-use ostinato::engine::start::{Quiet, start_on};
-use ostinato::engine::tune::{Event, Options, tune};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::progress::Quiet;
+use ostinato::measure::tune::{TuneEvent, TuneOptions, tune};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::demo;
 use std::path::Path;
@@ -35,12 +36,17 @@ fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Ve
 }
 
 /// Tunes with few values. Returns the events and the path of the stored file.
-fn tune_demo(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, changes: &[&str]) -> (Vec<Event>, std::path::PathBuf) {
+fn tune_demo(
+    vulkan: &Vulkan,
+    adapter: &Adapter,
+    cache: &Path,
+    changes: &[&str],
+) -> (Vec<TuneEvent>, std::path::PathBuf) {
     let checkpoint =
         Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), Some(cache)).expect("a folder")).expect("the demo model");
     let changes: Vec<String> = changes.iter().map(|change| (*change).to_owned()).collect();
     let options =
-        Options { depth: 20, time: Duration::from_secs(5), candidates: 1, tune: &changes, cache: Some(cache) };
+        TuneOptions { depth: 20, time: Duration::from_secs(5), candidates: 1, tune: &changes, cache: Some(cache) };
     let mut events = Vec::new();
     let outcome = tune(&vulkan.instance, adapter, &checkpoint, &options, &Quiet, &mut |e| events.push(e.clone()))
         .unwrap_or_else(|e| panic!("{e:?}"));
@@ -59,13 +65,13 @@ fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
 
     let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &fragments);
     println!("{events:#?}");
-    assert!(matches!(&events[0], Event::Began { variant, us } if variant == "fragments by hand" && *us > 0.0));
-    assert!(events.iter().all(|event| !matches!(event, Event::Wrong { .. })), "{events:?}");
+    assert!(matches!(&events[0], TuneEvent::Began { variant, us } if variant == "fragments by hand" && *us > 0.0));
+    assert!(events.iter().all(|event| !matches!(event, TuneEvent::Wrong { .. })), "{events:?}");
     let text = std::fs::read_to_string(&path).expect("the file");
     let mut file: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     let kept = &file["shapes"]["fragments by hand"];
     for (name, value) in kept.as_object().into_iter().flatten() {
-        let found = |event: &Event| matches!(event, Event::Improved { name: of, new, .. } if name.starts_with(of) && new == value);
+        let found = |event: &TuneEvent| matches!(event, TuneEvent::Improved { name: of, new, .. } if name.starts_with(of) && new == value);
         assert!(events.iter().any(found), "{name} is kept as {value} and was not found in {events:?}");
     }
 
@@ -101,7 +107,7 @@ fn row_major_weights_are_tuned_too_and_a_change_that_is_given_stays() {
     let cache = tempfile::tempdir().expect("a folder");
     let changes = ["fragments=0", "tags=0", "gemv_threads=64"];
     let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &changes);
-    assert!(matches!(&events[0], Event::Began { variant, .. } if variant == "rows"), "{events:?}");
+    assert!(matches!(&events[0], TuneEvent::Began { variant, .. } if variant == "rows"), "{events:?}");
     let text = std::fs::read_to_string(&path).expect("the file");
     assert!(!text.contains("gemv_threads"), "{text}");
     let (lines, _) = start(&vulkan, &adapter, cache.path(), &["fragments=0", "tags=0"]);

@@ -12,9 +12,13 @@ use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::Outbox;
 use ostinato::config::{Config, Model, Replica as Place};
 use ostinato::device::{DeviceError, Gate};
-use ostinato::engine::host::{Host, RouteError};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::engine::start::{Quiet, StartError, start_on};
+use ostinato::gpu::devices::{OpenDevice, start_on};
+use ostinato::gpu::error::StartError;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::host::route::RouteError;
+use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -181,7 +185,10 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
     let served = host.devices().pop().expect("a device");
     let (reports, report) = crossbeam_channel::bounded(1);
     let (wake, _woken) = crossbeam_channel::bounded(1);
-    let (compute, device) = (served.compute.expect("real"), served.device.expect("real"));
+    let opened: Arc<dyn Any + Send + Sync> = served.status.expect("real");
+    let opened = opened.downcast::<OpenDevice>().expect("opened by `gpu`");
+    let (compute, device) = (Arc::clone(opened.compute()), Arc::clone(opened.device()));
+    drop(opened);
     compute.submit(Submission {
         id: 7,
         entries: vec![Vec::new(), Vec::new()],
@@ -228,12 +235,15 @@ fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
     let undisturbed = generate(&replicas[0], named("before")).tokens;
     let as_undisturbed = |drawn: &[u32]| drawn.len() == tokens as usize && drawn[..known] == undisturbed[..known];
     assert!(replicas.iter().all(|replica| as_undisturbed(&generate(replica, named("before")).tokens)));
-    let handles = || host.devices().into_iter().map(|served| served.device.expect("an open device"));
+    let handle = |uuid: &str| {
+        let served = host.devices().into_iter().find(|served| served.info.uuid == uuid).expect("it is served");
+        served.status.expect("an open device")
+    };
     for (lost, (replica, rounds)) in replicas.iter().zip([2, 1]).enumerate() {
         let elsewhere = replicas.iter().enumerate().find(|(other, _)| *other != lost).map(|(_, replica)| replica);
         let losses = elsewhere.map(|replica| replica.losses());
         for round in 1..=rounds {
-            let device = handles().find(|device| device.adapter().uuid == replica.device.uuid).expect("it is served");
+            let device = handle(&replica.device.uuid);
             let there = elsewhere.map(|replica| submit(replica, named("elsewhere")));
             // One request more than there are slots.
             let streams = ["a", "b", "c"].map(|id| submit(replica, named(id)));
@@ -257,7 +267,10 @@ fn a_device_that_is_lost_comes_back_and_its_streams_go_on() {
             eprintln!("{}: all streams ended {:?} after the loss", replica.name, start.elapsed());
             assert!(there.is_none_or(|events| as_undisturbed(&collect(&events).tokens)), "elsewhere, round {round}");
             assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (round as u64, false, false));
-            assert!(handles().all(|device| !device.is_lost()), "the lost one is not served any more");
+            assert!(
+                host.devices().iter().all(|served| served.status.as_ref().is_some_and(|status| !status.is_lost())),
+                "the lost one is not served any more"
+            );
             idle(replica);
         }
         assert_eq!(elsewhere.map(|replica| replica.losses()), losses, "it was not lost");

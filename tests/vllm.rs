@@ -4,10 +4,10 @@
 mod serving;
 
 use ostinato::engine::fake::{FakeConfig, FakeExecutor, scored};
-use ostinato::engine::host::ServedModel;
-use ostinato::engine::rebuild::Rebuild;
 use ostinato::engine::request::Scored;
+use ostinato::host::ServedModel;
 use ostinato::model::text::Text;
+use ostinato::replica::rebuild::Rebuild;
 use ostinato::service::proto;
 use ostinato::service::proto::smg::grpc::common;
 use ostinato::service::proto::vllm::grpc::engine as contract;
@@ -919,7 +919,7 @@ async fn a_profile_times_the_kernels_between_its_start_and_its_end() {
     };
     // Returns for each rank the number of plans with kernel times and the number of all plans.
     let timed = || -> Vec<(usize, usize)> {
-        let count = |replica: std::sync::Arc<ostinato::engine::host::Replica>| {
+        let count = |replica: std::sync::Arc<ostinato::replica::Replica>| {
             let steps = replica.steps(usize::MAX);
             let timed = steps.iter().filter(|step| !step.submissions[0].regions[0].kernels.is_empty()).count();
             (timed, steps.len())

@@ -6,7 +6,7 @@ use super::stamps::Stamps;
 use super::timeline::FlushReason;
 use super::watcher::{OnPanic, Outbox, Owed, Report, Run, Watch, Watcher};
 pub use crate::config::GpuTime;
-use crate::device::{Batch, Commands, Device, DeviceError, Entry, Gate, Point, Role};
+use crate::device::{Batch, Commands, Device, DeviceError, Gate, Point, QueueEntry, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
@@ -165,7 +165,7 @@ impl Actor {
         let mut reported = 0;
         for (done, regions) in (1..).zip(&entries) {
             if done == count && gate.is_some() {
-                batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: None });
+                batch.entries.push(QueueEntry { commands: std::mem::take(&mut commands), gate: None });
             }
             for region in regions {
                 commands.push(region.commands().clone());
@@ -179,7 +179,7 @@ impl Actor {
             if report_after[reported] == done {
                 reported += 1;
                 // A gated submission has only this report, so this entry takes the gate.
-                batch.entries.push(Entry { commands: std::mem::take(&mut commands), gate: gate.take() });
+                batch.entries.push(QueueEntry { commands: std::mem::take(&mut commands), gate: gate.take() });
             }
         }
         let queue = self.device.queue(Role::Compute);

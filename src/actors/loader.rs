@@ -6,7 +6,7 @@ use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::device::{DeviceError, Point};
 use crate::memory::pack::{Format, Layout, Packing, Rows, pack};
-use crate::memory::plan::Bytes;
+use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -66,12 +66,12 @@ pub struct LoadTensor {
     /// Size and layout of the packed tensor.
     pub packing: Packing,
     /// Sources of its rows. Packed rows that no source covers become zero.
-    pub sources: Vec<Source>,
+    pub sources: Vec<TensorSource>,
 }
 
 /// Rows of one tensor of a checkpoint: source row `i` becomes packed row `first_row + i * row_step`.
 #[derive(Clone, Debug)]
-pub struct Source {
+pub struct TensorSource {
     /// The checkpoint file (shard) that contains the tensor.
     pub file: Arc<WeightFile>,
     /// Offset of the tensor's first byte in `file`.
@@ -90,7 +90,7 @@ pub struct Source {
     pub plus: f32,
 }
 
-impl Source {
+impl TensorSource {
     fn row_bytes(&self) -> u64 {
         u64::from(self.cols) * self.format.bytes() as u64
     }
@@ -108,7 +108,7 @@ impl Source {
 
 /// The progress of a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Progress {
+pub struct LoadProgress {
     /// Packed bytes handed to the transfer actor.
     pub bytes_done: u64,
     /// Total packed bytes of the load.
@@ -137,7 +137,7 @@ pub struct LoadReport {
     /// Time from the end of packing to the end of the last copy.
     pub drain: Duration,
     /// One entry per packing thread, with its times.
-    pub workers: Vec<Worker>,
+    pub workers: Vec<WorkerReport>,
     /// The number of chunks; each is copied from one staging slot.
     pub slots: u64,
     /// The number of transfer-queue submissions during the load.
@@ -149,7 +149,7 @@ pub struct LoadReport {
 
 /// How one packing thread spent its time.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Worker {
+pub struct WorkerReport {
     /// When the thread started.
     pub begin: Moment,
     /// When the thread found no further chunk.
@@ -178,7 +178,7 @@ impl fmt::Display for LoadReport {
             f,
             "loaded {} in {:.2} s ({:.1} GB/s); each of {} workers read {:.2} s, packed {:.2} s and waited {:.2} s \
              for staging; last copies {:.2} s",
-            Bytes(self.bytes_written),
+            HumanBytes(self.bytes_written),
             self.elapsed.as_secs_f64(),
             self.gb_per_second(),
             self.workers.len(),
@@ -277,19 +277,19 @@ pub struct Loader {
 
 /// A requested load. Dropping it cancels the load; bytes already copied stay on the device.
 #[derive(Debug)]
-pub struct Load {
-    progress: Receiver<Progress>,
+pub struct WeightLoad {
+    progress: Receiver<LoadProgress>,
     done: Receiver<Result<LoadReport, LoadError>>,
     cancelled: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
 enum Message {
-    Load {
+    WeightLoad {
         plan: LoadPlan,
         workers: Option<usize>,
         cancelled: Arc<AtomicBool>,
-        progress: Sender<Progress>,
+        progress: Sender<LoadProgress>,
         done: Sender<Result<LoadReport, LoadError>>,
     },
 }
@@ -311,20 +311,20 @@ impl Loader {
     }
 
     /// Queues a load behind the loads requested earlier.
-    pub fn load(&self, plan: LoadPlan) -> Result<Load, LoadError> {
+    pub fn load(&self, plan: LoadPlan) -> Result<WeightLoad, LoadError> {
         self.load_on(plan, None)
     }
 
     /// Like [`Loader::load`], but with `Some(n)` on at most `n` threads, which run at low priority (niceness `NICE`), for
     /// loads beside other work.
-    pub fn load_on(&self, plan: LoadPlan, workers: Option<usize>) -> Result<Load, LoadError> {
+    pub fn load_on(&self, plan: LoadPlan, workers: Option<usize>) -> Result<WeightLoad, LoadError> {
         let (progress, progress_receiver) = bounded(PROGRESS);
         let (done, done_receiver) = bounded(1);
         let cancelled = Arc::new(AtomicBool::new(false));
-        let message = Message::Load { plan, workers, cancelled: Arc::clone(&cancelled), progress, done };
+        let message = Message::WeightLoad { plan, workers, cancelled: Arc::clone(&cancelled), progress, done };
         let inbox = self.inbox.as_ref().expect("taken by drop only");
         match inbox.try_send(message) {
-            Ok(()) => Ok(Load { progress: progress_receiver, done: done_receiver, cancelled }),
+            Ok(()) => Ok(WeightLoad { progress: progress_receiver, done: done_receiver, cancelled }),
             Err(Refused::Full) => Err(LoadError::Busy { waiting: INBOX }),
             Err(Refused::Ended) => Err(LoadError::Cancelled),
         }
@@ -341,13 +341,13 @@ impl Drop for Loader {
     }
 }
 
-impl Load {
+impl WeightLoad {
     /// Receives progress reports; the channel closes when the load ends.
-    pub fn progress(&self) -> &Receiver<Progress> {
+    pub fn progress(&self) -> &Receiver<LoadProgress> {
         &self.progress
     }
 
-    /// Receives the one result, for use in a `select!`; otherwise use [`Load::wait`].
+    /// Receives the one result, for use in a `select!`; otherwise use [`WeightLoad::wait`].
     pub fn done(&self) -> &Receiver<Result<LoadReport, LoadError>> {
         &self.done
     }
@@ -364,14 +364,14 @@ impl Load {
     }
 
     /// Waits until the load ends and calls `say` for each progress report.
-    pub fn wait_with(self, mut say: impl FnMut(Progress)) -> Result<LoadReport, LoadError> {
+    pub fn wait_with(self, mut say: impl FnMut(LoadProgress)) -> Result<LoadReport, LoadError> {
         self.progress.iter().for_each(&mut say);
         // The channel closed without a result, so the loader was dropped.
         self.done.recv().unwrap_or(Err(LoadError::Cancelled))
     }
 }
 
-impl Drop for Load {
+impl Drop for WeightLoad {
     fn drop(&mut self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
@@ -394,13 +394,13 @@ struct Shared<'a> {
     /// Set when a worker fails, so that the others stop.
     failed: AtomicBool,
     cancelled: &'a AtomicBool,
-    progress: &'a Sender<Progress>,
+    progress: &'a Sender<LoadProgress>,
     submitted: Sender<Result<Point, TransferError>>,
 }
 
 impl Actor {
     fn run(self, inbox: &Mailbox<Message>) {
-        while let Ok(Message::Load { plan, workers, cancelled, progress, done }) = inbox.recv() {
+        while let Ok(Message::WeightLoad { plan, workers, cancelled, progress, done }) = inbox.recv() {
             let load = || self.load(&plan, workers, &cancelled, &progress);
             let result = catch_unwind(AssertUnwindSafe(load)).unwrap_or(Err(LoadError::Panicked));
             if let Ok(report) = &result {
@@ -424,7 +424,7 @@ impl Actor {
         plan: &LoadPlan,
         workers: Option<usize>,
         cancelled: &AtomicBool,
-        progress: &Sender<Progress>,
+        progress: &Sender<LoadProgress>,
     ) -> Result<LoadReport, LoadError> {
         let (start, begin) = (Instant::now(), Moment::now());
         for tensor in &plan.tensors {
@@ -449,7 +449,7 @@ impl Actor {
         };
         let gives_way = workers.is_some();
         let workers = workers.unwrap_or(self.workers).clamp(1, self.workers).min(chunks.len());
-        let results: Vec<Result<Worker, LoadError>> = std::thread::scope(|scope| {
+        let results: Vec<Result<WorkerReport, LoadError>> = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..workers)
                 .map(|i| {
                     std::thread::Builder::new()
@@ -468,7 +468,7 @@ impl Actor {
         });
         let packed = Instant::now();
         drop(shared);
-        let workers: Vec<Worker> = results.into_iter().collect::<Result<_, _>>()?;
+        let workers: Vec<WorkerReport> = results.into_iter().collect::<Result<_, _>>()?;
         // The transfer actor now has all chunks. It answers each one, or its end closes the channel.
         let mut point: Option<Point> = None;
         for _ in 0..chunks.len() {
@@ -485,7 +485,7 @@ impl Actor {
         for source in plan.tensors.iter().flat_map(|t| &t.sources) {
             source.file.unchanged()?;
         }
-        let sum = |of: fn(&Worker) -> Duration| workers.iter().map(of).sum();
+        let sum = |of: fn(&WorkerReport) -> Duration| workers.iter().map(of).sum();
         Ok(LoadReport {
             begin,
             end: Moment::now(),
@@ -504,9 +504,9 @@ impl Actor {
     }
 
     /// Packs chunks until none are left or another worker has failed.
-    fn work(&self, shared: &Shared<'_>) -> Result<Worker, LoadError> {
+    fn work(&self, shared: &Shared<'_>) -> Result<WorkerReport, LoadError> {
         let (now, none) = (Moment::now(), Duration::ZERO);
-        let mut spent = Worker { begin: now, end: now, read: none, pack: none, staging_wait: none };
+        let mut spent = WorkerReport { begin: now, end: now, read: none, pack: none, staging_wait: none };
         let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new() };
         loop {
             let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
@@ -531,7 +531,7 @@ impl Actor {
         shared: &Shared<'_>,
         chunk: &Chunk,
         buffers: &mut Buffers,
-        spent: &mut Worker,
+        spent: &mut WorkerReport,
     ) -> Result<(), LoadError> {
         let start = Instant::now();
         let mut slot = self.ring.acquire()?;
@@ -558,7 +558,7 @@ impl Actor {
         let bytes: u64 = chunk.pieces.iter().map(|p| p.range.end - p.range.start).sum();
         let bytes_done = shared.bytes_done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         // A full channel drops this report; the next one carries newer numbers.
-        let _ = shared.progress.try_send(Progress { bytes_done, bytes_total: shared.bytes_total });
+        let _ = shared.progress.try_send(LoadProgress { bytes_done, bytes_total: shared.bytes_total });
         Ok(())
     }
 }
@@ -592,7 +592,8 @@ fn fill(
 ) -> Result<Duration, LoadError> {
     let rows = packed_rows(&tensor.packing, &part);
     // A tensor may consist of hundreds of experts; a part has rows of only a few of them.
-    let needed: Vec<&Source> = tensor.sources.iter().filter(|source| !source_rows(source, &rows).is_empty()).collect();
+    let needed: Vec<&TensorSource> =
+        tensor.sources.iter().filter(|source| !source_rows(source, &rows).is_empty()).collect();
     let started = Instant::now();
     for source in &needed {
         source.file.unchanged()?;
@@ -607,7 +608,7 @@ fn fill(
         let started = Instant::now();
         let rows = packed_rows(&tensor.packing, &(begin..end));
         let here = needed.iter().map(|source| (*source, source_rows(source, &rows))).filter(|(_, of)| !of.is_empty());
-        let here: Vec<(&Source, Range<u32>)> = here.collect();
+        let here: Vec<(&TensorSource, Range<u32>)> = here.collect();
         let lengths = here.iter().map(|(source, of)| source.row_bytes() * u64::from(of.end - of.start));
         let total = lengths.sum::<u64>() as usize;
         if buffers.band.len() < total {
@@ -650,7 +651,7 @@ fn packed_rows(packing: &Packing, part: &Range<u64>) -> Range<u32> {
 }
 
 /// The source rows that become packed rows in `rows`.
-fn source_rows(source: &Source, rows: &Range<u32>) -> Range<u32> {
+fn source_rows(source: &TensorSource, rows: &Range<u32>) -> Range<u32> {
     let index = |row: u32| row.saturating_sub(source.first_row).div_ceil(source.row_step).min(source.rows);
     index(rows.start)..index(rows.end)
 }
@@ -817,8 +818,16 @@ mod tests {
         std::fs::write(file.path(), [0; 8]).unwrap();
         let file = Arc::new(WeightFile::open(file.path()).unwrap());
         // Source rows 0 to 9 become packed rows 1, 3, 5, …, 19.
-        let source =
-            Source { file, offset: 0, rows: 10, cols: 1, format: Format::Bf16, first_row: 1, row_step: 2, plus: 0.0 };
+        let source = TensorSource {
+            file,
+            offset: 0,
+            rows: 10,
+            cols: 1,
+            format: Format::Bf16,
+            first_row: 1,
+            row_step: 2,
+            plus: 0.0,
+        };
         assert_eq!(source_rows(&source, &(0..1)), 0..0);
         assert_eq!(source_rows(&source, &(0..2)), 0..1);
         assert_eq!(source_rows(&source, &(2..6)), 1..3);

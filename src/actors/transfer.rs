@@ -7,7 +7,7 @@ use super::mailbox::{Address, Ended, Mailbox, mailbox};
 use super::timeline::TransferRecord;
 use super::watcher::OnPanic;
 use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Queries, Role};
-use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, Slot, StagingRing};
+use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, StagingRing, StagingSlot};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use std::collections::VecDeque;
@@ -98,7 +98,7 @@ pub struct Transfer {
 #[derive(Debug)]
 enum Message {
     Copy {
-        slot: Slot,
+        slot: StagingSlot,
         pieces: Vec<Piece>,
         waits: Vec<Point>,
         submitted: Submitted,
@@ -163,7 +163,7 @@ impl Transfer {
     /// If a piece is outside its slot or its destination, which is a bug of the caller.
     pub fn copy(
         &self,
-        slot: Slot,
+        slot: StagingSlot,
         pieces: Vec<Piece>,
         waits: Vec<Point>,
         submitted: Submitted,

@@ -6,15 +6,18 @@ use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use crate::config::{Config, GpuTime, Model, file};
 use crate::device::{Adapter, Instance, InstanceOptions, Selector, choose};
-use crate::engine::ceiling::read_ceiling;
-use crate::engine::host::{Host, Replica};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
-use crate::engine::stages::{self, stages};
-use crate::engine::start::{Progress, start_on};
+use crate::gpu::devices::start_on;
+use crate::host::Host;
+use crate::host::progress::Progress;
+use crate::measure::read_bandwidth::read_ceiling;
+use crate::measure::stages;
+use crate::measure::stages::stages;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::Shape;
 use crate::model::demo;
 use crate::model::grammar::{Constraint, Next, Started, bit};
+use crate::replica::Replica;
 use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
@@ -226,7 +229,7 @@ fn print_stages(
     ceiling: Option<f64>,
 ) -> anyhow::Result<()> {
     let mut unknown = None;
-    let load = stages::Load {
+    let load = stages::StageLoad {
         shape: match args.chunk {
             Some(rows) => Shape::Prefill { rows },
             None => Shape::Decode { rows: args.rows },

@@ -2,8 +2,8 @@
 //! this process, without a server.
 
 use super::bench::{request, tokens};
-use crate::engine::host::Replica;
 use crate::engine::request::{Event, FinishReason, SinkClosed};
+use crate::replica::Replica;
 use anyhow::bail;
 use crossbeam_channel::{Receiver, unbounded};
 use std::time::Instant;

@@ -1,6 +1,6 @@
 //! `ostinato devices`: lists all adapters with their properties, and why an adapter is refused.
 
-use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo, unseen};
+use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo, diagnose_no_gpu};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
@@ -17,7 +17,7 @@ pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
     // `print!` would panic if the reader closes the pipe; this returns an error.
     std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes())?;
     // Printed to stderr, because scripts parse the list on stdout.
-    if let Some(why) = unseen(&adapters) {
+    if let Some(why) = diagnose_no_gpu(&adapters) {
         eprintln!("{why}");
     }
     Ok(())

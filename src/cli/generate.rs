@@ -3,7 +3,7 @@
 
 use super::{Usage, cache_directory, progress};
 use crate::config::{Bytes, Config, DEMO_PATH, Model, file};
-use crate::engine::start::start;
+use crate::gpu::devices::start;
 use crate::service::generation::{Generation, Surroundings};
 use crate::service::prepare::prepare;
 use crate::service::proto;

@@ -20,7 +20,8 @@ mod tune;
 
 use crate::config::{self, ConfigError};
 use crate::device::DeviceError;
-use crate::engine::start::StartError;
+use crate::gpu::error::StartError;
+use crate::host::source::BuildError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::Dtype;
 use crate::model::synth::SynthError;
@@ -51,7 +52,7 @@ enum Command {
     /// List the models of a running server, or load or unload one while it serves the others.
     Models(models::Models),
     /// Create an access token for a client, and print the entry for the server's token file.
-    Token(token::Token),
+    Token(token::TokenArgs),
     /// Generate text once, in this process or on a server.
     Generate(Box<generate::Generate>),
     /// Measure prompt and decode speed, compared with the device's maximum read bandwidth, or measure a server under
@@ -154,6 +155,9 @@ pub fn main() -> ExitCode {
 fn is_users(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| {
         if let Some(error) = cause.downcast_ref::<StartError>() {
+            return error.is_users();
+        }
+        if let Some(error) = cause.downcast_ref::<BuildError>() {
             return error.is_users();
         }
         if let Some(error) = cause.downcast_ref::<DeviceError>() {

@@ -4,8 +4,8 @@
 use super::connect::{Client, Reach};
 use super::generate::Refused;
 use super::progress::Show;
-use crate::engine::start::{Progress, Unit};
-use crate::memory::plan::Bytes;
+use crate::host::progress::{Progress, Unit};
+use crate::memory::plan::HumanBytes;
 use crate::service::proto;
 use anyhow::Context;
 use proto::load_model_response::Event;
@@ -70,7 +70,11 @@ pub(crate) fn run(args: &Models) -> anyhow::Result<()> {
                         0 => String::new(),
                         cut => format!("; {cut} requests were ended"),
                     };
-                    writeln!(out, "unloaded {name}: {} of device memory given back{cut}", Bytes(unloaded.freed_bytes))?;
+                    writeln!(
+                        out,
+                        "unloaded {name}: {} of device memory given back{cut}",
+                        HumanBytes(unloaded.freed_bytes)
+                    )?;
                 }
                 Ok(())
             }
@@ -110,7 +114,7 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
         if model.state() == proto::ModelState::Serving {
             let devices = model.replicas.iter().filter_map(|replica| replica.device.as_ref());
             let devices: Vec<&str> = devices.map(|device| device.name.as_str()).collect();
-            let (weights, context) = (Bytes(model.weight_bytes), model.context);
+            let (weights, context) = (HumanBytes(model.weight_bytes), model.context);
             write!(out, " {}, {weights}, {context} tokens, on {}", model.architecture, devices.join(", "))?;
         }
         if let Some(step) = &model.loading {
@@ -166,7 +170,7 @@ fn loaded_line(name: &str, loaded: &proto::LoadedModel, json: bool) -> anyhow::R
     let loads = loaded.loads.iter().map(|load| {
         let seconds = seconds(load);
         let rate = load.bytes_written as f64 / 1e9 / seconds.max(1e-9);
-        format!("{} in {seconds:.2} s ({rate:.1} GB/s)", Bytes(load.bytes_written))
+        format!("{} in {seconds:.2} s ({rate:.1} GB/s)", HumanBytes(load.bytes_written))
     });
     let loads: Vec<String> = loads.collect();
     writeln!(out, "loaded {name}: {}", loads.join(", "))?;

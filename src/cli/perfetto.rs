@@ -27,7 +27,7 @@ pub(super) struct Packet {
     #[prost(message, optional, tag = "6")]
     pub(super) clock_snapshot: Option<ClockSnapshot>,
     #[prost(message, optional, tag = "11")]
-    pub(super) track_event: Option<Event>,
+    pub(super) track_event: Option<TraceEvent>,
     #[prost(message, optional, tag = "60")]
     pub(super) track_descriptor: Option<Track>,
 }
@@ -81,7 +81,7 @@ pub(super) struct Counter {
 
 /// `TrackEvent`.
 #[derive(Clone, PartialEq, Message)]
-pub(super) struct Event {
+pub(super) struct TraceEvent {
     #[prost(message, repeated, tag = "4")]
     pub(super) debug_annotations: Vec<Annotation>,
     #[prost(int32, tag = "9")]
@@ -170,27 +170,28 @@ fn annotation(name: &str, value: Value<'_>) -> Annotation {
 struct Writer {
     /// Events with their sort key: the time, and a rank among events of the same time. Ends come first (inner before
     /// outer), then instants and counters, then begins (outer before inner).
-    events: Vec<((u64, i32), Event)>,
+    events: Vec<((u64, i32), TraceEvent)>,
 }
 
 impl Writer {
-    fn slice(&mut self, track: u64, depth: i32, name: &str, (begin, end): (u64, u64), extra: Event) {
-        let open = Event { kind: SLICE_BEGIN, track_uuid: track, name: Some(name.to_owned()), ..extra };
-        let close = Event { kind: SLICE_END, track_uuid: track, ..Event::default() };
+    fn slice(&mut self, track: u64, depth: i32, name: &str, (begin, end): (u64, u64), extra: TraceEvent) {
+        let open = TraceEvent { kind: SLICE_BEGIN, track_uuid: track, name: Some(name.to_owned()), ..extra };
+        let close = TraceEvent { kind: SLICE_END, track_uuid: track, ..TraceEvent::default() };
         // An estimated clock can place the end before the begin, which the format does not allow.
         let end = end.max(begin + 1);
         self.events.push(((begin, 10 + depth), open));
         self.events.push(((end, -depth), close));
     }
 
-    fn instant(&mut self, track: u64, name: &str, at: u64, extra: Event) {
-        let event = Event { kind: INSTANT, track_uuid: track, name: Some(name.to_owned()), ..extra };
+    fn instant(&mut self, track: u64, name: &str, at: u64, extra: TraceEvent) {
+        let event = TraceEvent { kind: INSTANT, track_uuid: track, name: Some(name.to_owned()), ..extra };
         self.events.push(((at, 5), event));
     }
 
     fn counter(&mut self, track: u64, at: u64, value: u64) {
         let counter_value = Some(i64::try_from(value).unwrap_or(i64::MAX));
-        self.events.push(((at, 5), Event { kind: COUNTER, track_uuid: track, counter_value, ..Event::default() }));
+        self.events
+            .push(((at, 5), TraceEvent { kind: COUNTER, track_uuid: track, counter_value, ..TraceEvent::default() }));
     }
 }
 
@@ -213,7 +214,7 @@ pub(super) fn trace(profile: &proto::ProfileResponse, load: bool) -> Trace {
             number("pack, s", worker.pack_seconds),
             number("wait for staging, s", worker.wait_seconds),
         ];
-        let extra = Event { debug_annotations, ..Event::default() };
+        let extra = TraceEvent { debug_annotations, ..TraceEvent::default() };
         writer.slice(track, 0, "read, pack, wait", (worker.begin_ns, worker.end_ns), extra);
     }
     let packet = |timestamp| Packet { timestamp, trusted_packet_sequence_id: SEQUENCE, ..Packet::default() };
@@ -257,9 +258,14 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
         number("schedule_us", cost.schedule_us),
         number("deliver_us", cost.deliver_us),
     ];
-    let of_plan = Event { debug_annotations, flow_ids: flow(), ..Event::default() };
+    let of_plan = TraceEvent { debug_annotations, flow_ids: flow(), ..TraceEvent::default() };
     writer.instant(ENGINE, &format!("planned: {name}"), step.planned_ns, of_plan);
-    writer.instant(ENGINE, &format!("taken: {name}"), step.taken_ns, Event { flow_ids: flow(), ..Event::default() });
+    writer.instant(
+        ENGINE,
+        &format!("taken: {name}"),
+        step.taken_ns,
+        TraceEvent { flow_ids: flow(), ..TraceEvent::default() },
+    );
     for (track, value) in
         [(PAGES, step.pages_used), (RUNNING, step.running), (WAITING, step.waiting), (ROWS, step.rows)]
     {
@@ -276,12 +282,12 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
             debug_annotations.push(annotation("waits for", Value::Text(&submission.waits.join(", "))));
         }
         let enqueue = (submission.enqueue_begin_ns, submission.enqueue_end_ns);
-        let submit = Event { debug_annotations, flow_ids: flow(), ..Event::default() };
+        let submit = TraceEvent { debug_annotations, flow_ids: flow(), ..TraceEvent::default() };
         writer.slice(COMPUTE, 0, &format!("submit: {}", submission.flush), enqueue, submit);
-        let seen = Event {
+        let seen = TraceEvent {
             debug_annotations: vec![number("blocking waits", f64::from(submission.host_waits))],
             flow_ids: flow(),
-            ..Event::default()
+            ..TraceEvent::default()
         };
         writer.instant(WATCHER, &format!("seen: compute {}", submission.value), submission.seen_ns, seen);
         let end = submission.regions.last().map_or(submission.seen_ns, |region| region.end_ns);
@@ -299,12 +305,12 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
             let flow_ids = if index == 0 { flow() } else { Vec::new() };
             let title =
                 if region.runs > 1 { format!("{} × {}", region.name, region.runs) } else { region.name.clone() };
-            let extra = Event { debug_annotations, flow_ids, ..Event::default() };
+            let extra = TraceEvent { debug_annotations, flow_ids, ..TraceEvent::default() };
             writer.slice(COMPUTE_QUEUE, 0, &title, (region.begin_ns, region.end_ns), extra);
             for kernel in &region.kernels {
-                let extra = Event {
+                let extra = TraceEvent {
                     debug_annotations: vec![annotation("shader", Value::Text(&kernel.kernel))],
-                    ..Event::default()
+                    ..TraceEvent::default()
                 };
                 // Timestamps inside a region lie between those around it, except for rounding.
                 let begin = kernel.begin_ns.clamp(region.begin_ns, region.end_ns);
@@ -325,7 +331,7 @@ fn copies(writer: &mut Writer, transfer: &proto::Transfer) {
     if !transfer.waits.is_empty() {
         debug_annotations.push(annotation("waits for", Value::Text(&transfer.waits.join(", "))));
     }
-    let extra = Event { debug_annotations, ..Event::default() };
+    let extra = TraceEvent { debug_annotations, ..TraceEvent::default() };
     let enqueue = (transfer.enqueue_begin_ns, transfer.enqueue_end_ns);
     writer.slice(TRANSFER, 0, transfer.what.as_str(), enqueue, extra.clone());
     // Without timestamps it is only known that the transfer had ended when its end was seen.

@@ -1,6 +1,6 @@
 //! Shows the progress of a start or a load on stderr: a progress bar on a terminal, plain lines otherwise.
 
-use crate::engine::start::{Progress, Unit};
+use crate::host::progress::{Progress, Unit};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
 use std::sync::{Mutex, PoisonError};

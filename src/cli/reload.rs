@@ -4,8 +4,8 @@
 
 use super::serve::{Serve, changeable};
 use crate::config::Config;
-use crate::engine::host::Host;
-use crate::engine::start::{Progress, Unit};
+use crate::host::Host;
+use crate::host::progress::{Progress, Unit};
 use crate::service::server::Changeable;
 use crate::telemetry::with_causes;
 use std::sync::Arc;

@@ -17,7 +17,7 @@ const CHANCE: usize = 32;
 const PREFIX: &str = "ost_";
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Token {
+pub(crate) struct TokenArgs {
     /// Name of the client that the token is for.
     name: String,
     /// Write the token to a new file that only its owner can read, instead of to the first line of standard output.
@@ -37,7 +37,7 @@ pub(crate) struct Token {
     tokens_per_minute: Option<u32>,
 }
 
-pub(crate) fn run(args: &Token) -> anyhow::Result<()> {
+pub(crate) fn run(args: &TokenArgs) -> anyhow::Result<()> {
     let named = |name: &str| !name.is_empty() && name.len() <= 128 && name.bytes().all(|byte| byte.is_ascii_graphic());
     if let Some(wrong) = std::iter::once(&args.name).chain(&args.models).find(|name| !named(name)) {
         return Err(Usage(format!("{wrong:?} is not a name: at most 128 printable ASCII characters, no spaces")).into());
@@ -63,7 +63,7 @@ pub(crate) fn run(args: &Token) -> anyhow::Result<()> {
 }
 
 /// Formats the token's entry for the server's token file.
-fn entry(args: &Token, secret: &str) -> String {
+fn entry(args: &TokenArgs, secret: &str) -> String {
     let list = |words: Vec<&str>| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(", ");
     let mut text =
         format!("[[tokens]]\nname = {}\nsha256 = \"{}\"\n", quoted(&args.name), hex(&Sha256::digest(secret)));

@@ -2,8 +2,10 @@
 //! here: the search (`engine::tune`).
 
 use crate::device::{Instance, InstanceOptions, Selector, choose};
-use crate::engine::start::{Progress, tuning};
-use crate::engine::tune::{self, Event, Options};
+use crate::gpu::build::defaults::tuning;
+use crate::host::progress::Progress;
+use crate::measure::tune;
+use crate::measure::tune::{TuneEvent, TuneOptions};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::Tuning;
 use crate::model::demo;
@@ -51,7 +53,7 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     let path =
         demo::unpack(&args.model, cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?;
     let checkpoint = Checkpoint::open(&path)?;
-    let options = Options {
+    let options = TuneOptions {
         depth: args.depth,
         time: Duration::from_secs(args.seconds),
         candidates: args.candidates.unwrap_or(usize::MAX),
@@ -59,7 +61,7 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
         cache: cache.as_deref(),
     };
     let started = Instant::now();
-    let mut say = |event: &Event| {
+    let mut say = |event: &TuneEvent| {
         if args.json {
             println!("{}", json_of(event));
         } else {
@@ -97,25 +99,25 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     Ok(())
 }
 
-fn text_of(event: &Event, device: &str, depth: u32) -> String {
+fn text_of(event: &TuneEvent, device: &str, depth: u32) -> String {
     match event {
-        Event::Began { variant, us } => {
+        TuneEvent::Began { variant, us } => {
             format!("{device}, {variant}: a step takes {us:.1} us by the rules, {depth} tokens of context before it")
         }
-        Event::Improved { name, old, new, before_us, after_us } => {
+        TuneEvent::Improved { name, old, new, before_us, after_us } => {
             format!("{name:<22} {old:>8} -> {new:<8} {before_us:>9.1} -> {after_us:.1} us a step")
         }
-        Event::Wrong { name, value, what } => format!("{name:<22} {value} is not taken: {what}"),
+        TuneEvent::Wrong { name, value, what } => format!("{name:<22} {value} is not taken: {what}"),
     }
 }
 
-fn json_of(event: &Event) -> serde_json::Value {
+fn json_of(event: &TuneEvent) -> serde_json::Value {
     match event {
-        Event::Began { variant, us } => json!({"event": "began", "variant": variant, "us": us}),
-        Event::Improved { name, old, new, before_us, after_us } => json!({
+        TuneEvent::Began { variant, us } => json!({"event": "began", "variant": variant, "us": us}),
+        TuneEvent::Improved { name, old, new, before_us, after_us } => json!({
             "event": "improved", "name": name, "old": old, "new": new, "before_us": before_us, "after_us": after_us,
         }),
-        Event::Wrong { name, value, what } => {
+        TuneEvent::Wrong { name, value, what } => {
             json!({"event": "wrong", "name": name, "value": value, "what": what})
         }
     }

@@ -1,8 +1,8 @@
 //! Errors of the layers below `memory`, with one variant per case that a caller may handle differently. An error's
 //! cause is its `source()` and is not repeated in its text.
 
+use crate::device::diagnose::NoGpuDiagnosis;
 use crate::device::point::{Point, Role};
-use crate::device::visible::Unseen;
 use ash::vk;
 use std::path::PathBuf;
 
@@ -22,7 +22,7 @@ pub enum DeviceError {
     },
     /// No Vulkan driver is installed.
     #[error("no Vulkan driver is installed: install the GPU's, or mesa-vulkan-drivers for a driver on the CPU")]
-    NoDriver(#[source] Unseen),
+    NoDriver(#[source] NoGpuDiagnosis),
     /// Validation was requested, but the layer is not installed.
     #[error("validation was asked for, but the layer {layer} is not installed")]
     NoValidation {
@@ -48,7 +48,7 @@ pub enum DeviceError {
         adapters: String,
         /// Why no GPU is among the adapters; `None` if there is one, or if this was not diagnosed.
         #[source]
-        unseen: Option<Box<Unseen>>,
+        no_gpu: Option<Box<NoGpuDiagnosis>>,
     },
     /// Several adapters match the selector.
     #[error("{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}")]
@@ -71,7 +71,7 @@ pub enum DeviceError {
         adapters: String,
         /// Why no GPU is among the adapters; `None` if there is one, or if this was not diagnosed.
         #[source]
-        unseen: Option<Box<Unseen>>,
+        no_gpu: Option<Box<NoGpuDiagnosis>>,
     },
     /// The selected adapter cannot be used.
     #[error("device \"{name}\" cannot be used: {reason}")]

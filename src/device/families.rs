@@ -5,7 +5,7 @@ use ash::vk;
 
 /// A hardware queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Slot {
+pub(super) struct QueueSlot {
     /// The queue family.
     pub(super) family: u32,
     /// The queue's index within the family.
@@ -16,9 +16,9 @@ pub(super) struct Slot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Choice {
     /// The queue that serves compute.
-    pub(super) compute: Slot,
+    pub(super) compute: QueueSlot,
     /// The queue that serves transfers.
-    pub(super) transfer: Slot,
+    pub(super) transfer: QueueSlot,
 }
 
 /// Chooses the queues of both roles. Returns `None` if no family supports compute.
@@ -29,17 +29,17 @@ pub(super) struct Choice {
 pub(super) fn choose(families: &[QueueFamilyInfo]) -> Option<Choice> {
     let there = || families.iter().filter(|f| f.count > 0);
     let compute_family = there().find(|f| f.compute() && !f.graphics()).or_else(|| there().find(|f| f.compute()))?;
-    let compute = Slot { family: compute_family.index, index: 0 };
+    let compute = QueueSlot { family: compute_family.index, index: 0 };
     // Video families support transfers too. The copy engines are the family with the fewest other capabilities.
     let copies = there()
         .filter(|f| f.transfer() && !f.compute() && !f.graphics())
         .min_by_key(|f| (f.flags & !(vk::QueueFlags::TRANSFER | vk::QueueFlags::SPARSE_BINDING)).as_raw().count_ones());
     let transfer = if let Some(family) = copies {
-        Slot { family: family.index, index: 0 }
+        QueueSlot { family: family.index, index: 0 }
     } else if compute_family.count > 1 {
-        Slot { family: compute_family.index, index: 1 }
+        QueueSlot { family: compute_family.index, index: 1 }
     } else if let Some(family) = there().find(|f| f.index != compute_family.index && f.transfer()) {
-        Slot { family: family.index, index: 0 }
+        QueueSlot { family: family.index, index: 0 }
     } else {
         compute
     };

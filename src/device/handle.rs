@@ -187,7 +187,7 @@ impl Device {
         self.logical.alive()?;
         // Waits for the timelines instead of calling vkDeviceWaitIdle, which requires the lock of every queue.
         for queue in &self.queues {
-            let held = queue.held() > 0;
+            let held = queue.deferred() > 0;
             while !held && !self.wait(queue.last(), Duration::from_secs(1))? {}
             queue.collect()?;
         }

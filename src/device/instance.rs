@@ -3,7 +3,7 @@
 
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
-use crate::device::{probe, visible};
+use crate::device::{diagnose, probe};
 use ash::{ext, vk};
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -207,7 +207,7 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
     // instance, because `Inner` owns both.
     match unsafe { entry.create_instance(&info, None) } {
         Ok(raw) => Ok((raw, messages)),
-        Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => Err(DeviceError::NoDriver(visible::no_driver())),
+        Err(vk::Result::ERROR_INCOMPATIBLE_DRIVER) => Err(DeviceError::NoDriver(diagnose::no_driver())),
         Err(e) => Err(failed("vkCreateInstance", e)),
     }
 }

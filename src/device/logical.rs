@@ -3,7 +3,7 @@
 
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
-use crate::device::families::{Choice, Slot};
+use crate::device::families::{Choice, QueueSlot};
 use crate::device::instance::Instance;
 use crate::device::point::Role;
 use crate::device::probe;
@@ -35,7 +35,7 @@ impl Logical {
         // The length of the priorities is the number of queues: 2 if the transfer queue is the second queue of the
         // compute family.
         let priorities = [1.0f32, 1.0];
-        let of_family = |slot: Slot, count: usize| {
+        let of_family = |slot: QueueSlot, count: usize| {
             vk::DeviceQueueCreateInfo::default().queue_family_index(slot.family).queue_priorities(&priorities[..count])
         };
         let queues = if choice.compute.family == choice.transfer.family {
@@ -73,7 +73,7 @@ impl Logical {
     }
 
     /// The hardware queue that serves a role.
-    pub(super) fn slot(&self, role: Role) -> Slot {
+    pub(super) fn slot(&self, role: Role) -> QueueSlot {
         match role {
             Role::Compute => self.choice.compute,
             Role::Transfer => self.choice.transfer,

@@ -4,9 +4,9 @@
 use crate::device::commands::Commands;
 use crate::device::error::DeviceError;
 use crate::device::gate::Gate;
-use crate::device::hold::Lanes;
 use crate::device::logical::Logical;
 use crate::device::point::{Point, Role};
+use crate::device::submit_order::Lanes;
 use ash::vk;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// each other only as consecutive commands are: an entry that reads what an earlier entry wrote must begin with a
 /// barrier.
 #[derive(Clone, Debug, Default)]
-pub struct Entry {
+pub struct QueueEntry {
     /// The command buffers; may be empty, then the entry only signals.
     pub commands: Vec<Commands>,
     /// A gate and a value: this entry and all later submissions wait until the host has opened the gate up to the
@@ -28,7 +28,7 @@ pub struct Entry {
 #[derive(Clone, Debug, Default)]
 pub struct Batch {
     /// At least one entry.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<QueueEntry>,
     /// The points that must be reached before the first entry begins, and thereby before all later entries.
     pub waits: Vec<Point>,
 }
@@ -36,7 +36,7 @@ pub struct Batch {
 impl Batch {
     /// Creates a batch with one entry.
     pub fn one(commands: Commands, waits: Vec<Point>) -> Batch {
-        Batch { entries: vec![Entry { commands: vec![commands], gate: None }], waits }
+        Batch { entries: vec![QueueEntry { commands: vec![commands], gate: None }], waits }
     }
 }
 
@@ -60,13 +60,13 @@ impl Timelines {
 /// A hardware queue; two roles may share it.
 pub(super) struct Hardware {
     raw: vk::Queue,
-    state: Mutex<State>,
+    state: Mutex<QueueState>,
 }
 
-pub(super) struct State {
+pub(super) struct QueueState {
     lanes: Lanes<Submission>,
     /// Per role, the entries of unfinished submissions, each with the timeline value that ends it.
-    in_flight: [VecDeque<(u64, Vec<Entry>)>; 2],
+    in_flight: [VecDeque<(u64, Vec<QueueEntry>)>; 2],
 }
 
 struct Submission {
@@ -76,11 +76,11 @@ struct Submission {
 
 impl Hardware {
     pub(super) fn new(raw: vk::Queue, served: &[Role]) -> Hardware {
-        let state = State { lanes: Lanes::new(served), in_flight: [VecDeque::new(), VecDeque::new()] };
+        let state = QueueState { lanes: Lanes::new(served), in_flight: [VecDeque::new(), VecDeque::new()] };
         Hardware { raw, state: Mutex::new(state) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, QueueState> {
         // A poisoned lock is usable: the only panics under it are failed assertions about a batch, before anything has
         // changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -139,7 +139,7 @@ impl Queue {
     }
 
     /// Submits a batch with one `vkQueueSubmit2` and returns the point of its last entry; entry `i` of `n` signals that
-    /// value minus `n - 1 - i`. Never waits for the GPU. If both roles share a hardware queue, a batch that waits for a
+    /// value minus `n - 1 - i`. Unsatisfiable waits for the GPU. If both roles share a hardware queue, a batch that waits for a
     /// point which has not been submitted yet is held on the host until it has been; the batch's point is valid at
     /// once.
     ///
@@ -164,7 +164,7 @@ impl Queue {
         let waits = batch.waits.clone();
         let ready = state
             .lanes
-            .offer(self.role, signals, &waits, Submission { first, batch })
+            .enqueue(self.role, signals, &waits, Submission { first, batch })
             .map_err(|never| DeviceError::NeverRuns { role: self.role, wait: never.wait, reason: never.reason })?;
         let last = first + signals - 1;
         self.timelines.reserved[self.role.index()].store(last, Ordering::Release);
@@ -179,8 +179,8 @@ impl Queue {
     }
 
     /// The number of batches held back on the host, of both roles if they share the hardware queue.
-    pub fn held(&self) -> usize {
-        self.hardware.lock().lanes.held()
+    pub fn deferred(&self) -> usize {
+        self.hardware.lock().lanes.deferred()
     }
 
     /// Releases what finished submissions kept alive. Every call of [`Queue::submit`] does this too.
@@ -188,7 +188,7 @@ impl Queue {
         self.collect_locked(&mut self.hardware.lock())
     }
 
-    fn collect_locked(&self, state: &mut State) -> Result<(), DeviceError> {
+    fn collect_locked(&self, state: &mut QueueState) -> Result<(), DeviceError> {
         for role in Role::ALL {
             let in_flight = &mut state.in_flight[role.index()];
             if in_flight.is_empty() {

@@ -111,7 +111,7 @@ pub fn select<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Resul
             selector: selector.to_string(),
             hint: cpu_hint(adapters, selector),
             adapters: lines(adapters.iter()),
-            unseen: None,
+            no_gpu: None,
         }),
         _ => Err(DeviceError::Ambiguous {
             selector: selector.to_string(),
@@ -125,7 +125,7 @@ fn only_gpu(adapters: &[Adapter]) -> Result<&Adapter, DeviceError> {
     let gpus: Vec<&Adapter> = adapters.iter().filter(|a| a.usable() && !a.is_cpu()).collect();
     match gpus[..] {
         [one] => Ok(one),
-        _ => Err(DeviceError::MustChoose { count: gpus.len(), adapters: lines(adapters.iter()), unseen: None }),
+        _ => Err(DeviceError::MustChoose { count: gpus.len(), adapters: lines(adapters.iter()), no_gpu: None }),
     }
 }
 

@@ -4,15 +4,17 @@
 //! page lost, shared or overwritten changes the output. With recurrent state, each cell knows what it has taken in,
 //! which must be what the pages hold. No model, no GPU.
 
-use super::executor::{
-    Capacity, Cell, Change, Chunk, Done, Drafts, ExecuteError, Executor, MOST_KEEPS, PAGE_TOKENS, Page, Progress,
-    STATE_TOKENS, Sampled, ScoredChunk, Slot, SlotParams, StepPlan, Ticket, Work,
-};
-use super::pace::Pace;
-use super::request::{Flushes, PerToken, Scored, TokenLogprobs};
-use super::scheduler::split_mix;
 use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Point, Role};
+use crate::engine::executor::{ExecuteError, Executor};
+use crate::engine::pace::Pace;
+use crate::engine::plan::{
+    Capacity, Change, Chunk, Done, Drafts, MOST_KEEPS, Page, PlanReport, STATE_TOKENS, Sampled, ScoredChunk, Slot,
+    SlotParams, StateSlot, StepPlan, Ticket, Work,
+};
+use crate::engine::request::{Flushes, PerToken, Scored, TokenLogprobs};
+use crate::engine::scheduler::split_mix;
+use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::sampling::mask_words;
 use crate::model::grammar::bit;
 use crate::telemetry::clock::Moment;
@@ -116,7 +118,7 @@ struct Report {
     due: Instant,
     /// 0 for a prompt chunk.
     decode_steps: u32,
-    progress: Progress,
+    progress: PlanReport,
 }
 
 #[derive(Debug)]
@@ -333,11 +335,11 @@ impl FakeExecutor {
         let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).collect();
         assert_eq!(slots.len(), chunks.len(), "a slot twice in a plan");
         let own = capacity.slots;
-        let kept: Vec<Cell> = chunks.iter().flat_map(|chunk| &chunk.keeps).map(|keep| keep.cell).collect();
-        let mut distinct: HashSet<Cell> = kept.iter().copied().collect();
+        let kept: Vec<StateSlot> = chunks.iter().flat_map(|chunk| &chunk.keeps).map(|keep| keep.cell).collect();
+        let mut distinct: HashSet<StateSlot> = kept.iter().copied().collect();
         assert_eq!(distinct.len(), kept.len(), "a cell is written twice in a plan");
         distinct.extend(chunks.iter().filter_map(|chunk| chunk.restore));
-        let read: HashSet<Cell> = chunks.iter().filter_map(|chunk| chunk.restore).collect();
+        let read: HashSet<StateSlot> = chunks.iter().filter_map(|chunk| chunk.restore).collect();
         assert_eq!(distinct.len(), kept.len() + read.len(), "a cell is read and written in a plan");
         assert!(distinct.iter().all(|cell| cell.0 >= own), "a snapshot in a slot's own cell");
         chunks.iter().flat_map(|chunk| self.chunk(chunk)).collect()
@@ -524,7 +526,7 @@ impl FakeExecutor {
         if self.parts == 0 { steps } else { 1 + (split_mix(&mut self.parts) % u64::from(steps)) as u32 }
     }
 
-    fn report(&mut self, due: Instant, decode_steps: u32, mut progress: Progress) {
+    fn report(&mut self, due: Instant, decode_steps: u32, mut progress: PlanReport) {
         if progress.finished {
             progress.submissions.extend(self.submission.take());
         }
@@ -596,7 +598,7 @@ impl FakeExecutor {
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
                 let due = self.busy_until;
-                let progress = Progress {
+                let progress = PlanReport {
                     ticket,
                     steps: 1,
                     tokens,
@@ -636,7 +638,7 @@ impl FakeExecutor {
                     self.report(
                         due,
                         part,
-                        Progress {
+                        PlanReport {
                             ticket,
                             steps: part,
                             tokens,
@@ -692,7 +694,7 @@ impl Executor for FakeExecutor {
         &self.wake
     }
 
-    fn poll(&mut self) -> Result<Vec<Progress>, ExecuteError> {
+    fn poll(&mut self) -> Result<Vec<PlanReport>, ExecuteError> {
         let now = self.now();
         let mut due = Vec::new();
         while let Some(report) = self.reports.pop_front_if(|report| report.due <= now) {

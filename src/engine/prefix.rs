@@ -2,7 +2,7 @@
 //! it. Equal names mean equal tokens from the beginning on, for one tenant.
 //! Deliberately absent: who holds which page (`pages`).
 
-use super::executor::PAGE_TOKENS;
+use crate::kernels::attention::PAGE_TOKENS;
 use sha2::{Digest, Sha256};
 
 /// Names a full page by its tokens and all before them: 128 bits of a SHA-256, the same in every process.

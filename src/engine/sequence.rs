@@ -1,17 +1,46 @@
 //! One sequence: its tokens, what it holds on the device, and how far the device has been
 //! asked to go with it. Deliberately absent: which sequence goes next (`scheduler`).
 
-use super::executor::{Cell, Chunk, PAGE_TOKENS, Page, STATE_TOKENS, Slot, SlotParams};
-use super::host::RequestView;
-use super::pages::Content;
-use super::prefix::PageKey;
-use super::request::{PerToken, Request, Scored, Timings};
 use crate::actors::workers::Cancel;
+use crate::engine::page_pool::Content;
+use crate::engine::plan::{Chunk, Page, STATE_TOKENS, Slot, SlotParams, StateSlot};
+use crate::engine::prefix::PageKey;
+use crate::engine::request::{PerToken, Request, Scored, Timings};
+use crate::kernels::attention::PAGE_TOKENS;
 use crate::model::grammar::{Grammar, Started};
 use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// A request that is not finished, as the scheduler sees one sample of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RequestView {
+    /// The request's id; samples after the first have a mark and their index behind it.
+    pub id: String,
+    /// `waiting`, `prefill`, `decode` or `leaving`.
+    pub phase: &'static str,
+    /// Prompt tokens.
+    pub prompt_tokens: u32,
+    /// Of the history that this stay on the device computes or found: tokens queued so far.
+    pub prefilled_tokens: u32,
+    /// Prompt tokens found in the prefix cache.
+    pub cached_tokens: u32,
+    /// Output tokens reported.
+    pub output_tokens: u32,
+    /// Most output tokens.
+    pub max_tokens: u32,
+    /// KV pages held.
+    pub pages: u32,
+    /// How often it lost its pages.
+    pub preemptions: u32,
+    /// Submission until now.
+    pub age: Duration,
+    /// Submission to its first chunk; until now for one that waits.
+    pub queued: Duration,
+    /// Submission to its first token.
+    pub first_token: Option<Duration>,
+}
 
 /// Names a sequence; grows by one an arrival, so the smaller is the older.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -78,7 +107,7 @@ impl Constrained {
 
 /// Where a sequence stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum SequenceState {
     /// In the queue: no slot, no pages.
     Waiting,
     /// Holds a slot and the pages of its whole history, of which chunks are still to be queued.
@@ -117,7 +146,7 @@ pub struct Sequence {
     pub constraint: Option<Constrained>,
 
     /// Where it stands.
-    pub state: State,
+    pub state: SequenceState,
     /// It was passed over so often that nobody goes before it until its end.
     pub shielded: bool,
     /// `Finished` was handed out; what is still reported is surplus.
@@ -141,7 +170,7 @@ pub struct Sequence {
     /// Of them queued for prefill, or found in pages.
     prefilled: u32,
     /// The cell that its next chunk's recurrent state comes from, if not the slot's own.
-    restore: Option<Cell>,
+    restore: Option<StateSlot>,
     /// Tokens of history whose pages were found, as far as state can be kept: another sequence has begun alike, and
     /// further ones may.
     branch: u32,
@@ -219,7 +248,7 @@ impl Sequence {
             salted: !request.cache_salt.is_empty(),
             unnamed: 0,
             cached_tokens: 0,
-            state: State::Waiting,
+            state: SequenceState::Waiting,
             shielded: false,
             ended: false,
             slot: None,
@@ -293,7 +322,7 @@ impl Sequence {
     }
 
     /// Its first chunk continues the recurrent state of a cell; the pages of its first `branch` tokens are found.
-    pub fn continue_state(&mut self, restore: Option<Cell>, branch: u32) {
+    pub fn continue_state(&mut self, restore: Option<StateSlot>, branch: u32) {
         self.restore = restore;
         self.branch = branch / STATE_TOKENS * STATE_TOKENS;
     }
@@ -319,9 +348,9 @@ impl Sequence {
     /// Takes a slot and the pages of its whole history, of which the first `found` hold their tokens. Gives what
     /// the device is told, and the tokens that its penalties have to hear of beside.
     pub fn join(&mut self, slot: Slot, pages: Vec<Page>, found: u32) -> (SlotParams, Vec<u32>) {
-        assert_eq!(self.state, State::Waiting);
+        assert_eq!(self.state, SequenceState::Waiting);
         assert!(self.slot.is_none() && self.pages.is_empty() && self.in_flight == 0);
-        self.state = State::Prefill;
+        self.state = SequenceState::Prefill;
         self.slot = Some(slot);
         self.pages = pages;
         self.unnamed = found;
@@ -348,7 +377,7 @@ impl Sequence {
     /// fill, and those that hold only tokens that were reported.
     pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, Content)> {
         let written = match self.state {
-            State::Prefill => self.prefilled,
+            SequenceState::Prefill => self.prefilled,
             // The token reported last is written by the step that draws the next one.
             _ => self.prefilled.max(self.tokens.len() as u32 - 1),
         };
@@ -370,14 +399,15 @@ impl Sequence {
 
     /// The first of its pages that it may still write, as far as it was asked to go.
     pub fn first_open_page(&self) -> u32 {
-        let queued = if self.state == State::Prefill { self.prefilled } else { self.history + self.drawn.max(1) - 1 };
+        let queued =
+            if self.state == SequenceState::Prefill { self.prefilled } else { self.history + self.drawn.max(1) - 1 };
         queued / PAGE_TOKENS
     }
 
     /// Gives slot and pages back, to be released; an unfinished sequence is in the queue again.
     pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>) {
         assert_eq!(self.in_flight, 0, "an unfinished plan names the sequence");
-        self.state = State::Waiting;
+        self.state = SequenceState::Waiting;
         self.unnamed = 0;
         (self.slot.take(), std::mem::take(&mut self.pages))
     }
@@ -385,7 +415,7 @@ impl Sequence {
     /// The next chunk of its history, of at most `most` tokens; if it is not the last, of a multiple of `unit`. It
     /// counts as queued from now on.
     pub fn next_chunk(&mut self, most: u32, unit: u32) -> Chunk {
-        assert_eq!(self.state, State::Prefill);
+        assert_eq!(self.state, SequenceState::Prefill);
         let slot = self.slot.expect("it has joined");
         let start = self.prefilled;
         let end = if self.unqueued() <= most { self.history } else { start + most / unit * unit };
@@ -393,7 +423,7 @@ impl Sequence {
         self.prefilled = end;
         let last = end == self.history;
         if last {
-            self.state = State::Decode;
+            self.state = SequenceState::Decode;
             self.drawn = 1;
         }
         let tokens = self.tokens[start as usize..end as usize].to_vec();
@@ -430,7 +460,7 @@ impl Sequence {
 
     /// Whether it can have a row of the next decode step: who has ended is leaving.
     pub fn decodes(&self) -> bool {
-        self.state == State::Decode && self.undrawn() > 0
+        self.state == SequenceState::Decode && self.undrawn() > 0
     }
 
     /// Pages to add so that `tokens` more that are drawn have somewhere to be written.
@@ -443,7 +473,7 @@ impl Sequence {
 
     /// The device was asked to draw up to `tokens` more.
     pub fn draw(&mut self, tokens: u32) {
-        assert_eq!(self.state, State::Decode);
+        assert_eq!(self.state, SequenceState::Decode);
         self.drawn += tokens.min(self.undrawn());
     }
 
@@ -459,14 +489,14 @@ impl Sequence {
         RequestView {
             id: self.request.clone(),
             phase: match self.state {
-                State::Waiting => "waiting",
-                State::Prefill => names::SPAN_PREFILL,
-                State::Decode if self.first_token.is_none() => names::SPAN_PREFILL,
-                State::Decode => names::SPAN_DECODE,
-                State::Leaving => "leaving",
+                SequenceState::Waiting => "waiting",
+                SequenceState::Prefill => names::SPAN_PREFILL,
+                SequenceState::Decode if self.first_token.is_none() => names::SPAN_PREFILL,
+                SequenceState::Decode => names::SPAN_DECODE,
+                SequenceState::Leaving => "leaving",
             },
             prompt_tokens: self.prompt_tokens,
-            prefilled_tokens: if self.state == State::Waiting { 0 } else { self.prefilled },
+            prefilled_tokens: if self.state == SequenceState::Waiting { 0 } else { self.prefilled },
             cached_tokens: self.cached_tokens,
             output_tokens: self.output_tokens(),
             max_tokens: self.max_tokens,

@@ -2,8 +2,9 @@
 //! need not be computed from its first token. Pure bookkeeping: page names in, cells out.
 //! Deliberately absent: pages of keys and values (`pages`), and when state is kept (`scheduler`).
 
-use super::executor::{Cell, PAGE_TOKENS, STATE_TOKENS};
-use super::prefix::PageKey;
+use crate::engine::plan::{STATE_TOKENS, StateSlot};
+use crate::engine::prefix::PageKey;
+use crate::kernels::attention::PAGE_TOKENS;
 use std::collections::HashMap;
 
 /// Pages between two places at which state can be kept.
@@ -15,7 +16,7 @@ pub enum Found {
     /// Nothing: compute from the first token.
     Nothing,
     /// The state behind so many pages lies in the cell.
-    Ready(usize, Cell),
+    Ready(usize, StateSlot),
     /// The plan at hand leaves the state behind so many pages: the next one can use it.
     Soon(usize),
 }
@@ -76,7 +77,7 @@ impl Snapshots {
     }
 
     /// The plan at hand reads a cell that [`Snapshots::find`] gave.
-    pub fn read(&mut self, cell: Cell) {
+    pub fn read(&mut self, cell: StateSlot) {
         let (clock, plan) = (self.tick(), self.plan);
         let snapshot = &mut self.snapshots[(cell.0 - self.first) as usize];
         snapshot.used = clock;
@@ -85,7 +86,7 @@ impl Snapshots {
 
     /// A cell for the state behind the page of this name, which the plan at hand writes: the one that was used least
     /// lately. `None` if the state is kept already, or if the plan uses every cell.
-    pub fn keep(&mut self, name: PageKey) -> Option<Cell> {
+    pub fn keep(&mut self, name: PageKey) -> Option<StateSlot> {
         let clock = self.tick();
         if let Some(&index) = self.named.get(&name) {
             self.snapshots[index].used = clock;
@@ -115,8 +116,8 @@ impl Snapshots {
         }
     }
 
-    fn cell(&self, index: usize) -> Cell {
-        Cell(self.first + index as u32)
+    fn cell(&self, index: usize) -> StateSlot {
+        StateSlot(self.first + index as u32)
     }
 
     fn tick(&mut self) -> u64 {
@@ -138,16 +139,16 @@ mod tests {
         let mut snapshots = Snapshots::new(8, 2);
         let pages = names(0..11);
         assert_eq!(snapshots.find(&pages), Found::Nothing);
-        assert_eq!(snapshots.keep(pages[3]), Some(Cell(8)));
+        assert_eq!(snapshots.keep(pages[3]), Some(StateSlot(8)));
         assert_eq!(snapshots.find(&pages), Found::Soon(4), "it is being written");
         snapshots.next_plan();
-        assert_eq!(snapshots.find(&pages), Found::Ready(4, Cell(8)));
+        assert_eq!(snapshots.find(&pages), Found::Ready(4, StateSlot(8)));
         assert_eq!(snapshots.find(&pages[..3]), Found::Nothing, "it is behind page 3");
         assert_eq!(snapshots.keep(pages[3]), None, "it is there already");
-        assert_eq!(snapshots.keep(pages[7]), Some(Cell(9)));
+        assert_eq!(snapshots.keep(pages[7]), Some(StateSlot(9)));
         snapshots.next_plan();
-        assert_eq!(snapshots.find(&pages), Found::Ready(8, Cell(9)));
-        assert_eq!(snapshots.find(&pages[..7]), Found::Ready(4, Cell(8)));
+        assert_eq!(snapshots.find(&pages), Found::Ready(8, StateSlot(9)));
+        assert_eq!(snapshots.find(&pages[..7]), Found::Ready(4, StateSlot(8)));
         assert_eq!(snapshots.used(), 2);
     }
 
@@ -155,25 +156,25 @@ mod tests {
     fn the_least_lately_used_goes_first_but_not_what_the_plan_reads_or_writes() {
         let mut snapshots = Snapshots::new(0, 2);
         let pages = names(0..20);
-        assert_eq!(snapshots.keep(pages[3]), Some(Cell(0)));
-        assert_eq!(snapshots.keep(pages[7]), Some(Cell(1)));
+        assert_eq!(snapshots.keep(pages[3]), Some(StateSlot(0)));
+        assert_eq!(snapshots.keep(pages[7]), Some(StateSlot(1)));
         assert_eq!(snapshots.keep(pages[11]), None, "both are written by this plan");
         snapshots.next_plan();
-        snapshots.read(Cell(0));
-        assert_eq!(snapshots.keep(pages[11]), Some(Cell(1)), "the other is read by this plan");
+        snapshots.read(StateSlot(0));
+        assert_eq!(snapshots.keep(pages[11]), Some(StateSlot(1)), "the other is read by this plan");
         assert_eq!(snapshots.find(&pages), Found::Soon(12));
         snapshots.next_plan();
-        assert_eq!(snapshots.keep(pages[15]), Some(Cell(0)));
+        assert_eq!(snapshots.keep(pages[15]), Some(StateSlot(0)));
         snapshots.next_plan();
         assert_eq!(snapshots.find(&pages[..8]), Found::Nothing, "both old states have gone");
-        assert_eq!(snapshots.find(&pages), Found::Ready(16, Cell(0)));
+        assert_eq!(snapshots.find(&pages), Found::Ready(16, StateSlot(0)));
     }
 
     #[test]
     fn what_is_forgotten_is_not_found_and_its_cells_go_first() {
         let mut snapshots = Snapshots::new(0, 2);
         let pages = names(0..8);
-        assert_eq!(snapshots.keep(pages[3]), Some(Cell(0)));
+        assert_eq!(snapshots.keep(pages[3]), Some(StateSlot(0)));
         snapshots.next_plan();
         snapshots.forget();
         assert_eq!((snapshots.used(), snapshots.find(&pages)), (0, Found::Nothing));

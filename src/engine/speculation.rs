@@ -1,8 +1,8 @@
 //! How many tokens to draft: what a step that verifies drafts takes, and how often drafts were right, against a step
 //! without them. Pure bookkeeping. Deliberately absent: the drafts themselves, which only the device knows.
 
-use super::executor::Drafts;
-use super::pace::Pace;
+use crate::engine::pace::Pace;
+use crate::engine::plan::Drafts;
 
 /// A new token counts for this share of the mean.
 const SHARE: f64 = 1.0 / 64.0;

@@ -7,7 +7,7 @@ use super::shaders::{self, SHADER_SET};
 use crate::device::{
     Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role,
 };
-use crate::memory::{Buffer, Table};
+use crate::memory::{Buffer, BufferTable};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -241,7 +241,7 @@ impl Region {
     pub fn build(
         device: &Device,
         recording: &Recording,
-        table: &Table,
+        table: &BufferTable,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
         let how = How { needed: barriers::derive(&recording.ops), timing: None, gated: false };
@@ -252,7 +252,7 @@ impl Region {
     pub fn build_gated(
         device: &Device,
         recording: &Recording,
-        table: &Table,
+        table: &BufferTable,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
         let how = How { needed: barriers::derive(&recording.ops), timing: None, gated: true };
@@ -280,7 +280,7 @@ impl Region {
     pub fn build_serial(
         device: &Device,
         recording: &Recording,
-        table: &Table,
+        table: &BufferTable,
         pipelines: &Pipelines,
     ) -> Result<Region, RegionError> {
         let how = How { needed: vec![true; recording.ops.len()], timing: None, gated: false };
@@ -400,7 +400,7 @@ impl Drop for Region {
     }
 }
 
-fn bind(recording: &Recording, table: &Table) -> Result<Vec<Arc<Buffer>>, RegionError> {
+fn bind(recording: &Recording, table: &BufferTable) -> Result<Vec<Arc<Buffer>>, RegionError> {
     recording
         .buffers
         .iter()

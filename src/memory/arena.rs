@@ -6,7 +6,7 @@
 
 use super::MemoryError;
 use super::place::{Place, choose};
-use super::plan::{Limits, default_reserve};
+use super::plan::{MemoryLimits, default_reserve};
 use crate::device::{AdapterKind, Device, Point, Role};
 use ash::vk;
 use gpu_allocator::vulkan::{Allocation, AllocationCreateDesc, AllocationScheme, Allocator, AllocatorCreateDesc};
@@ -130,9 +130,9 @@ impl Arena {
     }
 
     /// Returns the limits that a plan is compared with: the driver's current budget and the operator's limit.
-    pub fn limits(&self, limit_bytes: Option<u64>) -> Limits {
+    pub fn limits(&self, limit_bytes: Option<u64>) -> MemoryLimits {
         let (budget, adapter) = (self.0.device.budget(), self.0.device.adapter());
-        Limits {
+        MemoryLimits {
             device: adapter.name.clone(),
             free_bytes: budget.free_bytes(),
             total_bytes: budget.heap_bytes,

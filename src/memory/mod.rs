@@ -17,5 +17,5 @@ pub use error::MemoryError;
 pub use file::WeightFile;
 pub use place::Place;
 pub use plan::Plan;
-pub use staging::{Slot, StagingRing};
-pub use table::Table;
+pub use staging::{StagingRing, StagingSlot};
+pub use table::BufferTable;

@@ -48,7 +48,7 @@ pub enum Side {
 
 /// The available memory, from the device and the operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct MemoryLimits {
     /// The device's name, for messages.
     pub device: String,
     /// The bytes of the device-local heap that this process may still allocate: `VK_EXT_memory_budget`'s budget minus
@@ -72,7 +72,7 @@ pub fn default_reserve(total_bytes: u64) -> u64 {
     (total_bytes / 50).clamp(64 * MIB, GIB)
 }
 
-impl Limits {
+impl MemoryLimits {
     /// The bytes of device memory that a plan may use: free memory minus the reserve, and at most the operator's limit.
     pub fn available_bytes(&self) -> u64 {
         let free = self.free_bytes.saturating_sub(self.reserve_bytes);
@@ -82,7 +82,7 @@ impl Limits {
 
 /// A set of buffers that will be allocated for one purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct PlanEntry {
     /// The purpose of the buffers.
     pub purpose: Purpose,
     /// The total size of the buffers in bytes.
@@ -95,9 +95,13 @@ pub struct Entry {
     pub things: Option<(u64, String)>,
 }
 
-impl Entry {
+impl PlanEntry {
     /// Creates an entry from the buffers (name, bytes) of one purpose.
-    pub fn of_buffers<'a>(purpose: Purpose, side: Side, buffers: impl IntoIterator<Item = (&'a str, u64)>) -> Entry {
+    pub fn of_buffers<'a>(
+        purpose: Purpose,
+        side: Side,
+        buffers: impl IntoIterator<Item = (&'a str, u64)>,
+    ) -> PlanEntry {
         let mut bytes = 0;
         let mut largest: Option<(&str, u64)> = None;
         for (name, size) in buffers {
@@ -106,7 +110,7 @@ impl Entry {
                 largest = Some((name, size));
             }
         }
-        Entry { purpose, bytes, largest: largest.map(|(name, size)| (name.to_owned(), size)), side, things: None }
+        PlanEntry { purpose, bytes, largest: largest.map(|(name, size)| (name.to_owned(), size)), side, things: None }
     }
 }
 
@@ -172,8 +176,8 @@ pub enum PlanError {
 /// A memory plan that fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    limits: Limits,
-    entries: Vec<Entry>,
+    limits: MemoryLimits,
+    entries: Vec<PlanEntry>,
     kv_pages: u64,
     page_bytes: u64,
     pages_bound: PagesBound,
@@ -191,7 +195,7 @@ enum PagesBound {
 impl Plan {
     /// Sums `entries` (without the KV pool) in the order of their purposes, then sizes the KV pool from what remains.
     /// Returns an error for the first purpose that does not fit, or for a buffer that is too large.
-    pub fn new(limits: Limits, mut entries: Vec<Entry>, kv: Option<KvRequest>) -> Result<Plan, PlanError> {
+    pub fn new(limits: MemoryLimits, mut entries: Vec<PlanEntry>, kv: Option<KvRequest>) -> Result<Plan, PlanError> {
         entries.retain(|entry| entry.bytes > 0);
         entries.sort_by_key(|entry| entry.purpose);
         for entry in &entries {
@@ -256,7 +260,7 @@ impl Plan {
             } else {
                 PagesBound::Memory
             };
-            entries.push(Entry {
+            entries.push(PlanEntry {
                 purpose: Purpose::KvPages,
                 bytes: kv_pages * kv.page_bytes,
                 largest: Some(("kv pages".to_owned(), kv_pages * kv.page_bytes_in_largest_buffer)),
@@ -279,12 +283,12 @@ impl Plan {
     }
 
     /// The limits that the plan was compared with.
-    pub fn limits(&self) -> &Limits {
+    pub fn limits(&self) -> &MemoryLimits {
         &self.limits
     }
 
     /// The entries in the order of the table, including the KV pool.
-    pub fn entries(&self) -> &[Entry] {
+    pub fn entries(&self) -> &[PlanEntry] {
         &self.entries
     }
 
@@ -302,7 +306,7 @@ impl Plan {
 impl fmt::Display for Plan {
     /// Writes the table that is printed at start.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let size = |bytes: u64| Bytes(bytes).to_string();
+        let size = |bytes: u64| HumanBytes(bytes).to_string();
         let mut rows: Vec<(String, String, String)> = Vec::new();
         for entry in &self.entries {
             let mut note = match entry.side {
@@ -352,17 +356,17 @@ const GIB: u64 = 1 << 30;
 /// Displays a number of bytes in a readable unit, such as `3.1 GiB`, `512.0 MiB` or `36.0 KiB`, with one decimal unless
 /// the format specifies a precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bytes(pub u64);
+pub struct HumanBytes(pub u64);
 
 /// Formats two different sizes with just enough decimals that the texts differ.
 pub(super) fn told_apart(a: u64, b: u64) -> (String, String) {
     (1..6)
-        .map(|digits| (format!("{:.digits$}", Bytes(a)), format!("{:.digits$}", Bytes(b))))
+        .map(|digits| (format!("{:.digits$}", HumanBytes(a)), format!("{:.digits$}", HumanBytes(b))))
         .find(|(a, b)| a != b)
         .unwrap_or_else(|| (format!("{a} B"), format!("{b} B")))
 }
 
-impl fmt::Display for Bytes {
+impl fmt::Display for HumanBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let digits = f.precision().unwrap_or(1);
         let units = [(GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")];
@@ -379,8 +383,8 @@ impl fmt::Display for Bytes {
 mod tests {
     use super::*;
 
-    fn limits() -> Limits {
-        Limits {
+    fn limits() -> MemoryLimits {
+        MemoryLimits {
             device: "RTX 4090".into(),
             free_bytes: 10 * GIB,
             total_bytes: 24 * GIB,
@@ -391,13 +395,13 @@ mod tests {
         }
     }
 
-    fn entry(purpose: Purpose, bytes: u64, side: Side) -> Entry {
-        Entry { purpose, bytes, largest: None, side, things: None }
+    fn entry(purpose: Purpose, bytes: u64, side: Side) -> PlanEntry {
+        PlanEntry { purpose, bytes, largest: None, side, things: None }
     }
 
     #[test]
     fn refuses_with_both_numbers_and_the_device() {
-        let limits = Limits { free_bytes: (2.4 * GIB as f64) as u64, ..limits() };
+        let limits = MemoryLimits { free_bytes: (2.4 * GIB as f64) as u64, ..limits() };
         let weights = entry(Purpose::Weights, (3.1 * GIB as f64) as u64, Side::Device);
         let error = Plan::new(limits, vec![weights], None).unwrap_err();
         assert_eq!(error.to_string(), "cannot reserve 3.1 GiB for weights, 2.4 GiB free on \"RTX 4090\"");
@@ -422,7 +426,7 @@ mod tests {
 
     #[test]
     fn the_operators_limit_is_named_when_it_is_the_bound() {
-        let limits = Limits { limit_bytes: Some(GIB), ..limits() };
+        let limits = MemoryLimits { limit_bytes: Some(GIB), ..limits() };
         let error = Plan::new(limits, vec![entry(Purpose::Weights, 2 * GIB, Side::Device)], None).unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -432,7 +436,7 @@ mod tests {
 
     #[test]
     fn a_limit_above_free_memory_changes_nothing() {
-        let limits = Limits { limit_bytes: Some(100 * GIB), ..limits() };
+        let limits = MemoryLimits { limit_bytes: Some(100 * GIB), ..limits() };
         let error = Plan::new(limits, vec![entry(Purpose::Weights, 11 * GIB, Side::Device)], None).unwrap_err();
         assert!(error.to_string().contains("10.0 GiB free"), "{error}");
     }
@@ -443,7 +447,7 @@ mod tests {
             vec![entry(Purpose::Weights, 9 * GIB, Side::Device), entry(Purpose::Staging, 2 * GIB, Side::Host)];
         let plan = Plan::new(limits(), entries.clone(), None).unwrap();
         assert_eq!(plan.device_bytes(), 9 * GIB);
-        let shared = Limits { unified: true, ..limits() };
+        let shared = MemoryLimits { unified: true, ..limits() };
         assert!(matches!(
             Plan::new(shared, entries, None),
             Err(PlanError::DoesNotFit { purpose: Purpose::Staging, .. })
@@ -452,7 +456,7 @@ mod tests {
 
     #[test]
     fn one_buffer_above_the_drivers_limit_is_refused_by_name() {
-        let head = Entry::of_buffers(
+        let head = PlanEntry::of_buffers(
             Purpose::Weights,
             Side::Device,
             [("embed", GIB), ("lm_head.weight", 5 * GIB), ("norm", 4096)],
@@ -477,7 +481,7 @@ mod tests {
         assert!(plan.device_bytes() <= 10 * GIB);
         assert_eq!(plan.bytes(Purpose::KvPages), plan.kv_pages() * 3 * MIB);
 
-        let reserved = Limits { reserve_bytes: 3 * GIB, ..limits() };
+        let reserved = MemoryLimits { reserve_bytes: 3 * GIB, ..limits() };
         let plan = Plan::new(reserved, vec![weights.clone()], Some(kv(Pages::All))).unwrap();
         assert_eq!(plan.kv_pages(), 1024);
 
@@ -493,7 +497,7 @@ mod tests {
 
     #[test]
     fn pages_are_bound_by_the_largest_allocation() {
-        let limits = Limits { max_allocation_bytes: 100 * MIB, ..limits() };
+        let limits = MemoryLimits { max_allocation_bytes: 100 * MIB, ..limits() };
         let plan = Plan::new(limits.clone(), vec![], Some(kv(Pages::All))).unwrap();
         assert_eq!(plan.kv_pages(), 100);
         assert!(plan.to_string().contains("bound by the largest allocation"), "{plan}");
@@ -510,7 +514,7 @@ mod tests {
 
     #[test]
     fn prints_an_aligned_table() {
-        let limits = Limits { limit_bytes: Some(8 * GIB), reserve_bytes: 512 * MIB, ..limits() };
+        let limits = MemoryLimits { limit_bytes: Some(8 * GIB), reserve_bytes: 512 * MIB, ..limits() };
         let entries = vec![
             entry(Purpose::Staging, 256 * MIB, Side::Host),
             entry(Purpose::Scratch, 36 * 1024, Side::Device),
@@ -532,11 +536,11 @@ mod tests {
 
     #[test]
     fn units_do_not_round_past_themselves() {
-        assert_eq!(Bytes(0).to_string(), "0 B");
-        assert_eq!(Bytes(900).to_string(), "900 B");
-        assert_eq!(Bytes(1023).to_string(), "1.0 KiB");
-        assert_eq!(Bytes(MIB - 1).to_string(), "1.0 MiB");
-        assert_eq!(Bytes(GIB - 1).to_string(), "1.0 GiB");
-        assert_eq!(Bytes(1536 * MIB).to_string(), "1.5 GiB");
+        assert_eq!(HumanBytes(0).to_string(), "0 B");
+        assert_eq!(HumanBytes(900).to_string(), "900 B");
+        assert_eq!(HumanBytes(1023).to_string(), "1.0 KiB");
+        assert_eq!(HumanBytes(MIB - 1).to_string(), "1.0 MiB");
+        assert_eq!(HumanBytes(GIB - 1).to_string(), "1.0 GiB");
+        assert_eq!(HumanBytes(1536 * MIB).to_string(), "1.5 GiB");
     }
 }

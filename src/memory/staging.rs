@@ -33,7 +33,7 @@ struct Free {
 
 /// A slot with an owner. It returns to the ring when it is dropped.
 #[derive(Debug)]
-pub struct Slot {
+pub struct StagingSlot {
     /// `Some` until the slot is dropped.
     held: Option<Free>,
     give_back: Sender<Free>,
@@ -74,7 +74,7 @@ impl StagingRing {
     ///
     /// # Errors
     /// `StagingTimeout` if no slot became free, or if the queue made no progress, for `ACQUIRE_WAIT`.
-    pub fn acquire(&self) -> Result<Slot, MemoryError> {
+    pub fn acquire(&self) -> Result<StagingSlot, MemoryError> {
         let timeout = || MemoryError::StagingTimeout { seconds: ACQUIRE_WAIT.as_secs() };
         let held = "the ring holds a sender itself";
         let free = match self.device.adapter().is_cpu() {
@@ -85,7 +85,7 @@ impl StagingRing {
     }
 
     /// Acquires a slot as [`StagingRing::acquire`] does, with a limit on the total wait.
-    pub fn acquire_within(&self, limit: Duration) -> Result<Slot, MemoryError> {
+    pub fn acquire_within(&self, limit: Duration) -> Result<StagingSlot, MemoryError> {
         let deadline = Instant::now() + limit;
         let timeout = || MemoryError::StagingTimeout { seconds: limit.as_secs() };
         let free = self.free.recv_timeout(limit).map_err(|_| timeout())?;
@@ -99,10 +99,10 @@ impl StagingRing {
         &self,
         free: Free,
         wait: impl FnOnce(Point) -> Result<bool, DeviceError>,
-    ) -> Result<Option<Slot>, MemoryError> {
+    ) -> Result<Option<StagingSlot>, MemoryError> {
         let point = free.last_copy;
         // From here on an early return drops the slot and thereby puts it back into the ring.
-        let mut slot = Slot { held: Some(free), give_back: self.give_back.clone() };
+        let mut slot = StagingSlot { held: Some(free), give_back: self.give_back.clone() };
         if let Some(point) = point {
             if !wait(point)? {
                 return Ok(None);
@@ -113,7 +113,7 @@ impl StagingRing {
     }
 }
 
-impl Slot {
+impl StagingSlot {
     fn free(&mut self) -> &mut Free {
         self.held.as_mut().expect("held until drop")
     }
@@ -163,7 +163,7 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for StagingSlot {
     fn drop(&mut self) {
         if let Some(free) = self.held.take() {
             // Fails only if the ring is gone; the memory is then freed with the slot.

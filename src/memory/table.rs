@@ -8,14 +8,14 @@ use std::sync::Arc;
 
 /// Names and their buffers. Several names may refer to one buffer.
 #[derive(Clone, Debug, Default)]
-pub struct Table {
+pub struct BufferTable {
     by_name: BTreeMap<String, Arc<Buffer>>,
 }
 
-impl Table {
+impl BufferTable {
     /// Creates an empty table.
-    pub fn new() -> Table {
-        Table::default()
+    pub fn new() -> BufferTable {
+        BufferTable::default()
     }
 
     /// Adds a buffer under its own name, which must not be in the table yet.

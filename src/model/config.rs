@@ -321,7 +321,7 @@ impl ModelConfig {
     /// Parses the text of config.json and, if present, of generation_config.json.
     ///
     /// # Errors Every problem found, if there is any.
-    pub fn parse(config_json: &str, generation_config: Option<&str>) -> Result<ModelConfig, ConfigError> {
+    pub fn parse(config_json: &str, generation_config: Option<&str>) -> Result<ModelConfig, ModelConfigError> {
         let mut problems = Vec::new();
         let mut object = |file: &'static str, text: &str| match serde_json::from_str::<Value>(text) {
             Ok(Value::Object(map)) => Some(map),
@@ -337,13 +337,13 @@ impl ModelConfig {
         let config = object("config.json", config_json);
         let generation = generation_config.and_then(|text| object("generation_config.json", text));
         let Some(config) = config else {
-            return Err(ConfigError { problems });
+            return Err(ModelConfigError { problems });
         };
         let mut reader = Reader::new(config, problems);
         let parsed = read::read(&mut reader, generation.as_ref());
         match parsed {
             Some(parsed) if reader.problems.is_empty() => Ok(parsed),
-            _ => Err(ConfigError { problems: reader.problems }),
+            _ => Err(ModelConfigError { problems: reader.problems }),
         }
     }
 
@@ -378,12 +378,12 @@ impl ModelConfig {
 
 /// The reasons why a configuration cannot be run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ConfigError {
+pub struct ModelConfigError {
     /// All problems found; at least one.
     pub problems: Vec<ConfigProblem>,
 }
 
-impl fmt::Display for ConfigError {
+impl fmt::Display for ModelConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, problem) in self.problems.iter().enumerate() {
             if i > 0 {
@@ -395,7 +395,7 @@ impl fmt::Display for ConfigError {
     }
 }
 
-impl std::error::Error for ConfigError {}
+impl std::error::Error for ModelConfigError {}
 
 /// One reason why a configuration cannot be run.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

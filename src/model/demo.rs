@@ -50,25 +50,34 @@ fn unpack_to(path: &Path, base: PathBuf) -> Result<PathBuf, (PathBuf, io::Error)
         hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     }
     let folder = base.join(format!("ostinato-{name}-{hash:016x}"));
-    let whole =
-        files.iter().all(|(name, bytes)| folder.join(name).metadata().is_ok_and(|m| m.len() == bytes.len() as u64));
-    if whole {
-        return Ok(folder);
+    let write = || files.iter().try_for_each(|(name, bytes)| put(&folder, name, bytes));
+    match std::fs::create_dir_all(&folder).and_then(|()| write()) {
+        Ok(()) => Ok(folder),
+        Err(error) => Err((folder, error)),
     }
-    // Written aside and renamed file by file: a process or thread beside this one sees whole files only.
+}
+
+/// Writes `bytes` to the file `name` of `folder`, unless a file of that length is there. Other processes and threads may
+/// do the same at the same time and read the file as soon as it is there: it appears whole, and a whole file is never
+/// replaced, because a load fails if its file becomes another one.
+fn put(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     static CALLS: AtomicU32 = AtomicU32::new(0);
+    let target = folder.join(name);
+    let whole = || target.metadata().is_ok_and(|m| m.len() == bytes.len() as u64);
+    if whole() {
+        return Ok(());
+    }
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    let write = || -> io::Result<()> {
-        std::fs::create_dir_all(&folder)?;
-        for (name, bytes) in files {
-            let aside = folder.join(format!(".{name}.{}.{call}", std::process::id()));
-            std::fs::write(&aside, bytes)?;
-            std::fs::rename(&aside, folder.join(name))?;
-        }
-        Ok(())
-    };
-    write().map_err(|error| (folder.clone(), error))?;
-    Ok(folder)
+    let aside = folder.join(format!(".{name}.{}.{call}", std::process::id()));
+    // A hard link is only made where nothing has the name; `rename` replaces a damaged file, and stands in on file
+    // systems without links.
+    let placed = std::fs::write(&aside, bytes).and_then(|()| match std::fs::hard_link(&aside, &target) {
+        Err(_) if !whole() => std::fs::rename(&aside, &target),
+        _ => Ok(()),
+    });
+    // Gone if it was renamed; what is left of a failed write has no use.
+    let _ = std::fs::remove_file(&aside);
+    placed
 }
 
 #[cfg(test)]
@@ -91,6 +100,33 @@ mod tests {
                     assert_eq!(std::fs::read(folder.join(file)).expect(file), bytes, "{file} of {name}");
                 }
             }
+        }
+    }
+
+    /// Goal: a file that one process loads stays that file while others unpack. Method: threads put a file again and
+    /// again into a folder that is emptied before each round, and look at its inode as soon as their call ends.
+    #[test]
+    fn a_whole_file_is_never_replaced() {
+        use std::os::unix::fs::MetadataExt;
+        let folder = tempfile::tempdir().expect("a folder");
+        for round in 0..200u32 {
+            let start = std::sync::Barrier::new(4);
+            let inodes: Vec<u64> = std::thread::scope(|scope| {
+                let unpack = || {
+                    start.wait();
+                    put(folder.path(), "file", &[7; 5000]).expect("written");
+                    folder.path().join("file").metadata().expect("a file").ino()
+                };
+                let threads: Vec<_> = (0..4).map(|_| scope.spawn(unpack)).collect();
+                threads.into_iter().map(|t| t.join().expect("no panic")).collect()
+            });
+            assert!(inodes.iter().all(|inode| *inode == inodes[0]), "round {round}: {inodes:?}");
+            assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 1, "files aside are left");
+            // A damaged file is replaced.
+            std::fs::write(folder.path().join("file"), [8; 4999]).expect("damaged");
+            put(folder.path(), "file", &[7; 5000]).expect("written");
+            assert_eq!(std::fs::read(folder.path().join("file")).expect("a file"), [7; 5000]);
+            std::fs::remove_file(folder.path().join("file")).expect("removed");
         }
     }
 

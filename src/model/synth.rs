@@ -17,9 +17,9 @@ use tokenizers::models::bpe::BPE;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::config::{ConfigError, Dtype, ModelConfig};
+use super::config::{Dtype, ModelConfig, ModelConfigError};
 pub use presets::{PRESETS, Preset, preset, with_layers};
-use tensors::{Spread, tensors_of};
+use tensors::{Distribution, tensors_of};
 
 /// The number of bytes that a thread fills and writes at a time: large enough to make the cost of system calls
 /// negligible, small enough to stay in a cache.
@@ -75,7 +75,7 @@ pub enum SynthError {
         /// The file, or the preset's name.
         path: PathBuf,
         /// What is wrong with it.
-        source: ConfigError,
+        source: ModelConfigError,
     },
     /// config.json could not be read.
     #[error("cannot read {}", path.display())]
@@ -190,7 +190,7 @@ impl Drop for RemoveOnDrop {
 struct Planned {
     name: String,
     shape: Vec<u64>,
-    spread: Spread,
+    spread: Distribution,
     /// Byte offset in its file; see [`Shard::new`].
     offset: u64,
     bytes: u64,
@@ -297,7 +297,7 @@ fn fill(
     options: &SynthOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(), SynthError> {
-    let mut tables: Vec<(Spread, Table)> = Vec::new();
+    let mut tables: Vec<(Distribution, Table)> = Vec::new();
     for tensor in plan.shards.iter().flat_map(|shard| &shard.tensors) {
         if !tables.iter().any(|(spread, _)| *spread == tensor.spread) {
             tables.push((tensor.spread, Table::new(plan.dtype, tensor.spread)));
@@ -376,12 +376,12 @@ enum Table {
 }
 
 impl Table {
-    fn new(dtype: Dtype, spread: Spread) -> Table {
+    fn new(dtype: Dtype, spread: Distribution) -> Table {
         let level = |i: usize| {
             let share = (i as f64 + 0.5) / LEVELS as f64;
             match spread {
-                Spread::Normal { mean, deviation } => mean + deviation * quantile(share) as f32,
-                Spread::LogOfUniform { low, high } => (low + (high - low) * share as f32).ln(),
+                Distribution::Normal { mean, deviation } => mean + deviation * quantile(share) as f32,
+                Distribution::LogOfUniform { low, high } => (low + (high - low) * share as f32).ln(),
             }
         };
         match dtype {
@@ -634,7 +634,7 @@ mod tests {
 
     #[test]
     fn weights_are_normal_around_their_mean() {
-        let spread = Spread::Normal { mean: 1.0, deviation: 0.25 };
+        let spread = Distribution::Normal { mean: 1.0, deviation: 0.25 };
         let mut buffer = vec![0; 4 * 100_000];
         Table::new(Dtype::F32, spread).fill(key(1, "x"), 0, &mut buffer);
         let values: Vec<f64> = buffer.chunks(4).map(|b| f64::from(f32::from_le_bytes(b.try_into().unwrap()))).collect();
@@ -660,13 +660,15 @@ mod tests {
             let found = tensors_of(&config, "model.").into_iter().find(|(name, ..)| name.ends_with(end));
             found.map(|(.., spread)| spread).unwrap_or_else(|| panic!("{end}"))
         };
-        let draw = |spread: Spread, seed: u64| -> Vec<f32> {
+        let draw = |spread: Distribution, seed: u64| -> Vec<f32> {
             let mut buffer = vec![0; 4 * 4096];
             Table::new(Dtype::F32, spread).fill(key(seed, "x"), 0, &mut buffer);
             buffer.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
         };
-        let Spread::Normal { deviation, .. } = spread("in_proj_a.weight") else { panic!("a projection is normal") };
-        let a = draw(Spread::Normal { mean: 0.0, deviation: deviation * (config.hidden as f32).sqrt() }, 1);
+        let Distribution::Normal { deviation, .. } = spread("in_proj_a.weight") else {
+            panic!("a projection is normal")
+        };
+        let a = draw(Distribution::Normal { mean: 0.0, deviation: deviation * (config.hidden as f32).sqrt() }, 1);
         let (a_log, bias) = (draw(spread("A_log"), 2), draw(spread("dt_bias"), 3));
         assert!(a_log.iter().all(|x| (0.0..16f32.ln()).contains(x)));
         let kept = a.iter().zip(&a_log).zip(&bias).map(|((a, a_log), bias)| {
@@ -681,7 +683,7 @@ mod tests {
 
     #[test]
     fn pieces_and_formats_agree() {
-        let spread = Spread::Normal { mean: 0.0, deviation: 0.02 };
+        let spread = Distribution::Normal { mean: 0.0, deviation: 0.02 };
         let (table, wide) = (Table::new(Dtype::Bf16, spread), Table::new(Dtype::F32, spread));
         let mut whole = vec![0; 2 * 1001];
         table.fill(7, 0, &mut whole);

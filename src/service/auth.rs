@@ -7,7 +7,7 @@ use super::meter::Meter;
 use super::refusal::{Refusal, status};
 use super::watch::Watched;
 use crate::config::{self, ConfigError, Right};
-use crate::engine::host::Host;
+use crate::host::Host;
 use http::{HeaderMap, header};
 use sha2::{Digest, Sha256};
 use std::future::Future;

@@ -4,8 +4,8 @@
 
 use super::meter::Meter;
 use super::refusal::Refusal;
-use crate::engine::host::SubmitError;
 use crate::engine::request::{RequestError, SAMPLE_MARK};
+use crate::replica::SubmitError;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};

@@ -1,11 +1,13 @@
 //! Engine values as messages. Deliberately absent: decisions.
 
 use super::proto;
-use crate::actors::loader::{LoadReport, Worker};
+use crate::actors::loader::{LoadReport, WorkerReport};
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
 use crate::device::Point;
-use crate::engine::host::{DeviceInfo, Host, Replica, ServedModel, StepRecord};
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
+use crate::host::{Host, ServedModel};
+use crate::replica::observer::StepRecord;
+use crate::replica::{DeviceInfo, Replica};
 use std::collections::BTreeMap;
 
 /// A device's identity.
@@ -132,7 +134,7 @@ fn region(region: &RegionSpan) -> proto::RegionRun {
 
 /// How weights came to a device.
 pub fn load_report(report: &LoadReport) -> proto::Load {
-    let worker = |worker: &Worker| proto::load::Worker {
+    let worker = |worker: &WorkerReport| proto::load::Worker {
         begin_ns: worker.begin.0,
         end_ns: worker.end.0,
         read_seconds: worker.read.as_secs_f64(),

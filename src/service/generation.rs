@@ -8,7 +8,7 @@ use super::prepare::{Place, Prepared};
 use super::proto;
 use super::refusal::Refusal;
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, SinkClosed, Token};
-use crate::model::text::assembler::{Assembler, Output};
+use crate::model::text::assembler::{Assembler, OutputText};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::Ended;
 use crate::telemetry::{names, spans};
@@ -240,7 +240,7 @@ impl Generation {
         let logprobs = token.logprobs.map(|logprobs| convert::logprobs(token.id, &logprobs));
         sample.held_logprobs.extend(logprobs);
         let output = match &mut sample.assembler {
-            None => Output { tokens: vec![token.id], ..Output::default() },
+            None => OutputText { tokens: vec![token.id], ..OutputText::default() },
             Some(assembler) => assembler.push(token.id),
         };
         sample.stopped.clone_from(&output.stopped);
@@ -250,7 +250,7 @@ impl Generation {
         self.append(token.index, output);
     }
 
-    fn append(&mut self, index: u32, output: Output) {
+    fn append(&mut self, index: u32, output: OutputText) {
         let sample = &mut self.samples[index as usize];
         let tokens = output.tokens.len();
         // Each token was pushed with its probabilities, so both come out in step.

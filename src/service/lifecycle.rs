@@ -6,9 +6,10 @@ use super::convert;
 use super::proto;
 use super::refusal::Refusal;
 use super::rpc::{Scope, refused};
-use crate::engine::host::Host;
-use crate::engine::lifecycle::{Listed, Loaded, Replace, State, Step};
-use crate::engine::start::{Progress, Unit};
+use crate::host::Host;
+use crate::host::catalogue::{Listed, LoadState, Step};
+use crate::host::lifecycle::{Loaded, Replace};
+use crate::host::progress::{Progress, Unit};
 use crate::telemetry::{names, spans};
 use proto::load_model_response::Event;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -91,7 +92,7 @@ impl Loading {
     }
 }
 
-fn retired(model: &str, unloaded: &crate::engine::lifecycle::Unloaded) {
+fn retired(model: &str, unloaded: &crate::host::lifecycle::Unloaded) {
     tracing::info!(model, freed_bytes = unloaded.freed_bytes, cut = unloaded.cut, "unloaded");
 }
 
@@ -189,10 +190,10 @@ pub(super) fn listed(listed: &Listed) -> proto::Model {
         None => proto::Model { name: listed.name.clone(), ..Default::default() },
     };
     let state = match listed.state {
-        State::Unloaded => proto::ModelState::Unloaded,
-        State::Loading => proto::ModelState::Loading,
-        State::Serving => proto::ModelState::Serving,
-        State::Unloading => proto::ModelState::Unloading,
+        LoadState::Unloaded => proto::ModelState::Unloaded,
+        LoadState::Loading => proto::ModelState::Loading,
+        LoadState::Serving => proto::ModelState::Serving,
+        LoadState::Unloading => proto::ModelState::Unloading,
     };
     model.state = state.into();
     model.loading = listed.step.as_ref().map(progress);

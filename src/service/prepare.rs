@@ -5,12 +5,13 @@
 use super::refusal::Refusal;
 use super::{bounds, proto};
 use crate::actors::workers::Cancel;
-use crate::engine::host::{Host, Replica, ServedModel, SubmitError};
 use crate::engine::prefix::page_keys;
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
+use crate::host::{Host, ServedModel};
 use crate::model::grammar::{Constraint, GrammarError, Started};
 use crate::model::text::chat::{ChatMessage, ChatOptions};
 use crate::model::text::{Text, TextError};
+use crate::replica::{Replica, SubmitError};
 use proto::generate_request::Prompt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,12 +1,13 @@
 //! Every reason not to serve, and the one function that turns them into gRPC statuses.
 
 use super::meter::Spent;
-use crate::engine::host::{RouteError, SubmitError};
-use crate::engine::lifecycle::LifecycleError;
 use crate::engine::request::RequestError;
-use crate::engine::start::StartError;
+use crate::host::lifecycle::LifecycleError;
+use crate::host::route::RouteError;
+use crate::host::source::BuildErrorKind;
 use crate::model::grammar::GrammarError;
 use crate::model::text::TextError;
+use crate::replica::SubmitError;
 use tonic::{Code, Status};
 
 /// Why a request is not served, or not to its end.
@@ -232,11 +233,11 @@ fn lifecycle_code(error: &LifecycleError) -> Code {
         LifecycleError::Busy { .. } => Code::Aborted,
         LifecycleError::NotServed { .. } => Code::FailedPrecondition,
         LifecycleError::Stopping { .. } => Code::Unavailable,
-        LifecycleError::Load { source, .. } => match **source {
-            StartError::Plan { .. } => Code::ResourceExhausted,
-            StartError::Cancelled { .. } => Code::Aborted,
-            ref source if source.is_users() => Code::FailedPrecondition,
-            _ => Code::Internal,
+        LifecycleError::Load { source, .. } => match source.kind {
+            BuildErrorKind::NoMemory => Code::ResourceExhausted,
+            BuildErrorKind::Cancelled => Code::Aborted,
+            BuildErrorKind::Invalid => Code::FailedPrecondition,
+            BuildErrorKind::Internal => Code::Internal,
         },
     }
 }

@@ -11,7 +11,7 @@ use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
 use super::rpc::{Rpc, SERVICE};
 use super::tls::{self, Tls};
 use super::vllm::{self, VllmRpc};
-use crate::engine::host::Host;
+use crate::host::Host;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

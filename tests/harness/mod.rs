@@ -19,7 +19,7 @@ use ostinato::kernels::region::{Pipelines, Region, RegionError};
 use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tags::TAG_BITS;
 use ostinato::memory::pack::Format;
-use ostinato::memory::{Arena, Place, Table};
+use ostinato::memory::{Arena, BufferTable, Place};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,7 +54,7 @@ impl Bench {
 
     /// Allocates host-visible memory for every buffer of the recordings and builds their pipelines.
     pub fn bind(&self, recordings: &[&Recording]) -> Bound<'_> {
-        let mut table = Table::new();
+        let mut table = BufferTable::new();
         for (name, bytes) in ostinato::kernels::region::buffer_sizes(recordings) {
             table.add(self.arena.buffer(&name, bytes, Place::Readback).expect("memory")).expect("names are unique");
         }
@@ -74,7 +74,7 @@ impl Bench {
 /// Device buffers and pipelines of a set of recordings.
 pub struct Bound<'a> {
     bench: &'a Bench,
-    pub table: Table,
+    pub table: BufferTable,
     pipelines: Pipelines,
 }
 

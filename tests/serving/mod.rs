@@ -5,12 +5,13 @@ pub mod certificates;
 pub mod collector;
 pub mod raw;
 
-use ostinato::engine::executor::Capacity;
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
-use ostinato::engine::host::{DeviceInfo, Host, ModelInfo, Replica, ServedModel};
-use ostinato::engine::rebuild::Rebuild;
-use ostinato::engine::replica::ReplicaConfig;
+use ostinato::engine::plan::Capacity;
+use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::text::Text;
+use ostinato::replica::ReplicaConfig;
+use ostinato::replica::rebuild::Rebuild;
+use ostinato::replica::{DeviceInfo, Replica};
 use ostinato::service::proto;
 use ostinato::service::proto::generate_response::Event;
 use ostinato::service::proto::ostinato_client::OstinatoClient;

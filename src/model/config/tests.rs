@@ -160,7 +160,7 @@ fn every_problem_is_reported_at_once() {
     }
     assert!(found.iter().any(|p| matches!(p, ConfigProblem::SlidingWindow(_))));
     assert_eq!(found.len(), 11, "{found:#?}");
-    let message = ConfigError { problems: found }.to_string();
+    let message = ModelConfigError { problems: found }.to_string();
     assert!(message.contains("num_hidden_layers is missing; "), "{message}");
 }
 

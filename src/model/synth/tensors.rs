@@ -6,7 +6,7 @@ use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, 
 
 /// The distribution of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Spread {
+pub(super) enum Distribution {
     /// The normal distribution.
     Normal { mean: f32, deviation: f32 },
     /// The logarithm of a number that is uniformly distributed between `low` and `high`.
@@ -24,7 +24,7 @@ const ROUTER_GAIN: f32 = 4.0;
 const EXPERT_GAIN: f32 = 0.25;
 
 /// A tensor's name, shape and distribution.
-pub(super) type Tensor = (String, Vec<u64>, Spread);
+pub(super) type Tensor = (String, Vec<u64>, Distribution);
 
 /// Returns every tensor of the model in the order of a Hugging Face file: matrices, then vectors. `root` is the prefix
 /// of all names except those of the LM head and of the multi-token-prediction (MTP) blocks.
@@ -65,7 +65,7 @@ impl List<'_> {
     }
 
     fn vector(&mut self, name: String, length: u32, mean: f32) {
-        let spread = Spread::Normal { mean, deviation: VECTOR_DEVIATION };
+        let spread = Distribution::Normal { mean, deviation: VECTOR_DEVIATION };
         self.vectors.push((name, vec![length.into()], spread));
     }
 
@@ -138,8 +138,8 @@ impl List<'_> {
         self.matrices.push((name("conv1d.weight"), shape, projection(taps, 1.0)));
         self.matrix(name("out_proj.weight"), hidden, values, 1.0);
         let length = vec![u64::from(heads)];
-        self.vectors.push((name("A_log"), length.clone(), Spread::LogOfUniform { low: 1.0, high: 16.0 }));
-        self.vectors.push((name("dt_bias"), length, Spread::Normal { mean: -5.5, deviation: 0.8 }));
+        self.vectors.push((name("A_log"), length.clone(), Distribution::LogOfUniform { low: 1.0, high: 16.0 }));
+        self.vectors.push((name("dt_bias"), length, Distribution::Normal { mean: -5.5, deviation: 0.8 }));
         self.vector(name("norm.weight"), delta.value_dim, 1.0);
     }
 
@@ -185,6 +185,6 @@ impl List<'_> {
 }
 
 /// Returns the distribution of a projection matrix with `cols` columns.
-fn projection(cols: u32, gain: f32) -> Spread {
-    Spread::Normal { mean: 0.0, deviation: gain / (cols as f32).sqrt() }
+fn projection(cols: u32, gain: f32) -> Distribution {
+    Distribution::Normal { mean: 0.0, deviation: gain / (cols as f32).sqrt() }
 }

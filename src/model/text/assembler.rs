@@ -19,7 +19,7 @@ pub struct Assembler {
 
 /// The text and ids that one pushed id releases.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Output {
+pub struct OutputText {
     /// Complete characters that precede any stop string.
     pub text: String,
     /// The ids that this output accounts for: all ids pushed since the previous non-empty output. Every pushed id is in
@@ -29,7 +29,7 @@ pub struct Output {
     pub stopped: Option<String>,
 }
 
-impl Output {
+impl OutputText {
     /// Whether nothing can be passed on yet.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty() && self.tokens.is_empty() && self.stopped.is_none()
@@ -53,21 +53,21 @@ impl Assembler {
     }
 
     /// Takes the next id. Ids after a stop string are ignored.
-    pub fn push(&mut self, id: u32) -> Output {
+    pub fn push(&mut self, id: u32) -> OutputText {
         if self.stops.is_stopped() {
-            return Output::default();
+            return OutputText::default();
         }
         self.pending.push(id);
         let delta = self.stream.push(id);
-        let output = delta.map_or_else(Output::default, |delta| self.pass(&delta));
+        let output = delta.map_or_else(OutputText::default, |delta| self.pass(&delta));
         self.unwatched = self.unwatched.saturating_sub(1);
         output
     }
 
     /// Returns the remaining text when no more ids follow. It may still contain a stop string.
-    pub fn finish(&mut self) -> Output {
+    pub fn finish(&mut self) -> OutputText {
         if self.stops.is_stopped() {
-            return Output::default();
+            return OutputText::default();
         }
         let rest = self.stream.finish();
         let mut output = self.pass(&rest);
@@ -78,14 +78,14 @@ impl Assembler {
         output
     }
 
-    fn pass(&mut self, delta: &str) -> Output {
+    fn pass(&mut self, delta: &str) -> OutputText {
         let passed = match self.unwatched {
             0 => self.stops.push(delta),
             _ => Passed { text: self.stops.pass(delta), stopped: None },
         };
         if passed.text.is_empty() && passed.stopped.is_none() {
-            return Output::default();
+            return OutputText::default();
         }
-        Output { text: passed.text, tokens: std::mem::take(&mut self.pending), stopped: passed.stopped }
+        OutputText { text: passed.text, tokens: std::mem::take(&mut self.pending), stopped: passed.stopped }
     }
 }

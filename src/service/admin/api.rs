@@ -37,10 +37,12 @@
 use super::{Admin, Loading};
 use crate::actors::timeline::{ClockQuality, SubmissionRecord, TransferRecord};
 use crate::device::Point;
-use crate::engine::host::{Host, MemoryUse, Replica, ServedDevice, ServedModel, StepRecord};
-use crate::engine::lifecycle::{Listed, State};
-use crate::engine::start::Unit;
-use crate::memory::plan::Side;
+use crate::host::ServedDevice;
+use crate::host::catalogue::{Listed, LoadState};
+use crate::host::progress::Unit;
+use crate::host::{Host, ServedModel};
+use crate::replica::observer::StepRecord;
+use crate::replica::{MemoryUse, Replica};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::Ended;
 use serde_json::{Value, json};
@@ -94,10 +96,10 @@ fn unit(unit: Unit) -> &'static str {
 
 fn listed(listed: &Listed) -> Value {
     let state = match listed.state {
-        State::Unloaded => "unloaded",
-        State::Loading => "loading",
-        State::Serving => "serving",
-        State::Unloading => "unloading",
+        LoadState::Unloaded => "unloaded",
+        LoadState::Loading => "loading",
+        LoadState::Serving => "serving",
+        LoadState::Unloading => "unloading",
     };
     let step = listed
         .step
@@ -120,10 +122,10 @@ fn loading(admin: &Admin, loading: &Loading) -> Value {
 }
 
 fn device(served: &ServedDevice) -> Value {
-    let budget = served.device.as_ref().map(|device| device.budget());
-    let reported = budget.filter(|budget| budget.reported);
-    let transfer = served.transfer.as_ref().map(|transfer| {
-        let counters = transfer.counters();
+    let memory_now = served.status.as_ref().map(|status| status.memory());
+    let share = memory_now.and_then(|memory| memory.budget);
+    let transfer = served.status.as_ref().map(|status| {
+        let counters = status.transfer_counters();
         json!({
             "submits": counters.submits,
             "copies": counters.copies,
@@ -136,20 +138,17 @@ fn device(served: &ServedDevice) -> Value {
         "name": served.info.name,
         "uuid": served.info.uuid,
         "pci": served.info.pci,
-        "heap_bytes": budget.map(|budget| budget.heap_bytes),
-        "budget_bytes": reported.map(|budget| budget.budget_bytes),
-        "used_bytes": reported.map(|budget| budget.used_bytes),
+        "heap_bytes": memory_now.map(|memory| memory.heap_bytes),
+        "budget_bytes": share.map(|share| share.budget_bytes),
+        "used_bytes": share.map(|share| share.used_bytes),
         "plan": served.memory.iter().map(memory).collect::<Vec<_>>(),
         "transfer": transfer,
     })
 }
 
 fn memory(line: &MemoryUse) -> Value {
-    let side = match line.side {
-        Side::Device => "device",
-        Side::Host => "host",
-    };
-    json!({ "replica": line.replica, "purpose": line.purpose.to_string(), "side": side, "bytes": line.bytes })
+    let side = if line.on_device { "device" } else { "host" };
+    json!({ "replica": line.replica, "purpose": line.purpose, "side": side, "bytes": line.bytes })
 }
 
 fn model(admin: &Admin, served: &ServedModel) -> Value {

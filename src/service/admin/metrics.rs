@@ -3,13 +3,13 @@
 //! Deliberately absent: HTTP, and names, which `telemetry::names` has; `docs/metrics.md` explains each.
 
 use crate::actors::transfer::TransferCounters;
-use crate::device::MemoryBudget;
-use crate::engine::executor::PAGE_TOKENS;
-use crate::engine::host::{Host, Load, Replica, ServedDevice, ServedModel};
 use crate::engine::request::PerToken;
-use crate::engine::totals::PhaseTotals;
 use crate::engine::variants::Fallback;
-use crate::memory::plan::Side;
+use crate::host::{DeviceMemory, ServedDevice};
+use crate::host::{Host, ServedModel};
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::replica::totals::PhaseTotals;
+use crate::replica::{Replica, ReplicaLoad};
 use crate::service::refusal::code_name;
 use crate::telemetry::names::*;
 use crate::telemetry::requests::{Labels, counter_family};
@@ -138,8 +138,8 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
         scrape.gauge(name, help, look.all().map(|(labels, replica)| (labels, read(replica))));
     }
     // One look at each replica, so that its numbers agree.
-    let loads: Vec<(Labels, Load)> = look.all().map(|(labels, replica)| (labels, replica.load())).collect();
-    type Of = fn(&Load) -> f64;
+    let loads: Vec<(Labels, ReplicaLoad)> = look.all().map(|(labels, replica)| (labels, replica.load())).collect();
+    type Of = fn(&ReplicaLoad) -> f64;
     let gauges: [(&str, &str, Of); 6] = [
         (METRIC_RUNNING, "Sequences that hold a slot", |l| f64::from(l.running)),
         (METRIC_WAITING, "Requests in the queue", |l| f64::from(l.waiting)),
@@ -237,18 +237,18 @@ fn device(of: &ServedDevice) -> Labels {
 
 /// Whether a device works. Of a fake, which has no handle, its replicas know.
 fn works(look: &Look<'_>, of: &ServedDevice) -> bool {
-    match &of.device {
-        Some(device) => !device.is_lost(),
+    match &of.status {
+        Some(status) => !status.is_lost(),
         None => look.all().filter(|(_, replica)| replica.device == of.info).all(|(_, replica)| !replica.failed()),
     }
 }
 
 /// What drivers tell of devices' memory.
-fn memory(scrape: &mut Scrape, budgets: &[(Labels, MemoryBudget)]) {
-    let heaps = budgets.iter().map(|(labels, budget)| (labels.clone(), budget.heap_bytes as f64));
+fn memory(scrape: &mut Scrape, devices: &[(Labels, DeviceMemory)]) {
+    let heaps = devices.iter().map(|(labels, memory)| (labels.clone(), memory.heap_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_HEAP, "Size of the device's own memory", heaps);
     // Where a driver does not tell, no number is better than a made-up one.
-    let told = || budgets.iter().filter(|(_, budget)| budget.reported);
+    let told = || devices.iter().filter_map(|(labels, memory)| Some((labels, memory.budget?)));
     let may = told().map(|(labels, budget)| (labels.clone(), budget.budget_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_BUDGET, "What this process may use of the device's memory in all", may);
     let does = told().map(|(labels, budget)| (labels.clone(), budget.used_bytes as f64));
@@ -258,23 +258,20 @@ fn memory(scrape: &mut Scrape, budgets: &[(Labels, MemoryBudget)]) {
 fn devices(scrape: &mut Scrape, look: &Look<'_>) {
     let up = look.devices.iter().map(|of| (device(of), f64::from(u8::from(works(look, of)))));
     scrape.gauge(METRIC_DEVICE_UP, "0 once the device is lost", up);
-    let budgets = look.devices.iter().filter_map(|of| Some((device(of), of.device.as_ref()?.budget())));
-    memory(scrape, &budgets.collect::<Vec<_>>());
+    let memories = look.devices.iter().filter_map(|of| Some((device(of), of.status.as_ref()?.memory())));
+    memory(scrape, &memories.collect::<Vec<_>>());
 
     let plan = look.devices.iter().flat_map(|of| {
         of.memory.iter().map(move |line| {
-            let side = match line.side {
-                Side::Device => "device",
-                Side::Host => "host",
-            };
-            let purpose = line.purpose.to_string().replace(' ', "_");
+            let side = if line.on_device { "device" } else { "host" };
+            let purpose = line.purpose.replace(' ', "_");
             let more = [(LABEL_REPLICA, &*line.replica), (LABEL_PURPOSE, &*purpose), (LABEL_SIDE, side)];
             (with(&device(of), &more), line.bytes as f64)
         })
     });
     scrape.gauge(METRIC_MEMORY_PLAN, "What memory was planned for", plan);
 
-    let transfers = look.devices.iter().filter_map(|of| Some((device(of), of.transfer.as_ref()?.counters())));
+    let transfers = look.devices.iter().filter_map(|of| Some((device(of), of.status.as_ref()?.transfer_counters())));
     let transfers: Vec<(Labels, TransferCounters)> = transfers.collect();
     type Of = fn(&TransferCounters) -> u64;
     let counters: [(&str, &str, Of); 4] = [
@@ -290,8 +287,8 @@ fn devices(scrape: &mut Scrape, look: &Look<'_>) {
 
 /// The names by which endpoint pickers know how busy a server is.
 fn endpoint_pickers(scrape: &mut Scrape, look: &Look<'_>) {
-    let sums: Vec<(Labels, Load)> = look.models.iter().map(|model| (model_name(model), sum(model))).collect();
-    type Of = fn(&Load) -> f64;
+    let sums: Vec<(Labels, ReplicaLoad)> = look.models.iter().map(|model| (model_name(model), sum(model))).collect();
+    type Of = fn(&ReplicaLoad) -> f64;
     let gauges: [(&str, &str, Of); 3] = [
         (METRIC_VLLM_WAITING, "Requests in the queues of the model's replicas", |l| f64::from(l.waiting)),
         (METRIC_VLLM_RUNNING, "Sequences of the model that hold a slot", |l| f64::from(l.running)),
@@ -314,8 +311,8 @@ fn model_name(model: &ServedModel) -> Labels {
 }
 
 /// How busy a model's replicas are together.
-fn sum(model: &ServedModel) -> Load {
-    model.replicas.iter().map(|replica| replica.load()).fold(Load::default(), |sum, load| Load {
+fn sum(model: &ServedModel) -> ReplicaLoad {
+    model.replicas.iter().map(|replica| replica.load()).fold(ReplicaLoad::default(), |sum, load| ReplicaLoad {
         running: sum.running + load.running,
         waiting: sum.waiting + load.waiting,
         pages_used: sum.pages_used + load.pages_used,
@@ -327,13 +324,15 @@ fn sum(model: &ServedModel) -> Load {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::MemoryShare;
 
     #[test]
     fn memory_is_shown_as_far_as_the_driver_tells_of_it() {
         let labels = |device: &str| vec![(LABEL_DEVICE, device.to_owned()), (LABEL_UUID, format!("{device}-0"))];
-        let budget = |reported| MemoryBudget { heap_bytes: 1 << 34, budget_bytes: 5000, used_bytes: 700, reported };
+        let share = MemoryShare { budget_bytes: 5000, used_bytes: 700 };
+        let of = |reported: bool| DeviceMemory { heap_bytes: 1 << 34, budget: reported.then_some(share) };
         let mut scrape = Scrape::default();
-        memory(&mut scrape, &[(labels("tells"), budget(true)), (labels("silent"), budget(false))]);
+        memory(&mut scrape, &[(labels("tells"), of(true)), (labels("silent"), of(false))]);
         let mut text = String::new();
         encode(&mut text, &scrape.0).unwrap();
         let mut lines: Vec<&str> = text.lines().filter(|line| !line.starts_with('#')).collect();

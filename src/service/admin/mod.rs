@@ -13,8 +13,9 @@ pub mod api;
 pub mod connections;
 pub mod metrics;
 
-use crate::engine::host::{Host, Replica};
-use crate::engine::start::{Progress, Unit};
+use crate::host::Host;
+use crate::host::progress::{Progress, Unit};
+use crate::replica::Replica;
 use crate::telemetry::clock::Moment;
 use axum::Router;
 use axum::extract::{Query, Request, State};

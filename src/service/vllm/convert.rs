@@ -3,9 +3,10 @@
 //! refused by its name here. Deliberately absent: gRPC.
 
 use super::contract;
-use crate::engine::host::SubmitError;
-use crate::engine::host::{Host, Replica, ServedModel};
 use crate::engine::request::RequestError;
+use crate::host::{Host, ServedModel};
+use crate::replica::Replica;
+use crate::replica::SubmitError;
 use crate::service::prepare::Prepared;
 use crate::service::proto;
 use crate::service::refusal::Refusal;

@@ -3,12 +3,13 @@
 //! something begins again.
 
 use super::common;
-use crate::engine::executor::PAGE_TOKENS;
-use crate::engine::host::{Replica, ServedModel};
-use crate::engine::pages::{Content, PageChange};
+use crate::engine::page_pool::{Content, PageChange};
 use crate::engine::prefix::PageKey;
-use crate::engine::replica::PageBatch;
 use crate::engine::request::SinkClosed;
+use crate::host::ServedModel;
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::replica::PageBatch;
+use crate::replica::Replica;
 use crate::service::refusal::{Refusal, status};
 use common::kv_cache_event::Data;
 use std::pin::Pin;

@@ -1,0 +1,162 @@
+//! Decode plans: which sequences have rows, and how many steps are queued.
+
+use crate::engine::pace::Pace;
+use crate::engine::plan::{Change, StepPlan, Ticket, Work};
+use crate::engine::scheduler::{Flight, Scheduler};
+use crate::engine::sequence::{Sequence, SequenceId};
+use std::time::Duration;
+
+/// What a decode plan should take: long enough that a submission costs little of it, short
+/// enough that arrivals and aborts take effect soon.
+pub(super) const PLAN_TIME: Duration = Duration::from_millis(10);
+
+/// Tokens of a decode plan that a submission and a wait should be shared by, and what it may take then.
+pub(super) const PLAN_TOKENS: u32 = 10;
+
+/// As [`PLAN_TOKENS`] says.
+pub(super) const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
+
+/// Steps of a decode plan on a device that takes longer than `PLAN_TIME` for them. Their tokens
+/// are still reported one by one, so nobody waits longer for one.
+pub(super) const PLAN_STEPS_MIN: u32 = 2;
+
+/// Most steps of a decode plan.
+pub(super) const PLAN_STEPS_MAX: u32 = 16;
+
+impl Scheduler {
+    /// The next decode plan, if anyone can decode. `beside_prompt`: prompts wait to alternate
+    /// with it, so it is short.
+    pub(super) fn plan_decode(&mut self, pace: &Pace, beside_prompt: bool) -> Option<StepPlan> {
+        let outstanding: u32 = self.flights.iter().filter(|f| !f.is_prefill()).map(|f| f.steps_left).sum();
+        let room = self.setup.capacity.run_ahead.saturating_sub(outstanding);
+        if room == 0 {
+            return None;
+        }
+        self.choices.0 += 1;
+        let mut rows = self.decode_rows(pace);
+        if rows.is_empty() {
+            return None;
+        }
+        let undrawn = || rows.iter().map(|&id| self.sequences[id].undrawn());
+        // While someone waits for a slot, a plan ends with the first row that does.
+        let useful = if self.waiting.is_empty() { undrawn().max() } else { undrawn().min() };
+        let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
+        // Who waits for a late mask is not waited for.
+        let constrained = self.residents().any(|s| s.constraint.is_some() && s.decodes() && !s.waits_apart());
+        let sequences = rows.len() as u32;
+        let mut drafts = if dumps || constrained { 0 } else { self.speculation.choose(sequences, pace) };
+        // What drafts are to follow has to fit the context too.
+        let least = undrawn().min().expect("there are rows");
+        if least < 2 * drafts + 1 {
+            drafts = 0;
+        }
+        let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
+        let aim = if beside_prompt || dumps || constrained { 1 } else { self.steps_aim(time, sequences) };
+        let mut steps = aim.min(room).min(useful.expect("there are rows"));
+        if drafts > 0 {
+            steps = steps.min((least - drafts) / (drafts + 1));
+            while steps > 0 && self.pages_missing(&rows, steps * (drafts + 1) + drafts) > self.pool.free() {
+                steps /= 2;
+            }
+            if steps == 0 {
+                (drafts, steps) = (0, 1);
+            }
+        }
+        let tokens = |steps: u32| if drafts > 0 { steps * (drafts + 1) + drafts } else { steps };
+
+        while steps > 1 && self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
+            steps /= 2;
+        }
+        if self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
+            // The best first. Who finds no page then waits for those that are about to be released.
+            rows.sort_by_key(|&id| self.sequences[id].rank());
+            self.preempt(&mut rows);
+            let mut free = self.pool.free();
+            rows.retain(|&id| {
+                let missing = self.sequences[id].pages_missing(steps);
+                let fits = missing <= free;
+                free -= if fits { missing } else { 0 };
+                fits
+            });
+            if rows.is_empty() {
+                return None;
+            }
+        }
+
+        let mut changes = self.take_leaves();
+        let mut slots = Vec::with_capacity(rows.len());
+        let mut awaits = Vec::new();
+        for id in &rows {
+            let turn = self.next_turn();
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
+            let slot = sequence.slot.expect("rows hold slots");
+            let missing = sequence.pages_missing(tokens(steps));
+            if missing > 0 {
+                let pages = self.pool.take(missing).expect("the pages were counted");
+                let first = sequence.pages.len() as u32;
+                sequence.pages.extend_from_slice(&pages);
+                changes.push(Change::Pages { slot, first, pages });
+            }
+            awaits.extend(sequence.awaited_mask().map(|output| (slot, output)));
+            sequence.draw(steps * (drafts + 1));
+            sequence.in_flight += 1;
+            sequence.turn = turn;
+            slots.push(slot);
+        }
+        self.prefilled_last = false;
+        let waits = !awaits.is_empty();
+        self.unnamed = Some(Flight {
+            ticket: Ticket(0),
+            chunks: Vec::new(),
+            slots: slots.clone(),
+            rows: slots.len() as u32,
+            steps_left: steps,
+            awaits,
+            drafts,
+            reserved: steps * (drafts + 1),
+            drawn: vec![0; slots.len()],
+        });
+        Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
+    }
+
+    /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket, and no
+    /// more than the device serves best at once: where there are more, those that have gone longest without.
+    pub(super) fn decode_rows(&self, pace: &Pace) -> Vec<SequenceId> {
+        let mut rows: Vec<&Sequence> = self
+            .residents()
+            .filter(|sequence| sequence.decodes())
+            // Logits are read back before the next step overwrites them.
+            .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
+            .filter(|sequence| match self.setup.capacity.gates {
+                true => !sequence.waits_apart(),
+                false => sequence.awaited_mask().is_none(),
+            })
+            .collect();
+        let most = *self.setup.capacity.buckets.last().expect("there are buckets");
+        let most = pace.best_rows(most.min(rows.len() as u32), self.choices.0) as usize;
+        if rows.len() > most {
+            rows.sort_by_key(|sequence| sequence.turn);
+            rows.truncate(most);
+        }
+        rows.into_iter().map(|sequence| sequence.id).collect()
+    }
+
+    pub(super) fn steps_aim(&self, step_time: Option<Duration>, rows: u32) -> u32 {
+        // Half of what may be queued, so that two plans fit.
+        let most = (self.setup.capacity.run_ahead / 2).clamp(1, PLAN_STEPS_MAX);
+        let least = PLAN_STEPS_MIN.min(most);
+        match step_time {
+            // The first plan of all shows how long a step takes.
+            None => least,
+            Some(step_time) => {
+                let step_ns = step_time.as_nanos().max(1);
+                let shared = u128::from(PLAN_TOKENS.div_ceil(rows)).min(PLAN_TIME_MAX.as_nanos() / step_ns);
+                (PLAN_TIME.as_nanos() / step_ns).max(shared).clamp(u128::from(least), u128::from(most)) as u32
+            }
+        }
+    }
+
+    pub(super) fn pages_missing(&self, rows: &[SequenceId], steps: u32) -> u32 {
+        rows.iter().map(|&id| self.sequences[id].pages_missing(steps)).sum()
+    }
+}

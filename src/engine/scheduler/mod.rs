@@ -1,0 +1,832 @@
+//! What runs next. A pure state machine: arrivals, aborts, progress and the clock's reading in;
+//! plans and events out. Deliberately absent: threads, channels, devices, reading a clock.
+//!
+//! - Higher priority goes first, and within a priority who came first. One admission in
+//!   `PASSED_OVER_MAX + 1` goes to whoever has waited longest, and nobody takes its pages
+//!   again: so nobody waits for ever.
+//! - A sequence joins with the pages of its whole history; pages for decoding are taken as the
+//!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
+//!   of the lowest priority loses its pages and is computed again later.
+//! - A prompt plan takes in chunks of as many prompts as its tokens allow, and alternates with decode plans while
+//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, with a lone prompt that takes several plans
+//!   `LONE_PROMPT_STEPS`, or longer where many prompts
+//!   wait (`MOST_ROWS_PER_PROMPT`): rows hardly notice one prompt, and many prompts do not wait for a few rows.
+//! - A full page is named by its tokens and all before them as soon as a chunk that fills it is planned, or its
+//!   tokens are reported: whoever joins later with the same beginning, even in the same plan, shares it. Nobody
+//!   writes to a page that has a name, so nothing is ever copied; at least one token is always computed.
+//! - Two plans are in flight, so the device has the next one when it ends the first. A decode
+//!   plan is as many steps as make `PLAN_TIME`, or as many as make `PLAN_TOKENS` tokens where that
+//!   takes at most `PLAN_TIME_MAX`, and at least `PLAN_STEPS_MIN` where there is room, so that even a
+//!   slow device is submitted to less than once a token.
+//! - What a constrained sequence may draw is known once its last token is: its next step is queued before that, alone,
+//!   and draws when the mask has come, for all rows that share it. Nothing but decode steps is queued behind it. A row
+//!   whose mask is late loses its place, so that the step goes on without it, and comes back when its mask is there.
+//! - A slot and its pages are free when the last plan that names the slot is finished.
+
+mod decoding;
+mod preemption;
+mod prompts;
+
+use crate::engine::pace::Pace;
+use crate::engine::page_pool::PagePool;
+use crate::engine::plan::{
+    Capacity, Change, Done, Page, PlanReport, STATE_TOKENS, Sampled, ScoredChunk, Slot, StepPlan, Ticket,
+};
+use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Token};
+use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, SequenceState};
+use crate::engine::sequence_map::SequenceMap;
+use crate::engine::snapshots::Snapshots;
+use crate::engine::speculation::Speculation;
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::model::grammar::{Grammar, GrammarError, Next};
+use crate::telemetry::names;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Plans with work that may be submitted and unfinished: one runs, one waits behind it.
+pub const PLANS_IN_FLIGHT: usize = 2;
+/// Admissions that may pass over whoever has waited longest before it is its turn.
+pub const PASSED_OVER_MAX: u32 = 7;
+/// Losses of the device while a sequence was on it after which the sequence is ended: it may be the cause.
+const MOST_LOSSES: u32 = 2;
+
+/// What a scheduler is made of.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The executor's.
+    pub capacity: Capacity,
+    /// Longest prompt and output together; at most `Capacity::usable_context`.
+    pub context: u32,
+    /// The model's end-of-sequence ids.
+    pub eos_ids: Vec<u32>,
+    /// For `Started`.
+    pub device_name: String,
+    /// For `Started`.
+    pub device_uuid: String,
+    /// For `Started`.
+    pub replica: String,
+    /// Where the seeds of requests without one come from.
+    pub seed: u64,
+    /// Whether prompts are looked for in pages.
+    pub prefix_cache: bool,
+}
+
+/// What the scheduler has to say, in order.
+#[derive(Clone, Debug)]
+pub enum SchedulerOutput {
+    /// For the request's sink.
+    Event(SequenceId, Event),
+    /// The prompt is taken in (before the first token), or ended unfinished.
+    Prefilled(SequenceId, Box<PhaseCost>),
+    /// Decoding ended (before `Finished`).
+    Decoded(SequenceId, Box<PhaseCost>),
+}
+
+/// What the scheduler wants done about constraints, in order.
+#[derive(Clone, Debug)]
+pub enum ConstraintCommand {
+    /// Find out what may follow the token; `constrained` takes the answer.
+    Take(SequenceId, Box<Grammar>, u32),
+    /// For the executor: what a slot may draw next.
+    Mask(Slot, Arc<[u32]>),
+    /// For the executor: the masks of a plan are there.
+    Release(Ticket),
+}
+
+/// What a report of progress was about.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Completed {
+    /// `prefill` or `decode`.
+    pub phase: &'static str,
+    /// Rows of the batch (decode) or tokens of the chunk (prefill).
+    pub rows: u32,
+    /// Steps reported.
+    pub steps: u32,
+    /// Summed over the steps.
+    pub cost: PerToken,
+}
+
+/// Counts of what is going on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Sequences that hold a slot, those that have ended and wait for their last plan included.
+    pub running: u32,
+    /// Sequences in the queue.
+    pub waiting: u32,
+    /// Unfinished requests that are not in the queue.
+    pub admitted: u32,
+    /// Pages held.
+    pub pages_used: u32,
+    /// Free pages that a prompt may still find.
+    pub pages_cached: u32,
+    /// Tokens of prompts that joined, since the start.
+    pub prompt_tokens: u64,
+    /// Of them found in pages.
+    pub cached_tokens: u64,
+    /// Sequences that lost their pages, since the start.
+    pub preemptions: u64,
+    /// Tokens that were drafted and verified, since the start.
+    pub drafted_tokens: u64,
+    /// Of them those that were right.
+    pub accepted_tokens: u64,
+    /// Snapshots of recurrent state that a prompt may find.
+    pub snapshots: u32,
+}
+
+/// A submitted plan with work.
+#[derive(Debug)]
+struct Flight {
+    /// By `submitted`.
+    ticket: Ticket,
+    /// Tokens of each slot's chunk; empty for decode steps.
+    chunks: Vec<u32>,
+    /// Slots named, each once.
+    slots: Vec<Slot>,
+    /// Rows (decode) or tokens (prefill).
+    rows: u32,
+    /// Steps not reported.
+    steps_left: u32,
+    /// Slots whose masks are still to come, each with the number of the output token that it is for.
+    awaits: Vec<(Slot, u32)>,
+    /// Tokens drafted a step.
+    drafts: u32,
+    /// With drafts: tokens that each slot may draw, and those that it was reported to have drawn.
+    reserved: u32,
+    drawn: Vec<u32>,
+}
+
+impl Flight {
+    fn is_prefill(&self) -> bool {
+        !self.chunks.is_empty()
+    }
+}
+
+/// The state machine.
+#[derive(Debug)]
+pub struct Scheduler {
+    setup: Setup,
+    pool: PagePool,
+    /// Of models with recurrent state.
+    snapshots: Option<Snapshots>,
+    speculation: Speculation,
+    /// Plans of decode steps and of prompts for which a size was chosen: one in some tries what seems worse.
+    choices: (u64, u64),
+    /// All that have not ended, and those that have and still hold a slot.
+    sequences: SequenceMap<Sequence>,
+    /// Not ended, by the request's id.
+    by_request: HashMap<String, SequenceId>,
+    /// Not ended and with a deadline.
+    deadlines: BTreeSet<(Instant, SequenceId)>,
+    /// In the queue, best first.
+    ranked: BTreeSet<(Reverse<i32>, SequenceId)>,
+    /// In the queue, oldest first.
+    waiting: BTreeSet<SequenceId>,
+    /// Beside the queue: they hold nothing, and what they may draw next is being found out.
+    unmasked: BTreeSet<SequenceId>,
+    /// Admissions since the oldest in the queue could have gone.
+    passed_over: u32,
+    /// Holder by slot.
+    slots: Vec<Option<SequenceId>>,
+    /// Slots that the device must be told to stop, with the next plan.
+    leaves: Vec<Slot>,
+    /// Submitted and unfinished, in order.
+    flights: VecDeque<Flight>,
+    /// Handed out by `next_plan`, until `submitted` names it.
+    unnamed: Option<Flight>,
+    /// The last plan was a chunk of a prompt.
+    prefilled_last: bool,
+    outputs: Vec<SchedulerOutput>,
+    commands: Vec<ConstraintCommand>,
+    next_id: u64,
+    turns: u64,
+    preemptions: u64,
+    drafted_tokens: u64,
+    accepted_tokens: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    seed: u64,
+}
+
+impl Capacity {
+    /// The longest prompt and output together that the pages hold, tokens.
+    pub fn usable_context(&self) -> u32 {
+        self.context.min(self.pages.saturating_mul(PAGE_TOKENS))
+    }
+}
+
+impl Scheduler {
+    /// With nothing to do.
+    pub fn new(setup: Setup) -> Scheduler {
+        let capacity = &setup.capacity;
+        assert!(setup.context <= capacity.usable_context(), "a context longer than the pages hold");
+        assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
+        assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
+        let chunk = capacity.prefill_chunk;
+        assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");
+        Scheduler {
+            snapshots: capacity.snapshots.map(|count| Snapshots::new(capacity.slots, count)),
+            speculation: Speculation::new(capacity.drafts),
+            choices: (0, 0),
+            pool: PagePool::new(capacity.pages),
+            sequences: SequenceMap::default(),
+            by_request: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            ranked: BTreeSet::new(),
+            waiting: BTreeSet::new(),
+            unmasked: BTreeSet::new(),
+            passed_over: 0,
+            slots: vec![None; capacity.slots as usize],
+            leaves: Vec::new(),
+            flights: VecDeque::new(),
+            unnamed: None,
+            prefilled_last: false,
+            outputs: Vec::new(),
+            commands: Vec::new(),
+            next_id: 0,
+            turns: 0,
+            preemptions: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            seed: setup.seed,
+            setup,
+        }
+    }
+
+    /// A validated request whose id no other unfinished one has.
+    pub fn arrive(&mut self, request: Request, now: Instant) -> SequenceId {
+        let id = SequenceId(self.next_id);
+        self.next_id += 1;
+        let seed = split_mix(&mut self.seed);
+        let sequence = Sequence::new(id, request, self.setup.context, &self.setup.eos_ids, seed, now);
+        let before = self.by_request.insert(sequence.request.clone(), id);
+        assert!(before.is_none(), "request id \"{}\" is in use", sequence.request);
+        if let Some(deadline) = sequence.deadline {
+            self.deadlines.insert((deadline, id));
+        }
+        self.waiting.insert(id);
+        self.ranked.insert((Reverse(sequence.priority), id));
+        self.sequences.insert(id, sequence);
+        id
+    }
+
+    /// Ends a request as aborted; unknown ids are ignored.
+    pub fn abort(&mut self, request: &str, now: Instant) {
+        if let Some(&id) = self.by_request.get(request) {
+            self.end(id, FinishReason::Aborted, now);
+        }
+    }
+
+    /// Ends a sequence as aborted unless it has ended.
+    pub fn abort_sequence(&mut self, id: SequenceId, now: Instant) {
+        if self.sequences.get(id).is_some_and(|sequence| !sequence.ended) {
+            self.end(id, FinishReason::Aborted, now);
+        }
+    }
+
+    /// Ends every request whose deadline has passed.
+    pub fn expire(&mut self, now: Instant) {
+        while let Some(&(deadline, id)) = self.deadlines.first() {
+            if now < deadline {
+                break;
+            }
+            self.end(id, FinishReason::DeadlineExceeded, now);
+        }
+    }
+
+    /// Rows whose masks are late lose their places: what was queued with them goes on.
+    pub fn give_up_late_masks(&mut self, now: Instant) {
+        // Each once: two plans may wait for one row.
+        let late: BTreeSet<SequenceId> =
+            self.awaited().filter(|(_, deadline)| *deadline <= now).map(|(sequence, _)| sequence.id).collect();
+        for id in late {
+            let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+            if let Some(constraint) = &mut sequence.constraint {
+                constraint.is_late();
+            }
+            sequence.preemptions += 1;
+            self.preemptions += 1;
+            sequence.state = SequenceState::Leaving;
+            let slot = sequence.slot.expect("it has a row");
+            self.leaves.push(slot);
+            self.has_come(slot, u32::MAX);
+        }
+    }
+
+    /// Who has a row in a plan that waits for its mask, which is being found out, and when that is late.
+    fn awaited(&self) -> impl Iterator<Item = (&Sequence, Instant)> {
+        let slots = self.flights.iter().flat_map(|flight| &flight.awaits).map(|(slot, _)| *slot);
+        let sequences = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
+        let running = sequences.filter(|sequence| sequence.state == SequenceState::Decode);
+        running.filter_map(|sequence| Some((sequence, sequence.mask_deadline()?)))
+    }
+
+    /// When `expire` or `give_up_late_masks` next has something to do.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let masks = self.awaited().map(|(_, deadline)| deadline);
+        self.deadlines.first().map(|&(deadline, _)| deadline).into_iter().chain(masks).min()
+    }
+
+    /// Ends everything: the device has failed, and no plan will be reported any more.
+    pub fn fail(&mut self, why: &str, now: Instant) {
+        let unfinished: Vec<SequenceId> = self.by_request.values().copied().collect();
+        for id in unfinished.into_iter().collect::<BTreeSet<_>>() {
+            self.end(id, FinishReason::Error(why.to_string()), now);
+        }
+        self.commands.clear();
+        for id in self.forget_plans() {
+            self.release(id);
+        }
+    }
+
+    /// No plan will be reported any more. Gives those who hold a slot, which nothing keeps any longer.
+    fn forget_plans(&mut self) -> Vec<SequenceId> {
+        self.flights.clear();
+        self.unnamed = None;
+        self.leaves.clear();
+        let residents: Vec<SequenceId> = self.slots.iter().flatten().copied().collect();
+        for id in &residents {
+            self.sequences.get_mut(*id).expect("whoever holds a slot is known").in_flight = 0;
+        }
+        residents
+    }
+
+    /// Whether there is neither a request nor an unfinished plan.
+    pub fn is_idle(&self) -> bool {
+        self.sequences.is_empty() && self.flights.is_empty() && self.leaves.is_empty()
+    }
+
+    /// The device was lost and another is there, which knows nothing: whoever holds a slot goes back to the queue with all
+    /// that was reported of it, and what prompts could begin with is forgotten. Whoever has held one at
+    /// two losses is ended with `why`: it may be the cause.
+    pub fn restart(&mut self, why: &str, now: Instant) {
+        // What is asked of grammars is not asked of the device.
+        self.commands.retain(|order| matches!(order, ConstraintCommand::Take(..)));
+        for id in self.forget_plans() {
+            let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+            let ended = sequence.ended;
+            if !ended {
+                sequence.losses += 1;
+                sequence.preemptions += 1;
+                self.preemptions += 1;
+            }
+            let ends = !ended && sequence.losses >= MOST_LOSSES;
+            self.release(id);
+            if ends {
+                self.end(id, FinishReason::Error(why.to_owned()), now);
+            }
+        }
+        self.pool.forget();
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.forget();
+        }
+    }
+
+    /// Who holds a slot.
+    pub fn holder_id(&self, slot: Slot) -> Option<SequenceId> {
+        self.slots[slot.0 as usize]
+    }
+
+    /// All that have not ended, oldest first.
+    pub fn views(&self, now: Instant) -> Vec<RequestView> {
+        let mut ids: Vec<SequenceId> = self.by_request.values().copied().collect();
+        ids.sort_unstable();
+        ids.into_iter().filter_map(|id| Some(self.sequences.get(id)?.view(now))).collect()
+    }
+
+    /// What is going on.
+    pub fn counts(&self) -> Counts {
+        Counts {
+            running: self.slots.iter().flatten().count() as u32,
+            waiting: (self.waiting.len() + self.unmasked.len()) as u32,
+            admitted: (self.by_request.len() - self.waiting.len() - self.unmasked.len()) as u32,
+            pages_used: self.pool.used(),
+            pages_cached: self.pool.cached(),
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            preemptions: self.preemptions,
+            drafted_tokens: self.drafted_tokens,
+            accepted_tokens: self.accepted_tokens,
+            snapshots: self.snapshots.as_ref().map_or(0, Snapshots::used),
+        }
+    }
+
+    /// Forgets all that a prompt could begin with, if no request runs or waits and no plan is open; whether it did.
+    pub fn forget_prompts(&mut self) -> bool {
+        let idle = self.sequences.is_empty() && self.flights.is_empty();
+        if idle {
+            self.pool.forget();
+            if let Some(snapshots) = &mut self.snapshots {
+                snapshots.forget();
+            }
+        }
+        idle
+    }
+
+    /// The pages that prompts can be found in, for those who follow them.
+    pub fn pool(&mut self) -> &mut PagePool {
+        &mut self.pool
+    }
+
+    /// Panics unless all that is counted twice agrees: for simulations, after every step.
+    /// Its cost grows with the slots, not with the queue.
+    pub fn assert_consistent(&self) {
+        let mut held: BTreeMap<Page, u32> = BTreeMap::new();
+        let mut open = Vec::new();
+        let mut ended = 0;
+        for (index, id) in self.slots.iter().enumerate() {
+            let Some(id) = id else { continue };
+            let sequence = &self.sequences[*id];
+            let slot = Slot(index as u32);
+            assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
+            assert_ne!(sequence.state, SequenceState::Waiting, "{id:?} waits and holds {slot:?}");
+            let queued = self.waiting.contains(id) || self.unmasked.contains(id);
+            assert!(!queued, "{id:?} is in the queue and holds {slot:?}");
+            let live = self.by_request.get(&sequence.request) == Some(id);
+            assert_eq!(live, !sequence.ended, "{id:?} has ended and is live, or neither");
+            ended += usize::from(sequence.ended);
+            let named = self.flights.iter().filter(|flight| flight.slots.contains(&slot));
+            assert_eq!(named.count() as u32, sequence.in_flight, "{id:?} is in other plans");
+            let gone = sequence.state == SequenceState::Leaving && sequence.in_flight == 0;
+            assert!(!gone, "{id:?} has left and holds {slot:?}");
+            for &page in &sequence.pages {
+                *held.entry(page).or_default() += 1;
+            }
+            if sequence.state != SequenceState::Leaving {
+                open.extend(&sequence.pages[sequence.first_open_page() as usize..]);
+            }
+        }
+        assert_eq!(held.len() as u32, self.pool.used(), "pages are held by nobody with a slot");
+        for (&page, &holders) in &held {
+            assert_eq!(holders, self.pool.holders(page), "{page:?} has other holders than the pool knows");
+        }
+        for page in open {
+            assert_eq!(held[page], 1, "{page:?} is shared and will be written");
+        }
+        self.pool.assert_consistent();
+        let resident = self.slots.iter().flatten().count();
+        assert_eq!(self.waiting.len(), self.ranked.len());
+        assert!(self.waiting.is_disjoint(&self.unmasked));
+        let waiting = self.waiting.len() + self.unmasked.len();
+        assert_eq!(resident + waiting, self.sequences.len(), "a sequence is nowhere, or twice");
+        assert_eq!(resident + waiting - ended, self.by_request.len(), "an ended request is live");
+        assert!(self.flights.len() <= PLANS_IN_FLIGHT);
+    }
+
+    /// What there is to say since the last call, in order.
+    pub fn take_outputs(&mut self) -> Vec<SchedulerOutput> {
+        // As much room for the next step as this one took.
+        let room = self.outputs.len();
+        std::mem::replace(&mut self.outputs, Vec::with_capacity(room))
+    }
+
+    /// What to do about constraints since the last call, in order: before the next plan.
+    pub fn take_commands(&mut self) -> Vec<ConstraintCommand> {
+        std::mem::take(&mut self.commands)
+    }
+
+    /// What may follow the last token reported of a sequence, as [`ConstraintCommand::Take`] asked.
+    pub fn constrained(
+        &mut self,
+        id: SequenceId,
+        grammar: Box<Grammar>,
+        next: Result<Next, GrammarError>,
+        now: Instant,
+    ) {
+        let Some(sequence) = self.sequences.get_mut(id).filter(|sequence| !sequence.ended) else { return };
+        let mask = match next {
+            Ok(Next::Mask(mask)) => mask,
+            Ok(Next::Complete) => return self.end(id, FinishReason::Complete, now),
+            Err(error) => return self.end(id, FinishReason::Constraint(error), now),
+        };
+        let output = sequence.output_tokens();
+        let constraint = sequence.constraint.as_mut().expect("only a constrained sequence is asked about");
+        constraint.answered(grammar, Arc::clone(&mask), output, now);
+        if self.unmasked.remove(&id) {
+            self.ranked.insert((Reverse(sequence.priority), id));
+            self.waiting.insert(id);
+        }
+        if let (SequenceState::Decode, Some(slot)) = (sequence.state, sequence.slot) {
+            self.commands.push(ConstraintCommand::Mask(slot, mask));
+            self.has_come(slot, output);
+        }
+    }
+
+    /// The masks of a slot for output tokens up to `output` have come, or are not needed any more.
+    fn has_come(&mut self, slot: Slot, output: u32) {
+        for flight in self.flights.iter_mut().filter(|flight| !flight.awaits.is_empty()) {
+            flight.awaits.retain(|&(other, number)| other != slot || number > output);
+            if flight.awaits.is_empty() {
+                self.commands.push(ConstraintCommand::Release(flight.ticket));
+            }
+        }
+    }
+
+    /// What the device should be given now, if anything; `submitted` must follow.
+    /// `pace`: what steps took lately.
+    pub fn next_plan(&mut self, now: Instant, pace: &Pace) -> Option<StepPlan> {
+        assert!(self.unnamed.is_none(), "the last plan was not submitted");
+        if self.flights.len() >= PLANS_IN_FLIGHT {
+            return None;
+        }
+        if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
+            // What is queued behind a closed gate keeps what it was queued with: steps need little, prompts much. A
+            // prompt whose turn it is waits for the gate, and no further step goes before it.
+            let prompt_is_next = !self.prefilled_last && self.next_prompt().is_some();
+            return if prompt_is_next { None } else { self.plan_decode(pace, true) };
+        }
+        if let Some(snapshots) = &mut self.snapshots {
+            snapshots.next_plan();
+        }
+        let plan = match self.next_prompt() {
+            Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, pace, now)),
+            prompt => self.plan_decode(pace, prompt.is_some()).or_else(|| {
+                // Decoding may have taken pages that the prompt counted on: who goes first is asked again.
+                let prompt = self.next_prompt()?;
+                Some(self.plan_prefill(prompt, pace, now))
+            }),
+        };
+        plan.or_else(|| {
+            let changes = self.take_leaves();
+            (!changes.is_empty()).then_some(StepPlan { changes, work: None })
+        })
+    }
+
+    /// Names the plan that `next_plan` handed out last.
+    pub fn submitted(&mut self, ticket: Ticket) {
+        if let Some(mut flight) = self.unnamed.take() {
+            flight.ticket = ticket;
+            self.flights.push_back(flight);
+        }
+    }
+
+    /// Takes in what the device reports; `None` if it completes no step.
+    pub fn progress(&mut self, progress: PlanReport, now: Instant) -> Option<Completed> {
+        let index = self.flights.iter().position(|flight| flight.ticket == progress.ticket);
+        let Some(index) = index else {
+            assert!(progress.tokens.is_empty(), "tokens of a plan without work");
+            return None;
+        };
+        let flight = &mut self.flights[index];
+        assert!(progress.steps <= flight.steps_left, "more steps reported than queued");
+        flight.steps_left -= progress.steps;
+        assert!(!progress.finished || flight.steps_left == 0, "a plan finished without all its steps");
+        let completed = Completed {
+            phase: if flight.is_prefill() { names::SPAN_PREFILL } else { names::SPAN_DECODE },
+            rows: flight.rows,
+            steps: progress.steps,
+            cost: progress.cost,
+        };
+        // The flight is put back below, unless it has ended.
+        let mut flight = self.flights.remove(index).expect("it was found there");
+
+        if flight.is_prefill() {
+            self.charge_prefill(&flight, &completed);
+        } else {
+            self.charge_decode(&progress.tokens, &completed);
+        }
+        if let Some(ScoredChunk { slot, first, tokens }) = progress.scored
+            && let Some(sequence) = self.holder(slot).filter(|sequence| !sequence.ended)
+        {
+            let id = sequence.id;
+            let tokens = sequence.take_scores(first, tokens);
+            if !tokens.is_empty() {
+                self.outputs.push(SchedulerOutput::Event(id, Event::Prompt(tokens)));
+            }
+        }
+        for sampled in progress.tokens {
+            debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
+            if flight.drafts > 0 {
+                let index = flight.slots.iter().position(|slot| *slot == sampled.slot);
+                flight.drawn[index.expect("a token of a slot that the plan names")] += 1;
+                self.speculation.note(flight.drafts, sampled.draft);
+            }
+            self.take_token(sampled, flight.drafts, now);
+        }
+        let finished = progress.finished;
+        if finished {
+            for (index, slot) in flight.slots.into_iter().enumerate() {
+                let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
+                let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+                if flight.drafts > 0 && sequence.state == SequenceState::Decode {
+                    sequence.undraw(flight.reserved - flight.drawn[index]);
+                }
+                sequence.in_flight -= 1;
+                if sequence.in_flight == 0 && sequence.state == SequenceState::Leaving {
+                    self.release(id);
+                }
+            }
+        } else {
+            self.flights.insert(index, flight);
+        }
+        (completed.steps > 0 || finished).then_some(completed)
+    }
+
+    // ---- what the device reports ----
+
+    /// Each sequence has its tokens' share of a step.
+    fn charge_prefill(&mut self, flight: &Flight, completed: &Completed) {
+        for (&slot, &tokens) in flight.slots.iter().zip(&flight.chunks) {
+            let Some(sequence) = self.holder(slot) else { continue };
+            // A preempted sequence's second prefill is not what its first token waited for.
+            if sequence.first_token.is_none() && !sequence.ended && completed.steps > 0 {
+                let cost = &mut sequence.prefill_cost;
+                cost.tokens += u64::from(tokens);
+                cost.steps += u64::from(completed.steps);
+                cost.sum.add(&completed.cost, f64::from(tokens) / f64::from(completed.rows));
+            }
+        }
+    }
+
+    /// A step costs what it costs; each row that drew a token in it had that step.
+    fn charge_decode(&mut self, tokens: &[Sampled], completed: &Completed) {
+        if completed.steps == 0 {
+            return;
+        }
+        let step = 1.0 / f64::from(completed.steps);
+        for sampled in tokens {
+            if let Some(sequence) = self.holder(sampled.slot)
+                && !sequence.ended
+                && sampled.draft == 0
+            {
+                sequence.decode_cost.steps += 1;
+                sequence.decode_cost.sum.add(&completed.cost, step);
+            }
+        }
+    }
+
+    /// `drafts`: how many were verified in the step that drew the token.
+    fn take_token(&mut self, sampled: Sampled, drafts: u32, now: Instant) {
+        let Some(sequence) = self.holder(sampled.slot) else {
+            return;
+        };
+        if sequence.ended {
+            return;
+        }
+        let id = sequence.id;
+        if sequence.constraint.is_some() && sequence.state == SequenceState::Leaving {
+            // Who has lost its place is not waited for with a mask: what was drawn then is drawn again.
+            return;
+        }
+        sequence.tokens.push(sampled.id);
+        let grammar = sequence.constraint.as_mut().and_then(|constraint| {
+            constraint.asked = Some(now);
+            constraint.grammar.take()
+        });
+        let (drafted, accepted) = if sampled.draft > 0 { (0, 1) } else { (drafts, 0) };
+        sequence.drafted_tokens += drafted;
+        sequence.accepted_tokens += accepted;
+        sequence.last_token = Some(now);
+        let mut prefilled = None;
+        if sequence.first_token.is_none() {
+            sequence.first_token = Some(now);
+            sequence.prefill_cost.preemptions = sequence.preemptions;
+            prefilled = Some(sequence.prefill_cost);
+        } else {
+            sequence.decode_cost.tokens += 1;
+        }
+        let complete = sequence.output_tokens() >= sequence.max_tokens;
+        // Of a sequence that has lost its pages nothing is to be named.
+        let full =
+            (sequence.tokens.len() as u32 - 1).is_multiple_of(PAGE_TOKENS) && sequence.state == SequenceState::Decode;
+        self.drafted_tokens += u64::from(drafted);
+        self.accepted_tokens += u64::from(accepted);
+        let token = Token { index: 0, id: sampled.id, logprobs: sampled.logprobs, logits: sampled.logits };
+        self.outputs.extend(prefilled.map(|cost| SchedulerOutput::Prefilled(id, Box::new(cost))));
+        self.outputs.push(SchedulerOutput::Event(id, Event::Token(token)));
+        let reason = match sampled.done {
+            Some(Done::Stop) => Some(FinishReason::Stop(sampled.id)),
+            Some(Done::Length) => Some(FinishReason::Length),
+            None if complete => Some(FinishReason::Length),
+            None => None,
+        };
+        if full {
+            self.name_pages(id);
+        }
+        match (reason, grammar) {
+            (Some(reason), _) => self.end_as(id, reason, sampled.done.is_some(), now),
+            (None, Some(grammar)) => self.commands.push(ConstraintCommand::Take(id, grammar, sampled.id)),
+            (None, None) => {}
+        }
+    }
+
+    // ---- ends ----
+
+    fn end(&mut self, id: SequenceId, reason: FinishReason, now: Instant) {
+        self.end_as(id, reason, false, now);
+    }
+
+    /// The one place where a sequence ends. `stopped`: the device has marked its slot done.
+    fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
+        let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
+        assert!(!sequence.ended, "a sequence ends once");
+        sequence.ended = true;
+        if let Some(constraint) = &sequence.constraint {
+            constraint.cancel.cancel();
+        }
+        self.by_request.remove(&sequence.request);
+        if let Some(deadline) = sequence.deadline {
+            self.deadlines.remove(&(deadline, id));
+        }
+        if sequence.first_token.is_some() {
+            sequence.decode_cost.preemptions = sequence.preemptions;
+            self.outputs.push(SchedulerOutput::Decoded(id, Box::new(sequence.decode_cost)));
+        } else if sequence.started.is_some() {
+            sequence.prefill_cost.preemptions = sequence.preemptions;
+            self.outputs.push(SchedulerOutput::Prefilled(id, Box::new(sequence.prefill_cost)));
+        }
+        let finished = Finished {
+            index: 0,
+            reason,
+            prompt_tokens: sequence.prompt_tokens,
+            cached_tokens: sequence.cached_tokens,
+            output_tokens: sequence.output_tokens(),
+            drafted_tokens: sequence.drafted_tokens,
+            accepted_tokens: sequence.accepted_tokens,
+            timings: sequence.timings(now),
+            per_token: sequence.decode_cost.sum.mean(sequence.decode_cost.tokens),
+        };
+        self.outputs.push(SchedulerOutput::Event(id, Event::Finished(Box::new(finished))));
+        match sequence.state {
+            SequenceState::Waiting => {
+                self.waiting.remove(&id);
+                self.unmasked.remove(&id);
+                self.ranked.remove(&(Reverse(sequence.priority), id));
+                self.sequences.remove(id);
+            }
+            // Told to leave when it was preempted.
+            SequenceState::Leaving => {}
+            SequenceState::Prefill | SequenceState::Decode => {
+                sequence.state = SequenceState::Leaving;
+                let in_flight = sequence.in_flight;
+                let slot = sequence.slot.expect("a running sequence holds a slot");
+                if !stopped {
+                    self.leaves.push(slot);
+                }
+                self.has_come(slot, u32::MAX);
+                if in_flight == 0 {
+                    self.release(id);
+                }
+            }
+        }
+    }
+
+    /// No plan names the sequence any more: its slot and pages are free, and it is gone or
+    /// back in the queue.
+    fn release(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get_mut(id).expect("a released sequence is known");
+        let (slot, pages) = sequence.leave();
+        // The end first: of what is kept, a beginning is of use longer than what follows it.
+        for page in pages.into_iter().rev() {
+            self.pool.release(page);
+        }
+        if let Some(slot) = slot {
+            let holder = self.slots[slot.0 as usize].take();
+            assert_eq!(holder, Some(id), "a slot is released by its holder");
+        }
+        if sequence.ended {
+            self.sequences.remove(id);
+        } else if sequence.may_join() {
+            self.ranked.insert((Reverse(sequence.priority), id));
+            self.waiting.insert(id);
+        } else {
+            // Nobody waits behind it.
+            self.unmasked.insert(id);
+        }
+    }
+
+    // ---- small things ----
+
+    fn residents(&self) -> impl Iterator<Item = &Sequence> {
+        self.slots.iter().flatten().map(|&id| &self.sequences[id])
+    }
+
+    fn holder(&mut self, slot: Slot) -> Option<&mut Sequence> {
+        let id = self.slots[slot.0 as usize]?;
+        self.sequences.get_mut(id)
+    }
+
+    fn take_leaves(&mut self) -> Vec<Change> {
+        self.leaves.drain(..).map(|slot| Change::Leave { slot }).collect()
+    }
+
+    fn next_turn(&mut self) -> u64 {
+        self.turns += 1;
+        self.turns
+    }
+}
+
+/// SplitMix64: advances the state, returns a well-mixed value.
+pub fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests;

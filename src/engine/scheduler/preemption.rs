@@ -1,0 +1,48 @@
+//! Preemption: which sequence loses its pages when a decode step finds none.
+
+use crate::engine::plan::Page;
+use crate::engine::scheduler::Scheduler;
+use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
+use std::collections::HashMap;
+
+impl Scheduler {
+    /// Takes pages from the youngest of the lowest priority until one step of the remaining
+    /// rows finds its pages, now or when the unfinished plans are.
+    pub(super) fn preempt(&mut self, rows: &mut Vec<SequenceId>) {
+        loop {
+            if self.pages_missing(rows, 1) <= self.pool.free() + self.pages_free_soon() {
+                return;
+            }
+            let victim = self
+                .residents()
+                .filter(|s| s.state == SequenceState::Prefill || s.decodes())
+                .max_by_key(|s| s.rank())
+                .expect("one sequence alone always finds its pages")
+                .id;
+            rows.retain(|&id| id != victim);
+            self.preemptions += 1;
+            let sequence = self.sequences.get_mut(victim).expect("a victim is known");
+            sequence.preemptions += 1;
+            sequence.state = SequenceState::Leaving;
+            let in_flight = sequence.in_flight;
+            let slot = sequence.slot.expect("a victim holds a slot");
+            self.leaves.push(slot);
+            self.has_come(slot, u32::MAX);
+            if in_flight == 0 {
+                self.release(victim);
+            }
+        }
+    }
+
+    /// Pages that are free when the plans in flight are finished: those of who leaves, and of who has no token
+    /// left to be drawn, unless others hold them too.
+    pub(super) fn pages_free_soon(&self) -> u32 {
+        let mut releases: HashMap<Page, u32> = HashMap::new();
+        let ends =
+            |s: &&Sequence| s.state == SequenceState::Leaving || (s.state == SequenceState::Decode && s.undrawn() == 0);
+        for &page in self.residents().filter(ends).flat_map(|s| &s.pages) {
+            *releases.entry(page).or_default() += 1;
+        }
+        releases.into_iter().filter(|&(page, releases)| releases == self.pool.holders(page)).count() as u32
+    }
+}

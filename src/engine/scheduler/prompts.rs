@@ -1,0 +1,277 @@
+//! Prompt plans: who joins, what of its history is cached, and which chunks of which prompts share a step.
+
+use super::PASSED_OVER_MAX;
+use crate::engine::pace::Pace;
+use crate::engine::plan::{
+    Change, Chunk, Keep, MOST_KEEPS, Page, STATE_TOKENS, Slot, StateSlot, StepPlan, Ticket, Work,
+};
+use crate::engine::request::{Event, Started};
+use crate::engine::scheduler::{Flight, Scheduler, SchedulerOutput};
+use crate::engine::sequence::{Sequence, SequenceId, SequenceState, pages_for};
+use crate::engine::snapshots::Found;
+use crate::kernels::attention::PAGE_TOKENS;
+use std::cmp::Reverse;
+use std::time::Instant;
+
+/// Decode steps that a prompt plan may last beside rows that decode: small chunks use the device badly, and prompts
+/// that come faster than they are taken in queue up.
+pub(super) const PROMPT_STEPS: u32 = 4;
+
+/// The same where a single prompt takes several plans: with their own step rows then wait three times as long for
+/// each token as without it, for as long as that prompt lasts.
+pub(super) const LONE_PROMPT_STEPS: u32 = 2;
+
+/// With several prompts each counts for as many rows as there are prompts, at most so many, and a prompt plan may last
+/// as many times [`PROMPT_STEPS`] as they outweigh the rows: prompts that come together are taken in before much is
+/// decoded, which a larger batch then does for hardly more than a small one.
+const MOST_ROWS_PER_PROMPT: usize = 16;
+
+/// Tokens that such a plan may have, where all that a step takes would last too long.
+const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
+
+/// Who takes in the next chunk.
+#[derive(Debug)]
+pub(super) enum Prompt {
+    /// Holds a slot.
+    Resident(SequenceId),
+    /// Joins with it.
+    Joining(Joining),
+}
+
+impl Prompt {
+    fn id(&self) -> SequenceId {
+        match self {
+            Prompt::Resident(id) => *id,
+            Prompt::Joining(joining) => joining.id,
+        }
+    }
+}
+
+/// Who may join: there are a slot and pages for it.
+#[derive(Debug)]
+pub(super) struct Joining {
+    id: SequenceId,
+    slot: Slot,
+    /// What holds the beginning of its history.
+    beginning: Beginning,
+}
+
+/// What a waiting sequence could start from.
+#[derive(Debug, Default)]
+pub(super) struct Beginning {
+    pages: Vec<Page>,
+    /// Of the pages.
+    free: u32,
+    /// The recurrent state behind the pages, of models that have some.
+    restore: Option<StateSlot>,
+    /// Tokens whose pages are there, with or without the state behind them.
+    branch: u32,
+}
+
+impl Scheduler {
+    /// Who takes in the next chunk: the best of those that hold a slot, or whoever may join
+    /// ahead of it.
+    pub(super) fn next_prompt(&mut self) -> Option<Prompt> {
+        let resident = self
+            .residents()
+            .filter(|sequence| sequence.state == SequenceState::Prefill)
+            .min_by_key(|sequence| sequence.rank())
+            .map(|sequence| (sequence.id, sequence.shielded, sequence.priority));
+        match (resident, self.next_to_join()) {
+            (Some((_, shielded, priority)), Some(joining))
+                if !shielded && priority < self.sequences[joining.id].priority =>
+            {
+                Some(Prompt::Joining(joining))
+            }
+            (Some((resident, ..)), _) => Some(Prompt::Resident(resident)),
+            (None, joining) => joining.map(Prompt::Joining),
+        }
+    }
+
+    /// The head of the queue, if there is a slot and there are pages for it. Nobody behind it
+    /// goes first: a long prompt would wait for ever.
+    pub(super) fn next_to_join(&mut self) -> Option<Joining> {
+        let oldest = *self.waiting.first()?;
+        let &(_, best) = self.ranked.first()?;
+        let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
+        let slot = self.slots.iter().position(Option::is_none)?;
+        // A page in reserve for everyone who runs: else who joins is preempted at once.
+        let reserve = self.slots.iter().flatten().count() as u32;
+        if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
+            return None;
+        }
+        let beginning = self.beginning(id)?;
+        let missing = pages_for(self.sequences[id].tokens.len() as u32) - beginning.pages.len() as u32;
+        let needed = missing + beginning.free + reserve;
+        (needed <= self.pool.free()).then_some(Joining { id, slot: Slot(slot as u32), beginning })
+    }
+
+    /// What holds the beginning of a waiting sequence's history already; `None` if the plan that is being made leaves
+    /// more of it for the next.
+    pub(super) fn beginning(&mut self, id: SequenceId) -> Option<Beginning> {
+        if !self.setup.prefix_cache || self.sequences[id].is_scored() {
+            return Some(Beginning::default());
+        }
+        let sequence = self.sequences.get_mut(id).expect("a waiting sequence is known");
+        let wanted = sequence.wanted();
+        let (mut pages, free) = self.pool.find(wanted);
+        let branch = pages.len() as u32 * PAGE_TOKENS;
+        let Some(snapshots) = &self.snapshots else {
+            return Some(Beginning { pages, free, restore: None, branch });
+        };
+        let (usable, restore) = match snapshots.find(&wanted[..pages.len()]) {
+            Found::Soon(_) => return None,
+            Found::Ready(usable, cell) => (usable, Some(cell)),
+            Found::Nothing => (0, None),
+        };
+        pages.truncate(usable);
+        let free = self.pool.free_among(&pages);
+        Some(Beginning { pages, free, restore, branch })
+    }
+
+    /// Tokens of which a chunk that is not a prompt's last has a multiple.
+    pub(super) fn chunk_unit(&self) -> u32 {
+        if self.snapshots.is_some() { STATE_TOKENS } else { 1 }
+    }
+
+    /// Tokens of a prompt that its next chunk could have.
+    pub(super) fn unqueued(&self, prompt: &Prompt) -> u32 {
+        match prompt {
+            Prompt::Resident(id) => self.sequences[*id].unqueued(),
+            Prompt::Joining(Joining { id, beginning, .. }) => {
+                self.sequences[*id].tokens.len() as u32 - beginning.pages.len() as u32 * PAGE_TOKENS
+            }
+        }
+    }
+
+    /// Tokens that a prompt plan may have now: all that a step takes, or as many as rows that decode can wait for.
+    pub(super) fn prompt_tokens_aim(&self, pace: &Pace) -> u32 {
+        let most = self.setup.capacity.prefill_chunk;
+        let rows = self.residents().filter(|sequence| sequence.decodes()).count();
+        let (Some(step), true) = (pace.step(), rows > 0) else { return most };
+        let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
+        let prompts = taken_in().count() + self.waiting.len();
+        let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
+        let lasts = |tokens: u32, steps: u32| {
+            let allowed = step * steps * weight.max(1) as u32;
+            tokens <= most && pace.chunk(tokens, self.choices.1).is_none_or(|time| time <= allowed)
+        };
+        let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
+        let mut left = taken_in().map(|sequence| sequence.unqueued()).chain(waiting);
+        let lone = prompts == 1 && left.any(|tokens| !lasts(tokens, PROMPT_STEPS));
+        let fits = |tokens: u32| lasts(tokens, if lone { LONE_PROMPT_STEPS } else { PROMPT_STEPS });
+        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
+        let aim = [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS));
+        aim.max(self.chunk_unit())
+    }
+
+    /// The next prompt plan, which begins with `prompt`.
+    pub(super) fn plan_prefill(&mut self, prompt: Prompt, pace: &Pace, now: Instant) -> StepPlan {
+        let mut prompt = Some(prompt);
+        self.choices.1 += 1;
+        let mut left = self.prompt_tokens_aim(pace);
+        let mut changes = self.take_leaves();
+        let mut chunks: Vec<Chunk> = Vec::new();
+        let unit = self.chunk_unit();
+        while let Some(next) = prompt {
+            // Who is scored has the plan alone.
+            let scored = self.sequences[next.id()].is_scored();
+            if left < unit.min(self.unqueued(&next)) || (scored && !chunks.is_empty()) {
+                break;
+            }
+            let id = match next {
+                Prompt::Resident(id) => id,
+                Prompt::Joining(joining) => {
+                    let id = joining.id;
+                    self.admit(joining, &mut changes, now);
+                    id
+                }
+            };
+            let turn = self.next_turn();
+            let sequence = self.sequences.get_mut(id).expect("a prompt's sequence is known");
+            let mut chunk = sequence.next_chunk(left, unit);
+            sequence.in_flight += 1;
+            sequence.turn = turn;
+            self.name_pages(id);
+            chunk.keeps = self.keeps(id, &chunk);
+            left -= chunk.tokens.len() as u32;
+            chunks.push(chunk);
+            let room = left > 0 && !scored && chunks.len() < self.setup.capacity.prompts as usize;
+            prompt = if room { self.next_prompt() } else { None };
+        }
+        self.prefilled_last = true;
+        self.unnamed = Some(Flight {
+            ticket: Ticket(0),
+            chunks: chunks.iter().map(|chunk| chunk.tokens.len() as u32).collect(),
+            slots: chunks.iter().map(|chunk| chunk.slot).collect(),
+            rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
+            steps_left: 1,
+            awaits: Vec::new(),
+            drafts: 0,
+            reserved: 0,
+            drawn: Vec::new(),
+        });
+        StepPlan { changes, work: Some(Work::Prefill { chunks }) }
+    }
+
+    /// The snapshots that a chunk leaves.
+    pub(super) fn keeps(&mut self, id: SequenceId, chunk: &Chunk) -> Vec<Keep> {
+        let Some(snapshots) = self.snapshots.as_mut().filter(|_| self.setup.prefix_cache) else { return Vec::new() };
+        let kept = self.sequences[id]
+            .keep_points(chunk)
+            .filter_map(|(point, name)| Some(Keep { tokens: point - chunk.start, cell: snapshots.keep(name)? }));
+        kept.take(MOST_KEEPS).collect()
+    }
+
+    /// Lets others find what has become certain of a sequence's pages.
+    pub(super) fn name_pages(&mut self, id: SequenceId) {
+        if self.setup.prefix_cache {
+            let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
+            for (page, content) in sequence.newly_full() {
+                self.pool.name_content(page, content);
+            }
+        }
+    }
+
+    pub(super) fn admit(&mut self, joining: Joining, changes: &mut Vec<Change>, now: Instant) {
+        let Joining { id, slot, beginning: Beginning { mut pages, restore, branch, .. } } = joining;
+        let found = pages.len() as u32;
+        if let (Some(snapshots), Some(cell)) = (&mut self.snapshots, restore) {
+            snapshots.read(cell);
+        }
+        for page in &pages {
+            self.pool.share(*page);
+        }
+        let sequence = self.sequences.get_mut(id).expect("a joining sequence is known");
+        let missing = pages_for(sequence.tokens.len() as u32) - found;
+        pages.extend(self.pool.take(missing).expect("next_to_join counted the pages"));
+        if self.waiting.first() == Some(&id) {
+            sequence.shielded |= self.passed_over >= PASSED_OVER_MAX;
+            self.passed_over = 0;
+        } else {
+            self.passed_over += 1;
+        }
+        self.waiting.remove(&id);
+        self.ranked.remove(&(Reverse(sequence.priority), id));
+        let holder = self.slots[slot.0 as usize].replace(id);
+        assert!(holder.is_none(), "the slot is held");
+        let (params, cached) = sequence.join(slot, pages.clone(), found);
+        sequence.continue_state(restore, branch);
+        changes.push(Change::Join { slot, params: Box::new(params), cached });
+        changes.push(Change::Pages { slot, first: 0, pages });
+        if sequence.started.is_none() {
+            sequence.started = Some(now);
+            self.prompt_tokens += u64::from(sequence.prompt_tokens);
+            self.cached_tokens += u64::from(sequence.cached_tokens);
+            let started = Started {
+                device_name: self.setup.device_name.clone(),
+                device_uuid: self.setup.device_uuid.clone(),
+                replica: self.setup.replica.clone(),
+                queue: now.saturating_duration_since(sequence.arrived),
+                prompt_tokens: sequence.prompt_tokens,
+                cached_tokens: sequence.cached_tokens,
+            };
+            self.outputs.push(SchedulerOutput::Event(id, Event::Started(Box::new(started))));
+        }
+    }
+}

@@ -1,0 +1,594 @@
+//! Goal: the scheduler's promises, each on a device that is simulated in a few lines.
+
+use super::*;
+use crate::engine::pace::Pace;
+use crate::engine::plan::{Capacity, Change, Drafts, Page, PlanReport, Sampled, Slot, StepPlan, Ticket, Work};
+use crate::engine::request::{Event, FinishReason, Limits, PerToken, Request, Sampling};
+use crate::engine::scheduler::decoding::PLAN_STEPS_MIN;
+use crate::engine::scheduler::{Counts, Scheduler, SchedulerOutput, Setup};
+use crate::engine::sequence::SequenceId;
+use crate::kernels::attention::PAGE_TOKENS;
+use std::time::Duration;
+
+fn setup(slots: u32, pages: u32) -> Setup {
+    let capacity = Capacity {
+        slots,
+        pages,
+        context: 256,
+        prefill_chunk: 32,
+        prompts: 4,
+        buckets: vec![1, 2, 4, 8],
+        run_ahead: 32,
+        gates: true,
+        vocabulary: 100,
+        snapshots: None,
+        drafts: Drafts::default(),
+    };
+    Setup {
+        context: capacity.usable_context(),
+        capacity,
+        eos_ids: vec![99],
+        device_name: "fake".into(),
+        device_uuid: "0".into(),
+        replica: "m/0".into(),
+        seed: 1,
+        prefix_cache: false,
+    }
+}
+
+fn request(id: &str, prompt: usize, max_tokens: u32) -> Request {
+    Request {
+        id: id.into(),
+        prompt: vec![1; prompt],
+        sampling: Sampling::default(),
+        limits: Limits { max_tokens: Some(max_tokens), ..Limits::default() },
+        logprobs: None,
+        prompt_logprobs: None,
+        dump_logits: false,
+        grammar: None,
+        priority: 0,
+        cache_salt: String::new(),
+        deadline: None,
+        span: tracing::Span::none(),
+    }
+}
+
+/// A scheduler, its plans in flight, and a device that does what it is told.
+struct Bench {
+    scheduler: Scheduler,
+    now: Instant,
+    pace: Pace,
+    tickets: u64,
+    flights: VecDeque<(Ticket, Work)>,
+}
+
+impl Bench {
+    fn new(setup: Setup) -> Bench {
+        Bench {
+            scheduler: Scheduler::new(setup),
+            now: Instant::now(),
+            pace: Pace::of_step(Duration::from_millis(1)),
+            tickets: 0,
+            flights: VecDeque::new(),
+        }
+    }
+
+    fn arrive(&mut self, request: Request) {
+        self.scheduler.arrive(request, self.now);
+    }
+
+    fn plan(&mut self) -> Option<StepPlan> {
+        let plan = self.scheduler.next_plan(self.now, &self.pace)?;
+        self.tickets += 1;
+        let ticket = Ticket(self.tickets);
+        self.scheduler.submitted(ticket);
+        if let Some(work) = &plan.work {
+            self.flights.push_back((ticket, work.clone()));
+        }
+        self.scheduler.assert_consistent();
+        Some(plan)
+    }
+
+    fn work(&mut self) -> Option<Work> {
+        self.plan().map(|plan| plan.work.expect("work"))
+    }
+
+    /// The oldest plan is reported whole; every row draws token 7.
+    fn complete(&mut self) {
+        let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
+        let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, logprobs: None, logits: None };
+        let (steps, tokens) = match work {
+            Work::Prefill { chunks } => {
+                (1, chunks.iter().filter(|chunk| chunk.last).map(|chunk| token(chunk.slot)).collect())
+            }
+            Work::Decode { slots, steps, .. } => {
+                (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
+            }
+        };
+        let cost = PerToken::default();
+        let report = PlanReport {
+            ticket,
+            steps,
+            tokens,
+            scored: None,
+            finished: true,
+            faults: 0,
+            cost,
+            submissions: Vec::new(),
+        };
+        self.scheduler.progress(report, self.now);
+        self.scheduler.assert_consistent();
+    }
+
+    fn finished(&mut self) -> Vec<FinishReason> {
+        let outputs = self.scheduler.take_outputs().into_iter();
+        outputs
+            .filter_map(|output| match output {
+                SchedulerOutput::Event(_, Event::Finished(finished)) => Some(finished.reason),
+                _ => None,
+            })
+            .collect()
+    }
+}
+
+/// Slot, first position, tokens and whether it is the last, of each chunk.
+fn chunks(work: Option<Work>) -> Vec<(u32, u32, usize, bool)> {
+    match work {
+        Some(Work::Prefill { chunks }) => {
+            chunks.iter().map(|chunk| (chunk.slot.0, chunk.start, chunk.tokens.len(), chunk.last)).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn steps(work: Option<Work>) -> u32 {
+    match work {
+        Some(Work::Decode { steps, .. }) => steps,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_prompt_runs_in_chunks_and_decoding_follows_without_waiting_for_its_token() {
+    let mut bench = Bench::new(setup(1, 16));
+    bench.arrive(request("a", 70, 10));
+    let plan = bench.plan().unwrap();
+    assert!(matches!(&plan.changes[0], Change::Join { slot: Slot(0), .. }));
+    assert!(matches!(&plan.changes[1], Change::Pages { first: 0, pages, .. } if pages.len() == 5));
+    assert_eq!(chunks(plan.work), [(0, 0, 32, false)]);
+    assert_eq!(chunks(bench.work()), [(0, 32, 32, false)]);
+    assert_eq!(bench.plan(), None, "two plans are in flight");
+    bench.complete();
+    assert_eq!(chunks(bench.work()), [(0, 64, 6, true)]);
+    bench.complete();
+    assert_eq!(steps(bench.work()), 9, "one token comes from the prompt, nine from decoding");
+}
+
+#[test]
+fn a_plan_lasts_ten_milliseconds_or_ten_tokens_and_two_fit_the_run_ahead() {
+    for (micros, expected) in [(100, 16), (625, 16), (1_000, 10), (3_800, 10), (9_000, 4), (50_000, 2)] {
+        let mut bench = Bench::new(setup(1, 16));
+        bench.pace = Pace::of_step(Duration::from_micros(micros));
+        bench.arrive(request("a", 1, 200));
+        bench.plan();
+        bench.complete();
+        assert_eq!(steps(bench.work()), expected, "{micros} us a step");
+        assert_eq!(steps(bench.work()), expected);
+        assert_eq!(bench.plan(), None);
+    }
+    let mut unknown = Bench::new(setup(1, 16));
+    unknown.pace = Pace::default();
+    unknown.arrive(request("a", 1, 200));
+    unknown.plan();
+    unknown.complete();
+    assert_eq!(steps(unknown.work()), PLAN_STEPS_MIN, "nobody knows yet what a step takes");
+    let mut little = setup(1, 16);
+    little.capacity.run_ahead = 3;
+    let mut bench = Bench::new(little);
+    bench.arrive(request("a", 1, 200));
+    bench.plan();
+    bench.complete();
+    assert_eq!((steps(bench.work()), steps(bench.work())), (1, 1));
+}
+
+#[test]
+fn no_step_is_queued_beyond_the_last_token_and_no_page_taken_for_it() {
+    let mut bench = Bench::new(setup(1, 16));
+    bench.arrive(request("a", 14, 4));
+    bench.plan();
+    // Positions 14, 15 and 16 are written; the fourth token never is.
+    let plan = bench.plan().unwrap();
+    assert!(matches!(&plan.changes[..], [Change::Pages { first: 1, pages, .. }] if pages.len() == 1));
+    assert_eq!(plan.work, Some(Work::Decode { slots: vec![Slot(0)], steps: 3, drafts: 0, awaits: false }));
+    bench.complete();
+    assert_eq!(bench.plan(), None);
+    bench.complete();
+    assert_eq!(bench.finished(), [FinishReason::Length]);
+    // The device did not say that it was done (this one never does), so it is told.
+    assert_eq!(bench.plan().unwrap().changes, [Change::Leave { slot: Slot(0) }]);
+    assert!(bench.scheduler.is_idle());
+    assert_eq!(bench.scheduler.counts(), Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() });
+}
+
+#[test]
+fn an_aborted_slot_is_held_until_its_plans_are_finished_and_its_surplus_is_dropped() {
+    let mut bench = Bench::new(setup(1, 16));
+    bench.arrive(request("a", 1, 100));
+    bench.arrive(request("b", 1, 100));
+    bench.plan();
+    bench.plan();
+    bench.scheduler.abort("a", bench.now);
+    bench.scheduler.abort("a", bench.now);
+    bench.scheduler.abort("nobody", bench.now);
+    assert_eq!(bench.finished(), [FinishReason::Aborted]);
+    assert_eq!(bench.plan(), None);
+    bench.complete();
+    assert_eq!(bench.scheduler.counts().running, 1);
+    let plan = bench.plan().unwrap();
+    assert_eq!(plan, StepPlan { changes: vec![Change::Leave { slot: Slot(0) }], work: None });
+    bench.complete();
+    assert_eq!(bench.scheduler.counts().running, 0);
+    assert!(bench.scheduler.take_outputs().is_empty(), "tokens after the end");
+    assert_eq!(chunks(bench.work()), [(0, 0, 1, true)]);
+}
+
+#[test]
+fn deadlines_end_requests_in_the_queue_and_on_the_device() {
+    let mut bench = Bench::new(setup(1, 16));
+    let deadline = bench.now + Duration::from_secs(1);
+    for id in ["a", "b"] {
+        bench.arrive(Request { deadline: Some(deadline), ..request(id, 1, 100) });
+    }
+    bench.plan();
+    assert_eq!(bench.scheduler.next_deadline(), Some(deadline));
+    bench.scheduler.expire(deadline - Duration::from_nanos(1));
+    assert_eq!(bench.finished(), []);
+    bench.scheduler.expire(deadline);
+    assert_eq!(bench.finished(), [FinishReason::DeadlineExceeded, FinishReason::DeadlineExceeded]);
+    assert_eq!(bench.scheduler.next_deadline(), None);
+    bench.complete();
+    bench.plan();
+    assert!(bench.scheduler.is_idle());
+}
+
+#[test]
+fn higher_priority_goes_first_and_the_oldest_is_not_passed_over_for_ever() {
+    let mut bench = Bench::new(setup(1, 16));
+    bench.arrive(request("low", 1, 1));
+    let mut order = Vec::new();
+    for i in 0..20 {
+        bench.arrive(Request { priority: 5, ..request(&format!("high {i}"), 1, 1) });
+        let Some(plan) = bench.plan() else { panic!() };
+        assert!(plan.work.is_some());
+        for output in bench.scheduler.take_outputs() {
+            if let SchedulerOutput::Event(id, Event::Started(_)) = output {
+                order.push(id.0);
+            }
+        }
+        bench.complete();
+    }
+    assert_eq!(order[..PASSED_OVER_MAX as usize], [1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(order[PASSED_OVER_MAX as usize], 0, "the oldest had its turn");
+    assert_eq!(order[8..10], [8, 9]);
+}
+
+#[test]
+fn the_youngest_of_the_lowest_priority_gives_way_and_resumes_with_its_history() {
+    let mut small = setup(3, 6);
+    small.context = 96;
+    let mut bench = Bench::new(small);
+    bench.pace = Pace::of_step(Duration::from_millis(10));
+    bench.arrive(Request { priority: 1, ..request("first", 15, 60) });
+    bench.arrive(request("second", 15, 60));
+    bench.arrive(request("third", 15, 60));
+    let mut left = Vec::new();
+    let mut joined = Vec::new();
+    while bench.scheduler.preemptions < 2 {
+        while let Some(plan) = bench.plan() {
+            for change in plan.changes {
+                match change {
+                    Change::Join { slot, params, .. } => joined.push((slot, params.generated, params.max_tokens)),
+                    Change::Leave { slot } => left.push(slot),
+                    Change::Pages { .. } => {}
+                }
+            }
+        }
+        bench.complete();
+    }
+    // Slots were given in order of arrival: the third goes first, then the second.
+    assert_eq!(left[0], Slot(2));
+    assert_eq!(joined[..3], [(Slot(0), 0, 60), (Slot(1), 0, 60), (Slot(2), 0, 60)]);
+    while !bench.scheduler.is_idle() {
+        while let Some(plan) = bench.plan() {
+            for change in plan.changes {
+                if let Change::Join { slot, params, .. } = change {
+                    joined.push((slot, params.generated, params.max_tokens));
+                }
+            }
+        }
+        if !bench.flights.is_empty() {
+            bench.complete();
+        }
+    }
+    assert!(joined.len() >= 5);
+    for (_, generated, max_tokens) in &joined[3..] {
+        assert!(*generated > 0);
+        assert_eq!(generated + max_tokens, 60);
+    }
+    assert_eq!(bench.finished(), vec![FinishReason::Length; 3]);
+}
+
+#[test]
+fn whoever_was_passed_over_keeps_its_pages_to_the_end() {
+    let mut small = setup(2, 6);
+    small.context = 96;
+    let mut bench = Bench::new(small);
+    bench.pace = Pace::of_step(Duration::from_millis(10));
+    bench.arrive(request("low", 15, 60));
+    bench.scheduler.passed_over = PASSED_OVER_MAX;
+    bench.plan();
+    let high = Request { priority: 5, ..request("high", 15, 60) };
+    bench.arrive(high);
+    let mut left = Vec::new();
+    while bench.scheduler.preemptions == 0 {
+        while let Some(plan) = bench.plan() {
+            left.extend(plan.changes.into_iter().filter_map(|change| match change {
+                Change::Leave { slot } => Some(slot),
+                _ => None,
+            }));
+        }
+        bench.complete();
+    }
+    while left.is_empty() {
+        let plan = bench.plan();
+        left.extend(plan.into_iter().flat_map(|plan| plan.changes).filter_map(|change| match change {
+            Change::Leave { slot } => Some(slot),
+            _ => None,
+        }));
+        if left.is_empty() {
+            bench.complete();
+        }
+    }
+    assert_eq!(left, [Slot(1)], "the one of higher priority gave way");
+}
+
+#[test]
+fn prompts_alternate_with_decoding() {
+    let mut bench = Bench::new(setup(2, 32));
+    bench.arrive(request("a", 1, 100));
+    bench.plan();
+    bench.complete();
+    bench.arrive(request("b", 100, 10));
+    let mut kinds = Vec::new();
+    for _ in 0..8 {
+        match bench.work().unwrap() {
+            Work::Prefill { .. } => kinds.push(0),
+            Work::Decode { steps, .. } => kinds.push(steps),
+        }
+        bench.complete();
+    }
+    assert_eq!(kinds, [1, 0, 1, 0, 1, 0, 1, 0]);
+}
+
+#[test]
+fn several_prompts_share_a_step_up_to_its_tokens_and_its_number_of_prompts() {
+    let mut bench = Bench::new(setup(8, 64));
+    for (id, prompt) in [("a", 10), ("b", 12), ("c", 40), ("d", 1), ("e", 1), ("f", 1), ("g", 1)] {
+        bench.arrive(request(id, prompt, 1));
+    }
+    assert_eq!(chunks(bench.work()), [(0, 0, 10, true), (1, 0, 12, true), (2, 0, 10, false)]);
+    let expected = [(2, 10, 30, true), (3, 0, 1, true), (4, 0, 1, true)];
+    assert_eq!(chunks(bench.work()), expected, "32 tokens");
+    bench.complete();
+    let plan = bench.plan().unwrap();
+    // Those whose only token came have left their slots.
+    assert_eq!(chunks(plan.work), [(0, 0, 1, true), (1, 0, 1, true)]);
+}
+
+#[test]
+fn beside_rows_that_decode_a_prompt_plan_is_short_and_a_lone_long_prompts_is_shorter() {
+    for (prompt, wanted) in [(64, 64), (100, 100), (200, 48)] {
+        beside_rows(prompt, wanted);
+    }
+}
+
+/// A prompt's first plan beside a row whose step takes 4 ms, where 64 tokens take 9 ms and 32 take 6.
+fn beside_rows(prompt: usize, wanted: usize) {
+    let mut large = setup(8, 64);
+    large.capacity.prefill_chunk = 128;
+    let mut bench = Bench::new(large);
+    bench.arrive(request("a", 1, 200));
+    bench.plan();
+    bench.complete();
+    bench.pace.note_step(1, Duration::from_millis(4));
+    bench.pace.note_chunk(64, Duration::from_millis(9));
+    bench.pace.note_chunk(32, Duration::from_millis(6));
+    bench.arrive(request("b", prompt, 10));
+    let taken = |work| chunks(work).iter().map(|chunk| chunk.2).sum::<usize>();
+    let decoded = bench.work();
+    assert_eq!(steps(decoded), 1);
+    assert_eq!(taken(bench.work()), wanted, "{prompt} tokens");
+    // More prompts than rows: they do not wait for its sake.
+    for id in ["c", "d", "e"] {
+        bench.arrive(request(id, 40, 10));
+    }
+    bench.complete();
+    assert_eq!(steps(bench.work()), 1);
+    bench.complete();
+    assert_eq!(taken(bench.work()), (prompt - wanted + 3 * 40).min(128), "three prompts or four for one row");
+}
+
+fn cached(slots: u32, pages: u32) -> Bench {
+    Bench::new(Setup { prefix_cache: true, ..setup(slots, pages) })
+}
+
+fn counting(id: &str, prompt: u32) -> Request {
+    Request { prompt: (0..prompt).map(|i| i % 90).collect(), ..request(id, 1, 20) }
+}
+
+#[test]
+fn prompts_with_one_beginning_share_its_full_pages_even_within_a_plan() {
+    let mut bench = cached(4, 16);
+    for id in ["a", "b"] {
+        bench.arrive(counting(id, 30));
+    }
+    let plan = bench.plan().unwrap();
+    let tables: Vec<&Vec<Page>> = plan
+        .changes
+        .iter()
+        .filter_map(|change| match change {
+            Change::Pages { pages, .. } => Some(pages),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(tables[0][0], tables[1][0]);
+    assert_ne!(tables[0][1], tables[1][1], "a page that grows is nobody else's");
+    assert_eq!(chunks(plan.work), [(0, 0, 30, true), (1, 16, 2, false)], "32 tokens");
+    assert_eq!(bench.scheduler.counts().pages_used, 3);
+    assert_eq!(bench.scheduler.counts().cached_tokens, 16);
+}
+
+#[test]
+fn at_least_one_token_is_computed_and_another_salt_finds_nothing() {
+    let mut bench = cached(4, 16);
+    bench.arrive(counting("a", 32));
+    bench.plan();
+    bench.complete();
+    bench.arrive(counting("b", 32));
+    bench.arrive(Request { cache_salt: "x".into(), ..counting("c", 32) });
+    let work = loop {
+        match bench.work() {
+            Some(Work::Decode { .. }) => bench.complete(),
+            work => break work,
+        }
+    };
+    assert_eq!(chunks(work), [(1, 16, 16, true), (2, 0, 16, false)]);
+}
+
+#[test]
+fn what_was_generated_is_found_by_the_next_turn_after_the_first_has_ended() {
+    let mut bench = cached(2, 16);
+    bench.arrive(Request { limits: Limits { max_tokens: Some(20), ..Limits::default() }, ..counting("a", 15) });
+    while !bench.scheduler.is_idle() {
+        while bench.plan().is_some() {}
+        if !bench.flights.is_empty() {
+            bench.complete();
+        }
+    }
+    let counts = bench.scheduler.counts();
+    assert_eq!((counts.pages_used, counts.pages_cached), (0, 2), "the last token was never written");
+    // Every token drawn was 7.
+    let mut next = counting("b", 15);
+    next.prompt.extend([7; 20]);
+    next.prompt.push(1);
+    bench.arrive(next);
+    assert_eq!(chunks(bench.work()), [(0, 32, 4, true)]);
+    let started = bench.scheduler.take_outputs().into_iter().find_map(|output| match output {
+        SchedulerOutput::Event(SequenceId(1), Event::Started(started)) => Some(started.cached_tokens),
+        _ => None,
+    });
+    assert_eq!(started, Some(32));
+}
+
+#[test]
+fn a_preempted_sequence_finds_what_is_left_of_its_pages() {
+    let mut small = setup(2, 6);
+    small.context = 96;
+    small.prefix_cache = true;
+    let mut bench = Bench::new(small);
+    bench.pace = Pace::of_step(Duration::from_millis(10));
+    bench.arrive(counting("first", 15));
+    bench.arrive(Request { cache_salt: "x".into(), ..counting("second", 15) });
+    for request in ["first", "second"] {
+        let id = bench.scheduler.by_request[request];
+        bench.scheduler.sequences.get_mut(id).unwrap().max_tokens = 60;
+    }
+    let mut resumed = None;
+    while !bench.scheduler.is_idle() {
+        while let Some(plan) = bench.plan() {
+            if let Some(Work::Prefill { chunks }) = plan.work
+                && bench.scheduler.preemptions > 0
+            {
+                resumed.get_or_insert(chunks[0].start);
+            }
+        }
+        if !bench.flights.is_empty() {
+            bench.complete();
+        }
+    }
+    assert!(resumed.is_some_and(|start| start > 0 && start % PAGE_TOKENS == 0), "{resumed:?}");
+}
+
+#[test]
+fn a_request_that_dumps_logits_does_not_run_ahead_and_runs_one_at_a_time() {
+    let mut bench = Bench::new(setup(2, 16));
+    for id in ["a", "b"] {
+        bench.arrive(Request { dump_logits: true, ..request(id, 1, 3) });
+    }
+    for _ in 0..2 {
+        for expected in [0, 1, 1] {
+            match bench.work().unwrap() {
+                Work::Prefill { .. } => assert_eq!(expected, 0),
+                Work::Decode { steps, slots, .. } => {
+                    assert_eq!((steps, slots.len()), (expected, 1))
+                }
+            }
+            assert_eq!(bench.plan(), None);
+            bench.complete();
+        }
+    }
+}
+
+#[test]
+fn more_rows_than_the_largest_bucket_take_turns() {
+    let mut narrow = setup(3, 32);
+    narrow.capacity.buckets = vec![1, 2];
+    let mut bench = Bench::new(narrow);
+    bench.pace = Pace::of_step(Duration::from_millis(10));
+    for id in ["a", "b", "c"] {
+        bench.arrive(request(id, 1, 150));
+    }
+    let mut turns = [0; 3];
+    for _ in 0..40 {
+        if let Work::Decode { slots, .. } = bench.work().unwrap() {
+            assert!(slots.len() <= 2);
+            slots.iter().for_each(|slot| turns[slot.0 as usize] += 1);
+        }
+        bench.complete();
+    }
+    assert!(turns.iter().all(|&turns| turns >= 20), "{turns:?}");
+}
+
+#[test]
+fn a_row_too_many_for_a_good_step_takes_turns_with_the_others() {
+    let mut bench = Bench::new(setup(5, 64));
+    bench.pace.note_step(4, Duration::from_millis(10));
+    bench.pace.note_step(5, Duration::from_millis(30));
+    for id in ["a", "b", "c", "d", "e"] {
+        bench.arrive(request(id, 1, 200));
+    }
+    let mut drawn = [0; 5];
+    for _ in 0..21 {
+        if let Work::Decode { slots, .. } = bench.work().unwrap() {
+            assert_eq!(slots.len(), 4);
+            slots.iter().for_each(|slot| drawn[slot.0 as usize] += 1);
+        }
+        bench.complete();
+    }
+    assert!(drawn.iter().all(|&drawn| (14..=17).contains(&drawn)), "{drawn:?}");
+}
+
+#[test]
+fn a_failed_device_ends_everything() {
+    let mut bench = Bench::new(setup(2, 16));
+    for id in ["a", "b", "c"] {
+        bench.arrive(request(id, 1, 50));
+    }
+    bench.plan();
+    bench.plan();
+    bench.scheduler.fail("gone", bench.now);
+    assert_eq!(bench.finished(), vec![FinishReason::Error("gone".into()); 3]);
+    assert!(bench.scheduler.is_idle());
+    assert_eq!(bench.scheduler.counts(), Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() });
+    bench.scheduler.assert_consistent();
+}

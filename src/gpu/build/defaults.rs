@@ -1,0 +1,206 @@
+//! The sizes and kernel choices of a replica where its configuration names none.
+
+use crate::config::{self};
+use crate::device::Adapter;
+use crate::gpu::build::Build;
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::layout::StateLayout;
+use crate::kernels::sampling;
+use crate::kernels::skinny::Matrices;
+use crate::memory::pack::Format;
+use crate::model::config::LayerKind;
+use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
+use std::collections::BTreeMap;
+
+/// Decode steps that may be queued and not reported.
+pub(crate) const RUN_AHEAD: u32 = 32;
+
+/// Steps of the token ring: well above what can be queued.
+pub(crate) const RING_STEPS: u32 = 128;
+
+/// Pairs of a patch: the tokens of a step of prompts, its pages and some slots' words. More take several patches.
+pub(crate) const PATCH_PAIRS: u32 = 4096;
+
+/// Rows of an inbox's tokens seen.
+pub(crate) const SEEN_ROWS: u32 = 1024;
+
+/// Prompts that can share a step: more wait for the next one.
+pub(crate) const MOST_PROMPTS: u32 = 64;
+
+/// Sequences that run at once on a CPU driver where nobody says otherwise.
+pub(crate) const CPU_SLOTS: u32 = 4;
+
+/// Device memory for each sequence that runs at once on a GPU where nobody says otherwise, bytes, and how many at least and at most.
+pub(crate) const SLOT_MEMORY: u64 = 512 << 20;
+
+/// As [`SLOT_MEMORY`] says.
+pub(crate) const GPU_SLOTS: (u32, u32) = (8, 256);
+
+/// Tokens that are drafted at a time, and sequences that a step which verifies them can have: with more sequences the
+/// rows of drafts cost what rows of other sequences would.
+pub(crate) const GPU_DRAFTS: u32 = 3;
+
+/// As [`GPU_DRAFTS`] says.
+pub(crate) const GPU_DRAFT_SEQUENCES: u32 = 4;
+
+/// As [`GPU_DRAFTS`] says, on a CPU driver, where every recording takes its time to build.
+pub(crate) const CPU_DRAFTS: u32 = 1;
+
+/// As [`CPU_DRAFTS`] says.
+pub(crate) const CPU_DRAFT_SEQUENCES: u32 = 1;
+
+/// Snapshots of recurrent state on a CPU driver where nobody says otherwise.
+pub(crate) const CPU_SNAPSHOTS: u32 = 8;
+
+/// On a GPU they take at most one part in so many of its memory, and are at least and at most so many.
+pub(crate) const SNAPSHOT_SHARE: u64 = 32;
+
+/// As [`SNAPSHOT_SHARE`] says.
+pub(crate) const GPU_SNAPSHOTS: (u32, u32) = (8, 64);
+
+/// Plans in flight are two; changes alone come on top.
+pub(crate) const INBOXES: usize = 16;
+
+/// Context that is planned where neither the operator nor memory says otherwise.
+pub(crate) const DEFAULT_CONTEXT: u32 = 32_768;
+
+/// Choices by what the device can do.
+pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
+    let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
+    let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
+    let processors = capabilities.sm_count.unwrap_or(32);
+    Tuning {
+        gemv_threads: if cpu { 32 } else { 128.min(most) },
+        gemv_wide_from: 12_000,
+        // Larger blocks pay for long contexts and cost half a microsecond on short ones.
+        attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
+        flash_threads: if cpu { 64 } else { 256.min(most) },
+        flash_threads_many: if cpu { 64 } else { 128.min(most) },
+        spread: 2,
+        spread_pages: 2,
+        processors,
+        shared_bytes: capabilities.max_shared_bytes,
+        splits: if cpu { 4 } else { (processors / kv_heads).clamp(4, 32) },
+        argmax_threads: if cpu { 32 } else { 256.min(most) },
+        sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
+        fragments: matrices,
+        skinny: BTreeMap::new(),
+        panel: BTreeMap::new(),
+        tiles: BTreeMap::new(),
+        fold_rows: 32,
+        // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
+        tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
+        fault_at: 0,
+        broken_call: 0,
+        broken_step: 0,
+        broken_every: 0,
+        retry_ms: 1000,
+        gates: !cpu,
+    }
+}
+
+impl Build<'_> {
+    pub(crate) fn buckets(&self) -> Vec<u32> {
+        let most = self.model.prefill_chunk.unwrap_or(if self.adapter.is_cpu() { 64 } else { 2048 });
+        // Many steps of prompts are as long as rows that decode can wait for: there sizes lie close.
+        let sizes: &[u32] = if self.adapter.is_cpu() {
+            &[16, 64, 256, 1024]
+        } else {
+            &[16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048]
+        };
+        let mut buckets: Vec<u32> = sizes.iter().copied().filter(|rows| *rows < most).collect();
+        buckets.push(most);
+        buckets
+    }
+
+    /// Sequences that run at once.
+    pub(crate) fn slots(&self) -> u32 {
+        self.model.slots.unwrap_or_else(|| {
+            if self.adapter.is_cpu() {
+                return CPU_SLOTS;
+            }
+            let fit = u32::try_from(self.opened.device.budget().heap_bytes / SLOT_MEMORY).unwrap_or(u32::MAX);
+            1 << fit.clamp(GPU_SLOTS.0, GPU_SLOTS.1).ilog2()
+        })
+    }
+
+    /// Snapshots of recurrent state, of models that have some.
+    pub(crate) fn snapshots(&self) -> Option<u32> {
+        let net = self.checkpoint.config.delta?;
+        let finds = self.model.prefix_cache.unwrap_or(true);
+        let own = || {
+            if self.adapter.is_cpu() {
+                return CPU_SNAPSHOTS;
+            }
+            let layers = self.checkpoint.config.layers_of(LayerKind::GatedDelta).count() as u64;
+            let heads = decoder::delta_heads(net);
+            let bytes = (layers * (heads.state_bytes(1) + heads.window_bytes(1))).max(1);
+            let fit = self.opened.device.budget().heap_bytes / SNAPSHOT_SHARE / bytes;
+            u32::try_from(fit).unwrap_or(u32::MAX).clamp(GPU_SNAPSHOTS.0, GPU_SNAPSHOTS.1)
+        };
+        Some(if finds { self.model.snapshots.unwrap_or_else(own) } else { 0 })
+    }
+
+    /// Tokens that are drafted at a time, at most.
+    pub(crate) fn drafts(&self) -> u32 {
+        if !self.checkpoint.has_mtp() {
+            return 0;
+        }
+        self.model.drafts.unwrap_or(if self.adapter.is_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
+    }
+
+    /// Sequences that a step which verifies drafts can have: a power of two.
+    pub(crate) fn draft_sequences(&self) -> u32 {
+        let most = if self.adapter.is_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES };
+        1 << most.min(self.slots()).ilog2()
+    }
+
+    /// The model's recordings with that many KV pages.
+    pub(crate) fn decoder(&self, context: u32, pages: u32, chunk: u32) -> Decoder<'_> {
+        let slots = self.slots();
+        let config = &self.checkpoint.config;
+        let capabilities = &self.adapter.capabilities;
+        Decoder {
+            config,
+            weights: if self.drafts() > 0 { self.checkpoint.weights() } else { self.checkpoint.weights_without_mtp() },
+            max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
+            state: StateLayout {
+                slots,
+                rows: slots.next_power_of_two(),
+                chunk,
+                // Steps that draw from several prompts have as many rows as a power of two.
+                prompts: slots.next_power_of_two().min(MOST_PROMPTS),
+                max_pages: context.div_ceil(PAGE_TOKENS),
+                recurrent: config.delta.is_some(),
+            },
+            cells: slots + self.snapshots().unwrap_or(0),
+            drafts: self.drafts(),
+            pages,
+            kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
+                config::KvFormat::F16 => Format::F16,
+                config::KvFormat::F32 => Format::F32,
+            }),
+            ring: RingLayout {
+                steps: RING_STEPS,
+                rows: slots.next_power_of_two().max(self.draft_sequences() * (self.drafts() + 1)),
+            },
+            context,
+            tuning: self.tuning(context),
+        }
+    }
+
+    pub(crate) fn tuning(&self, context: u32) -> Tuning {
+        let adapter = self.adapter;
+        let kv_heads = self.checkpoint.config.kv_heads;
+        let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
+        for change in self.tune {
+            tuning.set(change);
+        }
+        // What was kept depends on some of the changes, and none of it undoes one.
+        self.tuned.apply(&mut tuning);
+        for change in self.tune {
+            tuning.set(change);
+        }
+        tuning
+    }
+}

@@ -1,0 +1,167 @@
+//! What a replica may ask for: bounds on its configuration, and its memory plan.
+
+use crate::engine::plan::STATE_TOKENS;
+use crate::gpu::build::Build;
+use crate::gpu::build::recordings::Recordings;
+use crate::gpu::devices::staging;
+use crate::gpu::error::StartError;
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::region::buffer_sizes;
+use crate::kernels::state::MOST_DRAFTS;
+use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
+use crate::model::config::LayerKind;
+use crate::model::decoder::{self, Decoder, Part};
+
+/// Pages that are planned where nobody says otherwise and memory suffices: for every sequence the longest context,
+/// but where that is more than so many tokens, as many longest contexts or so many tokens.
+const DEFAULT_CONTEXTS: u64 = 16;
+
+/// As [`DEFAULT_CONTEXTS`] says.
+const DEFAULT_KV_TOKENS: u64 = 1 << 19;
+
+/// Sequences that one decode step can have rows for.
+const MOST_SLOTS: u32 = 1024;
+
+/// Snapshots of recurrent state: the scheduler has an entry for each, whatever memory the device has.
+const MOST_SNAPSHOTS: u32 = 65_536;
+
+/// KV pages, for the same reason: 64 million tokens.
+pub(crate) const MOST_PAGES: u32 = 1 << 22;
+
+/// Tokens of a chunk: above it, one submission would last too long for a driver's watchdog.
+const MOST_CHUNK: u32 = 16_384;
+
+/// What memory is for, by buffer name.
+pub(crate) fn purpose(name: &str) -> Purpose {
+    match name {
+        "state" | "sampling.counts" | "step" | "rope" => Purpose::State,
+        name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
+        "ring" | "dump" | "scores" => Purpose::Ring,
+        name if name.starts_with("kv.") => Purpose::KvPages,
+        _ => Purpose::Scratch,
+    }
+}
+
+impl Build<'_> {
+    pub(crate) fn check(&self) -> Result<(), StartError> {
+        let c = &self.checkpoint.config;
+        if let Some(asked) = self.model.context.filter(|asked| *asked > c.context) {
+            return Err(StartError::Context { model: self.model.name.clone(), asked, own: c.context });
+        }
+        for (what, asked, most) in [
+            ("slots", self.model.slots, MOST_SLOTS),
+            ("prefill_chunk", self.model.prefill_chunk, MOST_CHUNK),
+            ("snapshots", self.model.snapshots, MOST_SNAPSHOTS),
+        ] {
+            if let Some(asked) = asked.filter(|asked| *asked > most) {
+                return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
+            }
+        }
+        let drafts = self.model.drafts.unwrap_or(0);
+        if drafts > MOST_DRAFTS {
+            return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
+        }
+        if drafts > 0 && !self.checkpoint.has_mtp() {
+            return Err(self.unsupported(format!(
+                "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is possible"
+            )));
+        }
+        if let (Some(_), Some(chunk)) =
+            (c.delta, self.model.prefill_chunk.filter(|chunk| !chunk.is_multiple_of(STATE_TOKENS)))
+        {
+            return Err(self
+                .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
+        }
+        let most = self.adapter.capabilities.max_allocation_bytes.min(self.adapter.capabilities.max_buffer_bytes);
+        for weight in self.checkpoint.weights().iter().filter(|weight| weight.name.contains(".experts.")) {
+            if weight.bytes() > most {
+                return Err(self.unsupported(format!(
+                    "\"{}\" has {} bytes, the device's buffers have at most {most}",
+                    weight.name,
+                    weight.bytes()
+                )));
+            }
+        }
+        if !c.head_dim.is_multiple_of(8) {
+            return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
+        }
+        if c.head_dim / 8 > self.adapter.capabilities.max_invocations {
+            return Err(self.unsupported(format!(
+                "head_dim is {}, the device's workgroups have {} invocations and need an eighth of it",
+                c.head_dim, self.adapter.capabilities.max_invocations
+            )));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn plan(
+        &self,
+        probe: &Decoder<'_>,
+        buckets: &[u32],
+        context: u32,
+        asked: bool,
+    ) -> Result<Plan, StartError> {
+        let budget = self.opened.device.budget();
+        let capabilities = &self.adapter.capabilities;
+        let limits = MemoryLimits {
+            device: self.adapter.name.clone(),
+            free_bytes: self.opened.free_bytes(&budget),
+            total_bytes: budget.heap_bytes,
+            limit_bytes: self.limit,
+            max_allocation_bytes: probe.max_buffer_bytes,
+            unified: capabilities.unified_memory,
+            reserve_bytes: plan::default_reserve(budget.heap_bytes),
+        };
+        let recordings = Recordings::new(probe, buckets, self.draft_sequences());
+        let weights: Vec<Part> = probe.weights.iter().flat_map(|weight| probe.parts(weight)).collect();
+        let names: Vec<&str> = weights.iter().map(|part| part.name.as_str()).collect();
+        let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
+            .into_iter()
+            .filter(|(name, _)| !names.contains(&name.as_str()) && !name.starts_with("kv."))
+            .collect();
+        let (slots, bytes) = staging(self.adapter);
+        let mut entries = vec![
+            PlanEntry::of_buffers(
+                Purpose::Weights,
+                Side::Device,
+                weights.iter().map(|part| (part.name.as_str(), part.bytes)),
+            ),
+            PlanEntry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
+        ];
+        for (wanted, side) in [
+            (Purpose::State, Side::Device),
+            (Purpose::Recurrent, Side::Device),
+            (Purpose::Scratch, Side::Device),
+            (Purpose::Ring, Side::Host),
+        ] {
+            let of =
+                sizes.iter().filter(|(name, _)| purpose(name) == wanted).map(|(name, bytes)| (name.as_str(), *bytes));
+            let mut entry = PlanEntry::of_buffers(wanted, side, of);
+            if wanted == Purpose::Recurrent {
+                let (slots, cells) = (probe.state.slots, u64::from(probe.cells));
+                let of = |count: u64, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
+                let (slots, snapshots) = (of(slots.into(), "slot"), of(cells - u64::from(slots), "snapshot"));
+                entry.things = Some((cells, format!("{slots} and {snapshots}")));
+            }
+            entries.push(entry);
+        }
+        let heads = probe.heads();
+        // The drafting block has pages of its own.
+        let layers = probe.config.layers_of(LayerKind::FullAttention).count() as u64 + u64::from(probe.drafts());
+        let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
+        let page_bytes = heads.page_bytes() * 2 * layers;
+        let pages = match (self.model.kv_pages, self.model.kv_memory) {
+            (Some(pages), _) => Pages::Exactly(u64::from(pages)),
+            (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
+            (None, None) => {
+                let most = (context_pages * DEFAULT_CONTEXTS).max(DEFAULT_KV_TOKENS / u64::from(PAGE_TOKENS));
+                Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most).min(MOST_PAGES.into()))
+            }
+        };
+        // A context that was asked for is kept or refused; the model's own may shrink to the memory.
+        let least = if asked { context_pages } else { context_pages.min(16) };
+        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: heads.page_bytes(), pages, least };
+        Plan::new(limits, entries, Some(kv))
+            .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
+    }
+}

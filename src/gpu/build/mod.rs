@@ -1,0 +1,459 @@
+//! From a checkpoint to a replica of it on a device that is open: plans memory, loads weights and records regions,
+//! bottom to top. Deliberately absent: what a request is, which devices are open (`devices`), and when models come
+//! and go (`lifecycle`).
+
+pub mod defaults;
+mod limits;
+mod overlap_test;
+pub(crate) mod recordings;
+
+use crate::actors::compute::Submission;
+use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, TensorSource, WeightLoad};
+use crate::actors::timeline::FlushReason;
+use crate::actors::watcher::Outbox;
+use crate::config::{self, file::Stamp};
+use crate::device::{Adapter, Gate, Point};
+use crate::engine::plan::{Capacity, Drafts};
+use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
+use crate::gpu::build::limits::{MOST_PAGES, purpose};
+use crate::gpu::build::overlap_test::{Probe, test_overlap};
+use crate::gpu::build::recordings::{InboxRecordings, Recordings, variants};
+use crate::gpu::devices::OpenDevice;
+use crate::gpu::error::StartError;
+use crate::gpu::executor::{DecodeRegion, DecodeRegions, GpuExecutor, Inbox, Injection, Parts};
+use crate::gpu::spans;
+use crate::gpu::tuned::Tuned;
+use crate::host::progress::{Progress, Unit};
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::region::{Pipelines, Region, buffer_sizes};
+use crate::kernels::skinny::Matrices;
+use crate::memory::pack::Packing;
+use crate::memory::plan::{Purpose, Side};
+use crate::memory::{BufferTable, Place, WeightFile};
+use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
+use crate::model::decoder::{self, Decoder, Part};
+use crate::replica::MemoryUse;
+use crate::telemetry::clock::Moment;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use tracing::Span;
+
+/// Of a device that others serve on, what a load runs on the compute queue (its test, above all) takes at most one part
+/// in so many of the time, as far as the device tells how long it took.
+const BESIDE_SHARE: u32 = 32;
+/// A GPU that finishes nothing for so long while a model's first steps run is stuck.
+const FIRST_STEPS: Duration = Duration::from_secs(60);
+/// The longest pause for that.
+const BESIDE_PAUSE: Duration = Duration::from_secs(1);
+/// Cores that a load leaves alone while others serve: their engine's thread, the compute actor's, the watcher's and one
+/// of the endpoint's.
+const BESIDE_CORES: usize = 4;
+
+/// Threads that read, pack and compile while others serve.
+fn threads_beside() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    cores.saturating_sub(BESIDE_CORES).max(1)
+}
+
+pub(crate) struct Build<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) model: &'a config::Model,
+    pub(crate) checkpoint: &'a Checkpoint,
+    pub(crate) opened: &'a OpenDevice,
+    pub(crate) adapter: &'a Adapter,
+    pub(crate) limit: Option<u64>,
+    pub(crate) tune: &'a [String],
+    pub(crate) tuned: &'a Tuned,
+    pub(crate) progress: &'a dyn Progress,
+    /// What the parts of the load are shown under.
+    pub(crate) span: &'a Span,
+    /// Others serve meanwhile, and must not feel it.
+    pub(crate) beside: bool,
+    /// Set when nobody wants it any more.
+    pub(crate) cancelled: &'a AtomicBool,
+}
+
+/// A model whose buffers are allocated and whose weights are on their way.
+pub(crate) struct PreparedModel<'a> {
+    pub(crate) decoder: Decoder<'a>,
+    pub(crate) recordings: Recordings,
+    pub(crate) table: BufferTable,
+    pub(crate) pipelines: Pipelines,
+    pub(crate) loading: Loading,
+    /// What memory was planned for.
+    pub(crate) memory: Vec<MemoryUse>,
+}
+
+/// What is under way when a model is prepared.
+pub(crate) struct Loading {
+    /// Clears what starts as zero.
+    init: Arc<Region>,
+    weights: Weights,
+    rope: Point,
+    pipelines: (usize, Moment, Moment),
+    started: Instant,
+}
+
+/// Weights on their way. Dropped before they are there, it waits until nobody uses their buffers any more.
+struct Weights(Option<WeightLoad>);
+
+impl Drop for Weights {
+    fn drop(&mut self) {
+        if let Some(load) = self.0.take() {
+            load.cancel();
+            // Its error is that of a load that was cancelled.
+            let _ = load.wait();
+        }
+    }
+}
+
+impl Build<'_> {
+    pub(crate) fn unsupported(&self, what: String) -> StartError {
+        StartError::Unsupported { model: self.model.name.clone(), what }
+    }
+
+    /// Plans and allocates memory, begins to load the weights and builds the pipelines meanwhile.
+    pub(crate) fn prepare(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
+        self.check()?;
+        let started = Instant::now();
+        let buckets = self.buckets();
+        let chunk = *buckets.last().expect("there is at least one bucket");
+        let model_context = self.checkpoint.config.context;
+        let asked = self.model.context;
+        let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
+
+        // Everything but the KV pool has its size before the pool is planned.
+        let probe = self.decoder(wanted, 1, chunk);
+        let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
+        self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
+        let memory = plan.entries().iter().map(|entry| MemoryUse {
+            replica: self.name.to_owned(),
+            purpose: entry.purpose.to_string(),
+            bytes: entry.bytes,
+            on_device: entry.side == Side::Device,
+        });
+        let memory = memory.collect();
+        let pages = u32::try_from(plan.kv_pages()).ok().filter(|pages| *pages <= MOST_PAGES).ok_or_else(|| {
+            self.unsupported(format!("{} KV pages are asked for, at most {MOST_PAGES} are possible", plan.kv_pages()))
+        })?;
+        let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
+        let decoder = self.decoder(context, pages, chunk);
+        let used = self.tuned.apply(&mut decoder.tuning.clone());
+        if used > 0 {
+            self.progress.line(&format!("\"{}\": {used} workgroup shapes as `ostinato tune` found them", self.name));
+        }
+        let recordings = Recordings::new(&decoder, &buckets, self.draft_sequences());
+        let all = recordings.all();
+
+        let mut table = BufferTable::new();
+        let mut init = Recording::new("init");
+        let weights: Vec<(&WeightSpec, Vec<Part>)> =
+            decoder.weights.iter().map(|weight| (weight, decoder.parts(weight))).collect();
+        for part in weights.iter().flat_map(|(_, parts)| parts) {
+            table.add(self.opened.arena.buffer(&part.name, part.bytes, Place::DeviceLocal)?)?;
+        }
+        for (name, bytes) in buffer_sizes(&all) {
+            if table.get(&name).is_some() {
+                continue;
+            }
+            let place = match name.as_str() {
+                "ring" | "dump" | "scores" => Place::Readback,
+                name if name.starts_with("inbox.") || name == "masks" => Place::Upload { bar: true },
+                _ => Place::DeviceLocal,
+            };
+            let buffer = self.opened.arena.buffer(&name, bytes, place)?;
+            // Of a cache nothing is read that was not written.
+            let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
+            if place == Place::DeviceLocal && !cache && name != "rope" {
+                let to = init.buffer(&name, bytes);
+                init.ops.push(Op::Fill { to, word: 0 });
+            }
+            table.add(buffer)?;
+        }
+
+        let load = Weights(Some(self.load(&decoder, &weights, &table)?));
+        let rope = decoder.rope_table();
+        let rope_buffer = table.require("rope")?;
+        let rope_point = self.opened.transfer.upload(&self.opened.ring, rope_buffer, 0, bytemuck::cast_slice(&rope))?;
+
+        let mut with_init = all.clone();
+        with_init.push(&init);
+        let begin = Moment::now();
+        let threads = self.beside.then(threads_beside);
+        let pipelines = Pipelines::build_on(&self.opened.device, cache, &with_init, threads, &|done, total| {
+            self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
+        })?;
+        let init = Arc::new(Region::build(&self.opened.device, &init, &table, &pipelines)?);
+        let built = (pipelines.len(), begin, Moment::now());
+        let loading = Loading { init, weights: load, rope: rope_point, pipelines: built, started };
+        Ok(PreparedModel { decoder, recordings, table, pipelines, loading, memory })
+    }
+
+    /// Waits until a prepared model is loaded; gives the points after which it can run, and what the load was like.
+    pub(crate) fn finish(&self, mut loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
+        self.run_once(vec![loading.init])?;
+        let load = loading.weights.0.take().expect("it is waited for once");
+        for p in load.progress() {
+            self.progress.step("loading weights", p.bytes_done, p.bytes_total, Unit::Bytes);
+            if self.cancelled.load(Ordering::Relaxed) {
+                load.cancel();
+            }
+        }
+        let report = load.wait();
+        self.wanted()?;
+        let report = report.map_err(|source| StartError::Load { model: self.model.name.clone(), source })?;
+        self.progress.line(&format!(
+            "\"{}\": {report}; {} pipelines; ready {:.2} s after the start of its load",
+            self.name,
+            loading.pipelines.0,
+            loading.started.elapsed().as_secs_f64()
+        ));
+        spans::loaded(self.span, &report, loading.pipelines);
+        Ok((report.point.into_iter().chain([loading.rope]).collect(), report))
+    }
+
+    pub(crate) fn executor(
+        &self,
+        cache: Option<&Path>,
+    ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
+        let PreparedModel { decoder, recordings, table, pipelines, loading, memory } = self.prepare(cache)?;
+        let begin = Moment::now();
+        let region = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            self.wanted()?;
+            Ok(Arc::new(Region::build(&self.opened.device, recording, &table, &pipelines)?))
+        };
+        let step = |recording: &Recording| -> Result<DecodeRegion, StartError> {
+            let parts = || -> Result<[Arc<Region>; 2], StartError> {
+                let (body, draw) = recording.split("sample");
+                let draw = Region::build_gated(&self.opened.device, &draw, &table, &pipelines)?;
+                Ok([region(&body)?, Arc::new(draw)])
+            };
+            Ok(DecodeRegion { whole: region(recording)?, parts: decoder.tuning.gates.then(parts).transpose()? })
+        };
+        let mut decode = BTreeMap::new();
+        for (rows, recording, plain) in &recordings.decode {
+            let carried = plain.as_ref().map(|_| step(recording)).transpose()?;
+            let broken = recordings.broken.get(rows).map(step).transpose()?;
+            let plain = step(plain.as_ref().unwrap_or(recording))?;
+            decode.insert(*rows, DecodeRegions { plain, carried, broken });
+        }
+        let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
+        for (drafts, sequences, recording) in &recordings.verify {
+            verify.entry(*drafts).or_default().insert(*sequences, region(recording)?);
+        }
+        let mut prefill = BTreeMap::new();
+        for (rows, layers) in &recordings.prefill {
+            prefill.insert(*rows, region(layers)?);
+        }
+        let mut first = BTreeMap::new();
+        for (rows, head) in &recordings.first {
+            first.insert(*rows, region(head)?);
+        }
+        let score = (recordings.score.0, region(&recordings.score.1)?);
+        let mut inboxes = Vec::new();
+        for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
+            inboxes.push(Inbox {
+                patch: Arc::clone(table.require(&format!("inbox.{index}.patch"))?),
+                clear: Arc::clone(table.require(&format!("inbox.{index}.clear"))?),
+                seen: Arc::clone(table.require(&format!("inbox.{index}.seen"))?),
+                apply: region(apply)?,
+                clear_counts: region(clear)?,
+                mark_seen: region(mark)?,
+            });
+        }
+        let dump_region = region(&recordings.dump)?;
+        let dump = Arc::clone(table.require("dump")?);
+        let (ready, loaded) = self.finish(loading)?;
+        let ring_buffer = Arc::clone(table.require("ring")?);
+        let probe = Probe {
+            inbox: &inboxes[0],
+            ring: &ring_buffer,
+            dump_region: &dump_region,
+            dump: &dump,
+            ready: &ready,
+            page_tokens: PAGE_TOKENS,
+        };
+        let failed = test_overlap(self, &decoder, &table, &probe, &mut decode)?;
+        spans::recorded(self.span, begin);
+        let variants = Arc::new(variants(&decoder, &recordings, failed));
+        let overlaps = decode.values().any(|regions| regions.carried.is_some());
+        self.progress.line(&format!(
+            "\"{}\": weights {}; stages of a decode step {}",
+            self.name,
+            match decoder.tuning.fragments {
+                None => "row after row",
+                Some(Matrices::ByHand) => "in fragments, multiplied by hand",
+                Some(Matrices::Cooperative) => "in fragments, on matrix units",
+            },
+            if overlaps { "overlap" } else { "run one after the other" }
+        ));
+        let slots = decoder.state.slots;
+        let capacity = Capacity {
+            slots,
+            pages: decoder.pages,
+            context: decoder.context,
+            prefill_chunk: decoder.state.chunk,
+            prompts: slots.min(MOST_PROMPTS),
+            buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
+            run_ahead: RUN_AHEAD,
+            gates: decoder.tuning.gates,
+            vocabulary: self.checkpoint.config.vocab,
+            drafts: Drafts {
+                most: decoder.drafts,
+                sequences: self.draft_sequences(),
+                always: self.model.drafts_always.unwrap_or(false),
+            },
+            snapshots: self.snapshots(),
+        };
+        let executor = GpuExecutor::new(Parts {
+            capacity,
+            layout: decoder.state,
+            heads: decoder.heads(),
+            ring: decoder.ring,
+            ring_buffer,
+            masks: Arc::clone(table.require("masks")?),
+            gate: Arc::new(Gate::new(&self.opened.device)?),
+            dump,
+            dump_region,
+            decode,
+            verify,
+            prefill,
+            first,
+            score,
+            scores: Arc::clone(table.require("scores")?),
+            inboxes,
+            patch_pairs: PATCH_PAIRS,
+            seen_rows: SEEN_ROWS,
+            compute: Arc::clone(&self.opened.compute),
+            ready,
+            variants,
+            device_name: self.adapter.name.clone(),
+            device: Arc::clone(&self.opened.device),
+            pipelines,
+            injection: Injection {
+                plan: decoder.tuning.fault_at,
+                step: decoder.tuning.broken_step,
+                every: decoder.tuning.broken_every,
+            },
+            retry_after: Duration::from_millis(u64::from(decoder.tuning.retry_ms)),
+        });
+        Ok((executor, loaded, memory))
+    }
+
+    /// An error once nobody wants the model any more.
+    pub(crate) fn wanted(&self) -> Result<(), StartError> {
+        match self.cancelled.load(Ordering::Relaxed) {
+            true => Err(StartError::Cancelled { model: self.model.name.clone() }),
+            false => Ok(()),
+        }
+    }
+
+    fn load(
+        &self,
+        decoder: &Decoder<'_>,
+        weights: &[(&WeightSpec, Vec<Part>)],
+        table: &BufferTable,
+    ) -> Result<WeightLoad, StartError> {
+        // Those whose headers were read, and not what may have been put in their place since.
+        let stamps: HashMap<&Path, &Stamp> =
+            self.checkpoint.files.iter().map(|file| (&*file.path, &file.stamp)).collect();
+        let failed = |source: LoadError| StartError::Load { model: self.model.name.clone(), source };
+        let mut files: HashMap<Arc<Path>, Arc<WeightFile>> = HashMap::new();
+        let mut tensors = Vec::new();
+        for (weight, parts) in weights {
+            for part in parts {
+                let whole = decoder.packing(weight);
+                let mut sources = Vec::new();
+                for source in &weight.sources {
+                    let file = match files.get(&source.path) {
+                        Some(file) => Arc::clone(file),
+                        None => {
+                            let file = WeightFile::open_as(&source.path, stamps[&*source.path]);
+                            let file = Arc::new(file.map_err(|error| failed(error.into()))?);
+                            files.insert(Arc::clone(&source.path), Arc::clone(&file));
+                            file
+                        }
+                    };
+                    sources.extend(clip(source, part, file));
+                }
+                tensors.push(LoadTensor {
+                    name: part.name.clone(),
+                    target: Arc::clone(table.require(&part.name)?),
+                    offset: 0,
+                    packing: Packing { rows: part.rows, ..whole },
+                    sources,
+                });
+            }
+        }
+        let threads = self.beside.then(threads_beside);
+        self.opened.loader.load_on(LoadPlan { tensors }, threads).map_err(failed)
+    }
+
+    /// Runs regions in order and waits for them.
+    fn run_once(&self, regions: Vec<Arc<Region>>) -> Result<(), StartError> {
+        self.run_all(vec![regions], &[])
+    }
+
+    /// Submits each list of regions, behind `waits`, and then waits for all of them.
+    pub(crate) fn run_all(&self, submissions: Vec<Vec<Arc<Region>>>, waits: &[Point]) -> Result<(), StartError> {
+        let (reports, done) = crossbeam_channel::bounded(submissions.len());
+        let (wake, _woken) = crossbeam_channel::bounded(1);
+        let count = submissions.len();
+        for regions in submissions {
+            self.opened.compute.submit(Submission {
+                id: 0,
+                entries: vec![regions],
+                waits: waits.to_vec(),
+                gate: None,
+                flush: FlushReason::PhaseBoundary,
+                report_after: Vec::new(),
+                outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+            });
+        }
+        let mut ran = Duration::ZERO;
+        for _ in 0..count {
+            let Some(report) = self.opened.compute.report(&done, FIRST_STEPS) else {
+                return Err(StartError::Unsupported {
+                    model: self.model.name.clone(),
+                    what: format!(
+                        "device \"{}\" has finished nothing for {} s of its first steps",
+                        self.adapter.name,
+                        FIRST_STEPS.as_secs()
+                    ),
+                });
+            };
+            report.result?;
+            ran += report.device_time.unwrap_or(Duration::ZERO);
+        }
+        if self.beside {
+            std::thread::sleep((ran * (BESIDE_SHARE - 1)).min(BESIDE_PAUSE));
+        }
+        Ok(())
+    }
+}
+
+/// The rows of a source that lie in a part of its weight.
+fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<TensorSource> {
+    let format = decoder::format(source.dtype);
+    let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
+    let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
+    let from = begin.saturating_sub(first).div_ceil(step);
+    let to = end.saturating_sub(first).div_ceil(step).min(u64::from(source.rows));
+    if from >= to {
+        return None;
+    }
+    Some(TensorSource {
+        file,
+        offset: source.offset + from * u64::from(source.cols) * format.bytes() as u64,
+        rows: (to - from) as u32,
+        cols: source.cols,
+        format,
+        first_row: (first + from * step - begin) as u32,
+        row_step: source.row_step,
+        plus: source.plus,
+    })
+}

@@ -1,0 +1,219 @@
+//! The start's test of decode steps without barriers: sequences decode a few tokens as they would be served, several
+//! submissions in flight, and the same with barriers; tokens and logits must be equal.
+//! Deliberately absent: what is done with a step that fails (`start`).
+
+use crate::device::Point;
+use crate::gpu::build::Build;
+use crate::gpu::error::StartError;
+use crate::gpu::executor::{DecodeRegion, DecodeRegions, Inbox};
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::region::{Pipelines, Region};
+use crate::kernels::sampling::{Patch, patch_inbox};
+use crate::kernels::state::{self, RingEntry, SlotInit};
+use crate::memory::{Buffer, BufferTable};
+use crate::model::decoder::Decoder;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Logits of both ways may differ by this much, relative norms. The arithmetic is the same.
+const TOLERANCE: f64 = 1e-6;
+/// Submissions in flight, and steps of each.
+const SUBMISSIONS: u32 = 2;
+/// As [`SUBMISSIONS`] says.
+const STEPS: u32 = 4;
+/// Pages of context before the tested tokens, where a slot can hold so many: enough to split attention.
+const CONTEXT_PAGES: u32 = 40;
+
+/// Where steps leave what is compared, and what is patched.
+pub(crate) struct Probe<'a> {
+    pub(crate) inbox: &'a Inbox,
+    pub(crate) ring: &'a Buffer,
+    pub(crate) dump_region: &'a Arc<Region>,
+    pub(crate) dump: &'a Buffer,
+    /// What the first submission waits for.
+    pub(crate) ready: &'a [Point],
+    /// Tokens of a page.
+    pub(crate) page_tokens: u32,
+}
+
+/// What a run of a few steps gave.
+struct Outcome {
+    tokens: Vec<Option<u32>>,
+    logits: Vec<f32>,
+    /// The call that waited too long.
+    fault: Option<u32>,
+}
+
+/// Tests every bucket that has a step without barriers, and takes it from those that fail. Gives how many failed.
+pub(crate) fn test_overlap(
+    build: &Build<'_>,
+    decoder: &Decoder<'_>,
+    table: &BufferTable,
+    probe: &Probe<'_>,
+    decode: &mut BTreeMap<u32, DecodeRegions>,
+) -> Result<u32, StartError> {
+    if decode.values().all(|regions| regions.carried.is_none()) {
+        return Ok(0);
+    }
+    let mut test = Test { build, decoder, probe, steps: 0 };
+    let steps = (SUBMISSIONS * STEPS).min(decoder.context);
+    // Recurrent state counts as empty at position 0 alone: both ways must begin there.
+    let context = match decoder.state.recurrent {
+        true => 0,
+        false => CONTEXT_PAGES.min((decoder.context - steps) / probe.page_tokens).min(decoder.state.max_pages - 1),
+    };
+    if context > 0 {
+        // Page 0 is the context of all: filled by one sequence.
+        let single = decode[&1].plain.clone();
+        let fill = test.patch(1, 0, |_, _| 0);
+        test.run(&single, 1, fill, probe.page_tokens)?;
+    }
+    let mut failed = 0;
+    for (rows, regions) in decode.iter_mut() {
+        let Some(carried) = &regions.carried else { continue };
+        build.wanted()?;
+        // Each sequence has a page of its own behind the context.
+        let sequences = (*rows).min(decoder.pages - 1).min(decoder.state.slots);
+        let pages = |slot: u32, index: u32| if index == context { slot + 1 } else { 0 };
+        let mut run = |region: &DecodeRegion| {
+            let patch = test.patch(sequences, context * probe.page_tokens, pages);
+            test.run(region, *rows, patch, steps)
+        };
+        let found = run(carried)?;
+        let why = match found.fault {
+            Some(call) => Some(format!(
+                "call {} waited too long",
+                carried.whole.label(call.wrapping_sub(1)).unwrap_or("of an unknown number")
+            )),
+            None => {
+                let wanted = run(&regions.plain)?;
+                if let Some(call) = wanted.fault {
+                    let call = regions.plain.whole.label(call.wrapping_sub(1)).unwrap_or("unknown");
+                    return Err(build
+                        .unsupported(format!("{call} of the decode step of {rows} rows waits in spite of barriers")));
+                }
+                difference(&wanted, &found)
+            }
+        };
+        if let Some(why) = why {
+            build.progress.line(&format!(
+                "\"{}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers",
+                build.name
+            ));
+            (regions.carried, regions.broken) = (None, None);
+            failed += 1;
+        }
+    }
+    test.reset(table)?;
+    Ok(failed)
+}
+
+/// How two runs differ, if they do.
+fn difference(wanted: &Outcome, found: &Outcome) -> Option<String> {
+    if wanted.tokens != found.tokens {
+        return Some("it draws other tokens".to_owned());
+    }
+    let square = |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v) * f64::from(v)).sum::<f64>();
+    let norm = square(&mut wanted.logits.iter().copied()).sqrt();
+    let difference = square(&mut wanted.logits.iter().zip(&found.logits).map(|(a, b)| a - b)).sqrt();
+    (difference.is_nan() || difference > TOLERANCE * norm)
+        .then(|| format!("its logits differ by {:.1e} of their size", difference / norm))
+}
+
+struct Test<'a> {
+    build: &'a Build<'a>,
+    decoder: &'a Decoder<'a>,
+    probe: &'a Probe<'a>,
+    /// Steps that have run: the device counts them.
+    steps: u32,
+}
+
+impl Test<'_> {
+    /// Makes rows of so many sequences, all at `position`; `page` of a slot and a page's index in its table.
+    fn patch(&self, sequences: u32, position: u32, page: impl Fn(u32, u32) -> u32) -> Patch {
+        let layout = self.decoder.state;
+        let mut patch = Patch::default();
+        for row in 0..layout.rows {
+            patch.set(layout.batch_word(row), if row < sequences { row } else { u32::MAX });
+        }
+        let init = SlotInit {
+            remaining: u32::MAX,
+            generated: 0,
+            min_left: 0,
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition: 1.0,
+            presence: 0.0,
+            frequency: 0.0,
+            seed: 0,
+            stop_ids: Vec::new(),
+            bias_count: 0,
+            logprobs: None,
+            dump_logits: false,
+            masked: false,
+            prompt_tokens: position,
+        };
+        for slot in 0..sequences {
+            patch.set_all(layout.slot_word(slot, 0), &init.words());
+            let token = (slot * 97 + 1) % self.decoder.config.vocab;
+            patch.set(layout.slot_word(slot, state::SLOT_TOKEN), token);
+            patch.set(layout.slot_word(slot, state::SLOT_POSITION), position);
+            patch.set(layout.slot_word(slot, state::SLOT_SETTLED), position);
+            for index in 0..=position / self.probe.page_tokens {
+                patch.set(layout.page_word(slot, index), page(slot, index));
+            }
+        }
+        patch.set(layout.fault_word(), 0);
+        patch
+    }
+
+    /// Runs `steps` steps of a region behind a patch, in as many submissions in flight as plans are.
+    fn run(&mut self, region: &DecodeRegion, rows: u32, patch: Patch, steps: u32) -> Result<Outcome, StartError> {
+        let inbox = self.probe.inbox;
+        let mut pairs = patch.into_pairs();
+        // More than an inbox holds are applied before.
+        let last = pairs.split_off(pairs.len().saturating_sub(super::PATCH_PAIRS as usize));
+        for part in pairs.chunks(super::PATCH_PAIRS as usize) {
+            inbox.patch.write(0, bytemuck::cast_slice(&patch_inbox(part)));
+            self.build.run_all(vec![vec![Arc::clone(&inbox.apply)]], self.probe.ready)?;
+        }
+        inbox.patch.write(0, bytemuck::cast_slice(&patch_inbox(&last)));
+        let share = steps / SUBMISSIONS;
+        let mut submissions = vec![vec![Arc::clone(&region.whole); share as usize]; SUBMISSIONS as usize];
+        submissions[0].insert(0, Arc::clone(&inbox.apply));
+        submissions[SUBMISSIONS as usize - 1].push(Arc::clone(self.probe.dump_region));
+        self.build.run_all(submissions, self.probe.ready)?;
+        let first = self.steps;
+        self.steps += share * SUBMISSIONS;
+
+        let ring = self.decoder.ring;
+        let mut outcome = Outcome { tokens: Vec::new(), logits: Vec::new(), fault: None };
+        for (step, row) in (first..self.steps).flat_map(|step| (0..rows).map(move |row| (step, row))) {
+            let mut words = [0u32; state::ENTRY_WORDS as usize];
+            let at = RingEntry::at(step, row, ring.steps, ring.rows) as u64 * 4;
+            self.probe.ring.read(at, bytemuck::cast_slice_mut(&mut words));
+            let entry = RingEntry::read(&words, || [0; state::TOP_WORDS as usize]);
+            if entry.done == state::DONE_FAULT {
+                outcome.fault = outcome.fault.or(Some(entry.fault));
+            }
+            outcome.tokens.push(entry.token);
+        }
+        outcome.logits = vec![0f32; self.decoder.config.vocab as usize];
+        self.probe.dump.read(0, bytemuck::cast_slice_mut(&mut outcome.logits));
+        Ok(outcome)
+    }
+
+    /// Leaves the device's state as it was before.
+    fn reset(&self, table: &BufferTable) -> Result<(), StartError> {
+        let mut reset = Recording::new("reset after test");
+        let to = [self.decoder.state.all(&mut reset), reset.buffer("step", 4)];
+        reset.ops.extend(to.map(|to| Op::Fill { to, word: 0 }));
+        let device = &self.build.opened.device;
+        // Fills need none.
+        let pipelines = Pipelines::build(device, None, &[&reset], &|_, _| {})?;
+        let reset = Region::build(device, &reset, table, &pipelines)?;
+        self.build.run_all(vec![vec![Arc::new(reset)]], &[])
+    }
+}

@@ -1,0 +1,145 @@
+//! Every recording that a replica's executor runs, made from the decoder for each bucket.
+
+use crate::engine::variants::{Fallback, Variants};
+use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
+use crate::kernels::embed::rows_bytes;
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::sampling;
+use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
+use crate::kernels::skinny::Matrices;
+use crate::kernels::tags;
+use crate::model::decoder::{Decoder, Shape};
+use std::collections::BTreeMap;
+
+/// Which kernels a model's regions are made of, and what could not be as it should; of `failed` buckets the step
+/// without barriers failed its test.
+pub(super) fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32) -> Variants {
+    let variants = Variants::of(recordings.of_steps());
+    match decoder.tuning.fragments {
+        None => variants.fell_back(Fallback::RowLayout),
+        Some(Matrices::ByHand) => variants.fell_back(Fallback::ByHand),
+        Some(Matrices::Cooperative) => {}
+    }
+    if !decoder.tuning.tags {
+        variants.fell_back(Fallback::NoOverlap);
+    }
+    (0..failed).for_each(|_| variants.fell_back(Fallback::OverlapTest));
+    variants
+}
+
+/// Every recording of a replica.
+pub(crate) struct Recordings {
+    /// By rows; the second with barriers, where that is another.
+    pub(crate) decode: Vec<(u32, Recording, Option<Recording>)>,
+    /// For tests: by rows, steps without barriers of which one call waits for words that are never written.
+    pub(crate) broken: BTreeMap<u32, Recording>,
+    /// By drafts of a sequence and sequences.
+    pub(crate) verify: Vec<(u32, u32, Recording)>,
+    /// By rows.
+    pub(crate) prefill: Vec<(u32, Recording)>,
+    /// By prompts.
+    pub(crate) first: Vec<(u32, Recording)>,
+    /// With its rows.
+    pub(crate) score: (u32, Recording),
+    pub(crate) inboxes: Vec<InboxRecordings>,
+    pub(crate) dump: Recording,
+}
+
+/// What applies the changes in an inbox.
+pub(crate) struct InboxRecordings {
+    /// Words of the state.
+    pub(crate) apply: Recording,
+    /// Zeroes counts.
+    pub(crate) clear: Recording,
+    /// Enters tokens in counts.
+    pub(crate) mark: Recording,
+}
+
+impl Recordings {
+    pub(super) fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
+        let mut decode = Vec::new();
+        let mut broken = BTreeMap::new();
+        let tuning = &decoder.tuning;
+        let mut rows = 1;
+        while rows <= decoder.state.rows {
+            let mut recording = decoder.record(Shape::Decode { rows });
+            // Where words are tagged, the same step with barriers stands by.
+            let plain = recording.with_barriers();
+            let plain = (plain != recording).then_some(plain);
+            if plain.is_some() && tuning.broken_call > 0 {
+                let mut other = recording.clone();
+                if tags::break_call(&mut other, tuning.broken_call) {
+                    match tuning.broken_step + tuning.broken_every {
+                        0 => recording = other,
+                        _ => {
+                            broken.insert(rows, other);
+                        }
+                    }
+                }
+            }
+            decode.push((rows, recording, plain));
+            rows *= 2;
+        }
+        let mut verify = Vec::new();
+        for drafts in 1..=decoder.drafts {
+            let mut sequences = 1;
+            while sequences <= draft_sequences {
+                verify.push((drafts, sequences, decoder.record(Shape::Verify { sequences, drafts })));
+                sequences *= 2;
+            }
+        }
+        let prefill = buckets.iter().map(|&rows| (rows, decoder.record(Shape::Prefill { rows }))).collect();
+        let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
+        let first = sizes.map(|rows| (rows, decoder.record(Shape::Head { rows }))).collect();
+        let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
+        let mut dump = Recording::new("dump");
+        let bytes = u64::from(decoder.config.vocab) * 4;
+        let from = dump.buffer("logits", bytes);
+        let to = dump.buffer("dump", bytes);
+        dump.ops.push(Op::Copy { from, to });
+        let rows = decoder.score_rows();
+        let score = (rows, decoder.record(Shape::Score { rows }));
+        Recordings { decode, broken, verify, prefill, first, score, inboxes, dump }
+    }
+
+    /// What steps are made of, without those that stand by.
+    fn of_steps(&self) -> impl Iterator<Item = &Recording> {
+        let decode = self.decode.iter().map(|(_, recording, _)| recording);
+        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
+        decode.chain(verify).chain(prompts)
+    }
+
+    pub(super) fn all(&self) -> Vec<&Recording> {
+        let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
+        let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
+        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let inboxes = self.inboxes.iter().flat_map(|inbox| [&inbox.apply, &inbox.clear, &inbox.mark]);
+        decode.chain(verify).chain(prompts).chain(inboxes).chain([&self.dump]).collect()
+    }
+}
+
+fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
+    let mut apply = Recording::new("patch");
+    let inbox = apply.buffer(&format!("inbox.{index}.patch"), sampling::patch_bytes(PATCH_PAIRS));
+    let target = decoder.state.all(&mut apply);
+    let args = PatchArgs { inbox, target, capacity: PATCH_PAIRS, words: (target.bytes / 4) as u32 };
+    let call = sampling::patch("patch".to_owned(), args);
+    apply.call(call);
+
+    let slots = decoder.state.slots;
+    let vocabulary = decoder.config.vocab;
+    let mut clear = Recording::new("clear_counts");
+    let inbox = clear.buffer(&format!("inbox.{index}.clear"), sampling::clear_bytes(slots));
+    let counts = clear.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
+    let args = ClearCountsArgs { inbox, counts, slots, vocabulary };
+    let call = sampling::clear_counts("clear_counts".to_owned(), slots, args);
+    clear.call(call);
+
+    let mut mark = Recording::new("mark_seen");
+    let rows = mark.buffer(&format!("inbox.{index}.seen"), rows_bytes(SEEN_ROWS));
+    let counts = mark.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
+    let args = MarkPromptArgs { rows, state: decoder.state.slots(&mut mark), counts, row_count: SEEN_ROWS, vocabulary };
+    mark.call(sampling::mark_prompt("mark_seen".to_owned(), args));
+    InboxRecordings { apply, clear, mark }
+}

@@ -1,0 +1,375 @@
+//! The devices that are open, each with its actors, and the models that are built on them. A device is opened when a
+//! model first needs it, and stays open as long as the host: models come and go on it.
+//! Deliberately absent: how a replica is built (`start`), and when (`lifecycle`).
+
+use crate::actors::compute::{Compute, GpuTime};
+use crate::actors::loader::{LoadReport, Loader};
+use crate::actors::timeline::TransferRecord;
+use crate::actors::transfer::Transfer;
+use crate::actors::transfer::TransferCounters;
+use crate::config::{self, Config};
+use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, Selector};
+use crate::engine::executor::Executor;
+use crate::engine::plan::Capacity;
+use crate::gpu::build::Build;
+use crate::gpu::error::StartError;
+use crate::gpu::executor::GpuExecutor;
+use crate::gpu::matrix_units::probe;
+use crate::gpu::spans;
+use crate::gpu::tuned::Tuned;
+use crate::host::progress::{Progress, Quiet};
+use crate::host::source::LoadAttempt;
+use crate::host::source::{BuildError, ModelSource};
+use crate::host::{DeviceMemory, DeviceStatus, MemoryShare, ServedDevice};
+use crate::host::{Host, ModelInfo, ServedModel};
+use crate::kernels::skinny::Matrices;
+use crate::memory::{Arena, StagingRing};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::demo;
+use crate::model::text::Text;
+use crate::replica::rebuild::{Rebuild, RebuildError};
+use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
+
+/// Slots of the staging ring and bytes of each: one for each thread that packs, and as many to keep a transfer queue
+/// busy meanwhile. Smaller copies leave gaps between them (docs/rejected.md).
+const STAGING: (usize, usize) = (32, 8 << 20);
+const STAGING_CPU: (usize, usize) = (4, 2 << 20);
+/// Between two looks at whether another load on the device has ended.
+const TURN_LOOK: Duration = Duration::from_millis(20);
+
+/// A device with its actors.
+#[derive(Debug)]
+pub struct OpenDevice {
+    pub(crate) device: Arc<Device>,
+    pub(crate) arena: Arena,
+    pub(crate) compute: Arc<Compute>,
+    pub(crate) transfer: Arc<Transfer>,
+    pub(crate) ring: StagingRing,
+    pub(crate) loader: Loader,
+    pub(crate) matrices: Option<Matrices>,
+    /// Held while a replica is built: what one plans for, another must not take.
+    building: Mutex<()>,
+}
+
+impl OpenDevice {
+    pub(crate) fn open(
+        instance: &Instance,
+        adapter: &Adapter,
+        cache: Option<&Path>,
+        gpu_time: GpuTime,
+    ) -> Result<OpenDevice, StartError> {
+        let device = Device::open(instance, adapter)?;
+        let arena = Arena::new(&device)?;
+        let (slots, bytes) = staging(adapter);
+        let ring = StagingRing::new(&arena, slots, bytes)?;
+        let transfer = Arc::new(Transfer::spawn(&arena)?);
+        let matrices = probe(&device, &arena, cache)?;
+        Ok(OpenDevice {
+            matrices,
+            building: Mutex::default(),
+            compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
+            loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
+            ring,
+            transfer,
+            arena,
+            device,
+        })
+    }
+
+    /// What may still be taken of the device's memory, bytes. Where the driver does not say, what we have taken
+    /// ourselves is all that is known to be gone.
+    pub(crate) fn free_bytes(&self, budget: &MemoryBudget) -> u64 {
+        match budget.reported {
+            true => budget.free_bytes(),
+            false => budget.free_bytes().saturating_sub(self.arena.usage().reserved_bytes),
+        }
+    }
+
+    /// Its compute actor.
+    pub fn compute(&self) -> &Arc<Compute> {
+        &self.compute
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Waits for the load on this device before.
+    fn turn(&self, model: &str, attempt: &LoadAttempt<'_>) -> Result<MutexGuard<'_, ()>, StartError> {
+        let mut said = false;
+        loop {
+            match self.building.try_lock() {
+                Ok(turn) => return Ok(turn),
+                // It guards nothing that a panic could have left half done.
+                Err(TryLockError::Poisoned(turn)) => return Ok(turn.into_inner()),
+                Err(TryLockError::WouldBlock) => {}
+            }
+            if attempt.cancelled.load(Ordering::Relaxed) {
+                return Err(StartError::Cancelled { model: model.to_owned() });
+            }
+            if !std::mem::replace(&mut said, true) {
+                let device = &self.device.adapter().name;
+                attempt.progress.line(&format!("\"{model}\" waits for another load on \"{device}\""));
+            }
+            std::thread::sleep(TURN_LOOK);
+        }
+    }
+}
+
+impl DeviceStatus for OpenDevice {
+    fn memory(&self) -> DeviceMemory {
+        let now = self.device.budget();
+        let share = MemoryShare { budget_bytes: now.budget_bytes, used_bytes: now.used_bytes };
+        DeviceMemory { heap_bytes: now.heap_bytes, budget: now.reported.then_some(share) }
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        self.arena.usage().buffers_bytes
+    }
+
+    fn transfer_counters(&self) -> TransferCounters {
+        self.transfer.counters()
+    }
+
+    fn transfers(&self, number: u64) -> Vec<TransferRecord> {
+        self.transfer.records(number)
+    }
+
+    fn declare_lost(&self, why: &str) {
+        self.device.declare_lost(why);
+    }
+
+    fn is_lost(&self) -> bool {
+        self.device.is_lost()
+    }
+}
+
+fn device_info(adapter: &Adapter) -> DeviceInfo {
+    DeviceInfo {
+        index: adapter.index,
+        name: adapter.name.clone(),
+        uuid: adapter.uuid.clone(),
+        pci: adapter.pci.clone(),
+    }
+}
+
+pub(crate) fn staging(adapter: &Adapter) -> (usize, usize) {
+    if adapter.is_cpu() { STAGING_CPU } else { STAGING }
+}
+
+/// Opens what a configuration's models need, and serves those of them that are not left for a request to load.
+pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let instance = Instance::new(&InstanceOptions { validation: config.runtime.validation })?;
+    start_on(&instance, config, progress)
+}
+
+/// As [`start`], on an instance of the caller's (tests look at its validation messages).
+pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let devices = Arc::new(Devices {
+        instance: instance.clone(),
+        runtime: config.runtime.clone(),
+        gpu_time: config.telemetry.gpu_time,
+        open: Mutex::default(),
+        opening: Mutex::default(),
+    });
+    // Every choice is checked before the first device is opened.
+    config.models.iter().try_for_each(|model| devices.check(model))?;
+    let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(devices));
+    host.load_all(progress)?;
+    Ok(host)
+}
+
+/// Builds models on the machine's devices.
+#[derive(Debug)]
+struct Devices {
+    instance: Instance,
+    runtime: config::Runtime,
+    gpu_time: GpuTime,
+    /// By index of the adapter.
+    open: Mutex<BTreeMap<usize, Arc<OpenDevice>>>,
+    /// Held while a device is opened, which takes a while.
+    opening: Mutex<()>,
+}
+
+impl Devices {
+    fn open(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<OpenDevice>>> {
+        // Each change of it is whole.
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn choose(&self, model: &config::Model) -> Result<Vec<Adapter>, StartError> {
+        let adapters = self.instance.adapters();
+        model.replicas.iter().map(|replica| choose(&adapters, &model.name, replica.device.as_deref())).collect()
+    }
+
+    fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
+        let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(opened) = self.open().get(&adapter.index).filter(|opened| !opened.device.is_lost()) {
+            return Ok(Arc::clone(opened));
+        }
+        let cache = self.runtime.cache_directory.as_deref();
+        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, self.gpu_time)?);
+        let lost = self.open().insert(adapter.index, Arc::clone(&opened));
+        // Not while others wait for the list: where nobody has anything on it any more, its actors end here.
+        drop(lost);
+        Ok(opened)
+    }
+
+    /// What runs a replica of a model, with its weights in place.
+    fn executor(
+        &self,
+        model: &config::Model,
+        index: usize,
+        adapter: &Adapter,
+        checkpoint: &Checkpoint,
+        attempt: &LoadAttempt<'_>,
+    ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
+        let cache = self.runtime.cache_directory.as_deref();
+        let opened = self.opened(adapter)?;
+        let _turn = opened.turn(&model.name, attempt)?;
+        let name = replica_name(model, index);
+        let span = spans::load(&name);
+        let build = Build {
+            name: &name,
+            model,
+            checkpoint,
+            opened: &opened,
+            adapter,
+            limit: model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0),
+            tune: &self.runtime.tune,
+            tuned: &Tuned::of_model(cache, adapter, checkpoint, attempt.progress),
+            progress: attempt.progress,
+            span: &span,
+            beside: attempt.beside,
+            cancelled: attempt.cancelled,
+        };
+        build.executor(cache)
+    }
+
+    /// The model's folder, and the checkpoint in it.
+    fn checkpoint(&self, model: &config::Model) -> Result<(PathBuf, Checkpoint), StartError> {
+        let cache = self.runtime.cache_directory.as_deref();
+        let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
+        match Checkpoint::open(&path) {
+            Ok(checkpoint) => Ok((path, checkpoint)),
+            Err(source) => Err(StartError::Checkpoint { model: model.name.clone(), path, source }),
+        }
+    }
+
+    /// Another executor for a replica whose device was lost, which holds as much as the one before.
+    fn rebuild(
+        &self,
+        model: &config::Model,
+        index: usize,
+        capacity: &Capacity,
+        cancelled: &AtomicBool,
+    ) -> Result<GpuExecutor, StartError> {
+        let adapter = choose(&self.instance.adapters(), &model.name, model.replicas[index].device.as_deref())?;
+        let (_, checkpoint) = self.checkpoint(model)?;
+        // What memory was left then decided what is not asked for.
+        let model = config::Model {
+            context: Some(capacity.context),
+            kv_pages: Some(capacity.pages),
+            kv_memory: None,
+            ..model.clone()
+        };
+        // Nobody asked, so nobody is told how far it is. Its clients wait: it takes all of the host that it can use.
+        let attempt = LoadAttempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
+        Ok(self.executor(&model, index, &adapter, &checkpoint, &attempt)?.0)
+    }
+}
+
+fn replica_name(model: &config::Model, index: usize) -> String {
+    format!("{}/{index}", model.name)
+}
+
+/// How a replica's executor is built when its device was lost.
+fn rebuilding(devices: &Arc<Devices>, model: &config::Model, index: usize) -> Rebuild {
+    let (devices, model) = (Arc::clone(devices), model.clone());
+    Rebuild::new(move |capacity, cancelled| {
+        let built = devices.rebuild(&model, index, capacity, cancelled);
+        built.map(|executor| Box::new(executor) as Box<dyn Executor>).map_err(RebuildError::from)
+    })
+}
+
+/// Shared with the replicas, which build anew what they lose.
+impl ModelSource for Arc<Devices> {
+    fn check(&self, model: &config::Model) -> Result<(), BuildError> {
+        Ok(self.choose(model).map(|_| ())?)
+    }
+
+    fn devices(&self) -> Vec<ServedDevice> {
+        let served = |opened: &Arc<OpenDevice>| ServedDevice {
+            info: device_info(opened.device.adapter()),
+            memory: Vec::new(),
+            status: Some(Arc::clone(opened) as Arc<dyn DeviceStatus>),
+        };
+        self.open().values().map(served).collect()
+    }
+
+    fn build(&self, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, BuildError> {
+        Ok(serve(self, model, attempt)?)
+    }
+}
+
+/// Builds a model's replicas.
+fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, StartError> {
+    let adapters = devices.choose(model)?;
+    let progress = attempt.progress;
+    let (path, checkpoint) = devices.checkpoint(model)?;
+    let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
+    if text.is_none() {
+        progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
+    }
+    let mut replicas = Vec::new();
+    let mut context = checkpoint.config.context;
+    for (index, adapter) in adapters.iter().enumerate() {
+        let (executor, loaded, memory) = devices.executor(model, index, adapter, &checkpoint, attempt)?;
+        context = context.min(executor.capacity().context);
+        let replica_config = ReplicaConfig {
+            queue_limit: attempt.queue_limit,
+            eos_ids: checkpoint.config.eos.clone(),
+            context: executor.capacity().context,
+            vocabulary: checkpoint.config.vocab,
+            prefix_cache: model.prefix_cache.unwrap_or(true),
+            rebuild: Some(rebuilding(devices, model, index)),
+        };
+        let name = replica_name(model, index);
+        let replica = Replica::spawn(name, device_info(adapter), Box::new(executor), replica_config);
+        let mut replica = replica.map_err(StartError::Thread)?;
+        replica.loaded = Some(loaded);
+        replica.memory = memory;
+        replicas.push(replica);
+    }
+    let info = ModelInfo {
+        architecture: checkpoint.config.architecture.name().to_owned(),
+        context,
+        vocabulary: checkpoint.config.vocab,
+        eos_ids: checkpoint.config.eos.clone(),
+        weight_bytes: checkpoint.weight_bytes(),
+        bytes_per_token: checkpoint.bytes_per_token(),
+        parameters: checkpoint.parameters(),
+        active_parameters: checkpoint.active_parameters(),
+    };
+    Ok(ServedModel::new(model.name.clone(), info, text.map(Arc::new), replicas))
+}
+
+fn choose(adapters: &[Adapter], model: &str, given: Option<&str>) -> Result<Adapter, StartError> {
+    let selector = given
+        .map(|given| {
+            Selector::from_str(given).map_err(|source| StartError::Selector {
+                model: model.to_owned(),
+                given: given.to_owned(),
+                source: Box::new(source),
+            })
+        })
+        .transpose()?;
+    Ok(crate::device::choose(adapters, selector.as_ref())?.clone())
+}

@@ -1,0 +1,178 @@
+//! The inbox: how changes of device state reach the device, as patches in mapped memory that a region applies.
+
+use crate::engine::executor::{ExecuteError, Executor};
+use crate::engine::plan::{Change, SlotParams, Ticket};
+use crate::gpu::executor::{GpuExecutor, Pending};
+use crate::kernels::region::Region;
+use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
+use crate::kernels::state::{self, SlotInit};
+use crate::memory::Buffer;
+use std::sync::Arc;
+
+/// A slot of the inbox, through which changes reach the device, with the regions that apply it.
+#[derive(Debug)]
+pub struct Inbox {
+    /// Mapped: the words of a patch.
+    pub patch: Arc<Buffer>,
+    /// Mapped: the slots whose counts are cleared.
+    pub clear: Arc<Buffer>,
+    /// Mapped: `[rows][4]` of token, position, slot and 1, tokens that counts hear of.
+    pub seen: Arc<Buffer>,
+    /// Applies `patch`.
+    pub apply: Arc<Region>,
+    /// Clears counts.
+    pub clear_counts: Arc<Region>,
+    /// Enters the tokens seen in counts.
+    pub mark_seen: Arc<Region>,
+}
+
+/// Changes of the device's state that a plan brings.
+#[derive(Debug, Default)]
+pub(super) struct Posts {
+    pub(super) patch: Patch,
+    /// Slots whose counts are cleared.
+    pub(super) clear: Vec<u32>,
+    /// Tokens that counts hear of.
+    pub(super) seen: Vec<[u32; 4]>,
+}
+
+/// Inboxes that are filled, and the regions that apply them.
+#[derive(Debug, Default)]
+pub(super) struct Applied {
+    pub(super) inboxes: Vec<usize>,
+    pub(super) regions: Vec<Arc<Region>>,
+}
+
+impl GpuExecutor {
+    pub(super) fn changes(&mut self, changes: &[Change]) -> Posts {
+        let layout = self.parts.layout;
+        let mut posts = Posts::default();
+        let patch = &mut posts.patch;
+        for change in changes {
+            match change {
+                Change::Join { slot, params, cached } => {
+                    let init = slot_init(params);
+                    if init.has_penalties() {
+                        posts.clear.push(slot.0);
+                        let rows = (0..).zip(cached).map(|(position, token)| [*token, position, slot.0, 1]);
+                        posts.seen.extend(rows);
+                    }
+                    self.dumps[slot.0 as usize] = params.dump_logits;
+                    self.logprobs[slot.0 as usize] = params.logprobs.is_some();
+                    patch.set_all(layout.slot_word(slot.0, 0), &init.words());
+                    patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));
+                    if let Some(mask) = &params.mask {
+                        self.set_mask(*slot, mask);
+                    }
+                }
+                Change::Pages { slot, first, pages } => {
+                    for (index, page) in (*first..).zip(pages) {
+                        patch.set(layout.page_word(slot.0, index), page.0);
+                    }
+                }
+                Change::Leave { slot } => {
+                    self.dumps[slot.0 as usize] = false;
+                    patch.set(layout.slot_word(slot.0, state::SLOT_ACTIVE), state::ACTIVE_IDLE);
+                }
+            }
+        }
+        posts
+    }
+
+    /// Fills inboxes and gives the regions that apply them, in order. What needs more inboxes than there are is
+    /// submitted by itself, under the ticket of the plan that it belongs to.
+    pub(super) fn post(&mut self, ticket: Ticket, posts: Posts) -> Result<Applied, ExecuteError> {
+        let mut applied = Applied::default();
+        for slots in posts.clear.chunks(self.parts.layout.slots.max(1) as usize) {
+            let inbox = self.inbox(ticket, &mut applied)?;
+            inbox.clear.write(0, bytemuck::cast_slice(&clear_inbox(slots)));
+            applied.regions.push(Arc::clone(&inbox.clear_counts));
+        }
+        for pairs in posts.patch.into_pairs().chunks(self.parts.patch_pairs as usize) {
+            let inbox = self.inbox(ticket, &mut applied)?;
+            inbox.patch.write(0, bytemuck::cast_slice(&patch_inbox(pairs)));
+            applied.regions.push(Arc::clone(&inbox.apply));
+        }
+        // Marks read what the patch has written of their slots.
+        let rows = self.parts.seen_rows as usize;
+        for seen in posts.seen.chunks(rows) {
+            let inbox = self.inbox(ticket, &mut applied)?;
+            let mut words = seen.to_vec();
+            words.resize(rows, [0; 4]);
+            inbox.seen.write(0, bytemuck::cast_slice(&words));
+            applied.regions.push(Arc::clone(&inbox.mark_seen));
+        }
+        Ok(applied)
+    }
+
+    /// The next inbox of a plan.
+    pub(super) fn inbox(&mut self, ticket: Ticket, applied: &mut Applied) -> Result<&Inbox, ExecuteError> {
+        if applied.inboxes.len() >= self.parts.inboxes.len() / 2 {
+            let full = std::mem::take(applied);
+            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new());
+        }
+        let index = self.free_inbox()?;
+        applied.inboxes.push(index);
+        Ok(&self.parts.inboxes[index])
+    }
+
+    /// A free inbox; where none is, the oldest submission is waited for.
+    pub(super) fn free_inbox(&mut self) -> Result<usize, ExecuteError> {
+        if let Some(index) = self.free_inboxes.pop() {
+            return Ok(index);
+        }
+        // Reports come in the order of submission, and every used inbox belongs to one. Each submission is owed a last
+        // report, also by actors that have ended.
+        let mut finished = 0;
+        loop {
+            let report = self.reports.recv().expect("the executor holds a sender");
+            let (last, failed) = (report.last, report.result.is_err());
+            self.early.push_back(report);
+            if failed {
+                let report = self.early.pop_back().expect("put there above");
+                self.take(report)?;
+            }
+            if !last {
+                continue;
+            }
+            let done = self.early_finished();
+            if done > finished {
+                finished = done;
+                let freed: Vec<usize> = self
+                    .pending
+                    .iter_mut()
+                    .take(finished)
+                    .flat_map(|pending| std::mem::take(&mut pending.inboxes))
+                    .collect();
+                self.free_inboxes.extend(freed);
+                let _ = self.outbox.wake.try_send(());
+                if let Some(index) = self.free_inboxes.pop() {
+                    return Ok(index);
+                }
+            }
+        }
+    }
+}
+
+fn slot_init(params: &SlotParams) -> SlotInit {
+    let sampling = &params.sampling;
+    SlotInit {
+        remaining: params.max_tokens,
+        generated: params.generated,
+        min_left: params.min_tokens,
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        repetition: sampling.repetition_penalty,
+        presence: sampling.presence_penalty,
+        frequency: sampling.frequency_penalty,
+        seed: params.seed,
+        stop_ids: params.stop_ids.clone(),
+        bias_count: (state::bias_words(&sampling.logit_bias).len() / 2) as u32,
+        logprobs: params.logprobs,
+        dump_logits: params.dump_logits,
+        masked: params.mask.is_some(),
+        prompt_tokens: params.prompt_tokens,
+    }
+}

@@ -1,0 +1,211 @@
+//! From the compute actor's reports and the token ring to reports of plans.
+
+use crate::actors::timeline::{FlushReason, SubmissionRecord};
+use crate::actors::watcher::Report;
+use crate::engine::executor::ExecuteError;
+use crate::engine::plan::{Done, PlanReport, Sampled, ScoredChunk, Slot, Ticket};
+use crate::engine::request::{PerToken, Scored, TokenLogprobs};
+use crate::gpu::executor::{GpuExecutor, Kind, Pending, Scoring};
+use crate::kernels::score::Score;
+use crate::kernels::state::{self, RingEntry};
+use crate::model::decoder::RingLayout;
+use std::time::Duration;
+
+impl GpuExecutor {
+    /// The submissions of a plan that is finished; those of changes alone, which nobody asks for, go with the next.
+    pub(super) fn submissions_of(&mut self, ticket: Ticket) -> Vec<SubmissionRecord> {
+        let (of, kept) = self.submissions.drain(..).partition::<Vec<_>, _>(|(of, _)| of.0 <= ticket.0);
+        self.submissions = kept.into();
+        of.into_iter().map(|(_, record)| record).collect()
+    }
+
+    pub(super) fn early_finished(&self) -> usize {
+        self.early.iter().filter(|report| report.last).count()
+    }
+
+    /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where
+    /// there are some.
+    pub(super) fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
+        let RingLayout { steps, rows: ring_rows } = self.parts.ring;
+        let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
+        self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(words));
+        let top = move |row: u32| {
+            let mut words = [0u32; state::TOP_WORDS as usize];
+            let at = RingEntry::top_at(step, row, steps, ring_rows) as u64 * 4;
+            self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
+            words
+        };
+        let entries = words.chunks_exact(state::ENTRY_WORDS as usize).zip(0..);
+        entries.map(move |(words, row)| RingEntry::read(words, || top(row)))
+    }
+
+    /// The tokens of steps `from..to`, and the first step that drew none because of a fault (`to` if none is) with its
+    /// fault word.
+    pub(super) fn tokens(
+        &self,
+        pending: &Pending,
+        from: u32,
+        to: u32,
+    ) -> Result<(Vec<Sampled>, u32, u32), ExecuteError> {
+        let mut tokens = Vec::with_capacity((pending.rows * (to - from)) as usize);
+        let mut words = vec![0u32; (pending.rows * state::ENTRY_WORDS) as usize];
+        for step in from..to {
+            let number = pending.first_step.wrapping_add(step);
+            for (row, entry) in self.ring_entries(number, &mut words).enumerate() {
+                if entry.step != number {
+                    return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
+                }
+                if entry.done == state::DONE_FAULT {
+                    return Ok((tokens, step, entry.fault));
+                }
+                let Some(id) = entry.token else { continue };
+                // The slot is the same sequence's until all its plans are reported.
+                let asked = self.logprobs[entry.slot as usize];
+                // Only row 0 is copied; `submit` puts a slot that asks there.
+                let logits = (pending.dump && row == 0 && self.dumps[entry.slot as usize]).then(|| {
+                    let mut logits = vec![0f32; self.parts.capacity.vocabulary as usize];
+                    self.parts.dump.read(0, bytemuck::cast_slice_mut(&mut logits));
+                    logits
+                });
+                tokens.push(Sampled {
+                    slot: Slot(entry.slot),
+                    id,
+                    draft: row as u32 % (pending.drafts + 1),
+                    done: match entry.done {
+                        state::DONE_STOP => Some(Done::Stop),
+                        state::DONE_LENGTH => Some(Done::Length),
+                        _ => None,
+                    },
+                    logprobs: asked.then_some(TokenLogprobs { chosen: entry.logprob, top: entry.top }),
+                    logits,
+                });
+            }
+        }
+        Ok((tokens, to, 0))
+    }
+
+    pub(super) fn take(&mut self, mut report: Report) -> Result<Option<PlanReport>, ExecuteError> {
+        if let Err(error) = report.result {
+            // Nothing follows of it.
+            self.pending.pop_front();
+            let device = self.parts.device_name.clone();
+            return Err(match error.is_lost() {
+                true => ExecuteError::DeviceLost { device, source: Box::new(error) },
+                false => ExecuteError::Failed(format!("device \"{device}\": {error}")),
+            });
+        }
+        let mut pending = self.pending.pop_front().unwrap_or_else(|| panic!("report {} has no submission", report.id));
+        assert_eq!(pending.ticket.0, report.id, "reports come in the order of submission");
+        let ungated = report.record.as_deref().and_then(ungated);
+        if let Some(record) = report.record.take() {
+            self.submissions.push_back((pending.ticket, *record));
+        }
+        // A gated step is two entries.
+        let (from, to) = (pending.entries, report.entries.min(pending.steps.max(1)));
+        pending.entries = to;
+        let progress = match pending.work {
+            Kind::Changes => None,
+            Kind::Prompts | Kind::Sampled => {
+                let (tokens, good, fault) = match pending.work {
+                    Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
+                    _ => (Vec::new(), to, 0),
+                };
+                let from = from.min(pending.good);
+                if good < to.min(pending.good) {
+                    (pending.good, pending.fault) = (good, fault);
+                }
+                let first = !pending.started;
+                pending.started = true;
+                let cost = pending.cost(&report, first, good - from);
+                let finished = report.last && pending.good >= pending.steps;
+                let steps = good - from;
+                let progress = PlanReport {
+                    ticket: pending.ticket,
+                    steps,
+                    tokens,
+                    scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
+                    finished,
+                    faults: if finished { pending.faults } else { 0 },
+                    cost,
+                    submissions: if finished { self.submissions_of(pending.ticket) } else { Vec::new() },
+                };
+                (finished || good > from).then_some(progress)
+            }
+        };
+        if report.last {
+            self.free_inboxes.append(&mut pending.inboxes);
+            if pending.work == Kind::Sampled && pending.good < pending.steps {
+                self.note_fault(&pending);
+                self.run_again(&pending)?;
+            }
+            let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
+            // What waited at the gate does not count as a step's time.
+            let total = match pending.gate {
+                Some(_) => ungated,
+                None => Some(total),
+            };
+            match total {
+                None => {}
+                // Waiting in vain is not what a step takes.
+                Some(_) if pending.good < pending.steps => {}
+                // Another chunk as long takes less.
+                Some(_) if pending.scoring.is_some() => {}
+                Some(total) if pending.prompt_tokens > 0 => self.pace.note_chunk(pending.prompt_tokens, total),
+                Some(total) if pending.work == Kind::Sampled => {
+                    let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
+                    match pending.drafts {
+                        0 => self.pace.note_step(pending.rows.max(1), time),
+                        drafts => self.pace.note_verify(pending.rows / each, drafts, time),
+                    }
+                }
+                Some(_) => {}
+            }
+        } else {
+            self.pending.push_front(pending);
+        }
+        Ok(progress)
+    }
+
+    /// What was scored, once the device is done with it.
+    pub(super) fn scores(&self, scoring: Scoring) -> ScoredChunk {
+        let Scoring { slot, first, tokens, entry } = scoring;
+        let mut words = vec![0u32; (tokens * state::SCORE_WORDS) as usize];
+        let at = u64::from(entry) * u64::from(state::SCORE_WORDS) * 4;
+        self.parts.scores.read(at, bytemuck::cast_slice_mut(&mut words));
+        let scored = |words: &[u32]| {
+            let Score { token, logprob, top } = Score::read(words);
+            Scored { id: token, logprobs: TokenLogprobs { chosen: logprob, top } }
+        };
+        let tokens = words.chunks_exact(state::SCORE_WORDS as usize).map(scored).collect();
+        ScoredChunk { slot, first, tokens }
+    }
+}
+
+impl Pending {
+    pub(super) fn cost(&self, report: &Report, first: bool, steps: u32) -> PerToken {
+        let count = |fixed: u32, each: u32| f64::from(each * steps + if first { fixed } else { 0 });
+        let once = if first { 1.0 } else { 0.0 };
+        let mut cost = PerToken {
+            submits: once,
+            dispatches: count(self.fixed.0, self.each.0),
+            barriers: count(self.fixed.1, self.each.1),
+            host_waits: f64::from(report.host_waits),
+            enqueue_us: report.enqueue.as_secs_f64() * 1e6,
+            gpu_us: report.device_time.map_or(0.0, |t| t.as_secs_f64() * 1e6),
+            ..PerToken::default()
+        };
+        match self.flush {
+            FlushReason::PhaseBoundary => cost.flushes.phase_boundary = once,
+            FlushReason::Readback => cost.flushes.readback = once,
+            FlushReason::CrossQueue => cost.flushes.cross_queue = once,
+        }
+        cost
+    }
+}
+
+/// How long the first part of a gated step took on the device, where that was timed.
+fn ungated(record: &SubmissionRecord) -> Option<Duration> {
+    let (_, body) = record.regions.split_last()?;
+    let [first, ..] = body else { return None };
+    Some(body.last()?.end.since(first.begin))
+}

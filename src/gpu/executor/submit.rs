@@ -1,0 +1,314 @@
+//! From a plan to the regions that are submitted for it, and repeats after a fault.
+
+use crate::actors::compute::Submission;
+use crate::actors::timeline::FlushReason;
+use crate::engine::executor::ExecuteError;
+use crate::engine::plan::{Chunk, Slot, Ticket, Work};
+use crate::engine::variants::Fallback;
+use crate::gpu::executor::inbox::Posts;
+use crate::gpu::executor::{DecodeRegion, GpuExecutor, Kind, MOST_REPEATS, Pending, REPORT_EVERY, Scoring};
+use crate::kernels::embed::PromptRows;
+use crate::kernels::flash::flash_tiles;
+use crate::kernels::region::Region;
+use crate::kernels::sampling::Patch;
+use crate::kernels::state::{self};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The smallest bucket with so many rows.
+pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
+    let (bucket, found) =
+        buckets.range(rows..).next().unwrap_or_else(|| panic!("{rows} rows exceed the largest bucket"));
+    (*bucket, found)
+}
+
+impl GpuExecutor {
+    /// The bucket and the regions of `steps` decode steps of so many sequences.
+    pub(super) fn decode_steps(&mut self, sequences: u32, steps: u32) -> (u32, Vec<DecodeRegion>) {
+        let (rows, regions) = fitting(&self.parts.decode, sequences);
+        let overlaps = !self.repeats && self.overlap.allows(Instant::now());
+        let Some(carried) = regions.carried.as_ref().filter(|_| overlaps) else {
+            return (rows, vec![regions.plain.clone(); steps as usize]);
+        };
+        let first = self.carried_steps + 1;
+        self.carried_steps += u64::from(steps);
+        let region = |step| match &regions.broken {
+            Some(broken) if self.parts.injection.breaks(step) => broken,
+            _ => carried,
+        };
+        (rows, (first..self.carried_steps + 1).map(|step| region(step).clone()).collect())
+    }
+
+    /// The regions of a step of prompts, the rows that draw tokens, and the prompts' tokens; what the device must know
+    /// of the step is patched.
+    pub(super) fn prompts(&self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32, u32) {
+        let layout = self.parts.layout;
+        let mut chunks: Vec<&Chunk> = chunks.iter().collect();
+        // Only the first row's logits can be asked for.
+        chunks.sort_by_key(|chunk| !(chunk.last && self.dumps[chunk.slot.0 as usize]));
+        let keeps: Vec<Vec<(u32, u32)>> =
+            chunks.iter().map(|chunk| chunk.keeps.iter().map(|keep| (keep.tokens, keep.cell.0)).collect()).collect();
+        let rows: Vec<PromptRows<'_>> = chunks
+            .iter()
+            .zip(&keeps)
+            .map(|(chunk, keeps)| PromptRows {
+                slot: chunk.slot.0,
+                start: chunk.start,
+                tokens: &chunk.tokens,
+                last: chunk.last,
+                // A slot's own cell goes on from chunk to chunk.
+                next: chunk.next,
+                from: chunk.restore.map(|cell| cell.0).or((chunk.start > 0).then_some(chunk.slot.0)),
+                keeps,
+            })
+            .collect();
+        for (word, words) in layout.chunk_layout().describe(&rows, |rows| flash_tiles(self.parts.heads, rows)) {
+            patch.set_all(layout.chunk_word(word), &words);
+        }
+        let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+        let lasts = chunks.iter().filter(|chunk| chunk.last).count() as u32;
+        let (_, layers) = fitting(&self.parts.prefill, tokens);
+        let mut regions = vec![Arc::clone(layers)];
+        let mut rows = 0;
+        if lasts > 0 {
+            let (bucket, first) = fitting(&self.parts.first, lasts);
+            regions.push(Arc::clone(first));
+            rows = bucket;
+        }
+        (regions, rows, tokens)
+    }
+
+    /// What of a step's tokens is scored, and by which regions; what the device must know of it is patched.
+    pub(super) fn scoring(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Option<(Scoring, Vec<Arc<Region>>)> {
+        let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
+        assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
+        let rows = asked.tokens.len() as u32;
+        let tokens = rows - u32::from(asked.next.is_none());
+        if tokens == 0 {
+            return None;
+        }
+        let entry = self.scored % 2 * self.parts.layout.chunk;
+        self.scored = self.scored.wrapping_add(1);
+        let words = [0, asked.next.unwrap_or(state::TOKEN_NONE), asked.score?, entry];
+        patch.set_all(self.parts.layout.score_word(), &words);
+        let (each, region) = &self.parts.score;
+        let turns = vec![Arc::clone(region); tokens.div_ceil(*each) as usize];
+        Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
+    }
+
+    /// Queues work behind all earlier, after changes of the device's state.
+    pub(super) fn enqueue(
+        &mut self,
+        ticket: Ticket,
+        planned: Option<Work>,
+        mut posts: Posts,
+    ) -> Result<(), ExecuteError> {
+        let layout = self.parts.layout;
+        let mut prompt_tokens = 0;
+        let mut scoring = None;
+        let mut draw: Option<Arc<Region>> = None;
+        let steps = planned.as_ref().map_or(0, Work::steps);
+        // The regions of each step; of a plan without steps, what it runs.
+        let once = |regions: Vec<Arc<Region>>| vec![regions; steps.max(1) as usize];
+        let (work, steps, rows, mut entries, flush) = match &planned {
+            None => (Kind::Changes, 0, 0, once(Vec::new()), FlushReason::PhaseBoundary),
+            Some(Work::Prefill { chunks }) => {
+                let (mut regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
+                prompt_tokens = tokens;
+                if let Some((asked, turns)) = self.scoring(chunks, &mut posts.patch) {
+                    scoring = Some(asked);
+                    // Behind the layers, and before the first token's logits take the place of theirs.
+                    regions.splice(1..1, turns);
+                }
+                let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
+                (kind, steps, rows, once(regions), FlushReason::PhaseBoundary)
+            }
+            Some(Work::Decode { slots, drafts, awaits, .. }) => {
+                let (sequences, regions) = match drafts {
+                    0 => {
+                        let (sequences, mut regions) = self.decode_steps(slots.len() as u32, steps);
+                        if *awaits {
+                            let [body, drawing] = regions.remove(0).parts.expect("there are gates");
+                            draw = Some(drawing);
+                            (sequences, vec![vec![body]])
+                        } else {
+                            (sequences, regions.into_iter().map(|region| vec![region.whole]).collect())
+                        }
+                    }
+                    _ => {
+                        let (sequences, region) = fitting(&self.parts.verify[drafts], slots.len() as u32);
+                        (sequences, once(vec![Arc::clone(region)]))
+                    }
+                };
+                let rows = sequences * (drafts + 1);
+                let mut slots = slots.clone();
+                slots.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
+                for row in 0..sequences {
+                    let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
+                    if self.batch[row as usize] != slot {
+                        self.batch[row as usize] = slot;
+                        posts.patch.set(layout.batch_word(row), slot);
+                    }
+                }
+                (Kind::Sampled, steps, rows, regions, FlushReason::Readback)
+            }
+        };
+        let applied = self.post(ticket, posts)?;
+        let sum = |regions: &[Arc<Region>]| {
+            regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
+        };
+        let fixed = sum(&applied.regions);
+        // There is one place for logits: the plan that fills it is the only one in flight that does.
+        let asks = |slot: &Slot| self.dumps[slot.0 as usize];
+        let asked = match &planned {
+            Some(Work::Prefill { chunks }) => chunks.iter().any(|chunk| chunk.last && asks(&chunk.slot)),
+            Some(Work::Decode { slots, .. }) => slots.iter().any(asks),
+            None => false,
+        };
+        let dump = asked && !self.pending.iter().any(|pending| pending.dump);
+        let mut each = sum(&entries[0]);
+        if let Some(draw) = draw {
+            let drawing = sum(std::slice::from_ref(&draw));
+            each = (each.0 + drawing.0, each.1 + drawing.1);
+            entries.push(vec![draw]);
+        }
+        if dump {
+            let dump = &self.parts.dump_region;
+            let copying = sum(std::slice::from_ref(dump));
+            each = (each.0 + copying.0, each.1 + copying.1);
+            for entry in entries.iter_mut().rev().take(steps.max(1) as usize) {
+                entry.push(Arc::clone(dump));
+            }
+        }
+        if self.profiled > 0 && planned.is_some() {
+            self.profiled -= 1;
+            let timed = entries.len() - steps.max(1) as usize + 1;
+            for region in entries.iter_mut().take(timed).flatten() {
+                self.time(region);
+            }
+        }
+        entries[0].splice(0..0, applied.regions);
+        // A slow device reports single steps, a fast one the whole plan.
+        let every = match self.pace.step() {
+            Some(time) if !time.is_zero() => {
+                let patience = REPORT_EVERY / rows.max(1);
+                (patience.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
+            }
+            _ => 1,
+        };
+        let (slots, drafts, awaits) = match planned {
+            Some(Work::Decode { slots, drafts, awaits, .. }) => (slots, drafts, awaits),
+            _ => (Vec::new(), 0, false),
+        };
+        let reported = if awaits { 0 } else { entries.len() as u32 };
+        let report_after = (1..=reported).filter(|entry| entry % every == 0).collect();
+        self.gates += u64::from(awaits);
+        let gate = awaits.then_some(self.gates);
+        let first_step = self.next_step;
+        if work == Kind::Sampled {
+            self.next_step = self.next_step.wrapping_add(steps);
+        }
+        let changes = Pending::changes(ticket, applied.inboxes);
+        let pending = Pending {
+            steps,
+            first_step,
+            rows,
+            slots,
+            drafts,
+            work,
+            prompt_tokens,
+            scoring,
+            dump,
+            fixed,
+            each,
+            gate,
+            awaits,
+            flush,
+            ..changes
+        };
+        self.hand_over(pending, entries, report_after);
+        Ok(())
+    }
+
+    /// Puts a region in place of another that does the same and is timed. It is recorded for this one run.
+    pub(super) fn time(&self, region: &mut Arc<Region>) {
+        match region.timed(&self.parts.device, &self.parts.pipelines) {
+            Ok(timed) => *region = Arc::new(timed),
+            Err(error) => tracing::warn!(%error, region = region.name(), "a region cannot be profiled"),
+        }
+    }
+
+    /// Gives entries to the compute actor, whose reports will be about `pending`.
+    pub(super) fn hand_over(&mut self, mut pending: Pending, entries: Vec<Vec<Arc<Region>>>, report_after: Vec<u32>) {
+        let waits = std::mem::take(&mut self.parts.ready);
+        if !waits.is_empty() {
+            pending.flush = FlushReason::CrossQueue;
+        }
+        let (id, flush) = (pending.ticket.0, pending.flush);
+        let gate = pending.gate.map(|value| (Arc::clone(&self.parts.gate), value));
+        self.pending.push_back(pending);
+        let outbox = self.outbox.clone();
+        self.parts.compute.submit(Submission { id, entries, waits, gate, flush, report_after, outbox });
+    }
+
+    /// Opens the gate as far as no step waits for a mask.
+    pub(super) fn open_gate(&self) -> Result<(), ExecuteError> {
+        // Those that a fault has let through come back behind others.
+        let opened = self.parts.gate.opened();
+        let waits = |pending: &&Pending| pending.awaits && pending.gate > Some(opened);
+        let waiting = self.pending.iter().filter(waits).filter_map(|pending| pending.gate).min();
+        self.open_gate_to(waiting.map_or(self.gates, |value| value - 1))
+    }
+
+    pub(super) fn open_gate_to(&self, value: u64) -> Result<(), ExecuteError> {
+        let failed = |error| ExecuteError::Failed(format!("device \"{}\": {error}", self.parts.device_name));
+        self.parts.gate.open(value).map_err(failed)
+    }
+
+    /// A call of a plan's step waited too long for tagged words.
+    pub(super) fn note_fault(&mut self, pending: &Pending) {
+        let Some(pause) = self.overlap.fault(Instant::now()) else { return };
+        self.parts.variants.fell_back(Fallback::OverlapFault);
+        let (_, regions) = fitting(&self.parts.decode, pending.rows);
+        let call = regions.carried.as_ref().and_then(|region| region.whole.label(pending.fault.wrapping_sub(1)));
+        tracing::warn!(
+            device = self.parts.device_name,
+            call = call.unwrap_or("unknown"),
+            rows = pending.rows,
+            pause_ms = pause.as_millis() as u64,
+            "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
+             barriers until the pause is over"
+        );
+    }
+
+    /// Submits the steps of a plan that drew nothing because of a fault again, with barriers. Plans that were queued
+    /// behind this one draw nothing either, as the fault word is set, and come here in their turn.
+    ///
+    /// The device's state is that of the last good step, and what faulty steps have written is written again before it
+    /// is read: activations by every step; keys, values and the convolution's window at the position that a step
+    /// computes; recurrent state only takes tokens that were drawn (`delta_step`). Slots, counts, random state and the
+    /// ring's tokens are the sampler's, which does nothing while the fault word is set.
+    pub(super) fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
+        if pending.faults >= MOST_REPEATS {
+            let device = &self.parts.device_name;
+            return Err(ExecuteError::Failed(format!(
+                "device \"{device}\": a decode plan has faulted {} times, at most {MOST_REPEATS} repeats are tried",
+                pending.faults + 1
+            )));
+        }
+        let mut posts = Posts::default();
+        posts.patch.set(self.parts.layout.fault_word(), 0);
+        // Steps behind this one draw nothing, with masks or without, and are run again in their turn: until they have
+        // come out of the queue this one does not run.
+        self.open_gate_to(self.gates)?;
+        let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
+        let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };
+        self.repeats = true;
+        let queued = self.enqueue(pending.ticket, Some(work), posts);
+        self.repeats = false;
+        queued?;
+        self.pending.back_mut().into_iter().for_each(|again| again.faults = pending.faults + 1);
+        Ok(())
+    }
+}

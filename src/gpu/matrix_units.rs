@@ -1,0 +1,55 @@
+//! How a device multiplies blocks: by its matrix units, if it has them and keeps elements where the kernels
+//! expect them. Deliberately absent: which kernels then run (`model::decoder`).
+
+use crate::device::{Component, Device, MatrixShape};
+use crate::gpu::error::StartError;
+use crate::gpu::timing::time_regions;
+use crate::kernels::lanes::{self, FOUND};
+use crate::kernels::recording::Recording;
+use crate::kernels::region::{Pipelines, Region};
+use crate::kernels::skinny::Matrices;
+use crate::memory::pack::Format;
+use crate::memory::{Arena, BufferTable, Place};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Looks at the device's lanes where its capabilities promise matrix units; `None` where row-major weights are
+/// the better ones.
+pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -> Result<Option<Matrices>, StartError> {
+    let capabilities = &device.adapter().capabilities;
+    let shape = |input| MatrixShape { m: 16, n: 16, k: 16, input, accumulator: Component::F32 };
+    let promised = capabilities.cooperative_matrix
+        && capabilities.bfloat16
+        && capabilities.float16
+        && capabilities.int16
+        && capabilities.full_subgroups
+        && (capabilities.subgroup_min..=capabilities.subgroup_max).contains(&32)
+        && [Component::Bf16, Component::F16].iter().all(|input| capabilities.matrix_shapes.contains(&shape(*input)));
+    if !promised {
+        return Ok(None);
+    }
+    let mut recording = Recording::new("lanes");
+    let mut table = BufferTable::new();
+    let mut found = Vec::new();
+    for format in [Format::Bf16, Format::F16] {
+        let name = format!("lanes.{format:?}");
+        let range = recording.buffer(&name, u64::from(FOUND) * 4);
+        recording.call(lanes::lanes(format, range));
+        let buffer = arena.buffer(&name, range.bytes, Place::Readback)?;
+        found.push(Arc::clone(&buffer));
+        table.add(buffer)?;
+    }
+    let pipelines = Pipelines::build(device, cache, &[&recording], &|_, _| {})?;
+    let region = Arc::new(Region::build(device, &recording, &table, &pipelines)?);
+    time_regions(device, &[region], 1)?;
+    let expected = lanes::expected();
+    let as_expected = found.iter().all(|buffer| {
+        let mut values = vec![0f32; FOUND as usize];
+        buffer.read(0, bytemuck::cast_slice_mut(&mut values));
+        values == expected
+    });
+    if !as_expected {
+        tracing::warn!(device = device.adapter().name, "matrix units keep elements elsewhere: they are not used");
+    }
+    Ok(as_expected.then_some(Matrices::Cooperative))
+}

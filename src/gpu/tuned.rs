@@ -1,0 +1,370 @@
+//! The workgroup shapes that `ostinato tune` found on a device: a file beside the pipeline cache, and which of
+//! its entries a model uses. A file that cannot be read, or is of another driver or other shaders, counts as
+//! none. Deliberately absent: how the shapes are found (`tune`).
+
+use crate::config::file;
+use crate::device::{Adapter, driver_key, write_atomically};
+use crate::host::progress::Progress;
+use crate::kernels::attention::Heads;
+use crate::kernels::flash_decode;
+use crate::kernels::shaders::SHADER_SET;
+use crate::kernels::skinny::Matrices;
+use crate::memory::pack::Format;
+use crate::model::checkpoint::Checkpoint;
+use crate::model::config::ModelConfig;
+use crate::model::decoder::Tuning;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Values by entry: a tuning's key with the shape that it was found for, such as `skinny.4096x1024` or
+/// `splits.16x8x128` (query heads, KV heads, dimensions).
+pub(crate) type Entries = BTreeMap<String, String>;
+
+/// Most blocks of rows of a `skinny` workgroup, and most chunks in flight: beyond, sums and weights leave the
+/// registers.
+pub(crate) const MOST_TILES: u32 = 4;
+pub(crate) const MOST_AHEAD: u32 = 8;
+
+/// The file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    /// The device's name, for readers.
+    device: String,
+    /// The driver's name and version, for readers.
+    driver: String,
+    /// Of device, driver and shaders, in hex: the entries hold for no other.
+    key: String,
+    /// By what the device's steps are made of ([`variant`]): entries of one do not serve another.
+    shapes: BTreeMap<String, Entries>,
+}
+
+impl File {
+    fn empty(adapter: &Adapter) -> File {
+        File {
+            device: adapter.name.clone(),
+            driver: adapter.driver.clone(),
+            key: format!("{:016x}", driver_key(adapter, SHADER_SET)),
+            shapes: BTreeMap::new(),
+        }
+    }
+
+    /// What a file says, if it holds for the adapter; otherwise why it does not.
+    fn parse(text: &str, adapter: &Adapter) -> Result<File, String> {
+        let file: File = serde_json::from_str(text).map_err(|error| format!("cannot be read ({error})"))?;
+        let own = File::empty(adapter);
+        if file.key == own.key {
+            return Ok(file);
+        }
+        Err(if file.driver == own.driver && file.device == own.device {
+            "is of other shaders than this build's".to_owned()
+        } else {
+            format!("is of \"{}\" with {}", file.device, file.driver)
+        })
+    }
+
+    /// Takes over what was found; `None` takes an entry away.
+    fn merge(&mut self, variant: &str, found: &BTreeMap<String, Option<String>>) {
+        let entries = self.shapes.entry(variant.to_owned()).or_default();
+        for (entry, value) in found {
+            match value {
+                Some(value) => entries.insert(entry.clone(), value.clone()),
+                None => entries.remove(entry),
+            };
+        }
+        self.shapes.retain(|_, entries| !entries.is_empty());
+    }
+}
+
+/// What a step is made of under a tuning, as the file names it.
+pub(crate) fn variant(tuning: &Tuning) -> String {
+    let kind = match tuning.fragments {
+        None => "rows",
+        Some(Matrices::ByHand) => "fragments by hand",
+        Some(Matrices::Cooperative) => "fragments",
+    };
+    if tuning.tags { format!("{kind}, tagged") } else { kind.to_owned() }
+}
+
+/// Where a device's file is in a folder.
+pub(crate) fn path(folder: &Path, adapter: &Adapter) -> PathBuf {
+    folder.join(format!("{}.tuned.json", adapter.file_stem()))
+}
+
+/// The file's content; `Ok(None)` where there is no file, `Err` with the reason where it counts as none.
+fn read(folder: &Path, adapter: &Adapter) -> Result<Option<File>, String> {
+    match file::read_text(&path(folder, adapter), file::SMALL) {
+        Ok(text) => File::parse(&text, adapter).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(format!("cannot be read ({error})")),
+    }
+}
+
+/// Adds what was found to the device's file, which loses what does not hold for its driver; gives its path.
+pub(crate) fn keep(
+    folder: &Path,
+    adapter: &Adapter,
+    variant: &str,
+    found: &BTreeMap<String, Option<String>>,
+) -> io::Result<PathBuf> {
+    let mut file = read(folder, adapter).ok().flatten().unwrap_or_else(|| File::empty(adapter));
+    file.merge(variant, found);
+    let path = path(folder, adapter);
+    let text = serde_json::to_string_pretty(&file).map_err(io::Error::other)? + "\n";
+    write_atomically(&path, text.as_bytes())?;
+    Ok(path)
+}
+
+/// What of a tuning's key a model's shape stands in an entry for; `None` for a key that `tune` leaves alone.
+pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
+    match key {
+        "flash_threads" | "splits" | "attention_threads" => {
+            Some(format!("{key}.{}x{}x{}", config.heads, config.kv_heads, config.head_dim))
+        }
+        "gemv_threads" => Some(format!("{key}.{}x{}", config.hidden, config.intermediate)),
+        key if key.starts_with("skinny.") => Some(key.to_owned()),
+        _ => None,
+    }
+}
+
+/// A device's limits that shapes of workgroups keep to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TuningBounds {
+    /// Most invocations of a workgroup.
+    pub(crate) threads: u32,
+    /// The model's heads.
+    pub(crate) heads: Heads,
+}
+
+impl TuningBounds {
+    pub(crate) fn new(adapter: &Adapter, config: &ModelConfig) -> TuningBounds {
+        let capabilities = &adapter.capabilities;
+        let heads = Heads {
+            q: config.heads,
+            kv: config.kv_heads,
+            dim: config.head_dim,
+            rot: config.rope.rotary_dim,
+            qk_norm: config.qk_norm,
+            gated: config.attention_gate,
+            kv_format: Format::F16,
+        };
+        TuningBounds { threads: capabilities.max_invocations.min(capabilities.max_workgroup_size[0]), heads }
+    }
+
+    /// The tuning with a change, if the change can be read and the device can run it.
+    pub(crate) fn changed(&self, tuning: &Tuning, key: &str, value: &str) -> Option<Tuning> {
+        let mut changed = tuning.clone();
+        if !changed.set(&format!("{key}={value}")) {
+            return None;
+        }
+        let most = self.threads;
+        let fits = match key {
+            "flash_threads" => {
+                let (threads, matrices) = (changed.flash_threads, tuning.fragments?);
+                threads > 0
+                    && threads.is_multiple_of(32)
+                    && threads <= most
+                    && flash_decode::shared_bytes(self.heads, threads, matrices) <= tuning.shared_bytes
+            }
+            "splits" => (1..=flash_decode::MOST_SPLITS.min(most)).contains(&changed.splits),
+            "attention_threads" => {
+                let threads = changed.attention_threads;
+                threads.is_power_of_two()
+                    && (16..=most).contains(&threads)
+                    && self.heads.shared_bytes(threads) <= tuning.shared_bytes
+            }
+            "gemv_threads" => changed.gemv_threads.is_power_of_two() && (16..=most).contains(&changed.gemv_threads),
+            key => {
+                let (rows, cols) = key.strip_prefix("skinny.")?.split_once('x')?;
+                let config = changed.skinny.get(&(rows.parse().ok()?, cols.parse().ok()?))?;
+                config.threads <= most
+                    && config.tiles <= MOST_TILES
+                    && config.ahead <= MOST_AHEAD
+                    && config.shared_bytes(1, tuning.fragments?) <= tuning.shared_bytes
+            }
+        };
+        fits.then_some(changed)
+    }
+}
+
+/// The entries of a device's file whose shapes occur in a model.
+#[derive(Clone, Debug)]
+pub struct Tuned {
+    bounds: TuningBounds,
+    /// By variant: an entry's key in the tuning, and its value.
+    changes: BTreeMap<String, Vec<(String, String)>>,
+}
+
+impl Tuned {
+    /// Nothing.
+    pub fn none(adapter: &Adapter, checkpoint: &Checkpoint) -> Tuned {
+        Tuned { bounds: TuningBounds::new(adapter, &checkpoint.config), changes: BTreeMap::new() }
+    }
+
+    /// What is kept in a folder for a model; a file that counts as none has a line that says why.
+    pub fn of_model(
+        folder: Option<&Path>,
+        adapter: &Adapter,
+        checkpoint: &Checkpoint,
+        progress: &dyn Progress,
+    ) -> Tuned {
+        let mut tuned = Tuned::none(adapter, checkpoint);
+        let Some(folder) = folder else { return tuned };
+        match read(folder, adapter) {
+            Ok(file) => {
+                let shapes = file.map(|file| file.shapes).unwrap_or_default();
+                let of_model = |entries: Entries| entries.into_iter().filter_map(|e| occurs(e, checkpoint)).collect();
+                tuned.changes = shapes.into_iter().map(|(variant, entries)| (variant, of_model(entries))).collect();
+            }
+            Err(why) => progress.line(&format!(
+                "{} {why} and is not used: `ostinato tune` writes it anew",
+                path(folder, adapter).display()
+            )),
+        }
+        tuned
+    }
+
+    /// Applies the entries that are of the tuning's variant and that the device can run; gives how many.
+    pub fn apply(&self, tuning: &mut Tuning) -> usize {
+        let mut applied = 0;
+        for (key, value) in self.changes.get(&variant(tuning)).into_iter().flatten() {
+            if let Some(changed) = self.bounds.changed(tuning, key, value) {
+                *tuning = changed;
+                applied += 1;
+            }
+        }
+        applied
+    }
+
+    /// The value kept for a key of a variant.
+    pub(crate) fn value(&self, variant: &str, key: &str) -> Option<&str> {
+        let (_, value) = self.changes.get(variant)?.iter().find(|(of, _)| of == key)?;
+        Some(value)
+    }
+}
+
+/// The key and value of an entry whose shape a model has.
+fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(String, String)> {
+    let (key, shape) = name.split_once('.')?;
+    if key != "skinny" {
+        return (entry(key, &checkpoint.config)? == name).then(|| (key.to_owned(), value));
+    }
+    let (rows, cols) = shape.split_once('x')?;
+    let (rows, cols): (u32, u32) = (rows.parse().ok()?, cols.parse().ok()?);
+    // A weight may lie in parts of fewer rows.
+    checkpoint.weights().iter().any(|w| w.cols == cols && w.rows >= rows).then_some((name, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DEMO_PATH;
+    use crate::device::AdapterKind;
+    use crate::gpu::build::defaults::tuning;
+    use crate::model::demo;
+
+    fn found(entries: &[(&str, Option<&str>)]) -> BTreeMap<String, Option<String>> {
+        entries.iter().map(|(entry, value)| ((*entry).to_owned(), value.map(str::to_owned))).collect()
+    }
+
+    fn demo_model() -> Checkpoint {
+        Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), None).expect("a folder")).expect("the demo model")
+    }
+
+    fn adapter() -> Adapter {
+        let mut adapter = Adapter::made_up(0, "Some GPU", AdapterKind::Discrete);
+        adapter.capabilities.max_invocations = 1024;
+        adapter.capabilities.max_workgroup_size = [1024; 3];
+        adapter.capabilities.max_shared_bytes = 48 << 10;
+        adapter
+    }
+
+    fn by_hand(adapter: &Adapter) -> Tuning {
+        Tuning { fragments: Some(Matrices::ByHand), ..tuning(adapter, None, 4, 1024) }
+    }
+
+    #[test]
+    fn what_is_found_joins_what_is_kept() {
+        let mut file = File::empty(&adapter());
+        file.merge("rows", &found(&[("splits.8x4x32", Some("8")), ("gemv_threads.256x512", Some("64"))]));
+        file.merge("fragments", &found(&[("skinny.512x256", Some("128/1/2"))]));
+        file.merge("rows", &found(&[("splits.8x4x32", None), ("gemv_threads.256x512", Some("32"))]));
+        assert_eq!(file.shapes["rows"], Entries::from([("gemv_threads.256x512".to_owned(), "32".to_owned())]));
+        file.merge("rows", &found(&[("gemv_threads.256x512", None)]));
+        assert_eq!(file.shapes.keys().collect::<Vec<_>>(), ["fragments"]);
+    }
+
+    #[test]
+    fn a_file_holds_for_one_driver_and_one_set_of_shaders() {
+        let adapter = adapter();
+        let mut file = File::empty(&adapter);
+        file.merge("rows", &found(&[("splits.8x4x32", Some("8"))]));
+        let text = serde_json::to_string_pretty(&file).expect("text");
+        assert_eq!(File::parse(&text, &adapter).as_ref(), Ok(&file));
+        let mut newer = adapter.clone();
+        newer.driver = "test 2.0".to_owned();
+        assert_eq!(File::parse(&text, &newer), Err("is of \"Some GPU\" with test 1.0".to_owned()));
+        let other = text.replace(&file.key, "0000000000000000");
+        assert_eq!(File::parse(&other, &adapter), Err("is of other shaders than this build's".to_owned()));
+        for bad in ["", "{", "[]", "{\"device\": 1}", &text.replace("shapes", "forms")] {
+            let why = File::parse(bad, &adapter).expect_err(bad);
+            assert!(why.starts_with("cannot be read"), "{why}");
+        }
+    }
+
+    #[test]
+    fn a_model_uses_the_entries_of_its_shapes_and_variant() {
+        let (folder, adapter, model) = (tempfile::tempdir().expect("a folder"), adapter(), demo_model());
+        let entries = [
+            ("skinny.512x256", Some("128/2/4")),
+            ("skinny.512x999", Some("128/2/4")),
+            ("flash_threads.8x4x32", Some("64")),
+            ("splits.8x2x32", Some("3")),
+            // What no device can run, nobody can read or `tune` does not write.
+            ("skinny.1024x256", Some("64000/2/4")),
+            ("skinny.256x256", Some("many")),
+            ("tags.8x4x32", Some("1")),
+            ("nonsense", Some("1")),
+        ];
+        keep(folder.path(), &adapter, "fragments by hand", &found(&entries)).expect("kept");
+        struct Silent;
+        impl Progress for Silent {
+            fn line(&self, text: &str) {
+                panic!("{text}");
+            }
+            fn step(&self, _: &str, _: u64, _: u64, _: crate::host::progress::Unit) {}
+        }
+        let tuned = Tuned::of_model(Some(folder.path()), &adapter, &model, &Silent);
+        let plain = by_hand(&adapter);
+        let mut changed = plain.clone();
+        assert_eq!(tuned.apply(&mut changed), 2);
+        let mut wanted = plain.clone();
+        assert!(wanted.set("skinny.512x256=128/2/4") && wanted.set("flash_threads=64"));
+        assert_eq!(changed, wanted);
+        assert_eq!(tuned.value("fragments by hand", "flash_threads"), Some("64"));
+        let mut rows = Tuning { fragments: None, ..plain };
+        assert_eq!(tuned.apply(&mut rows), 0);
+    }
+
+    #[test]
+    fn what_exceeds_the_device_is_no_change() {
+        let (adapter, model) = (adapter(), demo_model());
+        let bounds = TuningBounds::new(&adapter, &model.config);
+        let tuning = by_hand(&adapter);
+        for (key, good, bad) in [
+            ("skinny.512x256", "256/1/2", ["2048/1/2", "1024/4/8", "256/5/2", "256/1/9"]),
+            ("flash_threads", "128", ["0", "48", "2048", "x"]),
+            ("splits", "8", ["0", "65", "-1", ""]),
+            ("attention_threads", "64", ["0", "48", "2048", "x"]),
+            ("gemv_threads", "64", ["0", "48", "2048", "x"]),
+        ] {
+            assert!(bounds.changed(&tuning, key, good).is_some(), "{key}={good}");
+            for bad in bad {
+                assert!(bounds.changed(&tuning, key, bad).is_none(), "{key}={bad}");
+            }
+        }
+        assert!(bounds.changed(&tuning, "nonsense", "1").is_none());
+    }
+}

@@ -1,0 +1,231 @@
+//! Times the stages of a step one by one: every call of a kind over all layers, as the step
+//! runs them, alone on the device. For `bench --stages`. Deliberately absent: loading; the
+//! numbers do not depend on the weights' values, but for the power that long products draw.
+
+use crate::device::{Adapter, Device, Instance};
+use crate::gpu::build::defaults::tuning;
+use crate::gpu::error::StartError;
+use crate::gpu::timing::time_regions;
+use crate::kernels::attention::Heads;
+use crate::kernels::embed::PromptRows;
+use crate::kernels::flash::flash_tiles;
+use crate::kernels::layout::StateLayout;
+use crate::kernels::recording::{Call, Op, Recording};
+use crate::kernels::region::{Pipelines, Region, buffer_sizes};
+use crate::kernels::state;
+use crate::memory::pack::Format;
+use crate::memory::{Arena, BufferTable, Place};
+use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
+use crate::model::decoder::{Decoder, RingLayout, Shape, Tuning};
+use std::sync::Arc;
+
+/// The step to time.
+#[derive(Clone, Debug)]
+pub struct StageLoad {
+    /// One token of each of so many sequences, or of one sequence's prompt.
+    pub shape: Shape,
+    /// Where the sequences stand.
+    pub position: u32,
+    /// Where the last of them stands instead.
+    pub last_position: Option<u32>,
+    /// Changes of the tuning, each to be tried by itself.
+    pub tries: Vec<String>,
+}
+
+/// Time of one kind of call.
+#[derive(Clone, Debug)]
+pub struct Stage {
+    /// The call's label without its layer, `qkv` for example; `step` is the whole step as it is served.
+    pub name: String,
+    /// The change that was tried; the stage as it is without one.
+    pub tried: Option<String>,
+    /// Calls of a step.
+    pub calls: u32,
+    /// Microseconds of one call with the barrier before it, median.
+    pub us: f64,
+    /// Weight bytes of one call.
+    pub weight_bytes: u64,
+    /// Multiplications and additions of one call's weights with its rows.
+    pub operations: u64,
+}
+
+/// Whether a call multiplies a matrix, its first argument.
+fn multiplies(call: &Call) -> bool {
+    ["gemv", "skinny", "panel", "tiled", "matmul"].iter().any(|kernel| call.kernel.starts_with(kernel))
+}
+
+/// The calls of a step by kind, in the order of their first.
+fn groups(step: &Recording) -> Vec<Recording> {
+    let mut groups: Vec<Recording> = Vec::new();
+    for op in &step.ops {
+        let Op::Call(call) = op else { continue };
+        let name = match call.label.rsplit('.').next().unwrap_or(&call.label) {
+            "lm_head" => "head",
+            name => name,
+        };
+        let at = groups.iter().position(|group| group.name == name).unwrap_or_else(|| {
+            groups.push(Recording { name: name.to_owned(), buffers: step.buffers.clone(), ops: Vec::new() });
+            groups.len() - 1
+        });
+        groups[at].ops.push(op.clone());
+    }
+    groups
+}
+
+/// The words of a step's state: where its sequences stand and which pages are whose.
+fn state_words(layout: &StateLayout, heads: Heads, load: &StageLoad, positions: &[u32]) -> Vec<u32> {
+    let mut words = vec![0u32; (layout.bytes() / 4) as usize];
+    let mut set = |at: u32, value: u32| words[at as usize] = value;
+    let mut page = 0;
+    for (slot, position) in (0..).zip(positions) {
+        for (word, value) in [
+            (state::SLOT_ACTIVE, state::ACTIVE_RUNNING),
+            (state::SLOT_POSITION, *position),
+            (state::SLOT_SETTLED, *position),
+            (state::SLOT_REMAINING, u32::MAX / 2),
+            (state::SLOT_TOKEN, 1),
+        ] {
+            set(layout.slot_word(slot, word), value);
+        }
+        for index in 0..pages_of(*position, load) {
+            set(layout.page_word(slot, index), page);
+            page += 1;
+        }
+    }
+    for row in 0..layout.rows {
+        set(layout.batch_word(row), row);
+    }
+    if let Shape::Prefill { rows } = load.shape {
+        let tokens = vec![0; rows as usize];
+        let from = (load.position > 0).then_some(0);
+        let prompt =
+            PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, next: None, from, keeps: &[] };
+        for (word, words) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
+            for (at, value) in (layout.chunk_word(word)..).zip(words) {
+                set(at, value);
+            }
+        }
+    }
+    words
+}
+
+/// Steps that a timing runs at most, each a token further.
+const RUNS: u32 = 32;
+
+/// Pages of a sequence that stands at `position`.
+fn pages_of(position: u32, load: &StageLoad) -> u32 {
+    let tokens = match load.shape {
+        Shape::Prefill { rows } => rows,
+        _ => RUNS,
+    };
+    (position + tokens).div_ceil(16)
+}
+
+/// Times the stages of a step, with the device's tuning changed by `change`.
+pub fn stages(
+    instance: &Instance,
+    adapter: &Adapter,
+    checkpoint: &Checkpoint,
+    load: &StageLoad,
+    change: impl FnOnce(&mut Tuning),
+) -> Result<Vec<Stage>, StartError> {
+    let device = Device::open(instance, adapter)?;
+    let arena = Arena::new(&device)?;
+    let capabilities = &adapter.capabilities;
+    let config = &checkpoint.config;
+    let matrices = crate::gpu::matrix_units::probe(&device, &arena, None)?;
+    let (rows, chunk) = match load.shape {
+        Shape::Decode { rows } => (rows, 16),
+        other => (1, other.rows()),
+    };
+    let mut positions = vec![load.position; rows as usize];
+    if let (Some(last), Some(position)) = (load.last_position, positions.last_mut()) {
+        *position = last;
+    }
+    let max_pages = positions.iter().map(|position| pages_of(*position, load)).max().unwrap_or(1);
+    let mut tuning = tuning(adapter, matrices, config.kv_heads, max_pages * 16);
+    change(&mut tuning);
+    let decoder = Decoder {
+        config,
+        weights: checkpoint.weights_without_mtp(),
+        max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
+        state: StateLayout { slots: rows, rows, chunk, prompts: 1, max_pages, recurrent: config.delta.is_some() },
+        cells: rows,
+        drafts: 0,
+        pages: positions.iter().map(|position| pages_of(*position, load)).sum(),
+        kv_format: Format::F16,
+        ring: RingLayout { steps: 16, rows },
+        context: max_pages * 16,
+        tuning,
+    };
+    let is_matrix = |w: &&WeightSpec| matches!(w.kind, WeightKind::Matrix);
+    let weight_value_bytes = checkpoint.weights().iter().find(is_matrix).map_or(1, |w| w.dtype.bytes());
+    let whole = decoder.record(load.shape);
+    let step = whole.with_barriers();
+    let base = groups(&step);
+    let mut tried = Vec::new();
+    for change in &load.tries {
+        let mut decoder = decoder.clone();
+        decoder.tuning.set(change);
+        let step = decoder.record(load.shape).with_barriers();
+        // What a change leaves as it is has its time already.
+        for group in groups(&step) {
+            if base.iter().all(|old| old.name != group.name || old.to_string() != group.to_string()) {
+                tried.push((change.clone(), group));
+            }
+        }
+    }
+
+    let mut recordings: Vec<&Recording> = vec![&whole, &step];
+    recordings.extend(tried.iter().map(|(_, group)| group));
+    let mut init = Recording::new("init");
+    let mut table = BufferTable::new();
+    for (name, bytes) in buffer_sizes(&recordings) {
+        let place = if name == "state" { Place::Upload { bar: true } } else { Place::DeviceLocal };
+        let buffer = arena.buffer(&name, bytes, place)?;
+        if name == "state" {
+            buffer.write(0, bytemuck::cast_slice(&state_words(&decoder.state, decoder.heads(), load, &positions)));
+        } else {
+            let to = init.buffer(&name, bytes);
+            init.ops.push(Op::Fill { to, word: 0 });
+        }
+        table.add(buffer)?;
+    }
+    recordings.push(&init);
+    let pipelines = Pipelines::build(&device, None, &recordings, &|_, _| {})?;
+    let serial = |recording: &Recording| Region::build_serial(&device, recording, &table, &pipelines).map(Arc::new);
+    let mut regions = vec![serial(&init)?, Arc::new(Region::build(&device, &whole, &table, &pipelines)?)];
+    let mut names = vec![(whole.name.clone(), None, None)];
+    let all = base.iter().map(|group| (None, group)).chain(tried.iter().map(|(change, group)| (Some(change), group)));
+    for (change, group) in all {
+        regions.push(serial(group)?);
+        names.push((group.name.clone(), change.cloned(), Some(group)));
+    }
+    let times = time_regions(&device, &regions, 9)?;
+    Ok(names
+        .into_iter()
+        .zip(times.into_iter().skip(1))
+        .map(|((name, tried, group), seconds)| {
+            let Some(group) = group else {
+                let name = "step".to_owned();
+                return Stage { name, tried, calls: 1, us: seconds * 1e6, weight_bytes: 0, operations: 0 };
+            };
+            let calls = group.ops.len() as u32;
+            // Weights in several parts are several calls of one label.
+            let bytes: u64 = group
+                .ops
+                .iter()
+                .map(|op| match op {
+                    Op::Call(call) if multiplies(call) => call.args[0].range().bytes,
+                    _ => 0,
+                })
+                .sum();
+            let weight_bytes = bytes / u64::from(calls);
+            // The head of a prompt is for its last token.
+            let rows = if name == "head" { rows } else { load.shape.rows() };
+            let weights = weight_bytes / weight_value_bytes;
+            let operations = 2 * weights * u64::from(rows);
+            Stage { name, tried, calls, us: seconds * 1e6 / f64::from(calls), weight_bytes, operations }
+        })
+        .collect())
+}

@@ -1,0 +1,764 @@
+//! Finds the workgroup shapes that make a model's decode step (one row) fastest on a device: whole steps with
+//! the model's weights at one position, one choice changed at a time. For `ostinato tune`.
+//! Deliberately absent: the kept file (`tuned`), steps of several rows, prompts, and the rules' own choices.
+
+use crate::actors::compute::{Compute, GpuTime, Submission};
+use crate::actors::timeline::FlushReason;
+use crate::actors::watcher::Outbox;
+use crate::config;
+use crate::device::{Adapter, Device, Instance, Point};
+use crate::gpu::build::defaults::PATCH_PAIRS;
+use crate::gpu::build::recordings::InboxRecordings;
+use crate::gpu::build::{Build, PreparedModel};
+use crate::gpu::devices::OpenDevice;
+use crate::gpu::error::StartError;
+use crate::gpu::tuned;
+use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
+use crate::host::progress::Progress;
+use crate::kernels::embed::PromptRows;
+use crate::kernels::flash_decode::MOST_SPLITS;
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::region::{Pipelines, Region};
+use crate::kernels::sampling::{Patch, patch_inbox};
+use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
+use crate::kernels::state::{self, SlotInit};
+use crate::memory::{Buffer, BufferTable, Place};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::decoder::{Decoder, Shape, Tuning};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// A GPU that finishes nothing for so long is stuck.
+const STEP_WAIT: Duration = Duration::from_secs(120);
+/// Steps that one value is timed with before it is held against the incumbent.
+const SCREENED: usize = 7;
+/// Steps of each of two that are held against each other.
+const DUELLED: usize = 21;
+/// The fastest values of a choice that are held against the incumbent.
+const DUELS: usize = 3;
+/// Steps that are run and not counted, so that clocks and caches are as in a running service.
+const WARM: usize = 1;
+/// Microseconds that repetitions of a step may take, so that slow devices get to try something too.
+const REPEATED_US: f64 = 300_000.0;
+/// Submissions in flight: below the timestamps that the compute actor has.
+const IN_FLIGHT: usize = 24;
+/// Times that all choices are gone through, if each finds something.
+const PASSES: usize = 3;
+/// Largest distance of a candidate's logits from the rules', as a fraction of their norm.
+const MOST_DIFFERENCE: f64 = 2e-3;
+/// Least gain of a step that is worth an entry, as a fraction.
+const LEAST_GAIN: f64 = 1e-3;
+/// Context from which on fewer splits and threads of attention than the rule's are tried: a short one leaves most splits idle and
+/// says nothing of what a long one loses without them.
+const LONG: u32 = 2048;
+
+/// How to search.
+#[derive(Clone, Copy, Debug)]
+pub struct TuneOptions<'a> {
+    /// Tokens of context before the step.
+    pub depth: u32,
+    /// How long to look.
+    pub time: Duration,
+    /// Most values of a choice that a pass tries.
+    pub candidates: usize,
+    /// Changes of the tuning that are kept to, `KEY=VALUE`.
+    pub tune: &'a [String],
+    /// Where pipelines and what is found are kept.
+    pub cache: Option<&'a Path>,
+}
+
+/// What happens on the way.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TuneEvent {
+    /// The search begins.
+    Began {
+        /// What the step is made of, `fragments, tagged` for example.
+        variant: String,
+        /// Microseconds of a step as the rules have it.
+        us: f64,
+    },
+    /// A value makes the step faster.
+    Improved {
+        /// The choice, `skinny.4096x1024` for example.
+        name: String,
+        /// Its value before.
+        old: String,
+        /// And now.
+        new: String,
+        /// Microseconds of a step before.
+        before_us: f64,
+        /// And now.
+        after_us: f64,
+    },
+    /// A value would make the step faster and its logits wrong: it is not taken.
+    Wrong {
+        /// The choice.
+        name: String,
+        /// The value.
+        value: String,
+        /// What is wrong, with numbers.
+        what: String,
+    },
+}
+
+/// What a search found.
+#[derive(Clone, Debug)]
+pub struct TuneOutcome {
+    /// Microseconds of a step as the rules have it, median.
+    pub before_us: f64,
+    /// As it was found, median.
+    pub after_us: f64,
+    /// Values tried.
+    pub tried: usize,
+    /// Whether everything was tried before time was up.
+    pub complete: bool,
+    /// Where it was kept; `None` where that was not possible or there is no folder.
+    pub file: Option<PathBuf>,
+}
+
+/// Something that can be chosen.
+#[derive(Clone, Debug, PartialEq)]
+struct Knob {
+    /// As [`Tuning::set`] knows it.
+    key: String,
+    /// As the kept file names it.
+    entry: String,
+    /// Its value by the rules.
+    rule: String,
+    /// Values that the device can run.
+    candidates: Vec<String>,
+    /// Bytes that a step reads in what it decides about.
+    bytes: u64,
+}
+
+/// Loads a model as a server would, searches, and keeps what was found.
+pub fn tune(
+    instance: &Instance,
+    adapter: &Adapter,
+    checkpoint: &Checkpoint,
+    options: &TuneOptions<'_>,
+    progress: &dyn Progress,
+    say: &mut dyn FnMut(&TuneEvent),
+) -> Result<TuneOutcome, StartError> {
+    let mut model = config::Model::new("tune", "", Some(&adapter.uuid));
+    model.context = Some(options.depth.saturating_add(16));
+    let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Phases)?;
+    let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
+    let none = Tuned::none(adapter, checkpoint);
+    let (diagnose_no_gpu, wanted) = (tracing::Span::none(), AtomicBool::new(false));
+    let of = |tune| Build {
+        name: "tune",
+        model: &model,
+        checkpoint,
+        opened: &opened,
+        adapter,
+        limit: None,
+        tune,
+        tuned: &none,
+        progress,
+        span: &diagnose_no_gpu,
+        beside: false,
+        cancelled: &wanted,
+    };
+    // Memory for as many splits as may be tried.
+    let build = of(options.tune);
+    let rules = build.tuning(options.depth.saturating_add(16));
+    let room = [options.tune, &[format!("splits={}", MOST_SPLITS.max(rules.splits))]].concat();
+    let build = of(&room);
+    let prepared = build.prepare(options.cache)?;
+    let mut bench = Bench::new(&build, prepared, adapter)?;
+    bench.fill(options.depth)?;
+
+    let bounds = TuningBounds::new(adapter, &checkpoint.config);
+    let mut knobs = knobs(&bench.decoder, &rules, bounds, options.depth);
+    knobs.retain(|knob| !options.tune.iter().any(|change| change.split('=').next() == Some(knob.key.as_str())));
+    let (rules, reference) = bench.reference(rules)?;
+    let variant = tuned::variant(&rules);
+    let region = bench.region(&rules)?;
+    let us = median(&bench.times(&[&region], DUELLED)?[0]);
+    say(&TuneEvent::Began { variant: variant.clone(), us });
+
+    let by_rules = Arc::clone(&region);
+    let until = Instant::now() + options.time;
+    let mut search = Search { bench, bounds, best: rules, region, reference, tried: 0, say };
+    let mut found = BTreeMap::new();
+    let mut complete = true;
+    for pass in 0..PASSES {
+        let mut improved = false;
+        for (index, knob) in knobs.iter().enumerate() {
+            let now = Instant::now();
+            if now >= until {
+                complete = false;
+                break;
+            }
+            // Whoever comes first leaves time for the others.
+            let share = (until - now) / (knobs.len() - index) as u32;
+            let current = found.get(&knob.entry).and_then(Clone::clone).unwrap_or_else(|| knob.rule.clone());
+            let first = kept.value(&variant, &knob.key).filter(|_| pass == 0);
+            let mut values = nearest_first(&knob.candidates, &current, first);
+            values.truncate(options.candidates);
+            let (better, whole) = search.turn(knob, &current, &values, now + share)?;
+            improved |= better.is_some();
+            complete &= whole;
+            let value = better.unwrap_or(current);
+            found.insert(knob.entry.clone(), (value != knob.rule).then_some(value));
+        }
+        if !improved || !complete {
+            break;
+        }
+    }
+
+    let Search { mut bench, region, reference, tried, say, .. } = search;
+    let mut outcome = TuneOutcome { before_us: us, after_us: us, tried, complete, file: None };
+    if !Arc::ptr_eq(&region, &by_rules) {
+        let times = bench.times(&[&by_rules, &region], DUELLED)?;
+        outcome.before_us = median(&times[0]);
+        outcome.after_us = median(&times[1]);
+        let right = bench.logits(&region)?.and_then(|logits| same(&reference, &logits));
+        if let Err(what) = &right {
+            let (name, value) = ("everything".to_owned(), "together".to_owned());
+            say(&TuneEvent::Wrong { name, value, what: what.clone() });
+        }
+        if right.is_err() || outcome.after_us >= outcome.before_us {
+            // Gains that do not add up are none.
+            outcome.after_us = outcome.before_us;
+            found.values_mut().for_each(|value| *value = None);
+        }
+    }
+    if let Some(folder) = options.cache {
+        match tuned::keep(folder, adapter, &variant, &found) {
+            Ok(path) => outcome.file = Some(path),
+            Err(error) => progress.line(&format!("what was found could not be kept in {}: {error}", folder.display())),
+        }
+    }
+    Ok(outcome)
+}
+
+/// What can be chosen for a model's step of one row, what decides about most bytes first.
+fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32) -> Vec<Knob> {
+    let step = Decoder { tuning: rules.clone(), ..decoder.clone() }.record(Shape::Decode { rows: 1 });
+    let mut knobs: Vec<Knob> = Vec::new();
+    let mut add = |key: String, rule: String, values: Vec<String>, bytes: u64| {
+        if let Some(knob) = knobs.iter_mut().find(|knob| knob.key == key) {
+            knob.bytes += bytes;
+            return;
+        }
+        let Some(entry) = tuned::entry(&key, decoder.config) else { return };
+        let candidates = values.into_iter().filter(|v| bounds.changed(rules, &key, v).is_some()).collect();
+        knobs.push(Knob { key, entry, rule, candidates, bytes });
+    };
+    let powers = |from: u32, to: u32| (from..=to).filter(|n| n.is_power_of_two()).map(|n| n.to_string()).collect();
+    let pages = depth.div_ceil(16).max(rules.splits);
+    let least = if depth < LONG { rules.splits } else { 1 };
+    let splits = [1, 2, 4, 6, 8, 12, 16, 20, 24, 32].into_iter().filter(|n| (least..=pages).contains(n));
+    let splits: Vec<String> = splits.map(|n| n.to_string()).collect();
+    for op in &step.ops {
+        let Op::Call(call) = op else { continue };
+        let family = call.kernel.split('.').next().unwrap_or(call.kernel);
+        match family {
+            "skinny" => {
+                let (args, constants) =
+                    (SkinnyArgs::from_args(&call.args), SkinnyConstants::from_values(&call.constants));
+                let rule = format!("{}/{}/{}", constants.threads, constants.tiles, constants.ahead);
+                let values = skinny_values(args.n, constants.chunks, rules.processors);
+                add(format!("skinny.{}x{}", args.n, args.k), rule, values, args.weight.bytes);
+            }
+            "gemv" => {
+                let bytes = call.args[0].range().bytes;
+                add("gemv_threads".to_owned(), rules.gemv_threads.to_string(), powers(32, 256), bytes);
+            }
+            "flash_decode" => {
+                let least = if depth < LONG { rules.flash_threads } else { 32 };
+                let values = [32, 64, 96, 128, 192, 256, 384, 512].into_iter().filter(|n| *n >= least);
+                let values = values.map(|n| n.to_string()).collect();
+                add("flash_threads".to_owned(), rules.flash_threads.to_string(), values, 0);
+                add("splits".to_owned(), rules.splits.to_string(), splits.clone(), 0);
+            }
+            "attention" => {
+                let rule = rules.attention_threads.to_string();
+                add("attention_threads".to_owned(), rule, powers(32, 512), 0);
+                add("splits".to_owned(), rules.splits.to_string(), splits.clone(), 0);
+            }
+            _ => {}
+        }
+    }
+    knobs.sort_by_key(|knob| std::cmp::Reverse(knob.bytes));
+    knobs
+}
+
+/// Shapes of `skinny`'s workgroups that are worth a try for so many rows of W and chunks of 32 columns.
+fn skinny_values(rows: u32, chunks: u32, processors: u32) -> Vec<String> {
+    let mut values = Vec::new();
+    for threads in [128, 192, 256, 384, 512, 768, 1024] {
+        for tiles in 1..=MOST_TILES {
+            for ahead in [1, 2, 3, 4, 6, MOST_AHEAD] {
+                let groups = threads / 32;
+                // A round that reaches past the last chunk in every group multiplies zeros.
+                let wasted = ahead > 1 && (ahead - 1) * groups >= chunks;
+                // Weights in flight take eight registers a chunk and tile.
+                let heavy = ahead * tiles > 8 || ahead * tiles * 8 * threads > 32 << 10;
+                let few = tiles > 1 && rows.div_ceil(16 * tiles) < processors / 2;
+                if !(wasted || heavy || few) {
+                    values.push(format!("{threads}/{tiles}/{ahead}"));
+                }
+            }
+        }
+    }
+    values
+}
+
+/// The candidates by their distance from a value, which is left out; `first` comes before all others.
+fn nearest_first(candidates: &[String], current: &str, first: Option<&str>) -> Vec<String> {
+    let numbers = |value: &str| -> Vec<f64> { value.split('/').filter_map(|n| n.parse().ok()).collect() };
+    let own = numbers(current);
+    let distance = |value: &str| -> f64 { numbers(value).iter().zip(&own).map(|(a, b)| (a / b).ln().abs()).sum() };
+    let mut values: Vec<String> = candidates.iter().filter(|value| *value != current).cloned().collect();
+    values.sort_by(|a, b| distance(a).total_cmp(&distance(b)));
+    if let Some(first) = first.filter(|first| *first != current) {
+        values.retain(|value| value != first);
+        values.insert(0, first.to_owned());
+    }
+    values
+}
+
+fn median(times: &[f64]) -> f64 {
+    let mut sorted = times.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// Whether a candidate that took turns with the incumbent is faster by more than repetitions of one and the
+/// same differ by.
+fn faster(incumbent: &[f64], candidate: &[f64]) -> bool {
+    let spread = |times: &[f64]| {
+        let middle = median(times);
+        median(&times.iter().map(|time| (time - middle).abs()).collect::<Vec<f64>>())
+    };
+    let gain = median(incumbent) - median(candidate);
+    let noise = spread(incumbent).max(spread(candidate)).max(LEAST_GAIN * median(incumbent));
+    let wins = incumbent.iter().zip(candidate).filter(|(old, new)| new < old).count();
+    gain > noise && wins * 4 >= incumbent.len() * 3
+}
+
+/// Whether logits are the reference's but for rounding; otherwise what differs.
+fn same(reference: &[f32], logits: &[f32]) -> Result<(), String> {
+    let best = |of: &[f32]| of.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(token, _)| token);
+    let square = |value: f64| value * value;
+    let norm: f64 = reference.iter().map(|a| square(f64::from(*a))).sum();
+    let apart: f64 = reference.iter().zip(logits).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
+    let difference = (apart / norm).sqrt();
+    if difference.is_nan() || difference > MOST_DIFFERENCE {
+        return Err(format!(
+            "its logits differ by {difference:.1e} of their norm, at most {MOST_DIFFERENCE:.1e} is rounding"
+        ));
+    }
+    match (best(reference), best(logits)) {
+        (Some(wanted), Some(found)) if wanted != found => Err(format!("its token is {found}, the rules' is {wanted}")),
+        _ => Ok(()),
+    }
+}
+
+/// The best tuning so far, and what finds better ones.
+struct Search<'a, 'b> {
+    bench: Bench<'a>,
+    bounds: TuningBounds,
+    best: Tuning,
+    region: Arc<Region>,
+    reference: Vec<f32>,
+    tried: usize,
+    say: &'b mut dyn FnMut(&TuneEvent),
+}
+
+impl Search<'_, '_> {
+    /// Tries values of one choice until a deadline. Gives the one that was taken, and whether all were tried.
+    fn turn(
+        &mut self,
+        knob: &Knob,
+        current: &str,
+        values: &[String],
+        until: Instant,
+    ) -> Result<(Option<String>, bool), StartError> {
+        let at_once = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let incumbent = median(&self.bench.times(&[&self.region], SCREENED)?[0]);
+        let mut screened: Vec<(f64, &String, Tuning, Arc<Region>)> = Vec::new();
+        let mut whole = true;
+        'values: for some in values.chunks(at_once) {
+            if Instant::now() >= until {
+                whole = false;
+                break;
+            }
+            let changed: Vec<(&String, Tuning)> = some
+                .iter()
+                .filter_map(|value| Some((value, self.bounds.changed(&self.best, &knob.key, value)?)))
+                .collect();
+            let tunings: Vec<Tuning> = changed.iter().map(|(_, tuning)| tuning.clone()).collect();
+            for ((value, tuning), region) in changed.into_iter().zip(self.bench.regions(&tunings)?) {
+                // What the driver does not build is no candidate.
+                let Some(region) = region else { continue };
+                if Instant::now() >= until {
+                    whole = false;
+                    break 'values;
+                }
+                self.tried += 1;
+                let us = median(&self.bench.times(&[&region], SCREENED)?[0]);
+                if us < incumbent {
+                    screened.push((us, value, tuning, region));
+                }
+            }
+        }
+        screened.sort_by(|a, b| a.0.total_cmp(&b.0));
+        for (_, value, tuning, region) in screened.into_iter().take(DUELS) {
+            let times = self.bench.times(&[&self.region, &region], DUELLED)?;
+            if !faster(&times[0], &times[1]) {
+                continue;
+            }
+            let right = self.bench.logits(&region)?.and_then(|logits| same(&self.reference, &logits));
+            if let Err(what) = right {
+                (self.say)(&TuneEvent::Wrong { name: knob.key.clone(), value: value.clone(), what });
+                continue;
+            }
+            (self.say)(&TuneEvent::Improved {
+                name: knob.key.clone(),
+                old: current.to_owned(),
+                new: value.clone(),
+                before_us: median(&times[0]),
+                after_us: median(&times[1]),
+            });
+            self.best = tuning;
+            self.region = region;
+            return Ok((Some(value.clone()), whole));
+        }
+        Ok((None, whole))
+    }
+}
+
+/// A loaded model whose steps can be built anew and timed.
+struct Bench<'a> {
+    decoder: Decoder<'a>,
+    device: Arc<Device>,
+    device_name: String,
+    compute: Arc<Compute>,
+    table: BufferTable,
+    pipelines: Pipelines,
+    /// Points that the first submission waits for.
+    ready: Vec<Point>,
+    /// Mapped: the words that `apply` writes to the device state.
+    patch: Arc<Buffer>,
+    apply: Arc<Region>,
+    /// A chunk of a prompt.
+    prompt: Arc<Region>,
+    /// Copies logits and the fault word to where the host reads them.
+    check: Arc<Region>,
+    logits: Arc<Buffer>,
+    fault: Arc<Buffer>,
+    /// About how long a step takes.
+    step_us: f64,
+}
+
+impl<'a> Bench<'a> {
+    fn new(build: &'a Build<'_>, prepared: PreparedModel<'a>, adapter: &Adapter) -> Result<Bench<'a>, StartError> {
+        let PreparedModel { decoder, recordings, mut table, pipelines, loading, .. } = prepared;
+        let device = Arc::clone(&build.opened.device);
+        let mut check = Recording::new("check");
+        let from = check.buffer("logits", u64::from(decoder.config.vocab) * 4);
+        let to = check.buffer("dump", from.bytes);
+        check.ops.push(Op::Copy { from, to });
+        let from = decoder.state.fault(&mut check);
+        let to = check.buffer("tune.fault", from.bytes);
+        check.ops.push(Op::Copy { from, to });
+        let fault = build.opened.arena.buffer("tune.fault", to.bytes, Place::Readback)?;
+        table.add(Arc::clone(&fault))?;
+        let region = |recording: &Recording| Region::build(&device, recording, &table, &pipelines).map(Arc::new);
+        let (_, prompt) = recordings.prefill.last().expect("there is at least one bucket");
+        let InboxRecordings { apply, .. } = recordings.inboxes.first().expect("there is an inbox");
+        let (check, prompt, apply) = (region(&check)?, region(prompt)?, region(apply)?);
+        Ok(Bench {
+            compute: Arc::clone(&build.opened.compute),
+            device_name: adapter.name.clone(),
+            patch: Arc::clone(table.require("inbox.0.patch")?),
+            logits: Arc::clone(table.require("dump")?),
+            ready: build.finish(loading)?.0,
+            apply,
+            prompt,
+            check,
+            fault,
+            step_us: 1.0,
+            decoder,
+            device,
+            table,
+            pipelines,
+        })
+    }
+
+    fn unsupported(&self, what: String) -> StartError {
+        StartError::Unsupported { model: "tune".to_owned(), what: format!("device \"{}\": {what}", self.device_name) }
+    }
+
+    /// A step's region for each tuning; `None` where the driver does not build it.
+    fn regions(&mut self, tunings: &[Tuning]) -> Result<Vec<Option<Arc<Region>>>, StartError> {
+        let steps: Vec<Recording> = tunings
+            .iter()
+            .map(|tuning| Decoder { tuning: tuning.clone(), ..self.decoder.clone() }.record(Shape::Decode { rows: 1 }))
+            .collect();
+        let all: Vec<&Recording> = steps.iter().collect();
+        let mut built = vec![true; steps.len()];
+        if self.pipelines.add(&self.device, &all).is_err() {
+            for (step, built) in steps.iter().zip(&mut built) {
+                match self.pipelines.add(&self.device, &[step]) {
+                    Ok(()) => {}
+                    Err(error) if error.is_lost() => return Err(error.into()),
+                    Err(_) => *built = false,
+                }
+            }
+        }
+        let region = |step: &Recording| Region::build(&self.device, step, &self.table, &self.pipelines).map(Arc::new);
+        let regions = steps.iter().zip(built).map(|(step, built)| built.then(|| region(step)).transpose());
+        Ok(regions.collect::<Result<_, _>>()?)
+    }
+
+    fn region(&mut self, tuning: &Tuning) -> Result<Arc<Region>, StartError> {
+        let region = self.regions(std::slice::from_ref(tuning))?.pop().flatten();
+        region.ok_or_else(|| self.unsupported("its step cannot be built".to_owned()))
+    }
+
+    /// The logits of the step with barriers, and the rules without tags where the step with them has others.
+    fn reference(&mut self, rules: Tuning) -> Result<(Tuning, Vec<f32>), StartError> {
+        let barriers = Tuning { tags: false, ..rules.clone() };
+        let region = self.region(&barriers)?;
+        let reference = self.logits(&region)?.and_then(|logits| same(&logits, &logits).map(|()| logits));
+        let reference = reference.map_err(|what| self.unsupported(what))?;
+        self.step_us = median(&self.times(&[&region], 1)?[0]);
+        if rules == barriers {
+            return Ok((rules, reference));
+        }
+        let region = self.region(&rules)?;
+        let right = self.logits(&region)?.and_then(|logits| same(&reference, &logits));
+        Ok((if right.is_ok() { rules } else { barriers }, reference))
+    }
+
+    /// Runs regions, each in a submission of its own; gives the microseconds of each.
+    fn run(&mut self, regions: &[Arc<Region>]) -> Result<Vec<Option<f64>>, StartError> {
+        let (reports, done) = crossbeam_channel::unbounded();
+        let (wake, _woken) = crossbeam_channel::bounded(1);
+        let mut times = Vec::new();
+        for some in regions.chunks(IN_FLIGHT) {
+            for region in some {
+                self.compute.submit(Submission {
+                    id: 0,
+                    entries: vec![vec![Arc::clone(region)]],
+                    waits: std::mem::take(&mut self.ready),
+                    gate: None,
+                    flush: FlushReason::PhaseBoundary,
+                    report_after: Vec::new(),
+                    outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+                });
+            }
+            for _ in some {
+                let report = self.compute.report(&done, STEP_WAIT);
+                let seconds = STEP_WAIT.as_secs();
+                let report = report.ok_or_else(|| self.unsupported(format!("a step did not finish in {seconds} s")))?;
+                report.result?;
+                times.push(report.device_time.map(|time| time.as_secs_f64() * 1e6));
+            }
+        }
+        Ok(times)
+    }
+
+    /// Writes words of the device state, which nothing uses meanwhile.
+    fn write(&mut self, patch: Patch) -> Result<(), StartError> {
+        for pairs in patch.into_pairs().chunks(PATCH_PAIRS as usize) {
+            self.patch.write(0, bytemuck::cast_slice(&patch_inbox(pairs)));
+            self.run(&[Arc::clone(&self.apply)])?;
+        }
+        Ok(())
+    }
+
+    /// Fills a context with the keys and values of made-up tokens; `apply` then sets the step behind it.
+    fn fill(&mut self, depth: u32) -> Result<(), StartError> {
+        let layout = self.decoder.state;
+        let vocabulary = self.decoder.config.vocab;
+        let tokens: Vec<u32> = (0..depth).map(|at| at.wrapping_mul(2_654_435_761) % vocabulary).collect();
+        let mut patch = Patch::default();
+        for page in 0..depth / 16 + 1 {
+            patch.set(layout.page_word(0, page), page);
+        }
+        self.write(patch)?;
+        for (index, some) in tokens.chunks(layout.chunk as usize).enumerate() {
+            let mut patch = Patch::default();
+            let start = index as u32 * layout.chunk;
+            let from = (start > 0).then_some(0);
+            let rows = PromptRows { slot: 0, start, tokens: some, last: false, next: None, from, keeps: &[] };
+            // A single prompt's tiles begin at the first.
+            for (word, words) in layout.chunk_layout().describe(&[rows], |_| 0) {
+                patch.set_all(layout.chunk_word(word), &words);
+            }
+            self.write(patch)?;
+            self.run(&[Arc::clone(&self.prompt)])?;
+        }
+        let mut patch = Patch::default();
+        // A step counts these down and the position up: every step is given them anew.
+        patch.set_all(layout.slot_word(0, 0), &SlotInit { remaining: 1 << 20, ..SlotInit::default() }.words());
+        patch.set(layout.slot_word(0, state::SLOT_TOKEN), vocabulary / 2);
+        patch.set(layout.slot_word(0, state::SLOT_POSITION), depth);
+        patch.set(layout.batch_word(0), 0);
+        patch.set(layout.fault_word(), 0);
+        self.write(patch)
+    }
+
+    /// Microseconds of each of several steps in up to `rounds` rounds in which they take turns.
+    fn times(&mut self, steps: &[&Arc<Region>], rounds: usize) -> Result<Vec<Vec<f64>>, StartError> {
+        let fit = (REPEATED_US / self.step_us.max(1.0)) as usize;
+        let rounds = fit.clamp(rounds.div_ceil(4), rounds);
+        let round = steps.iter().flat_map(|step| [Arc::clone(&self.apply), Arc::clone(step)]);
+        let all: Vec<Arc<Region>> = std::iter::repeat_n(round.collect::<Vec<_>>(), rounds + WARM).flatten().collect();
+        let times = self.run(&all)?;
+        let mut by_step = vec![Vec::new(); steps.len()];
+        for (index, time) in times.iter().skip(1).step_by(2).enumerate().skip(WARM * steps.len()) {
+            let time = time.ok_or_else(|| self.unsupported("its compute queue has no timestamps".to_owned()))?;
+            by_step[index % steps.len()].push(time);
+        }
+        Ok(by_step)
+    }
+
+    /// The logits of a step; the inner error says what went wrong on the device.
+    fn logits(&mut self, step: &Arc<Region>) -> Result<Result<Vec<f32>, String>, StartError> {
+        self.run(&[Arc::clone(&self.apply), Arc::clone(step), Arc::clone(&self.check)])?;
+        if self.fault.load_u32(0) != 0 {
+            return Ok(Err("a workgroup waited too long for another".to_owned()));
+        }
+        let mut logits = vec![0f32; self.decoder.config.vocab as usize];
+        self.logits.read(0, bytemuck::cast_slice_mut(&mut logits));
+        Ok(Ok(logits))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DEMO_PATH;
+    use crate::device::AdapterKind;
+    use crate::gpu::build::defaults::tuning;
+    use crate::kernels::layout::StateLayout;
+    use crate::kernels::skinny::Matrices;
+    use crate::memory::pack::Format;
+    use crate::model::decoder::RingLayout;
+    use crate::model::demo;
+
+    fn of_demo(fragments: Option<Matrices>, depth: u32) -> Vec<Knob> {
+        let mut adapter = Adapter::made_up(0, "Some GPU", AdapterKind::Discrete);
+        adapter.capabilities.max_invocations = 512;
+        adapter.capabilities.max_workgroup_size = [1024; 3];
+        adapter.capabilities.max_shared_bytes = 32 << 10;
+        let checkpoint =
+            Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), None).expect("a folder")).expect("the demo model");
+        let rules = Tuning { fragments, splits: 8, ..tuning(&adapter, None, 4, 1024) };
+        let decoder = Decoder {
+            config: &checkpoint.config,
+            weights: checkpoint.weights(),
+            max_buffer_bytes: 1 << 30,
+            state: StateLayout { slots: 1, rows: 1, chunk: 16, prompts: 1, max_pages: 64, recurrent: false },
+            cells: 1,
+            drafts: 0,
+            pages: 64,
+            kv_format: Format::F16,
+            ring: RingLayout { steps: 16, rows: 1 },
+            context: 1024,
+            tuning: rules.clone(),
+        };
+        let bounds = TuningBounds::new(&adapter, &checkpoint.config);
+        let knobs = knobs(&decoder, &rules, bounds, depth);
+        for knob in &knobs {
+            assert!(knob.candidates.iter().all(|value| bounds.changed(&rules, &knob.key, value).is_some()));
+        }
+        knobs
+    }
+
+    fn named<'a>(knobs: &'a [Knob], key: &str) -> &'a Knob {
+        knobs.iter().find(|knob| knob.key == key).unwrap_or_else(|| panic!("no {key} in {knobs:?}"))
+    }
+
+    #[test]
+    fn a_step_on_fragments_has_a_choice_a_shape_and_those_of_attention() {
+        let knobs = of_demo(Some(Matrices::ByHand), 256);
+        let mut keys: Vec<&str> = knobs.iter().map(|knob| knob.key.as_str()).collect();
+        keys.sort_unstable();
+        let skinny = ["1024x256", "2048x256", "256x256", "256x512", "512x256"].map(|shape| format!("skinny.{shape}"));
+        let wanted: Vec<&str> = ["flash_threads"].into_iter().chain(skinny.iter().map(String::as_str)).collect();
+        assert_eq!(keys, [wanted, vec!["splits"]].concat());
+        assert!(knobs.windows(2).all(|pair| pair[0].bytes >= pair[1].bytes));
+        let gate_up = named(&knobs, "skinny.1024x256");
+        assert_eq!((gate_up.bytes, gate_up.entry.as_str()), (7 * 1024 * 256 * 2, "skinny.1024x256"));
+        assert!(gate_up.candidates.iter().any(|value| value == "128/2/2"), "{gate_up:?}");
+        // More threads than the device's workgroups have.
+        assert!(gate_up.candidates.iter().all(|value| !value.starts_with("768/") && !value.starts_with("1024/")));
+        assert_eq!(named(&knobs, "flash_threads").entry, "flash_threads.8x4x32");
+    }
+
+    #[test]
+    fn a_step_on_rows_has_choices_of_its_own() {
+        let knobs = of_demo(None, 256);
+        let keys: Vec<&str> = knobs.iter().map(|knob| knob.key.as_str()).collect();
+        assert_eq!(keys, ["gemv_threads", "attention_threads", "splits"]);
+        assert_eq!(knobs[0].entry, "gemv_threads.256x512");
+    }
+
+    #[test]
+    fn short_contexts_do_not_take_splits_from_long_ones() {
+        assert_eq!(named(&of_demo(Some(Matrices::ByHand), 256), "splits").candidates, ["8", "12", "16"]);
+        let long = of_demo(Some(Matrices::ByHand), LONG);
+        assert_eq!(named(&long, "splits").candidates.first().map(String::as_str), Some("1"));
+        assert_eq!(named(&long, "splits").candidates.last().map(String::as_str), Some("32"));
+    }
+
+    #[test]
+    fn shapes_that_waste_or_cannot_fill_the_device_are_not_tried() {
+        // 32 chunks: 16 groups of 512 threads take two each.
+        let values = skinny_values(4096, 32, 132);
+        assert!(values.contains(&"512/1/2".to_owned()) && !values.contains(&"512/1/3".to_owned()));
+        assert!(values.contains(&"128/3/2".to_owned()) && !values.contains(&"128/4/1".to_owned()));
+        // 64 blocks of rows: pairs of them leave most of 132 processors idle.
+        assert!(skinny_values(1024, 96, 132).iter().all(|value| value.split('/').nth(1) == Some("1")));
+        assert!(skinny_values(1 << 17, 128, 132).iter().all(|value| {
+            let n: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            n[1] * n[2] <= 8 && n[0] * n[1] * n[2] * 8 <= 32 << 10
+        }));
+    }
+
+    #[test]
+    fn near_values_come_first_and_a_kept_one_before_them() {
+        let candidates: Vec<String> = ["128/1/2", "256/1/2", "512/1/2", "512/1/4", "1024/4/8"].map(String::from).into();
+        assert_eq!(nearest_first(&candidates, "512/1/2", None), ["256/1/2", "512/1/4", "128/1/2", "1024/4/8"]);
+        let kept = nearest_first(&candidates, "512/1/2", Some("1024/4/8"));
+        assert_eq!(kept, ["1024/4/8", "256/1/2", "512/1/4", "128/1/2"]);
+        assert_eq!(nearest_first(&candidates, "512/1/2", Some("512/1/2")).len(), 4);
+    }
+
+    #[test]
+    fn only_what_stands_out_of_the_noise_is_faster() {
+        let noisy: Vec<f64> = (0..21).map(|i| 100.0 + f64::from(i % 5)).collect();
+        let scaled = |by: f64| -> Vec<f64> { noisy.iter().map(|time| time * by).collect() };
+        assert!(faster(&noisy, &scaled(0.9)));
+        assert!(!faster(&noisy, &noisy) && !faster(&noisy, &scaled(1.1)));
+        // Less than the times differ by among themselves.
+        assert!(!faster(&noisy, &scaled(0.995)));
+        // A better median that loses too many turns.
+        let lucky: Vec<f64> = (0..21).map(|i| if i % 2 == 0 { 90.0 } else { 200.0 }).collect();
+        assert!(!faster(&[100.0; 21], &lucky));
+    }
+
+    #[test]
+    fn logits_are_the_same_but_for_rounding() {
+        let reference: Vec<f32> = (0..100).map(|i| (i as f32 * 0.7).sin()).collect();
+        let scaled: Vec<f32> = reference.iter().map(|value| value * 1.001).collect();
+        assert_eq!(same(&reference, &scaled), Ok(()));
+        let mut wrong = reference.clone();
+        wrong[3] += 0.1;
+        assert!(same(&reference, &wrong).is_err_and(|what| what.contains("of their norm")));
+        wrong[3] = f32::NAN;
+        assert!(same(&reference, &wrong).is_err());
+        assert!(same(&[1.0, 1.0001, 0.0], &[1.0001, 1.0, 0.0]).is_err_and(|what| what.contains("its token is 0")));
+    }
+}

@@ -11,7 +11,7 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture, generate, idle, request};
-use ostinato::config::{self, Bytes, Config, Model, ModelConfigError, Sources};
+use ostinato::config::{self, Bytes, Config, ConfigError, Model, Sources};
 use ostinato::device::DeviceError;
 use ostinato::engine::request::{Request, RequestError};
 use ostinato::gpu::devices::start_on;
@@ -544,7 +544,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
         config::from_sources(&Sources { file: Some(path.clone()), ..Sources::default() })
     };
     let error = load("[server]\nlisten = \"127.0.0.1:1\"\n[[models]\nname = 3").expect_err("no TOML");
-    assert!(matches!(&error, ModelConfigError::Syntax { path: found, .. } if *found == path), "{error:?}");
+    assert!(matches!(&error, ConfigError::Syntax { path: found, .. } if *found == path), "{error:?}");
     assert_names(&with_causes(&error), &["ostinato.toml", "line 3"]);
 
     let error = load(
@@ -552,7 +552,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
          [[models]]\nname = \"m\"\npath = \"q\"\nkv_format = \"f8\"\nreplicas = [{ device = \"\" }]\n",
     )
     .expect_err("seven things are wrong");
-    let ModelConfigError::Problems(found) = &error else { panic!("{error:?}") };
+    let ConfigError::Problems(found) = &error else { panic!("{error:?}") };
     for key in [
         "lissten",
         "models[0].context",
@@ -569,7 +569,7 @@ fn a_malformed_configuration_file_is_refused_and_mended() {
     let missing = folder.path().join("nowhere.toml");
     let error =
         config::from_sources(&Sources { file: Some(missing.clone()), ..Sources::default() }).expect_err("not there");
-    assert!(matches!(&error, ModelConfigError::Read { path, .. } if *path == missing), "{error:?}");
+    assert!(matches!(&error, ConfigError::Read { path, .. } if *path == missing), "{error:?}");
 
     let uuid = vulkan.adapter(Driver::Lavapipe).uuid;
     let checkpoint = fixture("llama-plain");

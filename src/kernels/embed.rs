@@ -139,7 +139,7 @@ pub struct PromptRows<'a> {
     pub keeps: &'a [(u32, u32)],
 }
 
-/// Writes `rows` and `x` for `rows` rows.
+/// Returns the call that writes the buffers `rows` and `x` for `rows` rows of a step.
 ///
 /// `args.part_first` and `args.part_rows` give the vocabulary rows that `args.embedding` holds; a table that is split
 /// over several allocations takes one call per allocation.

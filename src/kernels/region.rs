@@ -189,7 +189,7 @@ pub struct Region {
     dispatches: u32,
     barriers: u32,
     timing: Option<Timing>,
-    /// Whether the region waits at a gate: it reads what the host writes after the submission.
+    /// Whether the region is submitted behind a gate: it reads what the host writes after the submission.
     gated: bool,
     recording: Recording,
     // The buffers must outlive every submission of the commands. `drop` marks them with the last submission.
@@ -248,7 +248,8 @@ impl Region {
         Region::with(device, recording, bind(recording, table)?, pipelines, how)
     }
 
-    /// Like [`Region::build`], for a region that waits at a gate: it reads what the host writes after the submission.
+    /// Like [`Region::build`], for a region that is submitted behind a gate: it reads what the host writes after the
+    /// submission.
     pub fn build_gated(
         device: &Device,
         recording: &Recording,

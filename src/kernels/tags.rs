@@ -95,7 +95,7 @@ impl Flow {
     }
 }
 
-/// Zeroes tagged buffers.
+/// Returns the call that zeroes tagged buffers.
 ///
 /// # Panics
 /// If there are more than [`MOST_CLEARED`] buffers, or the size of one is not a multiple of 16 bytes.

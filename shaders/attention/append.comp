@@ -1,10 +1,11 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// For each row: q = rope(norm(q)), in place; K page ← rope(norm(k)); V page ← v.
+// Prefill: QK-norm, RoPE and KV cache append, before `flash` or `attention`. For each row:
+//   q = rope(norm(q)), in place;  K page ← rope(norm(k));  V page ← v
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
-// k, v  cache pages: `kv.glsl`
-// One workgroup does one head of one row. Traffic: a head in, a head out.
+// k, v  KV cache pages: `kv.glsl`
+// One workgroup processes one head of one row. Traffic: one head read, one head written.
 #include "common.glsl"
 #include "kv.glsl"
 

@@ -1,20 +1,22 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position.
+// Paged attention without matrix units, for decode and prefill, with split-K over the context:
+//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
 //
-// qkv    [rows][stride] f32: q heads, k heads, v heads; GATED 1: then a gate for each value of the output, which
-//        its sigmoid multiplies
-// k, v   cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
+// qkv    [rows][stride] f32: q heads, k heads, v heads. GATED 1: then a gate for each value of the output, which is
+//        multiplied by the gate's sigmoid
+// k, v   KV cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32
-// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
-// FUSED  1 (decode): q and k come raw; this kernel normalises and rotates them and appends k and v
-//        0 (prompt): `append` has done so
+// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
+// FUSED  1 (decode): q and k are raw; this kernel normalizes and rotates them and appends k and v to the cache. 0
+//        (prefill): `append` has done both
 //
-// One workgroup serves all G query heads of one KV head of one row, so that K and V are read once, and
-// every SPLITS-th block of WORKERS tokens. Scores: one token a thread. Values: eight dims a thread.
-// A block's keys are loaded before they are needed: the first while q is prepared, the next while
-// values are summed. Several active splits leave {m, l, o} in `partials`; the last to arrive (an atomic
-// count) combines them. Traffic: 4·D bytes a token and KV head (f16).
+// One workgroup serves all G query heads (GQA) of one KV head of one row, so that K and V are read once. Split s of the
+// S splits (S = gl_NumWorkGroups.x) processes blocks s, s + S, … of WORKERS tokens. In the score phase an invocation
+// computes one token; in the value phase it accumulates eight dimensions. Keys are loaded before they are needed: the
+// first block's while q is prepared, the next block's while values are accumulated. If several splits have work, each
+// writes {m, l, o} (maximum, sum, output) to `partials`, and the last one to arrive (an atomic counter) combines them.
+// Traffic: 4·D bytes per token and KV head (f16).
 #include "common.glsl"
 #include "kv.glsl"
 #include "tags.glsl"
@@ -26,7 +28,7 @@ layout(constant_id = 3) const uint G = 2;
 layout(constant_id = 4) const uint KV_HEADS = 8;
 layout(constant_id = 5) const uint QK_NORM = 0;
 layout(constant_id = 6) const uint FUSED = 1;
-layout(constant_id = 7) const uint WORKERS = 128; // the same as the workgroup's size
+layout(constant_id = 7) const uint WORKERS = 128; // the workgroup's size
 layout(constant_id = 8) const uint TAGGED = 0;
 layout(constant_id = 9) const uint GATED = 0;
 
@@ -55,10 +57,10 @@ layout(push_constant) uniform Args {
 };
 
 const uint EIGHTS = D / 8u;
-const uint LANES = WORKERS / EIGHTS;    // tokens at a time in the value phase
+const uint LANES = WORKERS / EIGHTS;    // tokens processed at a time in the value phase
 const uint HALF = ROT / 2u;
-const uint ITEMS = ((G + 1u) * (D / 2u) + WORKERS - 1u) / WORKERS; // pairs of q and k dims a thread prepares
-const uint AHEAD = 4u;                  // values of so many tokens are in flight
+const uint ITEMS = ((G + 1u) * (D / 2u) + WORKERS - 1u) / WORKERS; // pairs of q and k dimensions per invocation
+const uint AHEAD = 4u;                  // number of tokens whose values are in flight
 const float LOWEST = -3.0e38;
 
 shared vec4 q_s[G * D / 4u];
@@ -73,7 +75,7 @@ shared float scale_s[G + 1u];
 shared uint page_s[(WORKERS + 15u) / 16u];
 shared uint last_s;
 
-// Raw heads to shared memory: G of q, and with FUSED the new k and v.
+// Loads the raw heads to shared memory: G heads of q and, with FUSED, the new k and v.
 void load_heads(uint row, uint kvh) {
     const uint QUADS = D / 4u;
     const uint LOADS = (G + (FUSED == 1u ? 2u : 0u)) * QUADS;
@@ -100,15 +102,16 @@ void set_head_value(uint g, uint i, float value) {
     else k_s[i / 4u][i % 4u] = value;
 }
 
-// Dims of pair `j` of a head: rotated together, or neighbours beyond the rotated dims.
+// Returns the dimensions of pair `j` of a head: two that are rotated together, or two neighbours beyond the rotated
+// ones.
 void pair_of(uint j, out uint first, out uint second) {
     bool rotated = j < HALF;
     first = rotated ? j : ROT + (j - HALF) * 2u;
     second = rotated ? j + HALF : first + 1u;
 }
 
-// q_s ← rope(norm(q)) / sqrt(D), k_s ← rope(norm(k)). A thread owns both values of a rotated pair, so
-// that none reads what another has overwritten.
+// q_s ← rope(norm(q)) / sqrt(D), k_s ← rope(norm(k)). One invocation owns both values of a rotated pair, so that no
+// invocation reads what another has overwritten.
 void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], float weight_a[ITEMS], float weight_b[ITEMS]) {
     uint t = gl_LocalInvocationID.x;
     float inverse = inversesqrt(float(D));
@@ -153,23 +156,24 @@ void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], floa
     barrier();
 }
 
-// The new key or value as the cache will hold it.
+// Rounds the new key or value as the cache will hold it.
 void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high), a, b); }
 
-// Values of AHEAD tokens of the thread's lane from `from` on; those past the last cached one read that.
+// Loads values of AHEAD tokens of this lane from `from` on. Tokens beyond the last cached one are replaced by it.
 #define LOAD_VALUES(from)                                                                           \
     [[unroll]] for (uint n = 0u; n < AHEAD; n++) {                                                   \
         uint token_ = min((from) + n * LANES, max(cached, 1u) - 1u);                                 \
         value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
     }
 
-// Value `i` of the KV head's query heads.
+// Writes value `i` of the KV head's query heads to the output.
 void write_output(uint row, uint kvh, uint i, float value) {
     if (GATED == 1u) {
         uint from = row * stride + (KV_HEADS * (G + 2u) + kvh * G) * D + i, polls = 0u;
         uvec4 words = qkv.v[from / 4u];
         if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[from / 4u];
-        // A row without a sequence has waited for its gates; they may be anything.
+        // A row without a sequence has polled for its gates but ignores them: they may be anything, and its output is
+        // zero.
         if (value != 0.0) value /= 1.0 + exp(-uintBitsToFloat(words[from % 4u]));
     }
     o.v[row * output_stride + kvh * G * D + i] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
@@ -188,7 +192,7 @@ void main() {
     uint t = gl_LocalInvocationID.x;
     if (info.w == 0u) {
         if (TAGGED != 0u && split == 0u) {
-            // Whoever waits for the output relies on the heads having been waited for.
+            // A consumer that polls the output assumes that the heads were polled before.
             load_heads(row, kvh);
             for (uint i = t; i < G * D; i += WORKERS) write_output(row, kvh, i, 0.0);
         }
@@ -197,7 +201,7 @@ void main() {
     if (split >= live) return;
     uint table = info.z * max_pages;
 
-    // Keys of the thread's token in the first block; tokens past the end read the last one's.
+    // The keys of this invocation's token in the first block. Tokens past the end read the last token's.
     Eight key[EIGHTS];
     uint page = token_page(table, min(split * WORKERS + t, position));
     {
@@ -205,7 +209,7 @@ void main() {
         uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
         [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
     }
-    // What the heads are multiplied by, loaded before the first barrier.
+    // The rotary factors and norm weights of the heads, loaded before the first barrier.
     float turn_c[ITEMS], turn_s[ITEMS], weight_a[ITEMS], weight_b[ITEMS];
     if (FUSED == 1u) {
         [[unroll]] for (uint n = 0u; n < ITEMS; n++) {
@@ -240,11 +244,11 @@ void main() {
         uint first = block * WORKERS;
         uint count = min(WORKERS, position + 1u - first);
         bool has_new = FUSED == 1u && first + count == position + 1u;
-        // The new token's values are not in the cache, whatever lies in their place.
+        // The new token's value is not in the cache yet: its place there may hold anything.
         uint cached = has_new ? count - 1u : count;
         if (t % 16u == 0u) page_s[t / 16u] = page;
 
-        // Scores: thread t has token first + t.
+        // Scores: invocation t computes token first + t.
         float score[G];
         [[unroll]] for (uint g = 0u; g < G; g++) score[g] = 0.0;
         bool is_new = has_new && t == count - 1u;
@@ -256,7 +260,7 @@ void main() {
                 score[g] += dot(q_s[g * (D / 4u) + j * 2u], a) + dot(q_s[g * (D / 4u) + j * 2u + 1u], b);
         }
         [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = t < count ? score[g] : LOWEST;
-        // The next block's keys are on their way while values are summed.
+        // The next block's keys are loaded while values are accumulated.
         uint next = block + gl_NumWorkGroups.x;
         if (next < blocks) {
             uint token = min(next * WORKERS + t, position);
@@ -265,11 +269,11 @@ void main() {
             [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
         }
         barrier();
-        // The first values are on their way during the softmax.
+        // The first values are loaded during the softmax.
         Eight value[AHEAD];
         LOAD_VALUES(lane)
 
-        // Softmax of the block: a subgroup takes a head.
+        // The softmax of the block: one subgroup per head.
         for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
             float m = m_s[g], top = m;
             for (uint i = gl_SubgroupInvocationID; i < WORKERS; i += gl_SubgroupSize) top = max(top, p_s[g * WORKERS + i]);
@@ -290,7 +294,7 @@ void main() {
         }
         barrier();
 
-        // Values: thread (lane, column) sums tokens lane, lane + LANES, … for eight dims.
+        // Values: invocation (lane, column) accumulates tokens lane, lane + LANES, … for eight dimensions.
         [[unroll]] for (uint g = 0u; g < G; g++) {
             acc_a[g] *= correction_s[g];
             acc_b[g] *= correction_s[g];
@@ -320,7 +324,7 @@ void main() {
             }
         }
         if (has_new) {
-            // No other workgroup reads this token in this dispatch, and no thread of this one does.
+            // No other workgroup reads this token in this dispatch, and no invocation of this one does.
             uint own = page_s[(count - 1u) / 16u] * KV_HEADS + kvh, in_page = position % 16u;
             for (uint i = t; i < EIGHTS; i += WORKERS) {
                 STORE_EIGHT(k, own * 2u * D + i * 16u + in_page, pack_eight(k_s[i * 2u], k_s[i * 2u + 1u]));
@@ -330,7 +334,7 @@ void main() {
         barrier();
     }
 
-    // Sum over the lanes.
+    // Add the sums of all lanes.
     if (lane < LANES) {
         [[unroll]] for (uint g = 0u; g < G; g++) {
             reduce_s[(lane * G + g) * (D / 4u) + column * 2u] = acc_a[g];
@@ -352,7 +356,7 @@ void main() {
         partials.v[part + 2u * g] = m_s[g];
         partials.v[part + 2u * g + 1u] = l_s[g];
     }
-    // Release the partials, count; the last to arrive acquires all of them.
+    // Release the partial results and count; the last workgroup to arrive acquires all of them.
     memoryBarrierBuffer();
     barrier();
     if (t == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
@@ -361,10 +365,11 @@ void main() {
     memoryBarrierBuffer();
     if (t == 0u) {
         counters.v[slot] = 0u;
-        // Before the output, which is all that orders the next use where it is tagged.
+        // The reset must be visible before the output: where the output is tagged, it alone orders the next use of the
+        // counter.
         memoryBarrierBuffer();
     }
-    // The weight of each split, over the common maximum and the common sum: a subgroup takes a head.
+    // The weight of each split relative to the common maximum, and the common sum: one subgroup per head.
     for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
         float top = LOWEST;
         for (uint s = gl_SubgroupInvocationID; s < live; s += gl_SubgroupSize)

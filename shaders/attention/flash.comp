@@ -1,25 +1,26 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the pages of row r's prompt up to the position of row r.
+// Flash attention for prefill, on matrix blocks, optionally with split-K over the context:
+//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's prompt up to the position of row r
 //
-// qkv    [rows][stride] f32: q heads, normalised and rotated; k and v heads, not read; GATED 1: then a gate for each
-//        value of the output, which its sigmoid multiplies
-// chunk  descriptor of the step: `kernels::embed::ChunkLayout`; rows of a prompt are consecutive positions
-// k, v   cache pages of f16: `kv.glsl`;  pages [slots][max_pages]
-// o      [rows][output_stride] f32; rows that are not in use are left as they are
+// qkv    [rows][stride] f32: q heads, normalized and rotated; k and v heads, which are not read. GATED 1: then a gate
+//        for each value of the output, which is multiplied by the gate's sigmoid
+// chunk  descriptor of the prompt step: `kernels::embed::ChunkLayout`; the rows of a prompt are consecutive positions.
+//        The rows of a prompt without a slot are not in use
+// k, v   KV cache pages of f16: `kv.glsl`;  pages [slots][max_pages]
+// o      [rows][output_stride] f32; rows that are not in use are left unchanged
 //
-// A prompt may be nobody's: then its rows are not in use.
-// A workgroup serves a tile of ROWS pairs of (row, query head) of one prompt and one KV head, counted through: pair
-// i is row i / G of the prompt, head i % G of the group. 32 lanes have 16 pairs. It goes over all tokens up to its last row's in blocks,
-// whose keys and values come through shared memory: keys of the next block are on their way while values
-// are summed, values while scores are. Maxima and sums of the softmax are kept in registers from block to
-// block. A lane's scores are what it needs as tokens of the second product, so weights of tokens never move.
-// q and the weights are rounded to f16, all sums are f32. D is a multiple of 32.
-// Where tiles are few and contexts long (the end of a prompt whose beginning was found in pages), several
-// workgroups share a tile's tokens: each leaves maximum, sum and output of every lane in `partials`, and the last
-// to arrive combines them in their order.
-// Traffic: 4·D bytes a token and tile.
+// One workgroup serves a tile of ROWS (row, query head) pairs of one prompt and one KV head: pair i is row i / G of the
+// prompt and head i % G of the GQA group. Each group of 32 lanes has 16 pairs. The workgroup iterates in blocks over
+// all tokens up to the tile's last row. Keys and values go through shared memory: the next block's keys are loaded
+// while values are accumulated, and values while scores are computed. The online softmax's maxima and sums stay in
+// registers from block to block. A lane's scores have the layout of the second product's first operand, so the softmax
+// weights never leave their lane. q and the weights are rounded to f16; all sums are f32. D is a multiple of 32.
+// Where tiles are few and contexts are long (the end of a prompt whose beginning was in the prefix cache), several
+// workgroups share a tile's tokens: each writes the maximum, sum and output of every lane to `partials`, and the last
+// to arrive combines them in the order of their numbers.
+// Traffic: 4·D bytes per token and tile.
 #define WEIGHT 1
 #include "common.glsl"
 #if MATRIX == 1
@@ -33,8 +34,8 @@ layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint D = 128;
 layout(constant_id = 2) const uint G = 4;
 layout(constant_id = 3) const uint KV_HEADS = 8;
-layout(constant_id = 4) const uint LANES = 128; // the same as the workgroup's size; a multiple of 32
-layout(constant_id = 5) const uint SPLITS = 1;  // workgroups that may share a tile
+layout(constant_id = 4) const uint LANES = 128; // the workgroup's size, a multiple of 32
+layout(constant_id = 5) const uint SPLITS = 1;  // maximum number of workgroups per tile
 layout(constant_id = 6) const uint GATED = 0;
 
 #include "fragments.glsl"
@@ -55,10 +56,10 @@ layout(push_constant) uniform Args {
     uint stride;
     uint output_stride;
     uint max_pages;
-    uint parts;          // tiles times workgroups that share one, at most
+    uint parts;          // maximum number of tiles times workgroups per tile
 };
 
-// Tokens of a block: as many as shared memory holds.
+// The number of tokens in a block: as many as shared memory holds.
 #if MATRIX == 1
 const uint BLOCK = D <= 128u ? 64u : 32u;
 #else
@@ -68,27 +69,29 @@ const uint ROWS = LANES / 2u;
 const uint EIGHTS = D / 8u;
 const uint PARTS = BLOCK / 16u;                        // pages of a block
 const uint WORDS = BLOCK * EIGHTS;                     // 16-byte words of a block's keys, and of its values
-const uint STAGED = (WORDS + LANES - 1u) / LANES;      // of these, a thread's
-// 16-byte words from eight dims of 16 tokens to the next, and from a token's values to the next: no two
-// of the addresses that are read at a time share a bank.
+const uint STAGED = (WORDS + LANES - 1u) / LANES;      // of those, words per invocation
+// Strides in 16-byte words: from eight dimensions of 16 tokens to the next eight, and from a token's values to the next
+// token's. They are chosen so that addresses that are read at the same time are in different banks.
 const uint K_STRIDE = 18u;
 const uint V_STRIDE = EIGHTS + 1u;
 const float LOWEST = -3.0e38;
-// Blocks that a workgroup has at least, where several share a tile.
+// The minimum number of blocks per workgroup where several workgroups share a tile.
 const uint LEAST_BLOCKS = 4u;
 
 shared uint arrived_s;
 shared uvec4 k_s[PARTS * EIGHTS * K_STRIDE];           // [page][D/8][16 tokens]
 shared uvec4 v_s[BLOCK * V_STRIDE];                    // [token][D/8]
 
-// Calls `body` with the number `w_` in a block of each word that the thread stages, which is its `i_`-th.
+// Executes `body` for each word that this invocation stages: `w_` is the word's number in the block, `i_` its index
+// among the invocation's words.
 #define EACH_STAGED(body)                                                       \
     UNROLL for (uint i_ = 0u; i_ < STAGED; i_++) {                              \
         uint w_ = i_ * LANES + gl_LocalInvocationIndex;                         \
         if (WORDS % LANES == 0u || w_ < WORDS) { body }                         \
     }
 
-// Word `w` of block `block` in either cache. Pages past the one that holds token `last` read that.
+// Returns the index of word `w` of block `block` in either cache. Pages beyond the one that holds token `last` are
+// replaced by it.
 uint cached(uint table, uint kvh, uint last, uint block, uint w) {
     uint page = pages.v[table + min(block * PARTS + w / (2u * D), last / 16u)];
     return (page * KV_HEADS + kvh) * 2u * D + w % (2u * D);
@@ -96,14 +99,15 @@ uint cached(uint table, uint kvh, uint last, uint block, uint w) {
 
 #define LOAD(cache, block) EACH_STAGED(staged[i_] = cache.v[cached(table, kvh, last, block, w_)];)
 #define STORE_KEYS EACH_STAGED(k_s[(w_ / 16u) * K_STRIDE + w_ % 16u] = staged[i_];)
-// Tokens past `last` may hold anything, and zero times that is not always zero.
+// Tokens past `last` may hold anything, also NaN or infinity, whose product with a zero weight is not zero. They are
+// replaced by zeros.
 #define STORE_VALUES(first)                                                                         \
     EACH_STAGED(                                                                                    \
         bool there_ = (first) + BLOCK <= last + 1u || (first) + w_ / EIGHTS <= last;                \
         v_s[(w_ / EIGHTS) * V_STRIDE + w_ % EIGHTS] = there_ ? staged[i_] : uvec4(0u);)
 
-// Values of 16 tokens from `token` on and 16 dims from `dim` on; dims take the place of W's rows: a lane
-// has sums of dims 2t, 2t + 1, 2t + 8 and 2t + 9.
+// Loads values of 16 tokens from `token` on and 16 dimensions from `dim` on. The dimensions take the place of the rows
+// of W: a lane has the sums of dimensions 2t, 2t + 1, 2t + 8 and 2t + 9.
 #if MATRIX == 1
 #define LOAD_VALUES(m, token, dim) \
     coopMatLoad(m, v_s, (token) * V_STRIDE + (dim) / 8u, V_STRIDE, gl_CooperativeMatrixLayoutRowMajor);
@@ -122,7 +126,7 @@ uvec4 values(uint token, uint dim) {
 #define LOAD_VALUES(m, token, dim) m = values(token, dim);
 #endif
 
-// Over the four lanes that share two pairs.
+// Reductions over the four lanes that share two pairs.
 #if MATRIX == 1
 vec2 max_of_pairs(vec2 x) {
     x = max(x, subgroupShuffleXor(x, 1u));
@@ -133,7 +137,7 @@ vec2 sum_of_pairs(vec2 x) {
     return x + subgroupShuffleXor(x, 2u);
 }
 #else
-// In uniform control flow, as products are.
+// Call in uniform control flow, like the products.
 void exchange(vec2 x, out vec2 others[4]) {
     barrier();
     exchange_tokens[gl_LocalInvocationIndex].xy = floatBitsToUint(x);
@@ -156,17 +160,18 @@ float max4(vec4 x) { return max(max(x.x, x.y), max(x.z, x.w)); }
 float sum4(vec4 x) { return (x.x + x.y) + (x.z + x.w); }
 uvec2 pack4(vec4 x) { return uvec2(pack_pair(x.x, x.y), pack_pair(x.z, x.w)); }
 
-// Where a share's part of a lane begins.
+// Returns the index of this invocation's first word in part `part` of `partials`.
 uint part_at(uint part) { return part * (D / 8u + 1u) * LANES + gl_LocalInvocationIndex; }
 
-// What dims 2t, 2t + 1, 2t + 8 and 2t + 9 of the 16 from `first` on of a row are divided by.
+// Returns 1 + exp(-gate), the divisor of the output, for dimensions 2t, 2t + 1, 2t + 8 and 2t + 9 of the 16 from
+// `first` on of a row.
 vec4 gate(uint row, uint first, uint t) {
     uint at = (row * stride + first + t * 2u) / 4u;
     vec4 a = qkv.v[at], b = qkv.v[at + 2u];
     return 1.0 + exp(-(t % 2u == 0u ? vec4(a.xy, b.xy) : vec4(a.zw, b.zw)));
 }
 
-// A lane's 16 dims from 16i on, of its first pair and its second.
+// Writes the lane's dimensions of the 16 from 16i on, for its first and its second pair.
 #define WRITE_OUTPUT(i, low_, high_) {                                                       \
         uvec2 at_ = ((prompt.z + row) * output_stride + head * D) / 2u + t + (i) * 8u;       \
         vec4 a_ = (low_) / l.x, b_ = (high_) / l.y;                                          \
@@ -181,7 +186,7 @@ vec4 gate(uint row, uint first, uint t) {
 
 void main() {
     uint kvh = gl_WorkGroupID.x;
-    // The longest of a prompt first.
+    // A prompt's last tiles have the longest contexts, so they come first.
     uint number = gl_NumWorkGroups.y - 1u - gl_WorkGroupID.y;
     uint prompts = chunk.v[0].x, low = 0u, high = prompts;
     while (high - low > 1u) {
@@ -194,8 +199,8 @@ void main() {
     if (tile >= in_use * G || prompt.x == 0xffffffffu) return;
     uint start = prompt.y;
     uint table = prompt.x * max_pages;
-    uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // the last row's position
-    uint open = start + tile / G;                                 // the first row's: no pair masks tokens up to it
+    uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // position of the tile's last row
+    uint open = start + tile / G;                                 // its first row's position; no mask up to this token
     uint blocks = last / BLOCK + 1u;
     uint most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(chunk.v[0].w, 1u), 1u)) : 1u;
     uint sharers = min(most_sharers, max(blocks / LEAST_BLOCKS, 1u));
@@ -204,7 +209,7 @@ void main() {
     if (gl_WorkGroupID.z >= sharers) return;
     uint block_begin = gl_WorkGroupID.z * share, block_end = min(block_begin + share, blocks);
     uint g = LANE >> 2, t = LANE & 3u;
-    // The lane's two pairs; those past the end repeat the last row.
+    // The lane's two pairs. Pairs past the end repeat the last row.
     uvec2 pair = tile + LANE_GROUP * 16u + g + uvec2(0u, 8u);
     uvec2 row = min(pair / G, uvec2(in_use - 1u));
     uvec2 position = start + row;
@@ -212,7 +217,7 @@ void main() {
 
     uvec4 staged[STAGED];
     LOAD(k, block_begin)
-    // Powers of two are what the hardware knows.
+    // The factor log2(e) is part of the scale, so that the softmax uses exp2, which the hardware provides.
     float scale = 1.4426950408889634 * inversesqrt(float(D));
     Tokens q[D / 16u];
     UNROLL for (uint c = 0u; c < D / 32u; c++) {
@@ -226,8 +231,8 @@ void main() {
 
     Sums sums[D / 16u];
     UNROLL for (uint i = 0u; i < D / 16u; i++) sums[i] = NO_SUMS;
-    vec2 m = vec2(LOWEST); // of the lane's two pairs
-    vec2 l = vec2(0.0);    // the lane's part
+    vec2 m = vec2(LOWEST); // maxima of the lane's two pairs
+    vec2 l = vec2(0.0);    // the lane's part of their sums
     for (uint block = block_begin; block < block_end; block++) {
         uint first = block * BLOCK;
         barrier();
@@ -278,7 +283,8 @@ void main() {
 
         STORE_VALUES(first)
         barrier();
-        // Past the last block this reads its last page once more: a branch here would make it wait.
+        // After the last block this loads the page of token `last` again: a branch here would make the invocation wait
+        // for the load.
         LOAD(k, block + 1u)
         UNROLL for (uint j = 0u; j < PARTS; j++) {
             UNROLL for (uint i = 0u; i < D / 16u; i++) {
@@ -299,7 +305,7 @@ void main() {
             partials.v[own + (2u * i + 1u) * LANES] = SUMS_HIGH(sums[i]);
         }
         partials.v[own + D / 8u * LANES] = vec4(m, l);
-        // Release what was left, count; the last to arrive acquires all of it.
+        // Release the partial results and count; the last workgroup to arrive acquires all of them.
         memoryBarrierBuffer();
         barrier();
         if (gl_LocalInvocationIndex == 0u) arrived_s = atomicAdd(counters.v[first_part], 1u) + 1u;
@@ -318,7 +324,7 @@ void main() {
             vec4 a = vec4(0.0), b = vec4(0.0);
             for (uint s = 0u; s < sharers; s++) {
                 uint at = part_at(first_part + s);
-                // Of pairs that see none of a share's tokens nothing is taken.
+                // A pair that sees none of a share's tokens has weight zero there.
                 vec2 weight = exp2(partials.v[at + D / 8u * LANES].xy - top);
                 a += weight.x * partials.v[at + 2u * i * LANES];
                 b += weight.y * partials.v[at + (2u * i + 1u) * LANES];

@@ -1,24 +1,30 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V over the row's pages up to its position, for one new token a
-// row, which it normalises, rotates and appends: the meaning of attention.comp with FUSED, on matrix blocks.
+// Flash attention for decode (flash-decoding), on matrix blocks, with split-K over the context, for one new token per
+// row:
+//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
+// The kernel also normalizes and rotates q and k and appends k and v to the cache: the same result as `attention.comp`
+// with FUSED 1.
 //
-// qkv    [rows][stride] f32: q heads, k heads, v heads; GATED 1: then a gate for each value of the output, which its
-//        sigmoid multiplies
-// k, v   cache pages: `kv.glsl`, f16;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
-// output [rows][output_stride] f32; PACKED 1: 16-bit blocks as `pack_rows` leaves them, `output_stride` of 32 columns
-// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes its output
-// PLANNED 1: rows is what `plan_splits` made of it: a row's splits are as many as its length deserves
+// qkv    [rows][stride] f32: q heads, k heads, v heads. GATED 1: then a gate for each value of the output, which is
+//        multiplied by the gate's sigmoid
+// k, v   KV cache pages of f16: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
+// output [rows][output_stride] f32. PACKED 1: 16-bit blocks as `pack_rows` writes them, `output_stride` in blocks of
+//        32 columns
+// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
+// PLANNED 1: `rows` is the work list of `plan_splits`, which gives a row a number of splits according to its length
 //
-// One workgroup serves all G (at most 8) query heads of one KV head of one row, or of a part of its context. A group of 32 lanes takes a
-// page of 16 tokens at a time and keeps its own maximum, sum and output; the groups meet at the end. Scores
-// are Q (16 heads' rows: f16 parts of head g in g and g + 8) times a page of keys, 16 × 32 dims in two loads;
-// the sums of a lane are then its part of P, whose two f16 parts again stand in rows g and g + 8. The first
-// page is asked for before q is waited for. The new token is no page's: it is the first state of one group.
-// Several workgroups along the context leave {m, l, o} in `partials`. With WAITS 1 (tagged words only) the last one by
-// its number waits for the others' and combines them; with WAITS 0 the last to arrive does. Both give the same bits.
-// Traffic: 4·D bytes a token and KV head.
+// One workgroup serves all G (at most 8) query heads (GQA) of one KV head of one row, or one split of its context. A
+// group of 32 lanes processes one page of 16 tokens at a time and keeps its own maximum, sum and output; the groups are
+// combined at the end. Scores are the product of Q (16 rows: the two f16 parts of head g are rows g and g + 8) and a
+// page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of P, whose two f16 parts
+// again are rows g and g + 8. The first page is loaded before the workgroup polls for q. The new token is not read from
+// a page: split 0 adds it when the groups are combined.
+// If there are several splits, they write {m, l, o} to `partials`. With WAITS 1 (tagged words only) the split with the
+// highest number polls for the others' results and combines them; with WAITS 0 the last split to arrive combines them.
+// Both give the same bits.
+// Traffic: 4·D bytes per token and KV head.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
 #include "common.glsl"
@@ -26,7 +32,7 @@
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size
+layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
 layout(constant_id = 2) const uint D = 128;       // a multiple of 32
 layout(constant_id = 3) const uint ROT = 128;
 layout(constant_id = 4) const uint G = 2;
@@ -69,13 +75,13 @@ const uint GROUPS = LANES / 32u;
 const uint QUADS = D / 4u;
 const uint HALF = ROT / 2u;
 const uint BLOCKS = D / 16u;
-const uint ROW = D / 8u + 1u;                     // of staged values: a step that spreads over the banks
-const uint STAGED = 16u * ROW;                    // of a group; as large as its output, with G at most 8
+const uint ROW = D / 8u + 1u;                     // 16-byte words per staged token; spreads over the banks
+const uint STAGED = 16u * ROW;                    // words per group; also as large as its output, with G at most 8
 const uint RAW = (G + 2u + GATED * G) * QUADS;
 const uint RAW_LOADS = (RAW + LANES - 1u) / LANES;
-const uint TURNED = (G + 1u) * QUADS;             // q and k
+const uint TURNED = (G + 1u) * QUADS;             // quads of q and k
 const uint TURNED_LOADS = (TURNED + LANES - 1u) / LANES;
-// Quads whose squares are added in registers: a power of two that divides a head's.
+// The number of quads whose squares are added by shuffles: a power of two that divides a head's number of quads.
 #if MATRIX == 1
 const uint LOW_BIT = QUADS & (~QUADS + 1u);
 const uint JOINED = LOW_BIT < 32u ? LOW_BIT : 32u;
@@ -83,15 +89,15 @@ const uint JOINED = LOW_BIT < 32u ? LOW_BIT : 32u;
 const uint JOINED = 1u;
 #endif
 const uint ITEMS = G * QUADS;
-// Groups of ITEMS invocations that share the splits among themselves where they are combined.
+// The number of groups of ITEMS invocations that divide the splits among themselves in the combination.
 #if MATRIX == 1
 const uint TEAMS = LANES / ITEMS > 1u ? LANES / ITEMS : 1u;
 #else
 const uint TEAMS = 1u;
 #endif
 const uint TURNS = TEAMS > 1u ? 1u : (ITEMS + LANES - 1u) / LANES;
-const uint AHEAD = 8u;                            // splits whose words are in flight then
-const uint PART = G * (QUADS + 1u);               // words of 16 bytes that a split leaves
+const uint AHEAD = 8u;                            // splits whose words are in flight in the combination
+const uint PART = G * (QUADS + 1u);               // 16-byte words that a split writes
 const uint MOST_SPLITS = 32u;
 const float LOWEST = -3.0e38;
 
@@ -102,7 +108,7 @@ shared uvec2 new_k_s[QUADS];
 shared uvec2 new_v_s[QUADS];
 shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
 shared vec2 state_s[GROUPS * G];                  // m, l
-shared float most_s[G * MOST_SPLITS];             // of each split
+shared float most_s[G * MOST_SPLITS];             // maximum of each split
 shared float sum_s[G * MOST_SPLITS];
 shared float weight_s[G * MOST_SPLITS];
 shared vec4 own_s[ITEMS];                         // the workgroup's own part
@@ -110,7 +116,7 @@ shared float new_score_s[G * QUADS / JOINED];
 shared uint last_s;
 
 #if MATRIX == 1
-// Values of 16 tokens and the block's 16 dims, in the matrix units' own order.
+// Loads values of 16 tokens and of the block's 16 dimensions, in the element order of the matrix units.
 #define SET_VALUES(m, block) coopMatLoad(m, stage_s, LANE_GROUP * STAGED + (block) * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
 #else
 uint half_at(uint token, uint dim) {
@@ -122,16 +128,17 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
     m = uvec4(pair_at(t_, d_), pair_at(t_ + 8u, d_), pair_at(t_, d_ + 8u), pair_at(t_ + 8u, d_ + 8u)); }
 #endif
 
-// Four values of the cache.
+// Stores four values to the cache.
 #if MATRIX == 1
 #define PUT_FOUR(cache, at, words) Words2Out(cache).v[at] = words;
 #else
 #define PUT_FOUR(cache, at, words) if ((at) % 2u == 0u) cache.v[(at) / 2u].xy = words; else cache.v[(at) / 2u].zw = words;
 #endif
 
-// The items that fall to an invocation. By hand every subgroup takes as many turns of every loop, with the
-// last item again where there is none for it: lavapipe suspends a subgroup at a barrier once more for each
-// turn more that it took of a loop before it, and from then on the subgroups meet at different barriers.
+// Iterate over the items of an invocation. Without cooperative matrices, every subgroup runs the same number of
+// iterations of every loop, repeating the last item where it has none of its own. Reason: lavapipe suspends a subgroup
+// at a barrier one extra time for each additional loop iteration that it ran before the barrier, and from then on the
+// subgroups meet at different barriers.
 #if MATRIX == 1
 #define ITEM(n, count) (i0 + (n) * LANES)
 #define EACH(i, count) for (uint i = i0; i < (count); i += LANES)
@@ -142,14 +149,14 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #define IS_ITEM(n, count) true
 #endif
 
-// Two values rounded to bfloat16.
+// Rounds two values to bfloat16 and packs them into one word.
 uint round_pair(float a, float b) {
     return (round_bfloat(floatBitsToUint(a)) >> 16) | (round_bfloat(floatBitsToUint(b)) & 0xffff0000u);
 }
 
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
-// Where four dims of the KV head's query heads, of its key, of its value or of its gates begin in qkv.
+// Returns where four dimensions of the KV head's query heads, key, value or gates begin in qkv, in 16-byte words.
 uint head_quad(uint row, uint kvh, uint item) {
     uint head = item / QUADS;
     return row * stride / 4u + item % QUADS
@@ -157,7 +164,7 @@ uint head_quad(uint row, uint kvh, uint item) {
             : KV_HEADS * (G + 2u) + kvh * G + head - (G + 2u)) * QUADS;
 }
 
-// Quad `quad` of the KV head's query heads.
+// Writes quad `quad` of the KV head's query heads to the output.
 void write_output(uint row, uint kvh, uint quad, vec4 value) {
     if (GATED == 1u) value /= 1.0 + exp(-raw_s[(G + 2u) * QUADS + quad]);
     if (PACKED == 0u) {
@@ -167,7 +174,8 @@ void write_output(uint row, uint kvh, uint quad, vec4 value) {
     uint column = kvh * G * QUADS + quad;
     uint word = (((row / 16u * output_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
     uvec2 pairs = uvec2(round_pair(value.x, value.y), round_pair(value.z, value.w));
-    // Constant components: some drivers store a chosen one by way of the whole vector.
+    // The components are constants: some drivers implement a store to a dynamically indexed component as a store of the
+    // whole vector.
     if (row % 16u < 8u) {
         o.v[word].x = pairs.x;
         o.v[word].z = pairs.y;
@@ -191,20 +199,20 @@ void main() {
     uint position = info.y;
     uint polls = 0u;
     if (info.w == 0u) {
-        // Whoever waits for the output relies on the heads having been waited for.
+        // A consumer that polls the output assumes that the heads were polled before.
         if (TAGGED != 0u && split == 0u) {
             EACH(i, RAW) {
                 uint at = head_quad(row, kvh, i);
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault, qkv_tag)) {}
             }
-            // What gates would multiply is zero.
+            // The output is zero, so the gates are ignored and set to zero.
             EACH(i, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
             barrier();
             for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, kvh, i, vec4(0.0));
         }
         return;
     }
-    // The new token stands at `position`; those before it are in pages.
+    // The new token is at `position`; all tokens before it are in pages.
     uint full = (position + 15u) / 16u;
     uint live = PLANNED != 0u ? planned : clamp((full + GROUPS - 1u) / GROUPS, 1u, gl_NumWorkGroups.x);
     if (split >= live) return;
@@ -213,7 +221,7 @@ void main() {
     uint step_pages = live * GROUPS;
     uint own_page = split * GROUPS + LANE_GROUP;
 
-    // A page's keys: dims 8t of each chunk of 32, of tokens g and g + 8. Its values: rows of D, in order.
+    // A page's keys: dimensions from 8t on of each chunk of 32, of tokens g and g + 8. Its values: rows of D, in order.
     uvec4 key[BLOCKS], value[BLOCKS];
 #define LOAD_KEYS(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
     [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {                                            \
@@ -227,12 +235,12 @@ void main() {
     LOAD_KEYS(page)
     LOAD_VALUES(page)
 
-    // What heads are turned and scaled by.
+    // The rotary factors and norm weights of this invocation's quads of q and k.
     vec4 turn_c[TURNED_LOADS], turn_s[TURNED_LOADS], weight_own[TURNED_LOADS], weight_other[TURNED_LOADS];
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
         uint item = min(i0 + n * LANES, TURNED - 1u);
 #if MATRIX == 1
-        // Four dims turn alike, and lie together.
+        // Four consecutive dimensions are on the same side of the rotation, and their factors are contiguous.
         if (HALF % 4u == 0u) {
             uint first = item % QUADS * 4u;
             bool turns = first < ROT, low = first < HALF;
@@ -326,7 +334,7 @@ void main() {
             PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
             PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
-        // The new token's score, from the same parts that pages meet.
+        // The new token's score, from the same f16 parts of q that are multiplied with the pages' keys.
         EACH(i, G * QUADS) {
             uvec4 x = q_s[i];
             uvec2 y = new_k_s[i % QUADS];
@@ -373,7 +381,7 @@ void main() {
 
         [[unroll]] for (uint c = 0u; c < BLOCKS; c++) {
             uint eighth = c * 32u + LANE, token = eighth / (D / 8u);
-            // What no token has written yet may be anything, NaN too.
+            // Tokens that are not written yet may hold anything, also NaN, so they are replaced by zeros.
             stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = index * 16u + token < position ? value[c] : uvec4(0u);
         }
         if (round + 1u < rounds) LOAD_VALUES(next)
@@ -390,12 +398,13 @@ void main() {
     sum += subgroupShuffleXor(sum, 1u);
     sum += subgroupShuffleXor(sum, 2u);
 
-    // The groups' outputs side by side: lane (g, t) has dims 2t, 2t + 1, 2t + 8, 2t + 9 of each block.
+    // The groups' outputs side by side: lane (g, t) has dimensions 2t, 2t + 1, 2t + 8 and 2t + 9 of each block.
     if (g < G) {
         [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
             vec4 part = SUMS_LOW(outputs[j]) + SUMS_HIGH(outputs[j]);
             uint at = LANE_GROUP * STAGED + g * QUADS + j * 4u + t / 2u;
-            // Constant components: some drivers store a chosen one by way of the whole vector.
+            // The components are constants: some drivers implement a store to a dynamically indexed component as a
+            // store of the whole vector.
             if (t % 2u == 0u) {
                 stage_s[at].xy = floatBitsToUint(part.xy);
                 stage_s[at + 2u].xy = floatBitsToUint(part.zw);
@@ -408,7 +417,7 @@ void main() {
     }
     barrier();
     uint slot = row * KV_HEADS + kvh;
-    // Of the first split, and of one from the next.
+    // The offset of the row's first split in `partials`, and the distance from one split to the next.
     uint parts = (PLANNED == 0u ? slot * gl_NumWorkGroups.x : (gl_WorkGroupID.x - split) * KV_HEADS + kvh) * PART;
     const uint each = PLANNED == 0u ? PART : KV_HEADS * PART;
     uint part = parts + split * each;
@@ -436,7 +445,7 @@ void main() {
         vec4 state = vec4(top, l, 0.0, 0.0);
         uvec4 words = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
         uvec4 state_words = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
-        // The combining workgroup takes its own part from here, rounded as the others' are.
+        // The combining workgroup reads its own part from here, rounded in the same way as the others' parts.
         own_s[i] = uintBitsToFloat(words);
         if (i % QUADS == 0u) {
             most_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.x);
@@ -450,11 +459,11 @@ void main() {
     if (live == 1u) return;
 
     if (WAITS == 1u) {
-        // Every workgroup that the last one waits for was launched before it. A workgroup must never wait for a later
-        // one: a device that preempts a context launches nothing new and lets what runs come to its end.
+        // Every workgroup that the last one polls for was launched before it. A workgroup must never poll for a later
+        // one: a device that preempts a context launches no new workgroups and lets the running ones finish.
         if (split + 1u < live) return;
     } else {
-        // Release the partials, count; the last to arrive acquires all of them.
+        // Release the partial results and count; the last workgroup to arrive acquires all of them.
         memoryBarrierBuffer();
         barrier();
         if (i0 == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
@@ -463,12 +472,13 @@ void main() {
         memoryBarrierBuffer();
         if (i0 == 0u) {
             counters.v[slot] = 0u;
-            // Before the output, which is all that orders the next use where it is tagged.
+            // The reset must be visible before the output: where the output is tagged, it alone orders the next use of
+            // the counter.
             memoryBarrierBuffer();
         }
     }
 
-    // Words of the first item are on their way while the maxima are waited for.
+    // The first item's words are loaded before the workgroup polls for the maxima.
     uint team = TEAMS > 1u ? i0 / ITEMS : 0u;
     bool works = team < TEAMS;
     uvec4 words[AHEAD];
@@ -488,7 +498,7 @@ void main() {
         }
     }
     barrier();
-    // The weight of each split, over the common maximum.
+    // The weight of each split relative to the common maximum.
     EACH(n, live * G) {
         uint s = n / G, h = n % G;
         float top = LOWEST;

@@ -1,18 +1,20 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Shares the workgroups of a batch's attention out among its rows: a row gets as many of `spread` units as its
-// pages are of all rows', at least one and at most one for each `least` pages.
+// Work scheduling for flash decode: distributes a batch's attention workgroups over its rows. A row gets
+// spread · pages / (the pages of all rows) units, rounded down, but at least one, at most one per `least` pages and at
+// most MOST. A unit is one split of a row's context: one workgroup of `flash_decode` per KV head.
 //
 // rows   [rows][4] token, position, slot, valid
-// work   [units][4] row, position, slot, split | live << 8 | valid << 16; all zero where there is no unit.
-//        A row's units follow one another; rows with several come first, as they take longest.
-// One workgroup does all rows. Traffic: 16 bytes a row, 16 bytes a unit.
+// work   [units][4] row, position, slot, split | live << 8 | valid << 16, where `live` is the row's number of units;
+//        all zero beyond the last unit. A row's units are consecutive. Rows with several units come first, because they
+//        take longest
+// One workgroup plans all rows. Traffic: 16 bytes per row and 16 bytes per unit.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint ROWS = 1;
 layout(constant_id = 2) const uint UNITS = 1;     // at least ROWS + `spread`
-layout(constant_id = 3) const uint MOST = 32;     // units of a row
+layout(constant_id = 3) const uint MOST = 32;     // the maximum number of units of a row
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -20,11 +22,11 @@ layout(push_constant) uniform Args {
     Words4In rows;
     Words4Out work;
     uint spread;
-    uint least;       // pages of a unit
+    uint least;       // minimum number of pages per unit
 };
 
-// Every invocation takes as many turns, with the last row again where there is none for it: a CPU driver counts
-// the turns of loops between barriers.
+// Iterates over the rows. Every invocation runs the same number of iterations, repeating the last row where it has none
+// of its own: a CPU driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
 #define EACH_ROW(r) for (uint turn_ = 0u, r = min(first, ROWS - 1u); turn_ < ROWS; turn_ += step_, r = min(first + turn_, ROWS - 1u))
 
 shared uint pages_s[ROWS];

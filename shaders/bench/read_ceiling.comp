@@ -1,9 +1,10 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// total += sum of all words: how fast memory can be read at all.
+// Memory bandwidth benchmark: reads a buffer once, to measure the maximum read rate of the device. total += sum of all
+// words.
 //
 // data [groups][16][threads] uvec4; total [1] u32
-// One workgroup reads one tile, sixteen 16-byte loads a thread in flight. Traffic: data once.
+// One workgroup reads one tile of `data`; each invocation has sixteen 16-byte loads in flight. Traffic: `data` once.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -21,6 +22,6 @@ void main() {
     uvec4 sum = uvec4(0u);
     [[unroll]] for (uint i = 0u; i < 16u; i++) sum += w[i];
     uint all = subgroupAdd(sum.x + sum.y + sum.z + sum.w);
-    // Never true for the bench's data, but the driver cannot know and must load everything.
+    // The condition is never true for the benchmark's data, but the driver cannot know that and must execute all loads.
     if (all == 0x9e3779b9u) total.v[0] = all;
 }

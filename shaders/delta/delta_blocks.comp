@@ -1,31 +1,36 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// What the scan of the gated delta rule needs of 64 rows of a prompt and a value head, for all such blocks of
-// a step side by side. With G_t = Σ_{s≤t} ln α_s inside the block and D_ij = exp(G_i - G_j) for i ≥ j, else 0:
+// Chunked gated delta rule for prefill, part 1 of 3: everything that does not depend on the state, for all blocks of
+// 64 rows and all value heads of a step in parallel. With G_t = Σ_{s≤t} ln α_s inside the block and
+// D_ij = exp(G_i - G_j) for i ≥ j, else 0:
 //
-//   q̂, k̂, v of each row: the convolution, silu and norms of `delta_step`
+//   q̂, k̂, v of each row: convolution, silu and norms as in `delta_step`
 //   T = ( I + strictlower(β_i (k̂_i·k̂_j) D_ij) )^-1,   E = (lower(q̂_i·k̂_j) ⊙ D) T
-// so that `delta_scan` has, from the state S before the block,
+// From these, and from the state S before the block, `delta_scan` computes
 //   R = β v - β e^G (K̂ S),   V' = T R,   O = e^G (Q̂ S) + E R,   S ← e^{G_64} S + K̂ᵀ (e^{G_64 - G} V')
 //
 // x      [rows][stride] f32: q | k | v | z | b | a
-// chunk  the step's descriptor (`embed_rows`): {prompts, lasts, rows, tiles}, then {slot, start, first row, _} a prompt
-// cells  8 words a prompt: {from, keep0_at, keep0, keep1_at}, {keep1, first block, _, _}
-// window [cells][8][channels]: of positions before the chunk, read from cell `from`
-// Rows behind a prompt's end are k = v = β = 0, ln α = 0, which leave the state as it is.
+// chunk  descriptor of the prompt step (`embed_rows`): {prompts, lasts, rows, tiles}, then {slot, start, first row, _}
+//        per prompt
+// cells  8 words per prompt: {from, keep0_at, keep0, keep1_at}, {keep1, first block, _, _}
+// window [cells][8][channels]: the convolution's inputs at positions before the chunk, read from cell `from`
+// Rows beyond a prompt's end have k = v = β = 0 and ln α = 0, which leaves the state unchanged.
 //
-// MATRIX 1: cooperative matrices, one subgroup for each 16 rows. q̂, k̂, T and E go as pairs of bfloat16 whose sum
-// they are to 2^-17, in blocks of 16 × 16 of 2 × 512 bytes as `delta_scan` loads them: [most, rest][32 lanes][16
-// bytes], lane 4g + t with rows g and g + 8 (n), columns 2t, 2t + 1, 2t + 8 and 2t + 9 (k).
+// MATRIX 1: cooperative matrices, one subgroup for each 16 rows. q̂, k̂, T and E are stored as pairs of bfloat16 whose
+// sum has a relative error of at most 2^-17, in blocks of 16 × 16 of 2 × 512 bytes, in the order in which `delta_scan`
+// loads them: [most, rest][32 lanes][16 bytes]; lane 4g + t holds rows g and g + 8 (n), columns 2t, 2t + 1, 2t + 8 and
+// 2t + 9 (k).
 //   mixed  [blocks][key heads]{ q̂ [4 of 16 rows][key_dim / 16], k̂ likewise, k̂ᵀ [key_dim / 16][4 of 16 rows] }
 //   solved [blocks][value heads]{ T, E [10 blocks on and below the diagonal] }
 //   values [blocks][value heads][value_dim / 16][4 of 16 rows][columns g, g + 8][32 lanes]: β v of four rows, f32
-// MATRIX 0: everything f32, row after row, q̂ and k̂ of each value head. A thread has one row.
+// MATRIX 0: everything is f32 and row-major, with q̂ and k̂ stored for each value head. An invocation has one row.
 //   mixed  [blocks][value heads][2][64][key_dim]: q̂, k̂;     solved [blocks][value heads][2][64][64]: T, E
 //   values [blocks][value heads][64][value_dim]: β v
-//   gates  [blocks][value heads][4][64]: e^G, β e^G, e^{G_64 - G}, unused (both)
-// Traffic: the head's channels once, a block's share of these once.
+// Both variants:
+//   gates  [blocks][value heads][4][64]: e^G, β e^G, e^{G_64 - G}, unused
+// One workgroup computes one block of one value head. Traffic: the head's channels once, the block's part of the
+// outputs once.
 #include "common.glsl"
 #include "delta.glsl"
 
@@ -71,10 +76,11 @@ const uint QUADS = VALUE_DIM / 4u;
 const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
 const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM;
 
-// The prompt's rows, and where what comes before them is.
+// The prompt: its first row in the step, its start position, the cell with what precedes its chunk, its number of rows.
 uint first_row, start, from, in_use;
 
-// u of row `index` of the prompt's chunk, which may lie before it.
+// Returns the convolution's input of row `index` of the prompt's chunk; a negative index is a position before the
+// chunk.
 vec4 raw(int index, uint quad) {
     if (index >= 0) return x.v[(first_row + uint(index)) * (stride / 4u) + quad];
     if (from == NO_CELL || int(start) + index < 0) return vec4(0.0);
@@ -93,7 +99,7 @@ vec4 convolved(uint index, uint quad) {
 #if MATRIX == 1
 #include "pairs.glsl"
 
-const uint PAIRS = KEY_DIM / 2u + 4u;             // words of a row: a step that spreads over the banks
+const uint PAIRS = KEY_DIM / 2u + 4u;             // words per row, a stride that spreads over the banks
 const uint V_STEP = VALUE_DIM + 4u;
 const uint STEP = BLOCK_ROWS + 4u;
 const uint KEY_BLOCKS = KEY_DIM / 16u;
@@ -102,34 +108,35 @@ const uint V_WORDS = BLOCK_ROWS * V_STEP;
 const uint ROWS_WORDS = 2u * HALF_WORDS > V_WORDS ? 2u * HALF_WORDS : V_WORDS;
 const uint SHARED = ROWS_WORDS > BLOCK_ROWS * STEP ? ROWS_WORDS : BLOCK_ROWS * STEP;
 
-shared uint words_s[SHARED];                      // v; then q, then k by parts; then I + L, which becomes T
-shared vec2 sums_s[BLOCK_ROWS];                   // of ln α: whole numbers, then what is left
+shared uint words_s[SHARED];                      // v; then q, then k, as parts; then L of I + L, which becomes T
+shared vec2 sums_s[BLOCK_ROWS];                   // sums of ln α: whole parts, then remainders
 shared float beta_s[BLOCK_ROWS];
 
 #define MATRIX_AT(row, column) words_s[(row) * STEP + (column)]
 float matrix_at(uint row, uint column) { return uintBitsToFloat(MATRIX_AT(row, column)); }
 
-// Four words of a block: rows g and g + 8 from `row` on, columns 2t.. and 2t + 8.. from `block` · 16 on.
+// Returns four words of a block: rows g and g + 8 from `row` on, columns 2t.. and 2t + 8.. from `block` · 16 on.
 uvec4 pairs_at(uint part, uint row, uint block, uint g, uint t) {
     uint at = part * HALF_WORDS + (row + g) * PAIRS + block * 8u + t;
     return uvec4(words_s[at], words_s[at + 4u], words_s[at + 8u * PAIRS], words_s[at + 8u * PAIRS + 4u]);
 }
 
-// The same of the transposed: rows are columns of k̂.
+// Returns the same of the transposed matrix, whose rows are columns of k̂.
 uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
     uint at = part * HALF_WORDS + (row + 2u * t) * PAIRS + block * 8u + g / 2u, shift = g % 2u * 16u;
 #define TURNED_PAIR(at_) (((words_s[at_] >> shift) & 0xffffu) | ((words_s[(at_) + PAIRS] >> shift) << 16))
     return uvec4(TURNED_PAIR(at), TURNED_PAIR(at + 8u * PAIRS), TURNED_PAIR(at + 4u), TURNED_PAIR(at + 8u * PAIRS + 4u));
 }
 
-// Calls `body` for each of the subgroup's 16 rows, from row `index` of the chunk on, with its number `n` and a quad
-// of its channels after convolution and silu, `mixed_row`. A loop of few rows a turn: all of them side by side
-// are more instructions than the processor keeps, and it then waits for each.
+// Executes `body` for each of the subgroup's 16 rows, which are the chunk's rows from `index` on, with the row's number
+// `n` and a quad of its channels after convolution and silu, `mixed_row`. The loop processes few rows per iteration:
+// all 16 rows unrolled are more instructions than the processor's instruction cache holds, so that it would wait for
+// each of them.
 #define EACH_ROW(quad_, body) {                                                                                \
         uint quad = quad_, row_quads = stride / 4u, last_row = in_use - 1u;                                    \
         vec4 w0 = conv.v[quad * 4u], w1 = conv.v[quad * 4u + 1u], w2 = conv.v[quad * 4u + 2u], w3 = conv.v[quad * 4u + 3u]; \
         vec4 t0, t1, t2, next[4];                                                                              \
-        /* Rows behind a prompt's end are masked, but there is something to read for them. */                  \
+        /* Rows beyond the prompt's end are masked, but read a clamped address. */                             \
         [[unroll]] for (uint e_ = 0u; e_ < 4u; e_++)                                                           \
             next[e_] = x.v[(first_row + min(index + e_, last_row)) * row_quads + quad];                        \
         if (index == 0u) {                                                                                     \
@@ -157,7 +164,7 @@ uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
         }                                                                                                      \
     }
 
-// Those of q or k, scaled to length `length_`, into the subgroup's 16 rows by parts.
+// Normalizes the rows of q or k to length `length_` and stores the subgroup's 16 rows as bfloat16 parts.
 #define STORE_ROWS(quad_, length_) {                                                                           \
         EACH_ROW(kh * KEY_QUADS + (quad_),                                                                     \
             float square = LANE < KEY_QUADS ? dot(mixed_row, mixed_row) : 0.0;                                 \
@@ -197,7 +204,8 @@ void main() {
     uint group = LANE_GROUP, g = LANE >> 2, t = LANE & 3u, own_row = group * 16u, index = first + own_row;
 
     if (i0 < BLOCK_ROWS) {
-        // Sums of whole numbers and of what is left of each are right to the last bits, however strong the decay.
+        // The integer parts and the remainders of ln α are summed separately, so that the sums are accurate to the last
+        // bits, however strong the decay.
         uint row = first + i0;
         uint at = (first_row + min(row, in_use - 1u)) * stride + GATES + h;
         float b = FloatsIn(x).v[at], a = FloatsIn(x).v[at + VALUE_HEADS];
@@ -214,7 +222,7 @@ void main() {
         sums_s[LANE] = sum_low;
         sums_s[LANE + 32u] = sum_high;
     } else if (group < 3u) {
-        // A half of the rows each.
+        // Groups 1 and 2 write the gates of one half of the rows each.
         uint row = (group - 1u) * 32u + LANE;
         vec2 sum = group == 1u ? sum_low : sum_high;
         float grown = exp(sum.x + sum.y);
@@ -225,7 +233,7 @@ void main() {
     }
 
     {
-        // β v, by way of the subgroup's own part of the shared words.
+        // β v, reordered through the subgroup's own part of `words_s`.
         uint base = own_row * V_STEP;
         EACH_ROW(2u * KEY_HEADS * KEY_QUADS + h * QUADS + min(LANE, QUADS - 1u),
             vec4 v = beta_s[own_row + n] * mixed_row;
@@ -246,7 +254,8 @@ void main() {
             }
         }
     }
-    // The parts of q and k lie elsewhere than those of v.
+    // The parts of q and k overwrite other places than the subgroup's own rows of v, so all subgroups must have read
+    // theirs.
     barrier();
 
     bool keeps = h % (VALUE_HEADS / KEY_HEADS) == 0u;
@@ -296,12 +305,13 @@ void main() {
     }
     barrier();
 
-    // Of E's left factor a lane keeps rows g and g + 8 of its subgroup's; L goes to the others.
+    // A lane keeps rows g and g + 8 of its subgroup's rows of E's left factor in registers; L goes to shared memory for
+    // the other subgroups.
     uvec4 left_most[4], left_rest[4];
     vec2 sum_g = sums_s[own_row + g], sum_g8 = sums_s[own_row + g + 8u];
     float beta_g = beta_s[own_row + g], beta_g8 = beta_s[own_row + g + 8u];
     [[unroll]] for (uint j = 0u; j < 4u; j++) {
-        // Constant components: a chosen one would go by way of memory.
+        // The components are constants: a dynamically indexed one would go through memory.
         uvec4 column = j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
         uint row = own_row + g;
         vec2 before_x = sums_s[column.x], before_y = sums_s[column.y], before_z = sums_s[column.z], before_w = sums_s[column.w];
@@ -322,7 +332,7 @@ void main() {
         split_block(q_low, q_high, left_most[j], left_rest[j]);
     }
     LANES_BARRIER
-    // Each block of 16 rows on the diagonal is solved by its subgroup, a column a lane.
+    // Each 16 × 16 block on the diagonal is inverted by its subgroup, one column per lane.
     {
         float line[16];
         uint column = LANE & 15u;
@@ -334,7 +344,7 @@ void main() {
         [[unroll]] for (uint r = 0u; r < 16u; r++) MATRIX_AT(own_row + r, own_row + column) = floatBitsToUint(line[r]);
     }
     barrier();
-    // Then the rows of blocks below, one after the other: T_i = -T_ii (Σ_j L_ij T_j).
+    // Then the rows of the blocks below, one after the other: T_i = -T_ii (Σ_j L_ij T_j).
     [[unroll]] for (uint b = 1u; b < 4u; b++) {
         uint r = i0 / 8u, c = i0 % 8u;
         float product[6];
@@ -394,9 +404,9 @@ void main() {
 }
 #else
 const uint STEP = BLOCK_ROWS + 1u;
-shared vec2 sums_s[BLOCK_ROWS];                   // of ln α: whole numbers, then what is left
+shared vec2 sums_s[BLOCK_ROWS];                   // sums of ln α: whole parts, then remainders
 shared float beta_s[BLOCK_ROWS];
-shared float matrix_s[BLOCK_ROWS * STEP];         // what is added to I, then T
+shared float matrix_s[BLOCK_ROWS * STEP];         // L of I + L, then T
 
 void main() {
     uint h = gl_WorkGroupID.x, block = gl_WorkGroupID.y, i = gl_LocalInvocationIndex;
@@ -414,7 +424,8 @@ void main() {
     if (index - i >= in_use) return;
     uint kh = h / (VALUE_HEADS / KEY_HEADS), own = block * VALUE_HEADS + h;
 
-    // Sums of whole numbers and of what is left of each are right to the last bits, however strong the decay.
+    // The integer parts and the remainders of ln α are summed separately, so that the sums are accurate to the last
+    // bits, however strong the decay.
     vec2 decay = vec2(0.0);
     float beta = 0.0;
     if (index < in_use) {
@@ -436,7 +447,7 @@ void main() {
     barrier();
     sums_s[i] = sum;
 
-    // The row's q and k, each scaled once its squares are known.
+    // The row's q and k; each is scaled once its sum of squares is known.
     vec2 squares = vec2(0.0);
     uint q_at = (own * 2u * BLOCK_ROWS + i) * KEY_QUADS, k_at = q_at + BLOCK_ROWS * KEY_QUADS;
     for (uint c = 0u; c < KEY_QUADS; c++) {
@@ -469,7 +480,7 @@ void main() {
         matrix_s[i * STEP + j] = j < i ? beta * dots * exp(min(between.x + between.y, 0.0)) : 0.0;
     }
     barrier();
-    // A thread has a column of T, then a row of E.
+    // An invocation computes a column of T, then a row of E.
     float line[BLOCK_ROWS];
     for (uint r = 0u; r < BLOCK_ROWS; r++) {
         float value = r == i ? 1.0 : 0.0;

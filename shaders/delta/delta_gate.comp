@@ -1,25 +1,26 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// y = o · rsqrt(mean o² + ε) ⊙ norm ⊙ silu(z), the mean over a value head: the end of a gated-delta layer's rows
-// of prompts.
+// Gated RMSNorm, part 3 of 3 of the gated delta rule for prefill (after `delta_scan`):
+//   y = o · rsqrt(mean o² + ε) ⊙ norm ⊙ silu(z)    with the mean over a value head
 //
-// o     [rows][value heads · value_dim] f32;  x [rows][stride] f32, z from float Z on;  norm [value_dim]
-// count the step's descriptor; word 2 is the number of rows in use
-// y     [rows][y_stride] f32; PACKED 1: bfloat16 blocks as `pack_rows` leaves them, `y_stride` of 32 columns, rows
-//       behind the last in use zero up to a multiple of 64
+// o     [rows][value heads · value_dim] f32;  x [rows][stride] f32, which holds z from float Z on;  norm [value_dim]
+// count the descriptor of the prompt step; word 2 is the number of rows in use
+// y     [rows][y_stride] f32. PACKED 1: bfloat16 blocks as `pack_rows` writes them, `y_stride` in blocks of 32 columns;
+//       rows beyond the last in use are zero up to a multiple of 64
 //
-// One workgroup serves rows g and g + 8 of a block of 16 and TOGETHER heads; a thread has a quad of both.
+// One workgroup serves rows g and g + 8 of a block of 16 rows, and TOGETHER heads; an invocation computes a quad (four
+// columns) of both rows.
 // Traffic: o and z once, y once.
 #include "common.glsl"
 #include "delta.glsl"
-// Of the fragments only the rounding is used.
+// Only the rounding functions of `fragments.glsl` are used.
 #define LANES 1
 #include "fragments.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint VALUE_HEADS = 32;
 layout(constant_id = 2) const uint VALUE_DIM = 128;
-layout(constant_id = 3) const uint TOGETHER = 8;   // heads; the workgroup has VALUE_DIM / 4 times as many threads
+layout(constant_id = 3) const uint TOGETHER = 8;   // heads; the workgroup has TOGETHER · VALUE_DIM / 4 invocations
 layout(constant_id = 4) const uint Z = 8192;
 layout(constant_id = 5) const uint PACKED = 0;
 
@@ -43,7 +44,7 @@ shared vec2 squares_s[QUADS * TOGETHER];
 void main() {
     uint i0 = gl_LocalInvocationIndex, quad = i0 % QUADS, h = gl_WorkGroupID.x * TOGETHER + i0 / QUADS;
     uint low = gl_WorkGroupID.y / 8u * 16u + gl_WorkGroupID.y % 8u, high = low + 8u, used = count.v[2];
-    // Whole workgroups have nothing to do; the last may have fewer heads.
+    // This returns for a workgroup as a whole. The last workgroup may have fewer heads.
     if (PACKED == 0u ? low >= used : low >= (used + 63u) / 64u * 64u) return;
     bool there = h < VALUE_HEADS;
     vec4 a = vec4(0.0), b = vec4(0.0), a_gate = vec4(0.0), b_gate = vec4(0.0);

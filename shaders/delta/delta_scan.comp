@@ -1,26 +1,29 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// The gated delta rule over each prompt's blocks of 64 rows, one after the other, from what `delta_blocks`
-// made of them. From the state S before a block:
+// Chunked gated delta rule for prefill, part 2 of 3: the sequential scan over each prompt's blocks of 64 rows, on the
+// matrices that `delta_blocks` has computed. With S the state before a block:
 //
 //   R = β v - β e^G (K̂ S),   V' = T R,   O = e^G (Q̂ S) + E R,   S ← e^{G_64} S + K̂ᵀ (e^{G_64 - G} V')
 //
-// mixed, solved, values, gates: of `delta_blocks`, blocks of a prompt from `first block` on;  chunk, cells: likewise
-// x      [rows][stride] f32: q | k | v are u
-// state  [cells][value heads][key_dim][value_dim] f32: begins as cell `from`'s, or zero where there is none or
-//        the prompt starts at position 0; left in cell `slot`, and after keepN_at rows in cell keepN
-// window [cells][8][channels]: u of the last three positions is left in the same cells, at position % 8
+// mixed, solved, values, gates, chunk, cells: as in `delta_blocks`; a prompt's blocks are consecutive, from its `first
+//        block` on
+// x      [rows][stride] f32: q | k | v are u, the inputs of the convolution
+// state  [cells][value heads][key_dim][value_dim] f32: starts as the state of cell `from`, or as zero if there is none
+//        or the prompt starts at position 0. The final state is stored in cell `slot`; the state after keepN_at rows is
+//        stored in cell keepN as well (a snapshot for the prefix cache)
+// window [cells][8][channels]: u of the last three positions is stored in the same cells, at position % 8
 // output [rows][value heads · value_dim] f32: O
 //
-// One workgroup has 16 · TOGETHER columns of values of a value head of a prompt. The first of them also writes
-// windows: of v, and of q and k if the head is the first of its key head.
-// MATRIX 1: cooperative matrices, four subgroups for each 16 columns; everything transposed, so that what a lane
-// has of one product is what it puts into the next: Sᵀ K̂ᵀ, Rᵀ Tᵀ, Sᵀ Q̂ᵀ + Rᵀ Eᵀ, V'ᵀ K̂. Each of the four has a
-// quarter of the block's rows in all of these but the last, and there a quarter of the key dimension, which is
-// its part of the state; they exchange Sᵀ, Rᵀ and V'ᵀ by parts of bfloat16 through shared memory.
-// MATRIX 0: everything f32, by 64 threads.
-// Traffic: a block's share of the scratch once a workgroup, outputs once, states once a prompt.
+// One workgroup computes 16 · TOGETHER value columns of one value head of one prompt. A head's first workgroup also
+// writes the windows: those of v, and those of q and k if the value head is the first of its key head.
+// MATRIX 1: cooperative matrices, four subgroups for each 16 columns. All products are transposed, so that a lane's
+// elements of one product's result are those that it needs as an operand of the next: Sᵀ K̂ᵀ, Rᵀ Tᵀ, Sᵀ Q̂ᵀ + Rᵀ Eᵀ,
+// V'ᵀ K̂. Each of the four subgroups computes a quarter of the block's rows in all products but the last, and in the
+// last a quarter of the key dimension, which is its part of the state. They exchange Sᵀ, Rᵀ and V'ᵀ through shared
+// memory, as pairs of bfloat16.
+// MATRIX 0: everything is f32, computed by 64 invocations.
+// Traffic: a block's part of the scratch buffers once per workgroup, outputs once, states once per prompt.
 #include "common.glsl"
 #include "delta.glsl"
 
@@ -29,7 +32,7 @@ layout(constant_id = 1) const uint KEY_HEADS = 16;
 layout(constant_id = 2) const uint VALUE_HEADS = 32;
 layout(constant_id = 3) const uint KEY_DIM = 128;
 layout(constant_id = 4) const uint VALUE_DIM = 128;
-layout(constant_id = 5) const uint TOGETHER = 1;  // times 16 columns are a workgroup's
+layout(constant_id = 5) const uint TOGETHER = 1;  // multiples of 16 columns per workgroup
 
 #if MATRIX == 1
 #define WEIGHT 0
@@ -74,7 +77,7 @@ const uint SLICES = VALUE_DIM / (16u * TOGETHER);
 
 uint first_row, start, from, in_use;
 
-// Leaves the window as it is after `end` rows of the prompt's chunk in a cell: `count` quads of channels.
+// Stores `count` quads of channels of the window in a cell, as it is after `end` rows of the prompt's chunk.
 void write_window(uint cell, uint end, uint first_quad, uint count) {
     for (uint n = 0u; n < (3u * count + THREADS - 1u) / THREADS; n++) {
         uint item = n * THREADS + gl_LocalInvocationIndex;
@@ -110,7 +113,7 @@ void write_windows(uint h, uint slot, uvec4 keeps) {
 #include "pairs.glsl"
 
 const uint KEY_BLOCKS = KEY_DIM / 16u;
-const uint OWN = (KEY_BLOCKS + 3u) / 4u;           // of them a subgroup's, every fourth
+const uint OWN = (KEY_BLOCKS + 3u) / 4u;           // key blocks per subgroup, every fourth
 
 shared uvec4 state_s[TOGETHER * KEY_BLOCKS * 64u]; // [columns][key_dim / 16][most, rest][32 lanes]
 shared uvec4 r_s[TOGETHER * 4u * 64u];             // [columns][quarter of rows][most, rest][32 lanes]
@@ -123,7 +126,7 @@ shared uvec4 made_s[TOGETHER * 4u * 64u];
         words[(at) + 32u] = rest_;                                  \
     }
 
-// Four products of parts into three sums, which need not wait for each other.
+// Accumulate the four products of the parts in three sums, so that the products do not depend on one another.
 #define THREE_SUMS(n_) Sums n_[3]; n_[0] = n_[1] = n_[2] = NO_SUMS;
 #define PRODUCT(a_, b_, n_, most_, rest_) {                                          \
         Tokens x_most, x_rest;                                                      \
@@ -162,18 +165,19 @@ void main() {
     uint kh = h / (VALUE_HEADS / KEY_HEADS), column = (slice * TOGETHER + columns) * 16u + g;
     uint blocks = (in_use + BLOCK_ROWS - 1u) / BLOCK_ROWS;
 
-    // Of a block: three sets of key blocks of its key head; what is its value head's own.
+    // Start of a block's data: in `mixed` the three sets of key blocks of its key head, in the other buffers its value
+    // head's.
     uint mixed_at = (rest.y * KEY_HEADS + kh) * 12u * KEY_BLOCKS * 64u + LANE;
     uint own = rest.y * VALUE_HEADS + h;
     uvec4 key_rows[2u * KEY_BLOCKS];
     LOAD_ROWS(key_rows, 1u)
 
-    // Sᵀ: a lane has columns of values g and g + 8, key dimensions 2t, 2t + 1, 2t + 8 and 2t + 9 of each block.
+    // Sᵀ: a lane has value columns g and g + 8, and of each block the key dimensions 2t, 2t + 1, 2t + 8 and 2t + 9.
     Sums s[OWN];
     bool begins = from == NO_CELL || start == 0u;
     uint head_at = h * KEY_DIM * VALUE_DIM + 2u * t * VALUE_DIM + column, cell_floats = VALUE_HEADS * KEY_DIM * VALUE_DIM;
 #define STATE_AT(cell, n, e) ((cell) * cell_floats + head_at + ((quarter + 4u * (n)) * 16u + ((e) & 1) + (((e) >> 1) & 1) * 8u) * VALUE_DIM + ((e) >> 2) * 8u)
-// Constant elements: a chosen one would go by way of memory.
+// Element numbers are constants: a dynamically indexed element would go through memory.
 #define EIGHT(what) what(0) what(1) what(2) what(3) what(4) what(5) what(6) what(7)
 #define LOAD_ONE(e) s[n][e] = state.v[STATE_AT(from, n, e)];
 #define STORE_ONE(e) state.v[STATE_AT(cell, n, e)] = s[n][e];
@@ -204,7 +208,7 @@ void main() {
             uint at = (columns * KEY_BLOCKS + n) * 64u + LANE;
             PRODUCT(state_s[at], state_s[at + 32u], from_key, key_rows[2u * n], key_rows[2u * n + 1u])
         }
-        // Blocks right of the diagonal's are zero: the diagonal's is loaded in their place.
+        // Blocks to the right of the diagonal are zero: the diagonal block is loaded in their place and not used.
         uvec4 t_words[8], e_words[8];
         uint solved_at = own * 20u * 64u + quarter * (quarter + 1u) / 2u * 64u + LANE;
         [[unroll]] for (uint j = 0u; j < 4u; j++) {
@@ -260,7 +264,7 @@ void main() {
         }
         barrier();
 
-        // The next block's keys: past the last they are the last's once more.
+        // The next block's keys; after the last block, its own keys are loaded again.
         uint more = block + 1u < blocks ? 1u : 0u;
         mixed_at += more * KEY_HEADS * 12u * KEY_BLOCKS * 64u;
         own += more * VALUE_HEADS;
@@ -286,7 +290,8 @@ void main() {
                     uint at = (columns * 4u + j) * 64u + LANE;
                     PRODUCT(made_s[at], made_s[at + 32u], added, turned[n * 8u + 2u * j], turned[n * 8u + 2u * j + 1u])
                 }
-                // Not into the state itself: the units cut what they add to a sum.
+                // The products are not accumulated in the state itself: the matrix units truncate what they add to an
+                // accumulator.
                 s[n] = s[n] * decay + (added[0] + (added[1] + added[2]));
                 SHARE(state_s, (columns * KEY_BLOCKS + quarter + 4u * n) * 64u + LANE, s[n])
                 uint cell;
@@ -322,7 +327,7 @@ void main() {
     uvec4 keeps = uvec4(first.y, first.z, first.w, rest.x);
     if (slice == 0u) write_windows(h, slot, keeps);
 
-    // A thread has every 64th row of the state; by key dimension, four quads of columns.
+    // An invocation has every 64th row of the state: per key dimension, four quads of columns.
     const uint ROWS = (KEY_DIM + THREADS - 1u) / THREADS;
     bool begins = from == NO_CELL || start == 0u;
     for (uint n = 0u; n < ROWS; n++) {

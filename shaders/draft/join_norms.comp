@@ -1,10 +1,11 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// y[r] = [ rms(e[r]) ⊙ e_norm ; rms( rms(h[r]) ⊙ final_norm ) ⊙ h_norm ]: what a drafting block's projection takes.
+// Speculative decoding: input of the draft (MTP) block's projection, the concatenation of two normalized vectors:
+//   y[r] = [ rms(e[r]) ⊙ e_norm ; rms( rms(h[r]) ⊙ final_norm ) ⊙ h_norm ],  rms(x) = x / sqrt(mean x² + epsilon)
 //
-// e, h  [rows][stride] f32: embeddings, and the model's rows before its final norm;  norms f32 [width]
-// y     [rows][y_stride] f32, 2 · width columns; rms(x) = x / sqrt(mean x² + epsilon)
-// One workgroup does a row. Traffic 24 bytes a column.
+// e, h  [rows][stride] f32: the embeddings, and the model's hidden states before its final norm;  norms f32 [width]
+// y     [rows][y_stride] f32, 2 · width columns
+// One workgroup computes a row. Traffic: 24 bytes per column.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -24,7 +25,7 @@ layout(push_constant) uniform Args {
 
 shared vec3 partial[256];
 
-// Over the workgroup.
+// Returns the sums over the workgroup.
 vec3 sum(vec3 own) {
     own = subgroupAdd(own);
     barrier();
@@ -46,7 +47,7 @@ void main() {
     }
     squares = sum(squares) / float(width);
     float e_scale = inversesqrt(squares.x + epsilon), h_scale = inversesqrt(squares.y + epsilon);
-    // The second norm's mean square is the first's product's.
+    // The mean square of the second norm's input follows from the sums of the first norm: it is mean (b·w)² · h_scale².
     h_scale *= inversesqrt(squares.z * h_scale * h_scale + epsilon);
     for (uint i = first; i < width; i += gl_WorkGroupSize.x) {
         y.v[row * y_stride + i] = e.v[row * stride + i] * e_scale * e_norm.v[i];

@@ -1,28 +1,30 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// The descriptor of a drafting pass over rows that the model has computed: each row's token is the one behind it.
+// Speculative decoding: writes the descriptor of a drafting pass over rows that the model has just computed. The token
+// of each row is the one that follows it.
 //
-// rows   [ROWS] of token, position, slot, valid, those of a prompt side by side, EACH of them
-// slots  `state.glsl`: the token behind a slot's last row is the one that was drawn from it, which is at the slot's
-//        position; rows behind that were rejected
-// next   descriptor: `kernels::embed::ChunkLayout`, written but for the cells; its last rows are those that a token
-//        was drawn from
-// STEP   0: of the rows as they are      n: of one row a slot, n tokens on, with the n-th draft as its token
-// One workgroup; traffic a few hundred bytes.
+// rows   [ROWS] of token, position, slot, valid; the EACH rows of a sequence are consecutive
+// slots  `state.glsl`: the token that follows a slot's last accepted row is the one drawn from it, which is at the
+//        slot's position; the rows after it were rejected
+// next   descriptor: `kernels::embed::ChunkLayout`, all but the cells; its last rows are those that a token was drawn
+//        from
+// STEP   0: describes all the rows. n > 0: describes one row per slot, at position SLOT_POSITION + n - 1, with the n-th
+//        draft token as its token
+// One workgroup writes everything. Traffic: a few hundred bytes.
 #include "common.glsl"
 #include "state.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint ROWS = 1;
 layout(constant_id = 2) const uint EACH = 1;
-layout(constant_id = 3) const uint TILES = 1;     // of a prompt's attention
+layout(constant_id = 3) const uint TILES = 1;     // attention tiles per prompt
 layout(constant_id = 4) const uint STEP = 0;
 
 layout(push_constant) uniform Args {
     Words4In rows;
     WordsIn slots;
     WordsOut next;
-    uint last_at;     // words of the descriptor
+    uint last_at;     // word offsets in the descriptor
     uint tokens_at;
 };
 
@@ -33,7 +35,7 @@ void main() {
         uint position = STEP == 0u ? info.y : slots.v[at + SLOT_POSITION] + STEP - 1u;
         if (row % EACH == 0u) {
             uint drawn = slots.v[at + SLOT_POSITION];
-            // Of a slot that has ended nothing is drafted any more.
+            // No tokens are drafted for a slot whose sequence has ended.
             bool runs = info.w != 0u && slots.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
             next.v[4u + 4u * index] = runs ? info.z : 0xffffffffu;
             next.v[4u + 4u * index + 1u] = position;

@@ -1,11 +1,12 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// The descriptor of a drafting pass over a step of prompts: each row's token is the one behind it.
+// Speculative decoding: writes the descriptor of a drafting pass over a prompt step. The token of each row is the one
+// that follows it.
 //
-// chunk  descriptor of the step: `kernels::embed::ChunkLayout`; the token behind a prompt's last row stands in its
-//        cells, unless it is still to be drawn
-// next   the same, but for the cells
-// One thread a row; traffic 8 bytes a row.
+// chunk  descriptor of the prompt step: `kernels::embed::ChunkLayout`; the token that follows a prompt's last row is in
+//        the prompt's cell words, unless it is still to be drawn
+// next   the same descriptor with shifted tokens, without the cells
+// One invocation writes one row. Traffic: 8 bytes per row.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -13,7 +14,7 @@ layout(local_size_x_id = 0) in;
 layout(push_constant) uniform Args {
     WordsIn chunk;
     WordsOut next;
-    uint cells_at;    // words of the descriptor
+    uint cells_at;    // word offsets in the descriptor
     uint last_at;
     uint tokens_at;
     uint rows;

@@ -1,9 +1,10 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// slots[s].drafts[INDEX] = the token of the greatest logit of s's row, the lowest id on ties.
+// Speculative decoding: argmax of the draft logits. slots[s].drafts[INDEX] = the token with the greatest logit of the
+// row of slot s, the lowest id on ties.
 //
-// partials  [rows][parts] of (f32 bits, token): `argmax`;  rows [rows] of token, position, slot, valid
-// One thread a row; traffic 8 bytes a part.
+// partials  [rows][parts] of (f32 bits, token), from `argmax`;  rows [rows] of token, position, slot, valid
+// One invocation processes one row. Traffic: 8 bytes per part.
 #include "common.glsl"
 #include "state.glsl"
 #include "determinate.glsl"
@@ -30,7 +31,7 @@ void main() {
     for (uint i = 0u; i < parts; i++) {
         uvec2 part = partials.v[row * parts + i];
         uint key = key_of(uintBitsToFloat(part.x));
-        // Whatever a row without a number leaves, a draft is a token.
+        // A draft is always a valid token id, even if no logit of the row is a number.
         if (part.y != TOKEN_NONE && (key > best.x || (key == best.x && part.y < best.y))) best = uvec2(key, part.y);
     }
     slots.v[info.z * SLOT_WORDS + SLOT_DRAFTS + INDEX] = best.y;

@@ -1,24 +1,25 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// The descriptor of a step that verifies drafts: of each slot of the batch its next token and the tokens drafted to
-// follow it, as a prompt of EACH rows.
+// Speculative decoding: writes the descriptor of a verification step. Each slot of the batch becomes a prompt of EACH
+// rows: its next token and its draft tokens.
 //
-// slots, batch  `state.glsl`;  chunk  descriptor: `kernels::embed::ChunkLayout`, written but for the cells
-// A slot that does not run stands there as nobody's prompt. There are no last rows: a token may be drawn from each.
-// One workgroup; traffic a few hundred bytes.
+// slots, batch  `state.glsl`;  chunk  descriptor: `kernels::embed::ChunkLayout`, all but the cells
+// A slot that is not running becomes a prompt without a slot. The descriptor has no last rows: a token may be drawn
+// from every row.
+// One workgroup writes everything. Traffic: a few hundred bytes.
 #include "common.glsl"
 #include "state.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint ROWS = 1;      // of the batch
-layout(constant_id = 2) const uint EACH = 2;      // rows of a slot
-layout(constant_id = 3) const uint TILES = 1;     // of a prompt's attention
+layout(constant_id = 1) const uint ROWS = 1;      // slots of the batch
+layout(constant_id = 2) const uint EACH = 2;      // rows per slot
+layout(constant_id = 3) const uint TILES = 1;     // attention tiles per prompt
 
 layout(push_constant) uniform Args {
     WordsIn slots;
     WordsIn batch;
     WordsOut chunk;
-    uint tokens_at;   // word of the descriptor
+    uint tokens_at;   // word offset in the descriptor
 };
 
 void main() {

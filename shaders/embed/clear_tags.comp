@@ -2,10 +2,10 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// Zeroes up to eight buffers of tagged words (`tags.glsl`): the first call of a step whose activations are tagged, so
-// that no word of an earlier step has the tag that a reader of this step waits for.
-//   a .. h  [words] uvec4; unused ones have no words
-// y selects the buffer, an invocation writes 16 bytes of it. Traffic: every word once.
+// Buffer clear: zeroes up to eight buffers of tagged words (`tags.glsl`). It is the first call of a step whose
+// activations are tagged, so that no word of an earlier step carries a tag that a reader of this step polls for.
+//   a .. h  [words] uvec4; unused buffers have zero words
+// The workgroup's y selects the buffer; an invocation writes 16 bytes of it. Traffic: every word is written once.
 
 layout(local_size_x_id = 0) in;
 
@@ -20,7 +20,7 @@ layout(push_constant) uniform Args {
     Words4Out f;
     Words4Out g;
     Words4Out h;
-    uint a_words;     // of 16 bytes, as all that follow
+    uint a_words;     // in units of 16 bytes, as all that follow
     uint b_words;
     uint c_words;
     uint d_words;

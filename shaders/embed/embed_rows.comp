@@ -1,15 +1,16 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// rows[r] = {token, position, slot, valid};  x[r] = embedding[token]
+// Embedding lookup at the start of a step: rows[r] = {token, position, slot, valid}; x[r] = embedding[token].
 //
-// embedding  weights of vocabulary rows part_first .. part_first + part_rows, [part_rows][chunks·8], or with
-//            LAYOUT 1 in fragment order (`memory::pack::Layout::Fragments`)
-// x          [rows][x_stride] f32, with TAGGED 3 tagged (`tags.glsl`)
+// embedding  weights of vocabulary rows part_first .. part_first + part_rows, [part_rows][chunks·8], or with LAYOUT 1
+//            in fragment order (`memory::pack::Layout::Fragments`)
+// x          [rows][x_stride] f32, tagged with TAGGED 3 (`tags.glsl`)
 // rows       [rows] uvec4
-// DECODE:  row r is slot batch[r]; its token and position are the slot's.
-// PREFILL: row r is token tokens[r] of the chunk (`kernels::embed::ChunkLayout`), of the last of its prompts whose first
-// row is not above r.
-// One workgroup copies `threads * 8` values of one row; traffic 2·H + 4·H bytes a row.
+// PREFILL 0 (decode): row r is slot batch[r], whose state holds the token and the position
+// PREFILL 1: row r is token r of the prompt step (`kernels::embed::ChunkLayout`); it belongs to the last prompt whose
+// first row is not above r
+// One workgroup copies 8 values per invocation of one row. Traffic: 2·H + 4·H bytes per row (16-bit weights), where H
+// is the number of values of a row.
 #include "common.glsl"
 #include "state.glsl"
 #include "tags.glsl"
@@ -28,11 +29,11 @@ layout(push_constant) uniform Args {
     TaggedOut x;
     RowsOut rows;
     uint chunks;      // 8-value chunks of a row
-    uint x_stride;    // floats
+    uint x_stride;    // in floats
     uint part_first;
     uint part_rows;
     uint x_tag;
-    uint tokens_at;   // word of the chunk's first token
+    uint tokens_at;   // index of the descriptor's first token word
 };
 
 void main() {
@@ -46,7 +47,7 @@ void main() {
         }
         slot = chunk.v[4u + 4u * low];
         position = chunk.v[4u + 4u * low + 1u] + row - chunk.v[4u + 4u * low + 2u];
-        // A prompt may be nobody's.
+        // A prompt may have no slot; its rows are not valid.
         valid = row < chunk.v[2] && slot != 0xffffffffu ? 1u : 0u;
         token = chunk.v[tokens_at + row];
     } else {

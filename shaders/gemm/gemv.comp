@@ -1,17 +1,18 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// y[r] = epilogue( W · prologue(x[r]) ), a few rows of x at a time.
+// GEMV on row-major weights, for one or a few rows of x: y[r] = epilogue( W · prologue(x[r]) ).
 //
-// prologue   NORM 0: x             NORM 1: x ⊙ norm, and the product is scaled by
-//            rsqrt(mean x² + eps) in the epilogue, so that the norm is no stage of its own
-// epilogue   0 store: y = s·Wx + b      1 residual: y += s·Wx + b
-//            2 swiglu: rows of W alternate gate, up; y[n/2] = silu(gate)·up
+// prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
+//            that the norm needs no dispatch of its own
+// epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
+//            y[n/2] = silu(gate)·up. s is the norm's scale, 1 without NORM
 // weight     [N][chunks·8] in the variant's format;  x [rows][x_stride] f32;  y [rows][y_stride] f32
 //
-// One workgroup computes ROWS rows of W (2 or 4) for one row of x: all its threads split K, 16 bytes of
-// each W row a thread and step (512 contiguous bytes a subgroup of 32); x comes straight from global
-// memory, through the near cache. What the epilogue adds to is loaded before the product is summed.
-// Traffic: W once (2·N·K bytes), x from the near cache.
+// One workgroup computes ROWS rows of W (2 or 4) for one row of x. All its invocations split K: per iteration, an
+// invocation loads 16 bytes of each W row (512 contiguous bytes per subgroup of 32; twice as much in f32). x is read
+// directly from global memory, through the L1 cache. The values that the epilogue adds to are loaded before the product
+// is summed.
+// Traffic: W once per row of x (2·N·K bytes in a 16-bit format); x from the L1 cache.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -27,14 +28,14 @@ layout(push_constant) uniform Args {
     FloatsIn bias;
     FloatsInOut y;
     uint n;           // rows of W
-    uint k;           // columns, for the mean
-    uint chunks;      // 8-value chunks of a padded row
-    uint x_stride;    // floats
-    uint y_stride;    // floats
+    uint k;           // columns of W and x without padding; the divisor of the mean
+    uint chunks;      // 8-value chunks of a padded row of W
+    uint x_stride;    // in floats
+    uint y_stride;    // in floats
     float epsilon;
 };
 
-// Sums of each subgroup: ROWS products, then the squares of x.
+// The sums of each subgroup: ROWS products, then the squares of x.
 shared float partial[256u * (ROWS + 1u)];
 
 void main() {

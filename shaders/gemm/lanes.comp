@@ -1,10 +1,11 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// Where the elements of 16 × 16 blocks lie in a subgroup of 32: `found` is, for each lane, the numbers
-// 16 · row + column of its eight elements of a block of each use (tokens, weights, sums). Kernels that fill
-// blocks element by element (`fragments.glsl`) run only where this is what they were written for.
-// found [32][3][8] f32. One workgroup; 3 KiB.
+// Probe of the cooperative matrix layout: finds which element of a 16 × 16 block each lane of a subgroup of 32 holds.
+// `found` receives for each lane the numbers 16 · row + column of its eight elements of a block of each use (A: tokens,
+// B: weights, accumulator: sums). Kernels that fill blocks element by element (`fragments.glsl`) run only on devices
+// whose layout is the one that those kernels were written for (`kernels::lanes::expected`).
+// found [32][3][8] f32. One workgroup; traffic 3 KiB.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -20,7 +21,7 @@ shared float sums_s[256];
 
 void main() {
     for (uint i = LANE; i < 256u; i += 32u) {
-        // Up to 255: exact in eight bits.
+        // Values up to 255 are exact with 8 bits of significand.
         numbers_s[i] = ELEMENT(float(i));
         sums_s[i] = float(i);
     }
@@ -31,7 +32,7 @@ void main() {
     coopMatLoad(a, numbers_s, 0u, 16u, gl_CooperativeMatrixLayoutRowMajor);
     coopMatLoad(b, numbers_s, 0u, 16u, gl_CooperativeMatrixLayoutRowMajor);
     coopMatLoad(c, sums_s, 0u, 16u, gl_CooperativeMatrixLayoutRowMajor);
-    // A block with another number of elements a lane is none of ours.
+    // A device with another number of elements per lane does not have the expected layout.
     if (a.length() != 8 || b.length() != 8 || c.length() != 8) return;
     [[unroll]] for (uint e = 0u; e < 8u; e++) {
         found.v[LANE * 24u + e] = float(a[e]);

@@ -1,11 +1,13 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// y[r] = epilogue( W · prologue(x[r]) ) for many rows; the same meaning as gemv.comp.
+// Tiled GEMM on row-major weights, without matrix units, for many rows (prefill): y[r] = epilogue(
+// W · prologue(x[r]) ). The prologue, epilogue and formats are those of `gemv.comp`.
 //
 // weight [N][chunks·8] in the variant's format; x [rows][x_stride] f32; y [rows][y_stride] f32
-// One workgroup of 256 computes a tile of 64 rows of x by 64 rows of W: 16 columns of both go through
-// shared memory a step, each thread keeps 4×4 sums. Traffic: x (N/64) times, W (rows/64) times.
-// Tiles whose first row is not below `count[2]` (the chunk's length) return at once.
+// One workgroup of 256 invocations computes a tile of 64 rows of x by 64 rows of W. Per iteration, 16 columns of both
+// are staged in shared memory; each invocation accumulates 4 × 4 sums. Tiles whose first row is not below `count[2]`
+// (the number of rows of the prompt step) return at once.
+// Traffic: x is read N/64 times, W rows/64 times.
 #include "common.glsl"
 
 layout(local_size_x = 256) in;
@@ -19,7 +21,7 @@ layout(push_constant) uniform Args {
     Floats4In norm;
     FloatsIn bias;
     FloatsInOut y;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     uint n;
     uint k;
     uint chunks;
@@ -40,7 +42,7 @@ void main() {
     uint n0 = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILE;
     if (m0 >= rows || n0 >= n) return;
     uint t = gl_LocalInvocationID.x;
-    // The first 128 threads stage x, the others W: one row and half of the 16 columns each.
+    // The first 128 invocations stage x, the others W: each stages one row's half of the 16 columns.
     uint stage_row = (t & 127u) >> 1u, stage_half = t & 1u;
     bool stages_x = t < 128u;
     uint xr = min(m0 + stage_row, rows - 1u), wr = min(n0 + stage_row, n - 1u);

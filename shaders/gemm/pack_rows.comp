@@ -1,27 +1,29 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// packed = fragments( round16( prologue(x) ) ): rows of a prompt in the order in which `tiled` reads them.
+// Activation packing, with an optional RMSNorm: packed = fragments( round16( prologue(x) ) ), rows of x rounded to
+// 16 bits and reordered into the matrix fragments that `tiled` and `panel` read.
 //
-// prologue   NORM 0: x             NORM 1: x ⊙ norm · rsqrt(mean x² + eps)
-// x          [rows][x_stride] f32, k columns real;  norm [k]
-// packed     blocks of 16 rows × 32 columns, 1,024 bytes each: word ((row / 16 · chunks + column / 32)·2 + h)·32
-//            + 4g + t of 16 bytes holds columns 8t + 4h .. + 4 of rows g and g + 8 of the block, a pair of columns
-//            at a time: {g: 0, 1}, {g + 8: 0, 1}, {g: 2, 3}, {g + 8: 2, 3}. Rows not below `count[2]` (the chunk's
-//            length) and columns from k on are zero.
-// slots      EACH n: the row that is packed as row i is slots[i] / n, or none where there is none; nothing is done for
-//            tiles of TILE rows that `tiles` gives to no expert (`expert_plan`)
+// prologue   NORM 0: x. NORM 1: x ⊙ norm · rsqrt(mean x² + eps)
+// x          [rows][x_stride] f32, of which k columns are real;  norm [k]
+// packed     blocks of 16 rows × 32 columns, 1,024 bytes each: 16-byte word
+//            ((row / 16 · chunks + column / 32)·2 + h)·32 + 4g + t holds columns 8t + 4h .. + 4 of rows g and g + 8 of
+//            the block, a pair of columns at a time: {g: 0, 1}, {g + 8: 0, 1}, {g: 2, 3}, {g + 8: 2, 3}. Rows not below
+//            `count[2]` (the number of rows of the prompt step) and columns from k on are zero.
+// slots      with EACH n > 0 (MoE): row i of the result is row slots[i] / n of x, or zeros if slots[i] is NOBODY.
+//            Nothing is written for tiles of TILE rows to which `tiles` assigns no expert (`expert_plan`)
 //
-// One workgroup makes rows g and g + 8 of a block; a thread makes a 16-byte word from 16 bytes of each row a
-// step. Traffic: x once (with NORM twice, the second time from the near cache), 2 bytes written a value.
+// One workgroup produces rows g and g + 8 of a block, all columns; per iteration, an invocation produces one 16-byte
+// word from 16 bytes of each of the two rows.
+// Traffic: x once (twice with NORM, the second time from the L1 cache); 2 bytes written per value.
 #include "common.glsl"
-// Of the fragments only the rounding is used.
+// Only the rounding functions of `fragments.glsl` are used.
 #define LANES 1
 #include "fragments.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint NORM = 0;
-layout(constant_id = 2) const uint ROWS = 0;      // in use; 0: as many as `count` says
-layout(constant_id = 3) const uint EACH = 0;      // slots of a row; 0: rows are packed in their order
+layout(constant_id = 2) const uint ROWS = 0;      // rows in use; 0: `count` holds the number
+layout(constant_id = 3) const uint EACH = 0;      // slots per row of x; 0: rows are packed in their own order
 layout(constant_id = 4) const uint TILE = 16;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
@@ -29,23 +31,23 @@ layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict
 layout(push_constant) uniform Args {
     Floats4In x;
     Floats4In norm;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     WordsIn slots;
     WordsIn tiles;
     Words4Out packed;
-    uint k;           // columns, for the mean
+    uint k;           // columns without padding; the divisor of the mean
     uint chunks;      // blocks of 32 columns
-    uint pairs;       // of rows, padding included
-    uint x_stride;    // floats
+    uint pairs;       // pairs of rows, padding rows included
+    uint x_stride;    // in floats
     float epsilon;
 };
 
 const uint NOBODY = 0xffffffffu;
 
-// Squares of both rows by subgroup.
+// The sums of squares of both rows, per subgroup.
 shared vec2 partial[256];
 
-// Columns column .. + 4 of a row; zero where there are none.
+// Returns columns column .. + 4 of a row; columns from k on and unused rows are zero.
 vec4 four(uint row, uint column, bool used) {
     if (!used || column >= k) return vec4(0.0);
     vec4 v = x.v[(row * x_stride + column) / 4u];
@@ -94,7 +96,7 @@ void main() {
         uint column = i * 4u;
         vec4 a = four(low, column, low_used), b = four(high, column, high_used);
         if (NORM == 1u && column < k) {
-            // What lies behind the last real column of the norm is not looked at.
+            // The norm's words beyond its last real column may hold anything, so they are masked.
             vec4 w = mix(vec4(0.0), norm.v[i],
                 lessThan(uvec4(column, column + 1u, column + 2u, column + 3u), uvec4(k)));
             a *= w * scale.x;

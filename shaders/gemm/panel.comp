@@ -1,29 +1,32 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// y[r] = epilogue( W · x[r] ) for panels of 16 · BLOCKS packed rows of x, on packed weights: between the few
-// rows of `skinny` and the many of `tiled`.
+// Small-M GEMM for decode batches, on fragment-packed weights: y[r] = epilogue( W · x[r] ) for panels of 16 · BLOCKS
+// packed rows of x. It serves the range between the few rows of `skinny` and the many rows of `tiled`.
 //
-// epilogue   0 store: y = Wx + b      1 residual: y += Wx + b
-//            2 swiglu: rows of W alternate gate, up; y[n/2] = silu(gate)·up
+// epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
+//            y[n/2] = silu(gate)·up
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
-// x          16 × 32 blocks as `pack_rows` leaves them
-// y          PACKED 0: [rows][y_stride] f32      1 (swiglu): 16-bit blocks like x, for the next product; rows
-//            are written up to a multiple of 16, columns behind the last are left as they are
-// norm       FOLD 1: x is a row ⊙ a norm's weight; the product is scaled by rsqrt(mean row² + eps), whose squares
-//            are summed in `squares`   2 (residual): leaves y ⊙ norm packed in `next`, and its squares, so that
-//            the next norm is no stage of its own
-// experts    EXPERTS 1: a panel is of the expert that `tiles` says, whose weights are n rows each; without PACKED its
-//            rows go to rows `slots` of y, or nowhere (`expert_plan`)
+// x          16 × 32 blocks as `pack_rows` writes them
+// y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): 16-bit blocks like x, as input of the next
+//            product; rows are written up to a multiple of 16, columns beyond the last are not written
+// norm       RMSNorm fused into the products around it, so that it needs no dispatch of its own. FOLD 1: x is a
+//            row ⊙ the norm's weight, and the product is scaled by rsqrt(mean row² + eps), computed from the partial
+//            sums in `squares`. FOLD 2 (residual only): also writes y ⊙ norm, packed, to `next`, and the partial sums
+//            of y² to `squares`
+// experts    EXPERTS 1 (MoE): `tiles` assigns an expert to each panel, and the expert's weights are n rows. Without
+//            PACKED, the panel's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
+//            (`expert_plan`)
 //
-// One workgroup computes TILES blocks of 16 rows of W for a panel: its groups of 32 lanes split K, AHEAD chunks
-// of 32 columns in flight each, and meet in shared memory one tile after the other. A lane's sums are of tokens
-// g and g + 8 and rows 4t .. 4t + 3. Traffic: W once a panel, x once a workgroup through the near cache.
+// One workgroup computes TILES blocks of 16 rows of W for one panel. Its groups of 32 lanes split K, each with AHEAD
+// chunks of 32 columns in flight; their sums are added through shared memory, one block after the other. A lane's sums
+// are those of tokens g and g + 8 for rows 4t .. 4t + 3 of a block.
+// Traffic: W once per panel; x once per workgroup, through the L1 cache.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size
+layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
 layout(constant_id = 2) const uint BIAS = 0;
 layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint TILES = 2;
@@ -32,7 +35,7 @@ layout(constant_id = 6) const uint BLOCKS = 1;
 layout(constant_id = 7) const uint CHUNKS = 32;   // 32-column chunks of a padded row
 layout(constant_id = 8) const uint PACKED = 0;
 layout(constant_id = 9) const uint FOLD = 0;
-layout(constant_id = 10) const uint PARTS = 1;    // of a row's squares, where they are read
+layout(constant_id = 10) const uint PARTS = 1;    // partial sums of squares per row, read with FOLD 1
 layout(constant_id = 11) const uint EXPERTS = 0;
 
 #include "fragments.glsl"
@@ -44,15 +47,15 @@ layout(push_constant) uniform Args {
     Words4In x;
     FloatsIn bias;
     Words4InOut y;
-    FloatsInOut squares; // [rows to a multiple of 16][blocks of 16 columns]: read with FOLD 1, written with 2
+    FloatsInOut squares; // [rows padded to 16][blocks of 16 columns]: read with FOLD 1, written with FOLD 2
     FloatsIn norm;
     Words4InOut next;
     WordsIn tiles;
     WordsIn slots;
     uint n;           // rows of W
-    uint rows;        // of x
-    uint y_stride;    // floats, or blocks of 32 columns where y is packed
-    uint k;           // columns of x, for the mean
+    uint rows;        // rows of x
+    uint y_stride;    // in floats, or in blocks of 32 columns if y is packed
+    uint k;           // columns of x; the divisor of the mean
     float epsilon;
 };
 
@@ -62,27 +65,29 @@ const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 const uint ITEMS = BLOCKS * 64u;
 
 const uint TURNS = (ITEMS + LANES - 1u) / LANES;
-// Invocations that sum a row's squares: a power of two up to 32, or 0 where rows are more than invocations.
+// The number of invocations that sum one row's squares: at most 32, or 0 if there are more rows than invocations.
 const uint EACH_ROW = LANES / (BLOCKS * 16u) < 32u ? LANES / (BLOCKS * 16u) : 32u;
 
 shared vec4 sums_s[GROUPS * ITEMS];
 
-// One of four words. Components are constant: some drivers store a chosen one by way of the whole vector.
+// Stores one 32-bit word of a buffer of 16-byte words. Each branch names a constant component: some drivers implement a
+// store to a dynamically indexed component as a store of the whole vector.
 #define PUT_WORD(to, at, word) { uint at_ = at; \
     if (at_ % 4u == 0u) to.v[at_ / 4u].x = word; else if (at_ % 4u == 1u) to.v[at_ / 4u].y = word; \
     else if (at_ % 4u == 2u) to.v[at_ / 4u].z = word; else to.v[at_ / 4u].w = word; }
 
-// What the norm of each row of the panel multiplies by.
+// Writes the RMSNorm scale of each of the panel's rows to `sums_s`.
 void read_scales(uint panel, uint row_blocks) {
     uint last = row_blocks * 16u - 1u;
 #if MATRIX == 1
-    // Neighbouring invocations share a row, each with all its loads in flight.
+    // EACH_ROW neighbouring invocations share a row; each has four loads in flight.
     if (EACH_ROW * BLOCKS * 16u == LANES && (EACH_ROW & (EACH_ROW - 1u)) == 0u && PARTS % (EACH_ROW * 4u) == 0u) {
         Floats4In fours = Floats4In(squares);
         uint token = gl_LocalInvocationIndex / EACH_ROW, own = gl_LocalInvocationIndex % EACH_ROW;
         uint first = min(panel * 16u + token, last) * (PARTS / 4u) + own;
         vec4 sums = vec4(0.0);
-        // A few at a time: all of them would cost the workgroup its neighbour's registers.
+        // Not all loads are in flight at once: the registers for that would leave no room for a second workgroup on the
+        // processor.
         [[dont_unroll]] for (uint i = 0u; i < PARTS / 4u; i += EACH_ROW * 4u) {
             [[unroll]] for (uint e = 0u; e < 4u; e++)
                 sums += i + e * EACH_ROW < PARTS / 4u ? fours.v[first + i + e * EACH_ROW] : vec4(0.0);
@@ -93,7 +98,8 @@ void read_scales(uint panel, uint row_blocks) {
         return;
     }
 #endif
-    // As many turns for each, with the last row again: a CPU driver counts the turns of loops between barriers.
+    // Every invocation runs the same number of iterations, repeating the last row where it has none of its own: a CPU
+    // driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
     for (uint turn = 0u; turn < BLOCKS * 16u; turn += LANES) {
         uint token = min(turn + gl_LocalInvocationIndex, BLOCKS * 16u - 1u), row = min(panel * 16u + token, last);
         float sum = 0.0;
@@ -130,7 +136,7 @@ void main() {
         }
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint chunk = (round * AHEAD + u) * GROUPS + LANE_GROUP;
-            // Past the last chunk the last one's weights meet zeros.
+            // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
             bool there = CHUNKS % (GROUPS * AHEAD) == 0u || chunk < CHUNKS;
             uint at = min(chunk, CHUNKS - 1u) * 64u;
             uvec4 q[BLOCKS * 2u];
@@ -153,7 +159,8 @@ void main() {
         }
     }
 
-    // Shared memory holds no more than the sums: a few bytes more cost a workgroup its neighbour.
+    // The scales reuse the shared memory of the sums: a few more bytes of shared memory would reduce the number of
+    // workgroups that fit on a processor.
     float scale[TURNS];
     if (FOLD == 1u) {
         read_scales(panel, row_blocks);
@@ -209,7 +216,8 @@ void main() {
                 if (left < 4u && left > 1u) y.v[at].y = words.y;
                 if (left == 3u) y.v[at].z = words.z;
                 if (FOLD == 2u) {
-                    // n is a multiple of 32: the four invocations of a row are here together.
+                    // n is a multiple of 32, so the four invocations that hold a row's 16 columns all reach these
+                    // shuffles.
                     float square = dot(v, v);
                     square += subgroupShuffleXor(square, 1u);
                     square += subgroupShuffleXor(square, 2u);

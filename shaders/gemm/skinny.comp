@@ -1,28 +1,30 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// y[r] = epilogue( W · prologue(x[r]) ) for 1 to 8 · BLOCKS rows of x, on packed weights.
+// Small-M GEMM for decode, on fragment-packed weights: y[r] = epilogue( W · prologue(x[r]) ) for 1 to 8 · BLOCKS rows
+// of x.
 //
-// prologue   NORM 0: x             NORM 1: x ⊙ norm, and the product is scaled by
-//            rsqrt(mean x² + eps) in the epilogue, so that the norm is no stage of its own
-// epilogue   0 store: y = s·Wx + b      1 residual: y += s·Wx + b
-//            2 swiglu: rows of W alternate gate, up; y[n/2] = silu(gate)·up
+// prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
+//            that the norm needs no dispatch of its own
+// epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
+//            y[n/2] = silu(gate)·up. s is the norm's scale, 1 without NORM
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
-// x          [rows][x_stride] f32, split in two 16-bit parts: sums are as exact as with 16 bits of x
-// y          [rows][y_stride] f32;  TAGGED 1: x is tagged, 3: y as well (`tags.glsl`)
+// x          [rows][x_stride] f32; each value is split into two 16-bit parts, so that the sums are as accurate as with
+//            16 bits of significand of x
+// y          [rows][y_stride] f32. TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: x and y are tagged
 //
-// One workgroup computes TILES blocks of 16 rows of W for all rows of x: its groups of 32 lanes split K,
-// AHEAD chunks of 32 columns in flight each, and meet in shared memory. Weights are asked for before x is
-// waited for; a group's lanes then read, scale and split its share of x once, four columns each, and hand
-// it to each other. A token's two parts stand in rows g and g + 8 of a 16-row fragment, so that adding a
-// lane's two halves of the sums joins them. Traffic: W once, x once a workgroup from the far cache.
-// With a norm and several rows AHEAD is a power of two.
+// One workgroup computes TILES blocks of 16 rows of W for all rows of x. Its groups of 32 lanes split K, each with
+// AHEAD chunks of 32 columns in flight; their sums are added through shared memory. The weights are loaded before the
+// workgroup polls for x. The lanes of a group then read, scale and split the group's share of x once, four columns
+// each, and exchange it through shared memory. A token's two parts are rows g and g + 8 of a 16-row fragment, so that
+// adding the two halves of a lane's sums joins the parts. With a norm and several rows, AHEAD must be a power of two.
+// Traffic: W once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size
+layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
 layout(constant_id = 2) const uint NORM = 0;
 layout(constant_id = 3) const uint BIAS = 0;
 layout(constant_id = 4) const uint EPILOGUE = 0;
@@ -44,23 +46,24 @@ layout(push_constant) uniform Args {
     TaggedInOut y;
     Fault fault;
     uint n;           // rows of W
-    uint k;           // columns, for the mean
-    uint x_stride;    // floats
-    uint y_stride;    // floats
+    uint k;           // columns without padding; the divisor of the mean
+    uint x_stride;    // in floats
+    uint y_stride;    // in floats
     float epsilon;
     uint x_tag;
-    uint old_tag;     // of y before a residual is added
+    uint old_tag;     // tag of y before the residual is added
     uint y_tag;
 };
 
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
-const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // of a block
-const uint KEPT = TOKENS * 4u;                    // lanes of a group whose sums are of tokens that exist
+const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // tokens of a block
+const uint KEPT = TOKENS * 4u;                    // lanes of a group whose sums belong to existing tokens
 const uint ITEMS = TILES * BLOCKS * KEPT;
-const uint QUADS = AHEAD * 8u;                    // four columns each, of a token in a round
-const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of them a lane
-// Lanes whose squares are added before they go to shared memory, and what is left of a token's then.
+const uint QUADS = AHEAD * 8u;                    // groups of four columns of a token per round
+const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of those, loads per lane
+// JOINED: the lanes whose squares are added by shuffles before they go to shared memory. SQUARES: the partial sums of a
+// token that remain.
 #if MATRIX == 1
 const uint JOINED = ROWS == 1u || QUADS > 32u ? 32u : QUADS;
 const uint SQUARES = ROWS == 1u ? LOADS : QUADS / JOINED;
@@ -70,11 +73,11 @@ const uint SQUARES = QUADS;
 #endif
 
 shared vec4 sums_s[GROUPS * ITEMS];
-shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both parts of four columns
+shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both 16-bit parts of four columns
 shared float squares_s[GROUPS * BLOCKS * TOKENS * SQUARES];
 
-// One or two results at an even place. Components are constant: some drivers store a chosen one by way of
-// the whole vector.
+// Store one or two results at an even index. The components are constants: some drivers implement a store to a
+// dynamically indexed component as a store of the whole vector.
 #if MATRIX == 1
 #define PUT_TWO(at, words) TaggedOut2(y).v[(at) / 2u] = words;
 #else
@@ -90,13 +93,15 @@ void main() {
     if (first >= blocks) return;
     uint g = LANE >> 2, t = LANE & 3u;
 #if MATRIX == 1
-    // Loads that the near cache may serve: nobody writes x meanwhile where it is not tagged.
+    // A view of x without `volatile`, whose loads the L1 cache may serve: an untagged x is not written during this
+    // dispatch.
     Words4In plain_x = Words4In(x);
 #else
 #define plain_x x
 #endif
 
-    // What an item of the epilogue adds to, if it is there already.
+    // The old value of y, which the residual epilogue adds to, is loaded early. If y is tagged, the epilogue checks the
+    // word and polls again while it is stale.
     uint item = gl_LocalInvocationIndex;
     uint item_lane = item % KEPT, item_block = item / KEPT % BLOCKS, item_tile = item / (KEPT * BLOCKS);
     uint item_token = item_block * 8u + (item_lane >> 2), item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
@@ -115,7 +120,7 @@ void main() {
     uint polls = 0u;
 
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
-        // Past the last chunk the last one's weights meet zeros.
+        // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint at = min(chunk_of(round, u), CHUNKS - 1u) * 64u;
@@ -172,7 +177,7 @@ void main() {
                     }
                 }
             }
-            // Before the next parts overwrite these.
+            // All lanes must have read these parts before the next ones overwrite them.
             if (ROUNDS * BLOCKS > 1u) LANES_BARRIER
         }
     }

@@ -1,10 +1,12 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// head_x[h] = x[last[h]];  head_rows[h] = rows[last[h]]
+// Row gather before the LM head: head_x[h] = x[last[h]] and head_rows[h] = rows[last[h]], where last[h] is the last row
+// of the h-th prompt of the step from which a token is drawn. Rows beyond the number of such prompts are zero and
+// belong to no slot.
 //
-// The last rows of a step's prompts go on to the LM head. Behind them, h is a row of zeros that belongs to nobody.
-// chunk  descriptor of the step: `kernels::embed::ChunkLayout`
-// x [rows][x_stride] f32; head_x [heads][x_stride] f32. Traffic 8·H bytes a head.
+// chunk  descriptor of the prompt step: `kernels::embed::ChunkLayout`
+// x [rows][x_stride] f32; head_x [heads][x_stride] f32. An invocation copies one float of one row. Traffic: 8·H bytes
+// per row, where H is x_stride.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -16,7 +18,7 @@ layout(push_constant) uniform Args {
     FloatsOut head_x;
     WordsOut head_rows;
     uint x_stride;
-    uint last_at;     // word of the chunk's first last row
+    uint last_at;     // index of the descriptor's first last-row word
 };
 
 void main() {

@@ -1,21 +1,25 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// y[r] = epilogue( W · x[r] ) for the rows of a prompt, both packed as fragments.
+// Tiled GEMM for prefill, on fragment-packed weights and activations: y[r] = epilogue( W · x[r] ) for the rows of
+// prompts.
 //
-// epilogue   0 store: y = Wx + b      1 residual: y += Wx + b
-//            2 swiglu: rows of W alternate gate, up; y[N/2] = silu(gate)·up
+// epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
+//            y[N/2] = silu(gate)·up
 // weight     [N padded to 16][K], `memory::pack::Layout::Fragments`
-// x          [rows padded to 64][K] as `pack_rows` writes it;  y [rows][y_stride] f32, or with PACKED (and swiglu)
-//            what `pack_rows` would make of it: the x of the next product
-// experts    EXPERTS 1: tiles of x are of the experts that `tiles` says, whose weights are N rows each; without PACKED
-//            their rows go to rows `slots` of y, or nowhere (`expert_plan`)
+// x          [rows padded to 64][K], as `pack_rows` writes it
+// y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): packed as `pack_rows` would pack it, as x of the
+//            next product
+// experts    EXPERTS 1 (MoE): `tiles` assigns an expert to each tile of x, and the expert's weights are N rows. Without
+//            PACKED, the tile's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
+//            (`expert_plan`)
 //
-// One workgroup computes a tile of TILE_TOKENS rows of x by TILE_ROWS rows of W, each group of 32 lanes
-// GROUP_TOKENS by GROUP_ROWS of it. W goes from global memory to registers, the next 16 columns while these are
-// multiplied. x goes through shared memory, STAGE steps of 16 columns at a time in two buffers, with one barrier
-// a stage; each step loads a word of the next stage and stores the one before. All loads are unconditional, with
-// clamped addresses. Tiles follow one another so that ORDER tiles of x meet the same tile of W.
-// Traffic: x (N/TILE_ROWS) times, W (rows/TILE_TOKENS/ORDER) times, the rest from the near caches.
+// One workgroup computes a tile of TILE_TOKENS rows of x by TILE_ROWS rows of W; each group of 32 lanes computes
+// GROUP_TOKENS by GROUP_ROWS of it. W goes from global memory to registers: the next 16 columns are loaded while the
+// current ones are multiplied. x goes through shared memory, STAGE steps of 16 columns at a time, double-buffered, with
+// one barrier per stage; each step loads one word of the next stage and stores the previously loaded one. All loads are
+// unconditional, with clamped addresses. Workgroups are ordered so that ORDER consecutive tiles of x use the same tile
+// of W.
+// Traffic: x is read N/TILE_ROWS times and W rows/TILE_TOKENS/ORDER times; the caches serve the remaining reads.
 #include "common.glsl"
 
 #define LANES ((TILE_TOKENS / GROUP_TOKENS) * (TILE_ROWS / GROUP_ROWS) * 32u)
@@ -28,7 +32,7 @@ layout(constant_id = 2) const uint BIAS = 0;
 layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint PACKED = 0;
 layout(constant_id = 5) const uint ORDER = 8;
-layout(constant_id = 6) const uint ROWS = 0;      // of x in use; 0: as many as `count` says
+layout(constant_id = 6) const uint ROWS = 0;      // rows of x in use; 0: `count` holds the number
 layout(constant_id = 7) const uint EXPERTS = 0;
 
 #if MATRIX == 1
@@ -36,7 +40,7 @@ layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Fl
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
 #endif
 
-// By hand the loop is long enough as it is.
+// Without cooperative matrices the loop body is already long, so it is not unrolled.
 #if MATRIX == 1
 #define EACH_STEP [[unroll]]
 #else
@@ -48,20 +52,20 @@ layout(push_constant) uniform Args {
     Words4In x;
     FloatsIn bias;
     FloatsInOut y;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     WordsIn tiles;
     WordsIn slots;
-    uint y_stride;    // floats, a multiple of 4
+    uint y_stride;    // in floats, a multiple of 4
 };
 
 const uint NOBODY = 0xffffffffu;
-// First word of the expert's weights.
+// The first 16-byte word of the tile's expert's weights.
 uint expert_words = 0u;
 
-// Blocks of 16 rows of x and of W in a group's part.
+// Blocks of 16 rows of x and of W per lane group.
 const uint TOKEN_BLOCKS = GROUP_TOKENS / 16u;
 const uint ROW_BLOCKS = GROUP_ROWS / 16u;
-// Steps of 16 columns, 32 words each of a block; what a lane loads of a stage: at most STAGE words, and LANES
+// A step is 16 columns: 32 words of 16 bytes per block. A lane loads LOADS words of a stage, at most STAGE; LANES
 // divides STAGE_WORDS.
 const uint STEPS = K / 16u;
 const uint STAGES = (STEPS + STAGE - 1u) / STAGE;
@@ -74,17 +78,17 @@ const uint OUTPUT_CHUNKS = (N / 2u + 31u) / 32u;
 
 shared uvec4 staged[2u * BUFFER_WORDS];
 
-// The i-th of a lane's words of stage `stage`; `base`: the lane's first of the tile.
+// Returns the i-th of this invocation's words of stage `stage`; `base` is its first word of the tile.
 uvec4 load_tokens(uint base, uint stage, uint i) {
     uint block = i * LANES / STAGE_WORDS * BLOCK_WORDS, at = i * LANES % STAGE_WORDS;
     if (STEPS % STAGE == 0u) return x.v[base + stage * STAGE_WORDS + (block + at)];
-    // Steps behind the last are zero, whatever W is multiplied with them.
+    // Steps beyond the last read zeros, so that they add nothing, whatever W they are multiplied with.
     uint word = stage * STAGE_WORDS + at + gl_LocalInvocationIndex;
     uvec4 q = x.v[base - gl_LocalInvocationIndex + block + min(word, BLOCK_WORDS - 1u)];
     return word < BLOCK_WORDS ? q : uvec4(0u);
 }
 
-// Block `block + j` of W at a step; `base`: the lane's first word of block `block`.
+// Returns this lane's word of block `block + j` of W at a step; `base` is its first word of block `block`.
 uvec4 load_weights(uint base, uint block, uint j, uint step_) {
     if (N % TILE_ROWS == 0u) return weight.v[base + step_ * 32u + j * BLOCK_WORDS];
     return weight.v[expert_words + min(block + j, WEIGHT_BLOCKS - 1u) * BLOCK_WORDS + step_ * 32u + LANE];
@@ -92,11 +96,11 @@ uvec4 load_weights(uint base, uint block, uint j, uint step_) {
 
 vec2 swiglu(vec4 v) { return v.xz / (1.0 + exp(-v.xz)) * v.yw; }
 
-// Rows row .. + 4 of W for one token.
+// Stores rows row .. + 4 of W for one token.
 void store(uint token, uint row, vec4 v) {
     uint at = token * y_stride + (EPILOGUE == 2u ? row / 2u : row);
 #if MATRIX == 1
-    // Not every driver without matrices knows y by another type.
+    // Only here: not every driver without cooperative matrices supports access to y through a second reference type.
     if (row + 4u <= N) {
         if (EPILOGUE == 0u) Floats4InOut(y).v[at / 4u] = v;
         if (EPILOGUE == 1u) Floats4InOut(y).v[at / 4u] += v;
@@ -113,7 +117,7 @@ void store(uint token, uint row, vec4 v) {
     }
 }
 
-// Two outputs of token g of a block and of token g + 8: half of a 16-byte word.
+// Stores two outputs each of tokens g and g + 8 of a block, which is half of a 16-byte word.
 void store_packed(uint token, uint row, vec2 low, vec2 high, uint used) {
     uint column = row / 2u;
     if (column >= OUTPUT_CHUNKS * 32u) return;
@@ -155,7 +159,7 @@ void main() {
     Sums sums[TOKEN_BLOCKS][ROW_BLOCKS];
     [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++)
         [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) sums[i][j] = NO_SUMS;
-    // Two register sets: the step at hand and the next.
+    // Two register sets: the weights of the current step and of the next.
     uvec4 w[2][ROW_BLOCKS], passing[2];
     [[unroll]] for (uint i = 0u; i < LOADS; i++) staged[i * LANES + lane] = load_tokens(x_base, 0u, i);
     [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) w[0][j] = load_weights(w_base, row_block, j, 0u);

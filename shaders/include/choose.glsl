@@ -3,9 +3,9 @@
 //
 // `choose_for_rows` writes `ids_s` and `shares_s` ([ROWS][CHOSEN]) and, with SHARED 1, the shared expert's gate to
 // `gates_s` ([ROWS]). The caller executes a barrier before it reads them. The shares are still unnormalized: divide
-// them by `total_of(row)`. With SHARES false the caller needs no shares, and the softmax sums are skipped. With TAGGED
-// 1 the function polls until all logits have arrived. It needs `logits` [ROWS][logits_stride] and what `experts.glsl`
-// needs. With MATRIX 0, call it in uniform control flow.
+// them by `total_of(row)`. With SHARES false the caller needs no shares, and the softmax sums are skipped. With
+// TAGGED 1 the function polls until all logits have arrived. It needs `logits` [ROWS][logits_stride] and what
+// `experts.glsl` needs. With MATRIX 0, call it in uniform control flow.
 //
 // `totals_s`: per row, the softmax denominator over all experts; used only with NORMALISE 0.
 shared float totals_s[ROWS];

@@ -6,11 +6,11 @@
 // One subgroup selects for one row, on ordered integer keys (`determinate.glsl`). The constants COUNT, CHOSEN and
 // NORMALISE must be defined.
 //
-// MATRIX 1 (subgroups of 32): the keys are in registers, as `Candidates`. The ids are written to `ids_s` and the shares to
-//     `shares_s` from index `to` on. The shares are not normalized yet: the caller divides them by the sum of the chosen
-//     ones, or by `totals_s[row]` with NORMALISE 0.
-// MATRIX 0 (subgroups of any width): the keys are in `keys_s` from index `at` on. Each invocation accesses only its own
-//     keys, so no barrier is needed. One invocation writes the ids and the normalized shares.
+// MATRIX 1  (subgroups of 32): the keys are in registers, as `Candidates`. The ids are written to `ids_s` and the
+//           shares to `shares_s` from index `to` on. The shares are not normalized yet: the caller divides them by the
+//           sum of the chosen ones, or by `totals_s[row]` with NORMALISE 0.
+// MATRIX 0  (subgroups of any width): the keys are in `keys_s` from index `at` on. Each invocation accesses only its
+//           own keys, so no barrier is needed. One invocation writes the ids and the normalized shares.
 
 #if MATRIX == 1
 // The keys of a lane's candidates; the i-th belongs to expert CANDIDATE(i).

@@ -79,8 +79,8 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
     for (uint i = 0u; i < 4u; i++) {
         uvec4 x = exchange_tokens[group + g * 4u + i];
         vec4 low = four_of(x.xy), high = four_of(x.zw);
-        // Rows 4t and 4t + 1 of W are the first two words of the lanes with g = 2t and g = 2t + 1; rows 4t + 2 and 4t +
-        // 3 are the last two words of the same lanes.
+        // Rows 4t and 4t + 1 of W are the first two words of the lanes with g = 2t and g = 2t + 1; rows 4t + 2 and
+        // 4t + 3 are the last two words of the same lanes.
         uvec4 a = exchange_weights[group + 2u * t * 4u + i], b = exchange_weights[group + (2u * t + 1u) * 4u + i];
         mat4 w = mat4(four_of(a.xy), four_of(b.xy), four_of(a.zw), four_of(b.zw));
         sums.low += low * w;

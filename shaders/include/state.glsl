@@ -1,16 +1,18 @@
 // The layout, in 32-bit words, of the device state of the slots and of the result ring buffer. `kernels::state` mirrors
 // it, and a test there compares every name and number with this file.
 //
-//   state  [slots][SLOT_WORDS]       what a slot runs and its sampling parameters; patched by the host, advanced by `sample`
-//   bias   [slots][BIAS_ENTRIES][2]  logit biases: token id, f32 bits; the ids of a slot are distinct
-//   masks  [slots][mask words]       bit i % 32 of word i / 32: token i may be drawn; host-visible; read with FLAG_MASK only
-//   counts [slots][vocabulary]       bit 31: the token is in the prompt; other bits: how often it is in the output
-//   rows   [rows][4]                 the batch rows: token, position, slot, valid
-//   step   [1]                       number of the region (command buffer) in flight
-//   fault  [1]                       number of a call that polled too long for tagged words; 0 if none did
-//   score  [SCORE_STATE_WORDS]       which rows of a prompt chunk are scored next, and how; patched by the host
-//   scores [2][chunk rows][SCORE_WORDS]  host-visible; the two halves are used alternately, one chunk each
-//   ring   [ring_steps][ring_rows][ENTRY_WORDS], then [ring_steps][ring_rows][TOP_WORDS]  host-visible
+//  state  [slots][SLOT_WORDS]       what a slot runs and its sampling parameters; patched by the host, advanced by
+//                                   `sample`
+//  bias   [slots][BIAS_ENTRIES][2]  logit biases: token id, f32 bits; the ids of a slot are distinct
+//  masks  [slots][mask words]       bit i % 32 of word i / 32: token i may be drawn; host-visible; read with FLAG_MASK
+//                                   only
+//  counts [slots][vocabulary]       bit 31: the token is in the prompt; other bits: how often it is in the output
+//  rows   [rows][4]                 the batch rows: token, position, slot, valid
+//  step   [1]                       number of the region (command buffer) in flight
+//  fault  [1]                       number of a call that polled too long for tagged words; 0 if none did
+//  score  [SCORE_STATE_WORDS]       which rows of a prompt chunk are scored next, and how; patched by the host
+//  scores [2][chunk rows][SCORE_WORDS]  host-visible; the two halves are used alternately, one chunk each
+//  ring   [ring_steps][ring_rows][ENTRY_WORDS], then [ring_steps][ring_rows][TOP_WORDS]  host-visible
 
 const uint SLOT_WORDS = 64u;
 const uint SLOT_ACTIVE = 0u;          // 0 idle, 1 running, 2 done
@@ -37,7 +39,7 @@ const uint SLOT_BIAS_COUNT = 34u;
 const uint SLOT_TEMPERATURE_INVERSE = 35u; // f32: 1 / temperature
 const uint SLOT_REPETITION_INVERSE = 36u;  // f32: 1 / repetition
 const uint SLOT_MIN_P_LOG = 37u;           // f32: ln min_p, -inf for 0
-const uint SLOT_PROMPT_TOKENS = 38u;       // tokens at this position and later count as output for penalties
+const uint SLOT_PROMPT_TOKENS = 38u;       // tokens from here on are output for penalties (recomputed sequences)
 
 const uint SLOT_SETTLED = 39u;             // number of tokens that the recurrent state in memory includes
 const uint SLOT_DRAFTS = 40u;              // MOST_DRAFTS draft tokens that are proposed to follow SLOT_TOKEN

@@ -17,7 +17,8 @@ const uint TAG_BITS = 7u;
 const uint TAG_MASK = (1u << TAG_BITS) - 1u;
 // The tag argument of a call holds the call's number in the bits from CALL_SHIFT on (`kernels::tags::number_calls`).
 const uint CALL_SHIFT = 8u;
-// A poll takes nearly 1 µs, so this limit is about 20 ms. A step takes far less.
+// A poll takes nearly 1 µs, so this limit is about 20 ms. A step takes far less. The fault word is read at every
+// POLLS_BETWEEN_LOOKS-th poll.
 const uint MOST_POLLS = 30000u;
 const uint POLLS_BETWEEN_LOOKS = 256u;
 

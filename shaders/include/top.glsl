@@ -1,9 +1,11 @@
 // Top-n search in a row of keys that the invocations of a workgroup own in parts. Include `reduce.glsl` first. The
 // including shader must define:
-//   thread, THREADS, quads                  this invocation, the number of invocations, the row's number of groups of four tokens
-//   load_block(base, out uvec4 block[4])    the keys of this invocation's four groups from `base` on; 0 outside the vocabulary
-//   args.vocabulary
-//   LIST_KEYS, LIST_TOKENS                  shared arrays of LIST words
+//  thread, THREADS, quads                  this invocation, the number of invocations, the row's number of groups of
+//                                          four tokens
+//  load_block(base, out uvec4 block[4])    the keys of this invocation's four groups from `base` on; 0 outside the
+//                                          vocabulary
+//  args.vocabulary
+//  LIST_KEYS, LIST_TOKENS                  shared arrays of LIST words
 
 shared uint list_length;
 shared uint top_ids[TOP_ENTRIES];

@@ -1,13 +1,15 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// choices[r] = the experts that the router's logits of row r choose, and their shares (`experts.glsl`).
+// MoE routing: top-k selection with softmax shares. choices[r] = the experts that the router logits of row r select,
+// and their shares (`experts.glsl`).
 //
-// logits  [rows][logits_stride] f32: COUNT, then the shared expert's gate if there is one
-// rows    [rows][4] token, position, slot, valid, as of a decode step; with VALID 0 every row is
-// choices [rows][CHOSEN + SHARED] of (expert, share as f32 bits); the shared expert's is (COUNT, sigmoid(gate)). A row
-//         that is not valid chooses NOBODY; rows not below `count[2]` (the chunk's length) are left as they are.
+// logits   [rows][logits_stride] f32: COUNT logits, then the shared expert's gate if there is one
+// rows     [rows][4] token, position, slot, valid of a decode step; with VALID 0 every row is valid
+// choices  [rows][CHOSEN + SHARED] of (expert, share as f32 bits); the shared expert's entry is (COUNT, sigmoid(gate)).
+//          A row that is not valid gets NOBODY in every entry. Rows not below `count[2]` (the number of rows of the
+//          prompt step) are left unchanged
 //
-// One workgroup does EACH rows, a subgroup each. Traffic: the logits once, 8 bytes a choice.
+// One workgroup processes EACH rows, one subgroup per row. Traffic: the logits once, 8 bytes per choice.
 #include "common.glsl"
 #include "determinate.glsl"
 
@@ -16,7 +18,7 @@ layout(constant_id = 1) const uint COUNT = 8;
 layout(constant_id = 2) const uint CHOSEN = 2;
 layout(constant_id = 3) const uint NORMALISE = 0;
 layout(constant_id = 4) const uint SHARED = 0;
-layout(constant_id = 5) const uint ROWS = 0;      // in use; 0: as many as `count` says
+layout(constant_id = 5) const uint ROWS = 0;      // rows in use; 0: `count` holds the number
 layout(constant_id = 6) const uint VALID = 0;
 layout(constant_id = 7) const uint EACH = 4;
 
@@ -25,7 +27,7 @@ layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict 
 layout(push_constant) uniform Args {
     FloatsIn logits;
     WordsIn rows;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     ChoicesOut choices;
     uint logits_stride;
 };

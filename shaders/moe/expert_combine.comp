@@ -1,20 +1,21 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// x[r] += sum_j share(r, j) · parts[r][j] + gate(r) · shared[r]
+// MoE combine: adds the experts' outputs, weighted by their shares, to the residual.
+//   x[r] += sum_j share(r, j) · parts[r][j] + gate(r) · shared[r]
 //
-// choices [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` leaves them
-// parts   [rows][CHOSEN][parts_stride] f32: what each chosen expert made of a row
-// shared  [rows][shared_stride] f32: what the shared expert made of it
-// x       [rows][x_stride] f32, the residual
-// Rows not below `count[2]` (the chunk's length) and rows that chose NOBODY are left as they are.
+// choices  [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` writes them
+// parts    [rows][CHOSEN][parts_stride] f32: the output of each chosen expert for a row
+// shared   [rows][shared_stride] f32: the output of the shared expert
+// x        [rows][x_stride] f32, the residual
+// Rows not below `count[2]` (the number of rows of the prompt step) and rows that chose NOBODY are left unchanged.
 //
-// One invocation does four columns of a row. Traffic: CHOSEN + SHARED + 2 times 4 bytes a value.
+// One invocation computes four columns of a row. Traffic: CHOSEN + SHARED + 2 times 4 bytes per value.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint CHOSEN = 2;
 layout(constant_id = 2) const uint SHARED = 0;
-layout(constant_id = 3) const uint ROWS = 0;      // in use; 0: as many as `count` says
+layout(constant_id = 3) const uint ROWS = 0;      // rows in use; 0: `count` holds the number
 
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly restrict buffer ChoicesIn { uvec2 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
@@ -24,9 +25,9 @@ layout(push_constant) uniform Args {
     Floats4In parts;
     Floats4In shared_rows;
     Floats4InOut x;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     uint columns;     // a multiple of 4
-    uint parts_stride; // floats
+    uint parts_stride; // in floats
     uint shared_stride;
     uint x_stride;
 };

@@ -1,29 +1,30 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// The experts that `choices` name, on weights that lie row after row, in two stages:
+// MoE expert MLP as GEMV, on row-major weights, in two dispatches (stages) for the experts that `choices` names:
 //
-// STAGE 0   y[r][j] = share(r, j) · swiglu( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ), and likewise for
-//           the shared expert, whose place is behind the others'
+// STAGE 0   y[r][j] = share(r, j) · swiglu( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ); the shared expert's
+//           result follows the others
 // STAGE 1   y[r] += sum_j W[e(r, j)] · x[r][j] + Ws · x[r][CHOSEN]
 //
-// choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` leaves them
-// weight     [experts][n][chunks·8] in the variant's format, rows of gate and up alternate in STAGE 0
+// choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` writes them
+// weight     [experts][n][chunks·8] in the variant's format; in STAGE 0 the rows of gate and up alternate
 // shared     [shared_n][shared_chunks·8], likewise
-// x          STAGE 0: [rows][x_stride] f32, the residual      STAGE 1: what STAGE 0 made
-// y          STAGE 0: [rows][y_stride] f32: CHOSEN parts of `part` floats each, then the shared expert's
-//            STAGE 1: [rows][y_stride] f32, the residual
+// x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
+// y          STAGE 0: [rows][y_stride] f32: CHOSEN parts of `part` floats each, then the shared expert's part. STAGE 1:
+//            [rows][y_stride] f32, the residual
 //
-// One workgroup computes ROWS rows of W for one row of x, and in STAGE 0 for one choice; its threads split K, 16 bytes
-// of each W row a thread and step. Rows not below `count[2]` and rows that chose nobody are left as they are.
-// Traffic: the weights of each choice once, x from the near cache.
+// One workgroup computes ROWS rows of W for one row of x, and in STAGE 0 for one choice. Its invocations split K: per
+// iteration, an invocation loads 16 bytes of each W row (32 bytes in f32). Rows not below `count[2]` (the number of
+// rows of the prompt step) and rows that chose NOBODY are left unchanged.
+// Traffic: the weights once per choice; x from the L1 cache.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint STAGE = 0;
 layout(constant_id = 2) const uint CHOSEN = 2;
 layout(constant_id = 3) const uint SHARED = 0;
-layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: as many as `count` says
-layout(constant_id = 5) const uint ROWS = 2;      // of W, even
+layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count` holds the number
+layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
 
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly restrict buffer ChoicesIn { uvec2 v[]; };
 
@@ -33,25 +34,26 @@ layout(push_constant) uniform Args {
     Floats4In x;
     Floats4In norm;
     ChoicesIn choices;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     FloatsInOut y;
     uint n;           // rows of an expert's W, a multiple of ROWS
     uint shared_n;
-    uint k;           // columns, for the mean
+    uint k;           // columns without padding; the divisor of the mean
     uint chunks;      // 8-value chunks of a padded row of an expert's W
     uint shared_chunks;
-    uint part;        // floats of a choice in rows of what STAGE 0 makes, a multiple of 8
-    uint x_stride;    // floats
-    uint y_stride;    // floats
+    uint part;        // floats per choice in a row of STAGE 0's output, a multiple of 8
+    uint x_stride;    // in floats
+    uint y_stride;    // in floats
     float epsilon;
 };
 
 const uint NOBODY = 0xffffffffu;
 
-// Sums of each subgroup: ROWS products, then the squares of x.
+// The sums of each subgroup: ROWS products, then the squares of x.
 shared float partial[256u * (ROWS + 1u)];
 
-// Word `at` of the shared expert's W or of the others'. Some drivers know no chosen address.
+// Returns word `at` of the shared expert's W or of the other experts' W. It branches because some drivers do not
+// support a buffer address that is selected at run time.
 uvec4 load(bool of_shared, uint at) {
     uvec4 word;
     if (SHARED == 1u && of_shared) word = shared_weight.v[at];
@@ -59,7 +61,7 @@ uvec4 load(bool of_shared, uint at) {
     return word;
 }
 
-// Eight values of W from chunk `at` on.
+// Loads eight values of W from chunk `at` on.
 void load8(bool of_shared, uint at, out vec4 a, out vec4 b) {
 #if WEIGHT == 2
     a = uintBitsToFloat(load(of_shared, at * 2u));

@@ -1,32 +1,34 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Sorts the choices of many rows by expert, in tiles of TILE rows that are of one expert each.
+// MoE row sorting (vLLM's moe_align_block_size): sorts the choices of many rows by expert, into tiles of TILE rows that
+// belong to one expert each.
 //
-// choices [rows][CHOSEN + SHARED] of (expert, share), as `expert_choose` leaves them; the shared expert is left out
-// tiles   [MOST]: the expert of a tile, tiles of an expert one behind the other and experts in order; NOBODY behind
-//         the last
-// slots   [MOST][TILE]: row · CHOSEN + which of its choices, in order inside an expert; NOBODY behind its last. Those
-//         of tiles that nobody has are left as they are.
-// Rows not below `count[2]` (the chunk's length) and rows that chose NOBODY do not take part.
+// choices  [rows][CHOSEN + SHARED] of (expert, share), as `expert_choose` writes them; the shared expert's are left out
+// tiles    [MOST]: the expert of each tile. Experts are in ascending order, the tiles of an expert are consecutive;
+//          NOBODY beyond the last tile
+// slots    [MOST][TILE]: row · CHOSEN + the index of the row's choice, ascending within an expert; NOBODY beyond an
+//          expert's last. The slots of tiles without an expert are left unchanged
+// Rows not below `count[2]` (the number of rows of the prompt step) and rows that chose NOBODY do not take part.
 //
-// One workgroup does one expert: it counts all choices, which says where each expert's tiles begin, and places its
-// own. Traffic: the choices twice a workgroup, from the far cache.
+// One workgroup places the choices of one expert. It counts the choices of all experts, which gives the first tile of
+// each expert.
+// Traffic: the choices twice per workgroup, from the L2 cache.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size
+layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
 layout(constant_id = 2) const uint COUNT = 8;
 layout(constant_id = 3) const uint CHOSEN = 2;
 layout(constant_id = 4) const uint SHARED = 0;
 layout(constant_id = 5) const uint TILE = 16;
 layout(constant_id = 6) const uint MOST = 1;
-layout(constant_id = 7) const uint ROWS = 0;      // in use; 0: as many as `count` says
+layout(constant_id = 7) const uint ROWS = 0;      // rows in use; 0: `count` holds the number
 
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly restrict buffer ChoicesIn { uvec2 v[]; };
 
 layout(push_constant) uniform Args {
     ChoicesIn choices;
-    WordsIn count;    // chunk descriptor; word 2 is the number of rows in use
+    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     WordsOut tiles;
     WordsOut slots;
 };
@@ -39,7 +41,8 @@ shared uint own_s[LANES];
 void main() {
     uint expert = gl_WorkGroupID.x, t = gl_LocalInvocationIndex;
     uint used = ROWS != 0u ? ROWS : count.v[2];
-    // Pairs of neighbouring invocations follow one another; as many turns for each.
+    // Each invocation takes a run of consecutive pairs (row, choice), in the order of the invocations. All invocations
+    // run the same number of iterations.
     uint pairs = used * CHOSEN, each = (pairs + LANES - 1u) / LANES;
     for (uint turn = 0u; turn < COUNT; turn += LANES) if (turn + t < COUNT) counts_s[turn + t] = 0u;
     barrier();

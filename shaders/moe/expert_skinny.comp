@@ -1,33 +1,36 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// The experts of 1 to 8 · BLOCKS rows, on packed weights, in two stages with nothing between them but words:
+// MoE expert MLP for decode: small-M GEMM on fragment-packed weights for 1 to 8 · BLOCKS rows, in two dispatches
+// (stages). With TAGGED 1 there is no barrier between the stages: the second one polls the words of the first.
 //
-// STAGE 0   for each expert e that a row r chooses, as its j-th:
-//           y[r][j] = share(r, j) · swiglu( Wgu[e] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
-//           and, for the shared expert, y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · swiglu( Ws · the same )
-// STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN]: one sum over all columns of all experts
+// STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · swiglu(
+//           Wgu[e] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ), and for the shared expert
+//           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · swiglu( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
+// STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN], as one sum over all columns of all experts
 //
-// logits     [rows][logits_stride] f32: COUNT, and the shared expert's gate if there is one. Who is chosen and with
-//            which share: `experts.glsl`; each workgroup finds it by itself, for all rows.
-// weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`), rows of gate and up alternate
+// logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
+//            `experts.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
+// weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`); in STAGE 0 the rows of gate and up
+//            alternate
 // shared     [shared_n rows], likewise
-// x          STAGE 0: [rows][x_stride] f32, the residual      STAGE 1: what STAGE 0 made
-// y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32, padding is not written
-//            STAGE 1: [rows][y_stride] f32, the residual;  TAGGED 1: all of x, logits and y (`tags.glsl`)
+// x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
+// y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32; the padding is not written.
+//            STAGE 1: [rows][y_stride] f32, the residual
+// TAGGED 1   x, logits and y are tagged (`tags.glsl`)
 //
-// One workgroup computes TILES blocks of 16 rows of W, of one expert for all rows that chose it or (STAGE 1) of all
-// experts that any row chose; its groups of 32 lanes split K as those of `skinny` do, and a row's values stand in two
-// parts in a fragment as there. A row that did not choose an expert meets its weights with zeros. Workgroups for more
-// experts than are chosen leave once they know.
-// Traffic: each chosen expert's weights once, x once a workgroup from the far cache.
+// One workgroup computes TILES blocks of 16 rows of W: in STAGE 0 of one expert, for all rows that chose it; in STAGE 1
+// of all experts that any row chose. Its groups of 32 lanes split K as in `skinny`, and a row's values are split into
+// two parts of a fragment as there. For a row that did not choose the expert, x is replaced by zeros. There are
+// workgroups for the maximum number of distinct experts; surplus ones return after the selection.
+// Traffic: each chosen expert's weights once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
 #include "determinate.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint LANES = 256;   // the same as the workgroup's size, at least ROWS · CHOSEN
+layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size, at least ROWS · CHOSEN
 layout(constant_id = 2) const uint STAGE = 0;
 layout(constant_id = 3) const uint COUNT = 8;
 layout(constant_id = 4) const uint CHOSEN = 2;    // at most 16
@@ -36,7 +39,7 @@ layout(constant_id = 6) const uint SHARED = 0;
 layout(constant_id = 7) const uint TILES = 1;
 layout(constant_id = 8) const uint AHEAD = 2;     // a power of two
 layout(constant_id = 9) const uint ROWS = 1;      // at most 16
-layout(constant_id = 10) const uint COLUMNS = 32; // of an expert's matrix
+layout(constant_id = 10) const uint COLUMNS = 32; // columns of an expert's matrix
 layout(constant_id = 11) const uint SHARED_COLUMNS = 32;
 layout(constant_id = 12) const uint TAGGED = 0;
 
@@ -52,28 +55,29 @@ layout(push_constant) uniform Args {
     TaggedInOut y;
     Fault fault;
     uint n;           // rows of an expert's matrix, a multiple of 16
-    uint shared_n;    // of the shared expert's
-    uint x_stride;    // floats
+    uint shared_n;    // rows of the shared expert's matrix
+    uint x_stride;    // in floats, as the strides below
     uint logits_stride;
     uint y_stride;
     float epsilon;
     uint x_tag;
     uint logits_tag;
-    uint old_tag;     // of y before it is added to
+    uint old_tag;     // tag of y before the residual is added
     uint y_tag;
 };
 
 const uint GROUPS = LANES / 32u;
 const uint BLOCKS = (ROWS + 7u) / 8u;
-const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // of a block
-const uint KEPT = TOKENS * 4u;                    // lanes of a group whose sums are of tokens that exist
+const uint TOKENS = ROWS < 8u ? ROWS : 8u;        // tokens of a block
+const uint KEPT = TOKENS * 4u;                    // lanes of a group whose sums belong to existing tokens
 const uint ITEMS = TILES * BLOCKS * KEPT;
-const uint QUADS = AHEAD * 8u;                    // four columns each, of a token in a round
-const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of them a lane
-const uint CHUNKS = (COLUMNS + 31u) / 32u;        // of 32 columns, of one expert's matrix
+const uint QUADS = AHEAD * 8u;                    // groups of four columns of a token per round
+const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of those, loads per lane
+const uint CHUNKS = (COLUMNS + 31u) / 32u;        // chunks of 32 columns, of one expert's matrix
 const uint SHARED_CHUNKS = SHARED == 1u ? (SHARED_COLUMNS + 31u) / 32u : 0u;
 const uint PAIRS = ROWS * CHOSEN;
-// Lanes whose squares are added before they go to shared memory, and what is left of a token's then.
+// JOINED: the lanes whose squares are added by shuffles before they go to shared memory. SQUARES: the partial sums of a
+// token that remain.
 #if MATRIX == 1
 const uint JOINED = ROWS == 1u || QUADS > 32u ? 32u : QUADS;
 const uint SQUARES = ROWS == 1u ? LOADS : QUADS / JOINED;
@@ -83,25 +87,28 @@ const uint SQUARES = QUADS;
 #endif
 
 shared vec4 sums_s[GROUPS * ITEMS];
-shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both parts of four columns
+shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both 16-bit parts of four columns
 shared float squares_s[STAGE == 0u ? GROUPS * BLOCKS * TOKENS * SQUARES : 1u];
 shared uint ids_s[PAIRS];
 shared float shares_s[PAIRS];
 shared float gates_s[ROWS];
-shared uint first_s[PAIRS];                       // whether no pair before chose the same
-// Distinct experts: id, rows that chose it (a bit each), which of a row's choices it is (four bits a row).
+shared uint first_s[PAIRS];                       // 1 if no earlier pair chose the same expert
+// The distinct experts: id, the rows that chose it (one bit per row), which of each row's choices it is (four bits per
+// row).
 shared uvec4 list_s[PAIRS];
 shared uint distinct_s;
 
 #if MATRIX == 1
 #define PUT_TWO(at, words) TaggedOut2(y).v[(at) / 2u] = words;
 #else
-// Components are constant: some drivers store a chosen one by way of the whole vector.
+// The components are constants: some drivers implement a store to a dynamically indexed component as a store of the
+// whole vector.
 #define PUT_TWO(at, words) if ((at) % 4u == 0u) y.v[(at) / 4u].xy = words; else y.v[(at) / 4u].zw = words;
 #endif
 
-// Words of the shared expert's weights or of the others'. Not every driver knows a chosen address; on others a chosen
-// word would be a load of its own behind a branch.
+// Load words of the shared expert's weights or of the other experts'. Not every driver supports a buffer address that
+// is selected at run time, hence the branch without cooperative matrices; on the other drivers a branch would make each
+// word a separate load.
 #if MATRIX == 1
 #define WEIGHTS_OF(other) Words4In from_ = SHARED == 1u && (other) ? shared_weight : weight;
 #define LOAD_WEIGHT(other, at) from_.v[at]
@@ -116,13 +123,13 @@ uvec4 load_weight(bool other, uint at) {
 }
 #endif
 
-// Which of its choices an expert is for a row.
+// Returns the index of an expert (an entry of `list_s`) among a row's choices.
 uint choice_of(uvec4 entry, uint row) { return ((row < 8u ? entry.z : entry.w) >> (row % 8u * 4u)) & 15u; }
 
 const bool SHARES = STAGE == 0u;
 #include "choose.glsl"
 
-// Who is chosen by whom, as all of the workgroup needs it.
+// Selects the experts of all rows and lists the distinct ones, for the whole workgroup.
 void choose(inout uint polls) {
     choose_for_rows(polls);
     barrier();
@@ -158,7 +165,8 @@ void main() {
     uint group_number = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     uint g = LANE >> 2, t = LANE & 3u;
 
-    // Blocks of 16 rows of this matrix, the first of them that is ours, and which of the experts (STAGE 0).
+    // `blocks`: blocks of 16 rows of this matrix. `first`: this workgroup's first block. `number`: the index of its
+    // expert in the list of distinct experts (STAGE 0).
     uint blocks = n / 16u, first = group_number * TILES, number = 0u;
     bool of_shared = false;
     if (STAGE == 0u) {
@@ -177,14 +185,15 @@ void main() {
     uint item_lane = item % KEPT, item_block = item / KEPT % BLOCKS, item_tile = item / (KEPT * BLOCKS);
     uint item_token = item_block * 8u + (item_lane >> 2), item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
     uint item_at = (item_token * y_stride + item_row) / 4u;
-    // What is added to, if it is there already.
+    // The old value of y, which the residual is added to, is loaded early. If y is tagged, the epilogue checks the word
+    // and polls again while it is stale.
     uvec4 old = uvec4(0u);
     if (STAGE == 1u && item < ITEMS && item_token < ROWS && first + item_tile < blocks) old = y.v[item_at];
 
     choose(polls);
     if (STAGE == 0u && !of_shared && number >= distinct_s) return;
 
-    // Rows that this expert is multiplied with.
+    // The rows that this expert is multiplied with.
     uvec4 entry = list_s[number];
     if (of_shared) entry = uvec4(0u, 0xffffu, 0u, 0u);
     uint chunks = STAGE == 0u ? CHUNKS : distinct_s * CHUNKS + SHARED_CHUNKS;
@@ -196,7 +205,7 @@ void main() {
     [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
 
     [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
-        // Past the last chunk the last one's weights meet zeros.
+        // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint chunk = min(chunk_of(round, u), chunks - 1u);
@@ -257,7 +266,8 @@ void main() {
             }
             if (TAGGED == 0u) {
 #if MATRIX == 1
-                // Loads that the near cache may serve: nobody writes x meanwhile where it is not tagged.
+                // Loads without `volatile`, which the L1 cache may serve: an untagged x is not written during this
+                // dispatch.
                 [[unroll]] for (uint i = 0u; i < LOADS; i++) if (any[i]) words[i] = Words4In(x).v[at[i]];
 #else
                 [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = x.v[at[i]];
@@ -296,7 +306,7 @@ void main() {
                     }
                 }
             }
-            // Before the next parts overwrite these.
+            // All lanes must have read these parts before the next ones overwrite them.
             LANES_BARRIER
         }
     }

@@ -2,9 +2,10 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// step += 1: the last call of a region whose `sample` wrote the ring.
+// Step counter: step += 1, the last call of a region whose `sample` wrote the ring buffer. A scoring region uses it to
+// count SCORE_TURN.
 //   step_number [1] u32
-// The first invocation of one workgroup; 8 bytes.
+// Only the first invocation of the single workgroup writes. Traffic: 8 bytes.
 
 layout(local_size_x_id = 0) in;
 

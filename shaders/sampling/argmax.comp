@@ -3,11 +3,11 @@
 #include "common.glsl"
 #include "determinate.glsl"
 
-// partials[row][part] = the greatest logit of the part and the lowest token that has it.
+// Partial argmax: partials[row][part] = the greatest logit of the part and the lowest token that has it.
 //   logits   [rows][row_stride] f32, row_stride a multiple of 4
 //   partials [rows][parts] of (f32 bits, token); NaN counts as -inf, as in `sample`
-// One workgroup scans one part of one row, so that a greedy `sample` need not scan the vocabulary
-// with a single workgroup. Traffic 4 V bytes a row.
+// One workgroup scans one part of one row, so that a greedy `sample` does not have to scan the vocabulary with a single
+// workgroup. Traffic: 4·V bytes per row, where V is the vocabulary's size.
 
 layout(local_size_x_id = 0) in;
 
@@ -36,7 +36,7 @@ void main() {
         vec4 l = args.logits.v[row * (args.row_stride / 4u) + q];
         [[unroll]] for (uint i = 0u; i < 4u; i++) {
             uint found = 4u * q + i < args.vocabulary ? key_of(l[i]) : 0u;
-            // Tokens ascend, so an equal one later never wins.
+            // Tokens ascend, so that of equal keys the lowest token is kept.
             if (found > key) {
                 key = found;
                 token = 4u * q + i;
@@ -57,6 +57,6 @@ void main() {
             token = tokens_s[i];
         }
     }
-    // A part without tokens says -inf of none.
+    // A part without tokens reports -inf and NO_TOKEN.
     args.partials.v[row * args.parts + part] = uvec2(most == 0u ? 0xff800000u : floatBitsToUint(value_of(most)), token);
 }

@@ -2,11 +2,11 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// counts[slot][*] = 0 for each slot of a list that the host filled.
-//   inbox  [4 + capacity] u32: the number of slots, 3 words unused, then the slots
-//   counts [slots][vocabulary] u32; slots outside are dropped
-// An invocation clears one word; x runs over the vocabulary, y over the list. An
-// empty list costs the launch. 4 V bytes a slot.
+// Buffer clear for new sequences: counts[slot][*] = 0 for each slot in a list that the host fills.
+//   inbox  [4 + capacity] u32: the number of slots, 3 unused words, then the slots
+//   counts [slots][vocabulary] u32; slots outside the buffer are ignored
+// An invocation clears one word; x iterates over the vocabulary, y over the list. An empty list costs only the launch.
+// Traffic: 4·V bytes per slot, where V is the vocabulary's size.
 
 layout(local_size_x_id = 0) in;
 

@@ -3,11 +3,11 @@
 #include "common.glsl"
 #include "state.glsl"
 
-// Enters the tokens of a prompt chunk in the penalties' counts.
-//   rows   [row_count][4] u32, state, counts: `state.glsl`
-// For each valid row whose slot has penalties: bit 31 of its token's count, or, from the slot's
-// SLOT_PROMPT_TOKENS on (a sequence computed again), one more time in the output.
-// One invocation is one row; 16 bytes and one atomic each.
+// Penalty counts of prompt tokens: enters the tokens of a prompt step in `counts`.
+//   rows   [row_count][4] u32; state, counts: `state.glsl`
+// For each valid row whose slot has penalties, it sets bit 31 of the token's count. Tokens at the slot's
+// SLOT_PROMPT_TOKENS and later positions are outputs of a recomputed sequence: their counts are incremented instead.
+// One invocation processes one row. Traffic: 16 bytes and one atomic operation per row.
 
 layout(local_size_x_id = 0) in;
 

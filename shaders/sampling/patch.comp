@@ -2,11 +2,11 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// target[offset] = value for each pair of an inbox that the host filled.
-//   inbox  [4 + 2 * capacity] u32: the number of pairs, 3 words unused, then (word offset, value)
-//   target [words] u32; offsets outside are dropped
-// Distinct offsets: the host keeps the last value of each (`kernels::sampling::Patch`).
-// One workgroup applies all; 12 bytes a pair.
+// Scatter of host updates into device state: target[offset] = value for each pair of an inbox that the host fills.
+//   inbox  [4 + 2 * capacity] u32: the number of pairs, 3 unused words, then pairs of (word offset, value)
+//   target [words] u32; offsets outside the buffer are ignored
+// The offsets are distinct: the host keeps only the last value of each (`kernels::sampling::Patch`). One workgroup
+// writes all pairs. Traffic: 12 bytes per pair.
 
 layout(local_size_x_id = 0) in;
 const uint THREADS = gl_WorkGroupSize.x;

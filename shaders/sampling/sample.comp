@@ -5,50 +5,51 @@
 #include "determinate.glsl"
 #include "reduce.glsl"
 
-// Draws the next token of every row and advances its slot.
+// Sampling: draws the next token of every row and advances the state of its slot.
 //
-//   l   = logit + bias; repetition penalty (prompt and output); frequency and presence (output);
-//         stop ids are -inf while min_tokens is not reached, and so is what the slot's mask does not allow. NaN counts as -inf.
+//   l    = logit + bias; then the repetition penalty (prompt and output) and the frequency and presence penalties
+//        (output). Stop ids are -inf until min_tokens is reached, and so are tokens that the slot's mask forbids. NaN
+//        counts as -inf
 //   logprobs: log softmax(l), of the token and the top n
-//   temperature 0: argmax l, the lowest id on ties; else
-//   d   = (l - max l) / temperature
-//   keep those with  d >= ln min_p,
-//     of them the top_k best,
-//     of them the fewest best that hold top_p of the (remaining) mass;
-//     values equal to the last one kept are kept. This is the order of vLLM; every mask is a threshold.
-//   token = argmax over the kept of d + gumbel(seed, tokens generated, token id)
+//   temperature 0: argmax l, the lowest id on ties; otherwise
+//   d    = (l - max l) / temperature
+//   kept = the tokens with d >= ln min_p; of them the top_k best; of them the fewest best that hold top_p of the
+//   remaining mass. Values equal to the last one kept are kept as well. This is vLLM's order; every filter is a
+//   threshold on the key
+//   token = argmax over the kept tokens of d + gumbel(seed, tokens generated, token id)
 //
-// Masses are integers in units of 2^-31 of the largest, and the arithmetic is `determinate.glsl`'s:
-// the token depends neither on the device nor on the workgroup's size nor on the other rows.
+// Masses are integers in units of 2^-31 of the greatest, and the arithmetic is that of `determinate.glsl`: the token
+// depends neither on the device, nor on the workgroup's size, nor on the other rows.
 //
-//   logits   [rows][row_stride] f32, row_stride a multiple of 4
-//   partials [rows][partial_count] of (f32 bits, token): maxima over parts of the row by who wrote
-//            the logits; with partial_count 0 they are not there
-//   keys     [rows][row_stride] u32: scratch, the adjusted logits as ordered integers
-//   masks    [slots][(vocabulary + 31) / 32] u32: read where a slot has FLAG_MASK
+//   logits    [rows][row_stride] f32, row_stride a multiple of 4
+//   partials  [rows][partial_count] of (f32 bits, token): maxima over parts of the row, from `argmax`; not read with
+//             partial_count 0
+//   keys      [rows][row_stride] u32: scratch, the adjusted logits as ordered integers
+//   masks     [slots][(vocabulary + 31) / 32] u32: read if a slot has FLAG_MASK
 //   rows, state, counts, bias, step, ring, fault: `state.glsl`
 //
-// One workgroup is one row; a thread owns every THREADS-th group of four tokens in all passes, so
-// nothing but shared memory passes between threads. Traffic: greedy from partials 8 P bytes;
-// greedy 4 V; sampled 8 V; penalties, bias and masks add 12 V, logprobs 4 V; from L2 after the
-// first pass. A mask is V / 8 bytes of host memory.
+// One workgroup processes one row. An invocation owns every THREADS-th group of four tokens in all passes, so that
+// invocations exchange data through shared memory only. Traffic, with V the vocabulary's size and P = partial_count:
+// greedy from partials 8·P bytes; greedy 4·V; sampled 8·V; penalties, bias and masks add 12·V, logprobs 4·V; from the
+// L2 cache after the first pass. A mask is V / 8 bytes of host memory.
 //
-// top_k, top_p and the alternatives work on a list in shared memory of the best few hundred
-// tokens, gathered above a guessed key (the mean of the threads' maxima); each element's rank and
-// the mass above it come from comparing it with all. Where the list turns out too long or too
-// short the guess was bad, and the same answer comes from radix descents over the row (4 V for
-// each 8 bits) and repeated scans.
+// top_k, top_p and the logprob alternatives work on a list in shared memory of the best few hundred tokens, gathered
+// above a guessed key (the mean of the invocations' maxima). The rank of each element and the mass above it come from
+// comparing it with all others. If the guess was bad, so that the list is too long or too short, the same result is
+// computed by radix descents over the row (4·V bytes for each 8 bits of the key) and repeated scans.
 
 layout(local_size_x_id = 0) in;
-// Nothing is drawn while the fault word is set: this step, or one before it in the queue, waited too long for tagged words.
+// With 1, no token is drawn while the fault word is set: this step, or an earlier one in the queue, polled too long for
+// tagged words.
 layout(constant_id = 1) const uint HEEDS_FAULT = 0;
-// The only row also counts the step.
+// With 1, the only row also increments the step number.
 layout(constant_id = 2) const uint COUNTS_STEP = 0;
-// Rows of a sequence, of which this call draws from the one with the number FIRST. With EVERY above 1 the rows behind the
-// first hold drafts: from each a token is drawn only if the one before drew just what it holds, as if there were no drafts.
+// EVERY is the number of rows per sequence; this call draws from the row with index FIRST of each. With EVERY above 1,
+// the rows after the first hold draft tokens: a token is drawn from one only if the row before it drew exactly the
+// token that it holds, so that the output is the same as without drafts.
 layout(constant_id = 3) const uint EVERY = 1;
 layout(constant_id = 4) const uint FIRST = 0;
-// The step left its tokens pending instead of adding them to recurrent state (`delta_step`).
+// With 1, the step left its tokens pending instead of adding them to the recurrent state (`delta_step`).
 layout(constant_id = 5) const uint LAGS = 0;
 const uint THREADS = gl_WorkGroupSize.x;
 
@@ -75,13 +76,13 @@ layout(push_constant) uniform Args {
 } args;
 
 const uint BINS = 256u;
-// Copies of the histogram, so that lanes which hit the same bin collide less.
+// Copies of the histogram, so that lanes that increment the same bin collide less often.
 const uint COPIES = 8u;
 const uint GROUPS = 16u;
 
 shared uint histogram_low[BINS * COPIES];
 shared uint histogram_high[BINS * COPIES];
-// Where a row's best tokens are listed, the histograms are not used.
+// The list of a row's best tokens reuses the histograms' memory: the two are never used at the same time.
 #define LIST_KEYS histogram_low
 #define LIST_TOKENS histogram_high
 shared uvec2 bin_sums[BINS];
@@ -95,9 +96,9 @@ shared uint chosen_key;
 
 uint thread;
 uint row;
-uint quads;      // groups of four tokens, the last may be partly outside the vocabulary
-uint first_quad; // of the row
-bool adjusted;   // keys were written: read them in place of the logits
+uint quads;      // groups of four tokens; the last may be partly outside the vocabulary
+uint first_quad; // the row's first group
+bool adjusted;   // `adjust` has written the keys: they are read instead of the logits
 
 // 64-bit sums as (low, high).
 uvec2 add64(uvec2 a, uvec2 b) {
@@ -109,7 +110,7 @@ bool at_least(uvec2 a, uvec2 b) {
     return a.y != b.y ? a.y > b.y : a.x >= b.x;
 }
 
-// ceil(a * fraction / 2^32), at least 1
+// Returns ceil(a * fraction / 2^32), at least 1.
 uvec2 share(uvec2 a, uint fraction) {
     uint high0, low0, high1, low1;
     umulExtended(a.x, fraction, high0, low0);
@@ -119,7 +120,7 @@ uvec2 share(uvec2 a, uint fraction) {
     return whole == uvec2(0u) ? uvec2(1u, 0u) : whole;
 }
 
-// The keys of a group of logits; 0, less than any key, outside the vocabulary.
+// Returns the keys of a group of logits; 0, which is less than any key, outside the vocabulary.
 uvec4 keys_of(vec4 l, uint quad) {
     uvec4 k = uvec4(key_of(l.x), key_of(l.y), key_of(l.z), key_of(l.w));
     if (quad + 1u < quads) return k;
@@ -127,19 +128,19 @@ uvec4 keys_of(vec4 l, uint quad) {
     return uvec4(left > 0u ? k.x : 0u, left > 1u ? k.y : 0u, left > 2u ? k.z : 0u, left > 3u ? k.w : 0u);
 }
 
-// The keys of four tokens.
+// Returns the keys of a group of four tokens.
 uvec4 load_keys(uint quad) {
     if (adjusted) return args.keys.v[first_quad + quad];
     return keys_of(args.logits.v[first_quad + quad], quad);
 }
 
-// The same for four groups that this thread owns. The loads stand before everything else and
-// under no condition of their own, so that all are in flight.
+// Returns the keys of four groups that this invocation owns. The loads come first and are unconditional, so that all
+// are in flight at the same time.
 void load_block(uint base, out uvec4 block[4]) {
     uint last = quads - 1u;
     if (adjusted) {
         [[unroll]] for (uint j = 0u; j < 4u; j++) {
-            // Another thread's keys may be half written: nothing is read past the end.
+            // Reads nothing past the end: another invocation's keys there may not be written completely.
             uint quad = base + j * THREADS + thread;
             block[j] = quad <= last ? args.keys.v[first_quad + quad] : uvec4(0u);
         }
@@ -152,9 +153,9 @@ void load_block(uint base, out uvec4 block[4]) {
 
 #include "top.glsl"
 
-// The sum of 64-bit values over the workgroup, to every thread.
+// Returns to every invocation the sum of 64-bit values over the workgroup.
 uvec2 reduce_sum64(uvec2 value) {
-    // In limbs of 24 bits, of which 64 lanes fill 30.
+    // The sums are computed in limbs of 24 bits, so that the sum over 64 lanes fits in 30 bits.
     uint a = subgroupAdd(value.x & 0xffffffu);
     uint b = subgroupAdd((value.x >> 24) | ((value.y & 0xffffu) << 8));
     uint c = subgroupAdd(value.y >> 16);
@@ -176,12 +177,12 @@ float distance(uint key, float most, float temperature_inverse) {
     return d;
 }
 
-// The greatest key K such that the tokens with keys >= K weigh at least what is wanted, of the
-// tokens with keys >= least: radix descent, eight bits a pass. A token weighs 1 (`by_mass` false:
-// wanted is a count) or its mass (wanted is the fraction, in 2^-32, of all mass). Where all of
-// them together weigh less than wanted, all are kept.
+// Returns the greatest key K such that the tokens with keys >= K, of those with keys >= least, weigh at least as much
+// as wanted. Method: radix descent, eight bits per pass. A token weighs 1 (`by_mass` false: `wanted` is a count) or its
+// mass (`wanted` is the fraction, in units of 2^-32, of the total mass). If all of the tokens together weigh less than
+// wanted, all are kept.
 uint select_key(uint least, bool by_mass, uint wanted, float most, float temperature_inverse) {
-    barrier(); // Nobody reads the last search's result any more.
+    barrier(); // all invocations have read the previous search's result
     if (thread == 0u) {
         prefix = 0u;
         above = uvec2(0u);
@@ -234,7 +235,7 @@ uint select_key(uint least, bool by_mass, uint wanted, float most, float tempera
                 if (by_mass) target = share(total, wanted);
                 if (!at_least(total, target)) target = total;
             }
-            // Down from the best group, then within it; the target is always found.
+            // Descends from the best group, then within it; the target is always found.
             uvec2 sum = above;
             uint group = GROUPS - 1u;
             while (group > 0u) {
@@ -255,13 +256,13 @@ uint select_key(uint least, bool by_mass, uint wanted, float most, float tempera
             exact = with == target;
         }
         barrier();
-        // All of the bin is wanted: its first key separates as well as the exact one.
+        // The whole bin is wanted: its first key is as good a threshold as the exact one.
         if (exact) return max(prefix << shift, least);
     }
     return max(prefix, least);
 }
 
-// The least key whose distance is still >= bound (a bisection: distance never falls as keys grow).
+// Returns the least key whose distance is still >= bound, by bisection: the distance never decreases as keys grow.
 uint key_at_distance(float bound, uint best, float most, float temperature_inverse) {
     uint low = KEY_MINUS_INFINITY + 1u;
     uint high = best;
@@ -310,7 +311,7 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
             args.keys.v[first_quad + quad] = k;
         }
     }
-    // A token's owner is the thread that wrote its key above: no barrier is needed.
+    // The owner of a token's group also wrote its key above, so no barrier is needed.
     uint biases = (flags & FLAG_BIAS) != 0u ? min(args.state.v[at + SLOT_BIAS_COUNT], BIAS_ENTRIES) : 0u;
     for (uint i = 0u; i < biases; i++) {
         uint token = args.bias.v[(slot * BIAS_ENTRIES + i) * 2u];
@@ -337,7 +338,7 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
     }
 }
 
-// The mass of all tokens with keys >= least.
+// Returns the mass of all tokens with keys >= least.
 uvec2 total_mass(uint least, float most, float temperature_inverse) {
     uvec2 sum = uvec2(0u);
     for (uint base = 0u; base < quads; base += THREADS) {
@@ -353,9 +354,9 @@ uvec2 total_mass(uint least, float most, float temperature_inverse) {
 }
 
 
-// Draws among the listed tokens: (1, token), or (0, 0) where the list does not hold all that
-// top_p keeps. `complete`: nothing outside the list is >= least. `top_k` above the list's length
-// keeps all, and where it does not, the list holds all that it keeps.
+// Draws among the listed tokens. Returns (1, token), or (0, 0) if the list does not hold all tokens that top_p keeps.
+// `complete`: no token outside the list has a key >= least. A `top_k` above the list's capacity keeps all tokens;
+// otherwise the list holds all that top_k keeps.
 uvec2 draw_listed(bool complete, uint top_k, bool by_mass, uint fraction, uint least, uvec2 best, float temperature_inverse, uvec2 draw_key) {
     float most = value_of(best.x);
     uint n = list_length;
@@ -383,12 +384,12 @@ uvec2 draw_listed(bool complete, uint top_k, bool by_mass, uint fraction, uint l
         uvec2 listed = reduce_sum64(kept_mass);
         uvec2 total = complete || top_k <= LIST ? listed : total_mass(least, most, temperature_inverse);
         wanted = share(total, fraction);
-        // What top_p keeps ends in the list only if the list weighs that much.
+        // The tokens that top_p keeps are all in the list only if the list weighs at least that much.
         if (!at_least(listed, wanted)) return uvec2(0u);
     }
     uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
     for (uint i = thread; i < n; i += THREADS) {
-        // Kept: what is better than it weighs less than wanted.
+        // A token is kept if the tokens better than it weigh less than wanted.
         if (!at_least(list_above[i], wanted)) {
             uint token = histogram_high[i];
             precise float score = distance(histogram_low[i], most, temperature_inverse);
@@ -427,7 +428,8 @@ uint draw(uint at, uvec2 best) {
         if (by_mass) least = select_key(least, true, fraction, most, temperature_inverse);
     }
 
-    // The most probable token always stands; whoever cannot beat it is passed by without a logarithm.
+    // The most probable token is always kept. A token whose bound cannot beat the winner is skipped without computing a
+    // logarithm.
     uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
     for (uint base = 0u; base < quads; base += THREADS) {
         uint quad = base + thread;

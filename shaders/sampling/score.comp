@@ -5,15 +5,15 @@
 #include "determinate.glsl"
 #include "reduce.glsl"
 
-// How probable the prompt's own next tokens are: for each row of a prompt's chunk log softmax(logits) of the token behind it,
-// and the most probable ones. Nothing is drawn; bias, penalties and masks are the outputs' alone.
+// Prompt logprobs: for each row of a prompt chunk, the log softmax of the token that follows it, and the most probable
+// tokens. Nothing is drawn; biases, penalties and masks apply to outputs only.
 //
-//   logits [rows][row_stride] f32 of rows turn * rows + r of the chunk, row_stride a multiple of 4; NaN counts as -inf
-//   rows   [chunk rows][4], chunk: the step's; score, scores: `state.glsl`
+//   logits [rows][row_stride] f32: rows turn * rows + r of the chunk; row_stride is a multiple of 4; NaN counts as -inf
+//   rows   [chunk rows][4] and chunk: of the prompt step; score, scores: `state.glsl`
 //
-// One workgroup is one row; a thread owns every THREADS-th group of four tokens. Traffic: 8 V bytes and 4 V more for
-// alternatives, from L2 after the first pass; where the guess of a key that many tokens lie above was bad (`top.glsl`) 4 V for
-// each alternative.
+// One workgroup processes one row; an invocation owns every THREADS-th group of four tokens. Traffic: 8·V bytes, where
+// V is the vocabulary's size, plus 4·V for alternatives, from the L2 cache after the first pass. If the guessed bound
+// of the list was bad (`guess_bound` in `top.glsl`), 4·V for each alternative.
 
 layout(local_size_x_id = 0) in;
 const uint THREADS = gl_WorkGroupSize.x;
@@ -38,7 +38,7 @@ uint thread;
 uint first_quad;
 uint quads;
 
-// The keys of a group of logits; 0, less than any key, outside the vocabulary.
+// Returns the keys of a group of logits; 0, which is less than any key, outside the vocabulary.
 uvec4 load_keys(uint quad) {
     vec4 l = args.logits.v[first_quad + min(quad, quads - 1u)];
     uint left = quad < quads ? args.vocabulary - 4u * quad : 0u;
@@ -61,7 +61,7 @@ void main() {
     if (row >= count) return;
     uint token = args.score.v[SCORE_NEXT];
     if (row + 1u < count) token = args.rows.v[(row + 1u) * 4u];
-    // Nothing follows yet.
+    // The token that follows is not known yet.
     if (token >= args.vocabulary) return;
 
     uvec2 best = best_after(uvec2(TOKEN_NONE, 0u));

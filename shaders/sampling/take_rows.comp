@@ -2,11 +2,12 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 #include "state.glsl"
-// head_x[h] = x[turn * heads + h]
+// Row gather before the LM head for prompt logprobs: head_x[h] = x[turn * heads + h], the next rows of a prompt chunk
+// to be scored (`score.comp`). Rows beyond the chunk's end are zero.
 //
-// The next rows of a prompt's chunk go on to the LM head, to be scored (`score`); behind the chunk's end rows are zero.
-// score  SCORE_TURN: `state.glsl`;  chunk  descriptor of the step: `kernels::embed::ChunkLayout`
-// x [rows][x_stride] f32; head_x [heads][x_stride] f32. Traffic 8·H bytes a head.
+// score  SCORE_TURN: `state.glsl`;  chunk  descriptor of the prompt step: `kernels::embed::ChunkLayout`
+// x [rows][x_stride] f32; head_x [heads][x_stride] f32. An invocation copies one float of one row. Traffic: 8·H bytes
+// per row, where H is x_stride.
 
 layout(local_size_x_id = 0) in;
 

@@ -1,73 +1,82 @@
-//! The boundary between the engine loop and what runs its plans: a GPU (`gpu::executor`) or, in tests and simulations,
-//! a fake (`fake`).
+//! The executor trait: the interface between the scheduler's step loop and what runs its plans, which is a GPU
+//! (`gpu::executor`) or, in tests and simulations, a fake (`fake`).
+//! Not here: plans and reports themselves (`plan`).
 
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, PlanReport, Slot, StepPlan, Ticket};
 use crate::engine::variants::Variants;
 use std::sync::Arc;
 
-/// What running a step can end in.
+/// Why an executor cannot run plans any more.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecuteError {
-    /// The device is gone; everything on it must be rebuilt.
+    /// The device is lost; everything on it must be rebuilt.
     #[error("device \"{device}\" is lost")]
     DeviceLost {
-        /// Its name.
+        /// The device's name.
         device: String,
         /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// A step's number in the ring does not match its point.
+    /// The step number in an entry of the token ring is not that of the step that was completed.
     #[error("step {expected} was reported as {found}: its results cannot be trusted")]
     StepMismatch {
-        /// By the point.
+        /// The number of the completed step.
         expected: u32,
-        /// In the ring.
+        /// The number in the ring.
         found: u32,
     },
-    /// Anything else.
+    /// Any other error.
     #[error("{0}")]
     Failed(String),
 }
 
-/// Runs plans in order. Used from one thread. Dropped, it waits for what it has submitted.
+/// Runs plans in order. Used from one thread. Dropping an executor waits for everything that it has submitted.
 ///
-/// What the step loop keeps: a slot joins only when every plan whose work names it has been
-/// reported finished, and has left or been marked done before; a page that a slot may write is handed to it only
-/// when no slot that holds it can still be touched by an unfinished plan; a page that several slots hold is full
-/// of the same tokens for each, was queued to be written before or within the plan that reads it, and is written by
-/// nobody any more; no step is queued for a position without a page; decode steps queued and not reported are at
-/// most `run_ahead`; within a plan no cell of a snapshot is both read and written, or written twice.
-/// A slot that asks for `dump_logits` has at most one unreported sample. At most two plans whose chunk is scored are
-/// unreported.
+/// The step loop guarantees the following:
+/// - A slot joins only after its previous sequence has left or was marked done, and after every plan whose work names
+///   the slot was reported finished.
+/// - A page that a slot may write is given to it only when no other slot that holds the page can still be accessed by
+///   an unfinished plan.
+/// - A page that several slots hold is full of the same tokens for each of them, was queued to be written before or in
+///   the plan that reads it, and is not written any more.
+/// - No step is queued for a position without a page.
+/// - At most `run_ahead` decode steps are queued and not reported.
+/// - Within a plan no snapshot cell is both read and written, or written twice.
+/// - A slot with `dump_logits` has at most one unreported sample.
+/// - At most two plans with a scored chunk are unreported.
 pub trait Executor: Send {
-    /// What it can hold.
+    /// Returns the executor's limits.
     fn capacity(&self) -> &Capacity;
-    /// Queues a plan behind all earlier ones.
+    /// Queues a plan after all earlier ones and returns its ticket. Does not wait for the device, except that the GPU
+    /// executor waits for an earlier submission if none of its patch buffers is free.
     fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError>;
-    /// A channel that becomes readable when `poll` may have something to say.
+    /// Returns a channel that becomes readable when `poll` may have reports.
     fn wake(&self) -> &crossbeam_channel::Receiver<()>;
-    /// Everything that has completed since the last call; never blocks.
+    /// Returns the reports that have completed since the last call; never blocks.
     fn poll(&mut self) -> Result<Vec<PlanReport>, ExecuteError>;
-    /// What a slot may draw with its next token: bit `i % 32` of word `i / 32` stands for token `i`, of all in the
-    /// vocabulary. Only when no plan can still draw with the mask before it. Of slots that joined with a mask.
+    /// Sets which tokens a slot may draw next: bit `i % 32` of word `i / 32` stands for token `i`, over the whole
+    /// vocabulary. Call it only for slots that joined with a mask, and only when no queued plan can still draw with the
+    /// previous mask.
     fn set_mask(&mut self, slot: Slot, mask: &[u32]);
-    /// The masks that a plan waits for are there. Plans that wait are released in any order, and each is owed it.
+    /// Signals that all masks that a plan waits for were set. Waiting plans may be released in any order, and each of
+    /// them must be released, unless the executor is dropped first.
     fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError>;
-    /// Times every kernel of one step of each of the next `plans` plans with work; those asked for before and not
-    /// submitted yet are replaced. Does nothing where nothing can be timed.
+    /// Times every kernel of one step in each of the next `plans` plans with work. Replaces what is left of an earlier
+    /// call. Does nothing if the executor cannot time kernels.
     fn profile(&mut self, plans: u32) {
         let _ = plans;
     }
-    /// What steps took lately; the step loop sizes its run-ahead and prompts' chunks by it.
+    /// Returns recent step times; the step loop sizes its run-ahead and prompt chunks by them.
     fn pace(&self) -> &Pace;
-    /// Faults so far: how often a kernel of a decode step without barriers waited in vain for another's words. Several
-    /// plans in flight can be affected by one fault (`PlanReport::faults` says which); none loses a token.
+    /// Returns the number of faults so far: how often a kernel of a decode step without barriers timed out while it
+    /// polled for another kernel's words. One fault can affect several plans in flight (`PlanReport::faults` says
+    /// which); none loses a token.
     fn faults(&self) -> u64 {
         0
     }
-    /// Which kernels run, and the slower ways that are taken; nothing of an executor without kernels.
+    /// Returns the kernels that run, and the fallbacks in use; empty for an executor without kernels.
     fn variants(&self) -> Arc<Variants> {
         Arc::default()
     }

@@ -1,4 +1,4 @@
-//! The plan of a step: what the scheduler hands to an executor, and what the executor reports of it. Plain data.
+//! The plan of a step, which the scheduler gives to an executor, and the executor's report on it. Plain data.
 //! Not here: running a plan (`executor`).
 
 use crate::actors::timeline::SubmissionRecord;
@@ -6,185 +6,194 @@ use crate::engine::request::{PerToken, Scored, TokenLogprobs};
 use crate::kernels::embed::BLOCK_ROWS;
 use std::sync::Arc;
 
-/// A row of the batch that a running sequence holds; index below `Capacity::slots`.
+/// The index of a slot: a row of device state that a running sequence holds. Below `Capacity::slots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Slot(pub u32);
 
-/// A page of 16 tokens of KV; index below `Capacity::pages`.
+/// The index of a KV cache page of 16 tokens. Below `Capacity::pages`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Page(pub u32);
 
-/// A place for one sequence's recurrent state: cell `s` is slot `s`'s own, those behind the slots' are snapshots.
+/// The index of a cell of recurrent state, which holds the state of one sequence. Cell `s` below `Capacity::slots`
+/// belongs to slot `s`; the cells from `Capacity::slots` on are snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StateSlot(pub u32);
 
-/// Recurrent state can be kept behind every so many tokens of a chunk.
+/// The granularity of snapshots in tokens: recurrent state can be stored after every multiple of this many tokens of a
+/// chunk.
 pub const STATE_TOKENS: u32 = BLOCK_ROWS;
 
-/// What an executor can hold.
+/// What an executor can hold and do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
-    /// Sequences that can run at once.
+    /// The number of sequences that can run at once.
     pub slots: u32,
-    /// KV pages.
+    /// The number of KV cache pages.
     pub pages: u32,
-    /// Longest context, tokens (prompt and output).
+    /// The maximum context in tokens (prompt and output).
     pub context: u32,
-    /// Prompt tokens of a step, of one sequence or several.
+    /// The maximum number of prompt tokens in a step, of one sequence or several.
     pub prefill_chunk: u32,
-    /// Sequences whose prompts can share a step.
+    /// The maximum number of sequences whose prompts can share a step.
     pub prompts: u32,
-    /// Decode buckets, ascending rows: `[1, 2, 4, …]`.
+    /// The decode buckets: numbers of rows, ascending, `[1, 2, 4, …]`.
     pub buckets: Vec<u32>,
-    /// Decode steps that may be queued and not yet completed.
+    /// The maximum number of decode steps that are queued and not yet completed.
     pub run_ahead: u32,
-    /// Whether a step can be queued before its masks are there.
+    /// Whether a decode step can be queued before the masks of its constrained slots are available.
     pub gates: bool,
-    /// Vocabulary size.
+    /// The size of the vocabulary.
     pub vocabulary: u32,
-    /// What can be drafted.
+    /// The limits of speculative decoding.
     pub drafts: Drafts,
-    /// Cells for snapshots of recurrent state, behind the slots' own; `None`: the model has no such state.
+    /// The number of cells for snapshots of recurrent state, in addition to one cell per slot; `None` if the model has
+    /// no recurrent state.
     pub snapshots: Option<u32>,
 }
 
-/// How far an executor drafts.
+/// The limits of speculative decoding on an executor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Drafts {
-    /// Tokens of a sequence at a time, at most; 0: none.
+    /// The maximum number of draft tokens per sequence and step; 0 disables speculative decoding.
     pub most: u32,
-    /// Sequences that a step which verifies drafts can have.
+    /// The maximum number of sequences in a verification step.
     pub sequences: u32,
-    /// As many as possible are drafted, whatever they cost.
+    /// Whether to draft `most` tokens wherever drafts are possible, whatever they cost, instead of choosing the number
+    /// by measured speed.
     pub always: bool,
 }
 
-/// Sampling and stopping of a slot as the device holds them; set when the sequence joins.
+/// The sampling and stopping parameters of a slot, as the device holds them. Set when the sequence joins.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SlotParams {
-    /// Validated.
+    /// The validated sampling parameters.
     pub sampling: super::request::Sampling,
-    /// Resolved (never `None`).
+    /// The resolved seed (the request's, or the one that the engine has drawn).
     pub seed: u64,
-    /// The last tokens of the prompt that were drawn earlier: not 0 only where a preempted
-    /// sequence is recomputed. They count as output for penalties and for the random state,
-    /// so the next token drawn has output index `generated`.
+    /// The number of tokens at the end of the history that were generated earlier; above 0 only if a preempted sequence
+    /// is recomputed. They count as output for the penalties and for the random state, so that the next token drawn has
+    /// output index `generated`.
     pub generated: u32,
-    /// Length of the prompt proper: from this position on, tokens are output.
+    /// The length of the request's prompt: tokens from this position on are output.
     pub prompt_tokens: u32,
-    /// Tokens to draw (from here on) until the device marks the slot done.
+    /// The number of tokens to draw from here on, after which the device marks the slot done.
     pub max_tokens: u32,
-    /// A stop id counts only if at least this many tokens were drawn (from here on) before it.
+    /// The number of tokens to draw from here on before a stop id ends the sequence.
     pub min_tokens: u32,
-    /// All that apply, the model's own included.
+    /// All stop ids that apply, including the model's own.
     pub stop_ids: Vec<u32>,
-    /// As in `Request`.
+    /// The number of logprob alternatives; see `Request::logprobs`.
     pub logprobs: Option<u32>,
-    /// As in `Request`.
+    /// Whether the logits of every step are returned; see `Request::dump_logits`.
     pub dump_logits: bool,
-    /// What the first token may be ([`super::executor::Executor::set_mask`]); `None`: nothing is constrained.
+    /// The mask of the first token, in the format of [`super::executor::Executor::set_mask`]; `None` if the output is
+    /// not constrained.
     pub mask: Option<Arc<[u32]>>,
 }
 
-/// A small change of device state, applied in order before the next step of the same plan.
+/// A small change of device state. Changes are applied in order, before the step of the same plan.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
-    /// A sequence takes a slot: parameters are written, penalties' counts cleared.
+    /// A sequence takes a slot: its parameters are written and the counts for its penalties are cleared.
     Join {
-        /// Which.
+        /// The slot.
         slot: Slot,
-        /// How it samples and stops.
+        /// The sampling and stopping parameters.
         params: Box<SlotParams>,
-        /// The beginning of its history that is in pages already and in no chunk to come: for
-        /// penalties' counts only, and empty without penalties.
+        /// The tokens at the beginning of its history that were found in the prefix cache and are therefore in no later
+        /// chunk. Only used for the penalties' counts, and empty without penalties.
         cached: Vec<u32>,
     },
-    /// Entries `first..first + pages.len()` of a slot's page table.
+    /// Writes entries `first..first + pages.len()` of a slot's page table.
     Pages {
-        /// Which.
+        /// The slot.
         slot: Slot,
-        /// Index in the slot's page table.
+        /// The index of the first entry in the slot's page table.
         first: u32,
         /// The pages.
         pages: Vec<Page>,
     },
-    /// The slot's further steps do nothing.
+    /// A sequence leaves its slot: further steps skip the slot.
     Leave {
-        /// Which.
+        /// The slot.
         slot: Slot,
     },
 }
 
-/// Consecutive tokens of one sequence's prompt.
+/// A prompt chunk: consecutive tokens of one sequence's history.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chunk {
-    /// Whose.
+    /// The slot of the sequence.
     pub slot: Slot,
-    /// Token ids, at least one.
+    /// The token ids, at least one.
     pub tokens: Vec<u32>,
-    /// Position of the first of them.
+    /// The position of the first token.
     pub start: u32,
-    /// The last chunk: a token is sampled from its last position and the slot decodes on from it.
+    /// Whether this is the last chunk: a token is sampled from its last position, and the slot continues with decode
+    /// steps.
     pub last: bool,
-    /// The token behind it, where it is not the last chunk: drafting reads it.
+    /// The token that follows the chunk, unless it is the last one; drafting needs it.
     pub next: Option<u32>,
-    /// The cell whose recurrent state it continues, where that is not the slot's own: of a first chunk behind tokens
-    /// that were found in pages. A first chunk at position 0 begins without state.
+    /// The snapshot whose recurrent state the chunk continues, if that is not the slot's own cell. Set for the first
+    /// chunk after tokens that were found in the prefix cache. A first chunk at position 0 starts with zero state.
     pub restore: Option<StateSlot>,
-    /// Where else than in the slot's cell state is left; at most [`MOST_KEEPS`].
+    /// The snapshots that the chunk stores, in addition to the state in the slot's own cell; at most [`MOST_KEEPS`].
     pub keeps: Vec<Keep>,
-    /// How probable its tokens are is asked, with so many alternatives: of all behind its first one, and of `next`. Such a
-    /// chunk is alone in its plan.
+    /// If set, all tokens of the chunk except its first one, and the token in `next`, are scored (their log
+    /// probabilities are computed), with this many alternatives each. Such a chunk is alone in its plan.
     pub score: Option<u32>,
 }
 
-/// Snapshots that a chunk leaves, at most.
+/// The maximum number of snapshots that a chunk stores.
 pub const MOST_KEEPS: usize = 2;
 
-/// A snapshot that a chunk leaves.
+/// A snapshot that a chunk stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep {
-    /// After so many of the chunk's tokens: a multiple of [`STATE_TOKENS`].
+    /// The number of the chunk's tokens after which the state is stored: a multiple of [`STATE_TOKENS`].
     pub tokens: u32,
-    /// There.
+    /// The cell in which it is stored.
     pub cell: StateSlot,
 }
 
-/// Work of a plan.
+/// The work of a plan.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Work {
-    /// Chunks of prompts, taken in as one step: at most `Capacity::prompts`, each of another slot, together at
-    /// most `Capacity::prefill_chunk` tokens. A chunk may read pages that another chunk of the step writes.
+    /// A prefill step: prompt chunks that are computed together. At most `Capacity::prompts` chunks, each of another
+    /// slot, with at most `Capacity::prefill_chunk` tokens in total. A chunk may read pages that another chunk of the
+    /// step writes.
     Prefill {
-        /// At least one.
+        /// The chunks, at least one.
         chunks: Vec<Chunk>,
     },
-    /// Decode steps of these slots, one token each a step, fed back on the device.
+    /// Decode steps of these slots. Each step draws one token per slot (more with drafts), which the device itself
+    /// feeds to the next step.
     Decode {
-        /// Distinct slots, at most the largest bucket.
+        /// The slots, each once; at most as many as the largest bucket.
         slots: Vec<Slot>,
-        /// Steps to queue.
+        /// The number of steps to queue.
         steps: u32,
-        /// Not 0: each step verifies so many tokens that were drafted for each slot, and draws as many more than one as
-        /// are right. Every slot may write as many positions more than it draws.
+        /// The number of draft tokens per slot that each step verifies; 0 for ordinary decode steps. If it is above 0,
+        /// a step draws one token plus one per accepted draft for each slot, and every slot may write this many
+        /// positions more than it draws.
         drafts: u32,
-        /// Masks of some slots are still to come: nothing is drawn before [`super::executor::Executor::release`]. Then there is one step
-        /// and no draft.
+        /// Whether masks of some slots are not available yet: nothing is drawn before
+        /// [`super::executor::Executor::release`]. Such a plan has one step and no drafts.
         awaits: bool,
     },
 }
 
-/// What the step loop asks for at once: changes, then one work. Never blocks.
+/// What is submitted to an executor at once: changes, then one item of work.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepPlan {
-    /// Applied first, in order.
+    /// The changes, applied first and in order.
     pub changes: Vec<Change>,
-    /// Then run. `None`: only changes (a leave without further work).
+    /// The work that runs after the changes; `None` if there are only changes (a slot was left and nothing else runs).
     pub work: Option<Work>,
 }
 
 impl Work {
-    /// Steps that sample, or take prompts in.
+    /// Returns the number of steps: prefill steps or decode steps.
     pub fn steps(&self) -> u32 {
         match self {
             Work::Prefill { .. } => 1,
@@ -194,7 +203,7 @@ impl Work {
 }
 
 impl StepPlan {
-    /// The slots that its work is for.
+    /// Returns the slots that the work is for.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         let (chunks, slots): (&[Chunk], &[Slot]) = match &self.work {
             Some(Work::Prefill { chunks }) => (chunks, &[]),
@@ -205,35 +214,36 @@ impl StepPlan {
     }
 }
 
-/// Names a submitted plan; grows by one.
+/// Identifies a submitted plan. Each ticket is one higher than the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
 /// A drawn token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampled {
-    /// Whose.
+    /// The slot that it was drawn for.
     pub slot: Slot,
-    /// The id.
+    /// The token id.
     pub id: u32,
-    /// The device marked the slot done with this token.
+    /// Set if the device marked the slot done with this token.
     pub done: Option<Done>,
-    /// Which of the step's drafts it is, counted from 1; 0: none of them.
+    /// The number of accepted drafts of the step that precede this token: the token was drawn from the row of the draft
+    /// with this number, counted from 1; 0: from the row of the step's input token.
     pub draft: u32,
-    /// If asked.
+    /// The log probabilities, if the request asked for them.
     pub logprobs: Option<TokenLogprobs>,
-    /// If asked.
+    /// The raw logits, if the request asked for them.
     pub logits: Option<Vec<f32>>,
 }
 
-/// How probable the tokens of a chunk were.
+/// The log probabilities of a chunk's tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ScoredChunk {
-    /// Whose.
+    /// The slot of the sequence.
     pub slot: Slot,
-    /// Position of the first of them.
+    /// The position of the first scored token.
     pub first: u32,
-    /// In order.
+    /// The scored tokens, in order of their positions.
     pub tokens: Vec<Scored>,
 }
 
@@ -242,29 +252,30 @@ pub struct ScoredChunk {
 pub enum Done {
     /// The token is a stop id.
     Stop,
-    /// `max_tokens` reached.
+    /// The slot has drawn `max_tokens` tokens.
     Length,
 }
 
-/// PlanReport of a plan that has work (plans of changes alone are not reported). A decode plan of several steps may be reported in parts, in order;
-/// every slot yields one `Sampled` a step until it is done, then none; with drafts up to as many more as there are.
+/// A report on a plan that has work (plans with changes only are not reported). A decode plan of several steps may be
+/// reported in parts, in order. Each step yields one `Sampled` per slot until the slot is done, and none after that;
+/// with drafts up to `drafts` more.
 #[derive(Clone, Debug)]
 pub struct PlanReport {
-    /// Which plan.
+    /// The plan.
     pub ticket: Ticket,
-    /// Steps of the plan that this report completes (1 for a prefill).
+    /// The number of steps of the plan that this report completes (1 for a prefill).
     pub steps: u32,
-    /// In step order, then row order.
+    /// The tokens drawn, in step order, then in row order.
     pub tokens: Vec<Sampled>,
-    /// If the plan's chunk asked.
+    /// The scores of the plan's chunk, if it asked for them.
     pub scored: Option<ScoredChunk>,
-    /// The plan has nothing further to report.
+    /// Whether this is the plan's last report.
     pub finished: bool,
-    /// With the last report: how often a fault (see [`super::executor::Executor::faults`]) kept steps of the plan from drawing tokens, so
-    /// that they were run again.
+    /// In the last report: how often a fault (see [`super::executor::Executor::faults`]) kept steps of the plan from
+    /// drawing tokens, so that they were run again.
     pub faults: u32,
-    /// Sum (not mean) over the steps reported here.
+    /// The cost, summed (not averaged) over the steps of this report.
     pub cost: PerToken,
-    /// With the last report: every submission that the plan took, in order.
+    /// In the last report: all submissions of the plan, in order.
     pub submissions: Vec<SubmissionRecord>,
 }

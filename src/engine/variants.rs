@@ -1,42 +1,44 @@
-//! Which kernels a replica's regions are made of, and every slower way that was taken than the program has: plain
-//! data, made at start, but for faults at run time. Deliberately absent: choosing.
+//! The kernels that a replica's regions consist of, and counts of the slower implementations (fallbacks) in use. Plain
+//! data, filled at start; only faults are counted at run time. Not here: choosing kernels.
 
 use crate::kernels::recording::{Op, Recording};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A stage of a region and what computes it.
+/// A stage of a region and the kernel that computes it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Variant {
-    /// The recording's name, `decode.8` for example.
+    /// The recording's name, for example `decode.8`.
     pub region: String,
-    /// The calls' label without the layer's number, `qkv` for example.
+    /// The calls' label without the layer number, for example `qkv`.
     pub stage: String,
-    /// The kernel and its variant, `skinny.bf16` for example.
+    /// The kernel and its variant, for example `skinny.bf16`.
     pub kernel: &'static str,
 }
 
-/// A slower way.
+/// A slower implementation that is used instead of the best one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallback {
-    /// Weights lie row after row: the device has no blocks that the matrix kernels could use.
+    /// Weights are stored row-major, because the device does not store matrix blocks in a form that the kernels can
+    /// use.
     RowLayout,
-    /// Blocks are multiplied by hand, not by matrix units.
+    /// Matrix blocks are multiplied with scalar arithmetic instead of matrix units.
     ByHand,
-    /// The stages of a decode step run one after the other: the device does not say which workgroups it begins with.
+    /// The stages of a decode step run one after the other, because the device does not guarantee which workgroups
+    /// start first.
     NoOverlap,
-    /// A bucket's step without barriers failed its test at start.
+    /// A bucket's decode step without barriers failed its test at start.
     OverlapTest,
-    /// A call waited too long at run time: for a while steps have barriers.
+    /// A kernel of a decode step without barriers timed out at run time; steps have barriers for a while.
     OverlapFault,
 }
 
 impl Fallback {
-    /// All of them.
+    /// All fallbacks.
     pub const ALL: [Fallback; 5] =
         [Fallback::RowLayout, Fallback::ByHand, Fallback::NoOverlap, Fallback::OverlapTest, Fallback::OverlapFault];
 
-    /// A word for it.
+    /// Returns the fallback's name in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Fallback::RowLayout => "row_layout",
@@ -48,7 +50,7 @@ impl Fallback {
     }
 }
 
-/// What runs, and what does not run as it could.
+/// The kernels of a replica and counts of its fallbacks.
 #[derive(Debug, Default)]
 pub struct Variants {
     calls: Vec<Variant>,
@@ -56,7 +58,7 @@ pub struct Variants {
 }
 
 impl Variants {
-    /// Of the regions that these recordings become.
+    /// Collects the kernels of the regions that these recordings become.
     pub fn of<'a>(recordings: impl IntoIterator<Item = &'a Recording>) -> Variants {
         let mut calls = BTreeSet::new();
         for recording in recordings {
@@ -70,23 +72,23 @@ impl Variants {
         Variants { calls: calls.into_iter().collect(), ..Variants::default() }
     }
 
-    /// In order of region and stage, each once.
+    /// Returns the kernels, each once, ordered by region and stage.
     pub fn calls(&self) -> &[Variant] {
         &self.calls
     }
 
-    /// Notes that a slower way is taken, once more.
+    /// Counts one use of a fallback.
     pub fn fell_back(&self, to: Fallback) {
         self.fallbacks[to as usize].fetch_add(1, Relaxed);
     }
 
-    /// How often it was noted.
+    /// Returns how often a fallback was counted.
     pub fn fallen(&self, to: Fallback) -> u64 {
         self.fallbacks[to as usize].load(Relaxed)
     }
 }
 
-/// A label without layers' numbers: `layers.3.qkv` is `qkv`.
+/// Returns a label without layer numbers: `layers.3.qkv` becomes `qkv`.
 fn stage(label: &str) -> String {
     let mut parts = Vec::new();
     let mut after_layers = false;

@@ -1,5 +1,5 @@
-//! `attention` over the KV pages of each row, and `append`, which fills them for a prompt
-//! chunk. In decode one `attention` call does both.
+//! `attention` over the KV cache pages of each row, and `append`, which writes the pages for a prompt chunk. In decode,
+//! one `attention` call does both. Not here: attention on matrix blocks (`flash`, `flash_decode`).
 
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
@@ -7,35 +7,35 @@ use super::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConsta
 use super::tags::{Flow, tagged};
 use super::{Format, format_of};
 
-/// Tokens of a KV page.
+/// The number of tokens in a KV cache page.
 pub const PAGE_TOKENS: u32 = 16;
 
-/// Heads of an attention layer.
+/// The heads of an attention layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Heads {
-    /// Query heads.
+    /// The number of query heads.
     pub q: u32,
-    /// Key and value heads; divides `q`.
+    /// The number of KV heads; divides `q`.
     pub kv: u32,
-    /// Dimensions of a head; a multiple of 8.
+    /// The number of dimensions of a head; a multiple of 8.
     pub dim: u32,
-    /// Rotated dimensions.
+    /// The number of rotated dimensions (RoPE).
     pub rot: u32,
-    /// Whether q and k are normalised a head.
+    /// Whether q and k are normalized per head (QK-norm).
     pub qk_norm: bool,
-    /// Whether the sigmoid of a gate, which stands behind the v heads, multiplies each value of the output.
+    /// Whether each value of the output is multiplied by the sigmoid of a gate. The gates follow the v heads in qkv.
     pub gated: bool,
-    /// Of cached keys and values: f16 or f32.
+    /// The format of cached keys and values: f16 or f32.
     pub kv_format: Format,
 }
 
 impl Heads {
-    /// Query heads that share a KV head.
+    /// The number of query heads that share a KV head (GQA).
     pub fn group(self) -> u32 {
         self.q / self.kv
     }
 
-    /// Bytes of a page of K (and of V).
+    /// The size of a page of K, or of V, in bytes.
     pub fn page_bytes(self) -> u64 {
         u64::from(self.kv) * u64::from(PAGE_TOKENS) * u64::from(self.dim) * self.kv_format.bytes() as u64
     }
@@ -48,21 +48,21 @@ impl Heads {
         }
     }
 
-    /// Shared memory that `attention` takes with that many threads, bytes.
+    /// Returns the shared memory that `attention` uses with `threads` invocations, in bytes.
     pub fn shared_bytes(self, threads: u32) -> u32 {
         let (g, d) = (self.group(), self.dim);
         let lanes = threads / (d / 8);
         4 * (g * d + 2 * d + g * threads + lanes * g * d + 4 * g + 1 + threads.div_ceil(16) + 1)
     }
 
-    /// Floats of `attention`'s partial results for a row.
+    /// Returns the number of floats of a row's partial results.
     pub fn partial_floats(self, splits: u32) -> u64 {
         u64::from(self.kv) * u64::from(splits) * u64::from(self.group()) * u64::from(self.dim + 4)
     }
 }
 
-/// Attention of `rows` rows, each split in up to `splits` along its context. With `fused` it
-/// normalises, rotates and appends too.
+/// Returns the call for the attention of `rows` rows, each divided into up to `splits` splits along its context
+/// (split-K). With `fused`, it also normalizes, rotates and appends.
 #[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn attention(
     label: String,
@@ -95,12 +95,12 @@ pub fn attention(
         args: args.into_args(),
         groups: [splits, heads.kv, rows],
     };
-    // The scratch of the splits is read and written past the near caches and handed on with the output.
+    // The splits' scratch buffers bypass the L1 cache, and the output's tags order their next use.
     let call = if flow.output.is_some() { call.carry(partials).carry(counters) } else { call };
     flow.mark(call, qkv, o)
 }
 
-/// Norm, rotary and KV append of `rows` rows of a prompt chunk.
+/// Returns the call that normalizes, rotates and appends `rows` rows of a prompt chunk.
 pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call {
     let constants = AppendConstants {
         threads: 64,
@@ -119,8 +119,8 @@ pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call 
     }
 }
 
-/// Normalises and rotates one head in place. In f64, as everything that references sum: what a
-/// device's results differ by is then the device's alone.
+/// Normalizes and rotates one head in place. All references compute in f64, so that any difference to a device's result
+/// is the device's.
 fn norm_rope(
     head: &mut [f64],
     norm: Option<&dyn Fn(u32) -> f32>,
@@ -144,7 +144,7 @@ fn norm_rope(
     }
 }
 
-/// What an output is multiplied by whose gate, if there are gates, is float `at` of qkv.
+/// Returns the factor of an output whose gate is float `at` of qkv; 1 if there are no gates.
 pub(super) fn gate(gated: u32, memory: &HostMemory, qkv: Range, at: u32) -> f64 {
     match gated {
         0 => 1.0,
@@ -159,12 +159,12 @@ pub(super) struct Layer {
     pub(super) qk_norm: bool,
 }
 
-/// Index of a K value in its cache, in halves.
+/// Returns the index of a K value in its cache, in numbers.
 pub(super) fn k_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
     (page * layer.kv_heads + kvh) * 16 * layer.d + (i / 8) * 128 + token * 8 + i % 8
 }
 
-/// Index of a V value in its cache, in halves.
+/// Returns the index of a V value in its cache, in numbers.
 pub(super) fn v_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
     ((page * layer.kv_heads + kvh) * 16 + token) * layer.d + i
 }
@@ -234,7 +234,7 @@ pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
     attend(format_of(call.kernel), &rows, &args, &constants, memory, &put);
 }
 
-/// Writes a value of the output as rows of floats.
+/// Writes one value of the output to rows of floats.
 pub(super) fn put_row(
     a: &AttentionArgs,
     c: &AttentionConstants,
@@ -250,8 +250,8 @@ pub(super) fn put_row(
     }
 }
 
-/// What `attention` and its variants mean, for rows of {row, position, slot, valid}; `put` takes a row, a column
-/// and a value of the output.
+/// The common reference of `attention` and its variants, for rows of {row, position, slot, valid}. `put` receives the
+/// row, the column and the value of each output.
 pub(super) fn attend(
     format: Format,
     rows: &[[u32; 4]],

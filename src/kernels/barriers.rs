@@ -1,23 +1,23 @@
-//! Where a recording needs barriers: a pure function of what its operations touch.
-//! Deliberately absent: which barrier a queue understands (`region`).
+//! Barrier placement: where a recording needs barriers, as a pure function of its operations' accesses. Not here: the
+//! kind of barrier that is recorded (`region`).
 
 use super::recording::{Access, BufferId, Op, Touch};
 use std::collections::BTreeSet;
 
-/// Writes to a buffer of carried words between two barriers, at most; fewer than there are tags (`tags`).
+/// The maximum number of writes to a tagged buffer between two barriers; less than the number of tags (`tags`).
 pub const MOST_GENERATIONS: usize = 100;
 
-/// Whether a barrier must stand before each operation: an operation that reads or writes
-/// what an earlier one since the last barrier wrote, or writes what one read, gets one.
-/// The barrier is global, so it clears everything before it. The list starts unsynchronised
-/// with whatever ran before: the region's own start is the caller's.
+/// Returns whether a barrier is needed before each operation. An operation gets one if it reads or writes what an
+/// earlier operation since the last barrier wrote, or writes what such an operation read. The barrier is global: it
+/// orders everything before it. Nothing is assumed about earlier submissions: the caller puts a barrier at the region's
+/// start.
 ///
-/// Carried words need none where they flow: a read waits for the write by itself. A write over carried
-/// words that an earlier operation reads or wrote needs none either if it cannot begin before that one has
-/// ended, because what it waits for depends on everything that one made.
+/// Tagged (carried) words need no barrier between a write and the reads that poll for it. A write over tagged words
+/// that an earlier operation reads or wrote needs no barrier either, if the write cannot start before that operation
+/// has ended because it polls for data that depends on everything that the operation wrote.
 ///
-/// A buffer of carried words is written at most [`MOST_GENERATIONS`] times between two barriers: after that, tags would
-/// repeat, and a reader could take an old word for a new one.
+/// A tagged buffer is written at most [`MOST_GENERATIONS`] times between two barriers: with more writes the tags would
+/// repeat, and a reader could mistake an old word for a new one.
 pub fn derive(ops: &[Op]) -> Vec<bool> {
     let mut pending: Vec<(usize, Touch)> = Vec::new();
     let mut flow = Flow::default();
@@ -51,12 +51,13 @@ fn hazard(before: &Touch, now: &Touch) -> bool {
     (before.access.writes() || now.access.writes()) && before.range.overlaps(&now.range)
 }
 
-/// Which operations since the last barrier are ended, by carried words alone, when the newest writes.
+/// Tracks which operations since the last barrier have ended when the newest operation writes, as ensured by tagged
+/// words alone.
 #[derive(Default)]
 struct Flow {
-    /// By operation: all whose workgroups its own, taken together, have waited for.
+    /// Per operation: the earlier operations all of whose workgroups its workgroups, taken together, have polled for.
     together: Vec<BTreeSet<usize>>,
-    /// By operation: all whose workgroups each one of its own has waited for.
+    /// Per operation: the earlier operations all of whose workgroups every single one of its workgroups has polled for.
     each: Vec<BTreeSet<usize>>,
 }
 
@@ -85,7 +86,8 @@ impl Flow {
         self.each.push(each);
     }
 
-    /// After a barrier the newest operation has waited for nothing of its own.
+    /// Clears the sets after a barrier: it orders all earlier operations, and the newest operation depends on none
+    /// since.
     fn forget(&mut self) {
         for set in self.together.iter_mut().chain(&mut self.each) {
             set.clear();
@@ -134,7 +136,7 @@ mod tests {
     }
 
     proptest! {
-        /// No hazard is left: between any two conflicting operations stands a barrier.
+        /// Goal: no hazard is left. Method: random operations; there is a barrier between any two conflicting ones.
         #[test]
         fn every_conflict_is_separated(ops in ops()) {
             let barriers = derive(&ops);
@@ -147,7 +149,8 @@ mod tests {
             }
         }
 
-        /// No barrier is without a hazard: each one separates a conflicting pair since the previous one.
+        /// Goal: no barrier is superfluous. Method: random operations; each barrier separates a conflicting pair since
+        /// the previous barrier.
         #[test]
         fn every_barrier_separates_a_conflict(ops in ops()) {
             let barriers = derive(&ops);
@@ -182,7 +185,8 @@ mod tests {
         assert_eq!(derive(&ops), [false, true, false, true]);
     }
 
-    /// A call on buffers of 4 bytes: `carried` words it reads, carried words it writes.
+    /// Returns a call on buffers of 4 bytes that reads the tagged buffers `reads` and reads and writes the tagged
+    /// buffers `writes`.
     fn flow(kernel: &'static str, reads: &[u32], writes: &[u32]) -> Op {
         let range = |&buffer: &u32| Range { buffer: BufferId(buffer), offset: 0, bytes: 4 };
         let args = reads
@@ -209,10 +213,10 @@ mod tests {
 
     #[test]
     fn a_write_over_carried_words_waits_for_readers_that_nothing_else_orders() {
-        // The second reader of 0 is not waited for by the writer.
+        // The writer does not poll for results of the second reader of buffer 0.
         let ops = [flow("skinny.bf16", &[0], &[1]), flow("skinny.bf16", &[0], &[2]), flow("skinny.bf16", &[1], &[0])];
         assert_eq!(derive(&ops), [false, false, true]);
-        // Attention's workgroups each wait for a part of what they read: one of its writes may come early.
+        // Each workgroup of attention polls only for a part of its input, so one of its writes may come too early.
         let ops = [flow("skinny.bf16", &[0], &[1]), flow("attention.f16", &[1], &[0])];
         assert_eq!(derive(&ops), [false, true]);
         let ops = [flow("skinny.bf16", &[0], &[1]), flow("skinny.bf16", &[1], &[0])];

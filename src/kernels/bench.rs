@@ -1,19 +1,20 @@
-//! `read_ceiling`: the yardstick of `ostinato bench`. No model uses it.
+//! `read_ceiling`: the memory bandwidth benchmark of `ostinato bench`. Not here: anything that a model uses.
 
 use super::fold;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range, Recording};
 use super::shaders::{ReadCeilingArgs, ReadCeilingConstants};
 
-/// Loads in flight of a thread, 16 bytes each.
+/// The number of 16-byte loads that an invocation has in flight.
 const LOADS: u64 = 16;
 
-/// Bytes that one workgroup reads.
+/// The number of bytes that one workgroup reads.
 pub fn tile_bytes(threads: u32) -> u64 {
     LOADS * 16 * u64::from(threads)
 }
 
-/// A recording that reads `data` once; its length is a multiple of [`tile_bytes`].
+/// Returns a recording that reads `data` once. The length of `data` is `bytes`, rounded down to a multiple of
+/// [`tile_bytes`].
 pub fn read_ceiling(bytes: u64, threads: u32) -> Recording {
     let mut recording = Recording::new("read_ceiling");
     let tiles = bytes / tile_bytes(threads);
@@ -29,5 +30,5 @@ pub fn read_ceiling(bytes: u64, threads: u32) -> Recording {
     recording
 }
 
-/// Writes nothing: the sum is never what the shader looks for.
+/// Writes nothing: the sum never equals the constant with which the shader compares it.
 pub(super) fn reference_read_ceiling(_: &Call, _: &mut HostMemory) {}

@@ -1,5 +1,5 @@
-//! The gated delta rule: `delta_step` for one new token a row, and `delta_blocks`, `delta_scan` and `delta_gate`
-//! for rows of prompts. Deliberately absent: the projections before and after, and which cell belongs to whom.
+//! The gated delta rule (linear attention): `delta_step` for decode and verification, and `delta_blocks`, `delta_scan`
+//! and `delta_gate` for prefill. Not here: the projections before and after, and the assignment of cells.
 
 use super::Format;
 use super::embed::{BLOCK_ROWS, CELL_WORDS};
@@ -15,9 +15,9 @@ use super::tags::{Flow, tagged};
 use super::tiled::{TILE_TOKENS, token_index};
 use crate::memory::pack::FRAGMENT_COLS;
 
-/// Positions of a cell's window.
+/// The number of positions in a cell's convolution window (a ring buffer).
 pub const RING: u32 = 8;
-/// Tokens of a sequence that [`delta_verify`] takes, and that may be pending, at most.
+/// The maximum number of tokens of a sequence that [`delta_verify`] processes and that may be pending.
 pub const MOST_PENDING: u32 = 4;
 const NO_CELL: u32 = u32::MAX;
 const L2_EPSILON: f64 = 1e-6;
@@ -25,48 +25,50 @@ const L2_EPSILON: f64 = 1e-6;
 /// The heads of a gated-delta layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeltaHeads {
-    /// Heads of q and k.
+    /// The number of heads of q and k.
     pub key: u32,
-    /// Heads of v, z, the state and the output: as many consecutive ones share each key head.
+    /// The number of heads of v, z, the state and the output. Each key head is shared by value / key consecutive value
+    /// heads.
     pub value: u32,
-    /// Numbers of a head of q or k.
+    /// The dimension of a head of q or k.
     pub key_dim: u32,
-    /// Numbers of a head of v.
+    /// The dimension of a head of v.
     pub value_dim: u32,
 }
 
 impl DeltaHeads {
-    /// Channels of the convolution: q, k and v.
+    /// The number of channels of the convolution: q, k and v.
     pub fn channels(self) -> u32 {
         2 * self.key * self.key_dim + self.value * self.value_dim
     }
 
-    /// Columns of the merged projection: q, k, v, z, b and a.
+    /// The number of columns of the merged projection: q, k, v, z, b and a.
     pub fn projected(self) -> u32 {
         self.channels() + self.value * self.value_dim + 2 * self.value
     }
 
-    /// Columns of the output.
+    /// The number of columns of the output.
     pub fn output(self) -> u32 {
         self.value * self.value_dim
     }
 
-    /// Bytes of as many cells' states.
+    /// Returns the size of the states of `cells` cells in bytes.
     pub fn state_bytes(self, cells: u32) -> u64 {
         4 * u64::from(cells) * u64::from(self.value) * u64::from(self.key_dim * self.value_dim)
     }
 
-    /// Bytes of as many cells' windows.
+    /// Returns the size of the convolution windows of `cells` cells in bytes.
     pub fn window_bytes(self, cells: u32) -> u64 {
         4 * u64::from(cells) * u64::from(RING * self.channels())
     }
 
-    /// Bytes of as many cells' pending tokens, of so many each.
+    /// Returns the size of the pending tokens of `cells` cells in bytes, with `entries` tokens each.
     pub fn pending_bytes(self, cells: u32, entries: u32) -> u64 {
         4 * u64::from(cells) * u64::from(self.value * entries) * u64::from(self.pending_floats())
     }
 
-    /// k̂, δ and α of a head's token, then the number of tokens in the state and padding.
+    /// The number of floats of a head's pending token: k̂, δ and α, then the number of tokens in the state, and
+    /// padding.
     fn pending_floats(self) -> u32 {
         self.key_dim + self.value_dim + 4
     }
@@ -76,8 +78,8 @@ impl DeltaHeads {
     }
 }
 
-/// Whether the kernels serve such heads: dimensions that are multiples of 16 up to 128, and value heads that are
-/// a multiple of the key heads.
+/// Returns whether the kernels support these heads: the dimensions must be multiples of 16 up to 128, and the number of
+/// value heads a multiple of the number of key heads.
 pub fn delta_serves(heads: DeltaHeads) -> bool {
     let dim = |dim: u32| dim.is_multiple_of(16) && (16..=128).contains(&dim);
     heads.key > 0
@@ -96,15 +98,16 @@ fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
     }
 }
 
-/// One token of each of `rows` rows of a step. With `packed` the output is packed for the next product, and its
-/// stride counts blocks of 32 columns; only rows with a sequence are written, and tagged ones.
+/// Returns the call that processes one token of each of `rows` rows of a step. With `packed`, the output is packed for
+/// the next product, and its stride counts blocks of 32 columns. Only rows with a sequence are written; with tagged
+/// operands, all rows are.
 ///
-/// With `entries` of pending tokens a cell ([`DeltaHeads::pending_bytes`]), the state is brought to the row's position by
-/// the pending tokens, and the row's own token is left pending: the step can be run again. With 0 entries the row's token
-/// is added to the state at once.
+/// With `entries` pending tokens per cell ([`DeltaHeads::pending_bytes`]), the call adds the pending tokens to the
+/// state up to the row's position, and leaves the row's own token pending, so that the step can be run again. With 0
+/// entries, the row's token is added to the state at once.
 ///
 /// # Panics
-/// If [`delta_serves`] denies the heads, strides do not fit them, or the output is both packed and tagged.
+/// If [`delta_serves`] rejects the heads, strides do not fit them, or the output is both packed and tagged.
 pub fn delta_step(
     label: String,
     heads: DeltaHeads,
@@ -116,12 +119,12 @@ pub fn delta_step(
     step(label, heads, (rows, 1, entries), packed, flow, args)
 }
 
-/// `tokens` tokens, of which some may be taken back, of each of `sequences` sequences: as many rows on end, at
-/// positions on end, those without one behind the others. States are brought to where the pending tokens lead that were
-/// accepted; the new tokens are then pending.
+/// Returns the call that processes `tokens` tokens, of which some may be rejected later, of each of `sequences`
+/// sequences. A sequence's tokens are consecutive rows at consecutive positions; rows without a token follow the
+/// others. The call adds the accepted ones of the pending tokens to the states; the new tokens are then pending.
 ///
 /// # Panics
-/// As [`delta_step`]; if there are not 2 to 4 tokens, or no pending tokens' buffer.
+/// Like [`delta_step`]; also if there are not 2 to 4 tokens, or more tokens than pending entries.
 pub fn delta_verify(
     label: String,
     heads: DeltaHeads,
@@ -172,18 +175,18 @@ fn step(
     flow.mark(call, x, y)
 }
 
-/// Groups of a state's rows in a workgroup of `delta_step`: with 8 a thread has 16 rows of the largest heads on their
-/// way at once, and a workgroup is of whole subgroups for every head that is served.
+/// The number of groups into which a workgroup of `delta_step` divides a state's rows. With 8, an invocation loads
+/// 16 rows of the largest heads at once, and a workgroup consists of full subgroups for all supported heads.
 const STEP_GROUPS: u32 = 8;
 
-/// Blocks that a step of so many rows of so many prompts has at most.
+/// Returns the maximum number of blocks of a step with `rows` rows of `prompts` prompts.
 fn most_blocks(rows: u32, prompts: u32) -> u32 {
     let prompts = prompts.min(rows).max(1);
-    // Each prompt's last may hold a single row.
+    // The last block of each prompt may hold a single row.
     ((rows - rows.min(prompts)) / BLOCK_ROWS + prompts).min(rows)
 }
 
-/// The scratch of a step's prompts, each part a multiple of 256 bytes.
+/// The sizes in bytes of the parts of the scratch buffer of a prompt step, each a multiple of 256.
 #[derive(Clone, Copy, Debug)]
 struct Scratch {
     mixed: u64,
@@ -198,7 +201,7 @@ impl Scratch {
         let row = u64::from(BLOCK_ROWS) * 4;
         let blocks = u64::from(most_blocks(rows, prompts));
         let value_blocks = blocks * u64::from(heads.value);
-        // By hand q and k of each value head; on matrix units q, k and kᵀ of each key head.
+        // Without cooperative matrices: q and k of each value head. With them: q, k and kᵀ of each key head.
         let mixed = u64::from(2 * heads.value).max(u64::from(3 * heads.key)) * u64::from(heads.key_dim);
         Scratch {
             mixed: blocks * mixed * row,
@@ -214,49 +217,51 @@ impl Scratch {
     }
 }
 
-/// Bytes of the scratch of steps of up to `rows` rows of up to `prompts` prompts.
+/// Returns the size in bytes of the scratch buffer for steps of up to `rows` rows of up to `prompts` prompts.
 pub fn scratch_bytes(heads: DeltaHeads, rows: u32, prompts: u32) -> u64 {
     Scratch::new(heads, rows, prompts).sizes().iter().sum()
 }
 
-/// What the rows of a step's prompts are computed from, and where to.
+/// The operands of [`delta_prompts`].
 #[derive(Clone, Copy, Debug)]
 pub struct PromptOperands {
-    /// Rows of the merged projection, f32.
+    /// The rows of the merged projection, f32.
     pub x: Range,
-    /// Floats of one of its rows, a multiple of 4.
+    /// The number of floats from a row of `x` to the next, a multiple of 4.
     pub stride: u32,
-    /// The step's descriptor ([`super::embed::ChunkLayout`]).
+    /// The descriptor of the prompt step ([`super::embed::ChunkLayout`]).
     pub chunk: Range,
-    /// The part about its prompts' cells.
+    /// The part of the descriptor about the prompts' cells.
     pub cells: Range,
-    /// f32 `[channels][4]`.
+    /// The convolution's weights, f32 `[channels][4]`.
     pub conv: Range,
-    /// f32 `[value heads]`.
+    /// The decay parameter, f32 `[value heads]`.
     pub a_log: Range,
-    /// f32 `[value heads]`.
+    /// The time step bias, f32 `[value heads]`.
     pub dt_bias: Range,
-    /// f32 `[value_dim]`.
+    /// The output norm's weight, f32 `[value_dim]`.
     pub norm: Range,
-    /// Of the norm.
+    /// The epsilon of the norm.
     pub epsilon: f32,
-    /// The layer's states, [`DeltaHeads::state_bytes`].
+    /// The layer's states, of [`DeltaHeads::state_bytes`].
     pub state: Range,
-    /// The layer's windows, [`DeltaHeads::window_bytes`].
+    /// The layer's convolution windows, of [`DeltaHeads::window_bytes`].
     pub window: Range,
-    /// Of [`scratch_bytes`], for this step alone.
+    /// The scratch buffer, of [`scratch_bytes`]; its contents serve this step only.
     pub scratch: Range,
     /// The output.
     pub y: Range,
-    /// Floats of one of its rows, a multiple of 4, or blocks of 32 columns where it is packed.
+    /// The number of floats from a row of `y` to the next, a multiple of 4; with a packed output, the number of blocks
+    /// of 32 columns.
     pub y_stride: u32,
 }
 
-/// The rows of up to `prompts` prompts, `rows` in all: three calls, each behind the one before. With `packed` the
-/// output is packed for the next product, zero behind the last row up to a multiple of 64.
+/// Returns the calls that process the rows of up to `prompts` prompts, `rows` in total: three calls, each of which
+/// depends on the previous one. With `packed`, the output is packed for the next product, and rows beyond the last are
+/// zero up to a multiple of 64.
 ///
 /// # Panics
-/// If [`delta_serves`] denies the heads or strides do not fit them.
+/// If [`delta_serves`] rejects the heads, or strides do not fit them.
 pub fn delta_prompts(
     label: &str,
     heads: DeltaHeads,
@@ -350,7 +355,7 @@ pub fn delta_prompts(
     [blocks, scan, gate]
 }
 
-/// Threads of a workgroup of `delta_scan`, and how many times 16 columns it has.
+/// Returns the number of invocations of a workgroup of `delta_scan`, and its number of columns divided by 16.
 fn scan_shape(heads: DeltaHeads, matrices: Matrices) -> (u32, u32) {
     match matrices {
         Matrices::ByHand => (64, 1),
@@ -365,7 +370,7 @@ fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// ln α of a token.
+/// Returns ln α of a token.
 fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
     let x = f64::from(a) + f64::from(dt_bias);
     -f64::from(a_log).exp() * (x.max(0.0) + (-x.abs()).exp().ln_1p())
@@ -375,19 +380,20 @@ fn sigmoid(x: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(x)).exp())
 }
 
-/// Scaled to length 1.
+/// Returns x scaled to length 1.
 fn unit(x: &[f64]) -> Vec<f64> {
     let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() + L2_EPSILON).sqrt();
     x.iter().map(|v| v * scale).collect()
 }
 
-/// The convolution and silu of a channel, from its last four inputs.
+/// Returns a channel after convolution and silu, from its last four inputs.
 fn mix(memory: &HostMemory, conv: Range, channel: u32, taps: [f64; 4]) -> f64 {
     let weight = |j: u32| f64::from(memory.f32(conv, channel * 4 + j));
     silu((0..).zip(taps).map(|(j, u)| weight(j) * u).sum())
 }
 
-/// A value head's q, k and v after the convolution; q and k scaled. `u` gives a channel's last four inputs.
+/// Returns a value head's q, k and v after the convolution, with q and k normalized. `u` returns a channel's last four
+/// inputs.
 fn head_rows(
     memory: &HostMemory,
     heads: DeltaHeads,
@@ -405,7 +411,7 @@ fn head_rows(
     [q, k, run(2 * key * key_dim + h * value_dim, value_dim)]
 }
 
-/// A head's output after its norm and gate.
+/// Returns a head's output after its norm and gate.
 fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
     let mean = o.iter().map(|v| v * v).sum::<f64>() / o.len() as f64;
     let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
@@ -422,7 +428,7 @@ fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): 
     }
 }
 
-/// In f64, nothing rounded but what is stored: a pending token's k̂, δ and α among it.
+/// Computes in f64 and rounds only what is stored, which includes k̂, δ and α of a pending token.
 pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     let a = DeltaStepArgs::from_args(&call.args);
     let c = DeltaStepConstants::from_values(&call.constants);
@@ -457,7 +463,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
         for h in 0..value {
             let at = |d: usize, column: usize| ((cell * value + h) * key_dim + d as u32) * value_dim + column as u32;
             let pending_at = |token: u32| ((cell * value + h) * c.pending + token) * heads.pending_floats();
-            // The step has added them before, and is run again.
+            // The step has added them before and is being run again.
             let added = lag > 0 && memory.f32(a.pending, pending_at(0) + key_dim + value_dim + 1) == start as f32;
             let pending = if added { 0 } else { lag };
             // [key dim][column]
@@ -528,7 +534,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// A prompt of a step, as its descriptor and cells say.
+/// A prompt of a step, from the step's descriptor.
 struct Prompt {
     slot: u32,
     start: u32,
@@ -560,7 +566,7 @@ fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
         .collect()
 }
 
-/// What the variant by hand leaves, in f64 before it is stored.
+/// Writes what the variant without cooperative matrices writes; computed in f64.
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
     let a = DeltaBlocksArgs::from_args(&call.args);
     let c = DeltaBlocksConstants::from_values(&call.constants);
@@ -633,7 +639,7 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// From what [`reference_delta_blocks`] left; the state stays in f64 until it is stored.
+/// Continues from the output of [`reference_delta_blocks`]; the state stays in f64 until it is stored.
 pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
     let a = DeltaScanArgs::from_args(&call.args);
     let c = DeltaScanConstants::from_values(&call.constants);

@@ -1,10 +1,10 @@
-//! Arithmetic that gives the same bits on every device: `shaders/include/determinate.glsl` in
-//! Rust. Only + and * of f32, and integers. Deliberately absent: anything faster.
+//! Deterministic arithmetic that gives the same bits on every device: `shaders/include/determinate.glsl` in Rust. It
+//! uses only + and * of f32, and integers. Not here: faster functions without this guarantee.
 
-/// The key of -inf (and NaN); every finite logit has a greater one.
+/// The key of -inf (and NaN); every finite logit has a greater key.
 pub const KEY_MINUS_INFINITY: u32 = 0x007f_ffff;
 
-/// An order-preserving integer of a logit. NaN counts as -inf, +inf as the largest float, -0 as 0.
+/// Returns an order-preserving integer ("key") of a logit. NaN counts as -inf, +inf as the largest float, -0 as 0.
 pub fn key_of(value: f32) -> u32 {
     if value.is_nan() {
         return KEY_MINUS_INFINITY;
@@ -14,14 +14,14 @@ pub fn key_of(value: f32) -> u32 {
     if bits >> 31 != 0 { !bits } else { bits | 0x8000_0000 }
 }
 
-/// The logit of a key.
+/// Returns the logit of a key.
 pub fn value_of(key: u32) -> f32 {
     f32::from_bits(if key >> 31 != 0 { key ^ 0x8000_0000 } else { !key })
 }
 
 // The decimals are those of the shader; both sides round them to f32.
 #[allow(clippy::excessive_precision, clippy::approx_constant)]
-/// e^x for x <= 0; 0 below -86. Within 2 ulp; exactly 1 at 0.
+/// Returns e^x for x <= 0, and 0 for x < -86. The error is at most 2 ulp; the result is exactly 1 at 0.
 pub fn exp_negative(x: f32) -> f32 {
     if x.is_nan() || x < -86.0 {
         return 0.0;
@@ -38,7 +38,7 @@ pub fn exp_negative(x: f32) -> f32 {
 }
 
 #[allow(clippy::excessive_precision, clippy::approx_constant)]
-/// ln x for normal x > 0.
+/// Returns ln x for normal x > 0.
 pub fn log_positive(x: f32) -> f32 {
     let bits = x.to_bits();
     let mut e = (bits >> 23) as i32 - 126;
@@ -69,12 +69,13 @@ pub fn log_positive(x: f32) -> f32 {
     f + y + 0.693359375 * k
 }
 
-/// The share of a token in units of 2^-31 of the most probable one's; `x` is its distance, <= 0.
+/// Returns a token's probability relative to the most probable token's, in units of 2^-31; `x` is the token's scaled
+/// logit distance from the maximum, at most 0.
 pub fn mass_of(x: f32) -> u32 {
     (exp_negative(x) * 2_147_483_648.0 + 0.5) as u32
 }
 
-/// Philox4x32-10 of the counter (draw, 0, 0, 0) under the seed: two words.
+/// Returns two words of Philox4x32-10 for the counter (draw, 0, 0, 0) and the key `seed`.
 pub fn philox(draw: u32, seed: [u32; 2]) -> [u32; 2] {
     let mut c = [draw, 0, 0, 0];
     let mut k = seed;
@@ -95,13 +96,13 @@ fn scramble(mut x: u32) -> u32 {
     x ^ (x >> 15)
 }
 
-/// 32 random bits of a token within a draw.
+/// Returns 32 random bits for a token within a draw.
 pub fn token_bits(token: u32, draw_key: [u32; 2]) -> u32 {
     scramble(scramble(token ^ draw_key[0]).wrapping_add(draw_key[1]))
 }
 
 #[allow(clippy::excessive_precision)]
-/// A standard Gumbel variate of 32 random bits: -ln E, E = -ln(1 - v), v in (0, 1).
+/// Returns a standard Gumbel variate from 32 random bits: -ln E, where E = -ln(1 - v) and v is in (0, 1).
 pub fn gumbel(bits: u32) -> f32 {
     let bits = bits | 1;
     let shift = (31 - bits.leading_zeros()).saturating_sub(23);
@@ -118,7 +119,7 @@ pub fn gumbel(bits: u32) -> f32 {
     -log_positive(e)
 }
 
-/// Above [`gumbel`] of the same bits: who cannot win even so needs no logarithm.
+/// Returns an upper bound of [`gumbel`] of the same bits. A token that cannot win with it needs no logarithm.
 pub fn gumbel_bound(bits: u32) -> f32 {
     ((bits | 1).leading_zeros() + 1) as f32 * std::f32::consts::LN_2 + 0.001
 }
@@ -157,7 +158,7 @@ mod tests {
 
     #[test]
     fn philox_gives_the_published_numbers() {
-        // Random123's known answers have all four counter words; only word 0 is ours.
+        // Random123's known answers have all four counter words; this test checks the two returned words.
         assert_eq!(philox(0, [0, 0]), [0x6627_e8d5, 0xe169_c58d]);
     }
 
@@ -165,7 +166,7 @@ mod tests {
     fn gumbel_is_below_its_bound_and_follows_its_law() {
         assert!(gumbel(0) < gumbel_bound(0) && gumbel(0) > 22.0);
         assert!(gumbel(u32::MAX) > -3.0 && gumbel(u32::MAX) < -2.0);
-        // The law's distribution function exp(-exp(-g)) of g(v) is 1 - v.
+        // The distribution function exp(-exp(-g)) of the Gumbel law at g(v) is 1 - v.
         for i in 0..4096u32 {
             let bits = i.wrapping_mul(0x9e37_79b9) >> (i % 29);
             assert!(gumbel(bits) < gumbel_bound(bits), "{bits:#x}");

@@ -1,6 +1,6 @@
-//! Speculation's own kernels: which rows a verifying step and a drafting pass have, what a drafting block reads, and
-//! where its drafts go. Deliberately absent: the products and attention of both, which are those of prompts, and the
-//! drawing of tokens (`sampling`), which decides what is accepted.
+//! The kernels of speculative decoding: the rows of a verification step and of a drafting pass, the input of a draft
+//! (MTP) block, and the storage of its draft tokens. Not here: the products and attention of both, which are those of
+//! prompts, and the drawing of tokens (`sampling`), which decides which draft tokens are accepted.
 
 use super::determinate::key_of;
 use super::host_memory::HostMemory;
@@ -13,18 +13,19 @@ use super::state::{
     ACTIVE_RUNNING, MOST_DRAFTS, SLOT_ACTIVE, SLOT_DRAFTS, SLOT_POSITION, SLOT_TOKEN, SLOT_WORDS, TOKEN_NONE,
 };
 
-/// Rows of a step that verifies drafts.
+/// The shape of a verification step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VerifyRows {
-    /// Sequences of the batch.
+    /// The number of sequences in the batch.
     pub sequences: u32,
-    /// Rows of each: its next token and its drafts.
+    /// The number of rows per sequence: its next token and its draft tokens.
     pub each: u32,
-    /// Tiles of a sequence's attention.
+    /// The number of attention tiles per sequence.
     pub tiles: u32,
 }
 
-/// Describes a verifying step from the batch and its slots' drafts, all but the cells.
+/// Returns the call that writes the descriptor of a verification step from the batch and its slots' draft tokens, all
+/// but the cells.
 pub fn verify_rows(label: String, rows: VerifyRows, args: VerifyRowsArgs) -> Call {
     assert!((1..=MOST_DRAFTS + 1).contains(&rows.each), "{} rows of a sequence", rows.each);
     let VerifyRows { sequences, each, tiles } = rows;
@@ -37,8 +38,8 @@ pub fn verify_rows(label: String, rows: VerifyRows, args: VerifyRowsArgs) -> Cal
     }
 }
 
-/// Describes the drafting pass behind rows that the model has computed and drawn from: with `step` 0 of all of them, with
-/// another of one row a sequence, so many tokens on.
+/// Returns the call that writes the descriptor of the drafting pass over rows that the model has computed and drawn
+/// from: all rows with `step` 0, or one row per sequence for the `step`-th draft token.
 pub fn next_tokens(label: String, rows: VerifyRows, step: u32, args: NextTokensArgs) -> Call {
     assert!(step == 0 || (step <= MOST_DRAFTS && rows.each == 1), "step {step} of {} rows a sequence", rows.each);
     let VerifyRows { sequences, each, tiles } = rows;
@@ -46,7 +47,7 @@ pub fn next_tokens(label: String, rows: VerifyRows, step: u32, args: NextTokensA
     Call { kernel: "next_tokens", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
 }
 
-/// Describes the drafting pass over a step of prompts.
+/// Returns the call that writes the descriptor of the drafting pass over a prompt step.
 pub fn shift_tokens(label: String, args: ShiftTokensArgs) -> Call {
     let threads = 64;
     let groups = args.rows.div_ceil(threads);
@@ -60,7 +61,7 @@ pub fn shift_tokens(label: String, args: ShiftTokensArgs) -> Call {
     }
 }
 
-/// What a drafting block's projection takes, of `rows` rows.
+/// Returns the call that writes the input of a draft block's projection for `rows` rows.
 pub fn join_norms(label: String, rows: u32, args: JoinNormsArgs) -> Call {
     Call {
         kernel: "join_norms",
@@ -71,7 +72,7 @@ pub fn join_norms(label: String, rows: u32, args: JoinNormsArgs) -> Call {
     }
 }
 
-/// Keeps the best token of each row as its slot's draft `index`.
+/// Returns the call that stores the best token of each row as draft token `index` of its slot.
 pub fn store_draft(label: String, index: u32, args: StoreDraftArgs) -> Call {
     assert!(index < MOST_DRAFTS, "draft {index}");
     let threads = 32;

@@ -1,4 +1,5 @@
-//! `embed_rows`: which token stands where in a step's rows, and its embedding.
+//! `embed_rows`, the embedding lookup: it determines the token, position and slot of each row of a step and writes its
+//! embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice of the prompts of a step.
 
 use super::host_memory::HostMemory;
 use super::recording::Call;
@@ -7,77 +8,79 @@ use super::tags::{Flow, tagged};
 use super::{Format, format_of, state};
 use crate::memory::pack::fragment_index;
 
-/// What the rows of a step are.
+/// The source of a step's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowsFrom {
     /// Row r is the slot in word r of the batch list.
     Batch,
-    /// Row r is token r of the prompt chunk.
+    /// Row r is token r of the prompt step.
     Chunk,
 }
 
-/// How an embedding table lies in memory.
+/// The format and layout of an embedding table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Table {
-    /// Of its values.
+    /// The format of its values.
     pub format: Format,
-    /// In fragment order, not row after row.
+    /// Whether the table is in fragment order instead of row-major.
     pub fragments: bool,
 }
 
-/// Where the parts of a prompt step's descriptor lie, words:
-/// - `{prompts, lasts, rows, tiles}`;
-/// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, rows
-///   ascending; tiles are `flash`'s;
-/// - of models with recurrent state for each prompt {cell whose state it continues or `u32::MAX`, rows after which state
-///   is kept as well and the cell for that, twice, the first of its blocks of [`BLOCK_ROWS`] rows, the token behind its last
-///   row if it is known, 0};
+/// The layout of a prompt step's descriptor, in words:
+/// - `{prompts, lasts, rows, tiles}`: the numbers of prompts, of prompts whose last chunk this is, of rows, and of
+///   tiles of `flash`;
+/// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, in ascending
+///   order of rows; tiles are those of `flash`;
+/// - only for models with recurrent state, for each prompt the cell whose state it continues or `u32::MAX`; twice {the
+///   number of rows after which the state is also stored as a snapshot, the snapshot's cell}; the first of its blocks
+///   of [`BLOCK_ROWS`] rows; the token that follows its last row if it is known; 0;
 /// - for each prompt whose last chunk this is, its last row, from which a token is drawn;
 /// - the token of each row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkLayout {
-    /// The most prompts of a step.
+    /// The maximum number of prompts per step.
     pub prompts: u32,
     /// Whether the model has recurrent state.
     pub recurrent: bool,
 }
 
-/// Rows of a prompt that recurrent state takes in at a time.
+/// The number of rows of a prompt that the recurrent state's scan processes at a time.
 pub const BLOCK_ROWS: u32 = 64;
-/// Words of a prompt's cells.
+/// The number of words about a prompt's cells.
 pub(super) const CELL_WORDS: u32 = 8;
 
 impl ChunkLayout {
-    /// Word of a prompt's four.
+    /// The index of a prompt's first word of four.
     pub fn prompt(self, index: u32) -> u32 {
         4 + 4 * index
     }
 
-    /// Word of a prompt's eight about its cells.
+    /// The index of a prompt's first word of eight about its cells.
     pub fn cells(self, index: u32) -> u32 {
         self.prompt(self.prompts) + CELL_WORDS * index
     }
 
-    /// Word of a last row.
+    /// The index of the word with a last row.
     pub fn last(self, index: u32) -> u32 {
         self.cells(if self.recurrent { self.prompts } else { 0 }) + index
     }
 
-    /// Word of a row's token.
+    /// The index of the word with a row's token.
     pub fn token(self, row: u32) -> u32 {
         self.last(self.prompts).next_multiple_of(4) + row
     }
 
-    /// Bytes of a descriptor of at most `tokens` rows.
+    /// The size in bytes of a descriptor of at most `tokens` rows.
     pub fn bytes(self, tokens: u32) -> u64 {
         u64::from(self.token(tokens)) * 4
     }
 
-    /// The words of a step's descriptor, each run with the word it begins at. `tiles`: of a prompt of so many rows.
+    /// Returns the words of a step's descriptor, as runs with the index of their first word. `tiles` gives the number
+    /// of tiles for a prompt with the given number of rows.
     ///
     /// # Panics
-    /// If there are more prompts than the descriptor has room for, or state is to be kept where no block ends or behind a
-    /// prompt's end.
+    /// If there are more prompts than the descriptor has room for, or a snapshot is requested at a row where no block
+    /// ends or beyond a prompt's end.
     pub fn describe(self, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<(u32, Vec<u32>)> {
         assert!(prompts.len() <= self.prompts as usize, "{} prompts, at most {}", prompts.len(), self.prompts);
         let (mut first_row, mut first_tile, mut first_block) = (0, 0, 0);
@@ -119,26 +122,27 @@ impl ChunkLayout {
 /// A prompt's part of a step.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptRows<'a> {
-    /// Whose.
+    /// The slot of the sequence.
     pub slot: u32,
-    /// Position of the first token.
+    /// The position of the first token.
     pub start: u32,
-    /// At least one.
+    /// The tokens; at least one.
     pub tokens: &'a [u32],
-    /// A token is drawn from the last of them.
+    /// Whether a token is drawn from the last row.
     pub last: bool,
-    /// The token behind the last of them, if it is known.
+    /// The token that follows the last of them, if it is known.
     pub next: Option<u32>,
-    /// The cell whose recurrent state they continue; none at the beginning of a sequence.
+    /// The cell whose recurrent state they continue; `None` at the beginning of a sequence.
     pub from: Option<u32>,
-    /// Rows after which their state is kept, a multiple of [`BLOCK_ROWS`], and the cell for it; two at most.
+    /// The numbers of rows, multiples of [`BLOCK_ROWS`], after which the state is stored as a snapshot, each with its
+    /// cell; at most two.
     pub keeps: &'a [(u32, u32)],
 }
 
-/// Writes `rows` and `x` for `rows` rows.
+/// Returns the call that writes the buffers `rows` and `x` for `rows` rows of a step.
 ///
-/// `part` is the range of vocabulary rows that `embedding` holds; a table that is split over
-/// several allocations takes one call for each.
+/// `args.part_first` and `args.part_rows` give the vocabulary rows that `args.embedding` holds; a table that is split
+/// over several allocations takes one call per allocation.
 ///
 /// # Panics
 /// If a table in fragment order is not in bfloat16.
@@ -182,7 +186,7 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
                 |index: u32| std::array::from_fn::<u32, 4, _>(|i| memory.u32(args.chunk, 4 + 4 * index + i as u32));
             let prompts = (0..memory.u32(args.chunk, 0)).map(prompt);
             let [slot, start, first, _] = prompts.rev().find(|p| p[2] <= row).expect("the first begins at row 0");
-            // A prompt may be nobody's.
+            // A prompt may have no slot.
             let valid = row < memory.u32(args.chunk, 2) && slot != u32::MAX;
             let token = if valid { memory.u32(args.chunk, args.tokens_at + row) } else { 0 };
             (token, start + row - first, slot, valid)
@@ -218,7 +222,7 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// The bytes of a `rows` buffer.
+/// The size of a `rows` buffer in bytes.
 pub fn rows_bytes(rows: u32) -> u64 {
     u64::from(rows) * 16
 }

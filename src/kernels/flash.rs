@@ -1,6 +1,6 @@
-//! `flash`: causal attention of a prompt chunk's rows over f16 keys and values, once `append` has prepared
-//! them; the same meaning as `attention` that is not fused. Deliberately absent: decode steps and f32 caches
-//! (`attention`).
+//! `flash`, the prefill attention: causal attention of a prompt chunk's rows over f16 keys and values, after `append`
+//! has prepared them; the same result as `attention` without `fused`. Not here: decode steps (`flash_decode`) and f32
+//! caches (`attention`).
 
 use super::Format;
 use super::attention::{Heads, Layer, gate, k_index, v_index};
@@ -9,40 +9,41 @@ use super::recording::Call;
 use super::shaders::{FlashArgs, FlashConstants};
 use super::skinny::Matrices;
 
-/// Invocations of a workgroup; half as many pairs of a row and a query head are its share.
+/// The number of invocations of a workgroup. A tile has half as many (row, query head) pairs.
 const THREADS: u32 = 128;
 
-/// Shared memory that a workgroup may take, bytes: `flash` with matrix units.
+/// The maximum shared memory of a workgroup in bytes, for `flash` with matrix units.
 pub const SHARED_BYTES: u32 = 48 * 1024;
 
-/// Whether `flash` serves such heads: f16 caches, dimensions that are a multiple of 32 up to 256. It is made
-/// for 64 and 128 dimensions.
+/// Returns whether `flash` supports these heads: f16 caches, and dimensions that are a multiple of 32 up to 256. It is
+/// tuned for 64 and 128 dimensions.
 pub fn flash_serves(heads: Heads) -> bool {
     heads.kv_format == Format::F16 && heads.dim.is_multiple_of(32) && (32..=256).contains(&heads.dim)
 }
 
-/// Tiles of a prompt's `rows` rows: one workgroup of each KV head serves one.
+/// Returns the number of tiles of a prompt's `rows` rows. Per KV head, one workgroup or several serve a tile.
 pub fn flash_tiles(heads: Heads, rows: u32) -> u32 {
     (rows * heads.group()).div_ceil(THREADS / 2)
 }
 
-/// Tiles times workgroups that share one's tokens, at most: what `partials` and `counters` have room for.
+/// The maximum number of tiles times workgroups per tile for which `partials` and `counters` have room, per KV head.
 pub const PARTS: u32 = 32;
 
-/// Bytes of `partials`.
+/// Returns the size of `partials` in bytes.
 pub fn partials_bytes(heads: Heads) -> u64 {
     u64::from(heads.kv * PARTS) * u64::from((heads.dim / 8 + 1) * THREADS) * 16
 }
 
-/// Bytes of `counters`.
+/// Returns the size of `counters` in bytes.
 pub fn counters_bytes(heads: Heads) -> u64 {
     u64::from(heads.kv * PARTS) * 4
 }
 
-/// Attention of up to `rows` rows of up to `prompts` prompts; `splits`: workgroups that may share a tile.
+/// Returns the call for the attention of up to `rows` rows of up to `prompts` prompts; `splits` is the maximum number
+/// of workgroups that share a tile.
 ///
 /// # Panics
-/// If [`flash_serves`] denies the heads or rows do not start at 16 bytes.
+/// If [`flash_serves`] rejects the heads, or rows are not aligned to 16 bytes.
 pub fn flash(
     label: String,
     heads: Heads,
@@ -74,12 +75,12 @@ pub fn flash(
         label,
         constants: constants.into_values(),
         args: FlashArgs { parts: PARTS, ..args }.into_args(),
-        // Each prompt but one may have a tile that is not full.
+        // Each prompt but one may add a tile that is not full.
         groups: [heads.kv, flash_tiles(heads, rows) + prompts.min(rows) - 1, splits],
     }
 }
 
-/// In f64, nothing rounded but the result.
+/// The reference computes in f64 and rounds nothing but the result.
 pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);
     let c = FlashConstants::from_values(&call.constants);
@@ -92,7 +93,7 @@ pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
         if slot == u32::MAX {
             continue;
         }
-        // Of the tokens so far, one after the other.
+        // The keys and values of the tokens so far, in order.
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for row in first..end {
             let position = start + row - first;

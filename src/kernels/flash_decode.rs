@@ -1,6 +1,6 @@
-//! `flash_decode`: attention of one new token a row on blocks of 16 × 16; the same meaning as `attention`
-//! in decode. `plan_splits` shares its workgroups out among the rows of a batch.
-//! Deliberately absent: prompts, and keys and values in other formats than f16.
+//! `flash_decode`, the decode attention on blocks of 16 × 16, for one new token per row; the same result as `attention`
+//! with `fused`. `plan_splits` distributes its workgroups over the rows of a batch. Not here: prompts, and caches of
+//! other formats than f16.
 
 use super::Format;
 use super::attention::{Heads, attend, put_row};
@@ -12,19 +12,19 @@ use super::tags::Flow;
 use super::tiled::token_index;
 use crate::memory::pack::FRAGMENT_COLS;
 
-/// Most splits along a context.
+/// The maximum number of splits along a context.
 pub const MOST_SPLITS: u32 = 32;
 
-/// Whether the kernel serves such heads.
+/// Returns whether the kernel supports these heads.
 pub fn serves(heads: Heads) -> bool {
     heads.kv_format == Format::F16 && heads.dim.is_multiple_of(32) && heads.dim <= 256 && heads.group() <= 8
 }
 
-/// Shared memory of a workgroup of so many threads, bytes.
+/// Returns the shared memory that a workgroup of `threads` invocations uses, in bytes.
 pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     let (g, d, groups) = (heads.group(), heads.dim, threads / 32);
     let exchange = if matrices == Matrices::ByHand { threads * 32 } else { 0 };
-    // Without shuffles wide enough, a value for each four dims.
+    // Without shuffles that are wide enough, there is one partial sum for each four dimensions.
     let joined = if matrices == Matrices::ByHand { 1 } else { 8 };
     let raw = g + 2 + if heads.gated { g } else { 0 };
     let sums = (raw + g) * (d / 4) / joined * 4;
@@ -32,28 +32,28 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     4 * (raw * d + g * d + d + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
 }
 
-/// How the workgroups of a batch's attention are shared out among its rows.
+/// The parameters of `plan_splits`, which distributes the workgroups of a batch's attention over its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
-    /// Units, of a workgroup for each KV head, that rows get by their pages.
+    /// The number of units that are distributed according to the rows' pages. A unit is one workgroup per KV head.
     pub units: u32,
-    /// Pages of a unit, at least.
+    /// The minimum number of pages per unit.
     pub least: u32,
 }
 
 impl Spread {
-    /// Units of the plan for so many rows: each has one, whatever its share.
+    /// Returns the maximum number of units of the plan for `rows` rows: each row has at least one, whatever its share.
     pub fn most(self, rows: u32) -> u32 {
         rows + self.units
     }
 
-    /// Bytes of the plan.
+    /// Returns the size of the plan in bytes.
     pub fn bytes(self, rows: u32) -> u64 {
         u64::from(self.most(rows)) * 16
     }
 }
 
-/// Makes the plan of an attention's `rows` rows from their positions.
+/// Returns the call that computes the plan of an attention's `rows` rows from their positions.
 pub fn plan_splits(label: String, rows: u32, spread: Spread, table: Range, work: Range) -> Call {
     Call {
         kernel: "plan_splits",
@@ -70,25 +70,25 @@ pub fn plan_splits(label: String, rows: u32, spread: Spread, table: Range, work:
     }
 }
 
-/// What a `flash_decode` reads its rows from.
+/// The source of a `flash_decode`'s rows and splits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// `rows` of a step, each in up to so many splits.
+    /// The rows of a step, each with up to the same number of splits.
     Evenly {
-        /// Rows.
+        /// The number of rows.
         rows: u32,
-        /// Splits along a context.
+        /// The maximum number of splits along a context.
         splits: u32,
     },
-    /// A plan of so many units.
+    /// A plan of `plan_splits`.
     Planned {
-        /// Its units.
+        /// The number of units of the plan.
         units: u32,
     },
 }
 
-/// Attention of a step's rows, split along their contexts, by workgroups of `threads`. With `packed` the output
-/// is packed for the next product, and its stride counts blocks of 32 columns.
+/// Returns the call for the attention of a step's rows, split along their contexts, with workgroups of `threads`
+/// invocations. With `packed`, the output is packed for the next product, and its stride counts blocks of 32 columns.
 #[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn flash_decode(
     label: String,
@@ -120,10 +120,11 @@ pub fn flash_decode(
         planned,
         packed: u32::from(packed),
         gated: u32::from(heads.gated),
-        // A CPU driver may run workgroups in any order.
+        // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any
+        // order.
         waits: u32::from(flow.output.is_some() && matrices == Matrices::Cooperative),
     };
-    // The block is `attention`'s, field for field.
+    // The argument block is the same as `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
     let AttentionArgs { qkv, o, partials, counters, .. } = args;
     let call = Call {
@@ -136,7 +137,7 @@ pub fn flash_decode(
         args: args.into_args(),
         groups,
     };
-    // The scratch of the splits is read and written past the near caches and handed on with the output.
+    // The splits' scratch buffers bypass the L1 cache, and the output's tags order their next use.
     let call = if flow.output.is_some() { call.carry(partials).carry(counters) } else { call };
     flow.mark(call, qkv, o)
 }
@@ -160,7 +161,7 @@ pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
     let word = |at: u32| memory.u32(args.rows, at);
     let rows: Vec<[u32; 4]> = match c.planned {
         0 => (0..rows).map(|row| [row, word(row * 4 + 1), word(row * 4 + 2), word(row * 4 + 3)]).collect(),
-        // A row's first unit stands for all.
+        // Only the first unit of each row is taken: it stands for all of the row's units.
         _ => (0..groups)
             .map(|unit| std::array::from_fn(|i| word(unit * 4 + i as u32)))
             .filter(|[.., code]: &[u32; 4]| *code != 0 && code & 255 == 0)

@@ -1,5 +1,7 @@
-//! Products of a weight matrix with rows of activations: `gemv` for few rows, `matmul` for
-//! many, one meaning for both; `take_last` between a step of prompts and the LM head.
+//! Products of a weight matrix with rows of activations: `gemv` for few rows and `matmul` for many, on row-major
+//! weights, with the same result; and `take_last`, the row gather between a prompt step and the LM head. Also the
+//! common types and references of all product kernels. Not here: weights in fragment order (`skinny`, `panel`,
+//! `tiled`).
 
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
@@ -8,14 +10,14 @@ use super::tags::tagged;
 use super::{Format, fold, format_of};
 use crate::memory::pack::fragment_index;
 
-/// What happens to a product before it is stored.
+/// The operation on a product before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Epilogue {
     /// `y = v`
     Store,
     /// `y += v`
     Residual,
-    /// Rows of W alternate gate and up: `y[i] = silu(v[2i]) * v[2i + 1]`.
+    /// The rows of W alternate gate and up: `y[i] = silu(v[2i]) * v[2i + 1]`.
     SwiGlu,
 }
 
@@ -29,45 +31,45 @@ impl Epilogue {
     }
 }
 
-/// A weight matrix in memory.
+/// A weight matrix in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
-    /// `[rows][cols padded to 8]`.
+    /// The numbers: row-major `[rows][cols padded to 8]`, or in fragment order for the kernels that require it.
     pub range: Range,
-    /// Of its values.
+    /// The format of the numbers.
     pub format: Format,
-    /// Output features.
+    /// The number of output features.
     pub rows: u32,
-    /// Input features, unpadded.
+    /// The number of input features, without padding.
     pub cols: u32,
 }
 
-/// Activations: `[rows][stride]` f32, stride a multiple of 8. The padding is finite, and zero
-/// where a norm is taken: kernels sum it.
+/// Activations: `[rows][stride]` f32, where the stride is a multiple of 8. Kernels include the padding in their sums:
+/// it must be finite, and zero where a norm is computed.
 #[derive(Clone, Copy, Debug)]
 pub struct Activations {
-    /// Where.
+    /// The memory.
     pub range: Range,
-    /// Floats of a row.
+    /// The number of floats from a row to the next.
     pub stride: u32,
 }
 
-/// `y = epilogue(W · prologue(x))`.
+/// A product `y = epilogue(W · prologue(x))`, where the prologue is an optional RMSNorm.
 #[derive(Clone, Debug)]
 pub struct Product {
-    /// The span's name.
+    /// The name of the call's span.
     pub label: String,
-    /// W.
+    /// The weight matrix W.
     pub weight: Matrix,
-    /// x.
+    /// The input x.
     pub x: Activations,
-    /// RMS norm of x before the product: its weight and epsilon.
+    /// RMSNorm of x before the product: the norm's weight and epsilon.
     pub norm: Option<(Range, f32)>,
-    /// Added to the product.
+    /// The bias that is added to the product.
     pub bias: Option<Range>,
-    /// What is done with it.
+    /// The operation on the product.
     pub epilogue: Epilogue,
-    /// y.
+    /// The output y.
     pub y: Activations,
 }
 
@@ -77,7 +79,8 @@ impl Product {
         (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
     }
 
-    /// For a few rows of x, with workgroups of `threads` that compute `weight_rows` (2 or 4) rows of W.
+    /// Returns the call for a few rows of x, with workgroups of `threads` invocations that compute `weight_rows` (2 or
+    /// 4) rows of W.
     pub fn gemv(&self, rows: u32, threads: u32, weight_rows: u32) -> Call {
         let (norm, bias, epsilon) = self.touched();
         let constants = GemvConstants {
@@ -113,7 +116,7 @@ impl Product {
         }
     }
 
-    /// For many rows of x, as many as the chunk descriptor `count` says.
+    /// Returns the call for at most `rows` rows of x; the chunk descriptor `count` holds the number of rows in use.
     pub fn matmul(&self, rows: u32, count: Range) -> Call {
         let (norm, bias, epsilon) = self.touched();
         let constants = MatmulConstants {
@@ -150,7 +153,8 @@ impl Product {
     }
 }
 
-/// Copies the last rows of a step's prompts, at most `rows`, and their row descriptors to the LM head's input.
+/// Returns the call that copies the last rows of a step's prompts, at most `rows`, and their row descriptors to the LM
+/// head's input.
 pub fn take_last(label: String, rows: u32, args: TakeLastArgs) -> Call {
     let threads = 64;
     Call {
@@ -162,7 +166,7 @@ pub fn take_last(label: String, rows: u32, args: TakeLastArgs) -> Call {
     }
 }
 
-/// What the reference of a product computes.
+/// The operands of a product, as its reference reads them.
 pub(super) struct Shape {
     pub(super) weight: Range,
     pub(super) x: Range,
@@ -171,7 +175,7 @@ pub(super) struct Shape {
     pub(super) y: Range,
     pub(super) n: u32,
     pub(super) k: u32,
-    /// Columns of a padded row of W.
+    /// The number of columns of W with padding.
     pub(super) padded: u32,
     /// Whether W is in fragment order.
     pub(super) fragments: bool,
@@ -179,12 +183,12 @@ pub(super) struct Shape {
     pub(super) y_stride: u32,
     pub(super) epsilon: f32,
     pub(super) epilogue: u32,
-    /// Of y, if it is tagged.
+    /// The tag of y, if y is tagged.
     pub(super) tag: Option<u32>,
 }
 
-/// Sums in f64, so that what a device's sums differ by is the device's alone. Padding is not
-/// read: a kernel may, and must find it harmless.
+/// The reference of a product. It sums in f64, so that any difference to a device's result is the device's. It does not
+/// read the padding; a kernel may read it, but its result must not depend on it.
 pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
     for row in 0..rows {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
@@ -204,20 +208,20 @@ pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Sh
     }
 }
 
-/// RMS norm of one row.
+/// Returns one row after RMSNorm.
 pub(super) fn normed(memory: &HostMemory, x: Vec<f64>, norm: Range, epsilon: f32) -> Vec<f64> {
     let mean = x.iter().map(|v| v * v).sum::<f64>() / x.len() as f64;
     let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
     x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
 }
 
-/// `silu(gate) * up`
+/// Returns `silu(gate) * up`.
 pub(super) fn swiglu(gate: f64, up: f64) -> f64 {
     gate / (1.0 + (-gate).exp()) * up
 }
 
-/// The epilogue of one row of products, into floats of y from `first` on; they carry the tag, if
-/// there is one.
+/// Applies the epilogue to one row of products and writes the floats of y from `first` on, with the tag if there is
+/// one.
 pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, Option<u32>), first: u32, v: &[f64]) {
     let results: Vec<f64> = match epilogue {
         1 => (first..).zip(v).map(|(at, v)| f64::from(memory.f32(y, at)) + v).collect(),
@@ -232,7 +236,7 @@ pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, O
     }
 }
 
-/// The shape of a `gemv` or a `matmul`, whose arguments have the same names.
+/// Returns the shape of a `gemv` or a `matmul`, whose arguments have the same names.
 macro_rules! row_major_shape {
     ($args:expr, $constants:expr) => {
         Shape {

@@ -1,18 +1,17 @@
-//! Buffers of a recording on the host: what the interpreter computes on.
-//! Deliberately absent: anything of a GPU.
+//! The buffers of a recording in host memory, on which the interpreter computes. Not here: anything of a GPU.
 
 use super::recording::{Range, Recording};
 use half::{bf16, f16};
 
-/// One list of 32-bit words for each buffer of a recording.
+/// The contents of a recording's buffers, as 32-bit words.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostMemory {
-    /// Words by buffer index.
+    /// The words of each buffer, by buffer index.
     pub buffers: Vec<Vec<u32>>,
 }
 
 impl HostMemory {
-    /// Zeroed memory for a recording's buffers.
+    /// Returns zeroed memory for a recording's buffers.
     pub fn new(recording: &Recording) -> HostMemory {
         HostMemory { buffers: recording.buffers.iter().map(|b| vec![0; b.bytes.div_ceil(4) as usize]).collect() }
     }
@@ -25,7 +24,7 @@ impl HostMemory {
         (range.offset / 4) as usize + i as usize
     }
 
-    /// Word `i` of a range.
+    /// Returns word `i` of a range.
     pub fn u32(&self, range: Range, i: u32) -> u32 {
         self.buffers[range.buffer.0 as usize][Self::index(range, i)]
     }
@@ -35,7 +34,7 @@ impl HostMemory {
         self.buffers[range.buffer.0 as usize][Self::index(range, i)] = value;
     }
 
-    /// Float `i` of a range.
+    /// Returns float `i` of a range.
     pub fn f32(&self, range: Range, i: u32) -> f32 {
         f32::from_bits(self.u32(range, i))
     }
@@ -45,7 +44,7 @@ impl HostMemory {
         self.set_u32(range, i, value.to_bits());
     }
 
-    /// 16-bit value `i` of a range.
+    /// Returns 16-bit value `i` of a range.
     pub fn u16(&self, range: Range, i: u32) -> u16 {
         (self.u32(range, i / 2) >> (16 * (i % 2))) as u16
     }
@@ -57,17 +56,17 @@ impl HostMemory {
         self.set_u32(range, i / 2, word & !(0xffff << shift) | u32::from(value) << shift);
     }
 
-    /// Half `i` of a range.
+    /// Returns half-precision value `i` of a range.
     pub fn f16(&self, range: Range, i: u32) -> f32 {
         f16::from_bits(self.u16(range, i)).to_f32()
     }
 
-    /// Sets half `i` of a range, rounded to nearest even.
+    /// Sets half-precision value `i` of a range, rounded to nearest even.
     pub fn set_f16(&mut self, range: Range, i: u32, value: f32) {
         self.set_u16(range, i, f16::from_f32(value).to_bits());
     }
 
-    /// Weight `i` of a range in a format.
+    /// Returns weight `i` of a range in the given format.
     pub fn weight(&self, format: super::Format, range: Range, i: u32) -> f32 {
         match format {
             super::Format::Bf16 => bf16::from_bits(self.u16(range, i)).to_f32(),
@@ -76,7 +75,7 @@ impl HostMemory {
         }
     }
 
-    /// Sets 16-bit number `i` of a range in a format, rounded to nearest even.
+    /// Sets 16-bit number `i` of a range in the given format, rounded to nearest even.
     ///
     /// # Panics
     /// If the format is f32.
@@ -88,7 +87,7 @@ impl HostMemory {
         }
     }
 
-    /// All floats of a range.
+    /// Returns all floats of a range.
     pub fn floats(&self, range: Range) -> Vec<f32> {
         (0..(range.bytes / 4) as u32).map(|i| self.f32(range, i)).collect()
     }

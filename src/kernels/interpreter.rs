@@ -1,5 +1,5 @@
-//! Runs a recording in plain Rust, call by call through each kernel's `reference()`.
-//! Slow and exact in meaning: tests compare every named buffer with the device's.
+//! The interpreter: runs a recording in plain Rust, calling each kernel's reference. It is slow, and it defines the
+//! result: tests compare every named buffer with the device's. Not here: anything of a GPU.
 
 use super::host_memory::HostMemory;
 use super::recording::{Op, Recording};

@@ -1,18 +1,19 @@
-//! `lanes`: where a device keeps the elements of 16 × 16 blocks, and where kernels that fill blocks
-//! themselves expect them. Deliberately absent: running it (`engine::matrices`).
+//! `lanes`, the probe of the cooperative matrix layout: which element of a 16 × 16 block each lane of a device holds,
+//! and the layout that the kernels which fill blocks element by element require. Not here: running the probe
+//! (`engine::matrices`).
 
 use super::Format;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{LanesArgs, LanesConstants};
 
-/// Floats that the kernel writes: 8 of each of three blocks for 32 lanes.
+/// The number of floats that the kernel writes: 8 for each of three blocks and 32 lanes.
 pub const FOUND: u32 = 32 * 24;
 
-/// Writes the numbers of all elements, [`FOUND`] floats, for blocks of bfloat16 or f16.
+/// Returns the call that writes the element numbers, [`FOUND`] floats, for blocks of bfloat16 or f16.
 ///
 /// # Panics
-/// For f32: blocks are of 16-bit numbers.
+/// For f32: blocks consist of 16-bit numbers.
 pub fn lanes(format: Format, found: Range) -> Call {
     Call {
         kernel: match format {
@@ -27,8 +28,8 @@ pub fn lanes(format: Format, found: Range) -> Call {
     }
 }
 
-/// What the kernels were written for: lane 4g + t has of tokens and sums rows g and g + 8, of weights columns
-/// g and g + 8, and along the other side 2t, 2t + 1, 2t + 8 and 2t + 9.
+/// Returns the layout that the kernels require: lane 4g + t has rows g and g + 8 of tokens and sums, columns g and
+/// g + 8 of weights, and in the other dimension 2t, 2t + 1, 2t + 8 and 2t + 9.
 pub fn expected() -> Vec<f32> {
     let along = |t: u32| [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9];
     let mut all = Vec::new();

@@ -1,29 +1,29 @@
-//! Where the parts of the `state` buffer lie: slots, batch list, prompt chunk, page tables,
-//! logit biases, single words. One buffer, so that one patch kernel reaches all of it.
-//! Deliberately absent: the meaning of a slot's words (`state`).
+//! The layout of the `state` buffer: slots, batch list, prompt step descriptor, page tables, logit biases, single
+//! words. They share one buffer so that one patch kernel can update all of it. Not here: the meaning of a slot's words
+//! (`state`).
 
 use super::embed::ChunkLayout;
 use super::recording::{Range, Recording};
 use super::state;
 
-/// Sizes of what a replica's device state holds.
+/// The sizes that determine the layout of a replica's device state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateLayout {
-    /// Sequences that can run at once.
+    /// The maximum number of sequences that run at the same time.
     pub slots: u32,
-    /// Rows of the largest decode bucket.
+    /// The number of rows of the largest decode bucket.
     pub rows: u32,
-    /// Prompt tokens of the largest step.
+    /// The maximum number of prompt tokens per step.
     pub chunk: u32,
-    /// Prompts that can share a step.
+    /// The maximum number of prompts per step.
     pub prompts: u32,
-    /// Pages of the longest sequence.
+    /// The number of pages of the longest sequence.
     pub max_pages: u32,
     /// Whether the model has recurrent state.
     pub recurrent: bool,
 }
 
-/// Parts are aligned for 16-byte loads.
+/// The alignment of the parts in bytes; 16-byte loads need at least 16.
 const ALIGN: u64 = 64;
 
 impl StateLayout {
@@ -44,7 +44,7 @@ impl StateLayout {
         offsets
     }
 
-    /// Bytes of the whole buffer.
+    /// The size of the whole buffer in bytes.
     pub fn bytes(&self) -> u64 {
         self.offsets()[7]
     }
@@ -59,84 +59,84 @@ impl StateLayout {
         recording.buffer("state", self.bytes())
     }
 
-    /// `[slots][SLOT_WORDS]`.
+    /// The slots: `[slots][SLOT_WORDS]`.
     pub fn slots(&self, recording: &mut Recording) -> Range {
         self.range(recording, 0)
     }
 
-    /// `[rows]`: the slot of each row, or `u32::MAX`.
+    /// The batch list: `[rows]`, the slot of each row, or `u32::MAX`.
     pub fn batch(&self, recording: &mut Recording) -> Range {
         self.range(recording, 1)
     }
 
-    /// The parts of the descriptor of a step of prompts.
+    /// The layout of the descriptor of a prompt step.
     pub fn chunk_layout(&self) -> ChunkLayout {
         ChunkLayout { prompts: self.prompts, recurrent: self.recurrent }
     }
 
-    /// The cells of a step's prompts: a part of its descriptor.
+    /// The part of the descriptor of a prompt step about its prompts' cells.
     pub fn cells(&self, recording: &mut Recording) -> Range {
         let layout = self.chunk_layout();
         let first = u64::from(layout.cells(0)) * 4;
         self.chunk(recording).part(first, u64::from(layout.last(0)) * 4 - first)
     }
 
-    /// The descriptor of a step of prompts: see [`ChunkLayout`].
+    /// The descriptor of a prompt step: see [`ChunkLayout`].
     pub fn chunk(&self, recording: &mut Recording) -> Range {
         self.range(recording, 2)
     }
 
-    /// `[slots][max_pages]`.
+    /// The page tables: `[slots][max_pages]`.
     pub fn pages(&self, recording: &mut Recording) -> Range {
         self.range(recording, 3)
     }
 
-    /// `[slots][BIAS_ENTRIES]` of token, bias.
+    /// The logit biases: `[slots][BIAS_ENTRIES]` of token, bias.
     pub fn bias(&self, recording: &mut Recording) -> Range {
         self.range(recording, 4)
     }
 
-    /// One word: set when a kernel has waited too long for tagged words.
+    /// The fault word: nonzero after a kernel has polled too long for tagged words.
     pub fn fault(&self, recording: &mut Recording) -> Range {
         self.range(recording, 5)
     }
 
-    /// `[SCORE_STATE_WORDS]`: what of a chunk is scored next.
+    /// The scoring state: `[SCORE_STATE_WORDS]`, which rows of a chunk are scored next, and how.
     pub fn score(&self, recording: &mut Recording) -> Range {
         self.range(recording, 6).part(0, u64::from(state::SCORE_STATE_WORDS) * 4)
     }
 
-    /// Word offset of the first word of `score`.
+    /// The word offset of the first word of `score`.
     pub fn score_word(&self) -> u32 {
         (self.offsets()[6] / 4) as u32
     }
 
-    /// Word offset of the fault word.
+    /// The word offset of the fault word.
     pub fn fault_word(&self) -> u32 {
         (self.offsets()[5] / 4) as u32
     }
 
-    /// Word offset in the buffer of word `word` of a slot.
+    /// The word offset of word `word` of a slot.
     pub fn slot_word(&self, slot: u32, word: u32) -> u32 {
         slot * state::SLOT_WORDS + word
     }
 
-    /// Word offset of a row of the batch list.
+    /// The word offset of a row of the batch list.
     pub fn batch_word(&self, row: u32) -> u32 {
         (self.offsets()[1] / 4) as u32 + row
     }
 
-    /// Word offset of a word of the chunk's descriptor.
+    /// The word offset of a word of the prompt step's descriptor.
     pub fn chunk_word(&self, word: u32) -> u32 {
         (self.offsets()[2] / 4) as u32 + word
     }
 
-    /// Word offset of an entry of a slot's page table.
+    /// The word offset of an entry of a slot's page table.
     pub fn page_word(&self, slot: u32, index: u32) -> u32 {
         (self.offsets()[3] / 4) as u32 + slot * self.max_pages + index
     }
 
-    /// Word offset of a word of a slot's bias table.
+    /// The word offset of a word of a slot's bias table.
     pub fn bias_word(&self, slot: u32, word: u32) -> u32 {
         (self.offsets()[4] / 4) as u32 + slot * state::BIAS_ENTRIES * 2 + word
     }

@@ -1,5 +1,5 @@
-//! The host half of each shader: its arguments, dispatch shape and `reference()` in plain
-//! Rust; the `Recording`. Deliberately absent: the order of layers.
+//! The host half of each shader: its arguments, its dispatch size, and a `reference()` in plain Rust; and the
+//! `Recording`, a list of kernel calls. Not here: the order of a model's layers.
 
 pub mod attention;
 pub mod barriers;
@@ -31,7 +31,8 @@ use crate::memory::pack::Format;
 use host_memory::HostMemory;
 use recording::Call;
 
-/// The number format in a kernel's variant name, `gemv.bf16` or `tiled.f16.plain` for example.
+/// Returns the number format in a kernel's variant name, for example `gemv.bf16` or `tiled.f16.plain`. Names without
+/// one mean bfloat16.
 pub fn format_of(kernel: &str) -> Format {
     let format = |part: &str| match part {
         "f16" => Some(Format::F16),
@@ -41,13 +42,13 @@ pub fn format_of(kernel: &str) -> Format {
     kernel.split('.').find_map(format).unwrap_or(Format::Bf16)
 }
 
-/// The meaning of a kernel in plain Rust, over the buffers of a recording.
+/// A plain-Rust implementation of a kernel over the buffers of a recording, which defines what the kernel computes.
 pub type Reference = fn(&Call, &mut HostMemory);
 
-/// The reference of a kernel's family (the name up to the first dot).
+/// Returns the reference of a kernel's family (the name up to the first dot).
 ///
 /// # Panics
-/// If no such kernel exists: a recording can only name compiled shaders.
+/// If no such kernel exists. Recordings name compiled shaders only.
 pub fn reference(kernel: &str) -> Reference {
     match kernel.split('.').next().unwrap_or(kernel) {
         "clear_tags" => tags::reference_clear_tags,
@@ -92,15 +93,16 @@ pub fn reference(kernel: &str) -> Reference {
     }
 }
 
-/// Whether each workgroup of a kernel waits for all carried words that the kernel reads, not for a part.
+/// Returns whether each workgroup of a kernel polls all of the tagged words that the kernel reads, not only a part of
+/// them.
 pub fn waits_for_all(kernel: &str) -> bool {
-    // What `expert_skinny` waits for in part, a row of x that chose another expert, the router's product of it has
-    // waited for, whose every word each workgroup waits for.
+    // A workgroup of `expert_skinny` does not poll the rows of x that did not choose its expert. But it polls every
+    // word of the router's logits, and the router's product has polled all of x, so all of x is complete.
     kernel.starts_with("skinny") || kernel.starts_with("expert_skinny")
 }
 
-/// Dispatch extents that cover `blocks` with no dimension above what every driver allows:
-/// x and z are folded as `block = z * groups.x + x`.
+/// Returns the dispatch size for `blocks` × `rows` workgroups, with no dimension above 65,535, which every driver
+/// allows: x and z together count the blocks, as `block = z * groups.x + x`.
 pub fn fold(blocks: u32, rows: u32) -> [u32; 3] {
     const LIMIT: u32 = 65_535;
     if blocks <= LIMIT {

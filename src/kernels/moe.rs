@@ -1,11 +1,11 @@
-//! Mixtures of experts: who is chosen, and the MLP of those.
+//! Mixtures of experts (MoE): the routing and the MLP of the chosen experts.
 //!
-//! - A few rows on weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], nothing else.
-//! - Weights row after row: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows.
-//! - Many rows in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::tiled::pack_sorted`],
+//! - A few rows, weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], which include the routing.
+//! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows.
+//! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::tiled::pack_sorted`],
 //!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`].
 //!
-//! Deliberately absent: the router's product and, for many rows, the shared expert's, which are products like others
+//! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
 //! (`skinny`, `gemm`, `panel`, `tiled`).
 
 use super::determinate::{key_of, value_of};
@@ -23,32 +23,33 @@ use super::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
 use super::{Format, fold, format_of};
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, fragment_index};
 
-/// In place of an expert or a row: there is none.
+/// Sentinel: no expert, or no row.
 pub const NOBODY: u32 = u32::MAX;
-/// Most experts that a row chooses.
+/// The maximum number of experts per row.
 pub const MOST_CHOSEN: u32 = 16;
-/// Most rows of [`Mlp::few_gate_up`] and [`Mlp::few_down`]. From about six on, rows that are sorted by expert are faster.
+/// The maximum number of rows of [`Mlp::few_gate_up`] and [`Mlp::few_down`]. From about six rows on, sorting the rows
+/// by expert is faster.
 pub const MOST_FEW_ROWS: u32 = 16;
 
-/// The sizes of a layer of experts.
+/// The sizes of an MoE layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
-    /// Experts.
+    /// The number of experts.
     pub count: u32,
-    /// Of them for each row, at most [`MOST_CHOSEN`].
+    /// The number of experts per row (top-k), at most [`MOST_CHOSEN`].
     pub chosen: u32,
-    /// Values between an expert's two products, a multiple of 8.
+    /// The number of values between an expert's two products (the intermediate size), a multiple of 8.
     pub inner: u32,
-    /// Values of a row, a multiple of 16.
+    /// The number of values of a row (the hidden size), a multiple of 16.
     pub hidden: u32,
-    /// As `inner`, of the expert that every row has, if there is one.
+    /// The intermediate size of the shared expert, which every row uses, if there is one.
     pub shared_inner: Option<u32>,
     /// Whether the shares of a row's chosen experts are divided by their sum.
     pub normalise: bool,
 }
 
 impl Shape {
-    /// Rows of the router: the experts, and the gate of the shared one.
+    /// The number of rows of the router: the experts, and the gate of the shared expert.
     pub fn logits(&self) -> u32 {
         self.count + self.shared()
     }
@@ -57,35 +58,37 @@ impl Shape {
         u32::from(self.shared_inner.is_some())
     }
 
-    /// Floats of a choice in rows of [`Shape::middle_stride`].
+    /// The number of floats per choice in rows of [`Shape::middle_stride`].
     fn part(&self) -> u32 {
         self.inner.next_multiple_of(FRAGMENT_COLS)
     }
 
-    /// Floats of a row between the two products: of each chosen expert and the shared one, each padded to 32.
+    /// The number of floats of a row between the two products: those of each chosen expert and of the shared one, each
+    /// padded to 32.
     pub fn middle_stride(&self) -> u32 {
         self.chosen * self.part() + self.shared_inner.unwrap_or(0).next_multiple_of(FRAGMENT_COLS)
     }
 
-    /// Whether that has no padding, as tagged words must not.
+    /// Whether [`Shape::middle_stride`] contains no padding; tagged words must not have padding.
     pub fn middle_is_whole(&self) -> bool {
         self.inner.is_multiple_of(FRAGMENT_COLS) && self.shared_inner.unwrap_or(0).is_multiple_of(FRAGMENT_COLS)
     }
 
-    /// Bytes of the choices of so many rows: `[rows][chosen and shared]` of expert and share.
+    /// Returns the size in bytes of the choices of `rows` rows: `[rows][chosen and shared]` of expert and share.
     pub fn choices_bytes(&self, rows: u32) -> u64 {
         u64::from(rows) * u64::from(self.chosen + self.shared()) * 8
     }
 
-    /// Bytes of what the chosen experts make of so many rows, in rows of `stride` floats: `[rows][chosen][stride]`.
+    /// Returns the size in bytes of the chosen experts' outputs for `rows` rows of `stride` floats:
+    /// `[rows][chosen][stride]`.
     pub fn parts_bytes(&self, rows: u32, stride: u32) -> u64 {
         u64::from(rows) * u64::from(self.chosen) * u64::from(stride) * 4
     }
 
-    /// Tiles of `tile` rows that the choices of so many rows take at most.
+    /// Returns the maximum number of tiles of `tile` rows for the choices of `rows` rows.
     pub fn most_tiles(&self, rows: u32, tile: u32) -> u32 {
         let pairs = rows * self.chosen;
-        // Each expert that is chosen at all may leave all but one row of a tile empty.
+        // Each expert that is chosen may leave all but one row of its last tile empty.
         (pairs + self.count.min(pairs) * (tile - 1)) / tile
     }
 
@@ -100,60 +103,62 @@ impl Shape {
     }
 }
 
-/// Choices of many rows, sorted by expert in tiles of rows.
+/// The choices of many rows, sorted by expert into tiles of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Sorted {
-    /// `[most]`: the expert of each tile, [`NOBODY`] behind the last.
+    /// `[most]`: the expert of each tile; [`NOBODY`] beyond the last tile.
     pub tiles: Range,
-    /// `[most][tile]`: row · chosen + which of its choices, or [`NOBODY`].
+    /// `[most][tile]`: row · chosen + the index of the row's choice, or [`NOBODY`].
     pub slots: Range,
-    /// Rows of a tile, a multiple of 16.
+    /// The number of rows of a tile, a multiple of 16.
     pub tile: u32,
-    /// Tiles there may be.
+    /// The maximum number of tiles.
     pub most: u32,
-    /// Choices of a row.
+    /// The number of choices per row.
     pub chosen: u32,
 }
 
 impl Sorted {
-    /// Bytes of `tiles` and of `slots` for so many rows.
+    /// Returns the sizes of `tiles` and of `slots` for `rows` rows, in bytes.
     pub fn bytes(shape: &Shape, rows: u32, tile: u32) -> [u64; 2] {
         let most = u64::from(shape.most_tiles(rows, tile));
         [most * 4, most * u64::from(tile) * 4]
     }
 
-    /// For so many rows, in ranges of [`Sorted::bytes`].
+    /// Creates the description for `rows` rows, with ranges of [`Sorted::bytes`].
     pub fn new(shape: &Shape, rows: u32, tile: u32, tiles: Range, slots: Range) -> Sorted {
         Sorted { tiles, slots, tile, most: shape.most_tiles(rows, tile), chosen: shape.chosen }
     }
 
-    /// Rows of all tiles.
+    /// The number of rows of all tiles.
     pub fn slot_count(&self) -> u32 {
         self.most * self.tile
     }
 
-    /// Bytes of packed rows of `cols` columns, one for each slot.
+    /// Returns the size in bytes of packed rows of `cols` columns, one for each slot.
     pub fn packed_bytes(&self, cols: u32) -> u64 {
         2 * u64::from(self.slot_count()) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
     }
 }
 
-/// What multiplies sorted rows.
+/// The kernel that multiplies sorted rows (grouped GEMM).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grouped {
-    /// `panel`, for a few rows an expert.
+    /// `panel`, for a few rows per expert.
     Panel(Matrices, panel::Config),
-    /// `tiled`, for many, in tiles of [`super::tiled::TILE_TOKENS`].
+    /// `tiled`, for many, in tiles of [`super::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),
 }
 
 impl Grouped {
-    /// What multiplies up to `rows` rows soonest, and the rows of its tiles: [`Sorted`] is made for these.
+    /// Returns the fastest kernel for up to `rows` rows, preceded by the number of rows of its tiles, for which
+    /// [`Sorted`] must be made.
     pub fn choose(shape: &Shape, rows: u32, matrices: Matrices) -> (u32, Grouped) {
         let panel = |threads, tiles, ahead, blocks| {
             (16 * blocks, Grouped::Panel(matrices, panel::Config { threads, tiles, ahead, blocks }))
         };
-        // As measured for experts of 2048 hidden and 768 or 512 inner values on an H200, by rows an expert.
+        // Measured for experts with a hidden size of 2048 and an intermediate size of 768 or 512 on an H200, by rows
+        // per expert.
         match (matrices, rows * shape.chosen / shape.count) {
             (Matrices::ByHand, ..=32) => panel(128, 1, 1, 1),
             (Matrices::ByHand, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
@@ -164,44 +169,44 @@ impl Grouped {
     }
 }
 
-/// Rows of x: all, or as many as a chunk descriptor says.
+/// The number of rows of x: fixed, or read from a chunk descriptor.
 #[derive(Clone, Copy, Debug)]
 pub struct Used {
-    /// Most of them.
+    /// The maximum number of rows.
     pub rows: u32,
     /// The descriptor; its word 2 is the number of rows in use.
     pub count: Option<Range>,
 }
 
 impl Used {
-    /// The constant of kernels: 0 where the descriptor says.
+    /// The value of the kernels' constant: 0 if the descriptor holds the number.
     fn constant(self) -> u32 {
         if self.count.is_some() { 0 } else { self.rows }
     }
 }
 
-/// The MLP of a layer of experts.
+/// The MLP of an MoE layer.
 #[derive(Clone, Debug)]
 pub struct Mlp {
-    /// What labels of calls begin with, for example `layers.3.`.
+    /// The prefix of the calls' labels, for example `layers.3.`.
     pub label: String,
-    /// Sizes.
+    /// The sizes.
     pub shape: Shape,
-    /// `[count · 2 · inner][hidden]`, rows of gate and up alternate.
+    /// `[count · 2 · inner][hidden]`; the rows of gate and up alternate.
     pub gate_up: Matrix,
     /// `[count · hidden][inner]`.
     pub down: Matrix,
-    /// The shared expert's two, if there is one.
+    /// The shared expert's two matrices (gate/up and down), if there is one.
     pub shared: Option<(Matrix, Matrix)>,
     /// The residual.
     pub x: Activations,
-    /// The norm before the MLP: weight and epsilon.
+    /// The norm before the MLP: its weight and epsilon.
     pub norm: (Range, f32),
-    /// The router's product with the normed rows: [`Shape::logits`] floats of each.
+    /// The router's product with the normalized rows: [`Shape::logits`] floats per row.
     pub logits: Activations,
 }
 
-/// One of the two products.
+/// One of the two products of the MLP.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     GateUp,
@@ -209,7 +214,8 @@ enum Stage {
 }
 
 impl Mlp {
-    /// Both matrices of a stage, with the rows of one expert of each.
+    /// Returns both matrices of a stage (the experts' and the shared expert's) and the number of rows of one expert of
+    /// each.
     fn matrices(&self, stage: Stage) -> (Matrix, Option<Matrix>, u32, u32) {
         self.shape.assert_served();
         let (experts, shared) = match stage {
@@ -229,10 +235,10 @@ impl Mlp {
         (experts, shared, rows, shared_rows)
     }
 
-    /// The first of two stages of a few rows on weights in fragment order: `middle`
-    /// ([`Shape::middle_stride`] floats a row) becomes what the chosen experts have between their products, times their
-    /// shares. `flow` is of x and `middle`, `logits` of the logits; both are tagged or neither is. The logits must be of
-    /// this x: they tell that all of it is there.
+    /// Returns the call of the first stage for a few rows, on weights in fragment order: it writes to `middle`
+    /// ([`Shape::middle_stride`] floats per row) the chosen experts' values between the two products, times their
+    /// shares. `flow` describes x and `middle`, `logits` the logits; both are tagged or neither is. The logits must be
+    /// computed from this x: when they are complete, so is x.
     #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
     pub fn few_gate_up(
         &self,
@@ -247,7 +253,8 @@ impl Mlp {
         self.few(Stage::GateUp, self.x, middle, rows, matrices, config, flow, logits, fault)
     }
 
-    /// The second: x += the sum of what the experts make of `middle`. `flow` is of `middle` and x.
+    /// Returns the call of the second stage: x += the sum of the experts' outputs for `middle`. `flow` describes
+    /// `middle` and x.
     #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
     pub fn few_down(
         &self,
@@ -304,7 +311,7 @@ impl Mlp {
             norm: if stage == Stage::GateUp { self.norm.0 } else { x.range.none() },
             logits: self.logits.range,
             y: y.range,
-            // Whoever raises it and whoever looks, in whatever order, does right.
+            // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
             fault: fault.none(),
             n,
             shared_n,
@@ -339,8 +346,8 @@ impl Mlp {
         if tagged { call.carry(self.logits.range) } else { call }
     }
 
-    /// The shapes of the workgroups of [`Mlp::few_gate_up`] and [`Mlp::few_down`] for so many rows, in `limit` bytes of
-    /// shared memory.
+    /// Returns the workgroup shapes of [`Mlp::few_gate_up`] and [`Mlp::few_down`] for `rows` rows, within `limit` bytes
+    /// of shared memory.
     pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [Config; 2] {
         let config = |threads: u32, tiles, ahead| Config { threads, tiles, ahead };
         let wanted = match (matrices, rows) {
@@ -350,7 +357,7 @@ impl Mlp {
             (Matrices::Cooperative, _) => [config(128, 4, 4), config(512, 1, 2)],
         };
         wanted.map(|mut config| {
-            // Each choice of a row is an invocation's.
+            // One invocation per choice of a row.
             config.threads = config.threads.max((rows * self.shape.chosen).next_multiple_of(32));
             while config.ahead > 1 && self.few_shared_bytes(rows, matrices, config) > limit {
                 config.ahead /= 2;
@@ -359,7 +366,7 @@ impl Mlp {
         })
     }
 
-    /// Shared memory of a workgroup of the stages of a few rows, bytes.
+    /// Returns the shared memory in bytes of a workgroup of the stages for a few rows.
     pub fn few_shared_bytes(&self, rows: u32, matrices: Matrices, config: Config) -> u32 {
         let (groups, blocks, tokens, quads) = (config.threads / 32, rows.div_ceil(8), rows.min(8), config.ahead * 8);
         let squares = match matrices {
@@ -380,8 +387,9 @@ impl Mlp {
         format!("{}{name}", self.label)
     }
 
-    /// Who is chosen: `choices` ([`Shape::choices_bytes`]) of the rows in use. `valid` is a decode step's table of rows
-    /// (token, position, slot, valid); rows that are not valid choose nobody.
+    /// Returns the call that selects the experts: it writes `choices` ([`Shape::choices_bytes`]) of the rows in use.
+    /// `valid` is a decode step's table of rows (token, position, slot, valid); rows that are not valid choose
+    /// [`NOBODY`].
     pub fn choose(&self, used: Used, valid: Option<Range>, choices: Range) -> Call {
         const EACH: u32 = 4;
         self.shape.assert_served();
@@ -411,12 +419,12 @@ impl Mlp {
         }
     }
 
-    /// The first of two stages on weights that lie row after row; see [`Mlp::few_gate_up`].
+    /// Returns the call of the first stage on row-major weights; see [`Mlp::few_gate_up`].
     pub fn gemv_gate_up(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
         self.gemv(Stage::GateUp, self.x, middle, used, choices, threads)
     }
 
-    /// The second; see [`Mlp::few_down`].
+    /// Returns the call of the second stage; see [`Mlp::few_down`].
     pub fn gemv_down(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
         self.gemv(Stage::Down, middle, self.x, used, choices, threads)
     }
@@ -469,7 +477,7 @@ impl Mlp {
         }
     }
 
-    /// Sorts the choices of many rows by expert.
+    /// Returns the call that sorts the choices of many rows by expert.
     pub fn plan(&self, used: Used, choices: Range, sorted: &Sorted) -> Call {
         let threads = 256;
         let constants = ExpertPlanConstants {
@@ -497,12 +505,13 @@ impl Mlp {
         }
     }
 
-    /// What the experts have between their products, of sorted rows that are packed; packed like them.
+    /// Returns the call that computes the experts' values between their products for sorted packed rows, packed
+    /// likewise.
     pub fn sorted_gate_up(&self, x: Packed, middle: Packed, sorted: &Sorted, how: Grouped) -> Call {
         self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::SwiGlu, sorted, how)
     }
 
-    /// What each chosen expert makes of a row: `parts`, [`Shape::parts_bytes`].
+    /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`Shape::parts_bytes`].
     pub fn sorted_down(&self, middle: Packed, parts: Activations, sorted: &Sorted, how: Grouped) -> Call {
         self.grouped(Stage::Down, middle, Output::Rows(parts), Epilogue::Store, sorted, how)
     }
@@ -517,7 +526,8 @@ impl Mlp {
         }
     }
 
-    /// x += what the chosen experts made of a row, times their shares; `shared`: what the shared expert made of it.
+    /// Returns the call of x += the chosen experts' outputs, times their shares, plus `shared`, the shared expert's
+    /// output, times its gate.
     pub fn combine(&self, used: Used, choices: Range, parts: Activations, shared: Option<Activations>) -> Call {
         assert_eq!(shared.is_some(), self.shape.shared_inner.is_some(), "{}: the shared expert", self.label);
         let threads = 128;
@@ -548,10 +558,10 @@ impl Mlp {
     }
 }
 
-/// The experts of one row's logits with their shares, the first choice first.
+/// Returns the experts that one row's logits select, with their shares, the first choice first.
 fn chosen_of(memory: &HostMemory, logits: Range, first: u32, [count, chosen, normalise]: [u32; 3]) -> Vec<(u32, f64)> {
     let mut keys: Vec<(u32, u32)> = (0..count).map(|id| (key_of(memory.f32(logits, first + id)), id)).collect();
-    // Stable, so that the lowest of equals comes first.
+    // The sort is stable, so that of equal keys the lowest id comes first.
     keys.sort_by_key(|(key, _)| std::cmp::Reverse(*key));
     let part = |key: u32| (f64::from(value_of(key)) - f64::from(value_of(keys[0].0))).exp();
     let among = if normalise == 1 { chosen } else { count };
@@ -563,7 +573,7 @@ fn sigmoid(x: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(x)).exp())
 }
 
-/// Matrices of experts as a reference reads them.
+/// The experts' matrices, as a reference reads them.
 struct Weights {
     range: Range,
     format: Format,
@@ -572,7 +582,7 @@ struct Weights {
 }
 
 impl Weights {
-    /// Row `row` of the matrix times x, of as many columns.
+    /// Returns the product of row `row` of the matrix with x, which has as many columns.
     fn dot(&self, memory: &HostMemory, row: u32, x: &[f64]) -> f64 {
         let padded = self.columns.next_multiple_of(if self.fragments { FRAGMENT_COLS } else { 8 });
         let at = |i: u32| match self.fragments {
@@ -583,7 +593,7 @@ impl Weights {
     }
 }
 
-/// What both kernels of both stages share.
+/// The parameters that the references of both kernels share, for both stages.
 struct Stages {
     down: bool,
     weights: Weights,
@@ -597,7 +607,7 @@ struct Stages {
 }
 
 impl Stages {
-    /// One row of a stage; `choices`: experts with shares, the shared one's (`None`) last.
+    /// Computes one row of a stage. `choices`: the experts with their shares; the shared expert (`None`) is last.
     fn row(&self, memory: &mut HostMemory, row: u32, choices: &[(Option<u32>, f64)]) {
         let of = |expert: Option<u32>| match expert {
             Some(id) => (&self.weights, id * self.n, self.n),

@@ -1,5 +1,6 @@
-//! `panel`: products for the rows of a larger decode batch, packed as `tiled` takes them, on weights packed
-//! as fragments; a norm between two of them is no stage of its own. Deliberately absent: a prompt's rows (`tiled`), and rows of floats (`skinny`).
+//! `panel`, the small-M GEMM for larger decode batches: products of a fragment-packed weight matrix with packed rows,
+//! as `tiled` takes them. An RMSNorm between two products can be fused into both. Not here: rows of prompts (`tiled`),
+//! and rows of floats (`skinny`).
 
 use super::gemm::{self, Epilogue};
 use super::host_memory::HostMemory;
@@ -14,63 +15,65 @@ use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 /// The shape of `panel`'s workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Config {
-    /// Invocations: a multiple of 32; each 32 take a share of K.
+    /// The number of invocations, a multiple of 32. Each group of 32 processes a share of K.
     pub threads: u32,
-    /// Blocks of 16 rows of W.
+    /// The number of blocks of 16 rows of W per workgroup.
     pub tiles: u32,
-    /// Chunks of 32 columns that each 32 invocations have in flight.
+    /// The number of chunks of 32 columns that each group of 32 invocations has in flight.
     pub ahead: u32,
-    /// Blocks of 16 rows of x.
+    /// The number of blocks of 16 rows of x per workgroup.
     pub blocks: u32,
 }
 
 impl Config {
-    /// Shared memory of a workgroup, bytes.
+    /// Returns the shared memory that a workgroup uses, in bytes.
     pub fn shared_bytes(self, matrices: Matrices) -> u32 {
         let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
         self.threads / 32 * self.blocks * 64 * 16 + exchange
     }
 }
 
-/// Rows before a norm that is no stage of its own: packed as they are but for the norm's weight, and their squares.
+/// The input of an RMSNorm that is fused into the products around it: packed rows that are multiplied by the norm's
+/// weight but not scaled, and their squares.
 #[derive(Clone, Copy, Debug)]
 pub struct Unscaled {
-    /// Each row ⊙ the norm's weight; of a multiple of 32 columns.
+    /// Each row ⊙ the norm's weight; the number of columns is a multiple of 32.
     pub rows: Packed,
-    /// `[rows to a multiple of 16][columns / 16]` f32: sums of squares of 16 columns.
+    /// `[rows padded to a multiple of 16][columns / 16]` f32: the sums of the squares of 16 columns.
     pub squares: Range,
 }
 
 impl Unscaled {
-    /// Bytes of the squares of so many rows and columns.
+    /// Returns the size of the squares of `rows` rows and `cols` columns in bytes.
     pub fn square_bytes(rows: u32, cols: u32) -> u64 {
         u64::from(rows.next_multiple_of(16)) * u64::from(cols / 16) * 4
     }
 }
 
-/// What a product has to do with a norm.
+/// The part of a fused RMSNorm that a product computes.
 #[derive(Clone, Copy, Debug)]
 pub enum Fold {
-    /// Nothing.
+    /// None.
     None,
-    /// Its x is [`Unscaled::rows`]; the scale follows with this epsilon.
+    /// The scaling: x is [`Unscaled::rows`], and the product is scaled with this epsilon.
     Scale(Unscaled, f32),
-    /// Its y, which it adds to, is left unscaled for the norm of this weight as well.
+    /// The preparation of the next norm, which has this weight: the residual product also writes y as [`Unscaled`].
     Next(Unscaled, Range),
 }
 
-/// A product of `rows` packed rows of x.
+/// Returns the call of a product with `rows` packed rows of x.
 ///
 /// # Panics
-/// If formats are others than bfloat16, y is packed in other columns than the product gives, or a norm is folded
-/// that does not fit.
+/// If a format is not bfloat16, the columns of a packed y are not those of the product, or the fused norm does not fit
+/// the product.
 pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fold_norm: Fold) -> Call {
     of_rows(product, rows, matrices, config, fold_norm, None)
 }
 
-/// A product of rows sorted by expert, in tiles of as many rows as a panel of `config` has: `product.weight` is all
-/// experts' and its `rows` one expert's. Rows of floats go to the place of their choice: `[rows][chosen][stride]`;
-/// packed rows keep the padding of columns as it was.
+/// Returns the call of a product with rows sorted by expert (MoE), whose tiles have as many rows as a panel of
+/// `config`: `product.weight` holds the weights of all experts, and its `rows` are those of one expert. Rows of floats
+/// are written to the place of their choice: `[rows][chosen][stride]`. In packed rows, padding columns are left
+/// unchanged.
 pub fn panel_sorted(product: &Tiled, sorted: &Sorted, matrices: Matrices, config: Config) -> Call {
     assert_eq!(sorted.tile, 16 * config.blocks, "rows of a tile");
     of_rows(product, sorted.slot_count(), matrices, config, Fold::None, Some(sorted))
@@ -148,7 +151,7 @@ fn of_rows(
     }
 }
 
-/// Sums in f64, as of the other products.
+/// Sums in f64, like the references of the other products.
 pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
     let a = PanelArgs::from_args(&call.args);
     let c = PanelConstants::from_values(&call.constants);
@@ -197,7 +200,7 @@ pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
                 }
             }
         } else {
-            // Columns go two at a time; those behind are left as they are.
+            // Columns are written in pairs; those beyond the last are left unchanged.
             for (col, pair) in (0..).zip(v.chunks_exact(2)) {
                 let at = token_index(row, col, a.y_stride * FRAGMENT_COLS);
                 memory.set_number(Format::Bf16, a.y, at as u32, gemm::swiglu(pair[0], pair[1]) as f32);

@@ -1,31 +1,31 @@
-//! GPU work as plain data: a flat list of kernel calls, copies and fills over named
-//! buffers. Made without a GPU, printable as text, comparable in tests.
-//! Deliberately absent: Vulkan objects, addresses, and the order of layers.
+//! Recordings: GPU work as plain data, a flat list of kernel calls, copies and fills over named buffers. A recording is
+//! made without a GPU, printable as text, and comparable in tests. Not here: Vulkan objects, addresses, and the order
+//! of a model's layers.
 
 use std::fmt;
 
-/// Index of a buffer in its [`Recording`].
+/// The index of a buffer in its [`Recording`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BufferId(pub u32);
 
-/// A named buffer that a recording uses. The name is global to a replica: two recordings
-/// that name `kv.0.k` mean the same memory.
+/// A named buffer that a recording uses. Names are global to a replica: two recordings that name `kv.0.k` mean the same
+/// memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferDecl {
-    /// For example `layers.3.qkv.weight`, `kv.3.k`, `attention.output`.
+    /// The name, for example `layers.3.qkv.weight`, `kv.3.k`, `attention.output`.
     pub name: String,
-    /// Least size in bytes; the memory behind the name has the largest that any recording asks for.
+    /// The minimum size in bytes. The allocation has the largest size that any recording declares for the name.
     pub bytes: u64,
 }
 
-/// What a call does to a range.
+/// The kind of access of a call to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
-    /// Reads only.
+    /// The range is only read.
     Read,
-    /// Writes only.
+    /// The range is only written.
     Write,
-    /// Reads and writes (atomics too).
+    /// The range is read and written (also by atomics).
     ReadWrite,
 }
 
@@ -45,25 +45,25 @@ impl Access {
 pub struct Range {
     /// The buffer.
     pub buffer: BufferId,
-    /// First byte.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// Length in bytes.
+    /// The length in bytes.
     pub bytes: u64,
 }
 
 impl Range {
-    /// The part of the range that starts `offset` bytes in and has `bytes`.
+    /// Returns the part of the range that starts `offset` bytes into it and is `bytes` long.
     pub fn part(self, offset: u64, bytes: u64) -> Range {
         debug_assert!(offset + bytes <= self.bytes, "a part of {bytes} at {offset} leaves {self:?}");
         Range { buffer: self.buffer, offset: self.offset + offset, bytes }
     }
 
-    /// An address without bytes, for an argument that a variant does not touch.
+    /// Returns an empty range at the same address, for an argument that a variant does not access.
     pub fn none(self) -> Range {
         Range { bytes: 0, ..self }
     }
 
-    /// Whether two ranges share a byte; an empty one shares none.
+    /// Whether two ranges share a byte. An empty range shares none.
     pub fn overlaps(&self, other: &Range) -> bool {
         self.buffer == other.buffer
             && self.bytes > 0
@@ -73,25 +73,25 @@ impl Range {
     }
 }
 
-/// One field of a kernel's argument block, in the block's order.
+/// A field of a kernel's argument block (push constants), in the block's order.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arg {
     /// The address of a range.
     Buffer(Range, Access),
-    /// As `Buffer`, of a range whose words carry their readiness (`tags.glsl`): who reads them waits for
-    /// each word, so that no barrier need stand between the call that writes them and the one that reads.
+    /// Like `Buffer`, for a range of tagged words (`tags.glsl`): its readers poll each word until it is ready, so that
+    /// no barrier is needed between the call that writes the words and the call that reads them.
     Carried(Range, Access),
-    /// A 32-bit unsigned value.
+    /// A 32-bit unsigned integer.
     U32(u32),
     /// A 32-bit float.
     F32(f32),
 }
 
 impl Arg {
-    /// The range of a buffer argument.
+    /// Returns the range of a buffer argument.
     ///
     /// # Panics
-    /// If it is a value.
+    /// If the argument is a value.
     pub fn range(self) -> Range {
         match self {
             Arg::Buffer(range, _) | Arg::Carried(range, _) => range,
@@ -99,10 +99,10 @@ impl Arg {
         }
     }
 
-    /// An unsigned value.
+    /// Returns the unsigned integer.
     ///
     /// # Panics
-    /// If it is something else.
+    /// If the argument is something else.
     pub fn u32(self) -> u32 {
         match self {
             Arg::U32(value) => value,
@@ -110,10 +110,10 @@ impl Arg {
         }
     }
 
-    /// A float value.
+    /// Returns the float.
     ///
     /// # Panics
-    /// If it is something else.
+    /// If the argument is something else.
     pub fn f32(self) -> f32 {
         match self {
             Arg::F32(value) => value,
@@ -122,23 +122,23 @@ impl Arg {
     }
 }
 
-/// One dispatch.
+/// A dispatch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call {
-    /// The kernel and its variant, for example `gemv.bf16`; the name in `kernels::shaders`.
+    /// The kernel's variant name in `kernels::shaders`, for example `gemv.bf16`.
     pub kernel: &'static str,
-    /// What the call computes in the model, for example `layers.3.qkv`: the span's name.
+    /// What the call computes in the model, for example `layers.3.qkv`; the name of its span.
     pub label: String,
-    /// Specialization constants, by index.
+    /// The specialization constants, by index.
     pub constants: Vec<u32>,
-    /// The argument block.
+    /// The argument block (push constants).
     pub args: Vec<Arg>,
-    /// Workgroups in x, y, z.
+    /// The number of workgroups in x, y and z.
     pub groups: [u32; 3],
 }
 
 impl Call {
-    /// The call with its accesses to `range`'s buffer carried.
+    /// Returns the call with its accesses to `range`'s buffer marked as `Carried`.
     pub fn carry(mut self, range: Range) -> Call {
         for arg in &mut self.args {
             if let Arg::Buffer(of, access) = *arg
@@ -151,32 +151,32 @@ impl Call {
     }
 }
 
-/// What an operation does to a range.
+/// An access of an operation to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Touch {
-    /// Where.
+    /// The accessed range.
     pub range: Range,
-    /// What.
+    /// The kind of access.
     pub access: Access,
-    /// Whether the words carry their readiness.
+    /// Whether the words are tagged, so that their readers poll for them.
     pub carried: bool,
 }
 
-/// One operation of a recording.
+/// An operation of a recording.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Op {
     /// A dispatch.
     Call(Call),
-    /// Copies `bytes` from one range to another.
+    /// Copies one range to another.
     Copy {
-        /// Source.
+        /// The source.
         from: Range,
-        /// Target, of the same length.
+        /// The destination, of the same length.
         to: Range,
     },
     /// Fills a range with a repeated 32-bit word.
     Fill {
-        /// Target; offset and length are multiples of 4.
+        /// The destination; its offset and length are multiples of 4.
         to: Range,
         /// The word.
         word: u32,
@@ -184,7 +184,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Every range that the operation touches, with what it does to it.
+    /// Returns every range that the operation accesses, with the kind of access.
     pub fn touches(&self) -> Vec<Touch> {
         let plain = |range: &Range, access| Touch { range: *range, access, carried: false };
         match self {
@@ -203,24 +203,25 @@ impl Op {
     }
 }
 
-/// A flat list of operations over named buffers, executed in order by somebody else.
+/// A flat list of operations over named buffers, to be executed in order by a [`super::region::Region`] or by the
+/// interpreter.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recording {
-    /// For example `decode.1` or `prefill.256`.
+    /// The name, for example `decode.1` or `prefill.256`.
     pub name: String,
-    /// The buffers that operations name.
+    /// The buffers that the operations use.
     pub buffers: Vec<BufferDecl>,
     /// The operations in order.
     pub ops: Vec<Op>,
 }
 
 impl Recording {
-    /// An empty recording.
+    /// Creates an empty recording.
     pub fn new(name: impl Into<String>) -> Recording {
         Recording { name: name.into(), ..Recording::default() }
     }
 
-    /// The whole buffer of that name, declared on first use; a later use may ask for more bytes.
+    /// Returns the whole buffer with that name. The first use declares it; a later use may need more bytes.
     pub fn buffer(&mut self, name: &str, bytes: u64) -> Range {
         let index = match self.buffers.iter().position(|b| b.name == name) {
             Some(index) => {
@@ -236,13 +237,13 @@ impl Recording {
         Range { buffer: BufferId(index as u32), offset: 0, bytes }
     }
 
-    /// The declaration of a buffer.
+    /// Returns the declaration of a buffer.
     pub fn decl(&self, id: BufferId) -> &BufferDecl {
         &self.buffers[id.0 as usize]
     }
 
-    /// The same calls with a barrier for every dependency, in which no workgroup waits for another. Words are tagged
-    /// as before, so that results have the same bits.
+    /// Returns the same calls with a barrier for every dependency, so that no workgroup polls for another's results.
+    /// The words carry the same tags as before, so that the results have the same bits.
     pub fn with_barriers(&self) -> Recording {
         let mut plain = self.clone();
         for op in &mut plain.ops {
@@ -262,8 +263,8 @@ impl Recording {
         plain
     }
 
-    /// The operations before the first dispatch of `kernel`, and those from it on, each as a recording of this name with
-    /// `.body` or `.draw` behind it: to be run one after the other.
+    /// Splits the recording before the first dispatch of `kernel`. Returns the operations before it and those from it
+    /// on, as recordings named like this one with the suffix `.body` or `.draw`, to be run one after the other.
     ///
     /// # Panics
     /// If there is no such dispatch.

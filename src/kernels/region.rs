@@ -1,5 +1,5 @@
-//! A recording bound to memory and pipelines: one command buffer that is recorded once and
-//! submitted unchanged. Deliberately absent: when it is submitted, and what it computes.
+//! Regions: a region is a recording bound to memory and pipelines, as one command buffer that is recorded once and
+//! submitted unchanged. Not here: when it is submitted, and what it computes.
 
 use super::barriers;
 use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
@@ -13,35 +13,35 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Why a region could not be built.
+/// An error while a region is built.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
-    /// A recording names a buffer that nobody allocated.
+    /// A recording names a buffer that was not allocated.
     #[error("recording \"{recording}\" uses buffer \"{buffer}\", which has no memory")]
     NoBuffer {
-        /// The recording.
+        /// The recording's name.
         recording: String,
-        /// The buffer.
+        /// The buffer's name.
         buffer: String,
     },
-    /// A buffer is smaller than a recording needs.
+    /// An allocated buffer is smaller than a recording needs.
     #[error("recording \"{recording}\" needs {needed} bytes of buffer \"{buffer}\", which has {has}")]
     SmallBuffer {
-        /// The recording.
+        /// The recording's name.
         recording: String,
-        /// The buffer.
+        /// The buffer's name.
         buffer: String,
-        /// Declared bytes.
+        /// The size that the recording declares, in bytes.
         needed: u64,
-        /// Allocated bytes.
+        /// The allocated size in bytes.
         has: u64,
     },
-    /// Vulkan refused.
+    /// Vulkan reported an error.
     #[error(transparent)]
     Device(#[from] DeviceError),
 }
 
-/// A kernel with its constants: what one pipeline is for.
+/// The key of a pipeline: a kernel and its specialization constants.
 type Key = (&'static str, Vec<u32>);
 
 /// The pipelines of a device, each built once.
@@ -51,8 +51,9 @@ pub struct Pipelines {
 }
 
 impl Pipelines {
-    /// Builds what the recordings call, on all cores, through the cache under `cache_dir`
-    /// (`None`: not kept; where it cannot be written, a warning says so). `progress` gets built and total counts.
+    /// Builds the pipelines that the recordings need, on all cores, through the pipeline cache in `cache_dir` (`None`:
+    /// the cache is not kept). If the cache cannot be written, a warning is logged. `progress` receives the number of
+    /// built pipelines and the total number.
     pub fn build(
         device: &Device,
         cache_dir: Option<&Path>,
@@ -62,7 +63,7 @@ impl Pipelines {
         Pipelines::build_on(device, cache_dir, recordings, None, progress)
     }
 
-    /// As [`Pipelines::build`], on so many cores; `None`: on all.
+    /// Like [`Pipelines::build`], on `cores` cores; `None` uses all.
     pub fn build_on(
         device: &Device,
         cache_dir: Option<&Path>,
@@ -78,7 +79,7 @@ impl Pipelines {
         pipelines.build_missing(device, &cache, recordings, cores, progress)?;
         match cache.save() {
             Err(error) if error.is_lost() => return Err(error),
-            // The next start compiles them again: slower, and no reason to refuse this one.
+            // The next start compiles them again, which is slower but no reason to refuse this start.
             Err(error) => {
                 let error = &error as &dyn std::error::Error;
                 tracing::warn!(error, "the pipeline cache is not kept: the next start compiles again");
@@ -88,8 +89,8 @@ impl Pipelines {
         Ok(pipelines)
     }
 
-    /// Builds what the recordings call and is not there yet, kept in no cache: variants of which most
-    /// are tried once.
+    /// Builds the pipelines that the recordings need and that do not exist yet, without keeping them in a cache: most
+    /// of these variants are tried once.
     pub fn add(&mut self, device: &Device, recordings: &[&Recording]) -> Result<(), DeviceError> {
         self.build_missing(device, &PipelineCache::in_memory(device)?, recordings, None, &|_, _| {})
     }
@@ -142,12 +143,12 @@ impl Pipelines {
         Ok(())
     }
 
-    /// How many there are.
+    /// The number of pipelines.
     pub fn len(&self) -> usize {
         self.built.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no pipelines.
     pub fn is_empty(&self) -> bool {
         self.built.is_empty()
     }
@@ -180,7 +181,7 @@ fn as_call(op: &Op) -> Option<&Call> {
     }
 }
 
-/// A recorded command buffer and what it is made of.
+/// A recorded command buffer, with the buffers that it uses and statistics about it.
 #[derive(Debug)]
 pub struct Region {
     name: Arc<str>,
@@ -188,55 +189,55 @@ pub struct Region {
     dispatches: u32,
     barriers: u32,
     timing: Option<Timing>,
-    /// It begins behind writes of the host.
+    /// Whether the region is submitted behind a gate: it reads what the host writes after the submission.
     gated: bool,
     recording: Recording,
-    // The buffers must outlive every submission of the commands: `drop` tells them of the last.
+    // The buffers must outlive every submission of the commands. `drop` marks them with the last submission.
     buffers: Vec<Arc<Buffer>>,
-    /// Of the compute queue: the last submission that the commands were in; written by whoever submits.
+    /// The compute queue's timeline value of the last submission that contains the commands; set by `mark_used`.
     last_use: AtomicU64,
 }
 
-/// How a recording becomes a region.
+/// The options for recording a region.
 struct How {
-    /// Whether a barrier stands before each operation.
+    /// Whether a barrier is needed before each operation.
     needed: Vec<bool>,
     timing: Option<Timing>,
-    /// What the host has written since the submission is seen.
+    /// Whether the first barrier also makes visible what the host has written since the submission.
     gated: bool,
 }
 
-/// Timestamps inside a region: one at its start and one behind each operation. It is for one run.
+/// The timestamps of a region: one at its start and one after each operation. They serve one run.
 #[derive(Debug)]
 pub struct Timing {
     queries: Queries,
     operations: Vec<Operation>,
 }
 
-/// What stands between two timestamps.
+/// The operation between two timestamps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operation {
-    /// The call's label; of a copy or fill the buffer's name.
+    /// The call's label, or the buffer's name for a copy or fill.
     pub label: Arc<str>,
-    /// The shader; `copy` or `fill`.
+    /// The shader's name, or `copy` or `fill`.
     pub kernel: &'static str,
 }
 
 impl Timing {
-    /// What was timed, in order.
+    /// The timed operations, in order.
     pub fn operations(&self) -> &[Operation] {
         &self.operations
     }
 
-    /// Nanoseconds of the device's clock of each timestamp, one more than operations, of a run that has finished;
-    /// `None` where one was not written.
+    /// Returns the timestamps of a finished run, in nanoseconds of the device's clock: one more than there are
+    /// operations. Returns `None` if one of them was not written.
     pub fn read(&self) -> Option<Vec<u64>> {
         self.queries.read(0, self.queries.count()).ok()?.into_iter().collect()
     }
 }
 
 impl Region {
-    /// Records `recording` against the memory in `table`.
+    /// Records `recording` with the memory in `table`. Fails if a buffer is missing or too small, or if Vulkan fails.
     pub fn build(
         device: &Device,
         recording: &Recording,
@@ -247,7 +248,8 @@ impl Region {
         Region::with(device, recording, bind(recording, table)?, pipelines, how)
     }
 
-    /// As [`Region::build`], for what runs behind a gate: it reads what the host writes after it was submitted.
+    /// Like [`Region::build`], for a region that is submitted behind a gate: it reads what the host writes after the
+    /// submission.
     pub fn build_gated(
         device: &Device,
         recording: &Recording,
@@ -258,8 +260,8 @@ impl Region {
         Region::with(device, recording, bind(recording, table)?, pipelines, how)
     }
 
-    /// The same operations and barriers with timestamps between them. They cost time themselves, and where operations
-    /// overlap each is told from the end of the one before it.
+    /// Returns the same operations and barriers with timestamps between them. The timestamps take time themselves.
+    /// Where operations overlap, each one's time counts from the end of the operation before it.
     pub fn timed(&self, device: &Device, pipelines: &Pipelines) -> Result<Region, RegionError> {
         let name = |id: BufferId| self.recording.buffers[id.0 as usize].name.as_str();
         let operation = |op: &Op| match op {
@@ -274,8 +276,8 @@ impl Region {
         Region::with(device, &self.recording, self.buffers.clone(), pipelines, how)
     }
 
-    /// As [`Region::build`], with a barrier before every operation, needed or not: for timing calls
-    /// as a chain of dependent ones.
+    /// Like [`Region::build`], with a barrier before every operation, needed or not: to time calls as a chain of
+    /// dependent ones.
     pub fn build_serial(
         device: &Device,
         recording: &Recording,
@@ -299,7 +301,7 @@ impl Region {
             }
         };
         let mut dispatches = 0;
-        // One at the start orders the region behind whatever ran before it.
+        // The barrier at the start orders the region after everything that was submitted before.
         let mut count = 1;
         let commands = Commands::record(device, Role::Compute, |encoder| {
             encoder.name(&recording.name);
@@ -315,7 +317,7 @@ impl Region {
                 let copies = !matches!(op, Op::Call(_));
                 if barrier {
                     count += 1;
-                    // The narrow barrier where only kernels meet.
+                    // The narrow barrier suffices where only kernels are involved.
                     if copied || copies {
                         encoder.barrier_full()
                     } else {
@@ -350,40 +352,40 @@ impl Region {
         &self.name
     }
 
-    /// The label of operation `index` of the recording, if that is a call.
+    /// The label of operation `index` of the recording, if the operation is a call.
     pub fn label(&self, index: u32) -> Option<&str> {
         self.recording.ops.get(index as usize).and_then(as_call).map(|call| call.label.as_str())
     }
 
-    /// The recording's name, to be kept.
+    /// The recording's name as a shared string.
     pub fn shared_name(&self) -> &Arc<str> {
         &self.name
     }
 
-    /// What the queue is given.
+    /// The command buffer to submit.
     pub fn commands(&self) -> &Commands {
         &self.commands
     }
 
-    /// Notes that the commands are in the submission with this point, or may be. One word for all buffers of the region,
-    /// as there can be hundreds and a step is submitted a thousand times a second: they hear of it when the region goes,
-    /// before which none of them can.
+    /// Notes that the submission with this point contains the commands, or may contain them. This updates one word for
+    /// all of the region's buffers: there can be hundreds of buffers, and a step is submitted a thousand times per
+    /// second. The buffers are marked when the region is dropped, and none of them can be freed before that.
     pub fn mark_used(&self, point: Point) {
         assert_eq!(point.role, Role::Compute, "regions are recorded for the compute queue");
         self.last_use.fetch_max(point.value, Ordering::AcqRel);
     }
 
-    /// Its timestamps, if it has some.
+    /// The region's timestamps, if it has any.
     pub fn timing(&self) -> Option<&Timing> {
         self.timing.as_ref()
     }
 
-    /// Dispatches.
+    /// The number of dispatches.
     pub fn dispatches(&self) -> u32 {
         self.dispatches
     }
 
-    /// Barriers between them, the one at the start included.
+    /// The number of barriers, including the one at the start.
     pub fn barriers(&self) -> u32 {
         self.barriers
     }
@@ -451,7 +453,7 @@ fn encode(encoder: &mut Encoder, op: &Op, buffers: &[Arc<Buffer>], pipelines: &P
     }
 }
 
-/// Largest size that any of the recordings asks for, by buffer name, in order of first use.
+/// Returns the largest size that any of the recordings declares for each buffer, in the order of first use.
 pub fn buffer_sizes(recordings: &[&Recording]) -> Vec<(String, u64)> {
     let mut sizes: Vec<(String, u64)> = Vec::new();
     let mut index: HashMap<&str, usize> = HashMap::new();

@@ -1,6 +1,6 @@
-//! `sample`, `advance`, `patch`, `clear_counts`, `mark_prompt`: from logits to the next token,
-//! and the state around it. Deliberately absent: stop strings (text is the host's) and who
-//! decides which slot runs.
+//! The sampling kernels `sample`, `argmax`, `advance`, `patch`, `clear_counts` and `mark_prompt`: from logits to the
+//! next token, and the updates of the state around it. Not here: stop strings (the host handles text) and the choice of
+//! the slots that run.
 
 use super::determinate::{KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of};
 use super::host_memory::HostMemory;
@@ -11,61 +11,63 @@ use super::shaders::{
 };
 use super::state::*;
 
-/// Words of an inbox before its entries; the first is their number.
+/// The number of words in an inbox before its entries; the first is the number of entries.
 pub const INBOX_HEADER: u32 = 4;
 
-/// Words of a row of logits: the vocabulary, rounded up so that rows are read 16 bytes at a time.
+/// Returns the number of words in a row of logits: the vocabulary's size, rounded up because rows are read 16 bytes at
+/// a time.
 pub fn row_stride(vocabulary: u32) -> u32 {
     vocabulary.next_multiple_of(4)
 }
 
-/// Bytes of `logits`, and of the scratch `keys`, for so many rows.
+/// Returns the size of `logits`, and of the scratch buffer `keys`, for `rows` rows, in bytes.
 pub fn logits_bytes(rows: u32, vocabulary: u32) -> u64 {
     u64::from(rows) * u64::from(row_stride(vocabulary)) * 4
 }
 
-/// Bytes of `state`.
+/// Returns the size of `state` in bytes.
 pub fn state_bytes(slots: u32) -> u64 {
     u64::from(slots) * u64::from(SLOT_WORDS) * 4
 }
 
-/// Bytes of `bias`.
+/// Returns the size of `bias` in bytes.
 pub fn bias_bytes(slots: u32) -> u64 {
     u64::from(slots) * u64::from(BIAS_ENTRIES) * 8
 }
 
-/// Bytes of `counts`.
+/// Returns the size of `counts` in bytes.
 pub fn counts_bytes(slots: u32, vocabulary: u32) -> u64 {
     u64::from(slots) * u64::from(vocabulary) * 4
 }
 
-/// Words of a slot's row in `masks`: bit `i % 32` of word `i / 32` stands for token `i`.
+/// Returns the number of words in a slot's row in `masks`: bit `i % 32` of word `i / 32` stands for token `i`.
 pub fn mask_words(vocabulary: u32) -> u32 {
     vocabulary.div_ceil(32)
 }
 
-/// Bytes of `masks`.
+/// Returns the size of `masks` in bytes.
 pub fn masks_bytes(slots: u32, vocabulary: u32) -> u64 {
     u64::from(slots) * u64::from(mask_words(vocabulary)) * 4
 }
 
-/// Bytes of `ring`.
+/// Returns the size of `ring` in bytes.
 pub fn ring_bytes(ring_steps: u32, ring_rows: u32) -> u64 {
     u64::from(ring_steps) * u64::from(ring_rows) * u64::from(ENTRY_WORDS + TOP_WORDS) * 4
 }
 
-/// Bytes of the inbox of a `patch` of at most `pairs`.
+/// Returns the size of the inbox of a `patch` of at most `pairs` pairs, in bytes.
 pub fn patch_bytes(pairs: u32) -> u64 {
     u64::from(INBOX_HEADER + 2 * pairs) * 4
 }
 
-/// Bytes of the inbox of a `clear_counts` of at most `slots`.
+/// Returns the size of the inbox of a `clear_counts` of at most `slots` slots, in bytes.
 pub fn clear_bytes(slots: u32) -> u64 {
     u64::from(INBOX_HEADER + slots) * 4
 }
 
-/// Invocations of a workgroup of `sample` on a device that allows so many: a row is one
-/// workgroup's, so it should have all the loads in flight that it can. The result does not depend on it.
+/// Returns the number of invocations of a workgroup of `sample` on a device whose workgroups have at most
+/// `max_invocations`. One workgroup processes a row, so it should have as many loads in flight as possible. The result
+/// does not depend on the number.
 pub fn sample_threads(max_invocations: u32) -> u32 {
     match max_invocations {
         1024.. => 1024,
@@ -75,20 +77,20 @@ pub fn sample_threads(max_invocations: u32) -> u32 {
     }
 }
 
-/// Words to change in a buffer: what inboxes of `patch` are filled with.
+/// The changes of a buffer's words, from which inboxes of `patch` are filled.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Patch {
-    /// Offset and value, in the order given.
+    /// Offset and value, in the order in which they were set.
     words: Vec<[u32; 2]>,
 }
 
 impl Patch {
-    /// A word; the last value of an offset counts.
+    /// Sets a word. If an offset is set several times, the last value counts.
     pub fn set(&mut self, offset: u32, value: u32) {
         self.words.push([offset, value]);
     }
 
-    /// Consecutive words.
+    /// Sets consecutive words.
     pub fn set_all(&mut self, offset: u32, values: &[u32]) {
         self.words.extend((offset..).zip(values).map(|(at, value)| [at, *value]));
     }
@@ -98,10 +100,10 @@ impl Patch {
         self.words.is_empty()
     }
 
-    /// The pairs, each offset once, ascending: a kernel applies them in any order.
+    /// Returns the pairs in ascending order, each offset once, because a kernel applies them in any order.
     pub fn into_pairs(self) -> Vec<[u32; 2]> {
         let mut words = self.words;
-        // Equal offsets stay in the order given.
+        // The sort is stable: equal offsets stay in the order in which they were set.
         words.sort_by_key(|[offset, _]| *offset);
         words.reverse();
         words.dedup_by_key(|[offset, _]| *offset);
@@ -110,32 +112,33 @@ impl Patch {
     }
 }
 
-/// The words of an inbox of `patch`.
+/// Returns the words of an inbox of `patch`.
 pub fn patch_inbox(pairs: &[[u32; 2]]) -> Vec<u32> {
     let mut inbox = vec![pairs.len() as u32, 0, 0, 0];
     inbox.extend(pairs.iter().flatten());
     inbox
 }
 
-/// The words of an inbox of `clear_counts`.
+/// Returns the words of an inbox of `clear_counts`.
 pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
     let mut inbox = vec![slots.len() as u32, 0, 0, 0];
     inbox.extend(slots);
     inbox
 }
 
-/// How the logits of a step were made.
+/// Properties of the step whose logits are sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampledStep {
-    /// In a replica whose decode steps may fault: no row is drawn while the fault word is set.
+    /// Whether the replica's decode steps may fault; then no row is drawn while the fault word is set.
     pub heeds_fault: bool,
-    /// By `delta_step` with pending tokens: recurrent state lags behind by the row's token.
+    /// Whether the step's `delta_step` leaves tokens pending, so that the recurrent state lags behind by the row's
+    /// token.
     pub lags: bool,
 }
 
-/// Draws the next token of `rows` rows, advances their slots and writes their ring entries.
-/// `partials` may be any range (`Range::none`) where `partial_count` is 0.
-/// A single row counts the step itself and needs no `advance`.
+/// Returns the call that draws the next token of `rows` rows, advances their slots and writes their ring entries.
+/// `partials` may be any range (`Range::none`) if `partial_count` is 0. With a single row, the call increments the step
+/// number itself and needs no `advance`.
 pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: SampleArgs) -> Call {
     let constants = SampleConstants {
         threads,
@@ -148,7 +151,8 @@ pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: S
     sample_rows(label, rows, constants, args)
 }
 
-/// Draws from row `first` of the `every` rows of each of `sequences`, if the row before it drew the draft that it holds.
+/// Returns the call that draws from row `first` of the `every` rows of each of `sequences` sequences, if the row before
+/// it drew the draft token that the row holds.
 pub fn sample_drafts(
     label: String,
     sequences: u32,
@@ -169,15 +173,16 @@ fn sample_rows(label: String, rows: u32, constants: SampleConstants, args: Sampl
     Call { kernel: "sample", label, constants: constants.into_values(), args: args.into_args(), groups: [rows, 1, 1] }
 }
 
-/// Parts that `argmax` divides a row of logits into.
+/// The number of parts into which `argmax` divides a row of logits.
 pub const ARGMAX_PARTS: u32 = 64;
 
-/// Bytes of the partial maxima of so many rows.
+/// Returns the size of the partial maxima of `rows` rows in bytes.
 pub fn partials_bytes(rows: u32) -> u64 {
     u64::from(rows) * u64::from(ARGMAX_PARTS) * 8
 }
 
-/// Leaves the maximum of each of [`ARGMAX_PARTS`] parts of each row for `sample`.
+/// Returns the call that writes the maximum of each of `args.parts` parts ([`ARGMAX_PARTS`] in a model) of each row,
+/// for `sample`.
 pub fn argmax(label: String, rows: u32, threads: u32, args: ArgmaxArgs) -> Call {
     Call {
         kernel: "argmax",
@@ -211,7 +216,7 @@ pub(super) fn reference_argmax(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// Counts the step: the last call of a region that sampled.
+/// Returns the call that increments the step number: the last call of a region that sampled.
 pub fn advance(label: String, args: AdvanceArgs) -> Call {
     Call {
         kernel: "advance",
@@ -222,7 +227,7 @@ pub fn advance(label: String, args: AdvanceArgs) -> Call {
     }
 }
 
-/// Writes the words of an inbox to a buffer.
+/// Returns the call that writes the words of an inbox to a buffer.
 pub fn patch(label: String, args: PatchArgs) -> Call {
     Call {
         kernel: "patch",
@@ -233,7 +238,7 @@ pub fn patch(label: String, args: PatchArgs) -> Call {
     }
 }
 
-/// Zeroes the counts of the slots in an inbox of at most `capacity`.
+/// Returns the call that zeroes the counts of the slots in an inbox of at most `capacity` slots.
 pub fn clear_counts(label: String, capacity: u32, args: ClearCountsArgs) -> Call {
     let threads = 128;
     Call {
@@ -245,7 +250,7 @@ pub fn clear_counts(label: String, capacity: u32, args: ClearCountsArgs) -> Call
     }
 }
 
-/// Enters the rows of a prompt chunk in the counts of slots with penalties.
+/// Returns the call that enters the rows of a prompt chunk in the counts of the slots with penalties.
 pub fn mark_prompt(label: String, args: MarkPromptArgs) -> Call {
     let threads = 128;
     Call {
@@ -257,27 +262,27 @@ pub fn mark_prompt(label: String, args: MarkPromptArgs) -> Call {
     }
 }
 
-/// What a slot reads beside its words.
+/// The tables that sampling reads for a slot, in addition to the slot's words.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotTables<'a> {
-    /// Its row of `counts`; looked at with `FLAG_PENALTIES`.
+    /// The slot's row of `counts`; read only with `FLAG_PENALTIES`.
     pub counts: &'a [u32],
-    /// Its row of `bias`; looked at with `FLAG_BIAS`.
+    /// The slot's row of `bias`; read only with `FLAG_BIAS`.
     pub bias: &'a [u32],
-    /// Its row of `masks`; looked at with `FLAG_MASK`.
+    /// The slot's row of `masks`; read only with `FLAG_MASK`.
     pub mask: &'a [u32],
 }
 
-/// A draw and what led to it.
+/// The result of a draw.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Drawn {
-    /// The token.
+    /// The drawn token.
     pub token: u32,
-    /// Its log probability; 0 if the slot does not ask.
+    /// The token's log probability; 0 if the slot has no `FLAG_LOGPROBS`.
     pub logprob: f32,
-    /// The most probable, best first; empty if the slot does not ask.
+    /// The most probable tokens, best first; empty if the slot has no `FLAG_LOGPROBS`.
     pub top: Vec<(u32, f32)>,
-    /// The adjusted logits as keys, if bias, penalties or a mask changed them.
+    /// The adjusted logits as keys, if biases, penalties, a mask or masked stop ids changed them.
     pub keys: Option<Vec<u32>>,
 }
 
@@ -289,7 +294,7 @@ fn flag(slot: &[u32], bit: u32) -> bool {
     slot[SLOT_FLAGS as usize] & bit != 0
 }
 
-/// Stop ids are masked until `min_tokens` were drawn.
+/// Whether stop ids are masked: until `min_tokens` tokens were drawn.
 fn masks_stops(slot: &[u32]) -> bool {
     slot[SLOT_MIN_LEFT as usize] > 0 && slot[SLOT_STOP_COUNT as usize] > 0
 }
@@ -299,7 +304,7 @@ fn stop_ids(slot: &[u32]) -> &[u32] {
     &slot[first..first + slot[SLOT_STOP_COUNT as usize].min(STOP_ENTRIES) as usize]
 }
 
-/// The keys of the logits after bias, penalties and masks.
+/// Returns the keys of the logits after biases, penalties and masks.
 pub fn adjusted_keys(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Vec<u32> {
     let penalised = |token: usize, value: f32| {
         let count = if flag(slot, FLAG_PENALTIES) { tables.counts[token] } else { 0 };
@@ -342,14 +347,14 @@ pub fn adjusted_keys(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Ve
     keys
 }
 
-/// Distance of a key from the greatest one, divided by the temperature.
+/// Returns the distance of a key from the greatest one, divided by the temperature.
 fn distance(key: u32, most: f32, temperature_inverse: f32) -> f32 {
     (value_of(key) - most) * temperature_inverse
 }
 
-/// The tokens among which a slot draws, ascending: min-p, then top-k, then top-p, each of what
-/// the one before left, with all that are equal to the last one kept. By sorting, where the
-/// kernel descends through histograms.
+/// Returns the tokens among which a slot draws, in ascending order: min-p, then top-k, then top-p, each applied to what
+/// the previous filter kept, with all tokens that are equal to the last one kept. It sorts, where the kernel uses
+/// histograms.
 pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
     let inverse = float(slot, SLOT_TEMPERATURE_INVERSE);
     let mut sorted: Vec<u32> = keys.iter().copied().filter(|k| *k > KEY_MINUS_INFINITY).collect();
@@ -386,7 +391,7 @@ pub fn survivors(keys: &[u32], slot: &[u32]) -> Vec<u32> {
     (0..keys.len() as u32).filter(|token| keys[*token as usize] >= least).collect()
 }
 
-/// Draws a token from a row of logits: the meaning of `sample`, without its bookkeeping.
+/// Draws a token from a row of logits: what `sample` computes, without its updates of the state.
 pub fn draw(logits: &[f32], slot: &[u32], tables: SlotTables<'_>) -> Drawn {
     let changed = [FLAG_PENALTIES, FLAG_BIAS, FLAG_MASK].into_iter().any(|bit| flag(slot, bit)) || masks_stops(slot);
     let keys = if changed { adjusted_keys(logits, slot, tables) } else { logits.iter().map(|l| key_of(*l)).collect() };

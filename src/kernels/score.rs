@@ -1,5 +1,5 @@
-//! `take_rows`, `score`: how probable the tokens of a prompt are, each behind those before it.
-//! Deliberately absent: the LM head between the two (`gemm`, `tiled`), and whoever asks.
+//! `take_rows` and `score`: the logprobs of a prompt's tokens, each given the tokens before it. Not here: the LM head
+//! between the two (`gemm`, `tiled`), and which prompts are scored.
 
 use super::determinate::{KEY_MINUS_INFINITY, exp_negative, key_of, value_of};
 use super::host_memory::HostMemory;
@@ -7,12 +7,13 @@ use super::recording::Call;
 use super::shaders::{ScoreArgs, ScoreConstants, TakeRowsArgs, TakeRowsConstants};
 use super::state::*;
 
-/// Bytes of `scores` for chunks of at most so many rows: of two, so that one is read while the next is made.
+/// Returns the size of `scores` for chunks of at most `chunk_rows` rows, in bytes. It holds two chunks, so that one can
+/// be read while the next is computed.
 pub fn scores_bytes(chunk_rows: u32) -> u64 {
     2 * u64::from(chunk_rows) * u64::from(SCORE_WORDS) * 4
 }
 
-/// Copies the next `rows` rows of a chunk to the LM head's input.
+/// Returns the call that copies the next `rows` rows of a chunk to the LM head's input.
 pub fn take_rows(label: String, rows: u32, args: TakeRowsArgs) -> Call {
     let threads = 64;
     Call {
@@ -24,7 +25,7 @@ pub fn take_rows(label: String, rows: u32, args: TakeRowsArgs) -> Call {
     }
 }
 
-/// Scores those rows' next tokens. Somebody counts the turn behind it.
+/// Returns the call that scores the tokens that follow those rows. The caller must increment SCORE_TURN after it.
 pub fn score(label: String, rows: u32, threads: u32, args: ScoreArgs) -> Call {
     debug_assert!(
         args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
@@ -39,14 +40,14 @@ pub fn score(label: String, rows: u32, threads: u32, args: ScoreArgs) -> Call {
     }
 }
 
-/// How probable a token was, and what else might have been.
+/// The logprob of a token, and the most probable alternatives.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Score {
     /// The token.
     pub token: u32,
-    /// Its log probability (natural).
+    /// The token's log probability (natural logarithm).
     pub logprob: f32,
-    /// The most probable, best first.
+    /// The most probable tokens with their log probabilities, best first.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -63,7 +64,7 @@ impl Score {
     }
 }
 
-/// A token's score from the logits of the row before it: the meaning of `score`.
+/// Computes a token's score from the logits of the row before it; defines what `score` computes.
 pub fn score_of(logits: &[f32], token: u32, top_n: u32) -> Score {
     let keys = logits.iter().map(|l| key_of(*l)).zip(0..);
     let mut order: Vec<(u32, u32)> = keys.filter(|(key, _)| *key > KEY_MINUS_INFINITY).collect();

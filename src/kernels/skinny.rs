@@ -1,5 +1,5 @@
-//! `skinny`: products of a packed weight matrix with a few rows of activations; the same meaning as
-//! `gemv`. Deliberately absent: row-major weights (`gemm`).
+//! `skinny`, the small-M GEMM: products of a fragment-packed weight matrix with a few rows of activations, with the
+//! same result as `gemv`. Not here: row-major weights (`gemm`).
 
 use super::gemm::{Product, Shape, product};
 use super::host_memory::HostMemory;
@@ -8,31 +8,31 @@ use super::shaders::{SkinnyArgs, SkinnyConstants};
 use super::tags::Flow;
 use super::{Format, fold};
 
-/// How blocks of 16 × 16 are multiplied.
+/// How a kernel multiplies blocks of 16 × 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Matrices {
-    /// By hand, through shared memory: on any device.
+    /// With scalar arithmetic, through shared memory: on any device.
     ByHand,
-    /// By the device's matrix units.
+    /// With cooperative matrices, on the device's matrix units.
     Cooperative,
 }
 
 /// The shape of `skinny`'s workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Config {
-    /// Invocations: a multiple of 32; each 32 take a share of K.
+    /// The number of invocations, a multiple of 32. Each group of 32 processes a share of K.
     pub threads: u32,
-    /// Blocks of 16 rows of W.
+    /// The number of blocks of 16 rows of W per workgroup.
     pub tiles: u32,
-    /// Chunks of 32 columns that each 32 invocations have in flight.
+    /// The number of chunks of 32 columns that each group of 32 invocations has in flight.
     pub ahead: u32,
 }
 
-/// Most rows of x.
+/// The maximum number of rows of x.
 pub const MOST_ROWS: u32 = 64;
 
 impl Config {
-    /// Shared memory that a workgroup takes for so many rows of x, bytes.
+    /// Returns the shared memory that a workgroup uses for `rows` rows of x, in bytes.
     pub fn shared_bytes(self, rows: u32, matrices: Matrices) -> u32 {
         let (groups, blocks, tokens, quads) = (self.threads / 32, rows.div_ceil(8), rows.min(8), self.ahead * 8);
         let loads = (tokens * quads).div_ceil(32);
@@ -47,8 +47,8 @@ impl Config {
     }
 }
 
-/// `product` for `rows` rows of x, at most [`MOST_ROWS`], with W packed as
-/// [`crate::memory::pack::Layout::Fragments`] in bfloat16. `flow` says which of its operands are tagged.
+/// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W packed as
+/// [`crate::memory::pack::Layout::Fragments`] in bfloat16. `flow` gives the tagged operands.
 pub fn skinny(product: &Product, rows: u32, matrices: Matrices, config: Config, flow: Flow, fault: Range) -> Call {
     assert!(rows <= MOST_ROWS && product.weight.format == Format::Bf16, "{rows} rows of {:?}", product.weight.format);
     let (norm, bias, epsilon) = product.touched();
@@ -72,7 +72,7 @@ pub fn skinny(product: &Product, rows: u32, matrices: Matrices, config: Config, 
         norm,
         bias,
         y: product.y.range,
-        // Whoever raises it and whoever looks, in whatever order, does right.
+        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
         fault: fault.none(),
         n: product.weight.rows,
         k: product.weight.cols,

@@ -1,48 +1,48 @@
-//! The words of device memory that steer a decode step: what a slot runs and how it samples,
-//! and what a sampled row reports. The same names and numbers as `shaders/include/state.glsl`.
-//! Deliberately absent: page tables (they belong to attention) and who writes what when.
+//! The words of device memory that control a decode step: what a slot runs and its sampling parameters, and the result
+//! of a sampled row. The same names and numbers as `shaders/include/state.glsl`. Not here: page tables (`attention`),
+//! and when the words are written.
 
-/// Words of a slot in `state`.
+/// The number of words of a slot in `state`.
 pub const SLOT_WORDS: u32 = 64;
-/// 0 idle, 1 running, 2 done.
+/// An `ACTIVE_*` value: 0 idle, 1 running, 2 done.
 pub const SLOT_ACTIVE: u32 = 0;
 /// The next input token.
 pub const SLOT_TOKEN: u32 = 1;
-/// Position of that token.
+/// The position of that token.
 pub const SLOT_POSITION: u32 = 2;
-/// Output tokens until the slot is done.
+/// The number of output tokens left until the slot is done.
 pub const SLOT_REMAINING: u32 = 3;
-/// Output tokens so far: the draw's counter.
+/// The number of output tokens so far, the counter of the random generator.
 pub const SLOT_GENERATED: u32 = 4;
-/// Output tokens until stop ids count; until then they are not drawn either.
+/// The number of output tokens left until stop ids count; until then they are not drawn either.
 pub const SLOT_MIN_LEFT: u32 = 5;
-/// `FLAG_*` bits.
+/// The `FLAG_*` bits.
 pub const SLOT_FLAGS: u32 = 6;
-/// Alternatives of a log probability, at most `TOP_ENTRIES`.
+/// The number of logprob alternatives, at most `TOP_ENTRIES`.
 pub const SLOT_TOP_N: u32 = 7;
-/// f32; 0 is greedy.
+/// f32: the temperature; 0 selects greedy decoding.
 pub const SLOT_TEMPERATURE: u32 = 8;
-/// 0 keeps all.
+/// The top-k limit; 0 keeps all tokens.
 pub const SLOT_TOP_K: u32 = 9;
-/// f32; 1 keeps all.
+/// f32: the top-p limit; 1 keeps all tokens.
 pub const SLOT_TOP_P: u32 = 10;
-/// f32; 0 keeps all.
+/// f32: the min-p limit; 0 keeps all tokens.
 pub const SLOT_MIN_P: u32 = 11;
-/// f32; 1 changes nothing.
+/// f32: the repetition penalty; 1 has no effect.
 pub const SLOT_REPETITION: u32 = 12;
-/// f32.
+/// f32: the presence penalty.
 pub const SLOT_PRESENCE: u32 = 13;
-/// f32.
+/// f32: the frequency penalty.
 pub const SLOT_FREQUENCY: u32 = 14;
-/// Low half of the seed.
+/// The low half of the seed.
 pub const SLOT_SEED_LOW: u32 = 15;
-/// High half of the seed.
+/// The high half of the seed.
 pub const SLOT_SEED_HIGH: u32 = 16;
-/// Stop ids in use.
+/// The number of stop ids in use.
 pub const SLOT_STOP_COUNT: u32 = 17;
-/// `STOP_ENTRIES` words.
+/// The stop ids, `STOP_ENTRIES` words.
 pub const SLOT_STOP_IDS: u32 = 18;
-/// Entries of the slot's row in `bias` in use.
+/// The number of entries in use in the slot's row of `bias`.
 pub const SLOT_BIAS_COUNT: u32 = 34;
 /// f32: 1 / temperature.
 pub const SLOT_TEMPERATURE_INVERSE: u32 = 35;
@@ -50,132 +50,134 @@ pub const SLOT_TEMPERATURE_INVERSE: u32 = 35;
 pub const SLOT_REPETITION_INVERSE: u32 = 36;
 /// f32: ln min_p, -inf for 0.
 pub const SLOT_MIN_P_LOG: u32 = 37;
-/// Tokens from this position on count as output for the penalties (a sequence computed again).
+/// Tokens from this position on count as output for the penalties (in a recomputed sequence).
 pub const SLOT_PROMPT_TOKENS: u32 = 38;
-/// Tokens that recurrent state in memory has taken in; more are known where drafts were accepted.
+/// The number of tokens that the recurrent state in memory includes; more are known if drafts were accepted.
 pub const SLOT_SETTLED: u32 = 39;
-/// [`MOST_DRAFTS`] tokens drafted to follow `SLOT_TOKEN`.
+/// [`MOST_DRAFTS`] draft tokens that are proposed to follow `SLOT_TOKEN`.
 pub const SLOT_DRAFTS: u32 = 40;
 
-/// Tokens that can be drafted at a time.
+/// The maximum number of draft tokens per step.
 pub const MOST_DRAFTS: u32 = 3;
 
-/// Nothing runs in the slot.
+/// No sequence runs in the slot.
 pub const ACTIVE_IDLE: u32 = 0;
 /// The slot draws tokens.
 pub const ACTIVE_RUNNING: u32 = 1;
-/// The slot drew its last token; further steps do nothing.
+/// The slot has drawn its last token; further steps do not change it.
 pub const ACTIVE_DONE: u32 = 2;
 
-/// Repetition, presence or frequency penalty: `counts` is kept and read.
+/// The slot has a repetition, presence or frequency penalty: `counts` is updated and read.
 pub const FLAG_PENALTIES: u32 = 1;
 /// The slot's row of `bias` is read.
 pub const FLAG_BIAS: u32 = 2;
 /// Log probabilities are computed.
 pub const FLAG_LOGPROBS: u32 = 4;
-/// The host copies the logits; no kernel looks at it.
+/// The host copies the logits; no kernel reads this flag.
 pub const FLAG_DUMP_LOGITS: u32 = 8;
-/// Only tokens of the slot's row in `masks` are drawn.
+/// Only tokens that the slot's row in `masks` allows are drawn.
 pub const FLAG_MASK: u32 = 16;
 
-/// The most stop ids of a slot.
+/// The maximum number of stop ids of a slot.
 pub const STOP_ENTRIES: u32 = 16;
-/// The most logit-bias entries of a slot.
+/// The maximum number of logit-bias entries of a slot.
 pub const BIAS_ENTRIES: u32 = 300;
-/// The most alternatives of a log probability.
+/// The maximum number of logprob alternatives.
 pub const TOP_ENTRIES: u32 = 20;
-/// Bit of a count: the token is in the prompt. The other bits: times in the output.
+/// The bit of a count that means that the token is in the prompt. The other bits are the number of times in the output.
 pub const COUNT_PROMPT: u32 = 0x8000_0000;
 
-/// Words of a ring entry: few, so that the entries of a step lie close together.
+/// The number of words of a ring entry; few, so that the entries of a step are close together.
 pub const ENTRY_WORDS: u32 = 8;
-/// The step's number; written last.
+/// The step's number, written last.
 pub const ENTRY_STEP: u32 = 0;
-/// The row's slot.
+/// The slot of the row.
 pub const ENTRY_SLOT: u32 = 1;
 /// The token, or `TOKEN_NONE`.
 pub const ENTRY_TOKEN: u32 = 2;
-/// `DONE_*`.
+/// A `DONE_*` value.
 pub const ENTRY_DONE: u32 = 3;
-/// f32: log probability of the token.
+/// f32: the token's log probability.
 pub const ENTRY_LOGPROB: u32 = 4;
-/// Alternatives that the entry has.
+/// The number of alternatives; with `DONE_FAULT`, the fault word.
 pub const ENTRY_TOP_COUNT: u32 = 5;
-/// Words of an entry's alternatives, which lie behind all entries: pairs of token and f32 log probability, best first.
+/// The number of words of an entry's alternatives, which follow all entries: pairs of token and f32 log probability,
+/// best first.
 pub const TOP_WORDS: u32 = 40;
 
-/// The row was inactive.
+/// In place of a token: the row was inactive.
 pub const TOKEN_NONE: u32 = 0xffff_ffff;
-/// The slot goes on.
+/// The slot continues.
 pub const DONE_NO: u32 = 0;
 /// The token is a stop id.
 pub const DONE_STOP: u32 = 1;
-/// No tokens remain.
+/// No output tokens are left.
 pub const DONE_LENGTH: u32 = 2;
-/// Nothing was drawn: a kernel of the step waited too long, or one of an earlier step.
+/// Nothing was drawn: a kernel of this step or of an earlier one polled too long.
 pub const DONE_FAULT: u32 = 3;
 
-/// Words of what `score` is told of a prompt's chunk.
+/// The number of words of the scoring state of a prompt chunk.
 pub const SCORE_STATE_WORDS: u32 = 4;
-/// Rows of the chunk go to the LM head so many at a time: how often they have.
+/// The number of LM head batches of the chunk's rows that are scored.
 pub const SCORE_TURN: u32 = 0;
-/// The token behind the chunk's last row, or `TOKEN_NONE`.
+/// The token that follows the chunk's last row, or `TOKEN_NONE`.
 pub const SCORE_NEXT: u32 = 1;
-/// Alternatives, at most `TOP_ENTRIES`.
+/// The number of logprob alternatives, at most `TOP_ENTRIES`.
 pub const SCORE_TOP_N: u32 = 2;
-/// The entry of the chunk's first row.
+/// The index of the entry of the chunk's first row in `scores`.
 pub const SCORE_FIRST: u32 = 3;
 
-/// Words of a row's entry in `scores`.
+/// The number of words of a row's entry in `scores`.
 pub const SCORE_WORDS: u32 = 44;
-/// The token behind the row.
+/// The token that follows the row.
 pub const SCORE_TOKEN: u32 = 0;
-/// f32: its log probability.
+/// f32: the token's log probability.
 pub const SCORE_LOGPROB: u32 = 1;
-/// Alternatives that the entry has.
+/// The number of alternatives in the entry.
 pub const SCORE_TOP_COUNT: u32 = 2;
-/// The first of them: pairs of token and f32 log probability, best first.
+/// The first alternative: pairs of token and f32 log probability, best first.
 pub const SCORE_TOP: u32 = 4;
 
-/// Below this a temperature is greedy: its inverse would leave f32's range.
+/// Temperatures below this are treated as greedy: the inverse of a much smaller one would overflow f32.
 pub const LEAST_TEMPERATURE: f32 = 1e-5;
 
-/// What a slot starts with.
+/// The initial state of a slot.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SlotInit {
-    /// Output tokens until the slot is done; at least 1.
+    /// The number of output tokens until the slot is done; at least 1.
     pub remaining: u32,
-    /// Output tokens drawn before (a sequence computed again); the draw's counter goes on from here.
+    /// The number of output tokens drawn before (in a recomputed sequence); the random generator's counter continues
+    /// from here.
     pub generated: u32,
-    /// Output tokens until stop ids count.
+    /// The number of output tokens until stop ids count.
     pub min_left: u32,
-    /// Below [`LEAST_TEMPERATURE`] is greedy.
+    /// The temperature; below [`LEAST_TEMPERATURE`] is greedy.
     pub temperature: f32,
-    /// 0 keeps all.
+    /// The top-k limit; 0 keeps all tokens.
     pub top_k: u32,
-    /// 1 keeps all.
+    /// The top-p limit; 1 keeps all tokens.
     pub top_p: f32,
-    /// 0 keeps all.
+    /// The min-p limit; 0 keeps all tokens.
     pub min_p: f32,
-    /// 1 changes nothing; above 0.
+    /// The repetition penalty, above 0; 1 has no effect.
     pub repetition: f32,
-    /// 0 changes nothing.
+    /// The presence penalty; 0 has no effect.
     pub presence: f32,
-    /// 0 changes nothing.
+    /// The frequency penalty; 0 has no effect.
     pub frequency: f32,
-    /// Of the draws.
+    /// The seed of the random generator.
     pub seed: u64,
-    /// At most [`STOP_ENTRIES`]; more are left out (a request's are validated before).
+    /// The stop ids, at most [`STOP_ENTRIES`]; more are ignored (requests are validated before).
     pub stop_ids: Vec<u32>,
-    /// Entries written to the slot's row of `bias`, at most [`BIAS_ENTRIES`].
+    /// The number of entries in the slot's row of `bias`, at most [`BIAS_ENTRIES`].
     pub bias_count: u32,
-    /// `Some(n)`: the log probability of the token and of the `n` best.
+    /// `Some(n)`: the log probabilities of the token and of the `n` best tokens are computed.
     pub logprobs: Option<u32>,
-    /// The host copies the logits of every step.
+    /// Whether the host copies the logits of every step.
     pub dump_logits: bool,
-    /// Only tokens of the slot's mask are drawn.
+    /// Whether only tokens that the slot's mask allows are drawn.
     pub masked: bool,
-    /// Tokens of the prompt proper; `u32::MAX` where everything that prefill runs is prompt.
+    /// The number of tokens of the original prompt; `u32::MAX` if all tokens that prefill processes are prompt tokens.
     pub prompt_tokens: u32,
 }
 
@@ -204,12 +206,12 @@ impl Default for SlotInit {
 }
 
 impl SlotInit {
-    /// Whether the slot's `counts` are kept: they must be cleared before it starts.
+    /// Whether the slot's `counts` are used: they must be cleared before it starts.
     pub fn has_penalties(&self) -> bool {
         self.repetition != 1.0 || self.presence != 0.0 || self.frequency != 0.0
     }
 
-    /// The slot's words, running, with token and position 0.
+    /// Returns the slot's words, in the running state, with token and position 0.
     pub fn words(&self) -> [u32; SLOT_WORDS as usize] {
         let mut words = [0; SLOT_WORDS as usize];
         let greedy = self.temperature < LEAST_TEMPERATURE;
@@ -260,8 +262,8 @@ impl SlotInit {
     }
 }
 
-/// The words of a slot's row in `bias`, for at most [`BIAS_ENTRIES`] distinct tokens: entries
-/// of one token are added up. The number of pairs is [`SlotInit::bias_count`].
+/// Returns the words of a slot's row in `bias`, for at most [`BIAS_ENTRIES`] distinct tokens; the values of several
+/// entries with the same token are added. The number of pairs is [`SlotInit::bias_count`].
 pub fn bias_words(entries: &[(u32, f32)]) -> Vec<u32> {
     let mut sums: Vec<(u32, f32)> = Vec::with_capacity(entries.len());
     for &(token, value) in entries {
@@ -274,22 +276,22 @@ pub fn bias_words(entries: &[(u32, f32)]) -> Vec<u32> {
     sums.iter().flat_map(|(token, value)| [*token, value.to_bits()]).collect()
 }
 
-/// What a row of a step reported, read from the ring.
+/// The result of a row of a step, read from the ring buffer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RingEntry {
-    /// Number of the step.
+    /// The step's number.
     pub step: u32,
-    /// The row's slot.
+    /// The slot of the row.
     pub slot: u32,
-    /// `None`: the row was inactive.
+    /// The token; `None` if the row was inactive.
     pub token: Option<u32>,
-    /// `DONE_*`.
+    /// A `DONE_*` value.
     pub done: u32,
-    /// With `DONE_FAULT` the fault word: the number of the call that waited too long; else 0.
+    /// With `DONE_FAULT` the fault word, which is the number of the call that polled too long; else 0.
     pub fault: u32,
-    /// Log probability of the token; 0 if the slot did not ask.
+    /// The token's log probability; 0 if the slot has no `FLAG_LOGPROBS`.
     pub logprob: f32,
-    /// The most probable, best first.
+    /// The most probable tokens, best first.
     pub top: Vec<(u32, f32)>,
 }
 
@@ -298,18 +300,19 @@ impl RingEntry {
         (step % ring_steps) as usize * ring_rows as usize + row as usize
     }
 
-    /// Word index of the entry of a step's row.
+    /// The word index of the entry of a step's row.
     pub fn at(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
         RingEntry::place(step, row, ring_steps, ring_rows) * ENTRY_WORDS as usize
     }
 
-    /// Word index of the alternatives of a step's row.
+    /// The word index of the alternatives of a step's row.
     pub fn top_at(step: u32, row: u32, ring_steps: u32, ring_rows: u32) -> usize {
         let entries = ring_steps as usize * ring_rows as usize * ENTRY_WORDS as usize;
         entries + RingEntry::place(step, row, ring_steps, ring_rows) * TOP_WORDS as usize
     }
 
-    /// Decodes an entry of `ENTRY_WORDS` words; `top` gives its `TOP_WORDS` alternatives where there are some.
+    /// Decodes an entry of `ENTRY_WORDS` words. `top` is called for the `TOP_WORDS` words of its alternatives if it has
+    /// any.
     pub fn read(words: &[u32], top: impl FnOnce() -> [u32; TOP_WORDS as usize]) -> RingEntry {
         let word = |at: u32| words[at as usize];
         let token = word(ENTRY_TOKEN);
@@ -333,7 +336,8 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    /// Every constant of a file, by name: `const uint NAME = VALUE` here and there.
+    /// Returns every constant of a file by name, from lines of the form `const uint NAME = VALUE` or `const NAME:
+    /// u32 = VALUE`.
     fn constants(text: &str) -> BTreeMap<String, u64> {
         let mut found = BTreeMap::new();
         for line in text.lines() {

@@ -1,6 +1,6 @@
-//! Tagged activations, the host half of `tags.glsl`: generation numbers of a recording's buffers, which operands of a
-//! call are tagged, the call that clears tags at the start of a step, and a check that no reader can take a stale word.
-//! Deliberately absent: where barriers stand (`barriers`).
+//! Tagged activations, the host half of `tags.glsl`: the generation numbers of a recording's buffers, the tagged
+//! operands of a call, the call that clears tags at the start of a step, and a check that no reader can mistake a stale
+//! word for a new one. Not here: where barriers are needed (`barriers`).
 
 use super::barriers;
 use super::host_memory::HostMemory;
@@ -8,17 +8,18 @@ use super::recording::{Access, Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, ClearTagsArgs, ClearTagsConstants};
 use std::collections::HashMap;
 
-/// Low bits of a word that are its tag.
+/// The number of low bits of a word that hold its tag.
 pub const TAG_BITS: u32 = 7;
 const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
 
-/// In a tag argument, the call's number stands above this many bits.
+/// The number of bits of a tag argument below the call's number.
 pub const CALL_SHIFT: u32 = 8;
 
-/// Buffers that one call of `clear_tags` can clear.
+/// The maximum number of buffers that one `clear_tags` call can clear.
 pub const MOST_CLEARED: usize = 8;
 
-/// The word of generation `tag` that is nearest to a value. Of `tag` only the low [`TAG_BITS`] count.
+/// Returns the word of generation `tag` whose float value is nearest to `value`. Only the low [`TAG_BITS`] bits of
+/// `tag` count.
 pub fn tagged(value: f32, tag: u32) -> u32 {
     let tag = tag & TAG_MASK;
     let bits = value.to_bits();
@@ -29,19 +30,19 @@ pub fn tagged(value: f32, tag: u32) -> u32 {
     bits & 0x8000_0000 | magnitude & !TAG_MASK | tag
 }
 
-/// Counts how often a recording has written each of its tagged buffers.
+/// Counts the writes of a recording to each of its tagged buffers.
 #[derive(Clone, Debug, Default)]
 pub struct Generations {
     written: HashMap<BufferId, u32>,
 }
 
 impl Generations {
-    /// The tag of what the buffer of `range` holds now; 0, which no write has, before the first.
+    /// Returns the tag of the current contents of `range`'s buffer; 0, which no write uses, before the first write.
     pub fn now(&self, range: Range) -> u32 {
         self.written.get(&range.buffer).map_or(0, |count| tag_of(*count))
     }
 
-    /// The tag of the next write to the buffer of `range`.
+    /// Counts a write to `range`'s buffer and returns its tag.
     pub fn next(&mut self, range: Range) -> u32 {
         let count = self.written.entry(range.buffer).or_default();
         *count += 1;
@@ -49,30 +50,31 @@ impl Generations {
     }
 }
 
-/// Tag 1 belongs to a recording's first write to a buffer: whoever waits for it takes no word of an earlier step for the
-/// new one, even where the buffer is not cleared.
+/// Returns the tag of a recording's `count`-th write to a buffer. Only the first write uses tag 1, so that a reader
+/// that polls for it does not mistake the last write of an earlier step for the new one, even if the buffer is not
+/// cleared (given at least two writes per step).
 fn tag_of(count: u32) -> u32 {
     if count == 1 { 1 } else { 2 + (count - 2) % (TAG_MASK - 1) }
 }
 
-/// Which operands of a call are tagged, and with what.
+/// The tagged operands of a call and their tags.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flow {
-    /// Whether the input is; its tag.
+    /// Whether the input is tagged.
     pub input_carried: bool,
-    /// Tag of the input.
+    /// The tag of the input.
     pub input: u32,
-    /// Tag of the output before the call.
+    /// The tag of the output before the call.
     pub old: u32,
-    /// Tag of the output, if it is tagged; then the input is too, if the kernel has one.
+    /// The tag of the output, if the output is tagged. The input is tagged then, too, if the kernel has one.
     pub output: Option<u32>,
 }
 
 impl Flow {
-    /// Nothing is tagged.
+    /// No operand is tagged.
     pub const NONE: Flow = Flow { input_carried: false, input: 0, old: 0, output: None };
 
-    /// The constant TAGGED of a kernel.
+    /// The value of a kernel's constant TAGGED.
     pub fn code(&self) -> u32 {
         match (self.input_carried, self.output) {
             (_, Some(_)) => 3,
@@ -81,7 +83,7 @@ impl Flow {
         }
     }
 
-    /// Marks a call's accesses to its input and output.
+    /// Marks a call's accesses to its tagged input and output.
     pub fn mark(&self, mut call: Call, input: Range, output: Range) -> Call {
         if self.input_carried {
             call = call.carry(input);
@@ -93,10 +95,10 @@ impl Flow {
     }
 }
 
-/// Zeroes tagged buffers.
+/// Returns the call that zeroes tagged buffers.
 ///
 /// # Panics
-/// If there are more than [`MOST_CLEARED`], or one's size is no multiple of 16 bytes.
+/// If there are more than [`MOST_CLEARED`] buffers, or the size of one is not a multiple of 16 bytes.
 pub fn clear_tags(label: String, buffers: &[Range]) -> Call {
     assert!(buffers.len() <= MOST_CLEARED, "{} tagged buffers, at most {MOST_CLEARED} can be cleared", buffers.len());
     let threads = 128;
@@ -151,11 +153,11 @@ pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// The tags that a call waits for: the names of its arguments.
+/// The names of the arguments that hold a tag that the call polls for.
 const AWAITED: [&str; 5] = ["x_tag", "qkv_tag", "logits_tag", "old_tag", "o_tag"];
 
-/// Puts each call's number, its place among the recording's operations counted from 1, above the tags that it waits
-/// for, so that the fault word names the call that waited too long.
+/// Puts each call's number (its position among the recording's operations, starting at 1) into the upper bits of the
+/// tags that it polls for, so that the fault word names the call that polled too long.
 pub fn number_calls(recording: &mut Recording) {
     for (op, number) in recording.ops.iter_mut().zip(1u32..) {
         let Op::Call(call) = op else { continue };
@@ -172,8 +174,8 @@ pub fn number_calls(recording: &mut Recording) {
     }
 }
 
-/// Makes the call of a number wait for words that are never written: an injected fault, for tests. False if no call of
-/// that number waits for a tag of its own input.
+/// Makes call `number` poll for words that are never written: an injected fault, for tests. Returns false if no call
+/// with this number polls for a tag of its own input.
 pub fn break_call(recording: &mut Recording, number: u32) -> bool {
     let Some(Op::Call(call)) = recording.ops.get_mut(number.wrapping_sub(1) as usize) else { return false };
     if !call.args.iter().any(|arg| matches!(arg, Arg::Carried(..))) {
@@ -185,24 +187,26 @@ pub fn break_call(recording: &mut Recording, number: u32) -> bool {
     if call.kernel.starts_with("embed_rows") {
         return false;
     }
-    // Recordings that are tested have fewer generations.
+    // No write has this tag: the tested recordings have fewer generations.
     *tag |= TAG_MASK;
     true
 }
 
-/// A word's generation as [`check`] sees it.
+/// The generation of a buffer's words, as [`check`] tracks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Held {
-    /// Of an earlier region, or never written: any tag but 1, which only first writes have.
+    /// Of an earlier region, or never written: any tag but 1, which only first writes use.
     Unknown,
-    /// Of this recording.
+    /// Written by this recording.
     Tag(u32),
 }
 
-/// Whether every reader of tagged words can tell the words that it waits for from all others that the buffer may hold
-/// while it waits: what the buffer held at the last barrier and what was written since.
+/// Checks that every reader of tagged words can distinguish the words that it polls for from all others that the buffer
+/// may hold while it polls: the contents at the last barrier and everything written since. Returns a description of the
+/// first reader that cannot.
 ///
-/// Splits' partial results (`attention.partials`), which attention writes and reads in one call, are not followed.
+/// The splits' partial results (`attention.partials`), which attention writes and reads within one call, are not
+/// checked.
 pub fn check(recording: &Recording) -> Result<(), String> {
     let needed = barriers::derive(&recording.ops);
     let mut held: HashMap<BufferId, Vec<Held>> = HashMap::new();
@@ -229,7 +233,7 @@ pub fn check(recording: &Recording) -> Result<(), String> {
             })
         };
         let scratch = |name: &str| matches!(name, "partials" | "counters");
-        // What is read: the input, and with a residual the output.
+        // The tagged inputs, and the output if there is a residual.
         for (buffer, name) in carried(Access::reads).filter(|(_, name)| !scratch(name)) {
             let awaited = match name {
                 "qkv" => tag("qkv_tag"),
@@ -239,7 +243,8 @@ pub fn check(recording: &Recording) -> Result<(), String> {
             };
             let Some(awaited) = awaited else { continue };
             let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
-            // Parts of one product add to the same generation: those behind the first find their own beside it.
+            // The parts of one product add to the same generation: a part after the first finds that generation already
+            // present.
             let adds = |name: &str| {
                 shaders::find(call.kernel)
                     .constants
@@ -277,7 +282,7 @@ pub fn check(recording: &Recording) -> Result<(), String> {
                 continue;
             };
             let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
-            // Parts of one product write the same generation.
+            // The parts of one product write the same generation.
             if states.last() != Some(&Held::Tag(made)) {
                 states.push(Held::Tag(made));
             }

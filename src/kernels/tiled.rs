@@ -1,6 +1,6 @@
-//! Products for the many rows of a prompt, on weights packed as fragments: `pack_rows` rounds the
-//! rows and brings them into the fragments' order, `tiled` multiplies, with cooperative matrices
-//! or by hand.
+//! `tiled`, the GEMM for the rows of prompts on fragment-packed weights, with cooperative matrices or scalar
+//! arithmetic; and `pack_rows`, which rounds the rows and reorders them into fragments. Not here: row-major weights
+//! (`gemm`) and decode batches (`skinny`, `panel`).
 
 use super::gemm::{self, Activations, Epilogue, Matrix};
 use super::host_memory::HostMemory;
@@ -10,34 +10,33 @@ use super::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants}
 use super::{Format, fold, format_of};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
-/// Rows of x to which packed rows are padded: those of every tile.
+/// The number of rows of x in a tile; packed rows are padded to a multiple of it.
 pub const TILE_TOKENS: u32 = 64;
 
-/// Rows of activations in 16 bits in the order of [`token_index`]: rows padded to
-/// [`TILE_TOKENS`], columns to 32, both with zeros.
+/// Rows of activations in 16 bits in the order of [`token_index`]: the rows are padded to [`TILE_TOKENS`] and the
+/// columns to 32, both with zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
-    /// Where: [`Packed::bytes`] of it are used.
+    /// The memory, of which [`Packed::bytes`] are used.
     pub range: Range,
-    /// [`Format::Bf16`] or [`Format::F16`], that of the weight they meet.
+    /// [`Format::Bf16`] or [`Format::F16`], the format of the weight that the rows are multiplied with.
     pub format: Format,
-    /// Columns, unpadded.
+    /// The number of columns, without padding.
     pub cols: u32,
 }
 
 impl Packed {
-    /// Bytes of as many rows and columns.
+    /// Returns the size of `rows` rows of `cols` columns in bytes.
     pub fn bytes(rows: u32, cols: u32) -> u64 {
         2 * u64::from(rows.next_multiple_of(TILE_TOKENS)) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
     }
 }
 
-/// Index, in numbers, of row `row` and column `col` in packed rows of `padded_cols` columns (a
-/// multiple of 32).
+/// Returns the index, in numbers, of row `row` and column `col` in packed rows of `padded_cols` columns (a multiple of
+/// 32).
 ///
-/// Lane `4g + t` of block (row / 16, col / 32) has columns 8t..8t + 8 of rows `u = g` and
-/// `v = g + 8`: first `u[0..2] v[0..2] u[2..4] v[2..4]` in 16 bytes, and 512 bytes on, the same
-/// of `[4..8]`.
+/// Lane `4g + t` of block (row / 16, col / 32) has columns 8t..8t + 8 of rows `u = g` and `v = g + 8`: its first
+/// 16 bytes are `u[0..2] v[0..2] u[2..4] v[2..4]`, and the 16 bytes at an offset of 512 bytes are the same of `[4..8]`.
 pub fn token_index(row: u32, col: u32, padded_cols: u32) -> usize {
     let block = (row / 16) as usize * (padded_cols / 32) as usize + (col / 32) as usize;
     let (g, second) = ((row % 8) as usize, (row / 8 % 2) as usize);
@@ -45,11 +44,11 @@ pub fn token_index(row: u32, col: u32, padded_cols: u32) -> usize {
     ((block * 2 + half) * 32 + g * 4 + t) * 8 + e / 2 * 4 + second * 2 + e % 2
 }
 
-/// Packs `rows` rows, or as many of them as the chunk descriptor `count` says, after an RMS norm with
-/// that weight (`[packed.cols]`) and epsilon.
+/// Returns the call that packs `rows` rows, or as many of them as the chunk descriptor `count` holds, after an optional
+/// RMSNorm with the given weight (`[packed.cols]`) and epsilon.
 ///
 /// # Panics
-/// If the target's format is f32: fragments are of 16-bit numbers.
+/// If the target's format is f32: fragments consist of 16-bit numbers.
 pub fn pack_rows(
     label: String,
     x: Activations,
@@ -65,19 +64,19 @@ pub fn pack_rows(
     packing(label, x, norm, packed, rows, rows_of)
 }
 
-/// Packs a row of x for each of the slots of its choices, after an RMS norm: rows in the order of the experts.
-/// Those of tiles that no expert has are left as they are.
+/// Returns the call that packs the rows of x in the order of the experts (MoE), after an optional RMSNorm: for each
+/// slot, the row whose choice the slot holds. Rows of tiles without an expert are left unchanged.
 pub fn pack_sorted(label: String, x: Activations, norm: Option<(Range, f32)>, packed: Packed, sorted: &Sorted) -> Call {
     packing(label, x, norm, packed, sorted.slot_count(), Rows::Sorted(sorted))
 }
 
-/// Which rows are packed.
+/// The rows to pack.
 enum Rows<'a> {
-    /// The first of them.
+    /// The given number of rows.
     All(u32),
-    /// As many as the chunk descriptor says.
+    /// As many rows as the chunk descriptor holds.
     Counted(Range),
-    /// By their slots.
+    /// For each slot, the row whose choice the slot holds.
     Sorted(&'a Sorted),
 }
 
@@ -128,21 +127,21 @@ fn packing(
     }
 }
 
-/// What one workgroup of `tiled` computes.
+/// The tile that one workgroup of `tiled` computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Tile {
-    /// 64 rows of x by 256 of W, on cooperative matrices.
+    /// 64 rows of x by 256 rows of W, with cooperative matrices.
     Wide,
-    /// 64 by 128, on cooperative matrices.
+    /// 64 by 128, with cooperative matrices.
     Half,
-    /// 64 by 64, on cooperative matrices.
+    /// 64 by 64, with cooperative matrices.
     Square,
-    /// 64 by 64 by hand, for drivers without such matrices.
+    /// 64 by 64 with scalar arithmetic, for drivers without cooperative matrices.
     Plain,
 }
 
 impl Tile {
-    /// Rows of W.
+    /// The number of rows of W.
     pub fn weight_rows(self) -> u32 {
         match self {
             Tile::Wide => 256,
@@ -152,12 +151,12 @@ impl Tile {
     }
 }
 
-/// The tile on cooperative matrices for `rows` rows of x and `n` of W that a device with that many
-/// processors, each of which runs two workgroups at a time, is likely to finish first.
+/// Returns the cooperative-matrix tile with which a device of `processors` processors, each running two workgroups at a
+/// time, probably finishes `rows` rows of x by `n` rows of W first.
 pub fn choose(rows: u32, n: u32, processors: u32) -> Tile {
-    // What a workgroup costs that shares its processor, in thousandths of a wide one: smaller
-    // tiles load more for a product. One that is alone on its processor takes 1.3 times half as long
-    // as two together.
+    // `work`: the time of a workgroup that shares its processor with another, in thousandths of that of a wide tile;
+    // smaller tiles load more data per product. A workgroup that is alone on its processor takes 13/20 of the time in
+    // which two that share it finish.
     let cost = |tile: Tile| {
         let work = match tile {
             Tile::Wide => 1000,
@@ -174,54 +173,55 @@ pub fn choose(rows: u32, n: u32, processors: u32) -> Tile {
         };
         (waves * 20 + last) * work
     };
-    // The first of equals.
+    // Of equal costs the first, the largest tile, is chosen.
     [Tile::Wide, Tile::Half, Tile::Square].into_iter().min_by_key(|tile| cost(*tile)).unwrap_or(Tile::Wide)
 }
 
-/// Where a product of packed rows goes.
+/// The destination of a product of packed rows.
 #[derive(Clone, Copy, Debug)]
 pub enum Output {
     /// Rows of floats.
     Rows(Activations),
-    /// Packed for the next product; with [`Epilogue::SwiGlu`] only. Rows behind the chunk's end are
-    /// zero up to a multiple of [`TILE_TOKENS`], those behind are left as they are.
+    /// Packed rows for the next product; only with [`Epilogue::SwiGlu`]. Rows beyond the rows in use are zero up to a
+    /// multiple of [`TILE_TOKENS`]; rows beyond those are left unchanged.
     Packed(Packed),
 }
 
-/// `y = epilogue(W · x)` for packed rows.
+/// A product `y = epilogue(W · x)` for packed rows.
 #[derive(Clone, Debug)]
 pub struct Tiled {
-    /// The span's name.
+    /// The name of the call's span.
     pub label: String,
-    /// W, packed as [`crate::memory::pack::Layout::Fragments`].
+    /// The weight matrix W, packed as [`crate::memory::pack::Layout::Fragments`].
     pub weight: Matrix,
-    /// x, of as many columns and the same format.
+    /// The input x, with the columns and the format of W.
     pub x: Packed,
-    /// Added to the product.
+    /// The bias that is added to the product.
     pub bias: Option<Range>,
-    /// What is done with it.
+    /// The operation on the product.
     pub epilogue: Epilogue,
-    /// y.
+    /// The output y.
     pub y: Output,
 }
 
 impl Tiled {
-    /// For at most `rows` rows of x, as many as the chunk descriptor `count` says.
+    /// Returns the call for at most `rows` rows of x; the chunk descriptor `count` holds the number of rows in use.
     ///
     /// # Panics
-    /// If the formats differ or are f32, x has other columns than W, or y is packed without SwiGLU
-    /// or in other columns than it gives: bugs of the caller.
+    /// If the formats differ or are f32, x has other columns than W, or y is packed without SwiGLU or with other
+    /// columns than the product's: bugs of the caller.
     pub fn call(&self, tile: Tile, rows: u32, count: Range) -> Call {
         self.for_rows(tile, rows, Some(count), None)
     }
 
-    /// For `rows` rows of x, all in use; see [`Tiled::call`].
+    /// Returns the call for `rows` rows of x, all in use; see [`Tiled::call`].
     pub fn batch(&self, tile: Tile, rows: u32) -> Call {
         self.for_rows(tile, rows, None, None)
     }
 
-    /// For rows sorted by expert, in tiles of [`TILE_TOKENS`]: `weight` is all experts' and `weight.rows` one expert's
-    /// rows. Rows of floats go to the place of their choice: `[rows][chosen][stride]`.
+    /// Returns the call for rows sorted by expert (MoE), in tiles of [`TILE_TOKENS`] rows: `weight` holds the weights
+    /// of all experts, and `weight.rows` are the rows of one expert. Rows of floats are written to the place of their
+    /// choice: `[rows][chosen][stride]`.
     pub fn sorted(&self, tile: Tile, sorted: &Sorted) -> Call {
         assert_eq!(sorted.tile, TILE_TOKENS, "rows of a tile");
         self.for_rows(tile, sorted.slot_count(), None, Some(sorted))
@@ -299,7 +299,7 @@ pub(super) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// Sums in f64, as of the other products; padding is not read.
+/// Sums in f64, like the references of the other products; padding is not read.
 pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     let a = TiledArgs::from_args(&call.args);
     let c = TiledConstants::from_values(&call.constants);
@@ -350,7 +350,7 @@ pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// One packed row of `chunks` blocks of columns; zero where there is no value.
+/// Writes one packed row of `chunks` blocks of columns; columns without a value are zero.
 fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
     for col in 0..chunks * FRAGMENT_COLS {
         let value = values.get(col as usize).copied().unwrap_or(0.0);

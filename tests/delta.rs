@@ -23,13 +23,13 @@ use ostinato::kernels::delta::{
     scratch_bytes,
 };
 use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
+use ostinato::kernels::gemm::skinny::Matrices;
+use ostinato::kernels::gemm::tiled::{Packed, token_index};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::DeltaStepArgs;
-use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::state::{SLOT_SETTLED, SLOT_WORDS};
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
-use ostinato::kernels::tiled::{Packed, token_index};
 use ostinato::memory::pack::Format;
 
 /// Tolerances, explained at the top of the file.
@@ -54,12 +54,12 @@ fn shapes() -> [DeltaHeads; 5] {
 fn ways(bench: &Bench) -> Vec<Matrices> {
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::Bf16, accumulator: Component::F32 };
     let units = bench.device.adapter().capabilities.matrix_shapes.contains(&shape);
-    if units { vec![Matrices::ByHand, Matrices::Cooperative] } else { vec![Matrices::ByHand] }
+    if units { vec![Matrices::Emulated, Matrices::Cooperative] } else { vec![Matrices::Emulated] }
 }
 
 /// Returns the tolerance for a prompt's outputs and states.
 fn limit(matrices: Matrices) -> f32 {
-    if matrices == Matrices::ByHand { PROMPT } else { PARTS }
+    if matrices == Matrices::Emulated { PROMPT } else { PARTS }
 }
 
 /// How strongly tokens decay the state and write to it.
@@ -596,7 +596,7 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
 fn check_prompts(name: &str, packed: bool, steps: &[(Layer, Vec<Part>)]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
-    for matrices in [Matrices::ByHand, Matrices::Cooperative] {
+    for matrices in [Matrices::Emulated, Matrices::Cooperative] {
         let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&matrices)).collect();
         if benches.is_empty() {
             continue;

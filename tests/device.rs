@@ -5,9 +5,10 @@ mod common;
 
 use ash::vk;
 use common::{Driver, Vulkan};
+use ostinato::config::Selector;
 use ostinato::device::{
     Batch, Commands, Device, DeviceError, Gate, Pipeline, PipelineCache, PipelineDesc, Point, Queries, QueueEntry,
-    Role, Selector, select,
+    Role, select,
 };
 use ostinato::telemetry::with_causes;
 use std::process::Command;

@@ -19,12 +19,14 @@ use common::{Driver, Vulkan};
 use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::attention::Heads;
+use ostinato::kernels::attention::flash::{
+    PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, flash_tiles, partials_bytes,
+};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
-use ostinato::kernels::flash::{PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, flash_tiles, partials_bytes};
+use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::FlashArgs;
-use ostinato::kernels::skinny::Matrices;
 use ostinato::memory::pack::Format;
 
 /// Tolerance, explained at the top of the file.
@@ -41,7 +43,7 @@ fn ways(bench: &Bench) -> Vec<Matrices> {
     let capabilities = &bench.device.adapter().capabilities;
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::F16, accumulator: Component::F32 };
     let units = capabilities.matrix_shapes.contains(&shape) && capabilities.max_shared_bytes >= SHARED_BYTES;
-    if units { vec![Matrices::ByHand, Matrices::Cooperative] } else { vec![Matrices::ByHand] }
+    if units { vec![Matrices::Emulated, Matrices::Cooperative] } else { vec![Matrices::Emulated] }
 }
 
 /// A prompt chunk of one sequence, as plain values.
@@ -211,7 +213,7 @@ fn check(name: &str, chunks: Vec<Chunk>) {
 fn check_steps(drivers: &[Driver], name: &str, splits: u32, steps: &[Vec<Chunk>]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = drivers.iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
-    for matrices in [Matrices::ByHand, Matrices::Cooperative] {
+    for matrices in [Matrices::Emulated, Matrices::Cooperative] {
         let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&matrices)).collect();
         if benches.is_empty() {
             continue;

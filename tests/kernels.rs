@@ -15,17 +15,17 @@ mod harness;
 use common::{Driver, Vulkan};
 use half::bf16;
 use harness::{Bench, Cases, Expect, POISON, Random, descriptor, round, ways};
+use ostinato::kernels::attention::flash_decode::{Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::attention::{self, Heads};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
-use ostinato::kernels::flash_decode::{Split, Spread, flash_decode, plan_splits};
+use ostinato::kernels::gemm::skinny::{Config, Matrices, skinny};
+use ostinato::kernels::gemm::tiled::{Packed, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
-use ostinato::kernels::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::state;
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
-use ostinato::kernels::tiled::{Packed, token_index};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::decoder;
 
@@ -641,12 +641,12 @@ fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
     let mut made = Vec::new();
     for (index, &(rows, shape, (norm, bias), epilogue, [threads, tiles, ahead])) in list.iter().enumerate() {
         let (config, flow) = (Config { threads, tiles, ahead }, flow(index));
-        assert!(config.shared_bytes(rows, Matrices::ByHand) <= 32 << 10, "{config:?} of {rows} rows");
+        assert!(config.shared_bytes(rows, Matrices::Emulated) <= 32 << 10, "{config:?} of {rows} rows");
         cases.case(format!("{index}.{shape:?}x{rows}.norm={norm}.bias={bias}.{epilogue:?}.{config:?}"));
         let logical = Logical::new(&mut random, Format::Bf16, shape, (rows, rows), norm, bias, epilogue);
         let product = logical.fragments(&mut cases, flow);
         let fault = cases.words("fault", &[0]);
-        cases.recording.call(skinny(&product, rows, Matrices::ByHand, config, flow, fault));
+        cases.recording.call(skinny(&product, rows, Matrices::Emulated, config, flow, fault));
         made.push((logical, product, flow));
     }
     let reference = cases.reference();

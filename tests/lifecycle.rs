@@ -357,7 +357,7 @@ async fn a_changed_configuration_does_what_it_says_and_no_stream_notices() {
         tokio::task::spawn_blocking(move || host.configure(&models, limit, grace, &Quiet, || {})).await.unwrap()
     };
     // With a device that does not exist, nothing changes.
-    let missing = [Model::new("new", "new", Some("missing")), Model::new("other", "other", Some("missing"))];
+    let missing = ["new", "other"].map(|name| Model::new(name, name, Some(Selector::Name("missing".to_owned()))));
     assert_eq!(configure(&missing, 8).await.unwrap_err().len(), 2, "all problems are told");
     assert_eq!(states(&mut client).await.len(), 4);
 

@@ -385,7 +385,7 @@ async fn with_a_model() -> (Scrape, Scrape, bool) {
         assert_eq!(fallen(&after, what), wanted, "{what}");
     }
     if driver != Driver::Gpu {
-        assert_eq!(fallen(&after, "by_hand"), 1.0);
+        assert_eq!(fallen(&after, "emulated"), 1.0);
     }
     let stage = |region, stage| {
         let of = [("replica", "demo/0"), ("region", region), ("stage", stage)];

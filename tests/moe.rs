@@ -14,14 +14,14 @@ mod harness;
 
 use common::{Driver, Vulkan};
 use harness::{Bench, Cases, Expect, POISON, Random, round, ways};
+use ostinato::kernels::gemm::panel;
+use ostinato::kernels::gemm::skinny::{Config, Matrices};
+use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{Grouped, Mlp, Shape, Sorted, Used};
-use ostinato::kernels::panel;
 use ostinato::kernels::recording::Range;
-use ostinato::kernels::skinny::{Config, Matrices};
 use ostinato::kernels::tags::{Flow, tagged};
-use ostinato::kernels::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
 
 const EPSILON: f32 = 1e-3;
@@ -384,7 +384,7 @@ fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
         (16 * blocks, Grouped::Panel(matrices, panel::Config { threads: 64, tiles, ahead: 1, blocks }))
     };
     let tiles: &[Tile] = match matrices {
-        Matrices::ByHand => &[Tile::Plain],
+        Matrices::Emulated => &[Tile::Plain],
         Matrices::Cooperative => &[Tile::Square, Tile::Half, Tile::Wide],
     };
     let tiled = tiles.iter().map(|tile| (TILE_TOKENS, Grouped::Tiled(*tile)));

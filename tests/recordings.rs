@@ -18,9 +18,10 @@ use harness::models::{expected, fixture};
 use harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
 use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::Heads;
+use ostinato::kernels::attention::flash::flash_tiles;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
-use ostinato::kernels::flash::flash_tiles;
+use ostinato::kernels::gemm::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
@@ -28,7 +29,6 @@ use ostinato::kernels::layout::StateLayout;
 use ostinato::kernels::recording::{Arg, Op, Recording, Touch};
 use ostinato::kernels::region::{RegionError, buffer_sizes};
 use ostinato::kernels::shaders::{TakeLastArgs, find};
-use ostinato::kernels::skinny::{Config, Matrices, skinny};
 use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::{self, Format};
@@ -522,7 +522,7 @@ fn steps_that_verify_drafts_mean_the_same_on_lavapipe_and_in_plain_rust() {
 
 /// Options of a run on weights in fragment order without matrix units.
 #[derive(Clone, Copy, Debug)]
-struct ByHand {
+struct Emulated {
     chunk: u32,
     tags: bool,
     kv_format: Format,
@@ -567,11 +567,11 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 6]) {
     (folder, checkpoints)
 }
 
-fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: ByHand) -> Decoder<'a> {
+fn emulated<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: Emulated) -> Decoder<'a> {
     let mut decoder = decoder(vulkan, driver, checkpoint, WHOLE);
     decoder.state.chunk = way.chunk;
     decoder.kv_format = way.kv_format;
-    decoder.tuning.fragments = Some(Matrices::ByHand);
+    decoder.tuning.fragments = Some(Matrices::Emulated);
     decoder.tuning.tags = way.tags;
     // Workgroups of 512 invocations, as a GPU would have, take a CPU driver long to compile.
     decoder.tuning.flash_threads = 64;
@@ -582,13 +582,13 @@ fn by_hand<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way:
 /// keys and values that are rounded to the other neighbor change by 2^-10. Chunks of more than 16 rows round
 /// activations to bfloat16, which changes a value by 2^-8 if it is rounded the other way. Values are about 1, up to
 /// some ten; a wrong index changes them by as much.
-fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
+fn run_by_hand(driver: Driver, ways: &[Emulated], names: &[&str]) {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, driver);
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| names.contains(name)) {
         for way in ways {
-            let decoder = by_hand(&vulkan, driver, checkpoint, *way);
+            let decoder = emulated(&vulkan, driver, checkpoint, *way);
             let recordings = Recordings::new(&decoder);
             let (prompt, greedy) = match *name {
                 name if name.starts_with("tiny-") => ((3..40).collect(), None),
@@ -615,20 +615,20 @@ fn run_by_hand(driver: Driver, ways: &[ByHand], names: &[&str]) {
 #[test]
 fn recordings_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
     let ways = [
-        ByHand { chunk: 16, tags: false, kv_format: Format::F32, near: 1e-3 },
-        ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 },
-        ByHand { chunk: 32, tags: true, kv_format: Format::F16, near: 8e-2 },
+        Emulated { chunk: 16, tags: false, kv_format: Format::F32, near: 1e-3 },
+        Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 },
+        Emulated { chunk: 32, tags: true, kv_format: Format::F16, near: 8e-2 },
     ];
     run_by_hand(Driver::first(), &ways, &["demo", "tiny-llama"]);
     // The widths of these models do not allow tags.
     run_by_hand(Driver::first(), &[ways[0], ways[2]], &["qwen3-deep", "demo-hybrid"]);
     // With more than eight rows, the rows are sorted by expert and activations are rounded.
-    run_by_hand(Driver::first(), &[ByHand { chunk: 8, ..ways[1] }, ways[2]], &["tiny-qwen3.5-moe"]);
+    run_by_hand(Driver::first(), &[Emulated { chunk: 8, ..ways[1] }, ways[2]], &["tiny-qwen3.5-moe"]);
 }
 
 #[test]
 fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
-    let ways = [ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 }];
+    let ways = [Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 }];
     run_by_hand(Driver::SwiftShader, &ways, &["tiny-llama"]);
 }
 
@@ -637,8 +637,8 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
     let vulkan = Vulkan::new();
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in &checkpoints {
-        let way = ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
-        let decoder = by_hand(&vulkan, Driver::first(), checkpoint, way);
+        let way = Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+        let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         let carries = !["qwen3-deep", "demo-hybrid"].contains(name);
         for rows in [1, 2, 4] {
             let recording = decoder.record(Shape::Decode { rows });
@@ -803,7 +803,7 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
 #[test]
 fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
     let vulkan = Vulkan::new();
-    let way = ByHand { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+    let way = Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
     let mut random = Random(5);
     let folder = tempfile::tempdir().expect("a folder");
     let mut written = Vec::new();
@@ -818,7 +818,7 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
     written.extend(others.map(|(name, checkpoint)| (name.to_owned(), checkpoint)));
     let mut stale = 0;
     for (name, checkpoint) in &written {
-        let decoder = by_hand(&vulkan, Driver::first(), checkpoint, way);
+        let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         for rows in [1, 4] {
             let recording = decoder.record(Shape::Decode { rows });
             assert_eq!(tags::check(&recording), Ok(()), "{name}");
@@ -856,7 +856,7 @@ fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     };
     let flow = Flow { input_carried: true, input: 2, old: 0, output: Some(1) };
     let config = Config { threads: 32, tiles: 1, ahead: 1 };
-    recording.call(skinny(&product, 1, Matrices::ByHand, config, flow, fault));
+    recording.call(skinny(&product, 1, Matrices::Emulated, config, flow, fault));
     let vulkan = Vulkan::new();
     for driver in Driver::all() {
         let bench = Bench::new(&vulkan, *driver);
@@ -1032,8 +1032,8 @@ fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
     };
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in &checkpoints {
-        let way = ByHand { chunk: 16, tags: false, kv_format: Format::F16, near: 0.0 };
-        let decoder = by_hand(&vulkan, Driver::first(), checkpoint, way);
+        let way = Emulated { chunk: 16, tags: false, kv_format: Format::F16, near: 0.0 };
+        let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         check(name, checkpoint, &Recordings::new(&decoder).decode, true);
     }
     for name in ["llama-deep", "qwen3-deep", "llama-bias", "hybrid-two", "hybrid-moe", "moe-top2"] {

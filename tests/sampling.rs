@@ -11,7 +11,7 @@ use ostinato::kernels::region::{Pipelines, Region};
 use ostinato::kernels::sampling::{self, SampledStep, SlotTables};
 use ostinato::kernels::shaders::{AdvanceArgs, ClearCountsArgs, MarkPromptArgs, PatchArgs, SampleArgs};
 use ostinato::kernels::state::*;
-use ostinato::kernels::{determinate, interpreter};
+use ostinato::kernels::{deterministic, interpreter};
 use ostinato::memory::{Arena, BufferTable, Place};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -496,7 +496,7 @@ fn draws_reach_exactly_the_survivors() {
         ] {
             let row = logits(&mut random, style, vocabulary);
             let init = SlotInit { temperature: 100.0, top_k, top_p, min_p, remaining: 9, ..SlotInit::default() };
-            let keys: Vec<u32> = row.iter().map(|l| determinate::key_of(*l)).collect();
+            let keys: Vec<u32> = row.iter().map(|l| deterministic::key_of(*l)).collect();
             let want = sampling::survivors(&keys, &init.words());
             let rows = (0..800).map(|seed| plain_row(row.clone(), SlotInit { seed, ..init.clone() })).collect();
             let mut got = tokens(&Scene { vocabulary, rows, partials: 0, threads: 64 }.check(&gpu, 41));
@@ -644,7 +644,7 @@ fn a_slot_counts_down_stops_and_falls_silent() {
 #[test]
 fn the_reference_masks_in_the_order_that_it_says() {
     let tables = SlotTables { counts: &[], bias: &[], mask: &[] };
-    let keys = |logits: &[f32]| logits.iter().map(|l| determinate::key_of(*l)).collect::<Vec<u32>>();
+    let keys = |logits: &[f32]| logits.iter().map(|l| deterministic::key_of(*l)).collect::<Vec<u32>>();
     // Probabilities 0.5, 0.125, 0.25, 0.125.
     let row: Vec<f32> = [0.5f32, 0.125, 0.25, 0.125].iter().map(|p| p.ln()).collect();
     let of = |top_k, top_p, min_p| {
@@ -674,5 +674,8 @@ fn the_reference_masks_in_the_order_that_it_says() {
         &init.words(),
         SlotTables { counts: &counts, bias: &bias, mask: &[] },
     );
-    assert_eq!(keys.iter().map(|k| determinate::value_of(*k)).collect::<Vec<_>>(), [-2.0, 4.0 / 2.0 - 1.0 - 0.25, 1.0]);
+    assert_eq!(
+        keys.iter().map(|k| deterministic::value_of(*k)).collect::<Vec<_>>(),
+        [-2.0, 4.0 / 2.0 - 1.0 - 0.25, 1.0]
+    );
 }

@@ -14,8 +14,8 @@ use ostinato::engine::request::{Request, Scored, TokenLogprobs};
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
+use ostinato::kernels::sampling::score::{Score, score, score_of, take_rows};
 use ostinato::kernels::sampling::{advance, row_stride};
-use ostinato::kernels::score::{Score, score, score_of, take_rows};
 use ostinato::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
 use ostinato::kernels::state::{SCORE_WORDS, TOKEN_NONE};
 

@@ -15,11 +15,11 @@ mod harness;
 use common::{Driver, Vulkan};
 use half::{bf16, f16};
 use harness::{Bench, Cases, Expect, POISON, Random, round, ways};
+use ostinato::kernels::gemm::panel::{Config, Fold, Unscaled, panel};
+use ostinato::kernels::gemm::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::panel::{Config, Fold, Unscaled, panel};
 use ostinato::kernels::recording::Range;
-use ostinato::kernels::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::memory::pack::{Format, fragment_index};
 
 const FORMATS: [Format; 2] = [Format::Bf16, Format::F16];

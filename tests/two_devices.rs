@@ -145,6 +145,7 @@ fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
     let vulkan = Vulkan::new();
     let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let start = |device: Option<&str>| {
+        let device = device.map(|text| text.parse().expect("a selector"));
         let config = Config { models: vec![Model::new("m", fixture("llama-plain"), device)], ..Config::default() };
         start_on(&vulkan.instance, &config, &Quiet).map(|_| ()).expect_err("no such device")
     };

@@ -7,7 +7,7 @@
 // One invocation processes one row. Traffic: 8 bytes per part.
 #include "common.glsl"
 #include "state.glsl"
-#include "determinate.glsl"
+#include "deterministic.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint INDEX = 0;

@@ -3,7 +3,7 @@
 // NORMALISE 1. A NaN logit counts as -inf, so that the result is always CHOSEN different experts below COUNT, whatever
 // the logits are.
 //
-// One subgroup selects for one row, on ordered integer keys (`determinate.glsl`). The constants COUNT, CHOSEN and
+// One subgroup selects for one row, on ordered integer keys (`deterministic.glsl`). The constants COUNT, CHOSEN and
 // NORMALISE must be defined.
 //
 // MATRIX 1  (subgroups of 32): the keys are in registers, as `Candidates`. The ids are written to `ids_s` and the

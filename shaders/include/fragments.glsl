@@ -7,7 +7,7 @@
 // token g + 8 in the last two. After the product a lane holds the sums of token g (elements 0..3) and of token g + 8
 // (elements 4..7) for rows 4t .. 4t + 3 of W.
 //
-// MATRIX 1 uses cooperative matrices, whose element order in the lanes is probed at start (`lanes.comp`). MATRIX 0 is
+// MATRIX 1 uses cooperative matrices, whose element order in the lanes is probed at start (`fragment_layout.comp`). MATRIX 0 is
 // the scalar fallback: it computes the same product through shared memory, with barriers, so that every call must be in
 // uniform control flow of the whole workgroup. The shader must define `LANES`, the workgroup's size, as a constant.
 #ifndef MATRIX

@@ -1,5 +1,5 @@
 // Workgroup reductions for kernels whose invocations each own parts of a row of logits. Include `state.glsl` and
-// `determinate.glsl` first.
+// `deterministic.glsl` first.
 
 // Subgroups have at least 4 invocations and workgroups at most 1,024.
 const uint MAX_SUBGROUPS = 256u;

@@ -11,7 +11,7 @@
 //
 // One workgroup processes EACH rows, one subgroup per row. Traffic: the logits once, 8 bytes per choice.
 #include "common.glsl"
-#include "determinate.glsl"
+#include "deterministic.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint COUNT = 8;

@@ -27,7 +27,7 @@
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
-#include "determinate.glsl"
+#include "deterministic.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size, at least ROWS · CHOSEN

@@ -1,7 +1,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
-#include "determinate.glsl"
+#include "deterministic.glsl"
 
 // Partial argmax: partials[row][part] = the greatest logit of the part and the lowest token that has it.
 //   logits   [rows][row_stride] f32, row_stride a multiple of 4

@@ -2,7 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 #include "state.glsl"
-#include "determinate.glsl"
+#include "deterministic.glsl"
 #include "reduce.glsl"
 
 // Sampling: draws the next token of every row and advances the state of its slot.
@@ -18,7 +18,7 @@
 //   threshold on the key
 //   token = argmax over the kept tokens of d + gumbel(seed, tokens generated, token id)
 //
-// Masses are integers in units of 2^-31 of the greatest, and the arithmetic is that of `determinate.glsl`: the token
+// Masses are integers in units of 2^-31 of the greatest, and the arithmetic is that of `deterministic.glsl`: the token
 // depends neither on the device, nor on the workgroup's size, nor on the other rows.
 //
 //   logits    [rows][row_stride] f32, row_stride a multiple of 4

@@ -2,7 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 #include "state.glsl"
-#include "determinate.glsl"
+#include "deterministic.glsl"
 #include "reduce.glsl"
 
 // Prompt logprobs: for each row of a prompt chunk, the log softmax of the token that follows it, and the most probable

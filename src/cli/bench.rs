@@ -10,7 +10,7 @@ use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Re
 use crate::gpu::devices::start_on;
 use crate::host::Host;
 use crate::host::progress::Progress;
-use crate::measure::read_bandwidth::read_ceiling;
+use crate::measure::read_bandwidth::read_bandwidth;
 use crate::measure::stages;
 use crate::measure::stages::stages;
 use crate::model::checkpoint::Checkpoint;
@@ -143,7 +143,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let adapter = choose(&adapters, args.device.as_ref())?.clone();
-    let ceiling = read_ceiling(&instance, &adapter)?;
+    let ceiling = read_bandwidth(&instance, &adapter)?;
 
     let path =
         demo::unpack(&args.model, cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?;

@@ -23,7 +23,7 @@ pub enum Fallback {
     /// use.
     RowLayout,
     /// Matrix blocks are multiplied with scalar arithmetic instead of matrix units.
-    ByHand,
+    Emulated,
     /// The stages of a decode step run one after the other, because the device does not guarantee which workgroups
     /// start first.
     NoOverlap,
@@ -36,13 +36,13 @@ pub enum Fallback {
 impl Fallback {
     /// All fallbacks.
     pub const ALL: [Fallback; 5] =
-        [Fallback::RowLayout, Fallback::ByHand, Fallback::NoOverlap, Fallback::OverlapTest, Fallback::OverlapFault];
+        [Fallback::RowLayout, Fallback::Emulated, Fallback::NoOverlap, Fallback::OverlapTest, Fallback::OverlapFault];
 
     /// Returns the fallback's name in metrics.
     pub fn name(self) -> &'static str {
         match self {
             Fallback::RowLayout => "row_layout",
-            Fallback::ByHand => "by_hand",
+            Fallback::Emulated => "emulated",
             Fallback::NoOverlap => "no_overlap",
             Fallback::OverlapTest => "overlap_test",
             Fallback::OverlapFault => "overlap_fault",

@@ -22,7 +22,7 @@ use crate::host::source::LoadAttempt;
 use crate::host::source::{BuildError, ModelSource};
 use crate::host::{DeviceMemory, DeviceStatus, MemoryShare, ServedDevice};
 use crate::host::{Host, ModelInfo, ServedModel};
-use crate::kernels::skinny::Matrices;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;

@@ -4,10 +4,10 @@
 use crate::device::{Component, Device, MatrixShape};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
-use crate::kernels::lanes::{self, FOUND};
+use crate::kernels::gemm::fragment_layout::{self, FOUND};
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::Recording;
 use crate::kernels::region::{Pipelines, Region};
-use crate::kernels::skinny::Matrices;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, BufferTable, Place};
 use std::path::Path;
@@ -28,13 +28,13 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
     if !promised {
         return Ok(None);
     }
-    let mut recording = Recording::new("lanes");
+    let mut recording = Recording::new("fragment_layout");
     let mut table = BufferTable::new();
     let mut found = Vec::new();
     for format in [Format::Bf16, Format::F16] {
-        let name = format!("lanes.{format:?}");
+        let name = format!("fragment_layout.{format:?}");
         let range = recording.buffer(&name, u64::from(FOUND) * 4);
-        recording.call(lanes::lanes(format, range));
+        recording.call(fragment_layout::fragment_layout(format, range));
         let buffer = arena.buffer(&name, range.bytes, Place::Readback)?;
         found.push(Arc::clone(&buffer));
         table.add(buffer)?;
@@ -42,7 +42,7 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
     let pipelines = Pipelines::build(device, cache, &[&recording], &|_, _| {})?;
     let region = Arc::new(Region::build(device, &recording, &table, &pipelines)?);
     time_regions(device, &[region], 1)?;
-    let expected = lanes::expected();
+    let expected = fragment_layout::expected();
     let as_expected = found.iter().all(|buffer| {
         let mut values = vec![0f32; FOUND as usize];
         buffer.read(0, bytemuck::cast_slice_mut(&mut values));

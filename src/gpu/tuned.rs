@@ -6,9 +6,9 @@ use crate::config::file;
 use crate::device::{Adapter, driver_key, write_atomically};
 use crate::host::progress::Progress;
 use crate::kernels::attention::Heads;
-use crate::kernels::flash_decode;
+use crate::kernels::attention::flash_decode;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::shaders::SHADER_SET;
-use crate::kernels::skinny::Matrices;
 use crate::memory::pack::Format;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::config::ModelConfig;
@@ -82,7 +82,7 @@ impl File {
 pub(crate) fn variant(tuning: &Tuning) -> String {
     let kind = match tuning.fragments {
         None => "rows",
-        Some(Matrices::ByHand) => "fragments by hand",
+        Some(Matrices::Emulated) => "fragments by hand",
         Some(Matrices::Cooperative) => "fragments",
     };
     if tuning.tags { format!("{kind}, tagged") } else { kind.to_owned() }
@@ -281,8 +281,8 @@ mod tests {
         adapter
     }
 
-    fn by_hand(adapter: &Adapter) -> Tuning {
-        Tuning { fragments: Some(Matrices::ByHand), ..tuning(adapter, None, 4, 1024) }
+    fn emulated(adapter: &Adapter) -> Tuning {
+        Tuning { fragments: Some(Matrices::Emulated), ..tuning(adapter, None, 4, 1024) }
     }
 
     #[test]
@@ -337,7 +337,7 @@ mod tests {
             fn step(&self, _: &str, _: u64, _: u64, _: crate::host::progress::Unit) {}
         }
         let tuned = Tuned::of_model(Some(folder.path()), &adapter, &model, &Silent);
-        let plain = by_hand(&adapter);
+        let plain = emulated(&adapter);
         let mut changed = plain.clone();
         assert_eq!(tuned.apply(&mut changed), 2);
         let mut wanted = plain.clone();
@@ -352,7 +352,7 @@ mod tests {
     fn what_exceeds_the_device_is_no_change() {
         let (adapter, model) = (adapter(), demo_model());
         let bounds = TuningBounds::new(&adapter, &model.config);
-        let tuning = by_hand(&adapter);
+        let tuning = emulated(&adapter);
         for (key, good, bad) in [
             ("skinny.512x256", "256/1/2", ["2048/1/2", "1024/4/8", "256/5/2", "256/1/9"]),
             ("flash_threads", "128", ["0", "48", "2048", "x"]),

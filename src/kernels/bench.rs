@@ -1,9 +1,9 @@
-//! `read_ceiling`: the memory bandwidth benchmark of `ostinato bench`. Not here: anything that a model uses.
+//! `read_bandwidth`: the memory bandwidth benchmark of `ostinato bench`. Not here: anything that a model uses.
 
 use super::fold;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range, Recording};
-use super::shaders::{ReadCeilingArgs, ReadCeilingConstants};
+use super::shaders::{ReadBandwidthArgs, ReadBandwidthConstants};
 
 /// The number of 16-byte loads that an invocation has in flight.
 const LOADS: u64 = 16;
@@ -15,16 +15,16 @@ pub fn tile_bytes(threads: u32) -> u64 {
 
 /// Returns a recording that reads `data` once. The length of `data` is `bytes`, rounded down to a multiple of
 /// [`tile_bytes`].
-pub fn read_ceiling(bytes: u64, threads: u32) -> Recording {
-    let mut recording = Recording::new("read_ceiling");
+pub fn read_bandwidth(bytes: u64, threads: u32) -> Recording {
+    let mut recording = Recording::new("read_bandwidth");
     let tiles = bytes / tile_bytes(threads);
-    let data: Range = recording.buffer("read_ceiling.data", tiles * tile_bytes(threads));
-    let total = recording.buffer("read_ceiling.total", 4);
+    let data: Range = recording.buffer("read_bandwidth.data", tiles * tile_bytes(threads));
+    let total = recording.buffer("read_bandwidth.total", 4);
     recording.call(Call {
-        kernel: "read_ceiling",
-        label: "read_ceiling".to_owned(),
-        constants: ReadCeilingConstants { threads }.into_values(),
-        args: ReadCeilingArgs { data, total }.into_args(),
+        kernel: "read_bandwidth",
+        label: "read_bandwidth".to_owned(),
+        constants: ReadBandwidthConstants { threads }.into_values(),
+        args: ReadBandwidthArgs { data, total }.into_args(),
         groups: fold(u32::try_from(tiles).unwrap_or(u32::MAX), 1),
     });
     recording

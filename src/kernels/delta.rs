@@ -3,16 +3,16 @@
 
 use super::Format;
 use super::embed::{BLOCK_ROWS, CELL_WORDS};
+use super::gemm::skinny::Matrices;
+use super::gemm::tiled::{TILE_TOKENS, token_index};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
     DeltaBlocksArgs, DeltaBlocksConstants, DeltaGateArgs, DeltaGateConstants, DeltaScanArgs, DeltaScanConstants,
     DeltaStepArgs, DeltaStepConstants,
 };
-use super::skinny::Matrices;
 use super::state::{SLOT_SETTLED, SLOT_WORDS};
 use super::tags::{Flow, tagged};
-use super::tiled::{TILE_TOKENS, token_index};
 use crate::memory::pack::FRAGMENT_COLS;
 
 /// The number of positions in a cell's convolution window (a ring buffer).
@@ -279,8 +279,8 @@ pub fn delta_prompts(
         part
     });
     let DeltaHeads { key, value, key_dim, value_dim } = heads;
-    let name = |by_hand, cooperative| match matrices {
-        Matrices::ByHand => by_hand,
+    let name = |emulated, cooperative| match matrices {
+        Matrices::Emulated => emulated,
         Matrices::Cooperative => cooperative,
     };
     let blocks = Call {
@@ -358,7 +358,7 @@ pub fn delta_prompts(
 /// Returns the number of invocations of a workgroup of `delta_scan`, and its number of columns divided by 16.
 fn scan_shape(heads: DeltaHeads, matrices: Matrices) -> (u32, u32) {
     match matrices {
-        Matrices::ByHand => (64, 1),
+        Matrices::Emulated => (64, 1),
         Matrices::Cooperative => {
             let together = if heads.value_dim.is_multiple_of(32) { 2 } else { 1 };
             (128 * together, together)

@@ -2,7 +2,7 @@
 //! (MTP) block, and the storage of its draft tokens. Not here: the products and attention of both, which are those of
 //! prompts, and the drawing of tokens (`sampling`), which decides which draft tokens are accepted.
 
-use super::determinate::key_of;
+use super::deterministic::key_of;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{

@@ -5,27 +5,20 @@ pub mod attention;
 pub mod barriers;
 pub mod bench;
 pub mod delta;
-pub mod determinate;
+pub mod deterministic;
 pub mod draft;
 pub mod embed;
-pub mod flash;
-pub mod flash_decode;
 pub mod gemm;
 pub mod host_memory;
 pub mod interpreter;
-pub mod lanes;
 pub mod layout;
 pub mod moe;
-pub mod panel;
 pub mod recording;
 pub mod region;
 pub mod sampling;
-pub mod score;
 pub mod shaders;
-pub mod skinny;
 pub mod state;
 pub mod tags;
-pub mod tiled;
 
 use crate::memory::pack::Format;
 use host_memory::HostMemory;
@@ -54,14 +47,14 @@ pub fn reference(kernel: &str) -> Reference {
         "clear_tags" => tags::reference_clear_tags,
         "embed_rows" => embed::reference_embed_rows,
         "gemv" => gemm::reference_gemv,
-        "skinny" => skinny::reference_skinny,
+        "skinny" => gemm::skinny::reference_skinny,
         "matmul" => gemm::reference_matmul,
-        "pack_rows" => tiled::reference_pack_rows,
-        "panel" => panel::reference_panel,
-        "tiled" => tiled::reference_tiled,
+        "pack_rows" => gemm::tiled::reference_pack_rows,
+        "panel" => gemm::panel::reference_panel,
+        "tiled" => gemm::tiled::reference_tiled,
         "take_last" => gemm::reference_take_last,
-        "flash_decode" => flash_decode::reference_flash_decode,
-        "plan_splits" => flash_decode::reference_plan_splits,
+        "flash_decode" => attention::flash_decode::reference_flash_decode,
+        "plan_splits" => attention::flash_decode::reference_plan_splits,
         "delta_step" => delta::reference_delta_step,
         "delta_blocks" => delta::reference_delta_blocks,
         "delta_scan" => delta::reference_delta_scan,
@@ -73,22 +66,22 @@ pub fn reference(kernel: &str) -> Reference {
         "store_draft" => draft::reference_store_draft,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
-        "flash" => flash::reference_flash,
+        "flash" => attention::flash::reference_flash,
         "expert_skinny" => moe::reference_expert_skinny,
         "expert_choose" => moe::reference_expert_choose,
         "expert_gemv" => moe::reference_expert_gemv,
         "expert_plan" => moe::reference_expert_plan,
         "expert_combine" => moe::reference_expert_combine,
-        "lanes" => lanes::reference_lanes,
-        "read_ceiling" => bench::reference_read_ceiling,
+        "fragment_layout" => gemm::fragment_layout::reference_fragment_layout,
+        "read_bandwidth" => bench::reference_read_ceiling,
         "argmax" => sampling::reference_argmax,
         "sample" => sampling::reference_sample,
         "advance" => sampling::reference_advance,
         "patch" => sampling::reference_patch,
         "clear_counts" => sampling::reference_clear_counts,
         "mark_prompt" => sampling::reference_mark_prompt,
-        "take_rows" => score::reference_take_rows,
-        "score" => score::reference_score,
+        "take_rows" => sampling::score::reference_take_rows,
+        "score" => sampling::score::reference_score,
         other => panic!("kernel \"{other}\" has no reference"),
     }
 }

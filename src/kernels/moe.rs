@@ -2,24 +2,24 @@
 //!
 //! - A few rows, weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], which include the routing.
 //! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows.
-//! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::tiled::pack_sorted`],
+//! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
 //!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`].
 //!
 //! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
 //! (`skinny`, `gemm`, `panel`, `tiled`).
 
-use super::determinate::{key_of, value_of};
+use super::deterministic::{key_of, value_of};
+use super::gemm::panel;
+use super::gemm::skinny::{Config, Matrices};
+use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
 use super::gemm::{Activations, Epilogue, Matrix, swiglu};
 use super::host_memory::HostMemory;
-use super::panel;
 use super::recording::{Call, Range};
 use super::shaders::{
     ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
     ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
 };
-use super::skinny::{Config, Matrices};
 use super::tags::{Flow, tagged};
-use super::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
 use super::{Format, fold, format_of};
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, fragment_index};
 
@@ -146,7 +146,7 @@ impl Sorted {
 pub enum Grouped {
     /// `panel`, for a few rows per expert.
     Panel(Matrices, panel::Config),
-    /// `tiled`, for many, in tiles of [`super::tiled::TILE_TOKENS`] rows.
+    /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),
 }
 
@@ -160,8 +160,8 @@ impl Grouped {
         // Measured for experts with a hidden size of 2048 and an intermediate size of 768 or 512 on an H200, by rows
         // per expert.
         match (matrices, rows * shape.chosen / shape.count) {
-            (Matrices::ByHand, ..=32) => panel(128, 1, 1, 1),
-            (Matrices::ByHand, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
+            (Matrices::Emulated, ..=32) => panel(128, 1, 1, 1),
+            (Matrices::Emulated, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
             (Matrices::Cooperative, ..=12) => panel(128, 2, 4, 1),
             (Matrices::Cooperative, ..=24) => panel(128, 4, 1, 2),
             (Matrices::Cooperative, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Wide)),
@@ -334,7 +334,7 @@ impl Mlp {
         };
         let call = Call {
             kernel: match matrices {
-                Matrices::ByHand => "expert_skinny.bf16.plain",
+                Matrices::Emulated => "expert_skinny.bf16.plain",
                 Matrices::Cooperative => "expert_skinny.bf16",
             },
             label: self.label_of(stage),
@@ -351,7 +351,7 @@ impl Mlp {
     pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [Config; 2] {
         let config = |threads: u32, tiles, ahead| Config { threads, tiles, ahead };
         let wanted = match (matrices, rows) {
-            (Matrices::ByHand, _) => [config(128, 1, 2); 2],
+            (Matrices::Emulated, _) => [config(128, 1, 2); 2],
             (Matrices::Cooperative, 1) => [config(256, 4, 2), config(512, 1, 4)],
             (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
             (Matrices::Cooperative, _) => [config(128, 4, 4), config(512, 1, 2)],
@@ -370,13 +370,13 @@ impl Mlp {
     pub fn few_shared_bytes(&self, rows: u32, matrices: Matrices, config: Config) -> u32 {
         let (groups, blocks, tokens, quads) = (config.threads / 32, rows.div_ceil(8), rows.min(8), config.ahead * 8);
         let squares = match matrices {
-            Matrices::ByHand => quads,
+            Matrices::Emulated => quads,
             Matrices::Cooperative => quads.div_ceil(32),
         };
-        let by_hand = config.threads * 32 + self.shape.count * 4;
-        let by_hand = if matrices == Matrices::ByHand { by_hand } else { 0 };
+        let emulated = config.threads * 32 + self.shape.count * 4;
+        let emulated = if matrices == Matrices::Emulated { emulated } else { 0 };
         let (sums, x) = (config.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
-        groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + by_hand
+        groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + emulated
     }
 
     fn label_of(&self, stage: Stage) -> String {

@@ -12,14 +12,14 @@ use std::sync::Arc;
 
 /// Bytes a second that the device reads, median of several sweeps over a buffer far larger than
 /// its caches; `None` where its queue has no timestamps.
-pub fn read_ceiling(instance: &Instance, adapter: &Adapter) -> Result<Option<f64>, StartError> {
+pub fn read_bandwidth(instance: &Instance, adapter: &Adapter) -> Result<Option<f64>, StartError> {
     const SWEEPS: usize = 9;
     let device = Device::open(instance, adapter)?;
     let arena = Arena::new(&device)?;
     let threads = if adapter.is_cpu() { 64 } else { 256 };
     let wanted: u64 = if adapter.is_cpu() { 256 << 20 } else { 3 << 30 };
     let bytes = wanted.min(adapter.capabilities.max_allocation_bytes / 2).min(device.budget().free_bytes() / 2);
-    let recording = bench::read_ceiling(bytes, threads);
+    let recording = bench::read_bandwidth(bytes, threads);
     let data_bytes = recording.buffers[0].bytes;
     let mut table = BufferTable::new();
     let mut init = Recording::new("init");

@@ -15,8 +15,8 @@ use crate::gpu::error::StartError;
 use crate::gpu::tuned;
 use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
 use crate::host::progress::Progress;
+use crate::kernels::attention::flash_decode::MOST_SPLITS;
 use crate::kernels::embed::PromptRows;
-use crate::kernels::flash_decode::MOST_SPLITS;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, patch_inbox};
@@ -641,8 +641,8 @@ mod tests {
     use crate::config::DEMO_PATH;
     use crate::device::AdapterKind;
     use crate::gpu::build::defaults::tuning;
+    use crate::kernels::gemm::skinny::Matrices;
     use crate::kernels::layout::StateLayout;
-    use crate::kernels::skinny::Matrices;
     use crate::memory::pack::Format;
     use crate::model::decoder::RingLayout;
     use crate::model::demo;
@@ -682,7 +682,7 @@ mod tests {
 
     #[test]
     fn a_step_on_fragments_has_a_choice_a_shape_and_those_of_attention() {
-        let knobs = of_demo(Some(Matrices::ByHand), 256);
+        let knobs = of_demo(Some(Matrices::Emulated), 256);
         let mut keys: Vec<&str> = knobs.iter().map(|knob| knob.key.as_str()).collect();
         keys.sort_unstable();
         let skinny = ["1024x256", "2048x256", "256x256", "256x512", "512x256"].map(|shape| format!("skinny.{shape}"));
@@ -707,8 +707,8 @@ mod tests {
 
     #[test]
     fn short_contexts_do_not_take_splits_from_long_ones() {
-        assert_eq!(named(&of_demo(Some(Matrices::ByHand), 256), "splits").candidates, ["8", "12", "16"]);
-        let long = of_demo(Some(Matrices::ByHand), LONG);
+        assert_eq!(named(&of_demo(Some(Matrices::Emulated), 256), "splits").candidates, ["8", "12", "16"]);
+        let long = of_demo(Some(Matrices::Emulated), LONG);
         assert_eq!(named(&long, "splits").candidates.first().map(String::as_str), Some("1"));
         assert_eq!(named(&long, "splits").candidates.last().map(String::as_str), Some("32"));
     }

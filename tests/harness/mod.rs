@@ -12,11 +12,11 @@ use ostinato::actors::watcher::Outbox;
 use ostinato::device::Device;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Op, Range, Recording};
 use ostinato::kernels::region::{Pipelines, Region, RegionError};
-use ostinato::kernels::skinny::Matrices;
 use ostinato::kernels::tags::TAG_BITS;
 use ostinato::memory::pack::Format;
 use ostinato::memory::{Arena, BufferTable, Place};
@@ -31,8 +31,8 @@ pub const POISON: u32 = 0x7fc0_dead;
 /// Returns the implementations of the 16 × 16 matrix product to test on the selected device.
 pub fn ways() -> &'static [Matrices] {
     match Driver::first() {
-        Driver::Gpu => &[Matrices::ByHand, Matrices::Cooperative],
-        _ => &[Matrices::ByHand],
+        Driver::Gpu => &[Matrices::Emulated, Matrices::Cooperative],
+        _ => &[Matrices::Emulated],
     }
 }
 

@@ -25,9 +25,9 @@ use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::kernels::skinny::Matrices;
 use crate::memory::pack::Packing;
 use crate::memory::plan::{Purpose, Side};
 use crate::memory::{BufferTable, Place, WeightFile};
@@ -286,7 +286,7 @@ impl Build<'_> {
             self.name,
             match decoder.tuning.fragments {
                 None => "row after row",
-                Some(Matrices::ByHand) => "in fragments, multiplied by hand",
+                Some(Matrices::Emulated) => "in fragments, multiplied by hand",
                 Some(Matrices::Cooperative) => "in fragments, on matrix units",
             },
             if overlaps { "overlap" } else { "run one after the other" }

@@ -3,10 +3,10 @@
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
 use crate::kernels::embed::rows_bytes;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
-use crate::kernels::skinny::Matrices;
 use crate::kernels::tags;
 use crate::model::decoder::{Decoder, Shape};
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ pub(super) fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u
     let variants = Variants::of(recordings.of_steps());
     match decoder.tuning.fragments {
         None => variants.fell_back(Fallback::RowLayout),
-        Some(Matrices::ByHand) => variants.fell_back(Fallback::ByHand),
+        Some(Matrices::Emulated) => variants.fell_back(Fallback::Emulated),
         Some(Matrices::Cooperative) => {}
     }
     if !decoder.tuning.tags {

@@ -6,7 +6,7 @@ use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Done, PlanReport, Sampled, ScoredChunk, Slot, Ticket};
 use crate::engine::request::{PerToken, Scored, TokenLogprobs};
 use crate::gpu::executor::{GpuExecutor, Kind, Pending, Scoring};
-use crate::kernels::score::Score;
+use crate::kernels::sampling::score::Score;
 use crate::kernels::state::{self, RingEntry};
 use crate::model::decoder::RingLayout;
 use std::time::Duration;

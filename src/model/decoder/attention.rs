@@ -3,12 +3,12 @@
 //! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Shape, Step};
+use crate::kernels::attention::flash;
+use crate::kernels::attention::flash_decode::{self, Split};
 use crate::kernels::attention::{self, Heads};
-use crate::kernels::flash;
-use crate::kernels::flash_decode::{self, Split};
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{AppendArgs, AttentionArgs, FlashArgs};
-use crate::kernels::skinny::Matrices;
 
 /// The maximum number of workgroups that share a tile of a prompt's attention.
 const MOST_PROMPT_SPLITS: u32 = 16;
@@ -71,7 +71,7 @@ impl Decoder<'_> {
     /// Whether prompts' attention uses the `flash` kernel.
     pub(super) fn flashes(&self, matrices: Matrices) -> bool {
         flash::flash_serves(self.heads())
-            && (matrices == Matrices::ByHand || self.tuning.shared_bytes >= flash::SHARED_BYTES)
+            && (matrices == Matrices::Emulated || self.tuning.shared_bytes >= flash::SHARED_BYTES)
     }
 
     /// Returns the number of threads of a `flash_decode` workgroup.
@@ -197,7 +197,7 @@ impl Decoder<'_> {
         // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
         let tiles = flash::flash_tiles(heads, shape.rows()) * heads.kv;
         let splits = match matrices {
-            Matrices::ByHand => 1,
+            Matrices::Emulated => 1,
             Matrices::Cooperative => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
         };
         let args = FlashArgs {

@@ -4,9 +4,9 @@
 
 use super::{Block, Decoder, Mixed, Shape, Step};
 use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
-use crate::kernels::skinny::Matrices;
 use crate::model::config::DeltaNet;
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
@@ -87,7 +87,7 @@ impl Decoder<'_> {
                 y,
                 y_stride,
             };
-            let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
+            let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
             let calls = delta::delta_prompts(
                 &block.name("delta"),
                 heads,

@@ -4,12 +4,12 @@
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
 use super::{Block, Decoder, Shape, Step};
+use crate::kernels::gemm::panel::Fold;
+use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::tiled::{self, Output, Packed};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix};
 use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
-use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
-use crate::kernels::skinny::Matrices;
-use crate::kernels::tiled::{self, Output, Packed};
 use crate::memory::pack::Format;
 use crate::model::config::Experts;
 
@@ -88,7 +88,7 @@ impl Decoder<'_> {
         let c = self.config;
         let rows = shape.rows();
         let experts = mlp.shape;
-        let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
+        let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let (used, valid) = Self::used(shape, step);
         let packed = self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, Some(mlp.norm.0));
         self.tiled(

@@ -4,12 +4,12 @@
 
 use super::{Decoder, Shape, Step};
 use crate::kernels::embed::{self, RowsFrom, Table};
+use crate::kernels::gemm::panel::Fold;
+use crate::kernels::gemm::tiled::Output;
 use crate::kernels::gemm::{Activations, Epilogue, take_last};
-use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling::{self, SampledStep};
 use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
-use crate::kernels::tiled::Output;
 
 impl Decoder<'_> {
     /// Records the row table of a step and the rows' embeddings.

@@ -4,9 +4,9 @@
 
 use super::{Block, Decoder, Shape, Step};
 use crate::kernels::gemm::Epilogue;
-use crate::kernels::panel::Fold;
+use crate::kernels::gemm::panel::Fold;
+use crate::kernels::gemm::tiled::Output;
 use crate::kernels::recording::Recording;
-use crate::kernels::tiled::Output;
 
 impl Decoder<'_> {
     pub(super) fn mlp(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block) {

@@ -20,13 +20,13 @@ pub use tuning::Tuning;
 use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Dtype, LayerKind, MlpKind, ModelConfig};
 use crate::kernels::embed;
+use crate::kernels::gemm::panel::Fold;
+use crate::kernels::gemm::tiled::{Output, Packed};
 use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
-use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::tags::{self, Flow, Generations};
-use crate::kernels::tiled::{Output, Packed};
 use crate::memory::pack::Format;
 use std::cell::RefCell;
 

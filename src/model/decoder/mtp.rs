@@ -4,17 +4,17 @@
 
 use super::{Block, Decoder, Shape, Step, stride};
 use crate::kernels::attention;
+use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::draft::{self, VerifyRows};
 use crate::kernels::embed;
-use crate::kernels::flash::flash_tiles;
+use crate::kernels::gemm::panel::Fold;
+use crate::kernels::gemm::tiled::Output;
 use crate::kernels::gemm::{Activations, Epilogue, take_last};
-use crate::kernels::panel::Fold;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{
     JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, TakeLastArgs, VerifyRowsArgs,
 };
-use crate::kernels::tiled::Output;
 
 /// The prefix of the names of the block's weights.
 const PREFIX: &str = "mtp";

@@ -4,11 +4,11 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Shape, Step, floats_from, outputs_from};
+use crate::kernels::gemm::panel::{self, Fold, Unscaled};
+use crate::kernels::gemm::skinny::{self, Matrices};
+use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
-use crate::kernels::panel::{self, Fold, Unscaled};
 use crate::kernels::recording::{Range, Recording};
-use crate::kernels::skinny::{self, Matrices};
-use crate::kernels::tiled::{self, Output, Packed, Tile, Tiled};
 use crate::memory::pack::Format;
 use crate::model::config::MlpKind;
 
@@ -45,7 +45,7 @@ impl Decoder<'_> {
         let blocks = weight.rows.div_ceil(16);
         let (threads, tiles, ahead) = match (matrices, rows) {
             // No more threads than every device supports.
-            (Matrices::ByHand, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
+            (Matrices::Emulated, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
             (Matrices::Cooperative, 1) => match (chunks, blocks) {
                 (256.., _) => (512, 1, 8),
                 (128.., ..4096) => (512, 1, 4),
@@ -138,10 +138,10 @@ impl Decoder<'_> {
             return *config;
         }
         let (n, long) = (weight.rows, weight.cols >= 8192);
-        // Measured with `bench --stages --try` for the products of an 8B model. `ByHand` uses shapes that every device
+        // Measured with `bench --stages --try` for the products of an 8B model. `Emulated` uses shapes that every device
         // supports.
         let (threads, tiles, ahead, blocks) = match (matrices, rows) {
-            (Matrices::ByHand, _) => (256, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
+            (Matrices::Emulated, _) => (256, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
             (_, ..=16) => (if n <= 8192 { 512 } else { 256 }, 1, 4, 1),
             (_, ..=32) => (256, 1, 4, 2),
             (_, ..=64) if n >= 65_536 => (128, 2, 1, 4),
@@ -194,7 +194,7 @@ impl Decoder<'_> {
         fold: Fold,
     ) {
         let rows = shape.rows();
-        let matrices = self.tuning.fragments.unwrap_or(Matrices::ByHand);
+        let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let bias = self.vector(recording, &format!("{name}.bias"));
         for (first, weight) in self.matrix(recording, name) {
             let product = Tiled {
@@ -213,7 +213,7 @@ impl Decoder<'_> {
                 (Shape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
-                        Matrices::ByHand => Tile::Plain,
+                        Matrices::Emulated => Tile::Plain,
                     };
                     product.call(tile, rows, step.chunk)
                 }

@@ -5,8 +5,8 @@
 
 use super::{Decoder, Shape, Step};
 use crate::kernels::recording::Recording;
+use crate::kernels::sampling::{self, score};
 use crate::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
-use crate::kernels::{sampling, score};
 
 /// The minimum and maximum number of rows scored at a time, and so of rows in the logits buffer. Between them, the
 /// number is that of the largest decode bucket, whose logits need the room anyway. Fewer rows would read the LM head's

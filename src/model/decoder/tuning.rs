@@ -3,9 +3,9 @@
 //!
 //! Not here: the choices that follow from a product's shape (`products`).
 
-use crate::kernels::panel;
-use crate::kernels::skinny::{self, Matrices};
-use crate::kernels::tiled::Tile;
+use crate::kernels::gemm::panel;
+use crate::kernels::gemm::skinny::{self, Matrices};
+use crate::kernels::gemm::tiled::Tile;
 use std::collections::BTreeMap;
 
 /// The choices that depend on the device and not on the model.
@@ -139,7 +139,7 @@ impl Tuning {
             "fragments" => {
                 self.fragments = match value {
                     0 => None,
-                    1 => Some(Matrices::ByHand),
+                    1 => Some(Matrices::Emulated),
                     _ => Some(Matrices::Cooperative),
                 };
                 return true;

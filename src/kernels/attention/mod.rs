@@ -1,11 +1,14 @@
 //! `attention` over the KV cache pages of each row, and `append`, which writes the pages for a prompt chunk. In decode,
 //! one `attention` call does both. Not here: attention on matrix blocks (`flash`, `flash_decode`).
 
-use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
-use super::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
-use super::tags::{Flow, tagged};
+pub mod flash;
+pub mod flash_decode;
+
 use super::{Format, format_of};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
+use crate::kernels::tags::{Flow, tagged};
 
 /// The number of tokens in a KV cache page.
 pub const PAGE_TOKENS: u32 = 16;
@@ -176,7 +179,7 @@ fn set_kv(memory: &mut HostMemory, format: Format, range: Range, i: u32, value: 
     }
 }
 
-pub(super) fn reference_append(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
     let format = format_of(call.kernel);
     let a = AppendArgs::from_args(&call.args);
     let c = AppendConstants::from_values(&call.constants);
@@ -222,7 +225,7 @@ fn rope_at(memory: &HostMemory, rope: Range, position: u32, rot: u32, j: u32) ->
     (memory.f32(rope, at), memory.f32(rope, at + 1))
 }
 
-pub(super) fn reference_attention(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_attention(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (AttentionArgs::from_args(&call.args), AttentionConstants::from_values(&call.constants));
     let rows: Vec<[u32; 4]> = (0..call.groups[2])
         .map(|row| {

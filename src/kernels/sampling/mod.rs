@@ -2,14 +2,18 @@
 //! next token, and the updates of the state around it. Not here: stop strings (the host handles text) and the choice of
 //! the slots that run.
 
-use super::determinate::{KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of};
-use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
-use super::shaders::{
+pub mod score;
+
+use crate::kernels::deterministic::{
+    KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of,
+};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{
     AdvanceArgs, AdvanceConstants, ArgmaxArgs, ArgmaxConstants, ClearCountsArgs, ClearCountsConstants, MarkPromptArgs,
     MarkPromptConstants, PatchArgs, PatchConstants, SampleArgs, SampleConstants,
 };
-use super::state::*;
+use crate::kernels::state::*;
 
 /// The number of words in an inbox before its entries; the first is the number of entries.
 pub const INBOX_HEADER: u32 = 4;
@@ -193,7 +197,7 @@ pub fn argmax(label: String, rows: u32, threads: u32, args: ArgmaxArgs) -> Call 
     }
 }
 
-pub(super) fn reference_argmax(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_argmax(call: &Call, memory: &mut HostMemory) {
     let args = ArgmaxArgs::from_args(&call.args);
     let quads = args.vocabulary.div_ceil(4);
     let each = quads.div_ceil(args.parts);
@@ -430,7 +434,7 @@ fn words(memory: &HostMemory, range: Range, first: u32, count: u32) -> Vec<u32> 
     (first..first + count).map(|i| memory.u32(range, i)).collect()
 }
 
-pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     let args = SampleArgs::from_args(&call.args);
     let vocabulary = args.vocabulary;
     let constants = SampleConstants::from_values(&call.constants);
@@ -515,13 +519,13 @@ pub(super) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-pub(super) fn reference_advance(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_advance(call: &Call, memory: &mut HostMemory) {
     let args = AdvanceArgs::from_args(&call.args);
     let number = memory.u32(args.step_number, 0);
     memory.set_u32(args.step_number, 0, number.wrapping_add(1));
 }
 
-pub(super) fn reference_patch(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_patch(call: &Call, memory: &mut HostMemory) {
     let args = PatchArgs::from_args(&call.args);
     for i in 0..memory.u32(args.inbox, 0).min(args.capacity) {
         let offset = memory.u32(args.inbox, INBOX_HEADER + 2 * i);
@@ -532,7 +536,7 @@ pub(super) fn reference_patch(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-pub(super) fn reference_clear_counts(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_clear_counts(call: &Call, memory: &mut HostMemory) {
     let args = ClearCountsArgs::from_args(&call.args);
     for i in 0..memory.u32(args.inbox, 0).min(call.groups[1]) {
         let slot = memory.u32(args.inbox, INBOX_HEADER + i);
@@ -544,7 +548,7 @@ pub(super) fn reference_clear_counts(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-pub(super) fn reference_mark_prompt(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_mark_prompt(call: &Call, memory: &mut HostMemory) {
     let args = MarkPromptArgs::from_args(&call.args);
     for row in 0..args.row_count {
         let [token, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));

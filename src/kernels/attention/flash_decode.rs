@@ -3,13 +3,15 @@
 //! other formats than f16.
 
 use super::Format;
-use super::attention::{Heads, attend, put_row};
-use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
-use super::shaders::{AttentionArgs, AttentionConstants, FlashDecodeConstants, PlanSplitsArgs, PlanSplitsConstants};
-use super::skinny::Matrices;
-use super::tags::Flow;
-use super::tiled::token_index;
+use crate::kernels::attention::{Heads, attend, put_row};
+use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::tiled::token_index;
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{
+    AttentionArgs, AttentionConstants, FlashDecodeConstants, PlanSplitsArgs, PlanSplitsConstants,
+};
+use crate::kernels::tags::Flow;
 use crate::memory::pack::FRAGMENT_COLS;
 
 /// The maximum number of splits along a context.
@@ -23,9 +25,9 @@ pub fn serves(heads: Heads) -> bool {
 /// Returns the shared memory that a workgroup of `threads` invocations uses, in bytes.
 pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     let (g, d, groups) = (heads.group(), heads.dim, threads / 32);
-    let exchange = if matrices == Matrices::ByHand { threads * 32 } else { 0 };
+    let exchange = if matrices == Matrices::Emulated { threads * 32 } else { 0 };
     // Without shuffles that are wide enough, there is one partial sum for each four dimensions.
-    let joined = if matrices == Matrices::ByHand { 1 } else { 8 };
+    let joined = if matrices == Matrices::Emulated { 1 } else { 8 };
     let raw = g + 2 + if heads.gated { g } else { 0 };
     let sums = (raw + g) * (d / 4) / joined * 4;
     let combined = 3 * g * MOST_SPLITS * 4 + g * d * 4;
@@ -129,7 +131,7 @@ pub fn flash_decode(
     let AttentionArgs { qkv, o, partials, counters, .. } = args;
     let call = Call {
         kernel: match matrices {
-            Matrices::ByHand => "flash_decode.plain",
+            Matrices::Emulated => "flash_decode.plain",
             Matrices::Cooperative => "flash_decode",
         },
         label,
@@ -142,7 +144,7 @@ pub fn flash_decode(
     flow.mark(call, qkv, o)
 }
 
-pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
     let args = AttentionArgs::from_args(&call.args);
     let c = FlashDecodeConstants::from_values(&call.constants);
     let constants = AttentionConstants {
@@ -178,7 +180,7 @@ pub(super) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
     attend(Format::F16, &rows, &args, &constants, memory, &put);
 }
 
-pub(super) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
     let a = PlanSplitsArgs::from_args(&call.args);
     let c = PlanSplitsConstants::from_values(&call.constants);
     let rows: Vec<[u32; 4]> =

@@ -3,9 +3,9 @@
 //! (`engine::matrices`).
 
 use super::Format;
-use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
-use super::shaders::{LanesArgs, LanesConstants};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{FragmentLayoutArgs, FragmentLayoutConstants};
 
 /// The number of floats that the kernel writes: 8 for each of three blocks and 32 lanes.
 pub const FOUND: u32 = 32 * 24;
@@ -14,16 +14,16 @@ pub const FOUND: u32 = 32 * 24;
 ///
 /// # Panics
 /// For f32: blocks consist of 16-bit numbers.
-pub fn lanes(format: Format, found: Range) -> Call {
+pub fn fragment_layout(format: Format, found: Range) -> Call {
     Call {
         kernel: match format {
-            Format::Bf16 => "lanes.bf16",
-            Format::F16 => "lanes.f16",
+            Format::Bf16 => "fragment_layout.bf16",
+            Format::F16 => "fragment_layout.f16",
             Format::F32 => panic!("blocks are of 16-bit numbers"),
         },
-        label: "lanes".to_owned(),
-        constants: LanesConstants { threads: 32 }.into_values(),
-        args: LanesArgs { found }.into_args(),
+        label: "fragment_layout".to_owned(),
+        constants: FragmentLayoutConstants { threads: 32 }.into_values(),
+        args: FragmentLayoutArgs { found }.into_args(),
         groups: [1, 1, 1],
     }
 }
@@ -41,8 +41,8 @@ pub fn expected() -> Vec<f32> {
     all
 }
 
-pub(super) fn reference_lanes(call: &Call, memory: &mut HostMemory) {
-    let found = LanesArgs::from_args(&call.args).found;
+pub(crate) fn reference_fragment_layout(call: &Call, memory: &mut HostMemory) {
+    let found = FragmentLayoutArgs::from_args(&call.args).found;
     for (i, value) in (0..).zip(expected()) {
         memory.set_f32(found, i, value);
     }

@@ -3,11 +3,16 @@
 //! common types and references of all product kernels. Not here: weights in fragment order (`skinny`, `panel`,
 //! `tiled`).
 
-use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
-use super::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
-use super::tags::tagged;
+pub mod fragment_layout;
+pub mod panel;
+pub mod skinny;
+pub mod tiled;
+
 use super::{Format, fold, format_of};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
+use crate::kernels::tags::tagged;
 use crate::memory::pack::fragment_index;
 
 /// The operation on a product before it is stored.
@@ -258,20 +263,20 @@ macro_rules! row_major_shape {
     };
 }
 
-pub(super) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (GemvArgs::from_args(&call.args), GemvConstants::from_values(&call.constants));
     let shape = row_major_shape!(args, constants);
     product(memory, format_of(call.kernel), call.groups[1], &shape);
 }
 
-pub(super) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (MatmulArgs::from_args(&call.args), MatmulConstants::from_values(&call.constants));
     let shape = row_major_shape!(args, constants);
     let rows = memory.u32(args.count, 2);
     product(memory, format_of(call.kernel), rows, &shape);
 }
 
-pub(super) fn reference_take_last(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_take_last(call: &Call, memory: &mut HostMemory) {
     let a = TakeLastArgs::from_args(&call.args);
     for head in 0..call.groups[1] {
         let row = (head < memory.u32(a.chunk, 1)).then(|| memory.u32(a.chunk, a.last_at + head));

@@ -1,6 +1,6 @@
 // Deterministic arithmetic: it gives the same bits on every device, so that one seed gives the same text everywhere. It
 // uses only + and * of f32 (for which Vulkan requires correct rounding), `precise` to prevent contraction to FMA, and
-// integers. `kernels::determinate` implements the same functions in Rust, and tests compare the bits.
+// integers. `kernels::deterministic` implements the same functions in Rust, and tests compare the bits.
 
 const uint KEY_MINUS_INFINITY = 0x007fffffu;
 

@@ -1,4 +1,4 @@
-//! Deterministic arithmetic that gives the same bits on every device: `shaders/include/determinate.glsl` in Rust. It
+//! Deterministic arithmetic that gives the same bits on every device: `shaders/include/deterministic.glsl` in Rust. It
 //! uses only + and * of f32, and integers. Not here: faster functions without this guarantee.
 
 /// The key of -inf (and NaN); every finite logit has a greater key.

@@ -3,11 +3,11 @@
 //! caches (`attention`).
 
 use super::Format;
-use super::attention::{Heads, Layer, gate, k_index, v_index};
-use super::host_memory::HostMemory;
-use super::recording::Call;
-use super::shaders::{FlashArgs, FlashConstants};
-use super::skinny::Matrices;
+use crate::kernels::attention::{Heads, Layer, gate, k_index, v_index};
+use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::Call;
+use crate::kernels::shaders::{FlashArgs, FlashConstants};
 
 /// The number of invocations of a workgroup. A tile has half as many (row, query head) pairs.
 const THREADS: u32 = 128;
@@ -69,7 +69,7 @@ pub fn flash(
     };
     Call {
         kernel: match matrices {
-            Matrices::ByHand => "flash.plain",
+            Matrices::Emulated => "flash.plain",
             Matrices::Cooperative => "flash",
         },
         label,
@@ -81,7 +81,7 @@ pub fn flash(
 }
 
 /// The reference computes in f64 and rounds nothing but the result.
-pub(super) fn reference_flash(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);
     let c = FlashConstants::from_values(&call.constants);
     let layer = Layer { d: c.d, rot: 0, kv_heads: c.kv_heads, qk_norm: false };

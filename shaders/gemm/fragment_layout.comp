@@ -4,7 +4,7 @@
 // Probe of the cooperative matrix layout: finds which element of a 16 × 16 block each lane of a subgroup of 32 holds.
 // `found` receives for each lane the numbers 16 · row + column of its eight elements of a block of each use (A: tokens,
 // B: weights, accumulator: sums). Kernels that fill blocks element by element (`fragments.glsl`) run only on devices
-// whose layout is the one that those kernels were written for (`kernels::lanes::expected`).
+// whose layout is the one that those kernels were written for (`kernels::gemm::fragment_layout::expected`).
 // found [32][3][8] f32. One workgroup; traffic 3 KiB.
 #include "common.glsl"
 

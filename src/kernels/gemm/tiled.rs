@@ -2,12 +2,12 @@
 //! arithmetic; and `pack_rows`, which rounds the rows and reorders them into fragments. Not here: row-major weights
 //! (`gemm`) and decode batches (`skinny`, `panel`).
 
-use super::gemm::{self, Activations, Epilogue, Matrix};
-use super::host_memory::HostMemory;
-use super::moe::{NOBODY, Sorted};
-use super::recording::{Call, Range};
-use super::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants};
 use super::{Format, fold, format_of};
+use crate::kernels::gemm::{self, Activations, Epilogue, Matrix};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
 /// The number of rows of x in a tile; packed rows are padded to a multiple of it.
@@ -278,7 +278,7 @@ impl Tiled {
     }
 }
 
-pub(super) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     let a = PackRowsArgs::from_args(&call.args);
     let c = PackRowsConstants::from_values(&call.constants);
     let used = if c.rows == 0 && c.each == 0 { memory.u32(a.count, 2) } else { c.rows };
@@ -300,7 +300,7 @@ pub(super) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
 }
 
 /// Sums in f64, like the references of the other products; padding is not read.
-pub(super) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     let a = TiledArgs::from_args(&call.args);
     let c = TiledConstants::from_values(&call.constants);
     let format = format_of(call.kernel);

@@ -1,11 +1,11 @@
 //! `take_rows` and `score`: the logprobs of a prompt's tokens, each given the tokens before it. Not here: the LM head
 //! between the two (`gemm`, `tiled`), and which prompts are scored.
 
-use super::determinate::{KEY_MINUS_INFINITY, exp_negative, key_of, value_of};
-use super::host_memory::HostMemory;
-use super::recording::Call;
-use super::shaders::{ScoreArgs, ScoreConstants, TakeRowsArgs, TakeRowsConstants};
-use super::state::*;
+use crate::kernels::deterministic::{KEY_MINUS_INFINITY, exp_negative, key_of, value_of};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::Call;
+use crate::kernels::shaders::{ScoreArgs, ScoreConstants, TakeRowsArgs, TakeRowsConstants};
+use crate::kernels::state::*;
 
 /// Returns the size of `scores` for chunks of at most `chunk_rows` rows, in bytes. It holds two chunks, so that one can
 /// be read while the next is computed.
@@ -79,7 +79,7 @@ pub fn score_of(logits: &[f32], token: u32, top_n: u32) -> Score {
     Score { token, logprob: of(key_of(logits[token as usize])), top }
 }
 
-pub(super) fn reference_take_rows(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_take_rows(call: &Call, memory: &mut HostMemory) {
     let a = TakeRowsArgs::from_args(&call.args);
     let heads = call.groups[1];
     for head in 0..heads {
@@ -92,7 +92,7 @@ pub(super) fn reference_take_rows(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-pub(super) fn reference_score(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_score(call: &Call, memory: &mut HostMemory) {
     let a = ScoreArgs::from_args(&call.args);
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
     let count = memory.u32(a.chunk, 2);

@@ -1,18 +1,18 @@
 //! `skinny`, the small-M GEMM: products of a fragment-packed weight matrix with a few rows of activations, with the
 //! same result as `gemv`. Not here: row-major weights (`gemm`).
 
-use super::gemm::{Product, Shape, product};
-use super::host_memory::HostMemory;
-use super::recording::{Call, Range};
-use super::shaders::{SkinnyArgs, SkinnyConstants};
-use super::tags::Flow;
 use super::{Format, fold};
+use crate::kernels::gemm::{Product, Shape, product};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
+use crate::kernels::tags::Flow;
 
 /// How a kernel multiplies blocks of 16 × 16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Matrices {
     /// With scalar arithmetic, through shared memory: on any device.
-    ByHand,
+    Emulated,
     /// With cooperative matrices, on the device's matrix units.
     Cooperative,
 }
@@ -37,11 +37,11 @@ impl Config {
         let (groups, blocks, tokens, quads) = (self.threads / 32, rows.div_ceil(8), rows.min(8), self.ahead * 8);
         let loads = (tokens * quads).div_ceil(32);
         let squares = match matrices {
-            Matrices::ByHand => quads,
+            Matrices::Emulated => quads,
             Matrices::Cooperative if rows == 1 => loads,
             Matrices::Cooperative => quads.div_ceil(32),
         };
-        let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
+        let exchange = if matrices == Matrices::Emulated { self.threads * 32 } else { 0 };
         let (sums, x) = (self.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
         groups * (sums + x + blocks * tokens * squares * 4) + exchange
     }
@@ -85,7 +85,7 @@ pub fn skinny(product: &Product, rows: u32, matrices: Matrices, config: Config, 
     };
     let call = Call {
         kernel: match matrices {
-            Matrices::ByHand => "skinny.bf16.plain",
+            Matrices::Emulated => "skinny.bf16.plain",
             Matrices::Cooperative => "skinny.bf16",
         },
         label: product.label.clone(),
@@ -96,7 +96,7 @@ pub fn skinny(product: &Product, rows: u32, matrices: Matrices, config: Config, 
     flow.mark(call, product.x.range, product.y.range)
 }
 
-pub(super) fn reference_skinny(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_skinny(call: &Call, memory: &mut HostMemory) {
     let a = SkinnyArgs::from_args(&call.args);
     let c = SkinnyConstants::from_values(&call.constants);
     let shape = Shape {

@@ -2,14 +2,14 @@
 //! as `tiled` takes them. An RMSNorm between two products can be fused into both. Not here: rows of prompts (`tiled`),
 //! and rows of floats (`skinny`).
 
-use super::gemm::{self, Epilogue};
-use super::host_memory::HostMemory;
-use super::moe::{NOBODY, Sorted};
-use super::recording::{Call, Range};
-use super::shaders::{PanelArgs, PanelConstants};
-use super::skinny::Matrices;
-use super::tiled::{Output, Packed, Tiled, token_index};
 use super::{Format, fold};
+use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::tiled::{Output, Packed, Tiled, token_index};
+use crate::kernels::gemm::{self, Epilogue};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{PanelArgs, PanelConstants};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
 /// The shape of `panel`'s workgroups.
@@ -28,7 +28,7 @@ pub struct Config {
 impl Config {
     /// Returns the shared memory that a workgroup uses, in bytes.
     pub fn shared_bytes(self, matrices: Matrices) -> u32 {
-        let exchange = if matrices == Matrices::ByHand { self.threads * 32 } else { 0 };
+        let exchange = if matrices == Matrices::Emulated { self.threads * 32 } else { 0 };
         self.threads / 32 * self.blocks * 64 * 16 + exchange
     }
 }
@@ -141,7 +141,7 @@ fn of_rows(
     };
     Call {
         kernel: match matrices {
-            Matrices::ByHand => "panel.bf16.plain",
+            Matrices::Emulated => "panel.bf16.plain",
             Matrices::Cooperative => "panel.bf16",
         },
         label: product.label.clone(),
@@ -152,7 +152,7 @@ fn of_rows(
 }
 
 /// Sums in f64, like the references of the other products.
-pub(super) fn reference_panel(call: &Call, memory: &mut HostMemory) {
+pub(crate) fn reference_panel(call: &Call, memory: &mut HostMemory) {
     let a = PanelArgs::from_args(&call.args);
     let c = PanelConstants::from_values(&call.constants);
     let k = c.chunks * FRAGMENT_COLS;

@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Time limit of a test program. One that still runs after it is considered hung: the longest takes three minutes on
+/// Time limit of a test program. One that still runs after it is considered hung: the longest takes ten minutes on
 /// two cores.
-const LONGEST: Duration = Duration::from_secs(20 * 60);
+const LONGEST: Duration = Duration::from_secs(45 * 60);
 
 /// A Vulkan driver to test on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

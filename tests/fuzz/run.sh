@@ -4,7 +4,7 @@
 # Usage: tests/fuzz/run.sh SECONDS [TARGET...]
 #
 # Exits with an error if a target has found something. The input is then in regressions/TARGET/, and an ordinary test
-# (tests/regressions.rs) fails on it until the defect is fixed.
+# (tests/tree/regressions.rs) fails on it until the defect is fixed.
 set -euo pipefail
 cd "$(dirname "$0")"
 seconds=${1:?how many seconds for each target}

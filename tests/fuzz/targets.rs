@@ -1,5 +1,5 @@
 //! The fuzz targets: one function for each kind of external input. None may panic, hang or use unbounded memory on any
-//! bytes. The fuzzer's binaries and `tests/regressions.rs` call the same functions. Not here: which result is correct;
+//! bytes. The fuzzer's binaries and `tests/tree/regressions.rs` call the same functions. Not here: which result is correct;
 //! the ordinary tests check that.
 
 #[path = "constraints.rs"]

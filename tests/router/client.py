@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A real OpenAI client in front of a router and two Ostinatos: `tests/fleet.rs` runs it on the router's host with the
+"""A real OpenAI client in front of a router and two Ostinatos: `tests/program/fleet.rs` runs it on the router's host with the
 cases that it is to try. What was found is a line that begins with "ok"; "kill N" and "start N" ask for a worker's end
 and its start. The engine's contract is spoken to the workers directly only to look at them.
 """
@@ -21,7 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as services
 
 STORY = "Tell me a story about a fox, a lantern and a river."
 OTHER = "Tell me a story about a hen, a kettle and a hill."
-# The trace id and the client's own span id, which is the root of the trace; tests/fleet.rs looks for them.
+# The trace id and the client's own span id, which is the root of the trace; tests/program/fleet.rs looks for them.
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
 

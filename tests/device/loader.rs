@@ -1,0 +1,520 @@
+//! Tests of memory, the transfer actor and the loader on both CPU drivers under validation. Loaded data is read back
+//! and compared with its definition, and loads that fail or are cancelled leave nothing behind. Both drivers have one
+//! queue, so transfers share it with compute.
+
+use crate::common::{Driver, Vulkan};
+use ostinato::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, TensorSource, WeightLoad};
+use ostinato::actors::transfer::{Piece, Transfer, TransferError};
+use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
+use ostinato::memory::pack::{Format, Layout, Packing, fragment_index};
+use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
+use std::sync::Arc;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(30);
+
+/// A device with its actors and a staging ring of 3 slots of 8 KiB, which a few rows fill.
+struct Host {
+    // Field order matters: the actors end before the memory and the device are dropped.
+    loader: Loader,
+    transfer: Arc<Transfer>,
+    ring: StagingRing,
+    arena: Arena,
+    device: Arc<Device>,
+}
+
+impl Host {
+    fn new(vulkan: &Vulkan, driver: Driver) -> Host {
+        let device = vulkan.device(driver);
+        let arena = Arena::new(&device).unwrap();
+        let ring = StagingRing::new(&arena, 3, 8 << 10).unwrap();
+        let transfer = Arc::new(Transfer::spawn(&arena).unwrap());
+        let loader = Loader::spawn(Arc::clone(&transfer), ring.clone(), Some(4));
+        Host { loader, transfer, ring, arena, device }
+    }
+
+    fn load(&self, tensors: Vec<LoadTensor>) -> WeightLoad {
+        self.loader.load(LoadPlan { tensors }).unwrap()
+    }
+
+    /// Submits an empty batch that signals the next compute point.
+    fn compute_step(&self) -> Point {
+        let batch = Batch { entries: vec![QueueEntry::default()], waits: Vec::new() };
+        self.device.queue(Role::Compute).submit(batch).unwrap()
+    }
+}
+
+/// Returns a file of bf16 numbers after a header of 7 bytes. Number `i` has the bits `i * 40503`, so that every bit
+/// pattern occurs.
+fn shard(numbers: usize) -> (tempfile::NamedTempFile, Arc<WeightFile>) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let bytes: Vec<u8> = (0..numbers).flat_map(|i| bits(i).to_le_bytes()).collect();
+    // The header has an odd length, because tensors need no alignment.
+    std::fs::write(file.path(), [&[0xff; 7][..], &bytes].concat()).unwrap();
+    let opened = Arc::new(WeightFile::open(file.path()).unwrap());
+    (file, opened)
+}
+
+fn bits(i: usize) -> u16 {
+    (i as u32).wrapping_mul(40503) as u16
+}
+
+/// Returns a source of `rows` rows that begins at number `first` of the shard.
+fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> TensorSource {
+    let offset = 7 + 2 * first as u64;
+    TensorSource { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
+}
+
+fn words(bytes: &[u8]) -> Vec<u16> {
+    bytes.chunks(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect()
+}
+
+fn each_driver(test: impl Fn(&Vulkan, Driver)) {
+    for driver in Driver::BOTH {
+        let vulkan = Vulkan::new();
+        test(&vulkan, driver);
+        vulkan.assert_clean();
+    }
+}
+
+/// Goal: every kind of tensor of a model arrives as defined through a ring much smaller than the data. Method: gate and
+/// up interleaved and q, k, v in ranges, both in fragment order with ragged sizes; an embedding in row-major order with
+/// padding; a norm widened to f32; two tensors in one buffer.
+#[test]
+fn a_plan_arrives_as_defined() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let (_keep, file) = shard(200_000);
+        let local = |name: &str, bytes| host.arena.buffer(name, bytes, Place::DeviceLocal).unwrap();
+        let fragments = |rows, cols| Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
+
+        let gate_up = fragments(2 * 100, 72);
+        let qkv = fragments(37 + 5 + 5, 300);
+        let embed =
+            Packing { rows: 301, cols: 72, layout: Layout::RowMajor { columns_multiple: 16 }, format: Format::Bf16 };
+        let norm = Packing { rows: 1, cols: 72, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
+        let matrices = local("matrices", gate_up.bytes() + qkv.bytes());
+        let rest = local("rest", norm.bytes() + embed.bytes());
+        let tensor = |name: &str, target, offset, packing, sources| LoadTensor {
+            name: name.to_owned(),
+            target: Arc::clone(target),
+            offset,
+            packing,
+            sources,
+        };
+        let (gate, up, q, k, v, table, scale) = (0, 10_000, 20_000, 40_000, 50_000, 60_000, 199_000);
+        let load = host.load(vec![
+            tensor(
+                "gate_up",
+                &matrices,
+                0,
+                gate_up,
+                vec![source(&file, gate, 100, 72, 0, 2), source(&file, up, 100, 72, 1, 2)],
+            ),
+            tensor(
+                "qkv",
+                &matrices,
+                gate_up.bytes(),
+                qkv,
+                vec![source(&file, q, 37, 300, 0, 1), source(&file, k, 5, 300, 37, 1), source(&file, v, 5, 300, 42, 1)],
+            ),
+            tensor("norm", &rest, 0, norm, vec![source(&file, scale, 1, 72, 0, 1)]),
+            tensor("embed", &rest, norm.bytes(), embed, vec![source(&file, table, 301, 72, 0, 1)]),
+        ]);
+        let mut said = Vec::new();
+        let report = load.wait_with(|p| said.push(p)).unwrap();
+        let total = matrices.bytes() + rest.bytes();
+        assert_eq!(report.bytes_written, total);
+        assert_eq!(report.bytes_read, 2 * (200 * 72 + 47 * 300 + 72 + 301 * 72));
+        assert!(report.slots > 3 * host.ring.slots() as u64, "{} slots: the ring was not reused", report.slots);
+        assert!(said.iter().all(|p| p.bytes_total == total && p.bytes_done <= total));
+        assert!(!said.is_empty());
+
+        let got = words(&host.transfer.read(&matrices, 0, matrices.bytes()).unwrap());
+        let mut want = vec![0u16; (gate_up.bytes() / 2) as usize];
+        for row in 0..200u32 {
+            for col in 0..72u32 {
+                let first = if row % 2 == 0 { gate } else { up };
+                want[fragment_index(row, col, gate_up.padded_cols())] = bits(first + (row / 2 * 72 + col) as usize);
+            }
+        }
+        let mut want_qkv = vec![0u16; (qkv.bytes() / 2) as usize];
+        for row in 0..47u32 {
+            for col in 0..300u32 {
+                let (first, row_there) = match row {
+                    0..37 => (q, row),
+                    37..42 => (k, row - 37),
+                    _ => (v, row - 42),
+                };
+                want_qkv[fragment_index(row, col, qkv.padded_cols())] = bits(first + (row_there * 300 + col) as usize);
+            }
+        }
+        want.extend(want_qkv);
+        assert!(got == want, "fragments");
+
+        let got = host.transfer.read(&rest, 0, rest.bytes()).unwrap();
+        for col in 0..72 {
+            let word = u32::from_le_bytes(got[4 * col..4 * col + 4].try_into().unwrap());
+            assert_eq!(word, u32::from(bits(scale + col)) << 16, "norm {col}");
+        }
+        let rows = words(&got[norm.bytes() as usize..]);
+        for (row, numbers) in rows.chunks(80).enumerate() {
+            let want: Vec<u16> = (0..72).map(|c| bits(table + row * 72 + c)).chain([0; 8]).collect();
+            assert_eq!(numbers, want, "embed {row}");
+        }
+    });
+}
+
+/// Goal: in a tensor of many experts, each of which comes from two places in a shard, every row arrives in its place
+/// although each part of the tensor is packed from only a few of its sources; and a norm stored minus one arrives with
+/// the one added. Method: slots that hold less than two experts, and sources in no particular order.
+#[test]
+fn experts_and_norms_around_zero_arrive_as_defined() {
+    let (experts, inner, cols) = (40u32, 24u32, 72u32);
+    let vulkan = Vulkan::new();
+    let host = Host::new(&vulkan, Driver::first());
+    let (_keep, file) = shard(200_000);
+    let packing = Packing { rows: experts * 2 * inner, cols, layout: Layout::Fragments, format: Format::Bf16 };
+    let norm = Packing { rows: 96, cols: 1, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
+    let matrices = host.arena.buffer("experts", packing.bytes(), Place::DeviceLocal).unwrap();
+    let vector = host.arena.buffer("norm", norm.bytes(), Place::DeviceLocal).unwrap();
+    // Returns the shard's number at which an expert's gate (part 0) or up projection (part 1) begins.
+    let first = |expert: u32, part: u32| ((2 * (expert * 17 % experts) + part) * inner * cols) as usize;
+    let sources = (0..experts).rev().flat_map(|expert| {
+        [1, 0].map(|part| source(&file, first(expert, part), inner, cols, 2 * inner * expert + part, 2))
+    });
+    let tensor = |name: &str, target: &Arc<_>, packing, sources| LoadTensor {
+        name: name.to_owned(),
+        target: Arc::clone(target),
+        offset: 0,
+        packing,
+        sources,
+    };
+    let scale = 150_000;
+    let around_zero = TensorSource { plus: 1.0, ..source(&file, scale, 90, 1, 0, 1) };
+    let load = host.load(vec![
+        tensor("experts", &matrices, packing, sources.collect()),
+        tensor("norm", &vector, norm, vec![around_zero]),
+    ]);
+    load.wait().unwrap();
+
+    let mut want = vec![0u16; (packing.bytes() / 2) as usize];
+    for row in 0..packing.rows {
+        let (expert, part, of_part) = (row / (2 * inner), row % 2, row % (2 * inner) / 2);
+        for col in 0..cols {
+            let number = first(expert, part) + (of_part * cols + col) as usize;
+            want[fragment_index(row, col, packing.padded_cols())] = bits(number);
+        }
+    }
+    assert!(words(&host.transfer.read(&matrices, 0, matrices.bytes()).unwrap()) == want, "experts");
+    let got = host.transfer.read(&vector, 0, vector.bytes()).unwrap();
+    for (i, word) in got.chunks_exact(4).enumerate() {
+        let found = f32::from_le_bytes(word.try_into().unwrap());
+        let stored = f32::from_bits(u32::from(bits(scale + i)) << 16);
+        let wanted = if i < 90 { stored + 1.0 } else { 0.0 };
+        assert!(found == wanted || found.is_nan() && wanted.is_nan(), "norm {i}: {found}, not {wanted}");
+    }
+    drop(host);
+    vulkan.assert_clean();
+}
+
+/// Goal: a shard that is too short is detected before anything is copied. The error names the file and both numbers,
+/// and all memory is freed.
+#[test]
+fn a_truncated_shard_is_refused() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let before = host.arena.usage();
+        let (_keep, file) = shard(1000);
+        let packing =
+            Packing { rows: 10, cols: 101, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
+        let target = host.arena.buffer("t", packing.bytes(), Place::DeviceLocal).unwrap();
+        let tensor = LoadTensor {
+            name: "layers.0.mlp".to_owned(),
+            target,
+            offset: 0,
+            packing,
+            sources: vec![source(&file, 0, 10, 101, 0, 1)],
+        };
+        let submits = host.transfer.counters().submits;
+        let error = host.load(vec![tensor]).wait().unwrap_err();
+        assert!(matches!(error, LoadError::Memory(MemoryError::Truncated { .. })), "{error:?}");
+        let text = error.to_string();
+        assert!(text.ends_with("is truncated: layers.0.mlp ends at byte 2027, the file has 2007"), "{text}");
+        assert_eq!(host.transfer.counters().submits, submits, "nothing was copied");
+        assert_eq!(host.arena.usage().buffers_bytes, before.buffers_bytes);
+    });
+}
+
+/// Goal: each other inconsistency in a plan has its own error, and the loader continues afterwards.
+#[test]
+fn contradictions_are_errors_and_the_loader_survives_them() {
+    let vulkan = Vulkan::new();
+    let host = Host::new(&vulkan, Driver::Lavapipe);
+    let (_keep, file) = shard(1000);
+    let target = host.arena.buffer("t", 200, Place::DeviceLocal).unwrap();
+    let row_major = Layout::RowMajor { columns_multiple: 1 };
+    let packing = Packing { rows: 10, cols: 10, layout: row_major, format: Format::Bf16 };
+    let good = LoadTensor {
+        name: "w".to_owned(),
+        target: Arc::clone(&target),
+        offset: 0,
+        packing,
+        sources: vec![source(&file, 0, 10, 10, 0, 1)],
+    };
+    let too_far = LoadTensor { offset: 4, ..good.clone() };
+    let error = host.load(vec![too_far]).wait().unwrap_err();
+    assert_eq!(error.to_string(), "w needs 200 bytes at 4 of \"t\", which has 200");
+    let outside = LoadTensor { sources: vec![source(&file, 0, 5, 10, 2, 2)], ..good.clone() };
+    assert!(matches!(host.load(vec![outside]).wait(), Err(LoadError::Outside { .. })));
+    let wide = Packing { layout: Layout::Fragments, format: Format::F32, rows: 1, cols: 1 };
+    let wide = LoadTensor { packing: wide, sources: vec![], ..good.clone() };
+    assert!(matches!(host.load(vec![wide]).wait(), Err(LoadError::NotPackable { .. })));
+
+    let report = host.load(vec![good]).wait().unwrap();
+    assert_eq!(report.bytes_written, 200);
+    let got = words(&host.transfer.read(&target, 0, 200).unwrap());
+    assert_eq!(got, (0..100).map(bits).collect::<Vec<_>>());
+    assert_eq!(host.load(vec![]).wait().unwrap().point, None);
+}
+
+/// Goal: a dropped load ends early without harm. Method: the test holds every staging slot, so that the load is
+/// certainly in progress when it is dropped.
+#[test]
+fn a_dropped_load_is_cancelled() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let (_keep, file) = shard(100_000);
+        let packing =
+            Packing { rows: 1000, cols: 100, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
+        let tensor = || LoadTensor {
+            name: "w".to_owned(),
+            target: host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap(),
+            offset: 0,
+            packing,
+            sources: vec![source(&file, 0, 1000, 100, 0, 1)],
+        };
+        let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
+        let full = host.ring.acquire_within(Duration::from_millis(20)).unwrap_err();
+        assert!(matches!(full, MemoryError::StagingTimeout { .. }), "{full}");
+        let load = host.load(vec![tensor()]);
+        let done = load.done().clone();
+        assert!(done.recv_timeout(Duration::from_millis(50)).is_err(), "it waits for a slot");
+        drop(load);
+        drop(slots);
+        let result = done.recv_timeout(LONG).unwrap();
+        assert!(matches!(result, Err(LoadError::Cancelled)), "{result:?}");
+        host.load(vec![tensor()]).wait().unwrap();
+        // Dropping the loader cancels a load as well.
+        let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
+        let load = host.load(vec![tensor()]);
+        let release = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(slots);
+        });
+        let Host { loader, transfer, ring, .. } = host;
+        drop(loader);
+        assert!(matches!(load.wait(), Err(LoadError::Cancelled)));
+        release.join().unwrap();
+        drop((transfer, ring));
+    });
+}
+
+/// Goal: if a file shrinks while it is loaded, that load fails and nothing else. Method: first the test holds every
+/// staging slot, so that the load is certainly in progress when the file is truncated; then files are truncated at
+/// various moments of a load, including while their memory map is read.
+#[test]
+fn a_file_that_shrinks_ends_its_load_only() {
+    let vulkan = Vulkan::new();
+    let host = Host::new(&vulkan, Driver::first());
+    let (keep, file) = shard(100_000);
+    let packing =
+        Packing { rows: 1000, cols: 100, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
+    let target = host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap();
+    let sources = vec![source(&file, 0, 1000, 100, 0, 1)];
+    let tensor = LoadTensor { name: "w".to_owned(), target, offset: 0, packing, sources };
+    let slots: Vec<_> = (0..3).map(|_| host.ring.acquire().unwrap()).collect();
+    let load = host.load(vec![tensor]);
+    assert!(load.done().recv_timeout(Duration::from_millis(50)).is_err(), "it waits for a slot");
+    keep.as_file().set_len(50_000).unwrap();
+    drop(slots);
+    let result = load.wait();
+    let Err(LoadError::Memory(MemoryError::FileChanged { was: 200_007, is: 50_000, .. })) = result else {
+        panic!("{result:?}")
+    };
+    let mut cut_short = 0;
+    for round in 0..60 {
+        let (keep, file) = shard(1_000_000);
+        let packing = Packing { rows: 10_000, ..packing };
+        let target = host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap();
+        let sources = vec![source(&file, 0, 10_000, 100, 0, 1)];
+        let load = host.load(vec![LoadTensor { name: "w".to_owned(), target, offset: 0, packing, sources }]);
+        std::thread::sleep(Duration::from_micros(100 * round));
+        keep.as_file().set_len(100).unwrap();
+        match load.wait() {
+            Ok(report) => assert_eq!(report.bytes_written, 2_000_000),
+            Err(LoadError::Memory(MemoryError::FileChanged { was: 2_000_007, is: 100, .. })) => cut_short += 1,
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+    assert!(cut_short > 0, "no load was in progress");
+    vulkan.assert_clean();
+}
+
+/// Goal: transfers happen in the order of their requests, even where they overlap, and a readback larger than the
+/// actor's memory is complete.
+#[test]
+fn overlapping_transfers_keep_their_order() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let bytes = 9 << 20 | 12;
+        let buffer = host.arena.buffer("b", bytes, Place::DeviceLocal).unwrap();
+        host.transfer.clear(&buffer).unwrap();
+        let (submitted, points) = crossbeam_channel::bounded(64);
+        // Each transfer overlaps a part of the one before.
+        for i in 0..40u64 {
+            let (offset, word) = (i * 1000, 0x0101_0101 * (i as u32 + 1));
+            let waits = Vec::new();
+            if i % 2 == 0 {
+                host.transfer.fill(Arc::clone(&buffer), offset, 4000, word, waits, submitted.clone()).unwrap();
+            } else {
+                let mut slot = host.ring.acquire().unwrap();
+                slot.bytes_mut()[..4000].fill(word as u8);
+                let piece = Piece { from: 0, to: Arc::clone(&buffer), to_offset: offset, bytes: 4000 };
+                host.transfer.copy(slot, vec![piece], waits, submitted.clone()).unwrap();
+            }
+        }
+        host.transfer.upload(&host.ring, &buffer, bytes - 20_001, &[0xee; 20_001]).unwrap();
+        let got = host.transfer.read(&buffer, 0, bytes).unwrap();
+        let mut want = vec![0u8; bytes as usize];
+        for i in 0..40usize {
+            want[i * 1000..i * 1000 + 4000].fill(i as u8 + 1);
+        }
+        let end = want.len();
+        want[end - 20_001..].fill(0xee);
+        assert!(got == want, "order was not kept");
+        let points: Vec<Point> = points.try_iter().map(Result::unwrap).collect();
+        assert!(points.len() == 40 && points.is_sorted_by_key(|p| p.value), "{points:?}");
+        let counters = host.transfer.counters();
+        assert!(counters.barriers >= 39 && counters.submits <= 50 + 3 + 3, "{counters:?}");
+        assert!(host.transfer.read(&buffer, 5, 0).unwrap().is_empty());
+        assert_eq!(host.transfer.read(&buffer, bytes - 3, 3).unwrap(), [0xee; 3]);
+    });
+}
+
+/// Goal: on a queue shared by both roles, a copy may be requested before the compute work for which it waits is
+/// submitted; it is held back and then runs. Compute waits for copies in the same way.
+#[test]
+fn a_copy_waits_for_compute_that_is_not_submitted_yet() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        assert!(host.device.queue(Role::Transfer).aliased());
+        let buffer = host.arena.buffer("b", 64, Place::DeviceLocal).unwrap();
+        let next = Point { role: Role::Compute, value: host.device.queue(Role::Compute).last().value + 1 };
+        let (submitted, points) = crossbeam_channel::bounded(1);
+        host.transfer.fill(Arc::clone(&buffer), 0, 64, 7, vec![next], submitted).unwrap();
+        let point = points.recv_timeout(LONG).unwrap().unwrap();
+        assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "it ran too early");
+        // A compute step that waits for the copy is submitted after the step for which the copy waits.
+        assert_eq!(host.compute_step(), next);
+        let batch = Batch { entries: vec![QueueEntry::default()], waits: vec![point] };
+        let last = host.device.queue(Role::Compute).submit(batch).unwrap();
+        assert!(host.device.wait(last, LONG).unwrap());
+        assert!(host.device.reached(point).unwrap());
+        let got = host.transfer.read(&buffer, 0, 64).unwrap();
+        assert_eq!(got, [7, 0, 0, 0].repeat(16));
+        // The copy also waits for marked compute use of the buffer, without an explicit wait.
+        let used = Point { role: Role::Compute, value: last.value + 1 };
+        buffer.mark_read(used);
+        let (submitted, points) = crossbeam_channel::bounded(1);
+        host.transfer.fill(Arc::clone(&buffer), 0, 64, 8, Vec::new(), submitted).unwrap();
+        let point = points.recv_timeout(LONG).unwrap().unwrap();
+        assert!(!host.device.wait(point, Duration::from_millis(20)).unwrap(), "the buffer was in use");
+        host.compute_step();
+        assert!(host.device.wait(point, LONG).unwrap());
+    });
+}
+
+/// Goal: host access to a mapped buffer is exact at any alignment, and access outside of it is refused.
+#[test]
+fn the_host_sees_exactly_its_buffer() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        for place in [Place::Upload { bar: false }, Place::Upload { bar: true }, Place::Readback] {
+            let buffer = host.arena.buffer("mapped", 37, place).unwrap();
+            assert!(buffer.host_visible() && buffer.address().is_multiple_of(16) && buffer.address() > 0);
+            buffer.write(0, &[0; 37]);
+            for start in 0..8usize {
+                for len in 0..20usize {
+                    let data: Vec<u8> = (0..len).map(|i| (start * 20 + i + len) as u8).collect();
+                    buffer.write(start as u64, &data);
+                    let mut back = vec![0; len];
+                    buffer.read(start as u64, &mut back);
+                    assert_eq!(back, data, "{len} bytes at {start}");
+                }
+            }
+            buffer.store_u32(8, 0xdead_beef);
+            assert_eq!(buffer.load_u32(8), 0xdead_beef);
+            let mut word = [0; 4];
+            buffer.read(8, &mut word);
+            assert_eq!(u32::from_ne_bytes(word), 0xdead_beef);
+            let panics = |f: &dyn Fn()| std::panic::catch_unwind(std::panic::AssertUnwindSafe(f)).is_err();
+            assert!(panics(&|| buffer.write(37, &[1])));
+            assert!(panics(&|| buffer.read(u64::MAX, &mut [0])));
+            assert!(panics(&|| buffer.store_u32(36, 1)));
+            assert!(panics(&|| buffer.store_u32(2, 1)));
+        }
+        let hidden = host.arena.buffer("hidden", 16, Place::DeviceLocal).unwrap();
+        assert!(!hidden.host_visible());
+    });
+}
+
+/// Goal: a buffer that the driver cannot allocate in one piece is refused with both numbers, and memory that is dropped
+/// is freed.
+#[test]
+fn a_buffer_above_the_drivers_limit_is_refused() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let before = host.arena.usage();
+        let allowed = host.device.adapter().capabilities.max_allocation_bytes;
+        let error = host.arena.buffer("lm_head", allowed + 1, Place::DeviceLocal).unwrap_err();
+        match error {
+            MemoryError::TooLarge { name, asked, allowed: said, .. } => {
+                assert_eq!((name.as_str(), asked, said), ("lm_head", allowed + 1, allowed));
+            }
+            other => panic!("{other}"),
+        }
+        let large = host.arena.buffer("large", 20 << 20, Place::DeviceLocal).unwrap();
+        let small = host.arena.buffer("small", 100, Place::DeviceLocal).unwrap();
+        assert!(host.arena.usage().buffers_bytes >= before.buffers_bytes + (20 << 20) + 100);
+        drop((large, small));
+        assert_eq!(host.arena.usage().buffers_bytes, before.buffers_bytes);
+        assert_eq!(host.arena.limits(None).max_allocation_bytes, allowed);
+        assert!(host.arena.limits(None).unified, "{driver:?} shares the host's memory");
+    });
+}
+
+/// Goal: when the device is lost, everyone waiting gets an error and every thread ends.
+#[test]
+fn a_lost_device_ends_the_actors() {
+    each_driver(|vulkan, driver| {
+        let host = Host::new(vulkan, driver);
+        let (_keep, file) = shard(10_000);
+        let buffer = host.arena.buffer("b", 20_000, Place::DeviceLocal).unwrap();
+        host.transfer.clear(&buffer).unwrap();
+        host.device.declare_lost("a test");
+        let packing =
+            Packing { rows: 100, cols: 100, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::Bf16 };
+        let tensor = LoadTensor {
+            name: "w".to_owned(),
+            target: Arc::clone(&buffer),
+            offset: 0,
+            packing,
+            sources: vec![source(&file, 0, 100, 100, 0, 1)],
+        };
+        let error = host.load(vec![tensor]).wait().unwrap_err();
+        assert!(matches!(error, LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_)), "{error:?}");
+        let error = host.transfer.read(&buffer, 0, 4).unwrap_err();
+        assert!(matches!(error, TransferError::Device(_) | TransferError::Ended), "{error:?}");
+    });
+}

@@ -1,0 +1,327 @@
+//! Goal: the kernels of speculative decoding match their references on both CPU drivers or a GPU. Tokens of the gated
+//! delta rule that are verified, partly rejected and replayed leave the same state as plain decode steps of the
+//! accepted tokens. Method: seeded cases with slots that run, have finished or do not exist, and poison wherever
+//! nothing may be read or written. The state after verification steps is compared with that of `delta_step` on the
+//! accepted tokens alone, both on the device.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
+use ostinato::kernels::delta::{DeltaHeads, MOST_PENDING, delta_step, delta_verify};
+use ostinato::kernels::draft::{self, VerifyRows};
+use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::shaders::{
+    DeltaStepArgs, JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, VerifyRowsArgs,
+};
+use ostinato::kernels::state::*;
+use ostinato::kernels::tags::Flow;
+
+const LAYOUT: ChunkLayout = ChunkLayout { prompts: 5, recurrent: true };
+const EPSILON: f32 = 1e-6;
+/// Tolerance for sums of some dozens of f32 in a different order.
+const SUMS: f32 = 1e-5;
+
+fn check(cases: &Cases) {
+    let vulkan = Vulkan::new();
+    let reference = cases.reference();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
+/// Returns the slot words of four slots: running, finished, idle, running.
+fn slots(positions: [u32; 4]) -> Vec<u32> {
+    let mut words = vec![POISON; 4 * SLOT_WORDS as usize];
+    let active = [ACTIVE_RUNNING, ACTIVE_DONE, ACTIVE_IDLE, ACTIVE_RUNNING];
+    for (slot, (position, active)) in positions.into_iter().zip(active).enumerate() {
+        let mut set = |word: u32, value: u32| words[slot * SLOT_WORDS as usize + word as usize] = value;
+        set(SLOT_ACTIVE, active);
+        set(SLOT_TOKEN, 100 + slot as u32);
+        set(SLOT_POSITION, position);
+        (0..MOST_DRAFTS).for_each(|i| set(SLOT_DRAFTS + i, 200 + 10 * slot as u32 + i));
+    }
+    words
+}
+
+#[test]
+fn rows_to_verify_and_rows_to_draft_from() {
+    let mut cases = Cases::new("rows of drafts");
+    for (each, batch) in [(2, vec![3, 0]), (4, vec![0, u32::MAX, 3, 1]), (1, vec![2])] {
+        cases.case(format!("{each}.{}", batch.len()));
+        let sequences = batch.len() as u32;
+        let rows = VerifyRows { sequences, each, tiles: 2 };
+        let slots = cases.words("slots", &slots([17, 5, 0, 40]));
+        let chunk = cases.output("chunk", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
+        let args = VerifyRowsArgs { slots, batch: cases.words("batch", &batch), chunk, tokens_at: LAYOUT.token(0) };
+        cases.recording.call(draft::verify_rows("verify_rows".to_owned(), rows, args));
+    }
+    // Of slot 3 the first two of three rows were accepted, of slot 0 all. Slot 1 has finished, and the last row belongs
+    // to no sequence.
+    for (each, step) in [(3, 0), (1, 1), (1, 2)] {
+        cases.case(format!("next.{each}.{step}"));
+        let starts = [(3u32, 38u32), (0, 14), (1, 9), (u32::MAX, 0)];
+        let table: Vec<u32> = starts
+            .iter()
+            .flat_map(|&(slot, start)| {
+                (0..each).flat_map(move |t| [500 + 10 * (slot & 7) + t, start + t, slot, u32::from(slot != u32::MAX)])
+            })
+            .collect();
+        let next = cases.output("next", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
+        let args = NextTokensArgs {
+            rows: cases.words("rows", &table),
+            slots: cases.words("slots", &slots([17, 10, 0, 40])),
+            next,
+            last_at: LAYOUT.last(0),
+            tokens_at: LAYOUT.token(0),
+        };
+        let rows = VerifyRows { sequences: starts.len() as u32, each, tiles: 1 };
+        cases.recording.call(draft::next_tokens("next_tokens".to_owned(), rows, step, args));
+        let memory = cases.reference();
+        let word = |at: u32| memory.u32(next, at);
+        if step == 0 {
+            // The row from which the last token was drawn gets that token; the rows before it get the accepted drafts.
+            assert_eq!([word(LAYOUT.last(0)), word(LAYOUT.last(1))], [1, 5]);
+            assert_eq!([0, 1, 3, 4, 5].map(|row| word(LAYOUT.token(row))), [531, 103, 501, 502, 100]);
+            assert_eq!([0, 1, 2, 3].map(|index| word(4 + 4 * index)), [3, 0, u32::MAX, u32::MAX]);
+        } else {
+            assert_eq!(word(LAYOUT.token(0)), 230 + step - 1, "the draft before is read");
+            assert_eq!(word(5), 40 + step - 1, "at the position behind the token drawn");
+        }
+    }
+    check(&cases);
+}
+
+#[test]
+fn tokens_of_prompts_shift_by_one() {
+    let mut cases = Cases::new("shift");
+    let lengths: [&[usize]; 3] = [&[1], &[5, 1, 70], &[64, 3]];
+    for (index, lengths) in lengths.into_iter().enumerate() {
+        cases.case(format!("{index}"));
+        let rows: usize = lengths.iter().sum();
+        let tokens: Vec<u32> = (0..rows as u32).map(|i| 1000 + i).collect();
+        let mut first = 0;
+        let prompts: Vec<PromptRows<'_>> = lengths
+            .iter()
+            .enumerate()
+            .map(|(slot, length)| {
+                let tokens = &tokens[first..first + length];
+                first += length;
+                let next = (slot != 1).then_some(7 + slot as u32);
+                PromptRows { slot: slot as u32, start: 3, tokens, last: slot == 1, next, from: None, keeps: &[] }
+            })
+            .collect();
+        let next = cases.output("next", LAYOUT.bytes(rows as u32 + 2) as usize / 4, Expect::Exact);
+        let args = ShiftTokensArgs {
+            chunk: cases.words("chunk", &descriptor(LAYOUT, &prompts, |_| 1)),
+            next,
+            cells_at: LAYOUT.cells(0),
+            last_at: LAYOUT.last(0),
+            tokens_at: LAYOUT.token(0),
+            rows: rows as u32,
+        };
+        cases.recording.call(draft::shift_tokens("shift_tokens".to_owned(), args));
+        let memory = cases.reference();
+        assert_eq!(memory.u32(next, LAYOUT.token(lengths[0] as u32 - 1)), 7, "the token behind a chunk");
+        if lengths[0] > 1 {
+            assert_eq!(memory.u32(next, LAYOUT.token(0)), 1001);
+        }
+    }
+    check(&cases);
+}
+
+#[test]
+fn norms_are_joined_and_the_best_token_is_kept() {
+    let mut cases = Cases::new("norms and drafts");
+    let mut random = Random(5);
+    for (rows, width) in [(1, 8), (3, 100), (4, 256)] {
+        cases.case(format!("{rows}.{width}"));
+        let (stride, y_stride) = (width + 4, 2 * width + 8);
+        let mut values = |name: &str, count: u32| cases.floats(name, &random.floats(count as usize));
+        let args = JoinNormsArgs {
+            e: values("e", rows * stride),
+            h: values("h", rows * stride),
+            e_norm: values("e_norm", width),
+            final_norm: values("final_norm", width),
+            h_norm: values("h_norm", width),
+            y: cases.output("y", (rows * y_stride) as usize, Expect::Floats(SUMS)),
+            width,
+            stride,
+            y_stride,
+            epsilon: EPSILON,
+        };
+        cases.recording.call(draft::join_norms("norms".to_owned(), rows, args));
+    }
+    for index in 0..MOST_DRAFTS {
+        cases.case(format!("draft.{index}"));
+        // The first row has a tie and a part without tokens; the second row has NaN logits.
+        let partials = [
+            [(1.0f32, 5), (3.0, 40), (3.0, 21), (f32::NEG_INFINITY, TOKEN_NONE)],
+            [(f32::NAN, 3), (f32::NAN, 9), (f32::NEG_INFINITY, TOKEN_NONE), (f32::NAN, 30)],
+            [(-2.0, 5), (-1.0, 11), (-8.0, 21), (-3.0, 33)],
+        ];
+        let words: Vec<u32> = partials.iter().flatten().flat_map(|(value, token)| [value.to_bits(), *token]).collect();
+        let args = StoreDraftArgs {
+            partials: cases.words("partials", &words),
+            rows: cases.words("rows", &[1, 9, 3, 1, 1, 9, 0, 1, 1, 9, 1, 0]),
+            slots: cases.words("slots", &slots([1, 2, 3, 4])),
+            row_count: 3,
+            parts: 4,
+        };
+        cases.recording.call(draft::store_draft("store".to_owned(), index, args));
+        let memory = cases.reference();
+        assert_eq!(memory.u32(args.slots, 3 * SLOT_WORDS + SLOT_DRAFTS + index), 21, "the lower of equals");
+        assert_eq!(memory.u32(args.slots, SLOT_WORDS + SLOT_DRAFTS + index), 210 + index, "a row that is not valid");
+    }
+    check(&cases);
+}
+
+/// The operands of a layer, and the rows of its projection by position.
+struct Layer {
+    heads: DeltaHeads,
+    stride: u32,
+    vectors: [Range; 4],
+    rows: Vec<Vec<f32>>,
+}
+
+/// The buffers of one cell.
+struct Cell {
+    state: Range,
+    window: Range,
+    pending: Range,
+}
+
+impl Layer {
+    fn new(cases: &mut Cases, random: &mut Random, heads: DeltaHeads, tokens: u32) -> Layer {
+        let stride = heads.projected().next_multiple_of(4);
+        let mut values = |name: &str, count: u32| cases.floats(name, &random.floats(count as usize));
+        let vectors = [
+            values("conv", heads.channels() * 4),
+            values("a_log", heads.value),
+            values("dt_bias", heads.value),
+            values("norm", heads.value_dim),
+        ];
+        let rows = (0..tokens).map(|_| random.floats(stride as usize)).collect();
+        Layer { heads, stride, vectors, rows }
+    }
+
+    fn cell(&self, cases: &mut Cases, name: &str) -> Cell {
+        let mut buffer =
+            |part: &str, bytes: u64| cases.output(&format!("{name}.{part}"), bytes as usize / 4, Expect::Floats(SUMS));
+        let state = buffer("state", self.heads.state_bytes(1));
+        let window = buffer("window", self.heads.window_bytes(1));
+        Cell { state, window, pending: buffer("pending", self.heads.pending_bytes(1, MOST_PENDING)) }
+    }
+
+    /// Adds a step that processes `rows` from `position` on: a plain step for one row, otherwise a verification step.
+    /// `settled` is the number of tokens already in the state, if tokens may be pending.
+    fn step(
+        &self,
+        cases: &mut Cases,
+        name: &str,
+        cell: &Cell,
+        (position, settled): (u32, Option<u32>),
+        rows: &[Vec<f32>],
+    ) -> Range {
+        let (width, each) = (self.heads.output(), rows.len() as u32);
+        let mut words = vec![POISON; SLOT_WORDS as usize];
+        words[SLOT_SETTLED as usize] = settled.unwrap_or(POISON);
+        let table: Vec<u32> = (0..each).flat_map(|t| [1, position + t, 0, 1]).collect();
+        let [conv, a_log, dt_bias, norm] = self.vectors;
+        let args = DeltaStepArgs {
+            x: cases.floats(&format!("{name}.x"), &rows.concat()),
+            rows: cases.words(&format!("{name}.rows"), &table),
+            conv,
+            a_log,
+            dt_bias,
+            norm,
+            state: cell.state,
+            window: cell.window,
+            slots: cases.words(&format!("{name}.slots"), &words),
+            pending: if settled.is_some() { cell.pending } else { cell.pending.none() },
+            y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
+            fault: cases.words(&format!("{name}.fault"), &[0]),
+            stride: self.stride,
+            y_stride: width,
+            epsilon: EPSILON,
+            x_tag: 0,
+            y_tag: 0,
+        };
+        let label = name.to_owned();
+        let entries = if settled.is_some() { MOST_PENDING } else { 0 };
+        cases.recording.call(match each {
+            1 => delta_step(label, self.heads, (1, entries), false, Flow::NONE, args),
+            _ => delta_verify(label, self.heads, (1, each, entries), false, Flow::NONE, args),
+        });
+        args.y
+    }
+}
+
+#[test]
+fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
+    let mut cases = Cases::new("delta_verify");
+    let mut random = Random(23);
+    let mut compared: Vec<(Range, Range, u32)> = Vec::new();
+    let shapes = [(1, 1, 16, 32), (2, 4, 32, 16), (1, 3, 48, 48)];
+    for (index, (key, value, key_dim, value_dim)) in shapes.into_iter().enumerate() {
+        let heads = DeltaHeads { key, value, key_dim, value_dim };
+        cases.case(format!("{heads:?}"));
+        let layer = Layer::new(&mut cases, &mut random, heads, 24);
+        let (plain, drafting) = (layer.cell(&mut cases, "plain"), layer.cell(&mut cases, "drafting"));
+        // The turns are pairs of the rows in a verification step (one more than its drafts) and the rows that are
+        // accepted.
+        let [mut position, mut settled] = [0, 0];
+        let mut outputs: Vec<(Range, u32)> = Vec::new();
+        for p in 0..2 {
+            let row = std::slice::from_ref(&layer.rows[p as usize]);
+            outputs.push((layer.step(&mut cases, &format!("first.{p}"), &drafting, (p, None), row), 0));
+            [position, settled] = [p + 1, p + 1];
+        }
+        let turns: [(u32, u32); 6] = [(2, 1), (4, 4), (3, 2), (1, 1), (4, 3), (2, 2)];
+        for (turn, (each, accepted)) in turns.into_iter().enumerate() {
+            // Rows after the accepted ones belong to draft tokens that were rejected.
+            let rows: Vec<Vec<f32>> = (0..each)
+                .map(|t| match t < accepted {
+                    true => layer.rows[(position + t) as usize].clone(),
+                    false => random.floats(layer.stride as usize),
+                })
+                .collect();
+            let at = (position, Some(settled));
+            // Steps with a fault, which process arbitrary rows, run first. The correct step must give the same result
+            // as if it had run alone.
+            for again in 0..turn % 3 {
+                let garbage: Vec<Vec<f32>> = (0..each).map(|_| random.floats(layer.stride as usize)).collect();
+                layer.step(&mut cases, &format!("faulty.{turn}.{again}"), &drafting, at, &garbage);
+            }
+            let y = layer.step(&mut cases, &format!("verify.{turn}"), &drafting, at, &rows);
+            outputs.extend((0..accepted).map(|t| (y, t)));
+            settled = position;
+            position += accepted;
+        }
+        assert!(position - settled <= MOST_PENDING && position + 1 < layer.rows.len() as u32);
+        // A step without drafts adds the pending tokens to the state.
+        let row = |p: u32| std::slice::from_ref(&layer.rows[p as usize]);
+        outputs.push((layer.step(&mut cases, "last", &drafting, (position, Some(settled)), row(position)), 0));
+        // The next step adds the last token to the state.
+        layer.step(&mut cases, "behind", &drafting, (position + 1, Some(position)), row(position + 1));
+        for p in 0..=position {
+            let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, (p, None), row(p));
+            let (drafted, row) = outputs[p as usize];
+            compared.push((drafted.part(u64::from(row * heads.output()) * 4, u64::from(heads.output()) * 4), y, p));
+        }
+        compared.push((drafting.state, plain.state, index as u32));
+    }
+    let vulkan = Vulkan::new();
+    let reference = cases.reference();
+    for driver in Driver::all() {
+        let bench = Bench::new(&vulkan, *driver);
+        cases.check(&bench, &reference);
+        let memory = bench.run(&cases.recording, &cases.before());
+        for (drafted, plain, position) in &compared {
+            for i in 0..(plain.bytes / 4) as u32 {
+                let [found, wanted] = [drafted, plain].map(|range| memory.f32(*range, i));
+                let near = (found - wanted).abs() <= 1e-4 * (1.0 + wanted.abs());
+                assert!(near, "{driver:?}, position {position}, value {i}: {found} instead of {wanted}");
+            }
+        }
+    }
+}

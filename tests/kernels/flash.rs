@@ -1,0 +1,373 @@
+//! Goal: `flash` matches its `reference()`, with plain multiplication on both CPU drivers and also on matrix units on a
+//! GPU that has them; and the reference matches the formula. Method: chunks of awkward lengths after prefixes of
+//! awkward lengths, with scattered pages. Tokens that no chunk has written, rows that are not in use and everything
+//! else that a kernel must not read hold NaN; words that it must not write must stay unchanged. On a GPU also whole
+//! chunks with the heads of a large model, compared with the formula on sampled rows.
+//!
+//! Tolerances: q and the softmax weights are rounded to f16, by at most e = 2^-11 of each value. A score changes by at
+//! most e · Σ|q·k| / sqrt(D), which for these inputs (uniform up to 3 and 2) is about e · 1.5 · sqrt(D), 8e-3 for 128
+//! dimensions. The output changes by at most twice that times the largest value, 2, plus e times the largest value for
+//! the weights: 4e-2 if all roundings had the same sign. They are independent: their root mean square is 2e-4 of each
+//! value, the error of a score is 4e-4, and that of an output is smaller, because it is an average of errors. The limit
+//! of 3e-3 is more than seven times that. A token that is missed or seen too early changes the outputs of rows in which
+//! it has a large weight, as one of every few dozen tokens does, by 1e-2 and more.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
+use ostinato::device::{Component, MatrixShape};
+use ostinato::kernels::attention::Heads;
+use ostinato::kernels::attention::flash::{
+    PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, flash_tiles, partials_bytes,
+};
+use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::gemm::skinny::Matrices;
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::shaders::FlashArgs;
+use ostinato::memory::pack::Format;
+
+/// Tolerance, explained at the top of the file.
+const ROUNDED: f32 = 3e-3;
+const SLOTS: u32 = 3;
+const SLOT: u32 = 1;
+
+fn heads(group: u32, kv: u32, dim: u32) -> Heads {
+    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, gated: group.is_multiple_of(2), kv_format: Format::F16 }
+}
+
+/// Returns the implementations of the matrix product that a device supports.
+fn ways(bench: &Bench) -> Vec<Matrices> {
+    let capabilities = &bench.device.adapter().capabilities;
+    let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::F16, accumulator: Component::F32 };
+    let units = capabilities.matrix_shapes.contains(&shape) && capabilities.max_shared_bytes >= SHARED_BYTES;
+    if units { vec![Matrices::Emulated, Matrices::Cooperative] } else { vec![Matrices::Emulated] }
+}
+
+/// A prompt chunk of one sequence, as plain values.
+struct Chunk {
+    heads: Heads,
+    start: u32,
+    length: u32,
+    /// Rows of the dispatch; rows from `length` on are not valid.
+    rows: u32,
+    pages: Vec<u32>,
+    max_pages: u32,
+    /// `[token][kv head][dim]`.
+    keys: Vec<f32>,
+    values: Vec<f32>,
+    /// `[row][q head][dim]`.
+    queries: Vec<f32>,
+    /// `[row][q head][dim]`, read only if the heads are gated.
+    gates: Vec<f32>,
+}
+
+impl Chunk {
+    fn new(random: &mut Random, heads: Heads, start: u32, length: u32, rows: u32) -> Chunk {
+        let tokens = start + length;
+        let pages = tokens.div_ceil(16);
+        let mut cached = || -> Vec<f32> {
+            (0..tokens * heads.kv * heads.dim).map(|_| round(Format::F16, random.float() * 2.0)).collect()
+        };
+        let (keys, values) = (cached(), cached());
+        Chunk {
+            heads,
+            start,
+            length,
+            rows,
+            pages: random.permutation(pages + 2)[..pages as usize].to_vec(),
+            max_pages: pages + 3,
+            keys,
+            values,
+            // The range of the values makes some tokens weigh much more than others.
+            queries: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
+            gates: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
+        }
+    }
+
+    fn output_stride(&self) -> u32 {
+        self.heads.q * self.heads.dim + 8
+    }
+
+    /// Returns softmax(q · Kᵀ / sqrt(D)) · V of one row and head, multiplied by the gate if the heads are gated.
+    fn attend(&self, row: u32, head: u32) -> Vec<f64> {
+        let Heads { kv, dim, .. } = self.heads;
+        let of = |all: &[f32], index: u32| -> Vec<f64> {
+            all[(index * dim) as usize..((index + 1) * dim) as usize].iter().map(|v| f64::from(*v)).collect()
+        };
+        let query = of(&self.queries, row * self.heads.q + head);
+        let at = |token: u32| token * kv + head / self.heads.group();
+        let score = |token: u32| {
+            let dot: f64 = of(&self.keys, at(token)).iter().zip(&query).map(|(k, q)| k * q).sum();
+            dot / f64::from(dim).sqrt()
+        };
+        let scores: Vec<f64> = (0..=self.start + row).map(score).collect();
+        let top = scores.iter().copied().fold(f64::MIN, f64::max);
+        let mut sums = vec![0.0; dim as usize];
+        let mut total = 0.0;
+        for (token, score) in (0..).zip(scores) {
+            let weight = (score - top).exp();
+            total += weight;
+            for (sum, value) in sums.iter_mut().zip(of(&self.values, at(token))) {
+                *sum += weight * value;
+            }
+        }
+        let gates = of(&self.gates, row * self.heads.q + head);
+        let gate = |i: usize| if self.heads.gated { 1.0 + (-gates[i]).exp() } else { 1.0 };
+        sums.into_iter().enumerate().map(|(i, sum)| sum / total / gate(i)).collect()
+    }
+
+    /// Compares one row and head with the formula. The chunk's rows begin at row `first` of the step.
+    fn check(&self, memory: &HostMemory, o: Range, first: u32, row: u32, head: u32, limit: f64) {
+        for (i, wanted) in (0..).zip(self.attend(row, head)) {
+            let at = (first + row) * self.output_stride() + head * self.heads.dim + i;
+            let found = f64::from(memory.f32(o, at));
+            assert!(
+                (found - wanted).abs() <= limit * (1.0 + wanted.abs()),
+                "{:?}, {} rows from {} on: row {row}, head {head}, dim {i}: {found} instead of {wanted}",
+                self.heads,
+                self.length,
+                self.start
+            );
+        }
+    }
+}
+
+/// Adds the buffers of a step with chunks of several sequences, and its call.
+fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
+    let heads = chunks[0].heads;
+    let Heads { q, kv, dim, .. } = heads;
+    let stride = (2 * q + 2 * kv) * dim + 8;
+    // There are rows after the last one in use, and pages that no page table contains.
+    let used: u32 = chunks.iter().map(|chunk| chunk.length).sum();
+    let rows = used + chunks.iter().map(|chunk| chunk.rows - chunk.length).max().unwrap_or(0);
+    let max_pages = chunks.iter().map(|chunk| chunk.max_pages).max().unwrap_or(0);
+    let all_pages: usize = chunks.iter().map(|chunk| chunk.pages.len() + 2).sum();
+    let mut qkv = vec![f32::NAN; (rows * stride) as usize];
+    let mut table = vec![POISON; (SLOTS * max_pages) as usize];
+    let cached = all_pages * (kv * 16 * dim) as usize;
+    let (mut k, mut v) = (vec![f32::NAN; cached], vec![f32::NAN; cached]);
+    let (mut first_row, mut first_page) = (0, 0);
+    let tokens = vec![5; used as usize];
+    let mut prompts = Vec::new();
+    for (index, chunk) in (0..).zip(chunks) {
+        let slot = (SLOT + index) % SLOTS;
+        for (row, query) in chunk.queries.chunks_exact((q * dim) as usize).enumerate() {
+            let at = (first_row as usize + row) * stride as usize;
+            qkv[at..at + query.len()].copy_from_slice(query);
+            if heads.gated {
+                let gates = &chunk.gates[row * query.len()..][..query.len()];
+                qkv[at + ((q + 2 * kv) * dim) as usize..][..gates.len()].copy_from_slice(gates);
+            }
+        }
+        for (at, page) in chunk.pages.iter().enumerate() {
+            table[(slot * max_pages) as usize + at] = first_page + page;
+        }
+        for token in 0..chunk.start + chunk.length {
+            let page = first_page + chunk.pages[token as usize / 16];
+            for head in 0..kv {
+                for i in 0..dim {
+                    let from = ((token * kv + head) * dim + i) as usize;
+                    let k_at = (((page * kv + head) * (dim / 8) + i / 8) * 16 + token % 16) * 8 + i % 8;
+                    let v_at = ((page * kv + head) * 16 + token % 16) * dim + i;
+                    k[k_at as usize] = chunk.keys[from];
+                    v[v_at as usize] = chunk.values[from];
+                }
+            }
+        }
+        let tokens = &tokens[..chunk.length as usize];
+        prompts.push(PromptRows { slot, start: chunk.start, tokens, last: false, next: None, from: None, keeps: &[] });
+        first_row += chunk.length;
+        first_page += chunk.pages.len() as u32 + 2;
+    }
+    let most = chunks.len() as u32 + 1;
+    let descriptor =
+        descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |rows| flash_tiles(heads, rows));
+    let output_stride = chunks[0].output_stride();
+    let args = FlashArgs {
+        qkv: cases.floats("qkv", &qkv),
+        chunk: cases.words("chunk", &descriptor),
+        pages: cases.words("pages", &table),
+        k: cases.weights("k", Format::F16, &k),
+        v: cases.weights("v", Format::F16, &v),
+        o: cases.output("o", (rows * output_stride) as usize, Expect::Floats(ROUNDED)),
+        stride,
+        output_stride,
+        partials: cases.output("partials", partials_bytes(heads) as usize / 4, Expect::Any),
+        counters: cases.words("counters", &vec![0; counters_bytes(heads) as usize / 4]),
+        max_pages,
+        parts: PARTS,
+    };
+    cases.recording.call(flash("flash".to_owned(), heads, (rows, most, splits), matrices, args));
+    args
+}
+
+/// Runs each chunk as a step of one recording, on every driver with every implementation that it supports.
+fn check(name: &str, chunks: Vec<Chunk>) {
+    check_steps(Driver::all(), name, 1, &chunks.into_iter().map(|chunk| vec![chunk]).collect::<Vec<_>>());
+}
+
+/// Runs steps with chunks of several sequences. Up to `splits` workgroups share the tokens of a tile.
+fn check_steps(drivers: &[Driver], name: &str, splits: u32, steps: &[Vec<Chunk>]) {
+    let vulkan = Vulkan::new();
+    let benches: Vec<Bench> = drivers.iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
+    for matrices in [Matrices::Emulated, Matrices::Cooperative] {
+        let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&matrices)).collect();
+        if benches.is_empty() {
+            continue;
+        }
+        let mut cases = Cases::new(&format!("{name} {matrices:?}"));
+        let mut outputs = Vec::new();
+        for (index, chunks) in steps.iter().enumerate() {
+            let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
+            cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
+            outputs.push(call(chunks, splits, &mut cases, matrices).o);
+        }
+        let reference = cases.reference();
+        for (chunks, o) in steps.iter().zip(outputs) {
+            let mut first = 0;
+            for chunk in chunks {
+                for row in [0, chunk.length / 2, chunk.length - 1] {
+                    chunk.check(&reference, o, first, row, row % chunk.heads.q, 1e-6);
+                }
+                first += chunk.length;
+            }
+        }
+        for bench in benches {
+            cases.check(bench, &reference);
+        }
+    }
+}
+
+#[test]
+fn chunks_of_awkward_lengths_behind_awkward_prefixes() {
+    let mut random = Random(31);
+    let mut chunks = Vec::new();
+    for length in [1, 15, 16, 17, 63, 65, 130] {
+        for start in [0, 5, 16, 100] {
+            let index = chunks.len();
+            // Each combination is a pipeline, which a CPU driver takes up to ten seconds to compile.
+            let (group, kv, dim) = [(1, 2, 32), (2, 1, 64), (7, 1, 128)][index % 3];
+            let heads = heads(group, kv, dim);
+            // Some chunks have rows that are not in use, one in four so many that whole workgroups have none.
+            let spare = [1, 0, 1, 70][index % 4];
+            chunks.push(Chunk::new(&mut random, heads, start, length, length + spare));
+        }
+    }
+    check("lengths", chunks);
+}
+
+#[test]
+fn chunks_of_several_sequences_in_one_step() {
+    let mut random = Random(35);
+    let mut steps = Vec::new();
+    // Start and length of each chunk: tiles end inside a prompt or at its end, or contain all of one.
+    let shapes: [&[(u32, u32)]; 4] =
+        [&[(0, 1), (30, 1), (0, 1)], &[(16, 33), (0, 5)], &[(3, 16), (0, 32), (100, 17)], &[(0, 70), (64, 2), (7, 64)]];
+    for (index, shape) in shapes.into_iter().enumerate() {
+        let (group, kv, dim) = [(4, 1, 64), (3, 2, 128)][index % 2];
+        let heads = heads(group, kv, dim);
+        let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+        steps.push(shape.iter().map(chunk).collect());
+    }
+    check_steps(Driver::all(), "several", 2, &steps);
+}
+
+/// Goal: results are correct where several workgroups share a context, including shares of which some rows see no
+/// token.
+#[test]
+fn ends_of_long_prompts_are_shared() {
+    let mut random = Random(36);
+    let mut steps = Vec::new();
+    for (index, shape) in
+        [&[(400, 3)][..], &[(1, 300)], &[(700, 20), (0, 5), (260, 1)], &[(511, 17)]].into_iter().enumerate()
+    {
+        let (group, kv, dim) = [(4, 1, 64), (1, 2, 32)][index % 2];
+        let heads = heads(group, kv, dim);
+        let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+        steps.push(shape.iter().map(chunk).collect());
+        steps.push(vec![Chunk::new(&mut random, heads, 900, 2, 2)]);
+    }
+    check_steps(Driver::all(), "shared", 5, &steps);
+}
+
+#[test]
+fn heads_of_other_sizes_and_large_groups() {
+    let mut random = Random(32);
+    let mut chunks = |shapes: &[(u32, u32, u32)]| -> Vec<Vec<Chunk>> {
+        let of = |&(group, kv, dim): &(u32, u32, u32)| {
+            [(21, 20, 21), (0, 3, 3)]
+                .map(|(start, length, rows)| vec![Chunk::new(&mut random, heads(group, kv, dim), start, length, rows)])
+        };
+        shapes.iter().flat_map(of).collect()
+    };
+    check_steps(Driver::all(), "heads", 1, &chunks(&[(1, 1, 96), (71, 1, 64), (8, 3, 32), (64, 1, 32)]));
+    // Lavapipe takes up to a minute to compile each of these, so only the last driver runs them.
+    let one = Driver::all().last().map_or(&[][..], std::slice::from_ref);
+    check_steps(one, "wide heads", 1, &chunks(&[(2, 1, 160), (5, 1, 192), (3, 2, 256)]));
+}
+
+#[test]
+fn large_scores_and_weights_that_vanish() {
+    let mut random = Random(33);
+    let mut chunks = Vec::new();
+    // With starts 30 and 62 the first row ends one token before the end of a block.
+    for (start, sign) in [(0, 1.0), (40, -1.0), (30, 1.0), (62, 1.0)] {
+        let mut chunk = Chunk::new(&mut random, heads(2, 1, 64), start, 70, 71);
+        // Scores grow or fall with the token, so that the maximum moves with each block or never after the first. All
+        // queries are rounded by the same factor, and so are the differences between scores.
+        let tokens = (start + chunk.length) as usize;
+        for (i, key) in chunk.keys.iter_mut().enumerate() {
+            *key = sign * (i / 64) as f32 / if i % 64 == 0 { 8.0 } else { 64.0 };
+        }
+        for (i, query) in chunk.queries.iter_mut().enumerate() {
+            *query = if i % 64 == 0 { 16.0 } else { 2.0 };
+        }
+        assert_eq!(chunk.keys.len(), tokens * 64);
+        chunks.push(chunk);
+    }
+    check("scores", chunks);
+}
+
+#[test]
+fn chunks_of_a_large_model_on_a_gpu() {
+    if Driver::first() != Driver::Gpu {
+        return;
+    }
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    let mut random = Random(34);
+    for (start, length) in [(0, 512), (1000, 512), (1000, 500)] {
+        let chunk = Chunk::new(&mut random, heads(4, 8, 128), start, length, 512);
+        for matrices in ways(&bench) {
+            let mut cases = Cases::new("large");
+            cases.case(format!("{matrices:?}"));
+            let args = call(std::slice::from_ref(&chunk), 1, &mut cases, matrices);
+            let memory = bench.run(&cases.recording, &cases.before());
+            for row in 0..length {
+                chunk.check(&memory, args.o, 0, row, random.below(chunk.heads.q), ROUNDED.into());
+            }
+            for row in 0..512 {
+                for i in 0..chunk.output_stride() {
+                    let written = row < length && i < chunk.heads.q * chunk.heads.dim;
+                    let word = memory.u32(args.o, row * chunk.output_stride() + i);
+                    if written {
+                        assert!(f32::from_bits(word).is_finite(), "{matrices:?}: row {row}, word {i}: {word:#010x}");
+                    } else {
+                        assert_eq!(word, POISON, "{matrices:?}: row {row}, word {i} was not to be written");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn heads_that_are_served() {
+    for dim in [32, 64, 96, 128, 160, 192, 224, 256] {
+        assert!(flash_serves(heads(1, 1, dim)), "{dim}");
+    }
+    for dim in [8, 16, 80, 120, 288, 512] {
+        assert!(!flash_serves(heads(1, 1, dim)), "{dim}");
+    }
+    assert!(!flash_serves(Heads { kv_format: Format::F32, ..heads(1, 1, 128) }));
+}

@@ -1,0 +1,15 @@
+//! Kernels against their references: each kernel on the CPU drivers, and whole recordings by the interpreter.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../harness/mod.rs"]
+mod harness;
+
+mod delta;
+mod draft;
+mod flash;
+mod forward;
+mod moe;
+mod recordings;
+mod sampling;
+mod tiled;

@@ -1,0 +1,468 @@
+//! Goal: the kernels of a mixture of experts match their `reference()`, and every path through them matches the
+//! formula: few rows and many rows on weights in fragment order, and any number of rows on row-major weights. Method:
+//! as in `kernels.rs` and `tiled.rs`, seeded shapes including awkward ones, a device and the interpreter starting from
+//! the same memory. The weights of experts that no row chooses are NaN, and so is everything next to readable values.
+//! The router's logits are given, not computed: ties, rows of NaN, all rows with the same expert.
+//!
+//! Tolerances: 2e-5 for rows of floats, as in `kernels.rs`. 1e-4 where each value is split into two parts of 16 bits,
+//! which cuts off up to 2^-16 of it in each of two successive products. Where rows are packed in 16 bits, a value may
+//! be rounded to the other neighbor, which changes the results: 1e-2, as in `tiled.rs`. A wrong expert or row changes a
+//! value by about 1.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
+use ostinato::kernels::gemm::panel;
+use ostinato::kernels::gemm::skinny::{Config, Matrices};
+use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
+use ostinato::kernels::gemm::{Activations, Matrix};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::moe::{Grouped, Mlp, Shape, Sorted, Used};
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::tags::{Flow, tagged};
+use ostinato::memory::pack::{self, Format, Layout, Packing};
+
+const EPSILON: f32 = 1e-3;
+/// Tolerances, explained at the top of the file.
+const SUMS: f32 = 2e-5;
+const SPLIT: f32 = 1e-4;
+const ROUNDED: f32 = 1e-2;
+const TAGS: [u32; 4] = [5, 127, 1, 64];
+
+fn check(vulkan: &Vulkan, cases: &Cases, reference: &HostMemory) {
+    for driver in Driver::all() {
+        cases.check(&Bench::new(vulkan, *driver), reference);
+    }
+}
+/// The router's logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Logits {
+    /// Random values.
+    Random,
+    /// Three different values, so that there are many ties.
+    Ties,
+    /// One expert has the largest logit in every row.
+    Same,
+    /// Random values, with NaN in the middle row.
+    NotNumbers,
+}
+
+/// A layer with unpacked values.
+struct Layer {
+    shape: Shape,
+    rows: u32,
+    format: Format,
+    gate_up: Vec<f32>,
+    down: Vec<f32>,
+    shared: Option<(Vec<f32>, Vec<f32>)>,
+    x: Vec<f32>,
+    norm: Vec<f32>,
+    /// `[rows][shape.logits()]`
+    logits: Vec<f32>,
+}
+
+fn sigmoid(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+impl Layer {
+    fn new(random: &mut Random, shape: Shape, rows: u32, format: Format, logits: Logits) -> Layer {
+        let width = shape.logits();
+        let favourite = random.below(shape.count);
+        let values: Vec<f32> = (0..rows * width)
+            .map(|i| match logits {
+                Logits::Ties => random.below(3) as f32 - 1.0,
+                Logits::Same if i % width == favourite => 9.0,
+                Logits::NotNumbers if i / width == rows / 2 => f32::NAN,
+                _ => 3.0 * random.float(),
+            })
+            .collect();
+        let matrix = |random: &mut Random, rows: u32, cols: u32| -> Vec<f32> {
+            let size = 3.0 / (cols as f32).sqrt();
+            (0..rows * cols).map(|_| round(format, random.float() * size)).collect()
+        };
+        let mut layer = Layer {
+            shape,
+            rows,
+            format,
+            gate_up: matrix(random, shape.count * 2 * shape.inner, shape.hidden),
+            down: matrix(random, shape.count * shape.hidden, shape.inner),
+            shared: shape
+                .shared_inner
+                .map(|inner| (matrix(random, 2 * inner, shape.hidden), matrix(random, shape.hidden, inner))),
+            x: random.floats((rows * shape.hidden) as usize),
+            norm: random.floats(shape.hidden as usize),
+            logits: values,
+        };
+        // The weights of experts that no row chooses must not be read.
+        let chosen: Vec<u32> = (0..rows).flat_map(|row| layer.chosen(row)).map(|(id, _)| id).collect();
+        for id in (0..shape.count).filter(|id| !chosen.contains(id)) {
+            let size = (shape.inner * shape.hidden) as usize;
+            layer.gate_up[id as usize * 2 * size..][..2 * size].fill(f32::NAN);
+            layer.down[id as usize * size..][..size].fill(f32::NAN);
+        }
+        layer
+    }
+
+    /// Returns the experts of a row with their shares, as the formula defines them.
+    fn chosen(&self, row: u32) -> Vec<(u32, f64)> {
+        let width = self.shape.logits() as usize;
+        let logits: Vec<f64> = self.logits[row as usize * width..][..self.shape.count as usize]
+            .iter()
+            .map(|l| if l.is_nan() { f64::NEG_INFINITY } else { f64::from(*l) })
+            .collect();
+        let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = logits.iter().map(|l| (l - most).exp()).sum();
+        let mut left: Vec<u32> = (0..self.shape.count).collect();
+        let mut chosen: Vec<(u32, f64)> = Vec::new();
+        for _ in 0..self.shape.chosen {
+            let best = left.iter().copied().reduce(|a, b| if logits[b as usize] > logits[a as usize] { b } else { a });
+            let best = best.expect("enough experts");
+            left.retain(|id| *id != best);
+            chosen.push((best, (logits[best as usize] - most).exp() / total));
+        }
+        if self.shape.normalise {
+            let sum: f64 = chosen.iter().map(|(_, share)| share).sum();
+            chosen.iter_mut().for_each(|(_, share)| *share /= sum);
+        }
+        chosen
+    }
+
+    /// Returns the layer's output for a row.
+    fn wanted(&self, row: u32) -> Vec<f64> {
+        let hidden = self.shape.hidden as usize;
+        let x: Vec<f64> = self.x[row as usize * hidden..][..hidden].iter().map(|v| f64::from(*v)).collect();
+        let scale = 1.0 / (x.iter().map(|v| v * v).sum::<f64>() / hidden as f64 + f64::from(EPSILON)).sqrt();
+        let m: Vec<f64> = x.iter().zip(&self.norm).map(|(v, w)| v * scale * f64::from(*w)).collect();
+        let times = |w: &[f32], x: &[f64]| -> f64 { w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum() };
+        let mut y = x;
+        let mut add = |gate_up: &[f32], down: &[f32], inner: usize, share: f64| {
+            let middle: Vec<f64> = (0..inner)
+                .map(|i| {
+                    let [gate, up] = [2 * i, 2 * i + 1].map(|r| times(&gate_up[r * hidden..][..hidden], &m));
+                    gate * sigmoid(gate) * up
+                })
+                .collect();
+            for (r, y) in y.iter_mut().enumerate() {
+                *y += share * times(&down[r * inner..][..inner], &middle);
+            }
+        };
+        let inner = self.shape.inner as usize;
+        for (id, share) in self.chosen(row) {
+            let at = id as usize * inner * hidden;
+            add(&self.gate_up[2 * at..][..2 * inner * hidden], &self.down[at..][..inner * hidden], inner, share);
+        }
+        if let Some((gate_up, down)) = &self.shared {
+            let gate = self.logits[(row * self.shape.logits() + self.shape.count) as usize];
+            add(gate_up, down, down.len() / hidden, sigmoid(f64::from(gate)));
+        }
+        y
+    }
+
+    fn matrix(&self, cases: &mut Cases, name: &str, values: &[f32], cols: u32, fragments: bool) -> Matrix {
+        let rows = values.len() as u32 / cols;
+        let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
+        let bytes: Vec<u8> = values.iter().flat_map(|w| w.to_le_bytes()).collect();
+        // Packs from f32, which represents every value of the other formats exactly.
+        let source =
+            pack::Rows { bytes: &bytes, format: Format::F32, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
+        let packing = Packing { rows, cols, layout, format: self.format };
+        let mut words = vec![0u32; packing.bytes() as usize / 4];
+        pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));
+        Matrix { range: cases.words(name, &words), format: self.format, rows, cols }
+    }
+
+    /// Adds a buffer of `rows` rows of `width` floats, with poison between the rows and after the rows in use.
+    fn activations(
+        cases: &mut Cases,
+        name: &str,
+        values: &[f32],
+        width: u32,
+        rows: u32,
+        tag: Option<u32>,
+    ) -> Activations {
+        let stride = width.next_multiple_of(4) + 4;
+        let mut words = vec![POISON; (rows * stride) as usize];
+        for (line, values) in words.chunks_exact_mut(stride as usize).zip(values.chunks_exact(width as usize)) {
+            for (word, value) in line.iter_mut().zip(values) {
+                *word = tag.map_or(value.to_bits(), |tag| tagged(*value, tag));
+            }
+        }
+        Activations { range: cases.words(name, &words), stride }
+    }
+
+    /// Adds the layer's buffers for `most` rows, of which the layer's rows are in use.
+    fn mlp(&self, cases: &mut Cases, most: u32, fragments: bool, tags: Option<[u32; 2]>) -> Mlp {
+        let shape = self.shape;
+        let hidden = shape.hidden;
+        let gate_up = self.matrix(cases, "gate_up", &self.gate_up, hidden, fragments);
+        let down = self.matrix(cases, "down", &self.down, shape.inner, fragments);
+        let shared = self.shared.as_ref().map(|(gate_up, down)| {
+            let gate_up = self.matrix(cases, "shared.gate_up", gate_up, hidden, fragments);
+            (gate_up, self.matrix(cases, "shared.down", down, shape.shared_inner.unwrap_or(0), fragments))
+        });
+        let x = Self::activations(cases, "x", &self.x, hidden, most, tags.map(|t| t[0]));
+        let logits = Self::activations(cases, "logits", &self.logits, shape.logits(), most, tags.map(|t| t[1]));
+        let norm = (cases.floats("norm", &self.norm), EPSILON);
+        Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, x, norm, logits }
+    }
+
+    /// Compares the values that the reference left in x with the formula.
+    fn check_reference(&self, memory: &HostMemory, x: Activations, limit: f64, what: &str) {
+        for row in 0..self.rows {
+            for (i, wanted) in (0..).zip(self.wanted(row)) {
+                let found = memory.f32(x.range, row * x.stride + i);
+                let near = (f64::from(found) - wanted).abs() <= limit * (1.0 + wanted.abs());
+                assert!(
+                    near || (found.is_nan() && wanted.is_nan()),
+                    "the reference says {found:e}, the formula {wanted:e}: {what}, row {row}, column {i}"
+                );
+            }
+        }
+    }
+}
+
+fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> Shape {
+    let [count, chosen, inner, hidden] = sizes;
+    Shape { count, chosen, inner, hidden, shared_inner, normalise }
+}
+
+/// Returns sizes, rows, the router's logits, and tiles of W per workgroup.
+fn few() -> Vec<(Shape, u32, Logits, u32)> {
+    vec![
+        (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1),
+        (shape([4, 2, 24, 48], Some(40), true), 2, Logits::Ties, 2),
+        (shape([16, 8, 32, 64], Some(32), true), 7, Logits::Random, 1),
+        (shape([8, 2, 40, 80], Some(8), false), 8, Logits::Same, 2),
+        (shape([16, 8, 64, 96], None, true), 8, Logits::NotNumbers, 1),
+        (shape([128, 8, 16, 32], Some(16), true), 1, Logits::Random, 1),
+        (shape([37, 3, 16, 48], None, false), 16, Logits::Ties, 1),
+        (shape([8, 8, 24, 544], Some(72), false), 1, Logits::Ties, 2),
+    ]
+}
+
+#[test]
+fn a_few_rows_choose_and_run_their_experts() {
+    let vulkan = Vulkan::new();
+    for matrices in ways() {
+        let mut cases = Cases::new(&format!("few.{matrices:?}"));
+        let mut random = Random(81);
+        let mut made = Vec::new();
+        for (shape, rows, logits, tiles) in few() {
+            let name = format!("{shape:?}x{rows}.{logits:?}");
+            cases.case(name.clone());
+            let layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
+            let mlp = layer.mlp(&mut cases, rows, true, None);
+            cases.expect(mlp.x.range, Expect::Floats(SPLIT));
+            let stride = shape.middle_stride();
+            let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(SPLIT));
+            let middle = Activations { range: middle, stride };
+            let config = Config { threads: 128, tiles, ahead: 2 };
+            let fault = cases.words("fault", &[0]);
+            cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
+            cases.recording.call(mlp.few_down(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
+            made.push((layer, mlp, name));
+        }
+        let reference = cases.reference();
+        for (layer, mlp, name) in made {
+            layer.check_reference(&reference, mlp.x, 2e-6, &name);
+        }
+        check(&vulkan, &cases, &reference);
+    }
+}
+
+/// Goal: few rows work with tagged words. Each stage runs separately with tagged inputs that are already complete,
+/// because a driver that runs workgroups one after another cannot wait for words of a later one.
+#[test]
+fn a_few_rows_read_and_write_tagged_words() {
+    let vulkan = Vulkan::new();
+    let shapes = [(shape([16, 8, 32, 64], Some(32), true), 1), (shape([8, 2, 32, 96], None, false), 8)];
+    let (read, carried) = (Flow { input_carried: true, ..Flow::NONE }, TAGS);
+    for matrices in ways() {
+        let mut cases = Cases::new(&format!("tagged.{matrices:?}"));
+        let mut random = Random(82);
+        for (shape, rows) in shapes {
+            for down in [false, true] {
+                cases.case(format!("{shape:?}x{rows}.{down}"));
+                let layer = Layer::new(&mut random, shape, rows, Format::Bf16, Logits::Random);
+                let mlp = layer.mlp(&mut cases, rows, true, Some([carried[0], carried[1]]));
+                let (stride, fault) = (shape.middle_stride(), cases.words("fault", &[0]));
+                let words: Vec<u32> =
+                    (0..rows * stride).map(|_| tagged(random.float(), carried[if down { 2 } else { 3 }])).collect();
+                let middle = Activations { range: cases.words("middle", &words), stride };
+                let config = Config { threads: 128, tiles: 1, ahead: 2 };
+                let logits = Flow { input: carried[1], ..read };
+                if down {
+                    cases.expect(mlp.x.range, Expect::Tagged(SPLIT));
+                    let flow = Flow { input: carried[2], old: carried[0], output: Some(carried[3]), ..read };
+                    cases.recording.call(mlp.few_down(middle, rows, *matrices, config, flow, logits, fault));
+                } else {
+                    cases.expect(middle.range, Expect::Tagged(SPLIT));
+                    let flow = Flow { input: carried[0], old: carried[3], output: Some(carried[2]), ..read };
+                    cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, flow, logits, fault));
+                }
+            }
+        }
+        let reference = cases.reference();
+        check(&vulkan, &cases, &reference);
+    }
+}
+
+/// Goal: a wait for words that are never written ends and sets the fault word.
+#[test]
+fn a_wait_for_words_that_never_come_ends() {
+    let vulkan = Vulkan::new();
+    for matrices in ways() {
+        let mut cases = Cases::new(&format!("stale.{matrices:?}"));
+        let mut random = Random(83);
+        cases.case("stale".to_owned());
+        let shape = shape([8, 2, 32, 16], None, false);
+        let layer = Layer::new(&mut random, shape, 1, Format::Bf16, Logits::Random);
+        let mlp = layer.mlp(&mut cases, 1, true, Some([TAGS[0], TAGS[1]]));
+        let fault = cases.words("fault", &[0]);
+        let middle = Activations { range: cases.words("middle", &[TAGS[3]; 64]), stride: 64 };
+        let flow = Flow { input_carried: true, input: TAGS[2], old: TAGS[0], output: Some(TAGS[1]) };
+        let logits = Flow { input_carried: true, input: TAGS[1], ..Flow::NONE };
+        let config = Config { threads: 128, tiles: 1, ahead: 2 };
+        cases.recording.call(mlp.few_down(middle, 1, *matrices, config, flow, logits, fault));
+        let before = cases.before();
+        for driver in Driver::all() {
+            let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
+            assert_eq!(after.u32(fault, 0), 1, "{driver:?}");
+        }
+    }
+}
+
+/// Returns the row table of a decode step in which row `nobody` is not valid. Its other words are poison.
+fn valid_rows(cases: &mut Cases, rows: u32, nobody: u32) -> Range {
+    let words: Vec<u32> = (0..rows).flat_map(|row| [POISON, POISON, POISON, u32::from(row != nobody)]).collect();
+    cases.words("rows", &words)
+}
+
+#[test]
+fn rows_run_their_experts_on_weights_row_after_row() {
+    let vulkan = Vulkan::new();
+    let list = [
+        (shape([4, 2, 24, 48], Some(40), true), 1, 1, Logits::Random),
+        (shape([16, 8, 8, 32], None, false), 7, 7, Logits::Ties),
+        (shape([6, 1, 40, 16], Some(8), false), 64, 17, Logits::Same),
+    ];
+    let mut cases = Cases::new("row_major");
+    let mut random = Random(84);
+    let mut made = Vec::new();
+    for format in [Format::Bf16, Format::F16, Format::F32] {
+        for (shape, most, used, logits) in list {
+            let name = format!("{format:?}.{shape:?}x{used}of{most}.{logits:?}");
+            cases.case(name.clone());
+            let layer = Layer::new(&mut random, shape, used, format, logits);
+            let mlp = layer.mlp(&mut cases, most, false, None);
+            cases.expect(mlp.x.range, Expect::Floats(SUMS));
+            let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
+            let rows = Used { rows: most, count };
+            let choices = cases.output("choices", shape.choices_bytes(most) as usize / 4, Expect::Floats(SUMS));
+            let stride = shape.middle_stride();
+            let middle = cases.output("middle", (most * stride) as usize, Expect::Floats(SUMS));
+            let middle = Activations { range: middle, stride };
+            cases.recording.call(mlp.choose(rows, None, choices));
+            cases.recording.call(mlp.gemv_gate_up(rows, choices, middle, 64));
+            cases.recording.call(mlp.gemv_down(rows, choices, middle, 64));
+            made.push((layer, mlp, name));
+        }
+    }
+    let reference = cases.reference();
+    for (layer, mlp, name) in made {
+        layer.check_reference(&reference, mlp.x, 2e-6, &name);
+    }
+    check(&vulkan, &cases, &reference);
+}
+
+/// Returns the ways in which grouped rows are multiplied, with the rows of a tile: 16 and 32 by `panel`, 64 by `tiled`.
+fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
+    let panel = |blocks: u32, tiles| {
+        (16 * blocks, Grouped::Panel(matrices, panel::Config { threads: 64, tiles, ahead: 1, blocks }))
+    };
+    let tiles: &[Tile] = match matrices {
+        Matrices::Emulated => &[Tile::Plain],
+        Matrices::Cooperative => &[Tile::Square, Tile::Half, Tile::Wide],
+    };
+    let tiled = tiles.iter().map(|tile| (TILE_TOKENS, Grouped::Tiled(*tile)));
+    [panel(1, 1), panel(2, 2)].into_iter().chain(tiled).collect()
+}
+
+#[test]
+fn many_rows_are_sorted_by_expert_and_put_together_again() {
+    let vulkan = Vulkan::new();
+    let list = [
+        (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random),
+        (shape([16, 8, 32, 64], Some(32), true), 64, 41, Logits::Ties),
+        (shape([5, 2, 40, 48], Some(24), false), 128, 97, Logits::Same),
+        (shape([128, 8, 16, 32], None, true), 64, 64, Logits::NotNumbers),
+    ];
+    for matrices in ways() {
+        for (tile, how) in groupings(*matrices) {
+            let mut cases = Cases::new(&format!("many.{how:?}"));
+            let mut random = Random(85);
+            let mut made = Vec::new();
+            for (shape, most, used, logits) in list {
+                let name = format!("{shape:?}x{used}of{most}.{logits:?}");
+                cases.case(name.clone());
+                let layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
+                let mlp = layer.mlp(&mut cases, most, true, None);
+                cases.expect(mlp.x.range, Expect::Floats(ROUNDED));
+                let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
+                let rows = Used { rows: most, count };
+                // A row that is not valid chooses no expert.
+                let nobody = (used == 17).then_some(5);
+                let valid = nobody.map(|row| valid_rows(&mut cases, most, row));
+                let choices = cases.output("choices", shape.choices_bytes(most) as usize / 4, Expect::Floats(SUMS));
+                let [tiles, slots] = Sorted::bytes(&shape, most, tile);
+                let tiles = cases.output("tiles", tiles as usize / 4, Expect::Exact);
+                let slots = cases.output("slots", slots as usize / 4, Expect::Exact);
+                let sorted = Sorted::new(&shape, most, tile, tiles, slots);
+                let near = Expect::Bfloats(2f32.powi(-7));
+                let packed = cases.output("packed", sorted.packed_bytes(shape.hidden) as usize / 4, near);
+                let packed = Packed { range: packed, format: Format::Bf16, cols: shape.hidden };
+                // `panel` does not write padded columns.
+                let middle = cases.words("middle", &vec![0; sorted.packed_bytes(shape.inner) as usize / 4]);
+                cases.expect(middle, Expect::Bfloats(ROUNDED));
+                let middle = Packed { range: middle, format: Format::Bf16, cols: shape.inner };
+                let stride = shape.hidden.next_multiple_of(32) + 4;
+                let parts =
+                    cases.output("parts", shape.parts_bytes(most, stride) as usize / 4, Expect::Floats(ROUNDED));
+                let parts = Activations { range: parts, stride };
+                cases.recording.call(mlp.choose(rows, valid, choices));
+                cases.recording.call(mlp.plan(rows, choices, &sorted));
+                cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, &sorted));
+                cases.recording.call(mlp.sorted_gate_up(packed, middle, &sorted, how));
+                cases.recording.call(mlp.sorted_down(middle, parts, &sorted, how));
+                // The output of the shared expert comes from another product; here it is given.
+                let shared = layer.shared.as_ref().map(|_| {
+                    let values = random.floats((used * shape.hidden) as usize);
+                    let of = Layer::activations(&mut cases, "shared", &values, shape.hidden, most, None);
+                    (of, values)
+                });
+                cases.recording.call(mlp.combine(rows, choices, parts, shared.as_ref().map(|s| s.0)));
+                made.push((layer, mlp, name, nobody, shared.map(|s| s.1)));
+            }
+            let reference = cases.reference();
+            for (mut layer, mlp, name, nobody, shared) in made {
+                // The formula is evaluated without the shared expert, and the given output is added.
+                layer.shared = None;
+                for row in 0..layer.rows {
+                    let gate = layer.logits[(row * layer.shape.logits() + layer.shape.logits() - 1) as usize];
+                    for (i, wanted) in (0..).zip(layer.wanted(row)) {
+                        let at = (row * layer.shape.hidden + i) as usize;
+                        let added = shared.as_ref().map_or(0.0, |s| sigmoid(f64::from(gate)) * f64::from(s[at]));
+                        let wanted = if nobody == Some(row) { f64::from(layer.x[at]) } else { wanted + added };
+                        let found = f64::from(reference.f32(mlp.x.range, row * mlp.x.stride + i));
+                        let near = (found - wanted).abs() <= 3e-2 * (1.0 + wanted.abs());
+                        assert!(
+                            near || (found.is_nan() && wanted.is_nan()),
+                            "the reference says {found:e}, the formula {wanted:e}: {name}, row {row}, column {i}"
+                        );
+                    }
+                }
+            }
+            check(&vulkan, &cases, &reference);
+        }
+    }
+}

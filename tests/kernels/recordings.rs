@@ -1,0 +1,1105 @@
+//! Goal: the recordings of whole models compute the same on the device and in plain Rust, and contain no more
+//! dispatches and barriers than they should. Method: committed checkpoints; a prompt in chunks, the first of them
+//! beside another prompt's chunk, then decode steps, on the device and in the interpreter, each with its own memory.
+//! After every step all named buffers are compared, tokens and state bit for bit. The tokens must also equal those of
+//! transformers, so that both sides cannot be wrong in the same way.
+//!
+//! Tolerance: keys and values are f32, so the two sides differ only by the order of sums. With random weights the
+//! difference grows from layer to layer, to 3e-5 after five layers, and to 8e-5 after four layers whose recurrent state
+//! has processed two hundred tokens. The limit is 1e-4, and twice that for models with recurrent state. A wrong index,
+//! scale or position changes values of about 1 by far more. Activations, pages and states start as NaN except for the
+//! padding that kernels may read.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::models::{expected, fixture};
+use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
+use ostinato::gpu::build::defaults;
+use ostinato::kernels::attention::Heads;
+use ostinato::kernels::attention::flash::flash_tiles;
+use ostinato::kernels::barriers;
+use ostinato::kernels::embed::PromptRows;
+use ostinato::kernels::gemm::skinny::{Config, Matrices, skinny};
+use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::interpreter;
+use ostinato::kernels::layout::StateLayout;
+use ostinato::kernels::recording::{Arg, Op, Recording, Touch};
+use ostinato::kernels::region::{RegionError, buffer_sizes};
+use ostinato::kernels::shaders::{TakeLastArgs, find};
+use ostinato::kernels::state::{self, RingEntry, SlotInit};
+use ostinato::kernels::tags::{self, Flow, tagged};
+use ostinato::memory::pack::{self, Format};
+use ostinato::model::checkpoint::Checkpoint;
+use ostinato::model::config::{LayerKind, MlpKind};
+use ostinato::model::decoder::{self, Decoder, RECURRENT, RingLayout, Shape, stride};
+use ostinato::model::synth::{self, SynthOptions};
+use std::collections::HashMap;
+use std::path::Path;
+
+const CHUNK: u32 = 16;
+/// The slot, of four, whose sequence generates tokens.
+const SLOT: u32 = 2;
+/// The slot of the prompt that runs beside the first chunk; it is idle afterwards.
+const BESIDE: u32 = 3;
+/// Pages of the longest sequence.
+const PAGES: u32 = 14;
+/// Rows of a prompt that one recording scores.
+const SCORED: u32 = 6;
+const RING: RingLayout = RingLayout { steps: 4, rows: 4 };
+const NEAR: f32 = 1e-4;
+
+fn open(name: &str) -> Checkpoint {
+    Checkpoint::open(&fixture(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+}
+
+/// Returns a replica's recordings, tuned as for a CPU driver, with a small KV cache.
+fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_buffer_bytes: u64) -> Decoder<'a> {
+    Decoder {
+        config: &checkpoint.config,
+        weights: checkpoint.weights(),
+        max_buffer_bytes,
+        state: StateLayout {
+            slots: 4,
+            rows: 4,
+            chunk: CHUNK,
+            prompts: 2,
+            max_pages: PAGES,
+            recurrent: checkpoint.config.delta.is_some(),
+        },
+        cells: 4,
+        drafts: 0,
+        pages: PAGES + 2,
+        kv_format: Format::F32,
+        ring: RING,
+        context: 16 * PAGES,
+        tuning: defaults::tuning(&vulkan.adapter(driver), None, checkpoint.config.kv_heads, checkpoint.config.context),
+    }
+}
+
+const WHOLE: u64 = 1 << 30;
+
+/// The words of all buffers of a replica's recordings, by buffer name.
+type Memory = HashMap<String, Vec<u32>>;
+
+/// Returns the words of all weight buffers as the loader writes them.
+fn weight_words(decoder: &Decoder<'_>) -> Memory {
+    let mut memory = Memory::new();
+    for weight in decoder.weights {
+        let files: Vec<Vec<u8>> = weight.sources.iter().map(|s| std::fs::read(&s.path).expect("a shard")).collect();
+        let rows: Vec<pack::Rows<'_>> = weight
+            .sources
+            .iter()
+            .zip(&files)
+            .map(|(source, file)| pack::Rows {
+                bytes: &file[source.offset as usize..(source.offset + source.bytes()) as usize],
+                format: decoder::format(source.dtype),
+                rows: source.rows,
+                cols: source.cols,
+                first_row: source.first_row,
+                row_step: source.row_step,
+                plus: source.plus,
+            })
+            .collect();
+        let packing = decoder.packing(weight);
+        for part in decoder.parts(weight) {
+            let first = u64::from(part.first_row) * packing.row_bytes();
+            let mut bytes = vec![0; part.bytes as usize];
+            pack::pack(&packing, &rows, first..first + part.bytes, &mut bytes);
+            bytes.resize(bytes.len().next_multiple_of(4), 0);
+            memory.insert(
+                part.name,
+                bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            );
+        }
+    }
+    memory
+}
+
+/// Returns a replica's memory before its first step.
+fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
+    let mut memory = weight_words(decoder);
+    let c = decoder.config;
+    let heads = decoder.heads();
+    for (name, bytes) in buffer_sizes(recordings) {
+        let words = bytes.div_ceil(4) as usize;
+        let row = |width: u32| {
+            let stride = stride(width);
+            (0..words).map(|i| if i as u32 % stride < width { POISON } else { 0 }).collect::<Vec<u32>>()
+        };
+        if memory.contains_key(&name) {
+            continue;
+        }
+        let net = || c.delta.expect("only gated delta nets have this buffer");
+        let experts = || c.experts.expect("only experts have this buffer");
+        // Of each row the chosen experts' parts and the shared expert's part, each padded.
+        let middle = || {
+            let part = |inner: u32| (0..stride(inner)).map(move |i| if i < inner { POISON } else { 0 });
+            let chosen = (0..experts().chosen).flat_map(|_| part(experts().inner));
+            let line: Vec<u32> = chosen.chain(experts().shared_inner.into_iter().flat_map(part)).collect();
+            line.into_iter().cycle().take(words).collect()
+        };
+        let content = match name.as_str() {
+            "x" | "head.x" | "draft.x" | "draft.embedded" | "draft.head" => row(c.hidden),
+            "draft.joined" => row(2 * c.hidden),
+            "qkv" => row(c.qkv_rows()),
+            "attention.output" => row(heads.q * heads.dim),
+            "in_proj.output" => row(net().projected_rows()),
+            // Read for rows without a sequence, but not written where only steps of few rows have this buffer.
+            "mixer.output" => vec![0; words],
+            "mlp.hidden" => row(c.intermediate),
+            "router.logits" => row(experts().count + u32::from(experts().shared_inner.is_some())),
+            "experts.middle" => middle(),
+            "logits" | "draft.logits" => row(c.vocab),
+            "rope" => decoder.rope_table().iter().map(|v| v.to_bits()).collect(),
+            // Pages, states and scratch are not initialised.
+            name if name.starts_with("kv.") || name.starts_with(RECURRENT) => vec![POISON; words],
+            "attention.partials" | "scan" | "experts.parts" => vec![POISON; words],
+            _ => vec![0; words],
+        };
+        assert_eq!(content.len(), words, "\"{name}\"");
+        memory.insert(name, content);
+    }
+    memory
+}
+
+/// Returns the words of a recording's buffers.
+fn gather(memory: &Memory, recording: &Recording) -> HostMemory {
+    let words = |decl: &ostinato::kernels::recording::BufferDecl| {
+        memory[&decl.name][..decl.bytes.div_ceil(4) as usize].to_vec()
+    };
+    HostMemory { buffers: recording.buffers.iter().map(words).collect() }
+}
+
+fn scatter(memory: &mut Memory, recording: &Recording, host: &HostMemory) {
+    for (decl, words) in recording.buffers.iter().zip(&host.buffers) {
+        memory.get_mut(&decl.name).expect("bound")[..words.len()].copy_from_slice(words);
+    }
+}
+
+fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
+    match name {
+        "x" | "head.x" | "qkv" | "attention.output" | "mlp.hidden" | "logits" => Expect::Floats(near),
+        "in_proj.output" | "mixer.output" | "router.logits" | "experts.middle" => Expect::Floats(near),
+        "experts.parts" | "shared.output" => Expect::Floats(near),
+        "draft.x" | "draft.embedded" | "draft.joined" | "draft.head" | "draft.logits" => Expect::Floats(near),
+        // Pairs of a chosen expert and its share.
+        "experts.choices" => Expect::Pairs(near),
+        // Pairs of a token and its log probability.
+        "scores" => Expect::Pairs(near),
+        "experts.x" | "experts.packed" | "shared.packed" => Expect::Bfloats(near),
+        // Recurrent states and their pending inputs.
+        name if name.starts_with(RECURRENT) => Expect::Floats(near),
+        // Partial results of a split context.
+        "attention.partials" | "tagged.attention.partials" | "flash.partials" => Expect::Any,
+        // The contents of a gated delta net's scratch are an implementation detail of its kernels.
+        "scan" => Expect::Any,
+        name if name.starts_with("tagged.") => Expect::Tagged(near),
+        name if name.starts_with("packed.") => Expect::Bfloats(near),
+        name if name.starts_with("kv.") && kv_format == Format::F16 => Expect::Halves(near),
+        name if name.starts_with("kv.") => Expect::Floats(near),
+        // Derived from the bits of the logits, which differ.
+        "sampling.keys" | "sampling.partials" | "draft.partials" => Expect::Any,
+        _ => Expect::Exact,
+    }
+}
+
+/// The recordings of a replica that a run uses.
+struct Recordings {
+    /// The layers for a step of prompts.
+    layers: Recording,
+    /// The LM head and sampler for one prompt and for two.
+    first: [Recording; 2],
+    /// Scores [`SCORED`] rows of a prompt.
+    score: Recording,
+    decode: Vec<Recording>,
+    /// Verification steps for one sequence and for two; empty if the model does not draft.
+    verify: Vec<Recording>,
+}
+
+impl Recordings {
+    fn new(decoder: &Decoder<'_>) -> Recordings {
+        let rows = decoder.state.chunk;
+        let verified: &[u32] = if decoder.drafts() { &[1, 2] } else { &[] };
+        let verify = |&sequences: &u32| decoder.record(Shape::Verify { sequences, drafts: decoder.drafts });
+        Recordings {
+            verify: verified.iter().map(verify).collect(),
+            layers: decoder.record(Shape::Prefill { rows }),
+            first: [1, 2].map(|rows| decoder.record(Shape::Head { rows })),
+            score: decoder.record(Shape::Score { rows: SCORED }),
+            decode: [1, 2, 4].map(|rows| decoder.record(Shape::Decode { rows })).to_vec(),
+        }
+    }
+
+    fn all(&self) -> Vec<&Recording> {
+        [&self.layers, &self.score].into_iter().chain(&self.first).chain(&self.decode).chain(&self.verify).collect()
+    }
+}
+
+/// A run of a replica's recordings on the device and, if requested, in the interpreter.
+struct Run<'a> {
+    name: String,
+    layout: StateLayout,
+    bound: Bound<'a>,
+    host: Option<Memory>,
+    heads: Heads,
+    kv_format: Format,
+    near: f32,
+}
+
+impl<'a> Run<'a> {
+    fn new(name: &str, bench: &'a Bench, decoder: &Decoder<'_>, recordings: &Recordings, interpreted: bool) -> Run<'a> {
+        let all = recordings.all();
+        let memory = initial(decoder, &all);
+        let bound = bench.bind(&all);
+        for (name, buffer) in bound.table.iter() {
+            buffer.write(0, &bytemuck::cast_slice(&memory[name])[..buffer.bytes() as usize]);
+        }
+        Run {
+            name: format!("{name} on {:?}", bench.driver),
+            layout: decoder.state,
+            bound,
+            host: interpreted.then_some(memory),
+            heads: decoder.heads(),
+            kv_format: decoder.kv_format,
+            near: if decoder.config.delta.is_some() { 2.0 * NEAR } else { NEAR },
+        }
+    }
+
+    /// Changes words of the device state on both sides.
+    fn patch(&mut self, word: u32, values: &[u32]) {
+        self.bound.table.get("state").expect("bound").write(u64::from(word) * 4, bytemuck::cast_slice(values));
+        if let Some(host) = &mut self.host {
+            host.get_mut("state").expect("bound")[word as usize..word as usize + values.len()].copy_from_slice(values);
+        }
+    }
+
+    /// Runs the recordings in one submission on the device and one after the other in the interpreter, and compares the
+    /// buffers of the last one.
+    fn step(&mut self, recordings: &[&Recording]) {
+        let last = recordings.last().expect("there is one");
+        let before = self.host.as_ref().map(|host| [self.bound.read(last), gather(host, last)]);
+        self.bound.run(recordings);
+        let Some(host) = &mut self.host else { return };
+        for recording in recordings {
+            let mut memory = gather(host, recording);
+            interpreter::run(recording, &mut memory);
+            scatter(host, recording, &memory);
+        }
+        let what = format!("{} after {}", self.name, last.name);
+        let before = before.expect("there is a host");
+        let after = [self.bound.read(last), gather(host, last)];
+        let [device, reference] = [0, 1].map(|side| Change { before: &before[side], after: &after[side] });
+        let expect = |name: &str| expect(name, self.kv_format, self.near);
+        let worst = compare(last, &what, device, reference, &expect);
+        println!("{what}: largest difference {worst:?} of what is allowed");
+    }
+
+    /// Returns the token that a step left in the ring, or `None` for a row without a sequence.
+    fn token(&self, step: u32, row: u32) -> Option<u32> {
+        let mut words = [0u32; state::ENTRY_WORDS as usize];
+        let at = RingEntry::at(step, row, RING.steps, RING.rows) as u64 * 4;
+        self.bound.table.get("ring").expect("bound").read(at, bytemuck::cast_slice_mut(&mut words));
+        let entry = RingEntry::read(&words, || panic!("nobody asked for alternatives"));
+        assert_eq!(entry.step, step, "{}", self.name);
+        entry.token
+    }
+
+    fn words(&self, name: &str) -> Vec<u32> {
+        let buffer = self.bound.table.get(name).unwrap_or_else(|| panic!("\"{name}\" is bound"));
+        let mut words = vec![0; buffer.bytes() as usize / 4];
+        buffer.read(0, bytemuck::cast_slice_mut(&mut words));
+        words
+    }
+
+    /// Runs a prompt in chunks, the first of them beside another prompt. Returns its first token and the number of the
+    /// next step.
+    fn prompt(&mut self, recordings: &Recordings, prompt: &[u32]) -> (u32, u32) {
+        let layout = self.layout;
+        let pages = Random(11).permutation(PAGES + 2);
+        for (slot, pages) in [(SLOT, &pages[..PAGES as usize]), (BESIDE, &pages[PAGES as usize..][..1])] {
+            self.patch(layout.slot_word(slot, 0), &SlotInit { remaining: 64, ..SlotInit::default() }.words());
+            self.patch(layout.page_word(slot, 0), pages);
+        }
+        let mut step = 0;
+        let mut start = 0;
+        while start < prompt.len() {
+            let beside: &[u32] = if start == 0 { &[1, 2, 3] } else { &[] };
+            let end = prompt.len().min(start + layout.chunk as usize - beside.len());
+            let last = end == prompt.len();
+            let (tokens, from) = (&prompt[start..end], (start > 0).then_some(SLOT));
+            let next = prompt.get(end).copied();
+            let mut parts = vec![PromptRows { slot: SLOT, start: start as u32, tokens, last, next, from, keeps: &[] }];
+            if start == 0 {
+                let beside = PromptRows {
+                    slot: BESIDE,
+                    start: 0,
+                    tokens: beside,
+                    last: true,
+                    next: None,
+                    from: None,
+                    keeps: &[],
+                };
+                parts.insert(0, beside);
+            }
+            for (word, words) in layout.chunk_layout().describe(&parts, |rows| flash_tiles(self.heads, rows)) {
+                self.patch(layout.chunk_word(word), &words);
+            }
+            self.step(&[&recordings.layers]);
+            let rows: usize = parts.iter().map(|part| part.tokens.len()).sum();
+            let half = u32::from(start > 0) * layout.chunk;
+            // With rounded sums, tokens of nearly equal probability may change places, so no alternatives are
+            // requested.
+            let alternatives = if self.near <= 2.0 * NEAR { 3 } else { 0 };
+            self.patch(layout.score_word(), &[0, next.unwrap_or(state::TOKEN_NONE), alternatives, half]);
+            self.step(&vec![&recordings.score; rows.div_ceil(SCORED as usize)]);
+            let lasts = parts.iter().filter(|part| part.last).count();
+            if lasts > 0 {
+                self.step(&[&recordings.first[lasts - 1]]);
+                step += 1;
+            }
+            start = end;
+        }
+        let lasts = if step == 1 { 2 } else { 1 };
+        (self.token(step - 1, lasts - 1).expect("a token was drawn"), step)
+    }
+
+    /// Runs a prompt, then decode steps for nine further tokens. Returns the tokens.
+    fn generate(&mut self, recordings: &Recordings, prompt: &[u32]) -> Vec<u32> {
+        let (first, mut step) = self.prompt(recordings, prompt);
+        let mut tokens = vec![first];
+        // The row is in a different position of a different bucket each time, with rows without a sequence before and
+        // after it.
+        let [one, two, four] = &recordings.decode[..] else { panic!("three buckets") };
+        let steps: [(&[u32], Vec<&Recording>); 4] = [
+            (&[SLOT], vec![one]),
+            (&[u32::MAX, SLOT], vec![two]),
+            // Another slot, which is idle, and a row without a slot.
+            (&[0, u32::MAX, SLOT, 1], vec![four, four, four]),
+            (&[SLOT], vec![one, one, one, one]),
+        ];
+        for (batch, recordings) in steps {
+            self.patch(self.layout.batch_word(0), batch);
+            self.step(&recordings);
+            let row = batch.iter().position(|slot| *slot == SLOT).expect("it runs");
+            for _ in &recordings {
+                tokens.push(self.token(step, row as u32).expect("a token was drawn"));
+                for other in (0..batch.len()).filter(|other| *other != row) {
+                    assert_eq!(self.token(step, other as u32), None, "row {other} has no sequence");
+                }
+                step += 1;
+            }
+        }
+        tokens
+    }
+
+    /// Runs a prompt, then steps that verify drafts and steps without drafts. Returns the tokens. `known` are the
+    /// expected tokens: the drafts are made from them, right and wrong ones, except in one step that uses the model's
+    /// own drafts.
+    fn verify(&mut self, recordings: &Recordings, prompt: &[u32], known: &[u32]) -> Vec<u32> {
+        #[derive(PartialEq)]
+        enum Drafts {
+            Right,
+            Wrong,
+            Own,
+        }
+        let (first, mut step) = self.prompt(recordings, prompt);
+        let mut tokens = vec![first];
+        let ([one, two], decode) = (&recordings.verify[..], &recordings.decode[0]) else { panic!("two buckets") };
+        // After an accepted draft the next step finds the token before its own pending; after a rejected draft it finds
+        // none.
+        type Verified<'a> = Option<(&'a Recording, Drafts)>;
+        let steps: [(&[u32], Verified<'_>); 7] = [
+            (&[SLOT], Some((one, Drafts::Right))),
+            (&[SLOT], Some((one, Drafts::Wrong))),
+            (&[u32::MAX, SLOT], Some((two, Drafts::Right))),
+            (&[SLOT], None),
+            (&[SLOT], Some((one, Drafts::Own))),
+            // Another slot, which is idle.
+            (&[SLOT, 1], Some((two, Drafts::Wrong))),
+            (&[SLOT], None),
+        ];
+        for (batch, verify) in steps {
+            self.patch(self.layout.batch_word(0), batch);
+            let Some((recording, drafts)) = verify else {
+                self.step(&[decode]);
+                tokens.push(self.token(step, 0).expect("a token was drawn"));
+                step += 1;
+                continue;
+            };
+            let right = known[tokens.len()];
+            if drafts != Drafts::Own {
+                let draft = if drafts == Drafts::Right { right } else { right ^ 1 };
+                self.patch(self.layout.slot_word(SLOT, state::SLOT_DRAFTS), &[draft]);
+            }
+            self.step(&[recording]);
+            for (index, slot) in (0..).zip(batch) {
+                let drawn = [0, 1].map(|row| self.token(step, 2 * index + row));
+                if *slot != SLOT {
+                    assert_eq!(drawn, [None; 2], "sequence {index} is none");
+                    continue;
+                }
+                tokens.push(drawn[0].expect("a token was drawn"));
+                tokens.extend(drawn[1]);
+                match drafts {
+                    Drafts::Right => assert!(drawn[1].is_some(), "{}: the draft is right", self.name),
+                    Drafts::Wrong => assert_eq!(drawn[1], None, "{}: the draft is wrong", self.name),
+                    Drafts::Own => {}
+                }
+            }
+            step += 1;
+        }
+        tokens
+    }
+}
+
+/// Checkpoints that together cover biases, norms per head, tied and untied heads, every format, grouped queries and a
+/// head larger than a subgroup's share; experts; gated delta nets; and both.
+const CHECKPOINTS: [&str; 9] = [
+    "llama-bias",
+    "llama-deep",
+    "llama-f32",
+    "qwen3-f16",
+    "qwen3-gqa7",
+    "qwen3-yarn",
+    "moe-top2",
+    "hybrid-two",
+    "hybrid-moe",
+];
+
+fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
+    let checkpoint = open(name);
+    let mut decoder = decoder(vulkan, bench.driver, &checkpoint, WHOLE);
+    if name == "hybrid-moe" {
+        // A chunk has more than one block of rows of the scan, and partial blocks.
+        decoder.state.chunk = 80;
+    }
+    let recordings = Recordings::new(&decoder);
+    let known = expected(name);
+    let mut run = Run::new(name, bench, &decoder, &recordings, true);
+    let tokens = run.generate(&recordings, &known.prompt);
+    assert_eq!(tokens, known.greedy[..tokens.len()], "{name} on {:?}", bench.driver);
+}
+
+#[test]
+fn recordings_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    for name in CHECKPOINTS {
+        run_checkpoint(&vulkan, &bench, name);
+    }
+}
+
+#[test]
+fn recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::SwiftShader);
+    for name in ["llama-deep", "qwen3-gqa7"] {
+        run_checkpoint(&vulkan, &bench, name);
+    }
+}
+
+/// Goal: right and wrong drafts change only the number of steps. Method: drafting blocks of one layer, which draft in
+/// every step that draws tokens and have their own keys and values.
+#[test]
+fn steps_that_verify_drafts_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    for name in ["hybrid-one", "next-moe"] {
+        let checkpoint = open(name);
+        let mut decoder = decoder(&vulkan, bench.driver, &checkpoint, WHOLE);
+        assert!(checkpoint.has_mtp(), "{name} can draft");
+        decoder.drafts = 1;
+        let recordings = Recordings::new(&decoder);
+        let known = expected(name);
+        let mut run = Run::new(&format!("{name} with drafts"), &bench, &decoder, &recordings, true);
+        let tokens = run.verify(&recordings, &known.prompt, &known.greedy);
+        assert_eq!(tokens, known.greedy[..tokens.len()], "{name}");
+    }
+}
+
+/// Options of a run on weights in fragment order without matrix units.
+#[derive(Clone, Copy, Debug)]
+struct Emulated {
+    chunk: u32,
+    tags: bool,
+    kv_format: Format,
+    near: f32,
+}
+
+/// Returns checkpoints for weights in fragment order. The widths of most are multiples of 32, so that their activations
+/// can carry tags; those of two are not. They cover attention and dense MLPs, gated delta nets, experts, and both. The
+/// folder holds the files of the checkpoints that are generated here, because their weights are read again.
+fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 6]) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let written = |name: &str, seed: u64, hybrid: bool| {
+        let mut config = synth::preset(name).expect("a preset");
+        if hybrid {
+            // Tags need two layers of each kind (every fourth layer has attention) and enough heads that the width of
+            // the gated delta net's projection, which has two rows per head for the gates, is a multiple of 32.
+            let mut json: serde_json::Value = serde_json::from_str(&synth::with_layers(&config, 8)).expect("JSON");
+            for (key, value) in
+                [("num_key_heads", 8), ("num_value_heads", 16), ("key_head_dim", 16), ("value_head_dim", 16)]
+            {
+                json["text_config"][format!("linear_{key}")] = value.into();
+            }
+            config = json.to_string();
+        }
+        let path = folder.path().join(name);
+        synth::write(&config, &path, &SynthOptions { seed, ..SynthOptions::default() }, &mut |_, _| {})
+            .expect("written");
+        Checkpoint::open(&path).expect("what was written")
+    };
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
+    let checkpoints = [
+        ("demo", Checkpoint::open(&demo.join("model")).expect("the demo model")),
+        ("tiny-llama", written("tiny-llama", 0, false)),
+        ("demo-hybrid", Checkpoint::open(&demo.join("hybrid")).expect("the hybrid demo model")),
+        ("tiny-qwen3-moe", written("tiny-qwen3-moe", 0, false)),
+        // The seed is chosen so that no near tie decides which experts are chosen. Where the last chosen expert and the
+        // next one nearly tie, a different order of summation chooses differently: of the seeds 0 to 6 this happens
+        // with 1 (logits of 3.6 that differ by 3e-4, while decoding), and with 0 and 4 at chunk 32.
+        ("tiny-qwen3.5-moe", written("tiny-qwen3.5-moe", 2, true)),
+        ("qwen3-deep", open("qwen3-deep")),
+    ];
+    (folder, checkpoints)
+}
+
+fn emulated<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: Emulated) -> Decoder<'a> {
+    let mut decoder = decoder(vulkan, driver, checkpoint, WHOLE);
+    decoder.state.chunk = way.chunk;
+    decoder.kv_format = way.kv_format;
+    decoder.tuning.fragments = Some(Matrices::Emulated);
+    decoder.tuning.tags = way.tags;
+    // Workgroups of 512 invocations, as a GPU would have, take a CPU driver long to compile.
+    decoder.tuning.flash_threads = 64;
+    decoder
+}
+
+/// Tolerances: `skinny` truncates activations to 2^-15 of themselves, which grows from layer to layer as sums do. f16
+/// keys and values that are rounded to the other neighbor change by 2^-10. Chunks of more than 16 rows round
+/// activations to bfloat16, which changes a value by 2^-8 if it is rounded the other way. Values are about 1, up to
+/// some ten; a wrong index changes them by as much.
+fn run_by_hand(driver: Driver, ways: &[Emulated], names: &[&str]) {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, driver);
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| names.contains(name)) {
+        for way in ways {
+            let decoder = emulated(&vulkan, driver, checkpoint, *way);
+            let recordings = Recordings::new(&decoder);
+            let (prompt, greedy) = match *name {
+                name if name.starts_with("tiny-") => ((3..40).collect(), None),
+                _ => {
+                    let known = expected(name);
+                    (known.prompt, Some(known.greedy))
+                }
+            };
+            let mut run = Run::new(&format!("{name} {way:?}"), &bench, &decoder, &recordings, true);
+            // Layers of random weights amplify differences more than trained ones do, and so do the norms of what gated
+            // delta nets read from a state that has processed few tokens.
+            run.near = way.near * if *name == "qwen3-deep" || checkpoint.config.delta.is_some() { 4.0 } else { 1.0 };
+            let tokens = run.generate(&recordings, &prompt);
+            // With rounded prompts the greedy tokens may differ from those of the unrounded model.
+            if let Some(greedy) = greedy.filter(|_| way.chunk <= 16) {
+                assert_eq!(tokens, greedy[..tokens.len()], "{name} {way:?} on {driver:?}");
+            }
+            let state = run.words("state");
+            assert_eq!(state[decoder.state.fault_word() as usize], 0, "{name} {way:?}: the fault word");
+        }
+    }
+}
+
+#[test]
+fn recordings_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let ways = [
+        Emulated { chunk: 16, tags: false, kv_format: Format::F32, near: 1e-3 },
+        Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 },
+        Emulated { chunk: 32, tags: true, kv_format: Format::F16, near: 8e-2 },
+    ];
+    run_by_hand(Driver::first(), &ways, &["demo", "tiny-llama"]);
+    // The widths of these models do not allow tags.
+    run_by_hand(Driver::first(), &[ways[0], ways[2]], &["qwen3-deep", "demo-hybrid"]);
+    // With more than eight rows, the rows are sorted by expert and activations are rounded.
+    run_by_hand(Driver::first(), &[Emulated { chunk: 8, ..ways[1] }, ways[2]], &["tiny-qwen3.5-moe"]);
+}
+
+#[test]
+fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
+    let ways = [Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 }];
+    run_by_hand(Driver::SwiftShader, &ways, &["tiny-llama"]);
+}
+
+#[test]
+fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
+    let vulkan = Vulkan::new();
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in &checkpoints {
+        let way = Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+        let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        let carries = !["qwen3-deep", "demo-hybrid"].contains(name);
+        for rows in [1, 2, 4] {
+            let recording = decoder.record(Shape::Decode { rows });
+            let named = recording.buffers.iter().any(|b| b.name.starts_with("tagged."));
+            assert_eq!(named, carries, "{name}: tags need widths of whole chunks");
+            let count = |recording: &Recording| -> [usize; 2] {
+                let needed = barriers::derive(&recording.ops);
+                let layered = |label: &str| label.starts_with("layers.");
+                let inside = calls(recording).iter().zip(&needed).filter(|(l, n)| layered(l) && **n).count();
+                [inside, needed.iter().filter(|n| **n).count() - inside]
+            };
+            let layers = checkpoint.config.layers as usize;
+            let plain = count(&recording.with_barriers());
+            assert_eq!(tags::check(&recording), Ok(()), "{name}");
+            // One barrier per stage: three for a mixer, two for a dense MLP, three for an MLP with a router.
+            let c = &checkpoint.config;
+            let routed = c.mlp_kinds.iter().filter(|kind| **kind == MlpKind::Experts).count();
+            assert_eq!(plain[0], 5 * layers + routed, "{name}, {}", recording.name);
+            let found = count(&recording);
+            println!("{name}, {}: {found:?} instead of {plain:?}", recording.name);
+            if carries {
+                // The product that computes the logits also waits for tagged words; the plan of several rows' attention
+                // does not.
+                let plans = calls(&recording).iter().filter(|label| **label == "plan").count();
+                assert_eq!(found[0] + found[1], plain[1] + plans, "{name}, {}", recording.name);
+                assert!(found[0] <= 3, "{name}, {}: {} barriers inside the layers", recording.name, found[0]);
+            } else {
+                assert_eq!(found, plain);
+            }
+        }
+    }
+}
+
+/// A part of a buffer in the simulation: its tag, and the step and operation that wrote it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Word {
+    tag: u32,
+    by: Option<(u32, usize)>,
+}
+
+/// A workgroup of an operation in the simulation: the parts of tagged buffers for which it still waits, each with the
+/// expected tag and writer, and the parts that it then writes.
+#[derive(Clone, Debug)]
+struct Workgroup {
+    op: usize,
+    waits: Vec<(u32, usize, Word)>,
+    writes: Vec<(u32, usize, Word)>,
+}
+
+/// Goal: a tagged step reads exactly the intended words and terminates, in whatever order a device that launches
+/// workgroups in order executes them. Method: three steps of a recording on a simulated device. Every operation has
+/// three workgroups, which take their words one by one at random moments; barriers stand where they are derived.
+fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
+    const PARTS: usize = 3;
+    const MASK: u32 = 127;
+    let barriers = barriers::derive(&recording.ops);
+    let mut memory: HashMap<(u32, usize), Word> = HashMap::new();
+    let mut chance = |n: usize| random.below(n as u32) as usize;
+    for step in 0..3u32 {
+        // The last writer of each buffer in the order of the recording.
+        let mut last: HashMap<u32, Word> = HashMap::new();
+        let mut queue: Vec<(bool, Workgroup)> = Vec::new();
+        for (op, (call, barrier)) in recording.ops.iter().zip(&barriers).enumerate() {
+            let Op::Call(call) = call else { panic!("a step has calls alone") };
+            let fields = find(call.kernel).fields;
+            let tag = |name: &str| fields.iter().position(|f| f.name == name).map(|at| call.args[at].u32() & MASK);
+            let (mut reads, mut olds, mut writes) = (Vec::new(), Vec::new(), Vec::new());
+            for (arg, field) in call.args.iter().zip(fields) {
+                if call.kernel == "clear_tags" {
+                    if let Arg::Buffer(range, _) = arg
+                        && range.bytes > 0
+                    {
+                        writes.push((range.buffer.0, 0));
+                    }
+                    continue;
+                }
+                let Arg::Carried(range, access) = arg else { continue };
+                if range.bytes == 0 {
+                    continue;
+                }
+                let buffer = range.buffer.0;
+                match field.name {
+                    "partials" | "counters" => {}
+                    "qkv" => reads.push((buffer, tag("qkv_tag").unwrap())),
+                    "logits" => reads.push((buffer, tag("logits_tag").unwrap())),
+                    "x" if access.writes() => writes.push((buffer, tag("x_tag").unwrap())),
+                    "x" => reads.push((buffer, tag("x_tag").unwrap())),
+                    "o" => writes.push((buffer, tag("o_tag").unwrap())),
+                    "y" => {
+                        // A residual addition also reads the old value.
+                        if call.label.ends_with(".o") || call.label.ends_with("down") {
+                            olds.push((buffer, tag("old_tag").unwrap_or(0)));
+                        }
+                        writes.push((buffer, tag("y_tag").unwrap()));
+                    }
+                    other => panic!("{}: {other}", call.kernel),
+                }
+            }
+            let whole = call.kernel.starts_with("skinny") || call.kernel.starts_with("expert_skinny");
+            for own in 0..PARTS {
+                let word = |buffer: &u32, tag: u32| Word { tag, by: last.get(buffer).and_then(|word| word.by) };
+                let parts = |whole: bool| (0..PARTS).filter(move |part| whole || *part == own);
+                let mut waits: Vec<(u32, usize, Word)> = Vec::new();
+                for (buffer, tag) in &reads {
+                    waits.extend(parts(whole).map(|part| (*buffer, part, word(buffer, *tag))));
+                }
+                for (buffer, tag) in &olds {
+                    waits.push((*buffer, own, word(buffer, *tag)));
+                }
+                let made = |(buffer, tag): &(u32, u32)| (*buffer, own, Word { tag: *tag, by: Some((step, op)) });
+                let writes = writes.iter().map(made).collect();
+                queue.push((*barrier && own == 0, Workgroup { op, waits, writes }));
+            }
+            for (buffer, tag) in &writes {
+                last.insert(*buffer, Word { tag: *tag, by: Some((step, op)) });
+            }
+        }
+        let room = [2, 7, 40, 1000][chance(4)];
+        let mut queue = queue.into_iter().peekable();
+        let mut running: Vec<Workgroup> = Vec::new();
+        let mut idle = 0;
+        while queue.peek().is_some() || !running.is_empty() {
+            let launches =
+                queue.peek().is_some_and(|(barrier, _)| running.len() < room && (!barrier || running.is_empty()));
+            if launches && (running.is_empty() || chance(3) > 0) {
+                running.push(queue.next().expect("it was peeked").1);
+                idle = 0;
+                continue;
+            }
+            let at = chance(running.len());
+            let workgroup = &mut running[at];
+            if workgroup.waits.is_empty() {
+                for (buffer, part, word) in &workgroup.writes {
+                    memory.insert((*buffer, *part), *word);
+                }
+                running.swap_remove(at);
+                idle = 0;
+                continue;
+            }
+            let next = chance(workgroup.waits.len());
+            let (buffer, part, wanted) = workgroup.waits[next];
+            let found = memory.get(&(buffer, part)).copied().unwrap_or_default();
+            if found.tag == wanted.tag {
+                if found.by != wanted.by {
+                    let label = calls(recording)[workgroup.op];
+                    return Err(format!("step {step}, {label}: took {found:?} for {wanted:?}"));
+                }
+                workgroup.waits.swap_remove(next);
+                idle = 0;
+            } else {
+                idle += 1;
+                if idle > 100_000 {
+                    let waiting: Vec<&str> = running.iter().map(|w| calls(recording)[w.op]).collect();
+                    return Err(format!("step {step}: {waiting:?} wait for ever"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+    let mut random = Random(5);
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut written = Vec::new();
+    for layers in [2, 3, 4, 5, 70] {
+        let config = synth::with_layers(&synth::preset("tiny-llama").expect("a preset"), layers);
+        let path = folder.path().join(layers.to_string());
+        synth::write(&config, &path, &SynthOptions::default(), &mut |_, _| {}).expect("written");
+        written.push((format!("{layers} layers"), Checkpoint::open(&path).expect("what was written")));
+    }
+    let (_folder, others) = on_fragments();
+    let others = others.into_iter().filter(|(name, _)| name.starts_with("tiny-"));
+    written.extend(others.map(|(name, checkpoint)| (name.to_owned(), checkpoint)));
+    let mut stale = 0;
+    for (name, checkpoint) in &written {
+        let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        for rows in [1, 4] {
+            let recording = decoder.record(Shape::Decode { rows });
+            assert_eq!(tags::check(&recording), Ok(()), "{name}");
+            // The same recording without the clearing of tags must be detected as wrong.
+            let mut uncleared = recording.clone();
+            uncleared.ops.retain(|op| !matches!(op, Op::Call(call) if call.kernel == "clear_tags"));
+            assert_eq!(uncleared.ops.len() + 1, recording.ops.len(), "{name}: tags are not cleared");
+            assert!(tags::check(&uncleared).is_err(), "{name}: the check sees no stale words");
+            for _ in 0..if name.starts_with("70") { 3 } else { 40 } {
+                assert_eq!(simulate(&recording, &mut random), Ok(()), "{name}, {rows} rows");
+                stale += u32::from(simulate(&uncleared, &mut random).is_err());
+            }
+        }
+    }
+    assert!(stale > 0, "the simulation finds no stale word even where tags are not cleared");
+}
+
+/// Goal: a product whose input never gets the expected tag sets the fault word and ends. Method: an input with another
+/// tag, and for comparison one with the right tag.
+#[test]
+fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
+    let mut recording = Recording::new("stuck");
+    let layout = StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, recurrent: false };
+    let fault = layout.fault(&mut recording);
+    let weight = recording.buffer("weight", 16 * 32 * 2);
+    let [x, y] = [("x", 32), ("y", 32)].map(|(name, width)| recording.buffer(name, width * 4));
+    let product = Product {
+        label: "stuck".to_owned(),
+        weight: Matrix { range: weight, format: Format::Bf16, rows: 16, cols: 32 },
+        x: Activations { range: x, stride: 32 },
+        norm: None,
+        bias: None,
+        epilogue: Epilogue::Store,
+        y: Activations { range: y, stride: 32 },
+    };
+    let flow = Flow { input_carried: true, input: 2, old: 0, output: Some(1) };
+    let config = Config { threads: 32, tiles: 1, ahead: 1 };
+    recording.call(skinny(&product, 1, Matrices::Emulated, config, flow, fault));
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        let bench = Bench::new(&vulkan, *driver);
+        for (tag, raised) in [(2, 0), (1, 1)] {
+            let mut before = HostMemory::new(&recording);
+            before.buffers[x.buffer.0 as usize].fill(tagged(1.0, tag));
+            let start = std::time::Instant::now();
+            let after = bench.run(&recording, &before);
+            assert_eq!(after.u32(fault, 0), raised, "input of tag {tag} on {driver:?}");
+            println!("input of tag {tag} on {driver:?}: {:?}", start.elapsed());
+        }
+    }
+}
+
+/// Goal: calls, copies and fills in one recording run in order, with the right barriers between them.
+#[test]
+fn copies_and_fills_meet_calls_in_order() {
+    let mut recording = Recording::new("mixed");
+    let words = |r: &mut Recording, name: &str, words: u64| r.buffer(name, words * 4);
+    let (x, y, z) = (words(&mut recording, "x", 64), words(&mut recording, "y", 64), words(&mut recording, "z", 96));
+    let (rows, chunk) = (words(&mut recording, "rows", 16), words(&mut recording, "chunk", 5));
+    let last = words(&mut recording, "last", 4);
+    let take = |x, head_x| {
+        let args = TakeLastArgs { x, rows, chunk, head_x, head_rows: last, x_stride: 16, last_at: 4 };
+        Op::Call(take_last("take".to_owned(), 1, args))
+    };
+    recording.ops = vec![
+        Op::Fill { to: y.part(16, 64), word: 0x4000_0000 },
+        // Row 2 of x goes to the first quarter of y, then parts of y are copied to z.
+        take(x, y.part(0, 64)),
+        Op::Copy { from: y.part(32, 96), to: z.part(64, 96) },
+        Op::Fill { to: y.part(64, 32), word: 7 },
+        // The copied words serve as the rows of a chunk again.
+        take(z, y.part(128, 64)),
+        Op::Copy { from: y.part(0, 256), to: x.part(0, 256) },
+        Op::Fill { to: z, word: 1 },
+    ];
+    // The barrier before the second fill also covers z, which is not accessed in between.
+    let needed = [false, true, true, true, false, true, false];
+    assert_eq!(barriers::derive(&recording.ops), needed, "no more than it takes");
+    let mut before = HostMemory::new(&recording);
+    let mut random = Random(12);
+    for buffer in &mut before.buffers {
+        buffer.iter_mut().for_each(|word| *word = random.next() as u32);
+    }
+    before.buffers[chunk.buffer.0 as usize] = vec![0, 1, 3, 0, 2];
+    let mut reference = before.clone();
+    interpreter::run(&recording, &mut reference);
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        let device = Bench::new(&vulkan, *driver).run(&recording, &before);
+        for (decl, (found, wanted)) in recording.buffers.iter().zip(device.buffers.iter().zip(&reference.buffers)) {
+            assert_eq!(found, wanted, "\"{}\" on {driver:?}", decl.name);
+        }
+    }
+}
+
+#[test]
+fn a_region_without_memory_or_with_too_little_is_refused() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let with = |bytes: u64, name: &str| {
+        let mut recording = Recording::new("fill");
+        let to = recording.buffer(name, bytes);
+        recording.ops.push(Op::Fill { to, word: 0 });
+        recording
+    };
+    let bound = bench.bind(&[&with(64, "x")]);
+    let refused = |recording: &Recording| bound.try_region(recording).map(|_| ()).expect_err("refused");
+    let error = refused(&with(64, "y"));
+    assert!(matches!(&error, RegionError::NoBuffer { buffer, .. } if buffer == "y"), "{error:?}");
+    let error = refused(&with(68, "x"));
+    assert!(matches!(&error, RegionError::SmallBuffer { needed: 68, has: 64, .. }), "{error:?}");
+    assert!(["\"fill\"", "\"x\"", "68", "64"].iter().all(|part| error.to_string().contains(part)), "{error}");
+    bound.run(&[&with(32, "x")]);
+}
+
+/// Goal: a weight that exceeds the largest allocation is split into row ranges without any effect on results. Method:
+/// buffers of at most 4 KiB split every matrix of the checkpoint. All results must equal those of whole weights bit for
+/// bit, because the sum of a row does not depend on other rows.
+#[test]
+fn weights_in_parts_give_the_same_bits_as_whole_ones() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    for name in ["llama-bias", "qwen3-yarn"] {
+        let checkpoint = open(name);
+        let known = expected(name);
+        let run = |max_buffer_bytes: u64| {
+            let decoder = decoder(&vulkan, bench.driver, &checkpoint, max_buffer_bytes);
+            for weight in decoder.weights.iter().filter(|weight| weight.cols > 1) {
+                let parts = decoder.parts(weight);
+                assert_eq!(parts.len() > 1, max_buffer_bytes < WHOLE, "{} in {} parts", weight.name, parts.len());
+                assert!(parts.iter().all(|part| part.bytes <= max_buffer_bytes));
+                assert_eq!(parts.iter().map(|part| part.rows).sum::<u32>(), weight.rows);
+            }
+            let recordings = Recordings::new(&decoder);
+            let mut run = Run::new(name, &bench, &decoder, &recordings, false);
+            let tokens = run.generate(&recordings, &known.prompt);
+            assert_eq!(tokens, known.greedy[..tokens.len()], "{name}, at most {max_buffer_bytes} bytes a buffer");
+            let mut names = vec!["x", "qkv", "attention.output", "mlp.hidden", "logits", "head.x", "state", "ring"];
+            names.extend(["kv.0.k", "kv.0.v"]);
+            names.into_iter().map(|name| (name, run.words(name))).collect::<Vec<_>>()
+        };
+        let (whole, parts) = (run(WHOLE), run(4096));
+        for ((buffer, whole), (_, parts)) in whole.iter().zip(&parts) {
+            assert!(whole == parts, "\"{buffer}\" of {name}");
+        }
+    }
+}
+
+fn calls(recording: &Recording) -> Vec<&str> {
+    recording
+        .ops
+        .iter()
+        .map(|op| match op {
+            Op::Call(call) => call.label.as_str(),
+            other => panic!("{} has {other:?}", recording.name),
+        })
+        .collect()
+}
+
+/// Returns the stages of a layer in a decode step. With experts on row-major weights, choosing the experts is a
+/// separate stage.
+fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
+    let c = &checkpoint.config;
+    let mixer = match c.layer_kinds[layer as usize] {
+        LayerKind::FullAttention => ["qkv", "attention", "o"],
+        LayerKind::GatedDelta => ["in_proj", "delta", "o"],
+    };
+    let mlp: &[&str] = match c.mlp_kinds[layer as usize] {
+        MlpKind::Dense => &["gate_up", "down"],
+        MlpKind::Experts if fragments => &["router", "experts.gate_up", "experts.down"],
+        MlpKind::Experts => &["router", "experts.choose", "experts.gate_up", "experts.down"],
+    };
+    mixer.iter().chain(mlp).map(|stage| format!("layers.{layer}.{stage}")).collect()
+}
+
+/// Goal: a decode step has one barrier per dependent stage of a layer: 5 with a dense MLP, whatever the mixer, 6 with
+/// experts on weights in fragment order, and 7 with experts on row-major weights.
+#[test]
+fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
+    let vulkan = Vulkan::new();
+    let check = |name: &str, checkpoint: &Checkpoint, recordings: &[Recording], fragments: bool| {
+        for recording in recordings {
+            let layers = (0..checkpoint.config.layers).map(|layer| stages(checkpoint, layer, fragments));
+            let mut wanted = vec!["embed".to_owned()];
+            wanted.extend(layers.clone().flatten());
+            wanted.push("lm_head".to_owned());
+            // The plan that splits each row's context runs once per step, if several rows attend on fragment-order
+            // weights.
+            let found: Vec<&str> = calls(recording).into_iter().filter(|label| *label != "plan").collect();
+            let (layered, drawing) = found.split_at(wanted.len().min(found.len()));
+            assert_eq!(layered, wanted, "{name}, {}", recording.name);
+            // The sampler may use up to three calls. With a single row, `sample` counts the step itself; otherwise
+            // `advance` follows.
+            let last: &[&str] = if recording.name == "decode.1" { &["sample"] } else { &["sample", "advance"] };
+            assert!(
+                drawing.iter().rev().zip(last.iter().rev()).all(|(found, wanted)| found == wanted)
+                    && drawing.len() <= 3,
+                "{name}: {drawing:?}"
+            );
+            let needed = barriers::derive(&recording.ops);
+            for (layer, stages) in layers.enumerate() {
+                let prefix = format!("layers.{layer}.");
+                let found = calls(recording)
+                    .iter()
+                    .zip(&needed)
+                    .filter(|(label, needed)| label.starts_with(&prefix) && **needed)
+                    .count();
+                assert_eq!(found, stages.len(), "{name}, layer {layer} of {}", recording.name);
+            }
+        }
+    };
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in &checkpoints {
+        let way = Emulated { chunk: 16, tags: false, kv_format: Format::F16, near: 0.0 };
+        let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        check(name, checkpoint, &Recordings::new(&decoder).decode, true);
+    }
+    for name in ["llama-deep", "qwen3-deep", "llama-bias", "hybrid-two", "hybrid-moe", "moe-top2"] {
+        let checkpoint = open(name);
+        let decoder = decoder(&vulkan, Driver::first(), &checkpoint, WHOLE);
+        check(name, &checkpoint, &Recordings::new(&decoder).decode, false);
+    }
+}
+
+/// Goal: recordings use only declared buffers and are deterministic. Method: every checkpoint, every shape, with whole
+/// weights and with weights in parts.
+#[test]
+fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
+    let vulkan = Vulkan::new();
+    for name in CHECKPOINTS.into_iter().chain(["next-moe"]) {
+        let checkpoint = open(name);
+        // Experts are never split into parts; the start refuses that.
+        let sizes = if checkpoint.config.experts.is_some() { &[WHOLE][..] } else { &[WHOLE, 4096] };
+        for &max_buffer_bytes in sizes {
+            let mut decoder = decoder(&vulkan, Driver::first(), &checkpoint, max_buffer_bytes);
+            decoder.drafts = u32::from(checkpoint.has_mtp());
+            let recordings = Recordings::new(&decoder);
+            let mut names = std::collections::HashSet::new();
+            for recording in recordings.all() {
+                assert!(names.insert(recording.name.clone()), "two recordings are called {}", recording.name);
+                let declared: std::collections::HashSet<&str> =
+                    recording.buffers.iter().map(|b| b.name.as_str()).collect();
+                assert_eq!(declared.len(), recording.buffers.len(), "a name is one buffer");
+                for op in &recording.ops {
+                    for Touch { range, .. } in op.touches() {
+                        let decl = recording.buffers.get(range.buffer.0 as usize).expect("declared");
+                        assert!(
+                            range.offset + range.bytes <= decl.bytes,
+                            "{range:?} leaves \"{}\" of {}",
+                            decl.name,
+                            decl.bytes
+                        );
+                        assert_eq!(range.offset % 4, 0, "{range:?}");
+                    }
+                    let Op::Call(call) = op else { continue };
+                    let shader = ostinato::kernels::shaders::find(call.kernel);
+                    assert_eq!(call.args.len(), shader.fields.len(), "{}", call.kernel);
+                    assert_eq!(call.constants.len(), shader.constants.len(), "{}", call.kernel);
+                    for (arg, field) in call.args.iter().zip(shader.fields) {
+                        let buffer = matches!(arg, Arg::Buffer(..) | Arg::Carried(..));
+                        assert_eq!(buffer, field.bytes == 8, "{}.{}", call.kernel, field.name);
+                    }
+                    assert!(
+                        call.groups.iter().all(|count| (1..=65_535).contains(count)),
+                        "{}: {:?}",
+                        call.label,
+                        call.groups
+                    );
+                }
+                let text = recording.to_string();
+                assert_eq!(text.lines().count(), recording.ops.len() + 1, "a line an operation");
+                assert!(text.starts_with(&format!("recording {}\n", recording.name)));
+                assert!(
+                    calls(recording)
+                        .iter()
+                        .zip(text.lines().skip(1))
+                        .all(|(label, line)| line.trim_start().starts_with(&format!("{label} = ")))
+                );
+            }
+            let again = Recordings::new(&decoder);
+            for (one, other) in recordings.all().into_iter().zip(again.all()) {
+                assert_eq!(one, other);
+                assert_eq!(one.to_string(), other.to_string());
+            }
+        }
+    }
+}

@@ -1,0 +1,513 @@
+//! Goal: `pack_rows` and `tiled` match their `reference()`, and the references match the formula. Method: as in
+//! `kernels.rs`, with awkward shapes. The CPU drivers run the variant without matrix units. A GPU (`OSTINATO_TEST_GPU`)
+//! runs every variant, also at the shapes of real models, where a sample of the outputs is compared.
+//!
+//! Tolerances: both sides multiply the same 16-bit numbers, whose products are exact in f32. They differ in the order
+//! of sums of up to 1,024 terms, by a few units in the last place (2^-24 ≈ 6e-8) of sums of about 1, and in `exp`:
+//! 2e-5, as in `kernels.rs`. A missing term of these inputs changes a sum by more than 1e-3. Sums of 4,096 terms on
+//! matrix units, which may truncate each partial sum instead of rounding it: 256 steps of 2^-23 of the largest sum,
+//! about 4, are 1.2e-4. A result that is rounded to 16 bits may be rounded either way: one unit in the last place, 2^-7
+//! (bfloat16) or 2^-10 (half) of the value.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
+use half::{bf16, f16};
+use ostinato::kernels::gemm::panel::{Config, Fold, Unscaled, panel};
+use ostinato::kernels::gemm::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
+use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::recording::Range;
+use ostinato::memory::pack::{Format, fragment_index};
+
+const FORMATS: [Format; 2] = [Format::Bf16, Format::F16];
+const EPSILON: f32 = 1e-3;
+/// Tolerances, explained at the top of the file.
+const SUMS: f32 = 2e-5;
+const LONG_SUMS: f32 = 1.2e-4;
+
+/// Returns the variants of `tiled` that the selected drivers support.
+fn tiles() -> &'static [Tile] {
+    match Driver::first() {
+        Driver::Gpu => &[Tile::Plain, Tile::Square, Tile::Half, Tile::Wide],
+        _ => &[Tile::Plain],
+    }
+}
+
+fn rounded(format: Format) -> Expect {
+    if format == Format::F16 { Expect::Halves(2f32.powi(-10)) } else { Expect::Bfloats(2f32.powi(-7)) }
+}
+
+fn check(cases: &Cases, reference: &HostMemory) {
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), reference);
+    }
+}
+
+/// Compares the reference of products with their formula, and the drivers with the reference.
+fn check_products(cases: &Cases, made: &[(Logical, Tiled)]) {
+    let reference = cases.reference();
+    for (logical, product) in made {
+        let range = product.weight.range;
+        logical.check_reference(&reference, product.y, &cases.recording.decl(range.buffer).name);
+    }
+    check(cases, &reference);
+}
+
+fn bits(format: Format, value: f32) -> u16 {
+    if format == Format::F16 { f16::from_f32(value).to_bits() } else { bf16::from_f32(value).to_bits() }
+}
+
+/// Packs `rows × cols` values at `index(row, col)` into the words of the padded matrix. Padded columns are zero. Padded
+/// rows are NaN, because they must not affect any result.
+fn packed(
+    format: Format,
+    values: &[f32],
+    (rows, cols): (u32, u32),
+    rows_multiple: u32,
+    index: fn(u32, u32, u32) -> usize,
+) -> Vec<u32> {
+    let (padded_rows, padded_cols) = (rows.next_multiple_of(rows_multiple), cols.next_multiple_of(32));
+    let mut numbers = vec![0u16; (padded_rows * padded_cols) as usize];
+    for row in 0..padded_rows {
+        for col in 0..padded_cols {
+            let value = match (row < rows, col < cols) {
+                (false, _) => f32::NAN,
+                (true, true) => values[(row * cols + col) as usize],
+                (true, false) => 0.0,
+            };
+            numbers[index(row, col, padded_cols)] = bits(format, value);
+        }
+    }
+    numbers.chunks_exact(2).map(|p| u32::from(p[0]) | u32::from(p[1]) << 16).collect()
+}
+
+fn number(memory: &HostMemory, format: Format, range: Range, i: usize) -> f32 {
+    memory.weight(format, range, i as u32)
+}
+
+/// Checks the reference against a formula in f64, with a much smaller tolerance than that of devices.
+fn near(found: f32, wanted: f64, what: &str) {
+    let difference = (f64::from(found) - wanted).abs();
+    assert!(difference <= 2e-6 * (1.0 + wanted.abs()), "the reference says {found:e}, the formula {wanted:e}: {what}");
+}
+
+fn silu(gate: f64) -> f64 {
+    gate / (1.0 + (-gate).exp())
+}
+
+#[test]
+fn pack_rows_norms_rounds_and_pads() {
+    let mut cases = Cases::new("pack_rows");
+    let mut random = Random(21);
+    let mut made = Vec::new();
+    let counts = [(64, 64), (16, 7), (64, 9), (128, 65), (192, 64), (64, 1)];
+    for format in FORMATS {
+        for (index, k) in [8u32, 40, 72, 145, 1024, 96, 2120].into_iter().enumerate() {
+            for norm in [false, true] {
+                let (rows, used) = counts[(index + usize::from(norm)) % counts.len()];
+                cases.case(format!("{format:?}.{k}.norm={norm}.{used}of{rows}"));
+                let stride = k.next_multiple_of(8) + 8;
+                let values = random.floats((used * k) as usize);
+                let mut x = vec![f32::from_bits(POISON); (rows * stride) as usize];
+                for (row, line) in values.chunks_exact(k as usize).enumerate() {
+                    x[row * stride as usize..][..k as usize].copy_from_slice(line);
+                    x[row * stride as usize + k as usize..(row + 1) * stride as usize].fill(0.0);
+                }
+                let weight = random.floats(k as usize);
+                let x = Activations { range: cases.floats("x", &x), stride };
+                let padding = vec![1.0e3; (k.next_multiple_of(8) - k) as usize];
+                let norm = norm.then(|| (cases.floats("norm", &[weight.clone(), padding].concat()), EPSILON));
+                let expect = if norm.is_some() { rounded(format) } else { Expect::Exact };
+                let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+                let range = cases.output("packed", Packed::bytes(rows, k) as usize / 4, expect);
+                let packed = Packed { range, format, cols: k };
+                cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
+                made.push((packed, values, weight, norm.is_some(), rows));
+            }
+        }
+    }
+    let reference = cases.reference();
+    for (packed, values, weight, norm, rows) in made {
+        let k = packed.cols as usize;
+        for row in 0..rows.next_multiple_of(64) as usize {
+            let line = values.get(row * k..(row + 1) * k);
+            let mean = line.map_or(0.0, |l| l.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()) / k as f64;
+            for col in 0..k.next_multiple_of(32) {
+                let at = token_index(row as u32, col as u32, packed.cols.next_multiple_of(32));
+                let found = number(&reference, packed.format, packed.range, at);
+                let wanted = match line.and_then(|l| l.get(col)) {
+                    Some(v) if norm => {
+                        (f64::from(*v) / (mean + f64::from(EPSILON)).sqrt()
+                            * f64::from(weight.get(col).copied().unwrap_or(0.0))) as f32
+                    }
+                    Some(v) => *v,
+                    None => 0.0,
+                };
+                let exact = round(packed.format, wanted);
+                // The last bit of the formula's f32 value may decide the direction of rounding.
+                let near = norm && (found - exact).abs() <= exact.abs() * 2f32.powi(-7);
+                assert!(found == exact || near, "row {row}, column {col} of {k}: {found:e}, not {exact:e}");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+/// A matrix product with unpacked values.
+struct Logical {
+    format: Format,
+    n: u32,
+    k: u32,
+    used: u32,
+    bias: bool,
+    epilogue: Epilogue,
+    w: Vec<f32>,
+    x: Vec<f32>,
+    old: Vec<f32>,
+    bias_values: Vec<f32>,
+}
+
+impl Logical {
+    fn new(
+        random: &mut Random,
+        format: Format,
+        (n, k): (u32, u32),
+        used: u32,
+        bias: bool,
+        epilogue: Epilogue,
+    ) -> Logical {
+        // Outputs are about 1, where silu is nonlinear and a missing term is visible.
+        let size = 3.0 / (k as f32).sqrt();
+        Logical {
+            format,
+            n,
+            k,
+            used,
+            bias,
+            epilogue,
+            w: (0..n * k).map(|_| round(format, random.float() * size)).collect(),
+            x: (0..used * k).map(|_| round(format, random.float())).collect(),
+            old: random.floats((used * n) as usize),
+            bias_values: random.floats(n as usize),
+        }
+    }
+
+    fn outputs(&self) -> u32 {
+        if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n }
+    }
+
+    /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
+    fn product(&self, cases: &mut Cases, rows: u32, into_packed: bool, sums: f32) -> Tiled {
+        let Logical { format, n, k, .. } = *self;
+        let weight = cases.words("weight", &packed(format, &self.w, (n, k), 16, fragment_index));
+        let mut x = packed(format, &self.x, (self.used, k), 64, token_index);
+        x.resize(Packed::bytes(rows, k) as usize / 4, POISON);
+        let x = cases.words("x", &x);
+        let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
+        let y = if into_packed {
+            let words = Packed::bytes(rows, n / 2) as usize / 4;
+            Output::Packed(Packed { range: cases.output("y", words, rounded(format)), format, cols: n / 2 })
+        } else {
+            // The stride is larger than the outputs need, so that writes after a row's end are detected.
+            let stride = self.outputs().next_multiple_of(8) + 8;
+            let mut y = vec![f32::from_bits(POISON); (rows * stride) as usize];
+            if self.epilogue == Epilogue::Residual {
+                for (line, old) in y.chunks_exact_mut(stride as usize).zip(self.old.chunks_exact(n as usize)) {
+                    line[..n as usize].copy_from_slice(old);
+                }
+            }
+            let range = cases.floats("y", &y);
+            cases.expect(range, Expect::Floats(sums));
+            Output::Rows(Activations { range, stride })
+        };
+        Tiled {
+            label: "product".to_owned(),
+            weight: Matrix { range: weight, format, rows: n, cols: k },
+            x: Packed { range: x, format, cols: k },
+            bias,
+            epilogue: self.epilogue,
+            y,
+        }
+    }
+
+    /// Returns output `i` of a row by the formula.
+    fn wanted(&self, row: usize, i: usize) -> f64 {
+        let (n, k) = (self.n as usize, self.k as usize);
+        let x = &self.x[row * k..(row + 1) * k];
+        let v = |r: usize| {
+            let w = &self.w[r * k..(r + 1) * k];
+            let dot: f64 = w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
+            if self.bias { dot + f64::from(self.bias_values[r]) } else { dot }
+        };
+        match self.epilogue {
+            Epilogue::Store => v(i),
+            Epilogue::Residual => f64::from(self.old[row * n + i]) + v(i),
+            Epilogue::SwiGlu => silu(v(2 * i)) * v(2 * i + 1),
+        }
+    }
+
+    /// Compares the values that the reference left in y with the formula.
+    fn check_reference(&self, memory: &HostMemory, y: Output, what: &str) {
+        for row in 0..self.used as usize {
+            for i in 0..self.outputs() as usize {
+                let wanted = self.wanted(row, i);
+                let what = format!("{what}, row {row}, output {i}");
+                match y {
+                    Output::Rows(y) => near(memory.f32(y.range, row as u32 * y.stride + i as u32), wanted, &what),
+                    Output::Packed(y) => {
+                        let at = token_index(row as u32, i as u32, y.cols.next_multiple_of(32));
+                        let found = number(memory, y.format, y.range, at);
+                        let part = (f64::from(found) - wanted).abs() / (1e-6 + wanted.abs());
+                        assert!(part <= 2f64.powi(-8) + 1e-6, "{found:e} instead of {wanted:e}: {what}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn tiled_multiplies_the_rows_of_a_chunk() {
+    let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];
+    let odd = [(1, 8), (145, 145), (65, 40), (63, 200)];
+    let counts = [(16, 16), (64, 1), (16, 7), (64, 63), (128, 64), (128, 65), (64, 17)];
+    let epilogues =
+        [(Epilogue::Store, false), (Epilogue::Residual, false), (Epilogue::SwiGlu, false), (Epilogue::SwiGlu, true)];
+    for tile in tiles() {
+        let mut cases = Cases::new(&format!("tiled.{tile:?}"));
+        let mut random = Random(22);
+        let mut made = Vec::new();
+        let mut at = 0;
+        for format in FORMATS {
+            for (epilogue, into_packed) in epilogues {
+                for bias in [false, true] {
+                    for turn in 0..4 {
+                        let shape = match (epilogue, turn) {
+                            (Epilogue::Store | Epilogue::Residual, 3) => odd[at / 4 % odd.len()],
+                            _ => shapes[at % shapes.len()],
+                        };
+                        let (rows, used) = counts[(at * 3 + turn) % counts.len()];
+                        at += 1;
+                        cases.case(format!(
+                            "{format:?}.bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{used}of{rows}.{at}"
+                        ));
+                        let logical = Logical::new(&mut random, format, shape, used, bias, epilogue);
+                        let product = logical.product(&mut cases, rows, into_packed, SUMS);
+                        let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+                        cases.recording.call(product.call(*tile, rows, count));
+                        made.push((logical, product));
+                    }
+                }
+            }
+        }
+        // More tiles of x than are multiplied with one tile of W at a time.
+        cases.case("many".to_owned());
+        let logical = Logical::new(&mut random, Format::Bf16, (90, 32), 600, true, Epilogue::Store);
+        let product = logical.product(&mut cases, 704, false, SUMS);
+        let count = cases.words("chunk", &[POISON, POISON, 600, POISON]);
+        cases.recording.call(product.call(*tile, 704, count));
+        made.push((logical, product));
+
+        check_products(&cases, &made);
+    }
+}
+
+/// Goal: `panel` multiplies the rows of larger decode batches, all of which are in use, with several panels and
+/// workgroup shapes.
+#[test]
+fn panel_multiplies_the_rows_of_a_batch() {
+    let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];
+    let batches = [9, 17, 70];
+    let configs = [(64, 1, 1), (32, 2, 1)];
+    let epilogues =
+        [(Epilogue::Store, false), (Epilogue::Residual, false), (Epilogue::SwiGlu, false), (Epilogue::SwiGlu, true)];
+    for matrices in ways() {
+        let mut cases = Cases::new(&format!("panel.{matrices:?}"));
+        let mut random = Random(24);
+        let mut made = Vec::new();
+        for (at, rows) in batches.iter().cycle().take(8).enumerate() {
+            let (epilogue, into_packed) = epilogues[at % epilogues.len()];
+            let (threads, tiles, ahead) = configs[at / 4 % configs.len()];
+            let (shape, bias) = (shapes[at % shapes.len()], at % 3 == 0);
+            cases.case(format!("bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{rows}.{at}"));
+            let logical = Logical::new(&mut random, Format::Bf16, shape, *rows, bias, epilogue);
+            let product = logical.product(&mut cases, *rows, into_packed, SUMS);
+            cases.recording.call(panel(
+                &product,
+                *rows,
+                *matrices,
+                Config { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4) },
+                Fold::None,
+            ));
+            made.push((logical, product));
+        }
+        check_products(&cases, &made);
+    }
+}
+
+/// Goal: the tile variants for batches are correct where all rows are in use.
+#[test]
+fn tiled_multiplies_the_rows_of_a_batch() {
+    if Driver::first() != Driver::Gpu {
+        println!("left out: for a GPU");
+        return;
+    }
+    for tile in [Tile::Square, Tile::Half, Tile::Wide] {
+        let mut cases = Cases::new(&format!("batch.{tile:?}"));
+        let mut random = Random(26);
+        let mut made = Vec::new();
+        let epilogues = [
+            (Epilogue::Store, false),
+            (Epilogue::Residual, false),
+            (Epilogue::SwiGlu, false),
+            (Epilogue::SwiGlu, true),
+        ];
+        for (at, (epilogue, into_packed)) in epilogues.into_iter().enumerate() {
+            for (shape, rows) in [((192, 96), 128), ((400, 160), 256), ((66, 200), 128)] {
+                cases.case(format!("{epilogue:?}.packed={into_packed}.{shape:?}x{rows}"));
+                let logical = Logical::new(&mut random, Format::Bf16, shape, rows, at % 2 == 0, epilogue);
+                let product = logical.product(&mut cases, rows, into_packed, SUMS);
+                cases.recording.call(product.batch(tile, rows));
+                made.push((logical, product));
+            }
+        }
+        check_products(&cases, &made);
+    }
+}
+
+/// Goal: a norm can be folded into the products around it: attention's output projection, residual, norm, gate and up,
+/// SwiGLU.
+#[test]
+fn panels_fold_the_norm_between_them() {
+    for matrices in ways() {
+        let mut cases = Cases::new(&format!("fold.{matrices:?}"));
+        let mut random = Random(25);
+        for (rows, hidden, inner, width, tiles, blocks) in
+            [(9, 64, 72, 40, 1, 1), (33, 96, 40, 64, 2, 2), (32, 544, 32, 32, 1, 2)]
+        {
+            cases.case(format!("{rows}x{hidden}.before"));
+            let logical = Logical::new(&mut random, Format::Bf16, (hidden, width), rows, false, Epilogue::Residual);
+            let first = logical.product(&mut cases, rows, false, SUMS);
+            let norm: Vec<f32> = (0..hidden).map(|_| random.float()).collect();
+            let norm = cases.floats("norm", &norm);
+            let unscaled = Unscaled {
+                rows: Packed {
+                    range: cases.output("unscaled", Packed::bytes(rows, hidden) as usize / 4, rounded(Format::Bf16)),
+                    format: Format::Bf16,
+                    cols: hidden,
+                },
+                squares: cases.output(
+                    "squares",
+                    Unscaled::square_bytes(rows, hidden) as usize / 4,
+                    Expect::Floats(SUMS),
+                ),
+            };
+            let config = Config { threads: 64, tiles, ahead: 1, blocks };
+            cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
+            cases.case(format!("{rows}x{hidden}.behind"));
+            let logical = Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::SwiGlu);
+            // A value of x that is rounded the other way changes the results that depend on it.
+            let second = logical.product(&mut cases, rows, false, 1e-2);
+            let second = Tiled { x: unscaled.rows, ..second };
+            cases.recording.call(panel(&second, rows, *matrices, config, Fold::Scale(unscaled, EPSILON)));
+        }
+        let reference = cases.reference();
+        check(&cases, &reference);
+    }
+}
+
+/// Goal: the layouts of the three kernels of a feed-forward block fit together: norm, gate and up with SwiGLU, down
+/// with residual.
+#[test]
+fn a_feed_forward_block_runs_on_packed_rows() {
+    let (hidden, inner, rows, used) = (72u32, 104u32, 128u32, 77u32);
+    for tile in tiles() {
+        for format in FORMATS {
+            let mut cases = Cases::new(&format!("feed_forward.{tile:?}.{format:?}"));
+            let mut random = Random(23);
+            cases.case("block".to_owned());
+            let weight = |cases: &mut Cases, random: &mut Random, name: &str, n: u32, k: u32| {
+                let w: Vec<f32> = (0..n * k).map(|_| random.float() * 3.0 / (k as f32).sqrt()).collect();
+                let range = cases.words(name, &packed(format, &w, (n, k), 16, fragment_index));
+                Matrix { range, format, rows: n, cols: k }
+            };
+            let x = random.floats((rows * hidden) as usize);
+            let norm = random.floats(hidden as usize);
+            let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+            let residual = Activations { range: cases.floats("x", &x), stride: hidden };
+            let norm = cases.floats("norm", &norm);
+            // A value that is rounded the other way changes the results that depend on it; a wrong position changes
+            // them by about 1.
+            cases.expect(residual.range, Expect::Floats(1e-2));
+            let spaces = [("packed", hidden), ("middle", inner)].map(|(name, cols)| {
+                let words = Packed::bytes(rows, cols) as usize / 4;
+                Packed { range: cases.output(name, words, Expect::Any), format, cols }
+            });
+            let gate_up = weight(&mut cases, &mut random, "gate_up", inner * 2, hidden);
+            let down = weight(&mut cases, &mut random, "down", hidden, inner);
+            cases.recording.call(pack_rows(
+                "norm".to_owned(),
+                residual,
+                Some((norm, EPSILON)),
+                spaces[0],
+                rows,
+                Some(count),
+            ));
+            let products = [
+                (gate_up, spaces[0], Epilogue::SwiGlu, Output::Packed(spaces[1])),
+                (down, spaces[1], Epilogue::Residual, Output::Rows(residual)),
+            ];
+            for (weight, x, epilogue, y) in products {
+                let product = Tiled { label: "product".to_owned(), weight, x, bias: None, epilogue, y };
+                cases.recording.call(product.call(*tile, rows, count));
+            }
+            let reference = cases.reference();
+            check(&cases, &reference);
+        }
+    }
+}
+
+/// The interpreter would take minutes for these shapes, so only a sample of the outputs is compared.
+#[test]
+fn tiled_at_the_shapes_of_models() {
+    if Driver::first() != Driver::Gpu {
+        println!("left out: for a GPU");
+        return;
+    }
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let mut random = Random(24);
+    let calls = [
+        ((4096, 4096), 512, Epilogue::Residual, false),
+        ((6144, 2560), 300, Epilogue::Store, false),
+        ((8192, 4096), 129, Epilogue::SwiGlu, true),
+    ];
+    for (shape, used, epilogue, into_packed) in calls {
+        for format in FORMATS {
+            let logical = Logical::new(&mut random, format, shape, used, false, epilogue);
+            for tile in [Tile::Square, Tile::Half, Tile::Wide] {
+                let mut cases = Cases::new(&format!("{tile:?}.{format:?}.{shape:?}x{used}"));
+                cases.case("real".to_owned());
+                let product = logical.product(&mut cases, 512, into_packed, LONG_SUMS);
+                let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+                cases.recording.call(product.call(tile, 512, count));
+                let after = bench.run(&cases.recording, &cases.before());
+                // Every row and every output at least once.
+                for sample in 0..2 * logical.outputs().max(used) {
+                    let (row, i) = (sample % used, (sample * 7 + sample / used) % logical.outputs());
+                    let wanted = logical.wanted(row as usize, i as usize) as f32;
+                    let (found, limit) = match product.y {
+                        Output::Rows(y) => (after.f32(y.range, row * y.stride + i), LONG_SUMS * (1.0 + wanted.abs())),
+                        Output::Packed(y) => (
+                            number(&after, format, y.range, token_index(row, i, y.cols.next_multiple_of(32))),
+                            LONG_SUMS * (1.0 + wanted.abs()) + wanted.abs() * 2f32.powi(-8),
+                        ),
+                    };
+                    let what = format!("{}: row {row}, output {i}", cases.recording.name);
+                    assert!((found - wanted).abs() <= limit, "{what}: {found:e} instead of {wanted:e}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! Whole models on the CPU drivers: against transformers, in batches, with constraints, drafts and faults.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../harness/mod.rs"]
+mod harness;
+#[path = "../serving/mod.rs"]
+mod serving;
+
+mod batches;
+mod demo;
+mod fallback;
+mod grammar;
+mod hybrids;
+mod scoring;
+mod speculation;
+mod streams;
+mod transformers;
+mod tune;

@@ -1,0 +1,112 @@
+//! Goal: `ostinato tune` stores the improvements that it reports, and later starts use them without changing generated
+//! tokens. Method: the embedded demo model on lavapipe with few values of each choice. The stored file is then replaced
+//! by other content that a machine may have: other entries, a file for other shaders, a truncated one.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::models::{Lines, generate, request};
+use ostinato::config::{Config, DEMO_PATH, Model};
+use ostinato::device::Adapter;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::progress::Quiet;
+use ostinato::measure::tune::{TuneEvent, TuneOptions, tune};
+use ostinato::model::checkpoint::Checkpoint;
+use ostinato::model::demo;
+use std::path::Path;
+use std::time::Duration;
+
+/// Returns the lines about tuned shapes that a start prints, and 12 tokens generated after a prompt.
+fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Vec<String>, Vec<u32>) {
+    let mut model = Model::new("demo", DEMO_PATH, Some(adapter.selector()));
+    model.context = Some(64);
+    model.prefill_chunk = Some(16);
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.cache_directory = Some(cache.to_owned());
+    config.runtime.tune = tune.iter().map(|change| (*change).to_owned()).collect();
+    let lines = Lines::default();
+    let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+    let (_, replica) = host.route("", "").expect("one model");
+    let tokens = generate(&replica, request(&[5, 80, 300, 7], 12)).tokens;
+    drop(host);
+    let mut lines = lines.0.into_inner().expect("no panic");
+    lines.retain(|line| line.contains("ostinato tune"));
+    (lines, tokens)
+}
+
+/// Tunes with few values. Returns the events and the path of the stored file.
+fn tune_demo(
+    vulkan: &Vulkan,
+    adapter: &Adapter,
+    cache: &Path,
+    changes: &[&str],
+) -> (Vec<TuneEvent>, std::path::PathBuf) {
+    let checkpoint =
+        Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), Some(cache)).expect("a folder")).expect("the demo model");
+    let changes: Vec<String> = changes.iter().map(|change| (*change).to_owned()).collect();
+    let options =
+        TuneOptions { depth: 20, time: Duration::from_secs(5), candidates: 1, tune: &changes, cache: Some(cache) };
+    let mut events = Vec::new();
+    let outcome = tune(&vulkan.instance, adapter, &checkpoint, &options, &Quiet, &mut |e| events.push(e.clone()))
+        .unwrap_or_else(|e| panic!("{e:?}"));
+    assert!(outcome.tried > 0 && outcome.before_us > 0.0 && outcome.after_us <= outcome.before_us, "{outcome:?}");
+    (events, outcome.file.expect("kept"))
+}
+
+#[test]
+fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
+    let vulkan = Vulkan::without_validation();
+    let adapter = vulkan.adapter(Driver::first());
+    let cache = tempfile::tempdir().expect("a folder");
+    let fragments = ["fragments=1", "tags=0"];
+    let (lines, wanted) = start(&vulkan, &adapter, cache.path(), &fragments);
+    assert!(lines.is_empty(), "{lines:?}");
+
+    let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &fragments);
+    println!("{events:#?}");
+    assert!(matches!(&events[0], TuneEvent::Began { variant, us } if variant == "fragments by hand" && *us > 0.0));
+    assert!(events.iter().all(|event| !matches!(event, TuneEvent::Wrong { .. })), "{events:?}");
+    let text = std::fs::read_to_string(&path).expect("the file");
+    let mut file: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let kept = &file["shapes"]["fragments by hand"];
+    for (name, value) in kept.as_object().into_iter().flatten() {
+        let found = |event: &TuneEvent| matches!(event, TuneEvent::Improved { name: of, new, .. } if name.starts_with(of) && new == value);
+        assert!(events.iter().any(found), "{name} is kept as {value} and was not found in {events:?}");
+    }
+
+    // Three entries for this model, independent of the tuning result, and one for another model.
+    file["shapes"] = serde_json::json!({"fragments by hand": {
+        "skinny.512x256": "128/1/2", "skinny.2048x256": "64/2/1", "splits.8x4x32": "6", "splits.8x2x64": "1",
+    }});
+    let changed = serde_json::to_string_pretty(&file).expect("text");
+    std::fs::write(&path, &changed).expect("written");
+    let (lines, tokens) = start(&vulkan, &adapter, cache.path(), &fragments);
+    assert!(lines.len() == 1 && lines[0].contains(": 3 workgroup shapes"), "{lines:?}");
+    assert_eq!(tokens, wanted);
+    // Row-major weights have separate entries.
+    let (lines, _) = start(&vulkan, &adapter, cache.path(), &["fragments=0", "tags=0"]);
+    assert!(lines.is_empty(), "{lines:?}");
+
+    let key = file["key"].as_str().expect("a key").to_owned();
+    for (bad, why) in [
+        (changed.replace(&key, "0123456789abcdef"), "is of other shaders"),
+        (changed[..changed.len() / 2].to_owned(), "cannot be read"),
+    ] {
+        std::fs::write(&path, bad).expect("written");
+        let (lines, tokens) = start(&vulkan, &adapter, cache.path(), &fragments);
+        assert!(lines.len() == 1 && lines[0].contains(why) && lines[0].contains("not used"), "{lines:?}");
+        assert_eq!(tokens, wanted, "{why}");
+    }
+}
+
+#[test]
+fn row_major_weights_are_tuned_too_and_a_change_that_is_given_stays() {
+    let vulkan = Vulkan::without_validation();
+    let adapter = vulkan.adapter(Driver::first());
+    let cache = tempfile::tempdir().expect("a folder");
+    let changes = ["fragments=0", "tags=0", "gemv_threads=64"];
+    let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &changes);
+    assert!(matches!(&events[0], TuneEvent::Began { variant, .. } if variant == "rows"), "{events:?}");
+    let text = std::fs::read_to_string(&path).expect("the file");
+    assert!(!text.contains("gemv_threads"), "{text}");
+    let (lines, _) = start(&vulkan, &adapter, cache.path(), &["fragments=0", "tags=0"]);
+    assert!(lines.iter().all(|line| line.contains("workgroup shapes")), "{lines:?}");
+}

@@ -1,0 +1,381 @@
+//! Tests of `Config` and its sources: the example file is valid, all problems are reported at once with key, rule and
+//! value, and the sources override each other in the documented order.
+
+use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Selector, Sources, from_sources, tokens};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+fn write(text: &str) -> (tempfile::TempDir, Sources) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ostinato.toml");
+    std::fs::write(&file, text).unwrap();
+    let sources = Sources { file: Some(file), ..Sources::default() };
+    (folder, sources)
+}
+
+fn read(text: &str) -> Result<Config, ConfigError> {
+    let (_folder, sources) = write(text);
+    from_sources(&sources)
+}
+
+#[track_caller]
+fn problems(text: &str) -> Vec<Problem> {
+    match read(text) {
+        Err(ConfigError::Problems(problems)) => problems,
+        other => panic!("expected problems, got {other:?}"),
+    }
+}
+
+#[test]
+fn nothing_said_is_the_default_and_listens_on_loopback() {
+    let config = from_sources(&Sources::default()).unwrap();
+    assert_eq!(config, Config::default());
+    assert_eq!(config.server.listen.to_string(), "127.0.0.1:50051");
+    assert_eq!(config.admin.listen.unwrap().to_string(), "127.0.0.1:9464");
+}
+
+#[test]
+fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/ostinato.toml");
+    let sources = Sources { file: Some(path.clone()), ..Sources::default() };
+    let config = from_sources(&sources).unwrap();
+    assert_eq!(config.models.len(), 1);
+    assert_eq!(config.models[0].path, PathBuf::from("embedded:demo"));
+
+    // Uncomments the example: `# key = value`, `# [[models]]`, `#   { … }`, `# ]` and `# # comment` lose one `# `.
+    let uncommented: String = std::fs::read_to_string(path)
+        .unwrap()
+        .lines()
+        .map(|line| match line.strip_prefix("# ") {
+            Some(rest)
+                if rest.starts_with("[[")
+                    || rest.starts_with("  {")
+                    || rest.starts_with(']')
+                    || rest.starts_with("# ")
+                    || rest
+                        .split_once(" = ")
+                        .is_some_and(|(key, _)| key.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')) =>
+            {
+                format!("{rest}\n")
+            }
+            _ => format!("{line}\n"),
+        })
+        .collect();
+    let config = read(&uncommented).unwrap();
+    assert_eq!(config.models.len(), 2, "{uncommented}");
+    let model = &config.models[1];
+    assert_eq!((model.context, model.load), (Some(32768), ostinato::config::LoadWhen::Request));
+    assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
+    assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
+    assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));
+    // The values in the example's comments are the default values.
+    let server = config.server;
+    assert_eq!(server.client_limit, Some(32));
+    let (tls, tokens) = (server.tls.clone(), server.tokens.clone());
+    assert!(tokens.as_ref().is_some_and(|path| path.is_absolute()), "relative to the file");
+    assert!(tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()));
+    let shown = ostinato::config::Server {
+        listen: server.listen,
+        client_limit: server.client_limit,
+        tls,
+        tokens,
+        ..Default::default()
+    };
+    assert_eq!(server, shown);
+    assert_eq!(config.admin, ostinato::config::Admin::default());
+    assert_eq!(config.telemetry.sample_ratio, 1.0);
+    assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
+}
+
+#[test]
+fn every_problem_is_reported_at_once_with_key_rule_and_value() {
+    let problems = problems(
+        r#"
+        colour = "blue"
+
+        [server]
+        listen = "0.0.0.0:50051"
+        queue_limit = -1
+        client_limit = 0
+        drain_seconds = "soon"
+        port = 5
+
+        [telemetry]
+        sample_ratio = 1.5
+        otlp_endpoint = "collector:4317"
+
+        [[models]]
+        name = "a"
+        path = "/models/a"
+        replicas = [{ device = "0" }, { device = " " }, { devise = "1" }, { device = "pci:zz" }]
+        kv_pages = 10
+        kv_memory = "1GiB"
+
+        [[models]]
+        name = "a"
+        memory_limit = "lots"
+        context = 0
+        "#,
+    );
+    let find = |key: &str| {
+        problems
+            .iter()
+            .find(|problem| problem.key == key)
+            .unwrap_or_else(|| panic!("no problem of {key} in {problems:#?}"))
+    };
+    assert!(find("colour").rule.contains("known here are admin, models, runtime, server, telemetry"));
+    assert_eq!(find("server.listen").value.as_deref(), Some("0.0.0.0:50051"));
+    assert!(find("server.listen").rule.contains("insecure"));
+    assert_eq!(find("server.queue_limit").value.as_deref(), Some("-1"));
+    assert_eq!(find("server.client_limit").value.as_deref(), Some("0"));
+    assert_eq!(find("server.drain_seconds").value.as_deref(), Some("\"soon\""));
+    assert!(find("server.port").rule.contains("listen"));
+    assert_eq!(find("telemetry.sample_ratio").value.as_deref(), Some("1.5"));
+    assert!(find("telemetry.otlp_endpoint").rule.contains("http://"));
+    assert!(find("models[0].replicas[1].device").rule.contains("it is empty"));
+    assert!(find("models[0].replicas[3].device").rule.contains("a PCI address looks like"));
+    assert!(find("models[0].replicas[2].devise").rule.contains("device"));
+    assert!(find("models[0].kv_memory").rule.contains("kv_pages"));
+    assert!(find("models[1].name").rule.contains("models[0].name"));
+    assert!(find("models[1].path").rule.contains("given"));
+    assert!(find("models[1].replicas").rule.contains("given"));
+    assert_eq!(find("models[1].memory_limit").value.as_deref(), Some("\"lots\""));
+    assert_eq!(find("models[1].context").value.as_deref(), Some("0"));
+    assert_eq!(problems.len(), 16, "{problems:#?}");
+    // The problem names the source of the value.
+    let source = find("server.drain_seconds").source.as_deref().unwrap();
+    assert!(source.ends_with("ostinato.toml"), "{source}");
+    // The problems together are one readable error message.
+    let text = ConfigError::Problems(problems.clone()).to_string();
+    assert!(text.starts_with("the configuration has 16 problems:\n  "), "{text}");
+}
+
+#[test]
+fn what_concerns_recurrent_state_and_drafts_is_read_and_left_to_the_engine_where_nothing_is_said() {
+    let model = |more: &str| {
+        let text = format!("[[models]]\nname = \"m\"\npath = \"demo-hybrid\"\nreplicas = [{{}}]\n{more}");
+        read(&text).unwrap().models.remove(0)
+    };
+    let left_out = model("");
+    assert_eq!((left_out.snapshots, left_out.drafts, left_out.drafts_always), (None, None, None));
+    let said = model("snapshots = 12\ndrafts = 2\ndrafts_always = true\n");
+    assert_eq!((said.snapshots, said.drafts, said.drafts_always), (Some(12), Some(2), Some(true)));
+    // Zero is a valid choice for both.
+    let none = model("snapshots = 0\ndrafts = 0\ndrafts_always = false\n");
+    assert_eq!((none.snapshots, none.drafts, none.drafts_always), (Some(0), Some(0), Some(false)));
+    assert_eq!(said.path, PathBuf::from("demo-hybrid"), "a model of the program is not beside the file");
+
+    let found = problems(
+        "[[models]]\nname = \"m\"\npath = \"p\"\nreplicas = [{}]\nsnapshots = -1\ndrafts = \"all\"\ndrafts_always = 2\n",
+    );
+    for (key, value) in
+        [("models[0].snapshots", "-1"), ("models[0].drafts", "\"all\""), ("models[0].drafts_always", "2")]
+    {
+        let problem = found.iter().find(|problem| problem.key == key).unwrap_or_else(|| panic!("{key}: {found:#?}"));
+        assert_eq!(problem.value.as_deref(), Some(value));
+    }
+    assert_eq!(found.len(), 3, "{found:#?}");
+}
+
+#[test]
+fn a_table_where_a_list_belongs_and_a_value_where_a_table_belongs_are_reported() {
+    let found = problems("models = 3\nserver = []\n");
+    let keys: Vec<&str> = found.iter().map(|problem| problem.key.as_str()).collect();
+    assert_eq!(keys.len(), 2, "{found:?}");
+    assert!(keys.contains(&"models") && keys.contains(&"server"), "{found:?}");
+    let found = problems("models = [3]\n");
+    assert_eq!(found[0].key, "models[0]", "{found:?}");
+    let found = problems("models = [{ name = \"a\", path = \"b\", replicas = [\"0\"] }]\n");
+    assert_eq!(found[0].key, "models[0].replicas[0]", "{found:?}");
+    assert!(found[0].rule.contains("table") && found[0].value.as_deref() == Some("\"0\""));
+}
+
+#[test]
+fn a_file_that_is_missing_or_not_toml_is_named() {
+    let file = PathBuf::from("/nowhere/ostinato.toml");
+    let sources = Sources { file: Some(file), ..Sources::default() };
+    let error = from_sources(&sources).unwrap_err();
+    assert!(matches!(error, ConfigError::Read { .. }));
+    assert!(error.to_string().contains("/nowhere/ostinato.toml"));
+    let error = read("[server\nlisten = 1").unwrap_err();
+    assert!(matches!(error, ConfigError::Syntax { .. }), "{error:?}");
+    let cause = std::error::Error::source(&error).unwrap().to_string();
+    assert!(cause.contains("line 1"), "{cause}");
+}
+
+#[test]
+fn a_configuration_is_a_regular_file_of_a_bounded_size() {
+    let (folder, sources) = write("");
+    let file = sources.file.clone().unwrap();
+    let refused = |wanted: &str| {
+        let (said, heard) = std::sync::mpsc::channel();
+        let (sources, path) = (sources.clone(), file.clone());
+        std::thread::spawn(move || said.send((from_sources(&sources).unwrap_err(), tokens(&path).unwrap_err())));
+        let (error, of_tokens) = heard.recv_timeout(Duration::from_secs(20)).expect("it waits for a pipe's other end");
+        for error in [error, of_tokens] {
+            assert!(matches!(error, ConfigError::Read { .. }), "{error:?}");
+            assert!(error.to_string().contains("ostinato.toml"), "{error}");
+            let cause = std::error::Error::source(&error).unwrap().to_string();
+            assert!(cause.contains(wanted), "{cause}");
+        }
+        std::fs::remove_file(&file).unwrap();
+    };
+    std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(1 << 40).unwrap();
+    refused("1099511627776 bytes, at most 16777216");
+    assert!(std::process::Command::new("mkfifo").arg(&file).status().unwrap().success());
+    refused("a named pipe, not a regular file");
+    std::os::unix::fs::symlink("/dev/zero", &file).unwrap();
+    refused("a character device, not a regular file");
+    std::os::unix::fs::symlink(folder.path().join("gone.toml"), &file).unwrap();
+    refused("a symbolic link to ");
+}
+
+#[test]
+fn other_machines_are_let_in_only_when_it_is_said() {
+    assert!(read("[server]\nlisten = \"0.0.0.0:1\"\ninsecure = true").is_ok());
+    assert!(read("[server]\nlisten = \"[::1]:1\"").is_ok());
+    let (_folder, mut sources) = write("");
+    sources.listen = Some("192.168.0.1:50051".to_owned());
+    assert!(from_sources(&sources).is_err());
+    sources.insecure = true;
+    assert!(from_sources(&sources).is_ok());
+    sources.listen = Some("localhost".to_owned());
+    let error = from_sources(&sources).unwrap_err().to_string();
+    assert!(error.contains("server.listen") && error.contains("\"localhost\""), "{error}");
+}
+
+#[test]
+fn certificates_let_other_machines_in_and_their_files_are_relative_to_the_configuration() {
+    let (folder, sources) = write(
+        "[server]\nlisten = \"0.0.0.0:1\"\ntokens = \"t.toml\"\n\
+         [server.tls]\ncertificate = \"c.pem\"\nkey = \"/k.pem\"",
+    );
+    let server = from_sources(&sources).unwrap().server;
+    let tls = server.tls.unwrap();
+    assert_eq!((tls.certificate, tls.key), (folder.path().join("c.pem"), PathBuf::from("/k.pem")));
+    assert_eq!((tls.client_ca, server.tokens), (None, Some(folder.path().join("t.toml"))));
+    for (text, key, rule) in [
+        ("[server]\nlisten = \"0.0.0.0:1\"", "server.listen", "server.tls"),
+        ("[server.tls]\nkey = \"k\"", "server.tls.certificate", "given"),
+        ("[server.tls]\ncertificate = \"c\"", "server.tls.key", "given"),
+        ("[server.tls]\ncertificate = \"c\"\nkey = \"k\"\nca = \"x\"", "server.tls.ca", "client_ca"),
+        ("[server]\ntls = [\"c\", \"k\"]", "server.tls", "table"),
+        ("[server]\ntokens = \"t\"\ntrust_client_header = true", "server.trust_client_header", "server.tokens"),
+        ("[server]\nconnections = 0", "server.connections", "between 1"),
+        ("[server]\nmax_prompt_bytes = 0", "server.max_prompt_bytes", "above 0"),
+    ] {
+        let found = problems(text);
+        let found = found.iter().find(|problem| problem.key == key).unwrap_or_else(|| panic!("{text}: {found:?}"));
+        assert!(found.rule.contains(rule), "{text}: {found}");
+    }
+}
+
+#[test]
+fn the_admin_endpoint_has_an_address_of_its_own_or_none() {
+    let listen = |text: &str| read(text).map(|config| config.admin.listen.map(|address| address.to_string()));
+    assert_eq!(listen("[admin]\nlisten = \"off\"").unwrap(), None);
+    assert_eq!(listen("[admin]\nlisten = \"[::1]:0\"").unwrap().as_deref(), Some("[::1]:0"));
+    assert!(listen("[admin]\nlisten = \"0.0.0.0:9464\"\ninsecure = true").is_ok());
+    // Port 0 requests a free port, so two endpoints may both say 0.
+    assert!(listen("[server]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"127.0.0.1:0\"").is_ok());
+    assert!(listen("[server]\nlisten = \"127.0.0.2:77\"\n[admin]\nlisten = \"127.0.0.1:77\"").is_ok());
+    for (text, value, rule) in [
+        ("[admin]\nlisten = \"0.0.0.0:9464\"", "0.0.0.0:9464", "insecure"),
+        ("[server]\ninsecure = true\n[admin]\nlisten = \"0.0.0.0:9464\"", "0.0.0.0:9464", "admin.insecure"),
+        ("[admin]\nlisten = \"of\"", "\"of\"", "or \"off\""),
+        ("[admin]\nlisten = \"localhost:9464\"", "\"localhost:9464\"", "127.0.0.1:9464"),
+        ("[admin]\nlisten = \"127.0.0.1:50051\"", "127.0.0.1:50051", "must differ from server.listen"),
+        ("[server]\ninsecure = true\nlisten = \"0.0.0.0:9464\"", "127.0.0.1:9464", "must differ from server.listen"),
+    ] {
+        let found = problems(text);
+        assert_eq!(found.len(), 1, "{text}: {found:?}");
+        assert_eq!(found[0].key, "admin.listen");
+        assert_eq!(found[0].value.as_deref(), Some(value));
+        assert!(found[0].rule.contains(rule), "{text}: {}", found[0].rule);
+    }
+    assert_eq!(problems("[admin]\nport = 1")[0].key, "admin.port");
+    assert_eq!(problems("admin = \"off\"")[0].rule, "must be a table");
+
+    // Arguments of the program override the file, and `--insecure` applies to both endpoints.
+    let (_folder, mut sources) = write("[admin]\nlisten = \"127.0.0.1:1\"");
+    sources.admin = Some("off".to_owned());
+    assert_eq!(from_sources(&sources).unwrap().admin.listen, None);
+    sources.admin = Some("0.0.0.0:9464".to_owned());
+    assert!(from_sources(&sources).is_err());
+    sources.insecure = true;
+    assert!(from_sources(&sources).is_ok());
+}
+
+#[test]
+fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
+    let (folder, mut sources) = write(
+        r#"
+        [[models]]
+        name = "a"
+        path = "checkpoints/a"
+        replicas = [{ device = "0" }]
+        context = 4096
+        [[models]]
+        name = "demo"
+        path = "embedded:demo"
+        replicas = [{}]
+        [[models]]
+        name = "b"
+        path = "./demo"
+        replicas = [{}]
+        "#,
+    );
+    let config = from_sources(&sources).unwrap();
+    assert_eq!(config.models[0].path, folder.path().join("checkpoints/a"));
+    assert_eq!(config.models[1].path, PathBuf::from("embedded:demo"));
+    assert_eq!(config.models[1].replicas, [Replica::default()]);
+    assert_eq!(config.models[2].path, folder.path().join("demo"), "a folder, whatever its name");
+
+    sources.models = ["a=/b@1", "a=/b@2", "c=d@cpu"].map(|text| text.parse().unwrap()).into();
+    let config = from_sources(&sources).unwrap();
+    assert_eq!(config.models[0].path, PathBuf::from("/b"));
+    assert_eq!(config.models[0].context, Some(4096), "what is not an argument stays");
+    let devices: Vec<_> = config.models[0].replicas.iter().map(|replica| replica.device.clone()).collect();
+    assert_eq!(devices, [Some(Selector::Index(1)), Some(Selector::Index(2))], "the same name twice is two replicas");
+    assert_eq!(config.models[3], Model::new("c", "d", Some(Selector::Cpu)));
+
+    sources.models = ["c=/d", "c=/e"].map(|text| text.parse().unwrap()).into();
+    let error = from_sources(&sources).unwrap_err().to_string();
+    assert!(error.contains("models[4].name must differ from models[3].name"), "{error}");
+}
+
+/// Goal: environment variables override the file. Method: a child process reads the configuration, because this
+/// process's environment is shared by all tests.
+#[test]
+fn the_environment_goes_over_the_file() {
+    const CHILD: &str = "CONFIG_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        let (_folder, mut sources) = write("[server]\nlisten = \"127.0.0.1:1\"\nqueue_limit = 7");
+        sources.environment = true;
+        match from_sources(&sources) {
+            Ok(config) => {
+                println!("listen {} queue {}", config.server.listen, config.server.queue_limit);
+                println!("key {:?}", config.server.tls.map(|tls| tls.key));
+            }
+            Err(error) => println!("error {error}"),
+        }
+        return;
+    }
+    let run = |variables: &[(&str, &str)]| {
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "config::the_environment_goes_over_the_file", "--nocapture"])
+            .env(CHILD, "1")
+            .envs(variables.iter().copied())
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let text = run(&[("OSTINATO_SERVER__LISTEN", "127.0.0.1:2"), ("OSTINATO_OTHER", "x")]);
+    assert!(text.contains("listen 127.0.0.1:2 queue 7"), "{text}");
+    let text = run(&[("OSTINATO_SERVER__TLS__KEY", "/k"), ("OSTINATO_SERVER__TLS__CERTIFICATE", "/c")]);
+    assert!(text.contains("key Some(\"/k\")"), "{text}");
+    let text = run(&[("OSTINATO_SERVER__QUEUE_LIMIT", "many"), ("OSTINATO_SERVER__X", "1")]);
+    assert!(text.contains("server.queue_limit") && text.contains("\"many\""), "{text}");
+    assert!(text.contains("server.x is not a key"), "{text}");
+    assert!(text.contains("OSTINATO_"), "the source is said: {text}");
+}

@@ -1,8 +1,8 @@
-//! A device that is not there, for tests and simulations: it keeps the executor's contract to
-//! the letter, checks that the step loop keeps its side (and panics where it does not), and
-//! draws tokens that depend on every token before, read through the page table, so that a
-//! page lost, shared or overwritten changes the output. With recurrent state, each cell knows what it has taken in,
-//! which must be what the pages hold. No model, no GPU.
+//! An executor without a device, for tests and simulations. It implements the executor's contract exactly, and panics
+//! if the step loop breaks its part of it. It draws tokens that depend on all tokens before, which it reads through the
+//! page table, so that a page that is lost, wrongly shared or overwritten changes the output. With recurrent state,
+//! each cell holds a hash of the tokens that it includes, which must match the content of the pages.
+//! Not here: models and GPUs.
 
 use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
 use crate::device::{Point, Role};
@@ -23,23 +23,24 @@ use std::collections::{HashSet, VecDeque};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How a fake behaves.
+/// The behavior of a fake executor.
 #[derive(Clone, Debug)]
 pub struct FakeConfig {
     /// What it can hold.
     pub capacity: Capacity,
-    /// Time of a decode step.
+    /// The time of a decode step.
     pub step: Duration,
-    /// Time of a step of prompts.
+    /// The time of a prefill step.
     pub chunk: Duration,
-    /// Output token `i` is `script[i % script.len()]`; empty: drawn from the history.
+    /// If not empty, output token `i` is `script[i % script.len()]`; otherwise tokens depend on the history.
     pub script: Vec<u32>,
-    /// Not 0: decode plans are reported in parts, cut by this seed.
+    /// If not 0, decode plans are reported in parts, cut at random with this seed. Also the seed that decides how many
+    /// drafts are accepted.
     pub parts: u64,
-    /// The device is lost when this many plans with work were submitted.
+    /// The device is lost at the first plan with work after this many.
     pub lost_after: Option<u64>,
-    /// Every so many decode plans a fault keeps the plan's steps from drawing, and they are run again: it takes twice as
-    /// long and draws the same.
+    /// Every `fault_every`-th decode plan has a fault that keeps its steps from drawing, so that they run again: the
+    /// plan takes twice as long and draws the same tokens.
     pub fault_every: Option<u64>,
 }
 
@@ -69,7 +70,7 @@ impl Default for FakeConfig {
     }
 }
 
-/// The device.
+/// The fake executor.
 #[derive(Debug)]
 pub struct FakeExecutor {
     config: FakeConfig,
@@ -77,31 +78,32 @@ pub struct FakeExecutor {
     wake: Receiver<()>,
     memory: Vec<PageMemory>,
     slots: Vec<FakeSlot>,
-    /// What each cell's state has taken in; `None` where nothing was written.
+    /// By cell: a hash of the tokens that its state includes; `None` if nothing was written.
     cells: Vec<Option<u64>>,
     decode_plans: u64,
     faults: u64,
-    /// Decides which drafts are right.
+    /// The random state that decides how many drafts are accepted.
     luck: u64,
-    /// The last plan submitted.
+    /// The ticket of the last plan submitted.
     ticket: u64,
-    /// The plan that is being worked on.
+    /// The ticket of the plan being executed.
     working: u64,
-    /// Behind a plan whose masks are still to come, and that plan: they run when it is released.
+    /// The plans that are not executed yet: one whose masks are not all set, and those after it. They are executed when
+    /// it is released.
     held: VecDeque<Held>,
-    /// The last plan with work that was reported finished.
+    /// The ticket of the last plan with work that was reported finished.
     finished: u64,
-    /// Decode steps submitted and not reported.
+    /// The number of decode steps executed and not reported.
     steps_queued: u32,
-    /// Not reported, in order; complete at their time.
+    /// The reports that are not due yet, in order.
     reports: VecDeque<Report>,
-    /// Of the plan whose last report is to come.
+    /// The submission of the plan whose last report is not queued yet.
     submission: Option<SubmissionRecord>,
-    /// When the device has done all it was given.
+    /// When the simulated device has finished all its work.
     busy_until: Instant,
     parts: u64,
     works: u64,
-    /// Plans with work that are still to be profiled.
+    /// The number of plans with work that are still to be profiled.
     profiled: u32,
     pace: Pace,
 }
@@ -116,16 +118,16 @@ struct Held {
 #[derive(Debug)]
 struct Report {
     due: Instant,
-    /// 0 for a prompt chunk.
+    /// The number of decode steps that the report completes; 0 for a prefill step.
     decode_steps: u32,
     progress: PlanReport,
 }
 
 #[derive(Debug)]
 enum Clock {
-    /// Set by the simulation.
+    /// Time is set by the simulation.
     Virtual(Instant),
-    /// The machine's; a thread wakes the step loop at each of the times sent.
+    /// The machine's time; a thread wakes the step loop at each of the times sent.
     Real(Timer),
 }
 
@@ -136,62 +138,62 @@ struct Timer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a page holds, and who has written it.
+/// The tokens of a page, and the last stay of a sequence that wrote to it.
 #[derive(Clone, Debug)]
 struct PageMemory {
     tokens: [u32; PAGE_TOKENS as usize],
-    /// Slot and its stay.
+    /// The slot, and the number of the stay in it.
     writer: Option<(Slot, u64)>,
 }
 
-/// What nobody has written.
+/// The value of a position that was never written.
 const POISON: u32 = u32::MAX;
 
 #[derive(Clone, Debug)]
 struct FakeSlot {
     params: SlotParams,
-    /// Between join and leave.
+    /// Whether a sequence has joined and not left.
     joined: bool,
     done: bool,
-    /// Joins so far.
+    /// The number of joins so far.
     stay: u64,
     table: Vec<Page>,
-    /// Positions written.
+    /// The number of positions written.
     written: u32,
-    /// Drawn and not yet written: the input of the next step.
+    /// The token drawn last, which is not written yet: the input of the next step.
     input: Option<u32>,
-    /// Tokens drawn in this stay.
+    /// The number of tokens drawn in this stay.
     drawn: u32,
-    /// The last plan whose work names it.
+    /// The ticket of the last plan whose work names the slot.
     last_ticket: u64,
-    /// Samples submitted and not reported.
+    /// The number of samples drawn and not reported.
     unreported: u32,
 }
 
 impl FakeExecutor {
-    /// On virtual time, which `advance` moves.
+    /// Creates an executor on virtual time, which `advance` moves.
     pub fn simulated(config: FakeConfig, now: Instant) -> FakeExecutor {
-        // Nobody waits for it: the simulation polls.
+        // The channel is never signalled: the simulation polls.
         let (_, wake) = bounded(1);
         FakeExecutor::with(config, Clock::Virtual(now), wake, now)
     }
 
-    /// On the machine's time, with one slot: a decode step takes `step`.
+    /// Creates an executor on real time with one slot, whose decode steps take `step` and prefill steps twice that.
     pub fn realtime(step: Duration) -> FakeExecutor {
         FakeExecutor::realtime_with(FakeConfig { step, chunk: step * 2, ..FakeConfig::default() })
     }
 
-    /// On the machine's time.
+    /// Creates an executor on real time.
     pub fn realtime_with(config: FakeConfig) -> FakeExecutor {
         let (waker, wake) = bounded(1);
-        // At most one time for each report of the plans in flight.
+        // Unbounded, but it holds at most one time for each report of the plans in flight.
         let (times, inbox) = unbounded::<Instant>();
         let thread = std::thread::Builder::new()
             .name("fake device".to_string())
             .spawn(move || {
                 for time in inbox {
                     std::thread::sleep(time.saturating_duration_since(Instant::now()));
-                    // Full: the step loop has a wake-up to take already.
+                    // If it is full, the step loop has a wake-up to receive already.
                     let _ = waker.try_send(());
                 }
             })
@@ -252,7 +254,7 @@ impl FakeExecutor {
         }
     }
 
-    /// Moves virtual time.
+    /// Moves virtual time forward.
     pub fn advance(&mut self, to: Instant) {
         match &mut self.clock {
             Clock::Virtual(now) => *now = (*now).max(to),
@@ -260,12 +262,12 @@ impl FakeExecutor {
         }
     }
 
-    /// When the next report is due; `None` if nothing is in flight.
+    /// Returns when the next report is due; `None` if nothing is in flight.
     pub fn next_report(&self) -> Option<Instant> {
         self.reports.front().map(|report| report.due)
     }
 
-    /// What the device draws for a request that runs alone: all of its output.
+    /// Returns the full output that the executor draws for a request that runs alone.
     pub fn alone(prompt: &[u32], params: &SlotParams, vocabulary: u32, script: &[u32]) -> Vec<u32> {
         let mut tokens = prompt.to_vec();
         let mut output = Vec::new();
@@ -353,7 +355,7 @@ impl FakeExecutor {
         assert!(s.joined && !s.done, "a chunk for {slot:?}, which does not run");
         let first = s.written == 0;
         if first && start.is_multiple_of(PAGE_TOKENS) {
-            // What stands before the first chunk was found in pages.
+            // The positions before the first chunk are in pages of the prefix cache.
             s.written = start;
         }
         assert_eq!(s.written, start, "a chunk of {slot:?} does not follow the one before");
@@ -388,7 +390,7 @@ impl FakeExecutor {
         vec![self.sample(slot)]
     }
 
-    /// What a plan's chunk asks of its tokens, once they are written.
+    /// Returns the scores that a plan's chunk asks for; called when its tokens are written.
     fn score(&mut self, chunks: &[Chunk]) -> Option<ScoredChunk> {
         let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
         assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
@@ -404,7 +406,7 @@ impl FakeExecutor {
         (!tokens.is_empty()).then_some(ScoredChunk { slot: asked.slot, first: asked.start + 1, tokens })
     }
 
-    /// The token at a position of a slot.
+    /// Returns the token at a position of a slot.
     fn read(&self, slot: Slot, position: u32) -> u32 {
         let page = self.slots[slot.0 as usize].table[(position / PAGE_TOKENS) as usize];
         let token = self.memory[page.0 as usize].tokens[(position % PAGE_TOKENS) as usize];
@@ -434,7 +436,7 @@ impl FakeExecutor {
             .map(|_| {
                 let mut row = Vec::new();
                 for &slot in slots {
-                    // As many drafts are right as chance has it.
+                    // The number of accepted drafts is random.
                     let right = match drafts {
                         0 => 0,
                         _ => (split_mix(&mut self.luck) % u64::from(drafts + 1)) as u32,
@@ -477,19 +479,20 @@ impl FakeExecutor {
         *state = state.map(|taken| take_in(taken, token));
     }
 
-    /// The slot writes to the page for the first time in this stay.
+    /// Begins a page: the slot writes to it for the first time in this stay.
     fn begin(&mut self, page: Page, slot: Slot, position: u32) {
         assert_eq!(position % PAGE_TOKENS, 0, "{slot:?} writes in the middle of {page:?}, which it did not begin");
         for (index, other) in self.slots.iter().enumerate() {
             let live = (other.joined && !other.done) || other.last_ticket > self.finished;
             if index != slot.0 as usize && live {
-                // Who has just joined may count on what is written now.
+                // Only pages that the other slot has already reached are in use: a sequence that has just joined may
+                // share a page that is written now.
                 let used = &other.table[..other.written.div_ceil(PAGE_TOKENS) as usize];
                 assert!(!used.contains(&page), "{slot:?} writes to {page:?}, which slot {index} uses");
             }
         }
         let stay = self.slots[slot.0 as usize].stay;
-        // What was in it must not matter.
+        // Poison the page, so that its old content cannot matter.
         self.memory[page.0 as usize] =
             PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: Some((slot, stay)) };
     }
@@ -521,7 +524,7 @@ impl FakeExecutor {
         Sampled { slot, id, done, draft: 0, logprobs, logits }
     }
 
-    /// Where decode steps are cut into reports: at the end of each part.
+    /// Returns the number of steps of the next partial report of a decode plan that has `steps` left.
     fn part(&mut self, steps: u32) -> u32 {
         if self.parts == 0 { steps } else { 1 + (split_mix(&mut self.parts) % u64::from(steps)) as u32 }
     }
@@ -536,7 +539,8 @@ impl FakeExecutor {
         self.reports.push_back(Report { due, decode_steps, progress });
     }
 
-    /// What a device would have told of a submission that begins at `start`: profiled, it is one kernel.
+    /// Returns the record that a device would make of a submission that begins at `start`. If profiled, it has one
+    /// kernel.
     fn submission(
         &mut self,
         ticket: Ticket,
@@ -565,7 +569,7 @@ impl FakeExecutor {
         }
     }
 
-    /// Works on what is in front, up to a plan whose masks are still to come.
+    /// Executes the plans in the queue, up to one whose masks are not all set.
     fn work_off(&mut self) -> Result<(), ExecuteError> {
         while let Some(Held { ticket, plan, .. }) = self.held.pop_front_if(|held| !held.awaits) {
             self.work_on(ticket, plan)?;
@@ -624,7 +628,7 @@ impl FakeExecutor {
                 let mut rows = self.decode(&slots, steps, drafts).into_iter();
                 let mut left = steps;
                 self.faults += u64::from(faults);
-                // The steps that drew nothing come first.
+                // The run that drew nothing comes first.
                 let start = if faults { start + self.config.step * steps } else { start };
                 self.busy_until = start + self.config.step * steps;
                 while left > 0 {
@@ -665,8 +669,8 @@ impl Executor for FakeExecutor {
         &self.config.capacity
     }
 
-    /// Does the work at once, unless masks are still to come; only the reports wait for their time. In order is in
-    /// order.
+    /// Executes the plan at once, or queues it behind a plan whose masks are not all set; only reports are delayed
+    /// until they are due. Plans are executed in order.
     fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
         self.ticket += 1;
         let ticket = Ticket(self.ticket);
@@ -728,18 +732,19 @@ impl Drop for Timer {
     fn drop(&mut self) {
         self.times = None;
         if let Some(thread) = self.thread.take() {
-            // It only sleeps and wakes.
+            // The thread only sleeps and wakes, so it does not panic.
             let _ = thread.join();
         }
     }
 }
 
-/// What a state is that has taken in one token more.
+/// Returns the hash of a state after one more token.
 fn take_in(taken: u64, token: u32) -> u64 {
     (taken ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
 }
 
-/// The next token: a mix of every token before, the seed if one is used, and the output index.
+/// Returns the next token: the script's, or else a hash of all tokens before, the seed if sampling is not greedy, and
+/// the output index, moved to the next token that the mask allows.
 fn draw(history: impl Iterator<Item = u32>, params: &SlotParams, index: u32, vocabulary: u32, script: &[u32]) -> u32 {
     let mix = history.fold(0u64, |mix, token| (mix ^ u64::from(token)).wrapping_mul(0x100_0000_01b3).rotate_left(17));
     if !script.is_empty() {
@@ -752,7 +757,7 @@ fn draw(history: impl Iterator<Item = u32>, params: &SlotParams, index: u32, voc
     (first..vocabulary).chain(0..first).find(allowed).expect("a mask allows something")
 }
 
-/// How probable `token` is behind its history: made up, and another for another history.
+/// Returns made-up log probabilities of `token` after `history`, which differ from history to history.
 pub fn scored(history: &[u32], token: u32, top: u32, vocabulary: u32) -> Scored {
     let mut mix = history.iter().fold(u64::from(token), |mix, token| take_in(mix, *token));
     let chosen = -((split_mix(&mut mix) % 1000) as f32);
@@ -760,7 +765,7 @@ pub fn scored(history: &[u32], token: u32, top: u32, vocabulary: u32) -> Scored 
     Scored { id: token, logprobs: TokenLogprobs { chosen, top } }
 }
 
-/// Whether `token`, the `drawn`th of this stay, is the last.
+/// Returns why the slot is done with `token`, the `drawn`th token of this stay; `None` if it is not.
 fn verdict(params: &SlotParams, token: u32, drawn: u32) -> Option<Done> {
     if drawn > params.min_tokens && params.stop_ids.contains(&token) {
         Some(Done::Stop)
@@ -771,7 +776,7 @@ fn verdict(params: &SlotParams, token: u32, drawn: u32) -> Option<Done> {
     }
 }
 
-/// Made-up numbers of the right shape: ten dispatches and eight barriers a step.
+/// Returns made-up costs of plausible size: ten dispatches and eight barriers per step.
 fn cost(steps: u32, submits: f64) -> PerToken {
     let steps = f64::from(steps);
     PerToken {

@@ -1,5 +1,6 @@
-//! The engine of one model: requests, sequences, KV pages, prefix cache, and the pure scheduler that turns them into plans.
-//! Not here: Vulkan, threads, text and tokio.
+//! The engine of one model: requests, sequences, KV cache pages, the prefix cache, and the pure scheduler that turns
+//! them into plans; the `Executor` trait and a fake executor.
+//! Not here: Vulkan, text and tokio. Only the fake starts a thread.
 
 pub mod executor;
 pub mod fake;

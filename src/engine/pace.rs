@@ -1,49 +1,51 @@
-//! How fast a device has been lately: what a decode step took by its rows, and a prompt token by the size of its chunk.
-//! Deliberately absent: clocks; who measures tells.
+//! The recent speed of a device: the times of decode steps by number of rows, of verification steps, and of prompt
+//! tokens by the size of their chunk.
+//! Not here: reading clocks; callers pass the times that they measured.
 
 use crate::kernels::state;
 use std::time::Duration;
 
-/// Drafts of a sequence are told apart up to so many.
+/// The maximum number of drafts per sequence that times are kept for.
 const MOST_DRAFTS: usize = state::MOST_DRAFTS as usize;
 
-/// Chunks are told apart by powers of two up to `2^(SIZES - 1)` tokens.
+/// The number of size classes. Sizes are rounded up to powers of two; the largest class is `2^(SIZES - 1)`.
 const SIZES: usize = 20;
 
-/// A new reading counts for this share of the mean.
+/// The weight of a new reading in the moving average.
 const SHARE: f64 = 0.25;
 
-/// A prompt's chunk is taken to last as long as a decode step and this many of its tokens as one more, where none
-/// as small was measured yet.
+/// While no chunk of a size or smaller was measured, a chunk is estimated to take as long as one decode step, plus one
+/// more per this many tokens.
 const TOKENS_PER_STEP: f64 = 64.0;
 
-/// Where none of its size was measured, but a smaller one, a chunk is taken to last longer by this power of how much
-/// larger it is: large chunks' tokens are cheaper, and it is tried only if it is taken for short enough.
+/// While no chunk of a size was measured, but a smaller one was, the time is extrapolated from the smaller one by the
+/// ratio of sizes to the power of `GROWTH`. The power is below 1, because tokens of large chunks are cheaper, and
+/// because a size is only tried if its estimate is short enough.
 const GROWTH: f64 = 0.75;
 
-/// One in so many choices takes what is not best as far as is known: its last reading may have been a bad one, and
-/// what is never taken is never measured again.
+/// One choice in `EXPLORE` differs from the best known one. The last reading of the alternative may have been an
+/// outlier, and what is never chosen is never measured again.
 const EXPLORE: u64 = 64;
 
-/// What steps took lately.
+/// The recent step times.
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
     step: Option<Duration>,
-    /// Of decode steps, by the size of their batch.
+    /// The last time of a decode step, by size of the batch.
     batch: [Option<Duration>; SIZES],
-    /// Of steps that verify drafts, by the size of their batch and the drafts of a sequence.
+    /// The last time of a verification step, by number of sequences and drafts per sequence.
     verify: [[Option<Duration>; MOST_DRAFTS]; SIZES],
-    /// Seconds a token, by size.
+    /// The mean time per prompt token in seconds, by size of the chunk.
     token: [Option<Mean>; SIZES],
-    /// Chunks that were measured.
+    /// The number of chunks measured so far.
     chunks: u64,
 }
 
-/// A mean of readings.
+/// A moving average of readings.
 #[derive(Clone, Copy, Debug)]
 struct Mean {
     seconds: f64,
-    /// Which chunk the last of them was.
+    /// The number of the chunk that was read last.
     at: u64,
 }
 
@@ -52,25 +54,25 @@ fn size(tokens: u32) -> usize {
 }
 
 impl Pace {
-    /// With a decode step's time known.
+    /// Creates a pace with a known decode step time.
     #[cfg(test)]
     pub fn of_step(step: Duration) -> Pace {
         Pace { step: Some(step), ..Pace::default() }
     }
 
-    /// A decode step of `rows` rows took so long.
+    /// Notes the time of a decode step of `rows` rows.
     pub fn note_step(&mut self, rows: u32, time: Duration) {
         self.step = Some(time);
         self.batch[size(rows)] = Some(time);
     }
 
-    /// A step that verified `drafts` tokens of each of `sequences` sequences took so long.
+    /// Notes the time of a step that verified `drafts` draft tokens for each of `sequences` sequences.
     pub fn note_verify(&mut self, sequences: u32, drafts: u32, time: Duration) {
         self.verify[size(sequences)][drafts as usize - 1] = Some(time);
     }
 
-    /// What a step took lately that verified `drafts` tokens of each of so many sequences, with 0 a step without
-    /// drafts.
+    /// Returns the last time of a step that verified `drafts` draft tokens for each of `sequences` sequences; with 0
+    /// drafts, of an ordinary decode step.
     pub fn verify(&self, sequences: u32, drafts: u32) -> Option<Duration> {
         match drafts {
             0 => self.batch[size(sequences)],
@@ -78,44 +80,44 @@ impl Pace {
         }
     }
 
-    /// Rows of which a step draws most tokens a second, of `rows` that there are: all of them, or as many as fill the
-    /// next smaller power of two, where the larger step takes longer by more than its rows. `choice` counts the choices so
-    /// far: one in `EXPLORE` is the other of the two, where the other could be better.
+    /// Returns how many of `rows` rows give the most tokens per second: all of them, or only as many as fill the next
+    /// smaller bucket (a power of two) if the larger step is slower by more than the additional rows are worth.
+    /// `choice` is the number of choices so far: one in `EXPLORE` returns the alternative, if that could be better.
     pub fn best_rows(&self, rows: u32, choice: u64) -> u32 {
         let full = size(rows);
         let fewer = 1u32 << full.saturating_sub(1);
-        // The larger step has to be tried first.
+        // The larger step must be measured first.
         let Some(all) = self.batch[full].filter(|_| full > 0) else { return rows };
         let best = match self.batch[full - 1] {
             Some(some) if some * rows < all * fewer => fewer,
             _ => rows,
         };
         let other = if best == rows { fewer } else { rows };
-        // A step whose rows are all taken is worth more than one of half of them.
+        // Half the rows are not tried in place of a full bucket, which is worth more.
         let could_be = other == rows || rows < 1 << full;
         if could_be && choice % EXPLORE == EXPLORE - 1 { other } else { best }
     }
 
-    /// A chunk of `tokens` took so long.
+    /// Notes the time of a chunk of `tokens` tokens.
     pub fn note_chunk(&mut self, tokens: u32, time: Duration) {
         let reading = time.as_secs_f64() / f64::from(tokens.max(1));
         self.chunks += 1;
         let at = self.chunks;
         let mean = &mut self.token[size(tokens)];
-        // What was avoided for long counts no more.
+        // An average that was not updated for a long time is replaced.
         let recent = mean.filter(|mean| at - mean.at < EXPLORE / 2);
         let seconds = recent.map_or(reading, |mean| mean.seconds + SHARE * (reading - mean.seconds));
         *mean = Some(Mean { seconds, at });
     }
 
-    /// What a decode step took lately; `None` before the first.
+    /// Returns the last time of a decode step; `None` before the first.
     pub fn step(&self) -> Option<Duration> {
         self.step
     }
 
-    /// What a chunk of so many tokens should take; `None` if nothing was measured that could tell. `choice` counts the
-    /// choices so far: with one in `EXPLORE`, a size that was not measured for long is judged by smaller ones, as one
-    /// that was never measured, if they make it shorter.
+    /// Returns the expected time of a chunk of `tokens` tokens; `None` if nothing was measured that allows an estimate.
+    /// `choice` is the number of choices so far: at one in `EXPLORE`, a size that was not measured for a long time is
+    /// estimated from smaller sizes, as if it had never been measured, if that estimate is shorter.
     pub fn chunk(&self, tokens: u32, choice: u64) -> Option<Duration> {
         let guessed = || self.estimate(tokens, false);
         let mean = self.token[size(tokens)];
@@ -127,7 +129,8 @@ impl Pace {
         }
     }
 
-    /// As [`Pace::chunk`], with what was measured of its own size or without.
+    /// Estimates the time of a chunk, from the average of its own size if `by_its_own`, else as if that size was not
+    /// measured.
     fn estimate(&self, tokens: u32, by_its_own: bool) -> Option<Duration> {
         let own = size(tokens);
         let tokens = f64::from(tokens);
@@ -186,7 +189,8 @@ mod tests {
         assert_eq!(pace.chunk(100, 0), Some(Duration::from_millis(125)));
     }
 
-    /// What steps of so many rows take, in microseconds, and what each choice of so many notes.
+    /// Makes one choice of rows for each number in `choices`, and notes the time in microseconds that `took` gives for
+    /// a step of that many rows. Returns the choices.
     fn decode(pace: &mut Pace, rows: u32, took: impl Fn(u32) -> u64, choices: std::ops::Range<u64>) -> Vec<u32> {
         let choose = |choice| {
             let chosen = pace.best_rows(rows, choice);
@@ -199,7 +203,7 @@ mod tests {
     #[test]
     fn a_batch_that_is_avoided_is_measured_again() {
         let mut pace = Pace::default();
-        // One bad reading of the larger step: something else was on the device.
+        // One bad reading of the larger step, because something else ran on the device.
         pace.note_step(8, Duration::from_micros(600));
         pace.note_step(16, Duration::from_micros(9000));
         let took = |rows: u32| if rows > 8 { 700 } else { 600 };
@@ -209,7 +213,7 @@ mod tests {
         assert!(first < EXPLORE as usize, "after {first} choices");
         assert!(chosen[first..].iter().all(|rows| *rows == 16), "and is best: {chosen:?}");
 
-        // The same of the smaller one, where nine rows had better take turns.
+        // The same for the smaller step, in a case where nine rows are served better in turns.
         let mut pace = Pace::default();
         pace.note_step(8, Duration::from_micros(9000));
         pace.note_step(16, Duration::from_micros(1000));
@@ -229,7 +233,7 @@ mod tests {
         let looks = (0..10 * EXPLORE).filter(|choice| pace.best_rows(16, *choice) == 16).count();
         assert_eq!(looks, 10);
         assert!((0..EXPLORE).all(|choice| pace.best_rows(1, choice) == 1 && Pace::default().best_rows(9, choice) == 9));
-        // A full step is not given up to see whether half of it is better.
+        // A full bucket is not given up to see whether half of it is better.
         pace.note_step(16, Duration::from_micros(700));
         assert!((0..EXPLORE).all(|choice| pace.best_rows(16, choice) == 16));
     }
@@ -238,7 +242,7 @@ mod tests {
     fn a_chunk_that_is_avoided_is_tried_again_where_smaller_ones_speak_for_it() {
         let ms = Duration::from_millis;
         let mut pace = Pace::default();
-        // The first of its size was slow: pipelines were still cold.
+        // The first chunk of this size was slow, because pipelines were not warm yet.
         pace.note_chunk(512, ms(400));
         let allowed = ms(30);
         let mut tried = Vec::new();
@@ -253,7 +257,7 @@ mod tests {
         let first = tried.iter().position(|large| *large).expect("it is tried again");
         assert!(first < EXPLORE as usize, "after {first} chunks");
         assert!(tried[first..].iter().all(|large| *large), "one reading says more than the old mean");
-        // Where it is as slow as it was, it is looked at now and then and no more.
+        // If it is still as slow, it is only tried now and then.
         let mut slow = Pace::default();
         slow.note_chunk(512, ms(400));
         let mut looks = 0;

@@ -1,61 +1,62 @@
-//! The pool of KV pages: which are free, how many sequences hold each of the others, and which hold tokens that
-//! another sequence may come with (the prefix cache). Deliberately absent: what a page's name is made of (`prefix`).
+//! The pool of KV cache pages: which are free, how many sequences hold each of the others, and which can be reused by a
+//! sequence with the same tokens (the prefix cache).
+//! Not here: how a page's key is computed (`prefix`).
 
 use crate::engine::plan::Page;
 use crate::engine::prefix::PageKey;
 use crate::kernels::attention::PAGE_TOKENS;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-/// A page that can be found: its name, its tokens, and the page that they follow.
+/// The content of a page that can be found in the prefix cache: its key, its tokens, and the page that it follows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
-    /// Of this page.
+    /// The key of this page.
     pub name: PageKey,
-    /// Of the page before it; `None`: it is a beginning.
+    /// The key of the page before it; `None` for the first page of a sequence.
     pub behind: Option<PageKey>,
-    /// What it holds.
+    /// The page's tokens.
     pub tokens: [u32; PAGE_TOKENS as usize],
-    /// Nobody's salt is in its name.
+    /// Whether the key does not depend on a salt, so that all requests without a salt can find the page.
     pub shared: bool,
 }
 
-/// What has become of pages that can be found.
+/// A change of the prefix cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PageChange {
-    /// It can be found from now on.
+    /// The page can be found from now on.
     Stored(Content),
-    /// It cannot be found any more.
+    /// The page can no longer be found.
     Removed(PageKey),
-    /// None can.
+    /// No page can be found any more.
     Cleared,
 }
 
-/// Pages by holders. A page is free exactly if nobody holds it; a free page keeps its name, and with it what was
-/// computed, until it is taken for something else: the longest free first.
+/// The pages and their reference counts. A page is free exactly if no sequence holds it. A free page keeps its key and
+/// its content until it is taken for something else; pages that have been free longest are taken first.
 #[derive(Debug)]
 pub struct PagePool {
-    /// Holders by page.
+    /// The number of holders, by page.
     holders: Vec<u32>,
-    /// Names by page.
+    /// The keys, by page.
     names: Vec<Option<PageKey>>,
-    /// Pages by name; of several with the same content the first.
+    /// Pages by key; if several have the same content, the first of them.
     named: HashMap<PageKey, Page>,
-    /// By page: what those that have a name hold, as far as the pool was told.
+    /// By page: the content of pages that have a key, as far as the pool was given it.
     contents: Vec<Option<Content>>,
-    /// What happened to contents since this was taken; `None`: nobody asks.
+    /// The changes since they were last taken; `None` if they are not collected.
     changes: Option<Vec<PageChange>>,
-    /// Free, with no name.
+    /// Free pages without a key.
     blank: VecDeque<Page>,
-    /// Free, with a name, by when they were released.
+    /// Free pages with a key, by the time of their release.
     kept: BTreeMap<u64, Page>,
-    /// Of the pages in `kept`: their place there.
+    /// By page: its key in `kept`, if it is there.
     released: Vec<u64>,
-    /// Grows with every release.
+    /// Incremented whenever a page with a key becomes free.
     clock: u64,
 }
 
 impl PagePool {
-    /// All of `pages` free.
+    /// Creates a pool of `pages` free pages.
     pub fn new(pages: u32) -> PagePool {
         PagePool {
             holders: vec![0; pages as usize],
@@ -70,33 +71,33 @@ impl PagePool {
         }
     }
 
-    /// Pages in all.
+    /// Returns the total number of pages.
     pub fn total(&self) -> u32 {
         self.holders.len() as u32
     }
 
-    /// Pages that nobody holds.
+    /// Returns the number of pages without a holder.
     pub fn free(&self) -> u32 {
         (self.blank.len() + self.kept.len()) as u32
     }
 
-    /// Pages that somebody holds.
+    /// Returns the number of pages with a holder.
     pub fn used(&self) -> u32 {
         self.total() - self.free()
     }
 
-    /// Free pages that still hold something that has a name.
+    /// Returns the number of free pages that can still be found.
     pub fn cached(&self) -> u32 {
         self.kept.len() as u32
     }
 
-    /// Sequences that hold a page.
+    /// Returns the number of sequences that hold a page.
     pub fn holders(&self, page: Page) -> u32 {
         self.holders[page.0 as usize]
     }
 
-    /// `count` free pages, each with one holder and no name from now on; `None`, and nothing taken, if
-    /// there are fewer.
+    /// Takes `count` free pages, which then have one holder and no key. Pages without a key are taken first. Returns
+    /// `None` and takes nothing if there are fewer.
     pub fn take(&mut self, count: u32) -> Option<Vec<Page>> {
         if count > self.free() {
             return None;
@@ -126,19 +127,20 @@ impl PagePool {
         Some(pages)
     }
 
-    /// The pages of the names from the first on, as far as there are any, and how many of them are free.
+    /// Returns the pages of the longest prefix of `names` of which every key has a page, and how many of these pages
+    /// are free.
     pub fn find(&self, names: &[PageKey]) -> (Vec<Page>, u32) {
         let pages: Vec<Page> = names.iter().map_while(|name| self.named.get(name).copied()).collect();
         let free = self.free_among(&pages);
         (pages, free)
     }
 
-    /// How many of the pages nobody holds.
+    /// Returns how many of the pages have no holder.
     pub fn free_among(&self, pages: &[Page]) -> u32 {
         pages.iter().filter(|page| self.holders(**page) == 0).count() as u32
     }
 
-    /// One more holder of a page that [`PagePool::find`] gave.
+    /// Adds a holder to a page that [`PagePool::find`] returned.
     pub fn share(&mut self, page: Page) {
         let at = page.0 as usize;
         assert!(self.names[at].is_some(), "a page without a name cannot be shared");
@@ -149,7 +151,7 @@ impl PagePool {
         self.holders[at] += 1;
     }
 
-    /// As [`PagePool::name`], with what the name stands for.
+    /// Like [`PagePool::name`], and stores the content that the key stands for.
     pub fn name_content(&mut self, page: Page, content: Content) {
         if !self.name(page, content.name) {
             return;
@@ -160,17 +162,19 @@ impl PagePool {
         self.contents[page.0 as usize] = Some(content);
     }
 
-    /// Changes of contents without a salt are kept for [`PagePool::take_changes`] from now on, or are not any more.
+    /// Starts or stops the collection of changes for [`PagePool::take_changes`]. Only changes of pages without a salt
+    /// are collected.
     pub fn watch(&mut self, watched: bool) {
         self.changes = watched.then(|| self.changes.take().unwrap_or_default());
     }
 
-    /// What has changed since the last call, in order.
+    /// Returns the changes since the last call, in order.
     pub fn take_changes(&mut self) -> Vec<PageChange> {
         self.changes.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// What can be found, without what has a salt: each page behind the one that it follows.
+    /// Returns the contents of all pages that can be found without a salt. Each page comes after the one that it
+    /// follows.
     pub fn contents(&self) -> Vec<Content> {
         let contents: HashMap<PageKey, &Content> =
             self.contents.iter().flatten().filter(|content| content.shared).map(|one| (one.name, one)).collect();
@@ -185,8 +189,8 @@ impl PagePool {
         depths.into_iter().map(|(_, name)| contents[&name].clone()).collect()
     }
 
-    /// Says what a held page holds; whoever comes with that finds it from now on. Where another page
-    /// holds the same, this one stays without a name, and it says false.
+    /// Sets the key of a held page, by which it can be found from now on. Returns false, and leaves the page without a
+    /// key, if another page already has this key.
     pub fn name(&mut self, page: Page, name: PageKey) -> bool {
         let at = page.0 as usize;
         assert!(self.holders[at] > 0, "a free page is named");
@@ -197,7 +201,7 @@ impl PagePool {
         true
     }
 
-    /// One holder less; the last one frees it.
+    /// Removes a holder; a page without holders is free.
     pub fn release(&mut self, page: Page) {
         let at = page.0 as usize;
         let holders = &mut self.holders[at];
@@ -215,7 +219,7 @@ impl PagePool {
         }
     }
 
-    /// Takes the names of all pages that have one: nobody finds what they hold any more. Only while nobody holds one.
+    /// Removes the keys of all pages, so that none can be found any more. Only allowed while no page is held.
     pub fn forget(&mut self) {
         assert_eq!(self.used(), 0, "a held page would lose its name");
         self.blank.extend(std::mem::take(&mut self.kept).into_values());
@@ -227,7 +231,7 @@ impl PagePool {
         }
     }
 
-    /// Panics unless all that is kept twice agrees.
+    /// Panics if redundant state is inconsistent.
     pub fn assert_consistent(&self) {
         let free = self.holders.iter().filter(|holders| **holders == 0).count();
         assert_eq!(free as u32, self.free(), "a page is neither free nor held, or both");
@@ -283,7 +287,7 @@ mod tests {
         pool.release(pages[0]);
         assert_eq!(pool.find(&[key(1), key(2), key(3)]), (pages.clone(), 2));
         assert_eq!(pool.find(&[key(3), key(1)]), (vec![], 0), "a name behind a gap is of no use");
-        // The blank page, then the one released first.
+        // The page without a key goes first, then the one that was released first.
         let taken = pool.take(2).unwrap();
         assert!(!taken.contains(&pages[0]));
         assert_eq!(taken[1], pages[1]);
@@ -324,7 +328,7 @@ mod tests {
         pool.name_content(pages[0], content(9, None, true));
         assert!(pool.take_changes().is_empty(), "nobody asks");
         pool.watch(true);
-        // Names are no order.
+        // The order of the keys' values is not the order of the pages.
         pool.name_content(pages[1], content(1, Some(9), true));
         pool.name_content(pages[2], content(5, None, false));
         pool.name_content(pages[3], content(1, Some(9), true));

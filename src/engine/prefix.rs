@@ -1,21 +1,22 @@
-//! Names of pages by content: a chain of hashes, each over a full page's tokens and the name of the page before
-//! it. Equal names mean equal tokens from the beginning on, for one tenant.
-//! Deliberately absent: who holds which page (`pages`).
+//! Keys of pages by content: a chain of hashes, each over a full page's tokens and the key of the page before it. Equal
+//! keys mean equal tokens from the first token on, under the same cache salt.
+//! Not here: which sequence holds which page (`page_pool`).
 
 use crate::kernels::attention::PAGE_TOKENS;
 use sha2::{Digest, Sha256};
 
-/// Names a full page by its tokens and all before them: 128 bits of a SHA-256, the same in every process.
+/// Identifies a full page by its tokens and all tokens before them: 128 bits of a SHA-256, the same in every process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageKey(pub u128);
 
 impl PageKey {
-    /// What the first page's name is made with: differs between tenants, so that none can find another's pages.
+    /// Returns the key that a chain starts from. It depends on the salt, so that requests with different salts cannot
+    /// find each other's pages.
     pub fn root(salt: &str) -> PageKey {
         PageKey::of(Sha256::new_with_prefix(b"ostinato page chain 1\0").chain_update(salt))
     }
 
-    /// The name of the page of `tokens`, [`PAGE_TOKENS`] of them, behind the page of this name.
+    /// Returns the key of the page that holds `tokens`, [`PAGE_TOKENS`] of them, and follows the page with this key.
     pub fn next(self, tokens: &[u32]) -> PageKey {
         debug_assert_eq!(tokens.len(), PAGE_TOKENS as usize);
         let mut hash = Sha256::new_with_prefix(self.0.to_le_bytes());
@@ -31,7 +32,7 @@ impl PageKey {
     }
 }
 
-/// The names of all full pages of `tokens`, in order.
+/// Returns the keys of all full pages of `tokens`, in order.
 pub fn page_keys(salt: &str, tokens: &[u32]) -> Vec<PageKey> {
     let pages = tokens.chunks_exact(PAGE_TOKENS as usize);
     pages

@@ -1,72 +1,74 @@
-//! What crosses between the engine and those who ask it: a request in, events out.
-//! Deliberately absent: text (token ids only; `model::text` turns them into text).
+//! The interface between the engine and its callers: a request in, events out.
+//! Not here: text. Requests have token ids only (`model::text` converts them).
 
 use crate::model::grammar::{GrammarError, Started as StartedGrammar};
 use std::time::{Duration, Instant};
 
-/// One generation asked of a replica.
+/// A request for one generation, which a replica runs.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Unique among the replica's live requests, without [`SAMPLE_MARK`]; `Replica::abort` names it.
+    /// The id: unique among the replica's live requests, and without [`SAMPLE_MARK`]. `Replica::abort` takes it.
     pub id: String,
-    /// Prompt token ids; at least one.
+    /// The token ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// How the next token is drawn.
+    /// The sampling parameters.
     pub sampling: Sampling,
-    /// When it ends.
+    /// The stop conditions.
     pub limits: Limits,
-    /// `Some(n)`: log probabilities of the chosen token and the `n` most probable (n <= 20).
+    /// `Some(n)`: return the log probabilities of the chosen token and of the `n` most probable ones (n <= 20).
     pub logprobs: Option<u32>,
-    /// `Some(n)`: log probabilities of the prompt's tokens and the `n` most probable at each (n <= 20). All of the prompt
-    /// is then computed, whatever pages hold; of several samples only for the first.
+    /// `Some(n)`: return the log probabilities of the prompt's tokens and of the `n` most probable ones at each
+    /// position (n <= 20). The whole prompt is then computed, even if the prefix cache holds pages of it. If there are
+    /// several samples, only the first one returns them.
     pub prompt_logprobs: Option<u32>,
-    /// Whether every step's logits are handed back (tests and `--dump-logits`; one at a time).
+    /// Whether the logits of every step are returned (for tests and `--dump-logits`; one such request runs at a time).
     pub dump_logits: bool,
-    /// What the output must look like, at its beginning.
+    /// The constraint on the output (structured output), at its start.
     pub grammar: Option<StartedGrammar>,
-    /// Higher goes first.
+    /// The priority; higher goes first.
     pub priority: i32,
-    /// Prompts find each other's pages in the prefix cache only under the same salt.
+    /// The prefix cache salt: prompts reuse each other's pages only if their salts are equal.
     pub cache_salt: String,
-    /// The request is aborted when this passes.
+    /// The request is ended when this time has passed.
     pub deadline: Option<Instant>,
-    /// The span under which the engine's spans are made.
+    /// The parent of the engine's spans.
     pub span: tracing::Span,
 }
 
-/// How the next token is drawn. Every value is finite and in range: `validate` says so.
+/// Sampling parameters. `validate` checks that every value is finite and in range.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 is greedy.
+    /// The temperature; 0 selects greedy decoding.
     pub temperature: f32,
-    /// 0 keeps all.
+    /// The top-k limit; 0 keeps all tokens.
     pub top_k: u32,
-    /// 1.0 keeps all.
+    /// The top-p limit; 1.0 keeps all tokens.
     pub top_p: f32,
-    /// 0.0 keeps all.
+    /// The min-p limit; 0.0 keeps all tokens.
     pub min_p: f32,
-    /// 1.0 changes nothing; over prompt and output.
+    /// The repetition penalty, over prompt and output; 1.0 has no effect.
     pub repetition_penalty: f32,
-    /// 0.0 changes nothing; over the output.
+    /// The presence penalty, over the output; 0.0 has no effect.
     pub presence_penalty: f32,
-    /// 0.0 changes nothing; over the output.
+    /// The frequency penalty, over the output; 0.0 has no effect.
     pub frequency_penalty: f32,
-    /// `None`: drawn by the engine.
+    /// The seed; `None`: the engine draws one.
     pub seed: Option<u64>,
-    /// Added to logits; at most `MAX_LOGIT_BIAS` entries.
+    /// Token ids and the values added to their logits; at most `MAX_LOGIT_BIAS` entries.
     pub logit_bias: Vec<(u32, f32)>,
 }
 
-/// The most samples of one prompt: each is a request of its own to the engine and takes a place in its queue.
+/// The maximum number of samples of one prompt. Each sample is a request of its own to the engine and takes a place in
+/// its queue.
 pub const MAX_SAMPLES: u32 = 64;
-/// Between a request's id and the number of a sample of it, the first's excepted. The least of all characters:
-/// the ids of one generation stand together in order.
+/// Separates a request's id from the number of a sample in the sample's id; the first sample's id is the request's. It
+/// is the smallest of all characters, so that the ids of one request's samples are adjacent in sorted order.
 pub const SAMPLE_MARK: char = '\0';
-/// The most logit-bias entries of a request.
+/// The maximum number of logit-bias entries of a request.
 pub const MAX_LOGIT_BIAS: usize = 300;
-/// The most stop ids of a request, the model's own included.
+/// The maximum number of stop ids of a request, including the model's own.
 pub const MAX_STOP_IDS: usize = 16;
-/// The most alternatives of a logprob.
+/// The maximum number of logprob alternatives.
 pub const MAX_LOGPROBS: u32 = 20;
 
 impl Default for Sampling {
@@ -85,165 +87,168 @@ impl Default for Sampling {
     }
 }
 
-/// When a generation ends. Stop strings are the text layer's: it aborts the request.
+/// Stop conditions. Stop strings are handled by the service, which aborts the request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Limits {
-    /// `None`: as many as the context holds.
+    /// The maximum number of output tokens; `None`: as many as fit in the context.
     pub max_tokens: Option<u32>,
-    /// No stop id counts before this many output tokens.
+    /// The number of output tokens before stop ids count.
     pub min_tokens: u32,
-    /// Beside the model's end-of-sequence ids.
+    /// Stop ids in addition to the model's end-of-sequence ids.
     pub stop_ids: Vec<u32>,
-    /// The model's end-of-sequence ids do not end it.
+    /// Whether the model's end-of-sequence ids are ignored.
     pub ignore_eos: bool,
 }
 
-/// What a replica says about a request, in order: one `Started`, tokens, one `Finished`.
-/// (A request that is refused or aborted in the queue gets only `Finished`.) What comes once is boxed: tokens, which
-/// come by the hundred a step, are small.
+/// An event of a request. The order is: one `Started`, `Prompt` if asked for, tokens, one `Finished`. (A request that
+/// is refused or aborted in the queue gets only `Finished`.) Events that occur once are boxed, so that tokens, of which
+/// there can be hundreds per step, stay small.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// The prompt is about to run.
     Started(Box<Started>),
-    /// The next tokens of the prompt, from its second on, if the request asked; all of them before the first token.
+    /// Scores of the next prompt tokens, from the second one on, if the request asked for them. All of them precede the
+    /// first token.
     Prompt(Vec<Scored>),
     /// A token was drawn.
     Token(Token),
-    /// Nothing follows.
+    /// The last event.
     Finished(Box<Finished>),
 }
 
 /// The prompt is about to run.
 #[derive(Clone, Debug)]
 pub struct Started {
-    /// Name and UUID of the device.
+    /// The name of the device.
     pub device_name: String,
-    /// Lower-case hex with dashes.
+    /// The UUID of the device, lower-case hex with dashes.
     pub device_uuid: String,
-    /// Name of the replica: `MODEL/0`.
+    /// The name of the replica: `MODEL/0`.
     pub replica: String,
-    /// Time from submission until now.
+    /// The time since submission.
     pub queue: Duration,
-    /// Length of the prompt.
+    /// The length of the prompt in tokens.
     pub prompt_tokens: u32,
-    /// Of them found in the prefix cache.
+    /// The number of prompt tokens found in the prefix cache.
     pub cached_tokens: u32,
 }
 
-/// One drawn token.
+/// A drawn token.
 #[derive(Clone, Debug)]
 pub struct Token {
-    /// Which sample of the request.
+    /// The index of the sample.
     pub index: u32,
-    /// The id.
+    /// The token id.
     pub id: u32,
-    /// Present if the request asked.
+    /// The log probabilities, if the request asked for them.
     pub logprobs: Option<TokenLogprobs>,
-    /// Present if the request asked for a dump: `[vocabulary]` raw logits, before penalties.
+    /// The logits, if the request asked for a dump: `[vocabulary]` raw values, before penalties.
     pub logits: Option<Vec<f32>>,
 }
 
-/// One token of a prompt.
+/// A scored token of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Scored {
-    /// The id.
+    /// The token id.
     pub id: u32,
-    /// Behind the tokens before it; without bias and penalties, which are the output's.
+    /// Its log probabilities, given the tokens before it. Without bias and penalties, which apply to output only.
     pub logprobs: TokenLogprobs,
 }
 
-/// Log probabilities (natural) at one position, after bias and penalties, before temperature.
+/// Natural log probabilities at one position. Those of drawn tokens are computed after bias and penalties and before
+/// temperature.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TokenLogprobs {
-    /// Of the token that stands there.
+    /// The log probability of the token at this position.
     pub chosen: f32,
-    /// The most probable, best first.
+    /// The most probable tokens and their log probabilities, best first.
     pub top: Vec<(u32, f32)>,
 }
 
 /// Why a generation ended.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FinishReason {
-    /// A stop id; it is part of the tokens.
+    /// A stop id was drawn; it is included in the output tokens.
     Stop(u32),
-    /// The output is complete as its constraint has it: nothing may follow.
+    /// The output satisfies its constraint, and no token may follow.
     Complete,
-    /// `max_tokens` or the end of the context.
+    /// `max_tokens` or the end of the context was reached.
     Length,
-    /// The caller aborted, went away, or read too slowly.
+    /// The caller aborted the request, disconnected, or read too slowly.
     Aborted,
     /// The deadline passed.
     DeadlineExceeded,
-    /// Its constraint cannot be followed any further.
+    /// The constraint cannot be followed any further.
     Constraint(GrammarError),
-    /// The device or the engine failed; the message says how.
+    /// The device or the engine failed, as described by the message.
     Error(String),
 }
 
 /// The end of a generation.
 #[derive(Clone, Debug)]
 pub struct Finished {
-    /// Which sample.
+    /// The index of the sample.
     pub index: u32,
-    /// Why.
+    /// Why it ended.
     pub reason: FinishReason,
-    /// Length of the prompt.
+    /// The length of the prompt in tokens.
     pub prompt_tokens: u32,
-    /// Of them found in the prefix cache.
+    /// The number of prompt tokens found in the prefix cache.
     pub cached_tokens: u32,
-    /// Tokens handed out.
+    /// The number of output tokens reported.
     pub output_tokens: u32,
-    /// Tokens that were drafted to follow them.
+    /// The number of draft tokens that were verified for this output.
     pub drafted_tokens: u32,
-    /// Of the output: those that were drafted.
+    /// The number of output tokens that were accepted drafts.
     pub accepted_tokens: u32,
-    /// Phases.
+    /// The durations of the phases.
     pub timings: Timings,
-    /// Mean over the request's decode steps.
+    /// The mean cost per output token after the first. Each decode step counts in full, regardless of how many rows
+    /// shared it.
     pub per_token: PerToken,
 }
 
-/// Wall-clock phases of a request.
+/// The wall-clock durations of a request's phases.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timings {
-    /// Submission to start.
+    /// From submission to start.
     pub queue: Duration,
-    /// Start to first token.
+    /// From start to the first token.
     pub prefill: Duration,
-    /// First token to last.
+    /// From the first token to the last.
     pub decode: Duration,
 }
 
-/// What a decoded token cost, as means over steps.
+/// The cost of steps, as a sum or as a mean, depending on the field that holds it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PerToken {
-    /// Queue submissions.
+    /// The number of queue submissions.
     pub submits: f64,
-    /// Dispatches.
+    /// The number of dispatches.
     pub dispatches: f64,
-    /// Pipeline barriers.
+    /// The number of pipeline barriers.
     pub barriers: f64,
-    /// Descriptor updates (kernels take addresses: 0).
+    /// The number of descriptor updates (always 0: kernels take buffer addresses).
     pub descriptor_updates: f64,
-    /// Submissions to the transfer queue.
+    /// The number of submissions to the transfer queue.
     pub transfer_submits: f64,
-    /// Blocking waits of the host.
+    /// The number of blocking waits of the host.
     pub host_waits: f64,
-    /// Host time spent on enqueueing, microseconds.
+    /// Host time spent on enqueueing, in microseconds.
     pub enqueue_us: f64,
-    /// Host time of the engine's thread until the device has its next work: what it says taken in, what is next
-    /// planned and enqueued, microseconds.
+    /// Host time of the engine thread until the device has its next work, in microseconds: processing reports, planning
+    /// and enqueueing.
     pub schedule_us: f64,
-    /// Host time of the engine's thread for handing tokens to their clients' streams, microseconds.
+    /// Host time of the engine thread for sending tokens to the clients' streams, in microseconds.
     pub deliver_us: f64,
-    /// Device time, microseconds; 0 where the queue has no timestamps.
+    /// Device time in microseconds; 0 if the queue has no timestamps.
     pub gpu_us: f64,
-    /// Flushes by reason.
+    /// The number of submissions by flush reason.
     pub flushes: Flushes,
 }
 
 impl PerToken {
-    /// Adds `other`, weighted by `factor`.
+    /// Adds `other`, multiplied by `factor`.
     pub fn add(&mut self, other: &PerToken, factor: f64) {
         self.submits += other.submits * factor;
         self.dispatches += other.dispatches * factor;
@@ -260,7 +265,7 @@ impl PerToken {
         self.flushes.cross_queue += other.flushes.cross_queue * factor;
     }
 
-    /// This sum as a mean over `steps`; all zero for no steps.
+    /// Returns this sum divided by `steps`; all zero for 0 steps.
     pub fn mean(&self, steps: u64) -> PerToken {
         let mut mean = PerToken::default();
         if steps > 0 {
@@ -270,31 +275,31 @@ impl PerToken {
     }
 }
 
-/// Region ends by reason.
+/// The number of submissions by the reason why they ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Flushes {
-    /// load → prefill → decode.
+    /// The phase changes (load → prefill → decode).
     pub phase_boundary: f64,
-    /// The host needs bytes now.
+    /// The host needs results now.
     pub readback: f64,
-    /// A point of another queue must come first.
+    /// A point of another queue must be reached first.
     pub cross_queue: f64,
 }
 
-/// What a request is validated against.
+/// The limits that requests are validated against.
 #[derive(Clone, Debug)]
 pub struct Bounds {
-    /// Vocabulary size.
+    /// The size of the vocabulary.
     pub vocabulary: u32,
-    /// Longest prompt and output together, tokens.
+    /// The maximum length of prompt and output together, in tokens.
     pub context: u32,
     /// The model's end-of-sequence ids.
     pub eos_ids: Vec<u32>,
 }
 
 impl Request {
-    /// One of several samples of this request's prompt: a request with an id and a seed of its own. Sample 0 is
-    /// the request itself.
+    /// Returns one of several samples of this request: a request with an id and a seed of its own. Sample 0 is the
+    /// request itself.
     pub fn sample(&self, index: u32) -> Request {
         let mut sample = self.clone();
         sample.id = sample_id(&self.id, index);
@@ -303,8 +308,8 @@ impl Request {
         sample
     }
 
-    /// Whether a replica with these bounds can run it. An output longer than the context
-    /// leaves room for is no error (it is cut), a prompt that leaves room for none is.
+    /// Checks whether a replica with these bounds can run the request. `max_tokens` may exceed the space that the
+    /// context leaves (the output is cut), but the prompt must leave room for at least one token.
     pub fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
         if self.id.contains(SAMPLE_MARK) {
             return Err(value("request_id", format!("{:?}", self.id), "without null characters"));
@@ -337,13 +342,13 @@ impl Request {
     }
 }
 
-/// The id of a sample of the request of this id.
+/// Returns the id of a request's sample.
 pub fn sample_id(request: &str, index: u32) -> String {
     if index == 0 { request.to_owned() } else { format!("{request}{SAMPLE_MARK}{index}") }
 }
 
-/// The seed of a sample: of the first the request's own, of the others the `index`th number that SplitMix64 gives
-/// from it. Mixed, not counted up: samplers count seeds up themselves from token to token.
+/// Returns the seed of a sample: the request's own for sample 0, else the `index`th number that SplitMix64 generates
+/// from it. The seeds are not consecutive, because samplers increment the seed themselves from token to token.
 pub fn sample_seed(seed: u64, index: u32) -> u64 {
     if index == 0 {
         return seed;
@@ -355,12 +360,12 @@ pub fn sample_seed(seed: u64, index: u32) -> u64 {
 }
 
 impl Sampling {
-    /// Whether what was seen before changes the logits.
+    /// Whether tokens that occurred before change the logits.
     pub fn has_penalties(&self) -> bool {
         self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 
-    /// Whether every value is finite and in its range.
+    /// Checks that every value is finite and in range.
     pub fn validate(&self, vocabulary: u32) -> Result<(), RequestError> {
         let check = |field, given: f32, ok: bool, rule| {
             if given.is_finite() && ok { Ok(()) } else { Err(value(field, given, rule)) }
@@ -414,7 +419,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Every id that ends the generation, each once, ascending.
+    /// Returns every id that ends the generation, each once, ascending.
     pub fn resolve_stop_ids(&self, eos_ids: &[u32]) -> Vec<u32> {
         let mut ids = self.stop_ids.clone();
         if !self.ignore_eos {
@@ -430,40 +435,40 @@ fn value(field: &'static str, given: impl ToString, rule: &'static str) -> Reque
     RequestError::Value { field, value: given.to_string(), rule }
 }
 
-/// What a request could not be: the caller's mistake, named with both numbers.
+/// An invalid request: the caller's mistake. Messages contain the value given and the value allowed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RequestError {
-    /// No prompt tokens.
+    /// The prompt has no tokens.
     #[error("the prompt is empty")]
     EmptyPrompt,
-    /// A token id outside the vocabulary.
+    /// A token id is outside the vocabulary.
     #[error("token {token} at position {position} is outside the vocabulary of {vocabulary}")]
     TokenOutOfRange {
         /// The id.
         token: u32,
-        /// Where in the prompt.
+        /// Its position in the prompt.
         position: usize,
-        /// Size of the vocabulary.
+        /// The size of the vocabulary.
         vocabulary: u32,
     },
-    /// Prompt (and asked output) longer than the context.
+    /// The prompt (with the requested output) is longer than the context.
     #[error("{prompt} prompt tokens and {output} to generate exceed the context of {context}")]
     ContextExceeded {
-        /// Prompt tokens.
+        /// The number of prompt tokens.
         prompt: usize,
-        /// Asked output tokens.
+        /// The number of output tokens requested.
         output: usize,
-        /// The context's tokens.
+        /// The context in tokens.
         context: usize,
     },
-    /// A value that is not finite or outside its range.
+    /// A value is not finite or out of range.
     #[error("{field} is {value}, must be {rule}")]
     Value {
         /// The request's field.
         field: &'static str,
-        /// What was given.
+        /// The value given.
         value: String,
-        /// What is allowed.
+        /// The values allowed.
         rule: &'static str,
     },
     /// Another live request has the same id.
@@ -471,11 +476,11 @@ pub enum RequestError {
     DuplicateId(String),
 }
 
-/// Receives a request's events on the engine's thread. It must not block; an error (closed
-/// or full) aborts the request and nothing further is sent.
+/// Receives a request's events on the engine thread. It must not block. An error (closed or full) aborts the request,
+/// and nothing further is sent.
 pub type Sink = Box<dyn FnMut(Event) -> Result<(), SinkClosed> + Send>;
 
-/// The receiver is gone or does not keep up.
+/// The receiver was dropped or does not keep up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the receiver is gone or too slow")]
 pub struct SinkClosed;
@@ -513,7 +518,7 @@ mod tests {
         assert_eq!(check(|r| r.prompt = vec![9; 7]), Ok(()));
         assert_eq!(check(|r| r.limits.max_tokens = Some(1_000_000)), Ok(()));
         assert_eq!(check(|r| r.logprobs = Some(20)), Ok(()));
-        // The model's own ids given again count once.
+        // The model's own ids count once, even if they are also given.
         assert_eq!(check(|r| r.limits.stop_ids = (0..10).chain(0..10).collect()), Ok(()));
     }
 
@@ -523,7 +528,7 @@ mod tests {
         (request.sampling.seed, request.prompt_logprobs) = (Some(0), Some(2));
         let samples: Vec<Request> = (0..4).map(|index| request.sample(index)).collect();
         assert_eq!((samples[0].id.as_str(), samples[0].sampling.seed), ("r", Some(0)));
-        // SplitMix64's first numbers from 0, as others publish them.
+        // The first published outputs of SplitMix64 for seed 0.
         let seeds: Vec<u64> = samples[1..].iter().map(|sample| sample.sampling.seed.unwrap()).collect();
         assert_eq!(seeds, [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f]);
         assert!(samples[1..].iter().all(|sample| sample.id.starts_with("r\0") && sample.prompt == request.prompt));

@@ -1,5 +1,6 @@
-//! One sequence: its tokens, what it holds on the device, and how far the device has been
-//! asked to go with it. Deliberately absent: which sequence goes next (`scheduler`).
+//! One sequence: its tokens, the slot and pages that it holds on the device, and how far the device was asked to go
+//! with it.
+//! Not here: which sequence goes next (`scheduler`).
 
 use crate::actors::workers::Cancel;
 use crate::engine::page_pool::Content;
@@ -13,83 +14,85 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A request that is not finished, as the scheduler sees one sample of it.
+/// A snapshot of one sample of an unfinished request, for the admin interface and statistics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RequestView {
-    /// The request's id; samples after the first have a mark and their index behind it.
+    /// The request's id; for samples after the first, followed by `SAMPLE_MARK` and the sample's index.
     pub id: String,
     /// `waiting`, `prefill`, `decode` or `leaving`.
     pub phase: &'static str,
-    /// Prompt tokens.
+    /// The number of prompt tokens.
     pub prompt_tokens: u32,
-    /// Of the history that this stay on the device computes or found: tokens queued so far.
+    /// The number of tokens of the history that were queued for prefill, or found in the prefix cache, since the
+    /// sequence last joined; 0 while it waits.
     pub prefilled_tokens: u32,
-    /// Prompt tokens found in the prefix cache.
+    /// The number of prompt tokens found in the prefix cache.
     pub cached_tokens: u32,
-    /// Output tokens reported.
+    /// The number of output tokens reported.
     pub output_tokens: u32,
-    /// Most output tokens.
+    /// The maximum number of output tokens.
     pub max_tokens: u32,
-    /// KV pages held.
+    /// The number of KV cache pages held.
     pub pages: u32,
-    /// How often it lost its pages.
+    /// How often the sequence lost its pages.
     pub preemptions: u32,
-    /// Submission until now.
+    /// The time since submission.
     pub age: Duration,
-    /// Submission to its first chunk; until now for one that waits.
+    /// The time from submission to the first chunk; until now if the sequence has not started.
     pub queued: Duration,
-    /// Submission to its first token.
+    /// The time from submission to the first token.
     pub first_token: Option<Duration>,
 }
 
-/// Names a sequence; grows by one an arrival, so the smaller is the older.
+/// Identifies a sequence. Ids grow by one per arrival, so the smaller id is the older sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub u64);
 
-/// What a phase of a sequence cost in all.
+/// The total cost of one phase of a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PhaseCost {
-    /// Tokens taken in (prefill) or handed out (decode).
+    /// The number of tokens computed (prefill) or reported (decode).
     pub tokens: u64,
-    /// Chunks (prefill) or decode steps.
+    /// The number of chunks (prefill) or decode steps.
     pub steps: u64,
-    /// Sum over the steps. A step is counted whole, however many rows share it.
+    /// The sum over the steps. A prefill step counts with the sequence's share of its tokens; a decode step counts in
+    /// full, regardless of how many rows share it.
     pub sum: PerToken,
-    /// How often the sequence lost its pages until the end of the phase.
+    /// How often the sequence had lost its pages by the end of the phase.
     pub preemptions: u32,
 }
 
-/// What a sequence's output must look like, and how far that is known.
+/// The constraint on a sequence's output, and the mask of the next token as far as it is known.
 #[derive(Debug)]
 pub struct Constrained {
-    /// `None` while somebody finds out what may follow the last token reported.
+    /// The grammar; `None` while a worker computes what may follow the last token reported.
     pub grammar: Option<Box<Grammar>>,
-    /// What output token number `next`, counted from 0, may be.
+    /// The mask of output token number `next`.
     pub mask: Arc<[u32]>,
-    /// As `mask` says; at most the number of tokens reported.
+    /// The number, counted from 0, of the output token that `mask` applies to; at most the number of tokens reported.
     pub next: u32,
-    /// Since when somebody finds it out.
+    /// When the mask that a worker computes now was requested.
     pub asked: Option<Instant>,
-    /// How often its mask was late, and how many were in time since.
+    /// How often a mask was late, and how many masks were in time since the last late one.
     pub late: (u32, u32),
-    /// Ends what is being found out for it.
+    /// Cancels the worker's computation for this sequence.
     pub cancel: Cancel,
 }
 
-/// How long a step that has been queued waits for a mask; then the row that lacks it leaves the batch.
+/// How long a queued step waits for a mask. After that the row without a mask leaves the batch.
 pub const MASK_PATIENCE: Duration = Duration::from_millis(30);
-/// Masks in time, after which a row whose mask was late once is queued before its masks again; twice as many after
-/// each further time.
+/// The number of masks in time after which a row whose mask was late once is queued before its masks are available
+/// again. It doubles with each further late mask.
 const TRUSTED_AFTER: u32 = 64;
 
 impl Constrained {
-    /// Whether a step is not queued before its mask is there: its masks were late, lately.
+    /// Whether a step is only queued when its mask is available, because masks were late recently.
     fn waits_apart(&self) -> bool {
         let (late, in_time) = self.late;
         late > 0 && in_time < TRUSTED_AFTER << (late - 1).min(16)
     }
 
-    /// Takes what was found out at `now`.
+    /// Takes a mask that was computed, at `now`. It counts as in time if it took less than half of [`MASK_PATIENCE`].
     pub fn answered(&mut self, grammar: Box<Grammar>, mask: Arc<[u32]>, next: u32, now: Instant) {
         if let Some(asked) = self.asked.take()
             && now.saturating_duration_since(asked) < MASK_PATIENCE / 2
@@ -99,112 +102,114 @@ impl Constrained {
         (self.grammar, self.mask, self.next) = (Some(grammar), mask, next);
     }
 
-    /// Its mask is late.
+    /// Notes that the mask is late.
     pub fn is_late(&mut self) {
         self.late = (self.late.0 + 1, 0);
     }
 }
 
-/// Where a sequence stands.
+/// The state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceState {
-    /// In the queue: no slot, no pages.
+    /// In the queue, without slot and pages.
     Waiting,
-    /// Holds a slot and the pages of its whole history, of which chunks are still to be queued.
+    /// The sequence holds a slot and the pages of its whole history, of which some chunks are not queued yet.
     Prefill,
     /// The device draws tokens.
     Decode,
-    /// Asked off its slot, which it holds with its pages until the last plan that names it is
-    /// finished. Then it is gone, or, if it has not ended, back in the queue.
+    /// The sequence is to leave its slot. It holds the slot and its pages until the last plan that names it is
+    /// finished. Then it is removed or, if it has not ended, returns to the queue.
     Leaving,
 }
 
-/// A request on its way through the scheduler.
+/// A request in the scheduler.
 #[derive(Debug)]
 pub struct Sequence {
-    /// By arrival.
+    /// The id, by arrival.
     pub id: SequenceId,
-    /// The request's.
+    /// The request's id.
     pub request: String,
-    /// Higher goes first.
+    /// The priority; higher goes first.
     pub priority: i32,
-    /// The request's.
+    /// The request's deadline.
     pub deadline: Option<Instant>,
-    /// Prompt, then the output reported so far.
+    /// The prompt, then the output reported so far.
     pub tokens: Vec<u32>,
-    /// Length of the prompt.
+    /// The length of the prompt.
     pub prompt_tokens: u32,
-    /// Most output tokens; prompt and output fit in the context.
+    /// The maximum number of output tokens; prompt and output fit in the context.
     pub max_tokens: u32,
-    /// As of the arrival; `join` makes what the device is told of it.
+    /// The parameters at arrival; `join` derives the slot's parameters from them.
     params: SlotParams,
-    /// Alternatives of its prompt's tokens, while some of these are still to be scored.
+    /// The number of alternatives per prompt token, while some prompt tokens are not scored yet; otherwise `None`.
     score: Option<u32>,
-    /// Tokens of the prompt whose scores were handed out, the first included, which has none.
+    /// The number of prompt tokens whose scores were reported, including the first token, which has none.
     scored: u32,
-    /// What it may draw, where that is constrained.
+    /// The constraint on its output, if any.
     pub constraint: Option<Constrained>,
 
-    /// Where it stands.
+    /// The state.
     pub state: SequenceState,
-    /// It was passed over so often that nobody goes before it until its end.
+    /// Set if the sequence was passed over too often: until its end it ranks before all sequences that are not
+    /// shielded.
     pub shielded: bool,
-    /// `Finished` was handed out; what is still reported is surplus.
+    /// `Finished` was sent; later reports on the sequence are dropped.
     pub ended: bool,
-    /// Held from its first chunk until released.
+    /// The slot, held from the first chunk until the sequence is released.
     pub slot: Option<Slot>,
-    /// Its page table.
+    /// The page table.
     pub pages: Vec<Page>,
-    /// Plans that name it and are not finished.
+    /// The number of unfinished plans that name the sequence.
     pub in_flight: u32,
-    /// Names of the full pages of `tokens`, as far as they were needed.
+    /// The keys of the full pages of `tokens`, as far as they were needed.
     keys: Vec<PageKey>,
-    /// Where the chain of `keys` begins.
+    /// The root of the key chain.
     root: PageKey,
-    /// It begins with a salt.
+    /// Whether the root depends on a salt.
     salted: bool,
-    /// The first of `pages` whose content was not yet told to the pool.
+    /// The index of the first page in `pages` whose content the pool does not know yet.
     unnamed: u32,
-    /// Tokens of history that this stay on the device starts from; set on joining.
+    /// The number of tokens (prompt and earlier output) when the sequence last joined.
     history: u32,
-    /// Of them queued for prefill, or found in pages.
+    /// The number of those tokens that were queued for prefill or found in the prefix cache.
     prefilled: u32,
-    /// The cell that its next chunk's recurrent state comes from, if not the slot's own.
+    /// The snapshot whose recurrent state the next chunk starts from, if that is not the slot's own cell.
     restore: Option<StateSlot>,
-    /// Tokens of history whose pages were found, as far as state can be kept: another sequence has begun alike, and
-    /// further ones may.
+    /// The number of tokens whose pages were found, rounded down to a multiple of `STATE_TOKENS`. The tokens of another
+    /// sequence were the same up to there, and those of further sequences may be.
     branch: u32,
-    /// Tokens of the prompt that its first stay found in pages.
+    /// The number of prompt tokens that were found in the prefix cache when the sequence first joined.
     pub cached_tokens: u32,
-    /// Tokens that the device was asked to draw in this stay.
+    /// The number of tokens that the device was asked to draw since the sequence last joined.
     drawn: u32,
-    /// Grows with every row of a plan: who has the smallest has gone longest without.
+    /// The value of a counter that grows with every row of a plan: the sequence with the smallest value has waited
+    /// longest for a row.
     pub turn: u64,
 
-    /// Submission.
+    /// The time of submission.
     pub arrived: Instant,
-    /// First chunk queued.
+    /// When the first chunk was queued.
     pub started: Option<Instant>,
-    /// First token reported.
+    /// When the first token was reported.
     pub first_token: Option<Instant>,
-    /// Last token reported.
+    /// When the last token was reported.
     pub last_token: Option<Instant>,
-    /// Until the first token.
+    /// The cost until the first token.
     pub prefill_cost: PhaseCost,
-    /// After the first token.
+    /// The cost after the first token.
     pub decode_cost: PhaseCost,
-    /// How often it lost its pages.
+    /// How often the sequence lost its pages.
     pub preemptions: u32,
-    /// How often it held a slot of a device that was lost.
+    /// How often the device was lost while the sequence held a slot.
     pub losses: u32,
-    /// Tokens that were drafted for it, and those of its output that were drafts.
+    /// The number of tokens that were drafted for the sequence.
     pub drafted_tokens: u32,
-    /// As `drafted_tokens` says.
+    /// The number of drafted tokens that were accepted as output.
     pub accepted_tokens: u32,
 }
 
 impl Sequence {
-    /// A validated request, in the queue.
+    /// Creates the sequence of a validated request, in the queue.
     pub fn new(id: SequenceId, request: Request, context: u32, eos_ids: &[u32], seed: u64, now: Instant) -> Sequence {
         let prompt_tokens = request.prompt.len() as u32;
         assert!(0 < prompt_tokens && prompt_tokens < context, "the request was not validated");
@@ -273,27 +278,29 @@ impl Sequence {
         }
     }
 
-    /// Orders sequences, best first; no two are equal.
+    /// Returns the key that orders sequences, best first; no two are equal.
     pub fn rank(&self) -> (Reverse<bool>, Reverse<i32>, SequenceId) {
         (Reverse(self.shielded), Reverse(self.priority), self.id)
     }
 
-    /// Output tokens reported.
+    /// Returns the number of output tokens reported.
     pub fn output_tokens(&self) -> u32 {
         self.tokens.len() as u32 - self.prompt_tokens
     }
 
-    /// Whether the device hands every step's logits back: such a sequence runs without run-ahead.
+    /// Whether the device returns the logits of every step. Such a sequence has at most one step queued.
     pub fn dumps_logits(&self) -> bool {
         self.params.dump_logits
     }
 
-    /// Whether tokens of its prompt are still to be scored: nothing is found for it, and its chunks are alone.
+    /// Whether prompt tokens are still to be scored: then no pages are reused for the sequence, and its chunks are
+    /// alone in their plans.
     pub fn is_scored(&self) -> bool {
         self.score.is_some()
     }
 
-    /// Takes scores of its prompt's tokens from position `first` on; gives those that were not there before.
+    /// Takes scores of prompt tokens, the first of which is at position `first`. Returns those that were not reported
+    /// before.
     pub fn take_scores(&mut self, first: u32, mut tokens: Vec<Scored>) -> Vec<Scored> {
         let known = self.scored.saturating_sub(first).min(tokens.len() as u32);
         let end = first + tokens.len() as u32;
@@ -305,8 +312,8 @@ impl Sequence {
         tokens
     }
 
-    /// Names of the pages that could be found before it joins: all full ones, but never the last token's, which
-    /// has to be computed for something to be drawn from.
+    /// Returns the keys of the pages that can be reused when the sequence joins: all full pages, but never the one that
+    /// ends with the last token, which must be computed so that a token can be drawn from it.
     pub fn wanted(&mut self) -> &[PageKey] {
         let pages = (self.tokens.len() - 1) / PAGE_TOKENS as usize;
         self.extend_keys(pages);
@@ -321,15 +328,17 @@ impl Sequence {
         }
     }
 
-    /// Its first chunk continues the recurrent state of a cell; the pages of its first `branch` tokens are found.
+    /// Sets where the first chunk starts from: the recurrent state of a snapshot, and the number of tokens whose pages
+    /// were found.
     pub fn continue_state(&mut self, restore: Option<StateSlot>, branch: u32) {
         self.restore = restore;
         self.branch = branch / STATE_TOKENS * STATE_TOKENS;
     }
 
-    /// Positions behind which a chunk's recurrent state is worth keeping, the best first, and the names of the pages
-    /// before them: where the next turn of a conversation may go on, where another sequence has parted from this
-    /// one, and the end of a chunk of many.
+    /// Returns the positions at which the chunk's recurrent state is worth a snapshot, the best first, each with the
+    /// key of the page before it. The positions are: the last possible one before the end of the history, where the
+    /// next turn of a conversation can continue; the one where another sequence has diverged from this one; and the end
+    /// of a chunk that is not the last.
     pub fn keep_points(&self, chunk: &Chunk) -> impl Iterator<Item = (u32, PageKey)> + '_ {
         let start = chunk.start;
         let end = start + chunk.tokens.len() as u32;
@@ -340,13 +349,13 @@ impl Sequence {
         inside.map(|point| (point, self.keys[(point / PAGE_TOKENS) as usize - 1]))
     }
 
-    /// Tokens of its history that are neither queued nor found.
+    /// Returns the number of tokens of the history that are neither queued nor found in the prefix cache.
     pub fn unqueued(&self) -> u32 {
         self.history - self.prefilled
     }
 
-    /// Takes a slot and the pages of its whole history, of which the first `found` hold their tokens. Gives what
-    /// the device is told, and the tokens that its penalties have to hear of beside.
+    /// Takes a slot and the pages of the whole history, of which the first `found` already hold their tokens. Returns
+    /// the slot's parameters, and the tokens that no chunk contains but that the penalties count.
     pub fn join(&mut self, slot: Slot, pages: Vec<Page>, found: u32) -> (SlotParams, Vec<u32>) {
         assert_eq!(self.state, SequenceState::Waiting);
         assert!(self.slot.is_none() && self.pages.is_empty() && self.in_flight == 0);
@@ -373,12 +382,12 @@ impl Sequence {
         (params, self.tokens[..counted as usize].to_vec())
     }
 
-    /// Pages whose content has become certain since the last call: those that queued chunks
-    /// fill, and those that hold only tokens that were reported.
+    /// Returns the pages whose content has become final since the last call: those that queued chunks fill, and those
+    /// that hold only reported tokens.
     pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, Content)> {
         let written = match self.state {
             SequenceState::Prefill => self.prefilled,
-            // The token reported last is written by the step that draws the next one.
+            // The last token reported is written by the step that draws the next one.
             _ => self.prefilled.max(self.tokens.len() as u32 - 1),
         };
         let full = written / PAGE_TOKENS;
@@ -397,14 +406,14 @@ impl Sequence {
         })
     }
 
-    /// The first of its pages that it may still write, as far as it was asked to go.
+    /// Returns the index of the first page that steps which are not queued yet may still write.
     pub fn first_open_page(&self) -> u32 {
         let queued =
             if self.state == SequenceState::Prefill { self.prefilled } else { self.history + self.drawn.max(1) - 1 };
         queued / PAGE_TOKENS
     }
 
-    /// Gives slot and pages back, to be released; an unfinished sequence is in the queue again.
+    /// Returns slot and pages, which the caller must release. The sequence counts as waiting again.
     pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>) {
         assert_eq!(self.in_flight, 0, "an unfinished plan names the sequence");
         self.state = SequenceState::Waiting;
@@ -412,8 +421,8 @@ impl Sequence {
         (self.slot.take(), std::mem::take(&mut self.pages))
     }
 
-    /// The next chunk of its history, of at most `most` tokens; if it is not the last, of a multiple of `unit`. It
-    /// counts as queued from now on.
+    /// Returns the next chunk of the history with at most `most` tokens; a chunk that is not the last has a multiple of
+    /// `unit` tokens. The chunk counts as queued from now on.
     pub fn next_chunk(&mut self, most: u32, unit: u32) -> Chunk {
         assert_eq!(self.state, SequenceState::Prefill);
         let slot = self.slot.expect("it has joined");
@@ -431,59 +440,60 @@ impl Sequence {
         Chunk { slot, tokens, start, last, next, restore: self.restore.take(), keeps: Vec::new(), score: self.score }
     }
 
-    /// Tokens that the device may still be asked to draw.
+    /// Returns the number of tokens that the device may still be asked to draw.
     pub fn undrawn(&self) -> u32 {
         let before = self.history - self.prompt_tokens;
         self.max_tokens - before - self.drawn
     }
 
-    /// Whether it could join: what it may draw first is known.
+    /// Whether the sequence can join: the mask of its next token is known, if it needs one.
     pub fn may_join(&self) -> bool {
         self.constraint.as_ref().is_none_or(|constraint| constraint.next == self.output_tokens())
     }
 
-    /// The number of the next output token that the device is asked to draw, where its mask is still to come.
+    /// Returns the number of the next output token that the device will be asked to draw, if its mask is not available
+    /// yet.
     pub fn awaited_mask(&self) -> Option<u32> {
         let next = self.history - self.prompt_tokens + self.drawn;
         self.constraint.as_ref().filter(|constraint| constraint.next != next).map(|_| next)
     }
 
-    /// Whether its next step is not queued before its mask is there, which it is not.
+    /// Whether the next step must not be queued now, because its mask is not available and masks were late recently.
     pub fn waits_apart(&self) -> bool {
         self.constraint.as_ref().is_some_and(Constrained::waits_apart) && self.awaited_mask().is_some()
     }
 
-    /// When the mask that is being found out for it is late.
+    /// Returns the time at which the mask that is being computed is late.
     pub fn mask_deadline(&self) -> Option<Instant> {
         Some(self.constraint.as_ref()?.asked? + MASK_PATIENCE)
     }
 
-    /// Whether it can have a row of the next decode step: who has ended is leaving.
+    /// Whether the sequence can have a row in the next decode step. A sequence that has ended is leaving and cannot.
     pub fn decodes(&self) -> bool {
         self.state == SequenceState::Decode && self.undrawn() > 0
     }
 
-    /// Pages to add so that `tokens` more that are drawn have somewhere to be written.
+    /// Returns the number of pages to add so that `tokens` more drawn tokens can be written.
     pub fn pages_missing(&self, tokens: u32) -> u32 {
-        // The token drawn last is written by the step that draws the next one.
+        // The last token drawn is written by the step that draws the next one.
         let written = self.history + self.drawn - 1;
         let needed = (written + tokens.min(self.undrawn())).div_ceil(PAGE_TOKENS);
         needed.saturating_sub(self.pages.len() as u32)
     }
 
-    /// The device was asked to draw up to `tokens` more.
+    /// Notes that the device was asked to draw up to `tokens` more.
     pub fn draw(&mut self, tokens: u32) {
         assert_eq!(self.state, SequenceState::Decode);
         self.drawn += tokens.min(self.undrawn());
     }
 
-    /// Of the tokens that it was asked for it has not drawn so many.
+    /// Subtracts `tokens` that the device was asked to draw but has not drawn, because drafts were rejected.
     pub fn undraw(&mut self, tokens: u32) {
         assert!(tokens < self.drawn, "{tokens} of {} tokens were not drawn", self.drawn);
         self.drawn -= tokens;
     }
 
-    /// As others see it.
+    /// Returns the state of the sequence for display.
     pub fn view(&self, now: Instant) -> RequestView {
         let since = |moment: Instant| moment.saturating_duration_since(self.arrived);
         RequestView {
@@ -508,7 +518,7 @@ impl Sequence {
         }
     }
 
-    /// Its phases as of its end at `now`.
+    /// Returns the durations of the phases if the sequence ends at `now`.
     pub fn timings(&self, now: Instant) -> Timings {
         let between = |from: Instant, to: Instant| to.saturating_duration_since(from);
         let Some(started) = self.started else {
@@ -526,7 +536,7 @@ impl Sequence {
     }
 }
 
-/// Pages that hold `tokens`.
+/// Returns the number of pages that hold `tokens` tokens.
 pub fn pages_for(tokens: u32) -> u32 {
     tokens.div_ceil(PAGE_TOKENS)
 }

@@ -1,19 +1,19 @@
-//! What is kept for each sequence from its arrival to its end, found by its number in constant time: with hundreds of
-//! rows a step looks at each of them several times. Deliberately absent: any order but that of arrival.
+//! A map from sequence ids to values, with constant-time access: with hundreds of rows, a step accesses each of them
+//! several times. Not here: any order except that of arrival.
 
 use crate::engine::sequence::SequenceId;
 use std::collections::VecDeque;
 use std::ops::Index;
 
-/// Values by sequence. Numbers grow with arrivals, so places are kept from the oldest sequence there is to the
-/// youngest: eight bytes for each that has gone meanwhile.
+/// Values by sequence id. Ids grow with arrivals, so the map is an array from the oldest sequence to the youngest, with
+/// eight bytes for each sequence in between that was removed.
 #[derive(Debug)]
 pub struct SequenceMap<T> {
-    /// Number of the first place.
+    /// The id of the first place.
     base: u64,
-    /// By number from `base` on; the first is never empty.
+    /// The values by id, from `base` on; the first place is never empty.
     places: VecDeque<Option<Box<T>>>,
-    /// Places in use.
+    /// The number of places in use.
     len: usize,
 }
 
@@ -24,12 +24,12 @@ impl<T> Default for SequenceMap<T> {
 }
 
 impl<T> SequenceMap<T> {
-    /// Values that are kept.
+    /// Returns the number of values.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether none is.
+    /// Whether the map is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -38,21 +38,21 @@ impl<T> SequenceMap<T> {
         id.0.checked_sub(self.base).map(|at| at as usize).filter(|at| *at < self.places.len())
     }
 
-    /// A value, if it is kept.
+    /// Returns the value of a sequence, if there is one.
     pub fn get(&self, id: SequenceId) -> Option<&T> {
         self.places[self.place(id)?].as_deref()
     }
 
-    /// As [`SequenceMap::get`].
+    /// Returns the value of a sequence for modification, if there is one.
     pub fn get_mut(&mut self, id: SequenceId) -> Option<&mut T> {
         let at = self.place(id)?;
         self.places[at].as_deref_mut()
     }
 
-    /// Keeps a value.
+    /// Inserts a value.
     ///
     /// # Panics
-    /// If the sequence is older than all there are and some are, or has a value.
+    /// If the map is not empty and the sequence is older than all in it, or if the sequence has a value.
     pub fn insert(&mut self, id: SequenceId, value: T) {
         if self.places.is_empty() {
             self.base = id.0;
@@ -66,7 +66,7 @@ impl<T> SequenceMap<T> {
         self.len += 1;
     }
 
-    /// Keeps a value no longer.
+    /// Removes and returns the value of a sequence, if there is one.
     pub fn remove(&mut self, id: SequenceId) -> Option<T> {
         let at = self.place(id)?;
         let value = self.places[at].take()?;
@@ -78,7 +78,7 @@ impl<T> SequenceMap<T> {
         Some(*value)
     }
 
-    /// All, oldest first.
+    /// Returns the ids of all sequences with values, oldest first.
     pub fn ids(&self) -> Vec<SequenceId> {
         let kept = (self.base..).zip(&self.places).filter(|(_, place)| place.is_some());
         kept.map(|(id, _)| SequenceId(id)).collect()

@@ -1,42 +1,42 @@
-//! Snapshots of recurrent state: which cell holds the state behind which beginning, so that a prompt that begins alike
-//! need not be computed from its first token. Pure bookkeeping: page names in, cells out.
-//! Deliberately absent: pages of keys and values (`pages`), and when state is kept (`scheduler`).
+//! The prefix cache of recurrent state: which cell holds the state after which token prefix, so that a prompt with the
+//! same prefix is not computed from its first token. Pure bookkeeping: page keys in, cells out.
+//! Not here: KV cache pages (`page_pool`), and when state is stored (`scheduler`).
 
 use crate::engine::plan::{STATE_TOKENS, StateSlot};
 use crate::engine::prefix::PageKey;
 use crate::kernels::attention::PAGE_TOKENS;
 use std::collections::HashMap;
 
-/// Pages between two places at which state can be kept.
+/// The number of pages between two places at which state can be stored.
 const STATE_PAGES: usize = (STATE_TOKENS / PAGE_TOKENS) as usize;
 
-/// What is there for a beginning.
+/// The result of a lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// Nothing: compute from the first token.
+    /// There is no state; the prompt must be computed from its first token.
     Nothing,
-    /// The state behind so many pages lies in the cell.
+    /// The state after this many pages is in the cell.
     Ready(usize, StateSlot),
-    /// The plan at hand leaves the state behind so many pages: the next one can use it.
+    /// The plan that is being made will store the state after this many pages; the next plan can use it.
     Soon(usize),
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Snapshot {
-    /// The name of the last page before the state.
+    /// The key of the last page before the state; `None` if the cell is empty.
     name: Option<PageKey>,
-    /// When it was used last.
+    /// The clock value of the last use.
     used: u64,
-    /// The last plan that reads it, and the one that writes it.
+    /// The number of the last plan that reads the cell, and of the plan that writes it.
     read_by: u64,
     written_by: u64,
 }
 
-/// The cells behind the slots' own. Within a plan no cell is both read and written, and the device runs plans in
-/// their order: so a cell can be taken for another state at once, whoever is still to read it.
+/// The snapshot cells, those after the slots' own. No cell is both read and written within a plan, and the device runs
+/// plans in order. So a later plan can overwrite a cell at once, even if an unfinished plan still reads it.
 #[derive(Debug)]
 pub struct Snapshots {
-    /// The first of them.
+    /// The index of the first snapshot cell.
     first: u32,
     snapshots: Vec<Snapshot>,
     named: HashMap<PageKey, usize>,
@@ -45,23 +45,23 @@ pub struct Snapshots {
 }
 
 impl Snapshots {
-    /// `count` cells from cell `first` on, all empty.
+    /// Creates `count` empty cells, the first of which has index `first`.
     pub fn new(first: u32, count: u32) -> Snapshots {
         let empty = Snapshot { name: None, used: 0, read_by: 0, written_by: 0 };
         Snapshots { first, snapshots: vec![empty; count as usize], named: HashMap::new(), clock: 0, plan: 1 }
     }
 
-    /// What is asked and taken from now on belongs to another plan.
+    /// Begins another plan: later lookups and changes belong to it.
     pub fn next_plan(&mut self) {
         self.plan += 1;
     }
 
-    /// Cells that hold a state.
+    /// Returns the number of cells that hold a state.
     pub fn used(&self) -> u32 {
         self.named.len() as u32
     }
 
-    /// The longest beginning of these pages whose state is there or soon will be.
+    /// Finds the state after the longest prefix of these pages, if it is stored or will be.
     pub fn find(&self, names: &[PageKey]) -> Found {
         let mut pages = names.len() / STATE_PAGES * STATE_PAGES;
         while pages > 0 {
@@ -76,7 +76,7 @@ impl Snapshots {
         Found::Nothing
     }
 
-    /// The plan at hand reads a cell that [`Snapshots::find`] gave.
+    /// Notes that the plan being made reads a cell that [`Snapshots::find`] returned.
     pub fn read(&mut self, cell: StateSlot) {
         let (clock, plan) = (self.tick(), self.plan);
         let snapshot = &mut self.snapshots[(cell.0 - self.first) as usize];
@@ -84,8 +84,8 @@ impl Snapshots {
         snapshot.read_by = plan;
     }
 
-    /// A cell for the state behind the page of this name, which the plan at hand writes: the one that was used least
-    /// lately. `None` if the state is kept already, or if the plan uses every cell.
+    /// Returns a cell for the state after the page with this key, which the plan being made writes: an empty cell or
+    /// the least recently used one. `None` if the state is already stored, or if the plan uses every cell.
     pub fn keep(&mut self, name: PageKey) -> Option<StateSlot> {
         let clock = self.tick();
         if let Some(&index) = self.named.get(&name) {
@@ -108,7 +108,7 @@ impl Snapshots {
         Some(self.cell(oldest))
     }
 
-    /// No state is found any more. Only while no plan reads or writes one.
+    /// Discards all states. Only allowed while no plan reads or writes a cell.
     pub fn forget(&mut self) {
         self.named.clear();
         for snapshot in &mut self.snapshots {

@@ -1,36 +1,37 @@
-//! How many tokens to draft: what a step that verifies drafts takes, and how often drafts were right, against a step
-//! without them. Pure bookkeeping. Deliberately absent: the drafts themselves, which only the device knows.
+//! Chooses the number of draft tokens: compares the expected tokens per second of verification steps with those of
+//! ordinary decode steps, from their times and from how often drafts were accepted. Pure bookkeeping.
+//! Not here: the draft tokens themselves, which stay on the device.
 
 use crate::engine::pace::Pace;
 use crate::engine::plan::Drafts;
 
-/// A new token counts for this share of the mean.
+/// The weight of a new observation in the moving averages.
 const SHARE: f64 = 1.0 / 64.0;
-/// How often a draft is taken to be right before the first was seen.
+/// The acceptance rate of a draft before the first observation.
 const UNSEEN: f64 = 0.5;
-/// Of so many plans one tries another number of drafts, to know how it would do now; where none are of use, of so many
-/// times `IDLE` as many.
+/// One plan in `EXPLORE` uses another number of drafts than the best one, so that its current time and acceptance rate
+/// are measured. If the best number is 0, it is one plan in `EXPLORE * IDLE`.
 const EXPLORE: u64 = 32;
-/// As [`EXPLORE`] says.
+/// The factor by which exploration is rarer while the best number of drafts is 0; see [`EXPLORE`].
 const IDLE: u64 = 8;
 
-/// Chooses, and learns.
+/// The chooser, with the acceptance rates that it has measured.
 #[derive(Clone, Debug)]
 pub struct Speculation {
     can: Drafts,
-    /// By draft: how often it was right where those before it were.
+    /// By draft: the rate at which it was accepted if all drafts before it were.
     right: Vec<f64>,
-    /// Choices so far.
+    /// The number of choices so far.
     choices: u64,
 }
 
 impl Speculation {
-    /// For an executor that drafts so far.
+    /// Creates a chooser for an executor with these limits.
     pub fn new(can: Drafts) -> Speculation {
         Speculation { can, right: vec![UNSEEN; can.most as usize], choices: 0 }
     }
 
-    /// Tokens to draft for each of so many sequences.
+    /// Returns the number of tokens to draft for each of `sequences` sequences.
     pub fn choose(&mut self, sequences: u32, pace: &Pace) -> u32 {
         if self.can.most == 0 || sequences > self.can.sequences {
             return 0;
@@ -39,7 +40,7 @@ impl Speculation {
             return self.can.most;
         }
         self.choices += 1;
-        // What has not been timed is tried first.
+        // A number of drafts without a measured time is tried first.
         let times: Vec<Option<f64>> =
             (0..=self.can.most).map(|drafts| pace.verify(sequences, drafts).map(|t| t.as_secs_f64())).collect();
         if let Some(unknown) = times.iter().position(Option::is_none) {
@@ -64,12 +65,13 @@ impl Speculation {
         }
     }
 
-    /// A step that verified `drafts` drew its `draft`th draft, or with 0 a token behind none.
+    /// Notes a token of a step that verified `drafts` drafts: `draft` of them were accepted before it (0 for the step's
+    /// first token).
     pub fn note(&mut self, drafts: u32, draft: u32) {
         if draft > 0 {
             self.right[draft as usize - 1] += SHARE;
         }
-        // The next one counts as wrong until it is drawn.
+        // The next draft counts as rejected until its own token is noted.
         if draft < drafts {
             self.right[draft as usize] *= 1.0 - SHARE;
         }
@@ -112,7 +114,7 @@ mod tests {
         let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false });
         let pace = timed([1000, 1200, 1500]);
         for _ in 0..2000 {
-            // The first draft is right, the second wrong.
+            // The first draft is accepted, the second rejected.
             speculation.note(2, 0);
             speculation.note(2, 1);
         }

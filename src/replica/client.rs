@@ -1,4 +1,5 @@
-//! The client of a sequence: its sink, its spans and what it was told.
+//! The client side of a sequence: its sink, its spans, and counts of what was sent to it.
+//! Not here: the sequence's scheduling state (`engine::sequence`).
 
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, Timings};
 use crate::replica::spans;
@@ -6,7 +7,7 @@ use crate::telemetry::spans::SpanName;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Which sample of its request it is.
+/// Which sample of its request a sequence is.
 #[derive(Clone, Copy)]
 pub(super) struct Sample {
     pub(super) index: u32,
@@ -14,7 +15,7 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// Writes it to one of its spans, where there are others that it could be taken for.
+    /// Sets the sample's index on one of its spans, if the request has several samples.
     pub(super) fn name(self, span: &tracing::Span) {
         if self.one_of_several {
             spans::sample(span, self.index);
@@ -31,25 +32,25 @@ pub(super) struct Submission {
     pub(super) at: Instant,
 }
 
-/// Who asked, and hears of it.
+/// The receiver of a sequence's events.
 pub(super) struct Client {
     pub(super) id: String,
-    /// The same, for records.
+    /// The id again, for step records.
     pub(super) name: Arc<str>,
     pub(super) sample: Sample,
     pub(super) sink: Sink,
     /// The sink has failed: nothing further is sent.
     pub(super) gone: bool,
     pub(super) request: tracing::Span,
-    /// `queue`, `prefill` or `decode`.
+    /// The span of the current phase: `queue`, `prefill` or `decode`.
     pub(super) phase: tracing::Span,
     pub(super) prompt_tokens: u32,
     pub(super) output_tokens: u32,
-    /// Its request's span, where its trace is exported.
+    /// The request's span, if its trace is exported.
     pub(super) traced: Option<SpanName>,
-    /// Finished plans that it had rows in.
+    /// The number of finished plans in which the sequence had a row.
     pub(super) plans: u32,
-    /// Faults of those plans: in all, and in its present phase.
+    /// The number of faults of these plans: in total, and in the current phase.
     pub(super) faults: (u32, u32),
 }
 
@@ -73,7 +74,7 @@ impl Client {
         (request, client)
     }
 
-    /// Hands an event on; false if the client has just gone.
+    /// Sends an event. Returns false if the sink has failed with this event.
     pub(super) fn tell(&mut self, mut event: Event) -> bool {
         match &mut event {
             Event::Started(_) => {
@@ -97,13 +98,13 @@ impl Client {
         !self.gone
     }
 
-    /// Steps of a plan that it had rows in drew nothing at first.
+    /// Adds faults of a plan in which the sequence had a row.
     pub(super) fn note_faults(&mut self, faults: u32) {
         self.faults.0 += faults;
         self.faults.1 += faults;
     }
 
-    /// The present phase ends, and `next` begins.
+    /// Ends the current phase and begins `next`.
     fn begin(&mut self, next: tracing::Span) {
         spans::faults(&self.phase, std::mem::take(&mut self.faults.1));
         self.phase = next;
@@ -113,20 +114,20 @@ impl Client {
         if let Event::Finished(finished) = &mut event {
             finished.index = self.sample.index;
         }
-        // The spans end before the client hears of it.
+        // The spans end before the client is notified of the end.
         self.begin(tracing::Span::none());
-        // Samples share the span: their phases say it.
+        // Samples share the request's span; their phase spans have the faults.
         if !self.sample.one_of_several {
             spans::faults(&self.request, self.faults.0);
         }
         self.request = tracing::Span::none();
         if !self.gone {
-            // Nothing follows, whether it is heard or not.
+            // This is the last event, so a failure of the sink does not matter.
             let _ = (self.sink)(event);
         }
     }
 
-    /// Ends a request that the scheduler does not know (any more).
+    /// Ends a request that the scheduler does not know, or no longer knows.
     pub(super) fn end(self, reason: FinishReason) {
         let finished = Finished {
             index: 0,

@@ -1,25 +1,26 @@
-//! Has worker processes find out what constrained sequences may draw next: a grammar can take milliseconds, and more, for
-//! what the engine's thread must not wait for. Does not know sequences' states, and never drops a question.
+//! Requests the masks of constrained sequences from worker processes. A grammar can take milliseconds or more to
+//! compute a mask, and the engine thread must not wait for it. Every request is answered.
+//! Not here: the states of sequences, and the worker processes (`actors::workers`).
 
 use crate::engine::sequence::SequenceId;
 use crate::model::grammar::{Grammar, GrammarError, Next};
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
-/// Where answers come in.
+/// The channel for the workers' answers.
 #[derive(Debug)]
 pub(super) struct Masks {
-    // A sequence has one question at a time: there are never more answers than sequences.
+    // Unbounded, but a sequence has one request at a time, so there are never more answers than sequences.
     answers: (Sender<Answer>, Receiver<Answer>),
 }
 
 /// What may follow a token.
 #[derive(Debug)]
 pub(super) struct Answer {
-    /// Of which sequence.
+    /// The sequence.
     pub id: SequenceId,
-    /// Its grammar, behind the token.
+    /// Its grammar, which has taken the token.
     pub grammar: Box<Grammar>,
-    /// What follows.
+    /// The mask of the next token, the end of the output, or an error.
     pub next: Result<Next, GrammarError>,
 }
 
@@ -30,7 +31,7 @@ impl Default for Masks {
 }
 
 impl Masks {
-    /// Asks what may follow `token`.
+    /// Requests what may follow `token`; the answer comes through [`Masks::answers`].
     pub(super) fn take(&self, id: SequenceId, grammar: Box<Grammar>, token: u32) {
         let answers = self.answers.0.clone();
         grammar.take_then(token, move |grammar, next| {
@@ -39,7 +40,7 @@ impl Masks {
         });
     }
 
-    /// What was found out, in no order.
+    /// Returns the channel of answers, which come in any order.
     pub(super) fn answers(&self) -> &Receiver<Answer> {
         &self.answers.1
     }

@@ -1,4 +1,5 @@
-//! A replica: one model on one device. The handle that others submit requests to; its engine thread is in `thread`.
+//! A replica: one model on one device. This file has the handle through which others submit requests and read its
+//! state. Not here: its engine thread (`thread`), text and tokio.
 
 mod client;
 mod masks;
@@ -35,16 +36,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Identity of a device.
+/// The identity of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceInfo {
-    /// Index among the host's adapters.
+    /// The index among the host's adapters.
     pub index: usize,
-    /// As the driver says.
+    /// The name that the driver reports.
     pub name: String,
-    /// Lower-case hex with dashes.
+    /// The UUID, lower-case hex with dashes.
     pub uuid: String,
-    /// `0000:65:00.0`, where the driver tells.
+    /// The PCI address, such as `0000:65:00.0`, if the driver reports it.
     pub pci: Option<String>,
     /// Whether it is a CPU driver.
     pub is_cpu: bool,
@@ -63,128 +64,129 @@ impl DeviceInfo {
     }
 }
 
-/// How busy a replica is.
+/// The load of a replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ReplicaLoad {
-    /// Sequences that hold a slot.
+    /// The number of sequences that hold a slot.
     pub running: u32,
-    /// Requests in the queue.
+    /// The number of requests in the queue.
     pub waiting: u32,
-    /// KV pages in use.
+    /// The number of KV cache pages in use.
     pub pages_used: u32,
-    /// KV pages in all.
+    /// The total number of KV cache pages.
     pub pages_total: u32,
-    /// Free pages that a prompt may still find.
+    /// The number of free pages that a prompt can still reuse.
     pub pages_cached: u32,
-    /// Tokens of the prompts that have started.
+    /// The number of prompt tokens of the requests that have started.
     pub prompt_tokens: u64,
-    /// Of them found in pages.
+    /// The number of those tokens that were found in the prefix cache.
     pub cached_tokens: u64,
-    /// Sequences that lost their pages to others.
+    /// The number of preemptions: how often a sequence lost its pages.
     pub preemptions: u64,
-    /// Tokens that were drafted and verified.
+    /// The number of draft tokens verified.
     pub drafted_tokens: u64,
-    /// Of them those that were right.
+    /// The number of draft tokens accepted.
     pub accepted_tokens: u64,
-    /// Snapshots of recurrent state that a prompt may find.
+    /// The number of snapshots of recurrent state that a prompt can reuse.
     pub snapshots: u32,
 }
 
-/// A line of a memory plan.
+/// One line of a memory plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryUse {
-    /// Whose: `MODEL/INDEX`.
+    /// The replica, as `MODEL/INDEX`.
     pub replica: String,
-    /// What for: `weights`, `kv pages` and so on.
+    /// The purpose: `weights`, `kv pages` and so on.
     pub purpose: String,
-    /// Bytes.
+    /// The size in bytes.
     pub bytes: u64,
-    /// In the device's own memory; else in the host's.
+    /// Whether it is device memory; otherwise host memory.
     pub on_device: bool,
 }
 
-/// Why a replica did not take a request.
+/// Why a replica did not accept a request.
 #[derive(Debug, thiserror::Error)]
 pub enum SubmitError {
-    /// The caller's mistake.
+    /// The request is invalid: the caller's mistake.
     #[error(transparent)]
     Request(#[from] RequestError),
     /// The queue is full.
     #[error("the queue of \"{replica}\" is full: {waiting} waiting, at most {limit}")]
     QueueFull {
-        /// Which replica.
+        /// The replica's name.
         replica: String,
-        /// Requests waiting.
+        /// The number of requests waiting.
         waiting: usize,
-        /// The bound.
+        /// The maximum number of requests waiting.
         limit: usize,
     },
-    /// The queue has room, but not for all samples of a request: none is taken.
+    /// The queue does not have room for all samples of a request, so none was accepted.
     #[error("\"{replica}\" has no room for {asked} samples: {unfinished} unfinished, at most {limit}")]
     NoRoom {
-        /// Which replica.
+        /// The replica's name.
         replica: String,
-        /// Samples asked for.
+        /// The number of samples requested.
         asked: usize,
-        /// Requests that run or wait.
+        /// The number of requests that run or wait.
         unfinished: usize,
-        /// The bound: its slots and its queue.
+        /// The maximum of that number: slots and queue together.
         limit: usize,
     },
-    /// The replica is draining or its device failed.
+    /// The replica is draining or stopped, or its device or engine failed.
     #[error("\"{replica}\" takes no requests: {why}")]
     Unavailable {
-        /// Which replica.
+        /// The replica's name.
         replica: String,
         /// The reason.
         why: String,
     },
 }
 
-/// Changes of the pages that prompts without a salt can be found in, told to those who follow them.
+/// A batch of changes of the pages that prompts without a salt can reuse, for the followers of
+/// [`Replica::follow_pages`].
 #[derive(Clone, Debug)]
 pub struct PageBatch {
-    /// Grows by one a batch, from 1 on, over the replica's life.
+    /// The batch number. It grows by one per batch over the replica's life and starts at 1.
     pub number: u64,
-    /// When it was made.
+    /// When the batch was made.
     pub at: Moment,
-    /// In order.
+    /// The changes, in order.
     pub changes: Arc<[PageChange]>,
 }
 
-/// Receives batches on the engine's thread. It must not block; after an error nothing further is sent.
+/// Receives batches on the engine thread. It must not block. After an error nothing further is sent.
 pub type PageSink = Box<dyn FnMut(PageBatch) -> Result<(), SinkClosed> + Send>;
 
-/// What a replica is told of its model and its operator's wishes.
+/// The configuration of a replica, from its model and its operator.
 #[derive(Clone, Debug)]
 pub struct ReplicaConfig {
-    /// Requests that may wait beyond those that have a slot.
+    /// The maximum number of requests that wait, in addition to those that have a slot.
     pub queue_limit: usize,
     /// The model's end-of-sequence ids.
     pub eos_ids: Vec<u32>,
-    /// Longest prompt and output together, tokens; less where the executor holds less.
+    /// The maximum length of prompt and output together, in tokens. Reduced if the executor can hold less.
     pub context: u32,
-    /// Vocabulary size.
+    /// The size of the vocabulary.
     pub vocabulary: u32,
-    /// Whether prompts are looked for in pages.
+    /// Whether the prefix cache is used.
     pub prefix_cache: bool,
-    /// What makes another executor when the device is lost; `None`: the replica fails then.
+    /// Builds another executor when the device is lost; `None`: the replica then fails.
     pub rebuild: Option<Rebuild>,
 }
 
-/// A model on a device: an engine thread and its executor behind a bounded inbox. Dropped, it
-/// aborts what runs and joins the thread.
+/// A model on a device: an engine thread and its executor behind a bounded inbox. Dropping it aborts all requests and
+/// joins the thread.
 pub struct Replica {
-    /// `NAME/INDEX`.
+    /// The name, as `MODEL/INDEX`.
     pub name: String,
-    /// Where it runs.
+    /// The device that it runs on.
     pub device: DeviceInfo,
-    /// How its weights came there, where they did.
+    /// How its weights were loaded, if they were.
     pub loaded: Option<LoadReport>,
-    /// What its memory was planned for.
+    /// The memory plan of the replica, by purpose.
     pub memory: Vec<MemoryUse>,
     bounds: Bounds,
-    /// Requests that may be unfinished: one a slot, and the queue.
+    /// The maximum number of unfinished requests: one per slot, and the queue.
     live_max: AtomicUsize,
     slots: usize,
     shared: Arc<Shared>,
@@ -194,14 +196,14 @@ pub struct Replica {
     thread: JoinOnDrop,
 }
 
-/// What the handle must know at once, without asking the thread: a request is refused or taken
-/// while its caller, an async task, stands by.
+/// The state that the handle reads without asking the engine thread. In particular, a request is accepted or refused at
+/// once, because its caller is an async task.
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// Slots held. Written by the thread once a turn, like the next nine.
+    /// The number of slots held. Like the next nine fields, it is written by the engine thread once per turn.
     running: AtomicU32,
-    /// Unfinished requests that have left the queue.
+    /// The number of unfinished requests that have left the queue.
     admitted: AtomicU32,
     pages_used: AtomicU32,
     pages_cached: AtomicU32,
@@ -213,34 +215,33 @@ struct Shared {
     snapshots: AtomicU32,
     /// Written once, at spawn.
     pages_total: AtomicU32,
-    /// Of the executor.
+    /// The kernels and fallbacks of the current executor.
     variants: Mutex<Arc<Variants>>,
-    /// The device was lost, and is being built anew.
+    /// The device was lost and is being rebuilt.
     rebuilding: AtomicBool,
-    /// How often it was lost.
+    /// How often the device was lost.
     losses: AtomicU64,
-    /// Faults of decode steps without barriers, over all executors that it had, and when the last one was told
-    /// (`Moment`'s nanoseconds; 0: never).
+    /// The number of faults of decode steps without barriers, over all executors of the replica.
     faults: AtomicU64,
-    /// As `faults` says.
+    /// When the engine thread last saw that number grow (`Moment`'s nanoseconds; 0: never).
     last_fault: AtomicU64,
     /// The device or the engine failed.
     failed: AtomicBool,
-    /// It was stopped on purpose.
+    /// The replica was stopped on purpose.
     stopped: AtomicBool,
 }
 
-/// Held for an insertion, a removal or a look.
+/// Admission state. Its lock is only held for an insertion, a removal or a read.
 #[derive(Debug, Default)]
 struct Gate {
-    /// Ids of unfinished requests, each sample's its own: entered by the handle, removed by the thread.
+    /// The ids of unfinished requests, one for each sample. The handle inserts them and the engine thread removes them.
     live: BTreeSet<String>,
-    /// Why no request is taken any more.
+    /// Why no further request is accepted.
     closed: Option<String>,
 }
 
 impl Gate {
-    /// The unfinished samples of a request.
+    /// Returns the ids of a request's unfinished samples.
     fn samples<'a>(&'a self, id: &'a str) -> impl Iterator<Item = &'a String> {
         let from = self.live.range::<str, _>((Bound::Included(id), Bound::Unbounded));
         from.take_while(move |live| {
@@ -251,18 +252,18 @@ impl Gate {
 
 impl Shared {
     fn gate(&self) -> MutexGuard<'_, Gate> {
-        // No panic happens while it is held, and each change of it is whole.
+        // Poisoning is ignored: no code panics while the lock is held, and every change is complete.
         self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn variants(&self) -> MutexGuard<'_, Arc<Variants>> {
-        // It is replaced as a whole.
+        // Poisoning is ignored: the value is only replaced as a whole.
         self.variants.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Replica {
-    /// Starts the engine thread. Fails only where the system has no thread to give.
+    /// Starts the engine thread. Fails only if the system cannot start a thread.
     pub fn spawn(
         name: impl Into<String>,
         device: DeviceInfo,
@@ -275,8 +276,8 @@ impl Replica {
         let bounds = Bounds { vocabulary: config.vocabulary, context, eos_ids: config.eos_ids.clone() };
         let slots = capacity.slots as usize;
         let live_max = slots + config.queue_limit;
-        // A place for every request that may be unfinished, one for the abort of each, and some
-        // for the curious: so nobody waits for one in practice.
+        // Room for every request that may be unfinished, for the abort of each, and for 16 other messages, so that in
+        // practice no sender waits for room.
         let (inbox, messages) = mailbox(2 * live_max + 16);
         let shared = Arc::new(Shared::default());
         shared.pages_total.store(capacity.pages, Relaxed);
@@ -317,7 +318,7 @@ impl Replica {
         let thread = std::thread::Builder::new().name(format!("engine {name}")).spawn(move || {
             actor.run_guarded(&messages);
             drop(messages);
-            // Those that passed the gate before it was closed, and came too late.
+            // Requests that passed the gate before it closed, but arrived after the thread's last turn.
             of_thread.gate().live.clear();
         })?;
         Ok(Replica {
@@ -335,18 +336,18 @@ impl Replica {
         })
     }
 
-    /// What requests are validated against.
+    /// Returns the limits that requests are validated against.
     pub fn bounds(&self) -> &Bounds {
         &self.bounds
     }
 
-    /// Queues a request; events arrive at `sink` on the engine's thread.
+    /// Queues a request; events are sent to `sink` on the engine thread.
     pub fn submit(&self, request: Request, sink: Sink) -> Result<(), SubmitError> {
         self.submit_samples(&request, vec![sink])
     }
 
     /// Queues as many samples of a request as there are sinks (see [`Request::sample`]), all of them or none. They
-    /// arrive together, and their events name them by index.
+    /// arrive in one message, and their events contain their index.
     pub fn submit_samples(&self, request: &Request, sinks: Vec<Sink>) -> Result<(), SubmitError> {
         request.validate(&self.bounds)?;
         let asked = sinks.len();
@@ -364,7 +365,7 @@ impl Replica {
             if unfinished + asked > live_max {
                 let replica = self.name.clone();
                 return Err(if asked == 1 {
-                    // The limit may have been lowered below what waits.
+                    // The limit may have been lowered below the number that waits already.
                     let (waiting, limit) = (unfinished.saturating_sub(self.slots), live_max - self.slots);
                     SubmitError::QueueFull { replica, waiting, limit }
                 } else {
@@ -384,13 +385,13 @@ impl Replica {
         sent.map_err(|_| self.unavailable("its engine thread has ended"))
     }
 
-    /// Ends all samples of a request; unknown ids are ignored. Their `Finished` say `Aborted`.
+    /// Ends all samples of a request with `Aborted`; unknown ids are ignored.
     pub fn abort(&self, id: &str) {
         let samples: Vec<String> = self.shared.gate().samples(id).cloned().collect();
         self.end(samples);
     }
 
-    /// Ends one sample of the request of this id, as [`Replica::abort`] does with all.
+    /// Ends one sample of a request with `Aborted`; unknown ids are ignored.
     pub fn abort_sample(&self, id: &str, index: u32) {
         let id = sample_id(id, index);
         let live = self.shared.gate().live.contains(&id);
@@ -399,12 +400,12 @@ impl Replica {
 
     fn end(&self, ids: impl IntoIterator<Item = String>) {
         for id in ids {
-            // A thread that has ended has ended the request too.
+            // If the thread has ended, so has the request.
             let _ = self.inbox.send(Message::Abort(id));
         }
     }
 
-    /// How busy it is now.
+    /// Returns the current load.
     pub fn load(&self) -> ReplicaLoad {
         let live = self.shared.gate().live.len() as u32;
         ReplicaLoad {
@@ -422,12 +423,13 @@ impl Replica {
         }
     }
 
-    /// Requests that run at once.
+    /// Returns the number of requests that can run at once.
     pub fn slots(&self) -> usize {
         self.slots
     }
 
-    /// Requests that it would take now, and could begin with; a request's samples count each.
+    /// Returns the number of requests that it would accept now; each sample counts. 0 while it is closed or its device
+    /// is being rebuilt.
     pub fn room(&self) -> usize {
         let gate = self.shared.gate();
         if gate.closed.is_some() || self.rebuilding() {
@@ -437,12 +439,12 @@ impl Replica {
         }
     }
 
-    /// Requests taken and not finished.
+    /// Returns the number of requests accepted and not finished.
     pub fn unfinished(&self) -> usize {
         self.shared.gate().live.len()
     }
 
-    /// Why it takes no requests, if so.
+    /// Returns why it accepts no requests; `None` if it does.
     pub fn closed(&self) -> Option<String> {
         self.shared.gate().closed.clone()
     }
@@ -452,54 +454,55 @@ impl Replica {
         self.shared.failed.load(Relaxed)
     }
 
-    /// Whether its device was lost and is being built anew. Requests wait meanwhile.
+    /// Whether its device was lost and is being rebuilt. Requests wait meanwhile.
     pub fn rebuilding(&self) -> bool {
         self.shared.rebuilding.load(Relaxed)
     }
 
-    /// How often its device was lost.
+    /// Returns how often its device was lost.
     pub fn losses(&self) -> u64 {
         self.shared.losses.load(Relaxed)
     }
 
-    /// Faults while serving: how often a kernel of a decode step without barriers waited in vain for another's words.
+    /// Returns the number of faults while serving: how often a kernel of a decode step without barriers timed out while
+    /// it polled for another kernel's words.
     pub fn faults(&self) -> u64 {
         self.shared.faults.load(Relaxed)
     }
 
-    /// When the last of them was told.
+    /// Returns when the engine thread last saw that number grow; `None` if there was no fault.
     pub fn last_fault(&self) -> Option<Moment> {
         let at = self.shared.last_fault.load(Relaxed);
         (at > 0).then_some(Moment(at))
     }
 
-    /// What all its finished plans were like together.
+    /// Returns the sums over all finished plans.
     pub fn totals(&self) -> Totals {
         self.totals.read()
     }
 
-    /// Which kernels run, and the slower ways that are taken.
+    /// Returns the kernels that run, and counts of the fallbacks in use.
     pub fn variants(&self) -> Arc<Variants> {
         Arc::clone(&self.shared.variants())
     }
 
-    /// The last steps, oldest first, at most `last`.
+    /// Returns the last step records, at most `last` of them, oldest first.
     pub fn steps(&self, last: usize) -> Vec<StepRecord> {
         self.ask(move |actor| actor.observer.last(last))
     }
 
-    /// The steps from `number` on that are kept, oldest first.
+    /// Returns the step records from `number` on that are still in the ring, oldest first.
     pub fn steps_from(&self, number: u64) -> Vec<StepRecord> {
         self.ask(move |actor| actor.observer.from(number))
     }
 
-    /// Requests that are not finished, oldest first, each sample by itself.
+    /// Returns the unfinished requests, oldest first, one entry per sample.
     pub fn requests(&self) -> Vec<RequestView> {
         self.ask(|actor| actor.scheduler.views(Instant::now()))
     }
 
-    /// Times the kernels of the next `plans` plans with work (see [`Executor::profile`]); gives the number of the next
-    /// step record.
+    /// Times the kernels of the next `plans` plans with work (see [`Executor::profile`]). Returns the number of the
+    /// next step record.
     pub fn profile(&self, plans: u32) -> u64 {
         self.ask(move |actor| {
             actor.executor.profile(plans);
@@ -507,26 +510,27 @@ impl Replica {
         })
     }
 
-    /// Forgets all that a prompt could begin with, if no request runs or waits; whether it did.
+    /// Empties the prefix cache if no request runs or waits. Returns whether it did.
     pub fn forget_prompts(&self) -> bool {
         self.ask(|actor| actor.scheduler.forget_prompts())
     }
 
-    /// Tells `sink` what prompts can be found in: all pages first, then what changes.
+    /// Sends the pages that prompts can reuse to `sink`: first all pages, then every change.
     pub fn follow_pages(&self, sink: PageSink) {
         self.ask(move |actor| actor.follow(sink));
     }
 
-    /// Tokens drawn a second, over the last `window` or as much of it as the step ring holds.
+    /// Returns the number of tokens drawn per second over the last `window`, or over the part of it that the step ring
+    /// covers.
     pub fn tokens_per_second(&self, window: Duration) -> f64 {
         self.ask(move |actor| actor.observer.tokens_per_second(Moment::now(), window))
     }
 
-    /// Asks the thread; a thread that has ended has nothing to tell.
+    /// Runs `question` on the engine thread and returns its answer, or the default value if the thread has ended.
     fn ask<T: Default + Send + 'static>(&self, question: impl FnOnce(&mut Actor) -> T + Send + 'static) -> T {
         let (reply, answer) = bounded(1);
         let ask = Message::Ask(Box::new(move |actor| {
-            // Whoever asked may have gone.
+            // The caller may be gone.
             let _ = reply.send(question(actor));
         }));
         match self.inbox.send(ask) {
@@ -535,23 +539,24 @@ impl Replica {
         }
     }
 
-    /// Stops taking requests; those taken go on.
+    /// Stops accepting requests; those accepted before continue.
     pub fn drain(&self) {
         self.shared.gate().closed.get_or_insert_with(|| "it is draining".to_string());
     }
 
-    /// Requests that may wait from now on. Those that wait already stay, and where more may than at its start, whoever
-    /// submits one may have to wait for a turn of the engine's thread.
+    /// Sets the maximum number of waiting requests. Requests that wait already stay. The inbox keeps the size that it
+    /// got at spawn: if the limit is raised above the initial one, `submit` may have to wait for a turn of the engine
+    /// thread.
     pub fn set_queue_limit(&self, limit: usize) {
         self.live_max.store(self.slots + limit, Relaxed);
     }
 
-    /// Ends what runs, and gives back all that it has of its device: nothing of it is left when this returns. `why` is
-    /// what its requests end with, and what later ones are refused with.
+    /// Ends all requests and releases all resources on the device before it returns. `why` is the error that its
+    /// requests end with, and that later requests are refused with.
     pub fn stop(&self, why: &str) {
         self.shared.stopped.store(true, Relaxed);
         self.shared.gate().closed = Some(why.to_owned());
-        // A thread that has ended has given everything back.
+        // If the thread has ended, it has released everything.
         let _ = self.inbox.send(Message::Stop(why.to_owned()));
         self.thread.join();
     }
@@ -577,7 +582,7 @@ struct JoinOnDrop(Mutex<Option<JoinHandle<()>>>);
 
 impl JoinOnDrop {
     fn join(&self) {
-        // Held while it is joined: whoever comes second returns after the end too.
+        // The lock is held during the join, so that a second caller also returns after the thread has ended.
         let mut thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(thread) = thread.take() {
             // A panic was logged where it happened.

@@ -1,4 +1,5 @@
-//! What an engine thread keeps of its plans: the step ring. Deliberately absent: deciding anything by it.
+//! The step ring: records of an engine thread's last finished plans.
+//! Not here: decisions based on them, and sums over all plans (`totals`).
 
 use crate::actors::timeline::SubmissionRecord;
 use crate::engine::plan::{PlanReport, Ticket};
@@ -11,41 +12,41 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Entries of the step ring: some seconds of plans at ten milliseconds each.
+/// The number of entries of the step ring: about ten seconds of plans at ten milliseconds each.
 pub const STEP_RING: usize = 1024;
 
-/// One entry of the step ring: a plan, from its making to its last token.
+/// An entry of the step ring: one plan, from its creation to its last token.
 #[derive(Clone, Debug)]
 pub struct StepRecord {
-    /// Grows by one a finished plan.
+    /// The record's number, which grows by one per finished plan.
     pub number: u64,
     /// `prefill` or `decode`.
     pub phase: &'static str,
-    /// Rows of the batch (decode) or tokens of the chunk (prefill).
+    /// The number of rows of the batch (decode) or of prompt tokens of the plan (prefill).
     pub rows: u32,
-    /// Steps that this record sums up.
+    /// The number of steps of the plan.
     pub steps: u32,
-    /// When it completed, since the replica's start.
+    /// When the plan completed, since the replica's start.
     pub at: Duration,
-    /// What it cost, summed over the steps.
+    /// The cost, summed over the steps.
     pub cost: PerToken,
-    /// Tokens that it drew.
+    /// The number of tokens drawn.
     pub tokens: u32,
     /// When the engine had made the plan.
     pub planned: Moment,
-    /// When the engine had taken in its last report.
+    /// When the engine had processed the plan's last report.
     pub taken: Moment,
-    /// The requests that had rows in it and had not ended when it was finished, by id.
+    /// The ids of the requests that had rows in the plan and had not ended when it was finished.
     pub requests: Vec<Arc<str>>,
-    /// What it took on the compute queue, in order.
+    /// The plan's submissions to the compute queue, in order.
     pub submissions: Vec<SubmissionRecord>,
-    /// As of its end: sequences that hold a slot, and those in the queue.
+    /// The number of sequences that held a slot at the plan's end.
     pub running: u32,
-    /// As `running` says.
+    /// The number of sequences in the queue at the plan's end.
     pub waiting: u32,
-    /// As of its end: KV pages in use.
+    /// The number of KV cache pages in use at the plan's end.
     pub pages_used: u32,
-    /// How often a fault kept some of its steps from drawing, so that they were run again.
+    /// How often a fault kept steps of the plan from drawing, so that they were run again.
     pub faults: u32,
 }
 
@@ -60,41 +61,41 @@ struct Open {
     cost: PerToken,
 }
 
-/// Follows plans from their making to their end.
+/// Follows plans from their creation to their end.
 #[derive(Debug)]
 pub struct Observer {
     started: Instant,
     open: VecDeque<Open>,
-    /// At most `STEP_RING`.
+    /// At most `STEP_RING` records.
     ring: VecDeque<StepRecord>,
     number: u64,
     totals: Arc<StepTotals>,
 }
 
 impl Observer {
-    /// Of a replica that starts now.
+    /// Creates the observer of a replica that started at `started`.
     pub fn new(started: Instant) -> Observer {
         let ring = VecDeque::with_capacity(STEP_RING);
         Observer { started, open: VecDeque::new(), ring, number: 0, totals: Arc::default() }
     }
 
-    /// The sums over all records, for whoever reads them beside the engine's thread.
+    /// Returns the sums over all records, which other threads can read.
     pub fn totals(&self) -> Arc<StepTotals> {
         Arc::clone(&self.totals)
     }
 
-    /// A plan with work was made at a moment and handed to the executor.
+    /// Notes a plan with work that was made at `planned` and submitted to the executor.
     pub fn planned(&mut self, ticket: Ticket, planned: Moment, sequences: Vec<SequenceId>) {
         self.open.push_back(Open { ticket, planned, sequences, steps: 0, tokens: 0, cost: PerToken::default() });
     }
 
-    /// The plans that are not finished never will be.
+    /// Forgets the unfinished plans, because they will never finish.
     pub fn forget_open(&mut self) {
         self.open.clear();
     }
 
-    /// A report came; `request` names the sequences that have not ended. Of a plan that is finished gives the record's
-    /// number and the plan's sequences.
+    /// Takes a report; `request` returns the id of a sequence's request if that has not ended. If the plan is finished,
+    /// returns the number of its record, and its sequences.
     pub fn reported(
         &mut self,
         report: Reported,
@@ -138,26 +139,26 @@ impl Observer {
         Some((number, open.sequences))
     }
 
-    /// The record of that number, while it is kept.
+    /// Returns the record with this number, if it is still in the ring.
     pub fn record(&self, number: u64) -> Option<&StepRecord> {
         let newest = self.number.checked_sub(1)?;
         let back = usize::try_from(newest.checked_sub(number)?).ok()?;
         self.ring.get(self.ring.len().checked_sub(back + 1)?)
     }
 
-    /// The number that the next record will have.
+    /// Returns the number that the next record will have.
     pub fn next_number(&self) -> u64 {
         self.number
     }
 
-    /// The last records, oldest first, at most `last`.
+    /// Returns the last records, at most `last` of them, oldest first.
     pub fn last(&self, last: usize) -> Vec<StepRecord> {
         let skip = self.ring.len().saturating_sub(last);
         self.ring.iter().skip(skip).cloned().collect()
     }
 
-    /// Tokens of the plans that were finished within `window` before `now`, a second. Where the ring does not reach
-    /// back so far, over as much as it holds.
+    /// Returns the number of tokens per second of the plans that were finished within `window` before `now`. If the
+    /// full ring does not reach back that far, the period is that which the ring covers.
     pub fn tokens_per_second(&self, now: Moment, window: Duration) -> f64 {
         let mut tokens = 0u64;
         for record in self.ring.iter().rev() {
@@ -171,13 +172,13 @@ impl Observer {
         tokens as f64 / held.as_secs_f64().max(1e-3)
     }
 
-    /// The records from `number` on that are kept, oldest first.
+    /// Returns the records from `number` on that are still in the ring, oldest first.
     pub fn from(&self, number: u64) -> Vec<StepRecord> {
         self.ring.iter().filter(|record| record.number >= number).cloned().collect()
     }
 }
 
-/// What a report says beside tokens: kept while the scheduler takes the tokens in.
+/// The parts of a report that the observer needs, kept while the scheduler processes the tokens.
 #[derive(Debug)]
 pub struct Reported {
     ticket: Ticket,
@@ -188,7 +189,7 @@ pub struct Reported {
 }
 
 impl Reported {
-    /// Of a report; takes its submissions out.
+    /// Copies the parts of a report; takes its submissions out.
     pub fn of(progress: &mut PlanReport) -> Reported {
         Reported {
             ticket: progress.ticket,

@@ -1,5 +1,5 @@
-//! What is done when a replica's device is lost: its executor is built anew on a thread of its own, and how often that is
-//! tried. Deliberately absent: how one is built (its maker's), and what becomes of sequences (`scheduler`).
+//! Recovery from a lost device: builds another executor on a separate thread, and limits how often that is tried.
+//! Not here: how an executor is built (the function in [`Rebuild`]), and what happens to the sequences (`scheduler`).
 
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
@@ -14,22 +14,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Losses within [`LOSSES_WITHIN`] after which a device is given up: it fails by itself, whatever runs.
+/// The maximum number of losses within [`LOSSES_WITHIN`] after each of which the device is rebuilt. A device that is
+/// lost more often fails by itself, whatever runs on it, and is given up.
 const MOST_LOSSES: usize = 5;
-/// As [`MOST_LOSSES`] says.
+/// The period in which losses are counted.
 const LOSSES_WITHIN: Duration = Duration::from_secs(600);
 
-/// Why there is no new executor.
+/// Why no new executor could be built.
 pub type RebuildError = Box<dyn Error + Send + Sync>;
 
 type Make = dyn Fn(&Capacity, &AtomicBool) -> Result<Box<dyn Executor>, RebuildError> + Send + Sync;
 
-/// Makes an executor of a capacity in place of one whose device was lost. The flag is set when nobody wants it any more.
+/// Builds an executor with a given capacity in place of one whose device was lost. The flag is set when the executor is
+/// no longer needed.
 #[derive(Clone)]
 pub struct Rebuild(Arc<Make>);
 
 impl Rebuild {
-    /// By a function that may take its time.
+    /// Creates it from a function, which may take as long as it needs.
     pub fn new(
         make: impl Fn(&Capacity, &AtomicBool) -> Result<Box<dyn Executor>, RebuildError> + Send + Sync + 'static,
     ) -> Rebuild {
@@ -43,35 +45,35 @@ impl fmt::Debug for Rebuild {
     }
 }
 
-/// Why a lost device is not tried again.
+/// Why a lost device is not rebuilt.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GivenUp {
-    /// Nobody said how.
+    /// There is no function that builds an executor.
     #[error("nothing builds it anew")]
     NotPossible,
-    /// It was lost too often.
+    /// The device was lost too often.
     #[error("it was lost {losses} times within {} minutes", LOSSES_WITHIN.as_secs() / 60)]
     TooOften {
-        /// Times.
+        /// The number of losses.
         losses: usize,
     },
 }
 
-/// A replica's attempts.
+/// A replica's attempts to rebuild its executor.
 pub struct Rebuilds {
     how: Option<Rebuild>,
-    /// When the device was lost lately.
+    /// When the device was lost, within the last [`LOSSES_WITHIN`].
     losses: VecDeque<Instant>,
     built: (Sender<Built>, Receiver<Built>),
     cancelled: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What an attempt came to.
+/// The result of an attempt.
 pub type Built = Result<Box<dyn Executor>, RebuildError>;
 
 impl Rebuilds {
-    /// None so far.
+    /// Creates it without any attempts.
     pub fn new(how: Option<Rebuild>) -> Rebuilds {
         Rebuilds { how, losses: VecDeque::new(), built: unbounded(), cancelled: Arc::default(), thread: None }
     }
@@ -81,7 +83,7 @@ impl Rebuilds {
         self.thread.is_some()
     }
 
-    /// The device is lost; how another executor is built, if one may be.
+    /// Notes that the device is lost. Returns how to build another executor, or why that is not done.
     pub fn lost(&mut self, now: Instant) -> Result<Rebuild, GivenUp> {
         let how = self.how.clone().ok_or(GivenUp::NotPossible)?;
         self.losses.retain(|at| now.saturating_duration_since(*at) < LOSSES_WITHIN);
@@ -92,8 +94,8 @@ impl Rebuilds {
         Ok(how)
     }
 
-    /// Has an executor built in place of `lost`, which ends on the same thread, for that can take as long as the device
-    /// takes to stop. Fails only where the system has no thread to give.
+    /// Starts to build an executor in place of `lost`. `lost` is dropped on the same thread, because that can take as
+    /// long as the device needs to stop. Fails only if the system cannot start a thread.
     pub fn begin(&mut self, name: &str, how: Rebuild, lost: Box<dyn Executor>) -> std::io::Result<()> {
         assert!(!self.under_way(), "an executor that is not there cannot be lost");
         let (cancelled, sender) = (Arc::clone(&self.cancelled), self.built.0.clone());
@@ -108,7 +110,7 @@ impl Rebuilds {
                 }
             };
             let built = catch_unwind(AssertUnwindSafe(make)).unwrap_or_else(|_| Err("its making has panicked".into()));
-            // The receiver lives with the sender.
+            // The receiver is dropped together with the sender of `self`.
             let _ = sender.send(built);
         };
         let thread = std::thread::Builder::new().name(format!("rebuild {name}")).spawn(work);
@@ -116,15 +118,15 @@ impl Rebuilds {
         Ok(())
     }
 
-    /// What attempts came to; [`Rebuilds::ended`] must follow.
+    /// Returns the channel of results. [`Rebuilds::ended`] must be called after each.
     pub fn built(&self) -> &Receiver<Built> {
         &self.built.1
     }
 
-    /// The attempt has said what it came to.
+    /// Joins the thread of an attempt whose result was received.
     pub fn ended(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // Its panics were caught.
+            // The thread catches the panics of its work.
             let _ = thread.join();
         }
     }
@@ -143,7 +145,7 @@ impl fmt::Debug for Rebuilds {
     }
 }
 
-/// Stands in for an executor that is being built: it holds as much, and nothing happens on it.
+/// A placeholder for an executor that is being rebuilt: it has the same capacity and does nothing.
 #[derive(Debug)]
 pub struct Absent {
     capacity: Capacity,
@@ -152,7 +154,7 @@ pub struct Absent {
 }
 
 impl Absent {
-    /// In place of one of that capacity.
+    /// Creates a placeholder for an executor with this capacity.
     pub fn new(capacity: Capacity) -> Absent {
         Absent { capacity, wake: never(), pace: Pace::default() }
     }
@@ -219,7 +221,7 @@ mod tests {
         for minute in [0, 1, 2, 3, 4, 11, 12] {
             rebuilds.lost(minutes(minute)).unwrap();
         }
-        // Those of minutes 3, 4, 11 and 12 count.
+        // The losses of minutes 3, 4, 11 and 12 count.
         rebuilds.lost(minutes(12)).unwrap();
         let error = rebuilds.lost(minutes(12)).unwrap_err();
         assert_eq!(error.to_string(), "it was lost 6 times within 10 minutes");

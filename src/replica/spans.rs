@@ -1,5 +1,6 @@
-//! The spans of one request: `queue`, `prefill` and `decode` under the request's own, and those of steps with what ran
-//! on the device. None is made per token: of a long decode's steps ever fewer are shown.
+//! The spans of a request: `queue`, `prefill` and `decode` under the request's own span, and spans of plans with what
+//! ran on the device. There is no span per token: the longer a decode phase, the fewer of its plans get a span.
+//! Not here: the names of spans and attributes, and their export (`telemetry`).
 
 use crate::engine::sequence::PhaseCost;
 use crate::replica::observer::StepRecord;
@@ -8,12 +9,12 @@ use crate::telemetry::spans::{self, Past, SpanName};
 use opentelemetry::{KeyValue, StringValue, Value};
 use tracing::{Span, field::Empty, info_span};
 
-/// The `queue` span under a request's.
+/// Creates the `queue` span under a request's span.
 pub fn queue(request: &Span) -> Span {
     info_span!(parent: request, names::SPAN_QUEUE, { names::SAMPLE } = Empty)
 }
 
-/// Says of a `queue`, `prefill` or `decode` span which sample of its request it belongs to.
+/// Sets the sample's index on a `queue`, `prefill` or `decode` span.
 pub fn sample(span: &Span, index: u32) {
     // Unsigned numbers would be exported as text.
     span.record(names::SAMPLE, i64::from(index));
@@ -43,24 +44,24 @@ macro_rules! phase_span {
     };
 }
 
-/// The `prefill` span under a request's.
+/// Creates the `prefill` span under a request's span.
 pub fn prefill(request: &Span) -> Span {
     phase_span!(request, names::SPAN_PREFILL)
 }
 
-/// The `decode` span under a request's.
+/// Creates the `decode` span under a request's span.
 pub fn decode(request: &Span) -> Span {
     phase_span!(request, names::SPAN_DECODE)
 }
 
-/// Says of a request's or a phase's span, once, how many faults its steps have met with, if any.
+/// Sets the number of faults on a request's or a phase's span, if there were any. To be called once per span.
 pub fn faults(span: &Span, faults: u32) {
     if faults > 0 {
         spans::set(span, names::OVERLAP_FAULTS, i64::from(faults));
     }
 }
 
-/// Writes what a phase cost to its span.
+/// Sets the cost of a phase on its span.
 pub fn record(span: &Span, cost: &PhaseCost) {
     if span.is_disabled() {
         return;
@@ -81,15 +82,16 @@ pub fn record(span: &Span, cost: &PhaseCost) {
     span.record(names::PREEMPTIONS, cost.preemptions);
 }
 
-/// Of a request's first steps so many are shown, of the following ones half as many for each that many again.
+/// The number of plans of a request, from its first on, that all get spans. Of the following plans,
+/// [`SHOWN_PER_DOUBLING`] get a span each time that the number of plans doubles.
 const SHOWN_STEPS: u32 = 16;
-/// What is shown of each doubling after them.
+/// The number of plans that get a span in each doubling after the first [`SHOWN_STEPS`].
 const SHOWN_PER_DOUBLING: u32 = 8;
-/// Links that a span keeps, as OpenTelemetry's default is.
+/// The maximum number of links of a span, which is OpenTelemetry's default.
 const MOST_LINKS: usize = 128;
 
-/// Whether a request's `index`th plan is shown as a span: the first ones all, then ever fewer, so that 32,000 tokens
-/// make about a hundred.
+/// Whether a request's plan number `index` gets a span: the first ones all do, later ones less and less often, so that
+/// 32,000 plans make about a hundred spans.
 pub fn shows_step(index: u32) -> bool {
     if index < SHOWN_STEPS {
         return true;
@@ -98,16 +100,16 @@ pub fn shows_step(index: u32) -> bool {
     index.is_multiple_of(every)
 }
 
-/// A request that a plan was for, whose trace is exported.
+/// A request with a row in a plan, whose trace is exported.
 #[derive(Debug)]
 pub struct Traced<'a> {
-    /// Its inference span.
+    /// The request's inference span.
     pub request: SpanName,
-    /// Its `queue`, `prefill` or `decode` span.
+    /// The request's `queue`, `prefill` or `decode` span.
     pub phase: &'a Span,
 }
 
-/// Each request once: samples share their request's span.
+/// Returns the span of each request once: samples share their request's span.
 fn links(shown: &[Traced<'_>]) -> Vec<SpanName> {
     let mut links: Vec<SpanName> = Vec::new();
     for traced in shown {
@@ -118,8 +120,8 @@ fn links(shown: &[Traced<'_>]) -> Vec<SpanName> {
     links
 }
 
-/// Exports a plan: one span, under the oldest of the requests that it is shown for and linked to all, and what ran on
-/// the device below it. The other requests' phases are linked to it.
+/// Exports a plan as one span, with a child span for each region that ran on the device. Its parent is the first
+/// request of `shown`, and it links to all of them. The phase spans of the other requests link to it.
 pub fn step(record: &StepRecord, replica: &str, shown: &[Traced<'_>]) {
     let Some(first) = shown.first() else { return };
     let reasons: Vec<StringValue> = record.submissions.iter().map(|s| StringValue::from(s.flush.name())).collect();
@@ -190,7 +192,7 @@ mod tests {
         let shown = |steps: u32| (0..steps).filter(|step| shows_step(*step)).count();
         assert_eq!(shown(16), 16);
         assert_eq!(shown(32), 24);
-        // 32,000 tokens in plans of 16 steps, and in plans of one.
+        // 32,000 tokens in plans of 16 steps, and in plans of one step.
         assert_eq!(shown(2_000), 16 + 7 * 8);
         assert!(shown(32_000) < 110, "{}", shown(32_000));
         assert!((16..10_000).step_by(500).all(|from| (from..2 * from).any(shows_step)), "none is long without one");

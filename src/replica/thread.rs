@@ -1,6 +1,6 @@
-//! A model on a device: the engine thread, which owns the scheduler, the executor and the
-//! requests' sinks, and steps the one with the other. It never blocks on a client, and it knows
-//! neither text nor tokio.
+//! The engine thread of a replica. It owns the scheduler, the executor and the requests' sinks, submits the scheduler's
+//! plans to the executor, and gives the executor's reports to the scheduler. It never blocks on a client.
+//! Not here: text, tokio, and what runs next (`engine::scheduler`).
 
 use crate::actors::mailbox::Mailbox;
 use crate::engine::executor::{ExecuteError, Executor};
@@ -28,9 +28,9 @@ pub(super) enum Message {
     /// The samples of one request.
     Submit(Vec<Submission>),
     Abort(String),
-    /// To look at something, or ask for something, between two turns.
+    /// Runs a function on the thread's state between two turns.
     Ask(Box<dyn FnOnce(&mut Actor) + Send>),
-    /// To end every request with this reason, and then the thread.
+    /// Ends every request with this reason, and then the thread.
     Stop(String),
 }
 
@@ -38,12 +38,12 @@ enum Wake {
     Message(Message),
     Device,
     Mask(Answer),
-    /// What the attempt at another executor came to.
+    /// The result of an attempt to build another executor.
     Built(Built),
     Deadline,
-    /// The handle is gone.
+    /// The handle was dropped.
     Closed,
-    /// The executor's wake channel is gone.
+    /// The executor's wake channel was closed.
     DeviceGone,
 }
 
@@ -52,31 +52,32 @@ pub(super) struct Actor {
     pub(super) executor: Box<dyn Executor>,
     pub(super) wake: Receiver<()>,
     pub(super) masks: Masks,
-    /// Why the executor is not used any more.
+    /// Why the executor is no longer used.
     pub(super) failed: Option<String>,
     pub(super) rebuilds: Rebuilds,
-    /// Faults of the executors before this one.
+    /// The number of faults of all previous executors.
     pub(super) earlier_faults: u64,
-    /// From submission until `Finished`.
+    /// The clients by sequence, from submission until `Finished`.
     pub(super) clients: SequenceMap<Client>,
     pub(super) observer: Observer,
-    /// Plans that were finished in this turn: their records' numbers, and whom they were for.
+    /// The plans that were finished in this turn: the numbers of their records, and their sequences.
     pub(super) done: Vec<(u64, Vec<SequenceId>)>,
-    /// Who follows the pages; and the number of the last batch.
+    /// The followers of the page changes, and the number of the last batch.
     pub(super) followers: Vec<PageSink>,
     pub(super) page_batches: u64,
-    /// `MODEL/INDEX`.
+    /// The replica's name, as `MODEL/INDEX`.
     pub(super) name: String,
     pub(super) shared: Arc<Shared>,
-    /// Time that this thread has worked, and handed tokens out, and no step was charged with.
+    /// The time that this thread has spent on scheduling, and on delivering tokens, and that is not charged to a step
+    /// yet.
     pub(super) busy: (Duration, Duration),
-    /// It ends with this turn, and why.
+    /// Why the thread ends with this turn, if it does.
     pub(super) stopping: Option<String>,
 }
 
 impl Actor {
-    /// Runs until the handle is gone. A panic ends every request with an error first: a client
-    /// must not wait for a thread that is no more.
+    /// Runs until the handle is dropped. After a panic it ends every request with an error, because no client may wait
+    /// for a thread that does not run.
     pub(super) fn run_guarded(mut self, inbox: &Mailbox<Message>) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.run(inbox)));
         if outcome.is_ok() {
@@ -92,7 +93,7 @@ impl Actor {
             client.end(FinishReason::Error(why.clone()));
         }
         self.followers.clear();
-        // Some may have passed the gate before it was closed, and none may wait in vain.
+        // Requests may have passed the gate before it closed; their clients must not wait forever.
         self.failed = Some(why);
         for message in inbox.iter() {
             if matches!(message, Message::Stop(_)) {
@@ -107,7 +108,7 @@ impl Actor {
             match self.next_wake(inbox) {
                 Wake::Message(message) => {
                     self.take(message);
-                    // All of one turn's arrivals and aborts are planned for together.
+                    // Take all messages that are there, so that they are planned for together.
                     while let Ok(message) = inbox.try_recv() {
                         self.take(message);
                     }
@@ -121,7 +122,7 @@ impl Actor {
             if let Some(why) = self.stopping.take() {
                 self.scheduler.fail(&why, Instant::now());
                 self.failed = Some(why);
-                // Some may have passed the gate before it was closed.
+                // Requests may have passed the gate before it closed.
                 inbox.try_iter().for_each(|message| self.take(message));
                 break;
             }
@@ -145,7 +146,7 @@ impl Actor {
             recv(**inbox) -> message => message.map_or(Wake::Closed, Wake::Message),
             recv(device) -> woken => woken.map_or(Wake::DeviceGone, |()| Wake::Device),
             recv(deadline) -> _ => Wake::Deadline,
-            // The sender is this thread's own too.
+            // This thread also holds a sender, so the channel never closes.
             recv(self.masks.answers()) -> answer => answer.map_or(Wake::Device, Wake::Mask),
             recv(self.rebuilds.built()) -> built => built.map_or(Wake::Device, Wake::Built),
         }
@@ -158,7 +159,7 @@ impl Actor {
                     self.arrive(submission);
                 }
             }
-            // What has failed has ended all it knew.
+            // A failure has ended all known requests.
             Message::Abort(_) if self.failed.is_some() => {}
             Message::Abort(id) => self.scheduler.abort(&id, Instant::now()),
             Message::Ask(question) => question(self),
@@ -168,7 +169,7 @@ impl Actor {
 
     fn arrive(&mut self, submission: Submission) {
         if let Some(why) = &self.failed {
-            // It passed the gate before that was closed.
+            // The request passed the gate before it closed.
             let why = why.clone();
             self.shared.gate().live.remove(&submission.request.id);
             Client::new(submission).1.end(FinishReason::Error(why));
@@ -180,7 +181,7 @@ impl Actor {
         self.clients.insert(id, client);
     }
 
-    /// Takes in what the device says, gives it what is next, and only then tells the clients.
+    /// One turn: takes the executor's reports, submits the next plans, and only then sends events to the clients.
     fn turn(&mut self) {
         loop {
             let start = Instant::now();
@@ -202,8 +203,8 @@ impl Actor {
         }
     }
 
-    /// The state as of the last batch is the new follower's first, under a number of its own: who has followed before
-    /// and missed some sees that.
+    /// Adds a follower. Its first batch is the state as of the last batch, with a number of its own, so that a follower
+    /// that subscribes again and has missed batches can notice that.
     pub(super) fn follow(&mut self, mut sink: PageSink) {
         self.tell_followers();
         self.page_batches += 1;
@@ -212,7 +213,7 @@ impl Actor {
         let all: Arc<[PageChange]> = cleared.chain(stored).collect();
         let number = self.page_batches;
         let batch = |changes| PageBatch { number, at: Moment::now(), changes };
-        // Numbers have no gap for the others.
+        // The other followers get an empty batch with this number, so that their numbers have no gap.
         self.followers.retain_mut(|follower| follower(batch(Arc::from([]))).is_ok());
         if sink(batch(all)).is_ok() {
             self.followers.push(sink);
@@ -254,7 +255,7 @@ impl Actor {
                         self.clients.get_mut(*id).into_iter().for_each(|client| client.note_faults(faults));
                     }
                 }
-                // Nobody else asks whom a plan was for.
+                // Only the export needs to know the sequences of a plan.
                 self.done.extend(done.filter(|_| exports()));
             }
         }
@@ -287,7 +288,7 @@ impl Actor {
         }
     }
 
-    /// Does what the scheduler wants about constraints.
+    /// Carries out the scheduler's commands concerning constraints.
     fn obey(&mut self) -> Result<(), ExecuteError> {
         for command in self.scheduler.take_commands() {
             match command {
@@ -299,8 +300,8 @@ impl Actor {
         Ok(())
     }
 
-    /// Exports the plans of this turn that someone's trace shows: after the device has its next work, and before
-    /// their clients hear of the end.
+    /// Exports the plans finished in this turn that an exported trace shows. This happens after the device has its next
+    /// work, and before the clients are notified that their requests have ended.
     fn export_steps(&mut self) {
         for (number, sequences) in self.done.drain(..) {
             let mut shown = Vec::new();
@@ -324,7 +325,8 @@ impl Actor {
         }
     }
 
-    /// The executor failed: if that is because the device is lost, another one is built, and who ran goes on with it.
+    /// Handles a failure of the executor. If the device was lost, another executor is built, and the running sequences
+    /// continue on it.
     fn lose(&mut self, error: ExecuteError) {
         if !matches!(error, ExecuteError::DeviceLost { .. }) {
             return self.fail(&error);
@@ -369,7 +371,7 @@ impl Actor {
         }
     }
 
-    /// The device failed: every request ends, and none is taken any more.
+    /// Handles the failure of the device: every request ends, and no further request is accepted.
     fn fail(&mut self, error: &ExecuteError) {
         let why = with_causes(error);
         tracing::error!(error = %why, "the executor has failed");
@@ -379,7 +381,8 @@ impl Actor {
         self.failed = Some(why);
     }
 
-    /// Hands out what the scheduler has said; whether a sink failed, so that there is more to do.
+    /// Sends the scheduler's outputs to the clients. Returns whether a sink failed, so that there are sequences to
+    /// abort.
     fn deliver(&mut self) -> bool {
         let mut gone = Vec::new();
         for output in self.scheduler.take_outputs() {
@@ -393,7 +396,7 @@ impl Actor {
                 SchedulerOutput::Event(id, event) => (id, event),
             };
             if matches!(event, Event::Finished(_)) {
-                // The id is free before its user hears of the end.
+                // The id is free before the client is notified of the end.
                 if let Some(client) = self.clients.remove(id) {
                     self.shared.gate().live.remove(&client.id);
                     client.finish(event);

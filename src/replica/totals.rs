@@ -1,53 +1,55 @@
-//! What all finished plans of a replica were like together, for counters that only grow: summed once a plan, read
-//! without asking the engine's thread. Deliberately absent: single plans, which the step ring keeps.
+//! Sums over all finished plans of a replica, for monotonic counters. Updated once per plan, and read without asking
+//! the engine thread.
+//! Not here: single plans, which the step ring keeps (`observer`).
 
 use crate::engine::request::PerToken;
 use crate::replica::observer::StepRecord;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Sums over the finished plans of a phase.
+/// Sums over the finished plans of one phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PhaseTotals {
-    /// Plans.
+    /// The number of plans.
     pub plans: u64,
-    /// Their steps.
+    /// The number of steps.
     pub steps: u64,
-    /// Rows of all decode steps, or tokens of all steps of prompts.
+    /// The number of rows of all decode steps, or of tokens of all prefill steps.
     pub rows: u64,
-    /// Tokens drawn.
+    /// The number of tokens drawn.
     pub tokens: u64,
-    /// What they cost.
+    /// The cost.
     pub cost: PerToken,
-    /// The host's work: scheduling, delivering and enqueueing. Two threads share it, so it may pass beside the device's.
+    /// Host time for scheduling, delivering and enqueueing. It is spent on two threads and can overlap with device
+    /// time.
     pub host: Duration,
-    /// The device's work; zero where its time is not measured.
+    /// Device time; zero if it is not measured.
     pub gpu: Duration,
-    /// From the end of a plan's last region to when the engine had taken in its last report: finished work that
-    /// waited for the host. Zero where the device's time is not measured.
+    /// The time from the end of a plan's last region until the engine has processed its last report: finished work that
+    /// waited for the host. Zero if device time is not measured.
     pub wait: Duration,
 }
 
 /// Sums over all finished plans.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Totals {
-    /// Steps of prompts.
+    /// Prefill plans.
     pub prefill: PhaseTotals,
-    /// Decode steps.
+    /// Decode plans.
     pub decode: PhaseTotals,
 }
 
-/// A replica's sums. The lock is held for an addition or a copy.
+/// A replica's sums. The lock is only held for an addition or a copy.
 #[derive(Debug, Default)]
 pub struct StepTotals(Mutex<Totals>);
 
 impl StepTotals {
     fn totals(&self) -> MutexGuard<'_, Totals> {
-        // No panic happens while it is held.
+        // Poisoning is ignored: no code panics while the lock is held.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in a finished plan.
+    /// Adds a finished plan.
     pub fn add(&self, record: &StepRecord) {
         let mut totals = self.totals();
         match record.phase {
@@ -56,7 +58,7 @@ impl StepTotals {
         }
     }
 
-    /// The sums as they are now.
+    /// Returns the current sums.
     pub fn read(&self) -> Totals {
         *self.totals()
     }

@@ -1,4 +1,5 @@
 //! Decode plans: which sequences have rows, and how many steps are queued.
+//! Not here: prefill plans (`prompts`), and which sequence is preempted (`preemption`).
 
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Change, StepPlan, Ticket, Work};
@@ -6,26 +7,27 @@ use crate::engine::scheduler::{Flight, Scheduler};
 use crate::engine::sequence::{Sequence, SequenceId};
 use std::time::Duration;
 
-/// What a decode plan should take: long enough that a submission costs little of it, short
-/// enough that arrivals and aborts take effect soon.
+/// The target duration of a decode plan: long enough that a submission costs little in comparison, short enough that
+/// arrivals and aborts take effect soon.
 pub(super) const PLAN_TIME: Duration = Duration::from_millis(10);
 
-/// Tokens of a decode plan that a submission and a wait should be shared by, and what it may take then.
+/// The number of tokens that should share the cost of a submission and a wait. A decode plan may exceed [`PLAN_TIME`]
+/// to reach it, up to [`PLAN_TIME_MAX`].
 pub(super) const PLAN_TOKENS: u32 = 10;
 
-/// As [`PLAN_TOKENS`] says.
+/// The maximum duration of a decode plan that exceeds [`PLAN_TIME`] to draw [`PLAN_TOKENS`] tokens.
 pub(super) const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
 
-/// Steps of a decode plan on a device that takes longer than `PLAN_TIME` for them. Their tokens
-/// are still reported one by one, so nobody waits longer for one.
+/// The minimum number of steps of a decode plan, even on a device that takes longer than [`PLAN_TIME`] for them. Tokens
+/// are still reported one by one, so none is delayed.
 pub(super) const PLAN_STEPS_MIN: u32 = 2;
 
-/// Most steps of a decode plan.
+/// The maximum number of steps of a decode plan.
 pub(super) const PLAN_STEPS_MAX: u32 = 16;
 
 impl Scheduler {
-    /// The next decode plan, if anyone can decode. `beside_prompt`: prompts wait to alternate
-    /// with it, so it is short.
+    /// Makes the next decode plan, if a sequence can decode. `beside_prompt`: prompts alternate with it, so it has one
+    /// step.
     pub(super) fn plan_decode(&mut self, pace: &Pace, beside_prompt: bool) -> Option<StepPlan> {
         let outstanding: u32 = self.flights.iter().filter(|f| !f.is_prefill()).map(|f| f.steps_left).sum();
         let room = self.setup.capacity.run_ahead.saturating_sub(outstanding);
@@ -38,14 +40,14 @@ impl Scheduler {
             return None;
         }
         let undrawn = || rows.iter().map(|&id| self.sequences[id].undrawn());
-        // While someone waits for a slot, a plan ends with the first row that does.
+        // While sequences wait for a slot, the plan ends with the first row that can free its slot.
         let useful = if self.waiting.is_empty() { undrawn().max() } else { undrawn().min() };
         let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
-        // Who waits for a late mask is not waited for.
+        // A constrained row that waits for its mask outside the batch does not limit the others.
         let constrained = self.residents().any(|s| s.constraint.is_some() && s.decodes() && !s.waits_apart());
         let sequences = rows.len() as u32;
         let mut drafts = if dumps || constrained { 0 } else { self.speculation.choose(sequences, pace) };
-        // What drafts are to follow has to fit the context too.
+        // Each slot may write `drafts` positions more than it draws, which must fit in the context too.
         let least = undrawn().min().expect("there are rows");
         if least < 2 * drafts + 1 {
             drafts = 0;
@@ -68,7 +70,7 @@ impl Scheduler {
             steps /= 2;
         }
         if self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
-            // The best first. Who finds no page then waits for those that are about to be released.
+            // The best sequences first. Those that find no page then wait for pages that will soon be released.
             rows.sort_by_key(|&id| self.sequences[id].rank());
             self.preempt(&mut rows);
             let mut free = self.pool.free();
@@ -119,13 +121,14 @@ impl Scheduler {
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
     }
 
-    /// Who can decode, by slot, so that rows keep their places from step to step; at most the largest bucket, and no
-    /// more than the device serves best at once: where there are more, those that have gone longest without.
+    /// Returns the sequences that can decode, ordered by slot, so that rows keep their places from step to step. Their
+    /// number is at most the largest bucket, and at most what the device serves best at a time. If more can decode,
+    /// those that have waited longest for a row are chosen.
     pub(super) fn decode_rows(&self, pace: &Pace) -> Vec<SequenceId> {
         let mut rows: Vec<&Sequence> = self
             .residents()
             .filter(|sequence| sequence.decodes())
-            // Logits are read back before the next step overwrites them.
+            // Logits must be read back before the next step overwrites them.
             .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
             .filter(|sequence| match self.setup.capacity.gates {
                 true => !sequence.waits_apart(),
@@ -142,11 +145,11 @@ impl Scheduler {
     }
 
     pub(super) fn steps_aim(&self, step_time: Option<Duration>, rows: u32) -> u32 {
-        // Half of what may be queued, so that two plans fit.
+        // Half of the run-ahead, so that two plans fit.
         let most = (self.setup.capacity.run_ahead / 2).clamp(1, PLAN_STEPS_MAX);
         let least = PLAN_STEPS_MIN.min(most);
         match step_time {
-            // The first plan of all shows how long a step takes.
+            // The first plan of all measures how long a step takes.
             None => least,
             Some(step_time) => {
                 let step_ns = step_time.as_nanos().max(1);

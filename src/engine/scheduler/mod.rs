@@ -1,27 +1,29 @@
-//! What runs next. A pure state machine: arrivals, aborts, progress and the clock's reading in;
-//! plans and events out. Deliberately absent: threads, channels, devices, reading a clock.
+//! The scheduler: decides what runs next. A pure state machine: arrivals, aborts, reports and the current time go in;
+//! plans and events come out.
+//! Not here: threads, channels, devices, reading a clock.
 //!
-//! - Higher priority goes first, and within a priority who came first. One admission in
-//!   `PASSED_OVER_MAX + 1` goes to whoever has waited longest, and nobody takes its pages
-//!   again: so nobody waits for ever.
-//! - A sequence joins with the pages of its whole history; pages for decoding are taken as the
-//!   run-ahead needs them. When there are none, run-ahead is shortened first, then the youngest
-//!   of the lowest priority loses its pages and is computed again later.
-//! - A prompt plan takes in chunks of as many prompts as its tokens allow, and alternates with decode plans while
-//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps, with a lone prompt that takes several plans
-//!   `LONE_PROMPT_STEPS`, or longer where many prompts
-//!   wait (`MOST_ROWS_PER_PROMPT`): rows hardly notice one prompt, and many prompts do not wait for a few rows.
-//! - A full page is named by its tokens and all before them as soon as a chunk that fills it is planned, or its
-//!   tokens are reported: whoever joins later with the same beginning, even in the same plan, shares it. Nobody
-//!   writes to a page that has a name, so nothing is ever copied; at least one token is always computed.
-//! - Two plans are in flight, so the device has the next one when it ends the first. A decode
-//!   plan is as many steps as make `PLAN_TIME`, or as many as make `PLAN_TOKENS` tokens where that
-//!   takes at most `PLAN_TIME_MAX`, and at least `PLAN_STEPS_MIN` where there is room, so that even a
-//!   slow device is submitted to less than once a token.
-//! - What a constrained sequence may draw is known once its last token is: its next step is queued before that, alone,
-//!   and draws when the mask has come, for all rows that share it. Nothing but decode steps is queued behind it. A row
-//!   whose mask is late loses its place, so that the step goes on without it, and comes back when its mask is there.
-//! - A slot and its pages are free when the last plan that names the slot is finished.
+//! - Higher priority goes first, and within a priority the older sequence. One admission in `PASSED_OVER_MAX + 1` goes
+//!   to the sequence that has waited longest, which until its end ranks before all others that did not get their slots
+//!   this way, so that no sequence waits forever.
+//! - A sequence joins with the pages of its whole history. Pages for decoding are taken as the run-ahead needs them. If
+//!   there are too few, the run-ahead is shortened first; then the youngest sequence of the lowest priority is
+//!   preempted: it loses its pages and is computed again later.
+//! - A prefill plan contains chunks of as many prompts as fit in its tokens, and alternates with decode plans while
+//!   there are both. It then lasts at most `PROMPT_STEPS` decode steps (`LONE_PROMPT_STEPS` for a single prompt that
+//!   takes several plans), or longer if many prompts wait (`MOST_ROWS_PER_PROMPT`). So one prompt hardly delays the
+//!   rows that decode, and many prompts do not wait for a few rows.
+//! - A full page gets a key, made of its tokens and all tokens before them, as soon as a chunk that fills it is planned
+//!   or its tokens are reported. A sequence that joins later with the same prefix, even in the same plan, shares the
+//!   page. A page with a key is never written again, so nothing is ever copied; at least one token of a sequence is
+//!   always computed.
+//! - Two plans are in flight, so that the device has the next one when it finishes the first. A decode plan has as many
+//!   steps as take `PLAN_TIME`, or as many as draw `PLAN_TOKENS` tokens if that takes at most `PLAN_TIME_MAX`, and at
+//!   least `PLAN_STEPS_MIN` if there is room, so that even a slow device gets less than one submission per token.
+//! - The mask of a constrained sequence can only be computed after its last token is known. Its next step is queued
+//!   before that, as a plan of one step, and draws for all of its rows when the masks are available. Only decode steps
+//!   are queued behind such a plan. A row whose mask is late leaves the batch, so that the step continues without it,
+//!   and returns when its mask is available.
+//! - A slot and its pages become free when the last plan that names the slot is finished.
 
 mod decoding;
 mod preemption;
@@ -45,114 +47,117 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Plans with work that may be submitted and unfinished: one runs, one waits behind it.
+/// The maximum number of plans with work that are submitted and unfinished: one runs, and one is queued behind it.
 pub const PLANS_IN_FLIGHT: usize = 2;
-/// Admissions that may pass over whoever has waited longest before it is its turn.
+/// The maximum number of consecutive admissions that pass over the sequence that has waited longest; then it is
+/// admitted next.
 pub const PASSED_OVER_MAX: u32 = 7;
-/// Losses of the device while a sequence was on it after which the sequence is ended: it may be the cause.
+/// The number of device losses while a sequence held a slot after which the sequence is ended, because it may be the
+/// cause.
 const MOST_LOSSES: u32 = 2;
 
-/// What a scheduler is made of.
+/// The configuration of a scheduler.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The executor's.
+    /// The executor's capacity.
     pub capacity: Capacity,
-    /// Longest prompt and output together; at most `Capacity::usable_context`.
+    /// The maximum length of prompt and output together, in tokens; at most `Capacity::usable_context`.
     pub context: u32,
     /// The model's end-of-sequence ids.
     pub eos_ids: Vec<u32>,
-    /// For `Started`.
+    /// The device's name, for `Started`.
     pub device_name: String,
-    /// For `Started`.
+    /// The device's UUID, for `Started`.
     pub device_uuid: String,
-    /// For `Started`.
+    /// The replica's name, for `Started`.
     pub replica: String,
-    /// Where the seeds of requests without one come from.
+    /// The seed from which seeds of requests without one are generated.
     pub seed: u64,
-    /// Whether prompts are looked for in pages.
+    /// Whether the prefix cache is used.
     pub prefix_cache: bool,
 }
 
-/// What the scheduler has to say, in order.
+/// An output of the scheduler.
 #[derive(Clone, Debug)]
 pub enum SchedulerOutput {
-    /// For the request's sink.
+    /// An event for the request's sink.
     Event(SequenceId, Event),
-    /// The prompt is taken in (before the first token), or ended unfinished.
+    /// The prefill phase ended: the prompt is computed (sent before the first token), or the request ended before that.
     Prefilled(SequenceId, Box<PhaseCost>),
-    /// Decoding ended (before `Finished`).
+    /// The decode phase ended (sent before `Finished`).
     Decoded(SequenceId, Box<PhaseCost>),
 }
 
-/// What the scheduler wants done about constraints, in order.
+/// A command of the scheduler concerning constraints. Commands must be carried out in order.
 #[derive(Clone, Debug)]
 pub enum ConstraintCommand {
-    /// Find out what may follow the token; `constrained` takes the answer.
+    /// Compute what may follow the token; `constrained` takes the result.
     Take(SequenceId, Box<Grammar>, u32),
-    /// For the executor: what a slot may draw next.
+    /// For the executor: set the tokens that a slot may draw next.
     Mask(Slot, Arc<[u32]>),
-    /// For the executor: the masks of a plan are there.
+    /// For the executor: all masks of a plan are set.
     Release(Ticket),
 }
 
-/// What a report of progress was about.
+/// Which steps a report completed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Completed {
     /// `prefill` or `decode`.
     pub phase: &'static str,
-    /// Rows of the batch (decode) or tokens of the chunk (prefill).
+    /// The number of rows of the batch (decode) or of prompt tokens of the plan (prefill).
     pub rows: u32,
-    /// Steps reported.
+    /// The number of steps reported.
     pub steps: u32,
-    /// Summed over the steps.
+    /// The cost, summed over the steps.
     pub cost: PerToken,
 }
 
-/// Counts of what is going on.
+/// Counts of sequences, requests, pages and tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Sequences that hold a slot, those that have ended and wait for their last plan included.
+    /// The number of sequences that hold a slot, including those that have ended and wait for their last plan.
     pub running: u32,
-    /// Sequences in the queue.
+    /// The number of sequences in the queue, including those that wait for a mask.
     pub waiting: u32,
-    /// Unfinished requests that are not in the queue.
+    /// The number of unfinished requests that are not in the queue.
     pub admitted: u32,
-    /// Pages held.
+    /// The number of pages held.
     pub pages_used: u32,
-    /// Free pages that a prompt may still find.
+    /// The number of free pages that a prompt can still reuse.
     pub pages_cached: u32,
-    /// Tokens of prompts that joined, since the start.
+    /// The number of prompt tokens of the requests that have started, since the start.
     pub prompt_tokens: u64,
-    /// Of them found in pages.
+    /// The number of those tokens that were found in the prefix cache.
     pub cached_tokens: u64,
-    /// Sequences that lost their pages, since the start.
+    /// The number of preemptions since the start: how often a sequence lost its pages.
     pub preemptions: u64,
-    /// Tokens that were drafted and verified, since the start.
+    /// The number of draft tokens verified since the start.
     pub drafted_tokens: u64,
-    /// Of them those that were right.
+    /// The number of draft tokens accepted since the start.
     pub accepted_tokens: u64,
-    /// Snapshots of recurrent state that a prompt may find.
+    /// The number of snapshots of recurrent state that a prompt can reuse.
     pub snapshots: u32,
 }
 
 /// A submitted plan with work.
 #[derive(Debug)]
 struct Flight {
-    /// By `submitted`.
+    /// The ticket, set by `submitted`.
     ticket: Ticket,
-    /// Tokens of each slot's chunk; empty for decode steps.
+    /// The number of tokens of each slot's chunk; empty for decode plans.
     chunks: Vec<u32>,
-    /// Slots named, each once.
+    /// The slots that the plan names, each once.
     slots: Vec<Slot>,
-    /// Rows (decode) or tokens (prefill).
+    /// The number of rows (decode) or tokens (prefill).
     rows: u32,
-    /// Steps not reported.
+    /// The number of steps not reported yet.
     steps_left: u32,
-    /// Slots whose masks are still to come, each with the number of the output token that it is for.
+    /// The slots whose masks are not available yet, each with the number of the output token that the mask is for.
     awaits: Vec<(Slot, u32)>,
-    /// Tokens drafted a step.
+    /// The number of drafts per step and slot.
     drafts: u32,
-    /// With drafts: tokens that each slot may draw, and those that it was reported to have drawn.
+    /// With drafts: the number of tokens that each slot may draw, and the numbers of tokens that were reported, by
+    /// slot.
     reserved: u32,
     drawn: Vec<u32>,
 }
@@ -168,34 +173,35 @@ impl Flight {
 pub struct Scheduler {
     setup: Setup,
     pool: PagePool,
-    /// Of models with recurrent state.
+    /// The snapshots, for models with recurrent state.
     snapshots: Option<Snapshots>,
     speculation: Speculation,
-    /// Plans of decode steps and of prompts for which a size was chosen: one in some tries what seems worse.
+    /// The numbers of decode plans and of prefill plans for which a size was chosen; now and then a plan tries a size
+    /// that seems worse.
     choices: (u64, u64),
-    /// All that have not ended, and those that have and still hold a slot.
+    /// All sequences that have not ended, and those that have ended and still hold a slot.
     sequences: SequenceMap<Sequence>,
-    /// Not ended, by the request's id.
+    /// Sequences that have not ended, by the request's id.
     by_request: HashMap<String, SequenceId>,
-    /// Not ended and with a deadline.
+    /// Sequences that have not ended and have a deadline.
     deadlines: BTreeSet<(Instant, SequenceId)>,
-    /// In the queue, best first.
+    /// The sequences in the queue, best first.
     ranked: BTreeSet<(Reverse<i32>, SequenceId)>,
-    /// In the queue, oldest first.
+    /// The sequences in the queue, oldest first.
     waiting: BTreeSet<SequenceId>,
-    /// Beside the queue: they hold nothing, and what they may draw next is being found out.
+    /// Sequences that hold nothing and are not in the queue, because the mask of their next token is not available yet.
     unmasked: BTreeSet<SequenceId>,
-    /// Admissions since the oldest in the queue could have gone.
+    /// The number of consecutive admissions that passed over the oldest sequence in the queue.
     passed_over: u32,
-    /// Holder by slot.
+    /// The sequence that holds each slot.
     slots: Vec<Option<SequenceId>>,
-    /// Slots that the device must be told to stop, with the next plan.
+    /// Slots that the next plan tells the device to leave.
     leaves: Vec<Slot>,
-    /// Submitted and unfinished, in order.
+    /// The submitted and unfinished plans, in order.
     flights: VecDeque<Flight>,
-    /// Handed out by `next_plan`, until `submitted` names it.
+    /// The plan that `next_plan` returned, until `submitted` sets its ticket.
     unnamed: Option<Flight>,
-    /// The last plan was a chunk of a prompt.
+    /// Whether the last plan was a prefill plan.
     prefilled_last: bool,
     outputs: Vec<SchedulerOutput>,
     commands: Vec<ConstraintCommand>,
@@ -210,14 +216,14 @@ pub struct Scheduler {
 }
 
 impl Capacity {
-    /// The longest prompt and output together that the pages hold, tokens.
+    /// Returns the maximum length of prompt and output together that fits in the pages, in tokens.
     pub fn usable_context(&self) -> u32 {
         self.context.min(self.pages.saturating_mul(PAGE_TOKENS))
     }
 }
 
 impl Scheduler {
-    /// With nothing to do.
+    /// Creates a scheduler without requests.
     pub fn new(setup: Setup) -> Scheduler {
         let capacity = &setup.capacity;
         assert!(setup.context <= capacity.usable_context(), "a context longer than the pages hold");
@@ -256,7 +262,8 @@ impl Scheduler {
         }
     }
 
-    /// A validated request whose id no other unfinished one has.
+    /// Adds a validated request, whose id must differ from those of all unfinished requests. Returns the id of its
+    /// sequence.
     pub fn arrive(&mut self, request: Request, now: Instant) -> SequenceId {
         let id = SequenceId(self.next_id);
         self.next_id += 1;
@@ -297,9 +304,9 @@ impl Scheduler {
         }
     }
 
-    /// Rows whose masks are late lose their places: what was queued with them goes on.
+    /// Removes rows with late masks from the batch, so that the plans that wait for these masks continue without them.
     pub fn give_up_late_masks(&mut self, now: Instant) {
-        // Each once: two plans may wait for one row.
+        // Each sequence once: two plans may wait for the same one.
         let late: BTreeSet<SequenceId> =
             self.awaited().filter(|(_, deadline)| *deadline <= now).map(|(sequence, _)| sequence.id).collect();
         for id in late {
@@ -316,7 +323,8 @@ impl Scheduler {
         }
     }
 
-    /// Who has a row in a plan that waits for its mask, which is being found out, and when that is late.
+    /// Returns the sequences that have a row in a plan that waits for their masks, with the time at which the mask that
+    /// is being computed is late.
     fn awaited(&self) -> impl Iterator<Item = (&Sequence, Instant)> {
         let slots = self.flights.iter().flat_map(|flight| &flight.awaits).map(|(slot, _)| *slot);
         let sequences = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
@@ -324,13 +332,13 @@ impl Scheduler {
         running.filter_map(|sequence| Some((sequence, sequence.mask_deadline()?)))
     }
 
-    /// When `expire` or `give_up_late_masks` next has something to do.
+    /// Returns the time at which `expire` or `give_up_late_masks` next has something to do.
     pub fn next_deadline(&self) -> Option<Instant> {
         let masks = self.awaited().map(|(_, deadline)| deadline);
         self.deadlines.first().map(|&(deadline, _)| deadline).into_iter().chain(masks).min()
     }
 
-    /// Ends everything: the device has failed, and no plan will be reported any more.
+    /// Ends all requests with an error: the device has failed, and no plan will be reported any more.
     pub fn fail(&mut self, why: &str, now: Instant) {
         let unfinished: Vec<SequenceId> = self.by_request.values().copied().collect();
         for id in unfinished.into_iter().collect::<BTreeSet<_>>() {
@@ -342,7 +350,8 @@ impl Scheduler {
         }
     }
 
-    /// No plan will be reported any more. Gives those who hold a slot, which nothing keeps any longer.
+    /// Forgets all plans, because none will be reported any more. Returns the sequences that hold a slot; the caller
+    /// must release them.
     fn forget_plans(&mut self) -> Vec<SequenceId> {
         self.flights.clear();
         self.unnamed = None;
@@ -354,16 +363,16 @@ impl Scheduler {
         residents
     }
 
-    /// Whether there is neither a request nor an unfinished plan.
+    /// Whether nothing is left to do: there is no sequence, no unfinished plan and no slot to leave.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.flights.is_empty() && self.leaves.is_empty()
     }
 
-    /// The device was lost and another is there, which knows nothing: whoever holds a slot goes back to the queue with all
-    /// that was reported of it, and what prompts could begin with is forgotten. Whoever has held one at
-    /// two losses is ended with `why`: it may be the cause.
+    /// Continues after the device was lost and replaced by another one without any state. All unfinished sequences that
+    /// hold a slot return to the queue with the tokens reported so far, and the prefix cache is emptied. A sequence
+    /// that has held a slot at `MOST_LOSSES` losses ends with the error `why`, because it may be the cause.
     pub fn restart(&mut self, why: &str, now: Instant) {
-        // What is asked of grammars is not asked of the device.
+        // Grammar computations do not depend on the device.
         self.commands.retain(|order| matches!(order, ConstraintCommand::Take(..)));
         for id in self.forget_plans() {
             let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
@@ -385,19 +394,19 @@ impl Scheduler {
         }
     }
 
-    /// Who holds a slot.
+    /// Returns the sequence that holds a slot.
     pub fn holder_id(&self, slot: Slot) -> Option<SequenceId> {
         self.slots[slot.0 as usize]
     }
 
-    /// All that have not ended, oldest first.
+    /// Returns all requests that have not ended, oldest first.
     pub fn views(&self, now: Instant) -> Vec<RequestView> {
         let mut ids: Vec<SequenceId> = self.by_request.values().copied().collect();
         ids.sort_unstable();
         ids.into_iter().filter_map(|id| Some(self.sequences.get(id)?.view(now))).collect()
     }
 
-    /// What is going on.
+    /// Returns the current counts.
     pub fn counts(&self) -> Counts {
         Counts {
             running: self.slots.iter().flatten().count() as u32,
@@ -414,7 +423,7 @@ impl Scheduler {
         }
     }
 
-    /// Forgets all that a prompt could begin with, if no request runs or waits and no plan is open; whether it did.
+    /// Empties the prefix cache if no request runs or waits and no plan is unfinished. Returns whether it did.
     pub fn forget_prompts(&mut self) -> bool {
         let idle = self.sequences.is_empty() && self.flights.is_empty();
         if idle {
@@ -426,13 +435,13 @@ impl Scheduler {
         idle
     }
 
-    /// The pages that prompts can be found in, for those who follow them.
+    /// Returns the page pool, to watch which pages can be found in the prefix cache.
     pub fn pool(&mut self) -> &mut PagePool {
         &mut self.pool
     }
 
-    /// Panics unless all that is counted twice agrees: for simulations, after every step.
-    /// Its cost grows with the slots, not with the queue.
+    /// Panics if redundant state is inconsistent. Simulations call it after every step; its cost grows with the number
+    /// of slots, not with the queue.
     pub fn assert_consistent(&self) {
         let mut held: BTreeMap<Page, u32> = BTreeMap::new();
         let mut open = Vec::new();
@@ -476,19 +485,19 @@ impl Scheduler {
         assert!(self.flights.len() <= PLANS_IN_FLIGHT);
     }
 
-    /// What there is to say since the last call, in order.
+    /// Returns the outputs since the last call, in order.
     pub fn take_outputs(&mut self) -> Vec<SchedulerOutput> {
-        // As much room for the next step as this one took.
+        // Reserve as much room for the next step as this one took.
         let room = self.outputs.len();
         std::mem::replace(&mut self.outputs, Vec::with_capacity(room))
     }
 
-    /// What to do about constraints since the last call, in order: before the next plan.
+    /// Returns the commands since the last call, in order. They must be carried out before the next plan.
     pub fn take_commands(&mut self) -> Vec<ConstraintCommand> {
         std::mem::take(&mut self.commands)
     }
 
-    /// What may follow the last token reported of a sequence, as [`ConstraintCommand::Take`] asked.
+    /// Takes what may follow the last token reported of a sequence, the result of [`ConstraintCommand::Take`].
     pub fn constrained(
         &mut self,
         id: SequenceId,
@@ -515,7 +524,7 @@ impl Scheduler {
         }
     }
 
-    /// The masks of a slot for output tokens up to `output` have come, or are not needed any more.
+    /// Notes that the masks of a slot for output tokens up to `output` are set, or are not needed any more.
     fn has_come(&mut self, slot: Slot, output: u32) {
         for flight in self.flights.iter_mut().filter(|flight| !flight.awaits.is_empty()) {
             flight.awaits.retain(|&(other, number)| other != slot || number > output);
@@ -525,16 +534,16 @@ impl Scheduler {
         }
     }
 
-    /// What the device should be given now, if anything; `submitted` must follow.
-    /// `pace`: what steps took lately.
+    /// Returns the next plan for the device, if there is one; `submitted` must follow. `pace`: the recent step times.
     pub fn next_plan(&mut self, now: Instant, pace: &Pace) -> Option<StepPlan> {
         assert!(self.unnamed.is_none(), "the last plan was not submitted");
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
         }
         if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
-            // What is queued behind a closed gate keeps what it was queued with: steps need little, prompts much. A
-            // prompt whose turn it is waits for the gate, and no further step goes before it.
+            // Work behind a closed gate holds its resources until the gate opens: few for a decode step, many for a
+            // prompt. So only decode steps are queued there. If it is a prompt's turn, it is planned when the gate has
+            // opened, and no further decode step goes before it.
             let prompt_is_next = !self.prefilled_last && self.next_prompt().is_some();
             return if prompt_is_next { None } else { self.plan_decode(pace, true) };
         }
@@ -544,7 +553,7 @@ impl Scheduler {
         let plan = match self.next_prompt() {
             Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, pace, now)),
             prompt => self.plan_decode(pace, prompt.is_some()).or_else(|| {
-                // Decoding may have taken pages that the prompt counted on: who goes first is asked again.
+                // Decoding may have taken pages that the prompt needed, so the next prompt is determined again.
                 let prompt = self.next_prompt()?;
                 Some(self.plan_prefill(prompt, pace, now))
             }),
@@ -555,7 +564,7 @@ impl Scheduler {
         })
     }
 
-    /// Names the plan that `next_plan` handed out last.
+    /// Sets the ticket of the plan that `next_plan` has returned last.
     pub fn submitted(&mut self, ticket: Ticket) {
         if let Some(mut flight) = self.unnamed.take() {
             flight.ticket = ticket;
@@ -563,7 +572,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes in what the device reports; `None` if it completes no step.
+    /// Takes a report of the device. Returns `None` if it neither completes a step nor finishes a plan.
     pub fn progress(&mut self, progress: PlanReport, now: Instant) -> Option<Completed> {
         let index = self.flights.iter().position(|flight| flight.ticket == progress.ticket);
         let Some(index) = index else {
@@ -580,7 +589,7 @@ impl Scheduler {
             steps: progress.steps,
             cost: progress.cost,
         };
-        // The flight is put back below, unless it has ended.
+        // The flight is reinserted below, unless it is finished.
         let mut flight = self.flights.remove(index).expect("it was found there");
 
         if flight.is_prefill() {
@@ -625,13 +634,13 @@ impl Scheduler {
         (completed.steps > 0 || finished).then_some(completed)
     }
 
-    // ---- what the device reports ----
+    // ---- reports of the device ----
 
-    /// Each sequence has its tokens' share of a step.
+    /// Charges each sequence with the share of a prefill step that its tokens have in the step.
     fn charge_prefill(&mut self, flight: &Flight, completed: &Completed) {
         for (&slot, &tokens) in flight.slots.iter().zip(&flight.chunks) {
             let Some(sequence) = self.holder(slot) else { continue };
-            // A preempted sequence's second prefill is not what its first token waited for.
+            // The second prefill of a preempted sequence is not part of the time to its first token.
             if sequence.first_token.is_none() && !sequence.ended && completed.steps > 0 {
                 let cost = &mut sequence.prefill_cost;
                 cost.tokens += u64::from(tokens);
@@ -641,7 +650,7 @@ impl Scheduler {
         }
     }
 
-    /// A step costs what it costs; each row that drew a token in it had that step.
+    /// Charges each row that drew a token in a step with the full cost of the step.
     fn charge_decode(&mut self, tokens: &[Sampled], completed: &Completed) {
         if completed.steps == 0 {
             return;
@@ -658,7 +667,7 @@ impl Scheduler {
         }
     }
 
-    /// `drafts`: how many were verified in the step that drew the token.
+    /// Takes a drawn token. `drafts`: the number of drafts verified in the step that drew it.
     fn take_token(&mut self, sampled: Sampled, drafts: u32, now: Instant) {
         let Some(sequence) = self.holder(sampled.slot) else {
             return;
@@ -668,7 +677,8 @@ impl Scheduler {
         }
         let id = sequence.id;
         if sequence.constraint.is_some() && sequence.state == SequenceState::Leaving {
-            // Who has lost its place is not waited for with a mask: what was drawn then is drawn again.
+            // A plan does not wait for the masks of a row that left its place. Tokens drawn for it are dropped and
+            // drawn again later.
             return;
         }
         sequence.tokens.push(sampled.id);
@@ -689,7 +699,7 @@ impl Scheduler {
             sequence.decode_cost.tokens += 1;
         }
         let complete = sequence.output_tokens() >= sequence.max_tokens;
-        // Of a sequence that has lost its pages nothing is to be named.
+        // Pages of a sequence that has left its place are not given keys.
         let full =
             (sequence.tokens.len() as u32 - 1).is_multiple_of(PAGE_TOKENS) && sequence.state == SequenceState::Decode;
         self.drafted_tokens += u64::from(drafted);
@@ -713,13 +723,13 @@ impl Scheduler {
         }
     }
 
-    // ---- ends ----
+    // ---- the ends of sequences ----
 
     fn end(&mut self, id: SequenceId, reason: FinishReason, now: Instant) {
         self.end_as(id, reason, false, now);
     }
 
-    /// The one place where a sequence ends. `stopped`: the device has marked its slot done.
+    /// Ends a sequence; the only place where this is done. `stopped`: the device has marked its slot done.
     fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
         let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
@@ -757,7 +767,7 @@ impl Scheduler {
                 self.ranked.remove(&(Reverse(sequence.priority), id));
                 self.sequences.remove(id);
             }
-            // Told to leave when it was preempted.
+            // The slot was told to leave when the sequence was preempted or its mask was late.
             SequenceState::Leaving => {}
             SequenceState::Prefill | SequenceState::Decode => {
                 sequence.state = SequenceState::Leaving;
@@ -774,12 +784,12 @@ impl Scheduler {
         }
     }
 
-    /// No plan names the sequence any more: its slot and pages are free, and it is gone or
-    /// back in the queue.
+    /// Frees slot and pages of a sequence that no plan names any more. The sequence is removed or returns to the queue.
     fn release(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(id).expect("a released sequence is known");
         let (slot, pages) = sequence.leave();
-        // The end first: of what is kept, a beginning is of use longer than what follows it.
+        // From the last page to the first, because the pages released first are reused first, and the beginning of a
+        // prompt stays useful longer than what follows it.
         for page in pages.into_iter().rev() {
             self.pool.release(page);
         }
@@ -793,12 +803,12 @@ impl Scheduler {
             self.ranked.insert((Reverse(sequence.priority), id));
             self.waiting.insert(id);
         } else {
-            // Nobody waits behind it.
+            // It is kept out of the queue, so that it does not block the sequences behind it.
             self.unmasked.insert(id);
         }
     }
 
-    // ---- small things ----
+    // ---- helpers ----
 
     fn residents(&self) -> impl Iterator<Item = &Sequence> {
         self.slots.iter().flatten().map(|&id| &self.sequences[id])
@@ -819,7 +829,7 @@ impl Scheduler {
     }
 }
 
-/// SplitMix64: advances the state, returns a well-mixed value.
+/// SplitMix64: advances the state and returns a well-mixed value.
 pub fn split_mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;

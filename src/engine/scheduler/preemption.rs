@@ -1,4 +1,5 @@
-//! Preemption: which sequence loses its pages when a decode step finds none.
+//! Preemption: which sequence loses its pages when there are too few for a decode step.
+//! Not here: how it is computed again later, which is an ordinary admission (`prompts`).
 
 use crate::engine::plan::Page;
 use crate::engine::scheduler::Scheduler;
@@ -6,8 +7,8 @@ use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
 use std::collections::HashMap;
 
 impl Scheduler {
-    /// Takes pages from the youngest of the lowest priority until one step of the remaining
-    /// rows finds its pages, now or when the unfinished plans are.
+    /// Preempts sequences, the youngest of the lowest priority first, until the pages for one step of the remaining
+    /// rows are free, now or when the unfinished plans have finished.
     pub(super) fn preempt(&mut self, rows: &mut Vec<SequenceId>) {
         loop {
             if self.pages_missing(rows, 1) <= self.pool.free() + self.pages_free_soon() {
@@ -34,8 +35,8 @@ impl Scheduler {
         }
     }
 
-    /// Pages that are free when the plans in flight are finished: those of who leaves, and of who has no token
-    /// left to be drawn, unless others hold them too.
+    /// Returns the number of pages that will be free when the plans in flight have finished: those held only by
+    /// sequences that leave or that have no token left to draw.
     pub(super) fn pages_free_soon(&self) -> u32 {
         let mut releases: HashMap<Page, u32> = HashMap::new();
         let ends =

@@ -1,4 +1,6 @@
-//! Prompt plans: who joins, what of its history is cached, and which chunks of which prompts share a step.
+//! Prefill plans: which sequence joins, how much of its history the prefix cache holds, and which chunks of which
+//! prompts share a step.
+//! Not here: decode plans (`decoding`).
 
 use super::PASSED_OVER_MAX;
 use crate::engine::pace::Pace;
@@ -13,28 +15,29 @@ use crate::kernels::attention::PAGE_TOKENS;
 use std::cmp::Reverse;
 use std::time::Instant;
 
-/// Decode steps that a prompt plan may last beside rows that decode: small chunks use the device badly, and prompts
-/// that come faster than they are taken in queue up.
+/// The maximum duration of a prefill plan while rows decode, in decode steps. It is above 1, because small chunks use
+/// the device badly, and a queue builds up if prompts arrive faster than they are computed.
 pub(super) const PROMPT_STEPS: u32 = 4;
 
-/// The same where a single prompt takes several plans: with their own step rows then wait three times as long for
-/// each token as without it, for as long as that prompt lasts.
+/// The same limit for a single prompt that takes several plans. Together with their own step, the rows then wait three
+/// times as long for each token, for as long as that prompt lasts.
 pub(super) const LONE_PROMPT_STEPS: u32 = 2;
 
-/// With several prompts each counts for as many rows as there are prompts, at most so many, and a prompt plan may last
-/// as many times [`PROMPT_STEPS`] as they outweigh the rows: prompts that come together are taken in before much is
-/// decoded, which a larger batch then does for hardly more than a small one.
+/// The limit of a prompt's weight against rows that decode: if there are several prompts, each counts for as many rows
+/// as there are prompts, but for at most this many. A prefill plan may last [`PROMPT_STEPS`] multiplied by the ratio of
+/// the prompts' weight to the rows. So prompts that arrive together are computed before much is decoded; the larger
+/// batch then decodes in hardly more time than a small one.
 const MOST_ROWS_PER_PROMPT: usize = 16;
 
-/// Tokens that such a plan may have, where all that a step takes would last too long.
+/// The numbers of tokens that a prefill plan can be reduced to if the maximum would take too long.
 const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 
-/// Who takes in the next chunk.
+/// The sequence whose chunk is next.
 #[derive(Debug)]
 pub(super) enum Prompt {
-    /// Holds a slot.
+    /// It holds a slot.
     Resident(SequenceId),
-    /// Joins with it.
+    /// It joins with this chunk.
     Joining(Joining),
 }
 
@@ -47,30 +50,30 @@ impl Prompt {
     }
 }
 
-/// Who may join: there are a slot and pages for it.
+/// A sequence that can join: a slot and pages for it are free.
 #[derive(Debug)]
 pub(super) struct Joining {
     id: SequenceId,
     slot: Slot,
-    /// What holds the beginning of its history.
+    /// The part of its history that the prefix cache holds.
     beginning: Beginning,
 }
 
-/// What a waiting sequence could start from.
+/// The part of a waiting sequence's history that the prefix cache holds.
 #[derive(Debug, Default)]
 pub(super) struct Beginning {
     pages: Vec<Page>,
-    /// Of the pages.
+    /// The number of these pages that are free.
     free: u32,
-    /// The recurrent state behind the pages, of models that have some.
+    /// The recurrent state after the pages, for models that have such state.
     restore: Option<StateSlot>,
-    /// Tokens whose pages are there, with or without the state behind them.
+    /// The number of tokens whose pages were found, whether or not a recurrent state after them was found too.
     branch: u32,
 }
 
 impl Scheduler {
-    /// Who takes in the next chunk: the best of those that hold a slot, or whoever may join
-    /// ahead of it.
+    /// Returns the sequence whose chunk is next: the best of those that hold a slot or, if that one has a lower
+    /// priority or there is none, a sequence that can join.
     pub(super) fn next_prompt(&mut self) -> Option<Prompt> {
         let resident = self
             .residents()
@@ -88,14 +91,14 @@ impl Scheduler {
         }
     }
 
-    /// The head of the queue, if there is a slot and there are pages for it. Nobody behind it
-    /// goes first: a long prompt would wait for ever.
+    /// Returns the head of the queue if there are a slot and pages for it. No sequence behind it goes first, because a
+    /// long prompt might then wait forever.
     pub(super) fn next_to_join(&mut self) -> Option<Joining> {
         let oldest = *self.waiting.first()?;
         let &(_, best) = self.ranked.first()?;
         let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
         let slot = self.slots.iter().position(Option::is_none)?;
-        // A page in reserve for everyone who runs: else who joins is preempted at once.
+        // Reserve a page for each running sequence; otherwise the sequence that joins would be preempted at once.
         let reserve = self.slots.iter().flatten().count() as u32;
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
             return None;
@@ -106,8 +109,8 @@ impl Scheduler {
         (needed <= self.pool.free()).then_some(Joining { id, slot: Slot(slot as u32), beginning })
     }
 
-    /// What holds the beginning of a waiting sequence's history already; `None` if the plan that is being made leaves
-    /// more of it for the next.
+    /// Returns the part of a waiting sequence's history that the prefix cache holds; `None` if the plan being made
+    /// stores a longer recurrent state, which the next plan can use.
     pub(super) fn beginning(&mut self, id: SequenceId) -> Option<Beginning> {
         if !self.setup.prefix_cache || self.sequences[id].is_scored() {
             return Some(Beginning::default());
@@ -129,12 +132,12 @@ impl Scheduler {
         Some(Beginning { pages, free, restore, branch })
     }
 
-    /// Tokens of which a chunk that is not a prompt's last has a multiple.
+    /// Returns the unit of chunk sizes in tokens: a chunk that is not a prompt's last has a multiple of it.
     pub(super) fn chunk_unit(&self) -> u32 {
         if self.snapshots.is_some() { STATE_TOKENS } else { 1 }
     }
 
-    /// Tokens of a prompt that its next chunk could have.
+    /// Returns the number of tokens that the next chunk of a prompt could have.
     pub(super) fn unqueued(&self, prompt: &Prompt) -> u32 {
         match prompt {
             Prompt::Resident(id) => self.sequences[*id].unqueued(),
@@ -144,7 +147,8 @@ impl Scheduler {
         }
     }
 
-    /// Tokens that a prompt plan may have now: all that a step takes, or as many as rows that decode can wait for.
+    /// Returns the number of tokens that a prefill plan may have now: the maximum of a step, or as many as do not delay
+    /// the rows that decode too much.
     pub(super) fn prompt_tokens_aim(&self, pace: &Pace) -> u32 {
         let most = self.setup.capacity.prefill_chunk;
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
@@ -165,7 +169,7 @@ impl Scheduler {
         aim.max(self.chunk_unit())
     }
 
-    /// The next prompt plan, which begins with `prompt`.
+    /// Makes the next prefill plan, which begins with `prompt`.
     pub(super) fn plan_prefill(&mut self, prompt: Prompt, pace: &Pace, now: Instant) -> StepPlan {
         let mut prompt = Some(prompt);
         self.choices.1 += 1;
@@ -174,7 +178,7 @@ impl Scheduler {
         let mut chunks: Vec<Chunk> = Vec::new();
         let unit = self.chunk_unit();
         while let Some(next) = prompt {
-            // Who is scored has the plan alone.
+            // A prompt that is scored is alone in its plan.
             let scored = self.sequences[next.id()].is_scored();
             if left < unit.min(self.unqueued(&next)) || (scored && !chunks.is_empty()) {
                 break;
@@ -214,7 +218,7 @@ impl Scheduler {
         StepPlan { changes, work: Some(Work::Prefill { chunks }) }
     }
 
-    /// The snapshots that a chunk leaves.
+    /// Takes cells for the snapshots that a chunk stores.
     pub(super) fn keeps(&mut self, id: SequenceId, chunk: &Chunk) -> Vec<Keep> {
         let Some(snapshots) = self.snapshots.as_mut().filter(|_| self.setup.prefix_cache) else { return Vec::new() };
         let kept = self.sequences[id]
@@ -223,7 +227,7 @@ impl Scheduler {
         kept.take(MOST_KEEPS).collect()
     }
 
-    /// Lets others find what has become certain of a sequence's pages.
+    /// Gives the content of a sequence's pages that have become final to the pool, so that others can find them.
     pub(super) fn name_pages(&mut self, id: SequenceId) {
         if self.setup.prefix_cache {
             let sequence = self.sequences.get_mut(id).expect("who holds pages is known");

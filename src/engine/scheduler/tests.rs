@@ -1,4 +1,5 @@
-//! Goal: the scheduler's promises, each on a device that is simulated in a few lines.
+//! Goal: the scheduler keeps its promises. Method: each test drives a scheduler against a device that is simulated in a
+//! few lines.
 
 use super::*;
 use crate::engine::pace::Pace;
@@ -53,7 +54,7 @@ fn request(id: &str, prompt: usize, max_tokens: u32) -> Request {
     }
 }
 
-/// A scheduler, its plans in flight, and a device that does what it is told.
+/// A scheduler, its plans in flight, and a device that draws the same token for every row.
 struct Bench {
     scheduler: Scheduler,
     now: Instant,
@@ -93,7 +94,7 @@ impl Bench {
         self.plan().map(|plan| plan.work.expect("work"))
     }
 
-    /// The oldest plan is reported whole; every row draws token 7.
+    /// Reports the oldest plan as a whole; every row draws token 7.
     fn complete(&mut self) {
         let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
         let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, logprobs: None, logits: None };
@@ -131,7 +132,7 @@ impl Bench {
     }
 }
 
-/// Slot, first position, tokens and whether it is the last, of each chunk.
+/// Returns the slot, the first position, the number of tokens and `last` of each chunk.
 fn chunks(work: Option<Work>) -> Vec<(u32, u32, usize, bool)> {
     match work {
         Some(Work::Prefill { chunks }) => {
@@ -204,7 +205,7 @@ fn no_step_is_queued_beyond_the_last_token_and_no_page_taken_for_it() {
     assert_eq!(bench.plan(), None);
     bench.complete();
     assert_eq!(bench.finished(), [FinishReason::Length]);
-    // The device did not say that it was done (this one never does), so it is told.
+    // The device did not mark the slot done (this one never does), so the scheduler tells it to leave the slot.
     assert_eq!(bench.plan().unwrap().changes, [Change::Leave { slot: Slot(0) }]);
     assert!(bench.scheduler.is_idle());
     assert_eq!(bench.scheduler.counts(), Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() });
@@ -295,7 +296,7 @@ fn the_youngest_of_the_lowest_priority_gives_way_and_resumes_with_its_history() 
         }
         bench.complete();
     }
-    // Slots were given in order of arrival: the third goes first, then the second.
+    // Slots were assigned in order of arrival: the third sequence is preempted first, then the second.
     assert_eq!(left[0], Slot(2));
     assert_eq!(joined[..3], [(Slot(0), 0, 60), (Slot(1), 0, 60), (Slot(2), 0, 60)]);
     while !bench.scheduler.is_idle() {
@@ -381,7 +382,7 @@ fn several_prompts_share_a_step_up_to_its_tokens_and_its_number_of_prompts() {
     assert_eq!(chunks(bench.work()), expected, "32 tokens");
     bench.complete();
     let plan = bench.plan().unwrap();
-    // Those whose only token came have left their slots.
+    // The sequences whose only token was drawn have left their slots.
     assert_eq!(chunks(plan.work), [(0, 0, 1, true), (1, 0, 1, true)]);
 }
 
@@ -392,7 +393,8 @@ fn beside_rows_that_decode_a_prompt_plan_is_short_and_a_lone_long_prompts_is_sho
     }
 }
 
-/// A prompt's first plan beside a row whose step takes 4 ms, where 64 tokens take 9 ms and 32 take 6.
+/// Checks the first plan of a prompt beside a row whose step takes 4 ms, on a device on which 64 prompt tokens take 9
+/// ms and 32 take 6 ms.
 fn beside_rows(prompt: usize, wanted: usize) {
     let mut large = setup(8, 64);
     large.capacity.prefill_chunk = 128;
@@ -408,7 +410,7 @@ fn beside_rows(prompt: usize, wanted: usize) {
     let decoded = bench.work();
     assert_eq!(steps(decoded), 1);
     assert_eq!(taken(bench.work()), wanted, "{prompt} tokens");
-    // More prompts than rows: they do not wait for its sake.
+    // There are more prompts than rows, so prompts are not cut short for the rows.
     for id in ["c", "d", "e"] {
         bench.arrive(request(id, 40, 10));
     }

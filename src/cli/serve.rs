@@ -27,6 +27,8 @@ use tokio_util::sync::CancellationToken;
 
 /// The longest wait for a load that is under way when the server stops.
 const SETTLE: Duration = Duration::from_secs(20);
+/// The pools of worker processes of a model: one for constraints, one for chat templates.
+const POOLS: usize = 2;
 /// Connections that the system may hold before they are accepted.
 const BACKLOG: u32 = 1024;
 
@@ -226,15 +228,17 @@ fn options(config: &Config) -> anyhow::Result<Options> {
         trust_client_header,
         tls: server.tls.as_ref().map(|files| Tls::read(files).map(Arc::new)).transpose()?,
         tokens: server.tokens.as_deref().map(|file| Tokens::read(file).map(Arc::new)).transpose()?,
-        connections: connections(server.connections, config.admin.listen.is_some()),
+        connections: connections(server.connections, config.admin.listen.is_some(), config.models.len()),
         ..Options::default()
     })
 }
 
 /// As many connections as were asked for and the system has files for. The soft limit of open files is raised where the
 /// hard one allows it.
-fn connections(asked: u32, page: bool) -> usize {
-    let others = u64::from(FILES_KEPT) + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
+fn connections(asked: u32, page: bool, models: usize) -> usize {
+    // A model has two pools of workers. One model more, since a model that is replaced serves until the new one is loaded.
+    let workers = (workers::files() * POOLS * (models + 1)) as u64;
+    let others = u64::from(FILES_KEPT) + workers + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
     let wanted = u64::from(asked) + others;
     let mut limits = getrlimit(Resource::Nofile);
     if limits.current.is_some_and(|current| current < wanted) {

@@ -154,7 +154,7 @@ impl Templates {
         let cancel = cancel.clone();
         let answered = self.workers.run(None, move |worker| {
             let alone = worker.calls() == 0;
-            let mut call = || worker.call(&frame, &cancel, QUESTION, &mut |_| Vec::new());
+            let mut call = || worker.call(&frame, &cancel, None, QUESTION, &mut |_| Vec::new());
             let answered = match call() {
                 // What earlier jobs have left was in its way.
                 Err(failure) if failure.may_be_others(alone) && !cancel.is_cancelled() => call(),

@@ -5,6 +5,7 @@
 use super::auth::{Authentication, Tokens};
 use super::bounds::{self, Arrival};
 use super::clients::Clients;
+use super::deadline::Deadlines;
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
 use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
@@ -174,6 +175,7 @@ pub async fn serve(
         .http2_keepalive_timeout(Some(options.keepalive_wait))
         .http2_max_header_list_size(bounds::HEADER_BYTES)
         .max_concurrent_streams(bounds::STREAMS)
+        .layer(Deadlines::new(Arc::clone(&host)))
         .layer(Authentication::new(options.tokens.clone(), Arc::clone(&host)))
         .layer(Arrival::new(options.message_wait, options.max_message_bytes))
         .add_service(ours)

@@ -4,6 +4,7 @@
 
 use super::proto;
 use super::refusal::{Refusal, status};
+use super::wire;
 use crate::engine::request::MAX_LOGIT_BIAS;
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::{Body as _, Frame, SizeHint};
@@ -231,7 +232,7 @@ impl Arrival {
     }
 
     /// The body of a call with one message, once it has ended. What follows its first message is looked at and not kept.
-    async fn whole(&self, mut body: Body) -> Result<Whole, Status> {
+    async fn whole(&self, path: &str, mut body: Body) -> Result<Whole, Status> {
         let mut messages = Messages::new(self.most);
         let mut whole = Whole { parts: VecDeque::new(), held: self.held() };
         let mut first = true;
@@ -245,7 +246,11 @@ impl Arrival {
                 }
                 match told {
                     None => {}
-                    Some(Told::Message(parts)) if std::mem::take(&mut first) => whole.parts = parts,
+                    Some(Told::Message(parts)) if std::mem::take(&mut first) => {
+                        let bytes = parts.iter().skip(1).map(|part| &part[..]);
+                        wire::schema().check(path, bytes).map_err(|refusal| status(&refusal))?;
+                        whole.parts = parts;
+                    }
                     Some(Told::Message(_)) => {}
                     // Whoever reads it says what is wrong.
                     Some(Told::Refused(prefix)) => {
@@ -311,7 +316,7 @@ where
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
             let (parts, body) = request.into_parts();
-            let whole = tokio::time::timeout(wait, arrival.whole(body)).await;
+            let whole = tokio::time::timeout(wait, arrival.whole(parts.uri.path(), body)).await;
             let late = |_| Err(status(&Refusal::NoMessage { seconds: wait.as_secs_f64() }));
             match whole.unwrap_or_else(late) {
                 Ok(whole) => inner.call(http::Request::from_parts(parts, Body::new(whole))).await,

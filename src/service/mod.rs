@@ -22,3 +22,4 @@ pub mod server;
 pub mod tls;
 pub mod vllm;
 pub mod watch;
+pub mod wire;

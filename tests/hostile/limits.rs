@@ -287,6 +287,28 @@ fn silent_handshakes_delay_nobody() {
     arena.leave(Bounds::default());
 }
 
+/// A message whose elements are empty is small on the wire and large once decoded: it is refused before it is decoded.
+#[test]
+fn empty_elements_take_no_memory() {
+    let arena = Arena::enter(Setup::default());
+    let target = arena.target();
+    runtime().block_on(async {
+        let mut client = target.client(None).await.expect("a connection");
+        for _ in 0..3 {
+            let messages = vec![proto::ChatMessage::default(); 4_000_000];
+            let asked = proto::GenerateRequest {
+                prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages })),
+                ..Default::default()
+            };
+            let status = client.generate(asked).await.expect_err("four million messages");
+            assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+            let words = "Chat.messages has 4000000 elements, at most 16384 are taken in one message";
+            assert_eq!(status.message(), words);
+        }
+    });
+    arena.leave(Bounds { peak_mib: 96, ..Bounds::default() });
+}
+
 /// Connections that open and reset more calls than a library lets them.
 fn resets(target: &Target, connections: usize) {
     runtime().block_on(async {

@@ -9,6 +9,7 @@ pub mod auth;
 pub mod bounds;
 pub mod clients;
 pub mod convert;
+pub mod crowd;
 pub mod deadline;
 pub mod generation;
 pub mod jobs;

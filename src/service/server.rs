@@ -150,7 +150,7 @@ pub async fn serve(
     let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone())
         .with_most_text(options.max_prompt_bytes)
         .with_most_prepared(options.max_message_bytes.saturating_mul(bounds::MESSAGES_COMING));
-    let follow = tokio::spawn(follow(settings.clone(), clients));
+    let follow = tokio::spawn(follow(settings.clone(), Arc::clone(&clients)));
     let _follow = AbortOnDrop(follow);
     let _following = closing.clone().drop_guard();
     options.tls.iter().for_each(|tls| drop(tokio::spawn(tls.follow(closing.clone()))));
@@ -177,7 +177,7 @@ pub async fn serve(
         .max_concurrent_streams(bounds::STREAMS)
         .layer(Deadlines::new(Arc::clone(&host)))
         .layer(Authentication::new(options.tokens.clone(), Arc::clone(&host)))
-        .layer(Arrival::new(options.message_wait, options.max_message_bytes))
+        .layer(Arrival::new(options.message_wait, options.max_message_bytes, Arc::clone(&clients)))
         .add_service(ours)
         .add_service(theirs)
         .add_service(health)

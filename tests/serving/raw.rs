@@ -29,6 +29,8 @@ pub struct Raw {
     next: u32,
     /// What may be sent on a new stream, as far as the server has said.
     window: u32,
+    /// Names and values that each call has beside its own.
+    headers: Vec<(&'static str, String)>,
 }
 
 /// What came.
@@ -56,12 +58,11 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 }
 
 /// The headers of a call.
-fn block(path: &str) -> Vec<u8> {
+fn block(path: &str, more: &[(&str, String)]) -> Vec<u8> {
     // POST, http, then names and values with their lengths.
     let mut block = vec![0x83, 0x86];
-    for (name, value) in
-        [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")]
-    {
+    let own = [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")];
+    for (name, value) in own.into_iter().chain(more.iter().map(|(name, value)| (*name, value.as_str()))) {
         block.extend([0, name.len() as u8]);
         block.extend(name.bytes());
         block.push(value.len() as u8);
@@ -82,7 +83,7 @@ impl Raw {
     /// Connects to `http://HOST:PORT`; what comes may be 64 KiB long, and no more.
     pub async fn open(address: &str) -> Raw {
         let stream = TcpStream::connect(address.trim_start_matches("http://")).await.unwrap();
-        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
+        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW, headers: Vec::new() };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         bytes.extend(frame(SETTINGS, 0, 0, &[]));
         raw.send(&bytes).await;
@@ -94,13 +95,18 @@ impl Raw {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
         let stream = socket.connect(address.trim_start_matches("http://").parse().unwrap()).await.unwrap();
-        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
+        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW, headers: Vec::new() };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         let setting = [&INITIAL_WINDOW_SIZE.to_be_bytes()[..], &LARGEST_WINDOW.to_be_bytes()].concat();
         bytes.extend(frame(SETTINGS, 0, 0, &setting));
         bytes.extend(frame(WINDOW_UPDATE, 0, 0, &(LARGEST_WINDOW - FIRST_WINDOW).to_be_bytes()));
         raw.send(&bytes).await;
         raw
+    }
+
+    /// Gives each call a token.
+    pub fn with_token(self, token: &str) -> Raw {
+        Raw { headers: vec![("authorization", format!("Bearer {token}"))], ..self }
     }
 
     async fn send(&mut self, bytes: &[u8]) {
@@ -125,7 +131,7 @@ impl Raw {
 
     /// Opens calls of this method with headers and nothing else; gives the last one's number.
     pub async fn call(&mut self, path: &str, calls: usize) -> u32 {
-        let block = block(path);
+        let block = block(path, &self.headers);
         let mut bytes = Vec::new();
         for _ in 0..calls {
             bytes.extend(frame(HEADERS, END_HEADERS, self.next, &block));
@@ -167,7 +173,7 @@ impl Raw {
 
     /// What opens a call and ends it.
     pub fn opened_and_reset(path: &str, stream: u32) -> Vec<u8> {
-        let mut bytes = frame(HEADERS, END_HEADERS, stream, &block(path));
+        let mut bytes = frame(HEADERS, END_HEADERS, stream, &block(path, &[]));
         // CANCEL.
         bytes.extend(frame(RESET, 0, stream, &8u32.to_be_bytes()));
         bytes

@@ -1,16 +1,20 @@
-//! A pool of worker processes, for work whose stack, memory or time cannot be bounded inside this process: compiling
-//! and following constraints, parsing and rendering chat templates. A worker runs one job at a time. When it dies, or
-//! is ended because the job exceeds its limits or nobody waits for it any more, that job is the cause and no other.
-//! What else the worker held is gone with it; whoever owns it makes it again in another worker.
+//! A pool of worker processes for work whose stack, memory or time cannot be bounded inside this process: compiling and
+//! following constraints, and parsing and rendering chat templates. A worker runs one job at a time, so the job that it
+//! runs is the cause of its death. A worker may hold state between jobs (outputs that follow a constraint). That state
+//! is lost with the process, and its owner rebuilds it in another worker. Only a job that exceeds its limits ends a
+//! worker that holds state of others; a job that is cancelled in such a worker runs to its end, and its result is
+//! dropped.
 //!
-//! A worker is a second process of this program (`ostinato worker`) that answers frames on its standard input with
-//! frames on its standard output: a length of four bytes, little endian, and so many bytes. This file owns the
-//! processes, one thread for each, and the queue. Deliberately absent: what the frames say.
+//! A worker is a second process of this program (`ostinato worker`), at a lower priority, that answers frames on its
+//! standard input with frames on its standard output: four bytes of length, little endian, and the bytes. This file
+//! owns the processes, one thread for each, and the queue of jobs.
+//! Not here: what the frames mean (`model::grammar`, `model::text::chat`), and the worker's side (`model::worker`).
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fmt;
 use std::io::{self, Read, Write};
+use std::ops::{Deref, DerefMut};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -18,32 +22,54 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Of a worker's thread that does the work; reserved, used as far as needed.
+/// The stack size of a worker's job thread in bytes. The address space is reserved, the memory is used as needed.
 pub const STACK: u64 = 64 << 20;
 /// The exit status of a worker whose job has panicked.
 pub const PANICKED: i32 = 101;
-/// The name of the hidden command.
+/// The name of the hidden command of a worker.
 pub const COMMAND: &str = "worker";
+/// Added to the nice value of a worker: against threads of this process, such as an engine's, a worker gets about a
+/// tenth of a core that both want.
+pub const NICE: i32 = 10;
 
-/// Between two looks at a job that takes long: for who waits for it, and what processor time it has taken.
+/// The interval at which a running job is checked: whether anyone waits for it, and what it has used.
 const TICK: Duration = Duration::from_millis(10);
-/// How long a job waits for the worker that it prefers. A worker that is busy for longer works on something slow.
+/// How long a job waits for the worker that it prefers. A worker that is busy for longer runs something slow.
 const PATIENCE: Duration = Duration::from_millis(10);
-/// A job may wait for processor time: so many times its limit passes on the clock before it counts as stuck.
-const WALL: u32 = 15;
-/// A worker that has started says so within this time, unless the machine is overwhelmed.
+/// The limit on the elapsed time of a job, as a multiple of its limit of processor time. It is high because a job may
+/// wait for a processor, at a lower priority than the rest of the program.
+const WALL: u32 = 30;
+/// The time in which a worker must be ready after its start, unless the machine is overloaded.
 const START: Duration = Duration::from_secs(60);
-/// Most bytes of a frame from a worker: masks are tens of kilobytes, rendered templates a few megabytes.
+/// The most bytes of a frame from a worker. Masks take tens of kilobytes, rendered templates a few megabytes.
 const MOST_FRAME: usize = 128 << 20;
-/// Most bytes of what a dying worker has written to its standard error that are read.
+/// The most bytes that are read of what a dying worker has written to its standard error.
 const MOST_WORDS: u64 = 64 << 10;
+/// The most worker processes of a pool: as many as there are processors, within these bounds.
+const MOST: (usize, usize) = (2, 8);
+/// The open files of this process for each worker: its standard input, output and error.
+const FILES: usize = 3;
 
-/// What a job may take.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// The most worker processes of one pool.
+fn most() -> usize {
+    cores().clamp(MOST.0, MOST.1)
+}
+
+/// The most open files that the workers of one pool take in this process.
+pub fn files() -> usize {
+    FILES * most()
+}
+
+/// The limits of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of memory of a worker beyond what it has at its start.
+    /// The most bytes of memory of a worker beyond what it has at its start.
     pub memory: u64,
-    /// Processor time of one job.
+    /// The most processor time of one job.
     pub cpu: Duration,
 }
 
@@ -57,18 +83,18 @@ impl Default for Limits {
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 static LIMITS: RwLock<Option<Limits>> = RwLock::new(None);
 
-/// Names the program that workers run; the first call counts. Without one it is looked for beside the executable and in
-/// the folder above it, as tests have it.
+/// Sets the program that workers run; later calls have no effect. Without a call the program `ostinato` is looked for
+/// in the folder of the executable and in the folder above it, where tests find it.
 pub fn use_program(path: impl Into<PathBuf>) {
     let _ = PROGRAM.set(path.into());
 }
 
-/// Sets the limits of pools that are made from now on.
+/// Sets the limits of pools that are created from now on.
 pub fn use_limits(limits: Limits) {
     *LIMITS.write().unwrap_or_else(PoisonError::into_inner) = Some(limits);
 }
 
-/// Of pools that are made now.
+/// The limits of pools that are created now.
 pub fn limits() -> Limits {
     LIMITS.read().unwrap_or_else(PoisonError::into_inner).unwrap_or_default()
 }
@@ -85,7 +111,7 @@ fn program() -> io::Result<PathBuf> {
     })
 }
 
-/// Whether anyone still waits for a job. Cheap to clone; all clones are one.
+/// Tells a job whether anyone still waits for it. Cheap to clone; clones share their state.
 #[derive(Clone, Debug, Default)]
 pub struct Cancel {
     ended: Arc<AtomicBool>,
@@ -93,17 +119,17 @@ pub struct Cancel {
 }
 
 impl Cancel {
-    /// One that is also cancelled when the deadline passes.
+    /// Creates one that is also cancelled when the deadline passes.
     pub fn until(deadline: Option<Instant>) -> Cancel {
         Cancel { ended: Arc::default(), deadline }
     }
 
-    /// Nobody waits any more.
+    /// Cancels: nobody waits any more.
     pub fn cancel(&self) {
         self.ended.store(true, Ordering::Release);
     }
 
-    /// Whether nobody waits any more.
+    /// Whether it was cancelled or its deadline has passed.
     pub fn is_cancelled(&self) -> bool {
         self.ended.load(Ordering::Acquire) || self.is_late()
     }
@@ -113,13 +139,13 @@ impl Cancel {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
-    /// Cancels when it is dropped.
+    /// Returns a guard that cancels when it is dropped.
     pub fn guard(&self) -> CancelOnDrop {
         CancelOnDrop(self.clone())
     }
 }
 
-/// Of [`Cancel::guard`].
+/// See [`Cancel::guard`].
 #[derive(Debug)]
 pub struct CancelOnDrop(Cancel);
 
@@ -129,44 +155,44 @@ impl Drop for CancelOnDrop {
     }
 }
 
-/// Why a job has no result.
+/// The reasons why a job has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// The worker's memory limit was met.
+    /// The worker reached its memory limit.
     #[error("it takes more than {} MiB of memory, the most that it may take", most >> 20)]
     Memory {
         /// The limit, bytes.
         most: u64,
     },
-    /// It nests or recurs too deeply.
+    /// The job nests or recurses too deeply.
     #[error("it is nested too deeply: it takes more than {} MiB of stack, the most that it may take", most >> 20)]
     Stack {
         /// The limit, bytes.
         most: u64,
     },
-    /// The limit of processor time was met.
+    /// The job reached its limit of processor time.
     #[error("it takes more than {:.1} s of processor time, the most that it may take", most.as_secs_f64())]
     Time {
         /// The limit.
         most: Duration,
     },
-    /// Nobody waited for it any more.
+    /// The job was cancelled.
     #[error("nobody waits for it any more")]
     Cancelled,
-    /// The library that does the work has failed on it.
+    /// The library that does the work has panicked.
     #[error("the library that reads it has failed on it")]
     Panicked,
-    /// The worker has ended without saying why, or has not begun.
+    /// The worker has ended for an unknown reason, or was not ready in time.
     #[error("its worker process has ended: {0}")]
     Died(String),
-    /// There is no worker.
+    /// No worker could be started.
     #[error("no worker process could be started: {0}")]
     Start(String),
 }
 
 impl Failure {
-    /// Whether the job is worth another try in a new worker: it has met the limit of memory in a worker that has done
-    /// other work (`alone` says if not), or its worker was ended by somebody else.
+    /// Whether the job should be tried again in a new worker: it reached the memory limit in a worker that had done
+    /// other work before (not `alone`), or something else ended its worker.
     pub fn may_be_others(&self, alone: bool) -> bool {
         match self {
             Failure::Memory { .. } => !alone,
@@ -176,17 +202,21 @@ impl Failure {
     }
 }
 
-/// A worker process, as long as it lives: another process in the same place is another home.
+/// The identity of a worker process. A later process in the same seat has another home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Home {
     seat: usize,
     generation: u64,
 }
 
-/// What a job is: it is given a worker for itself, or why there is none, and tells whoever asked by its own means.
+/// A job. It gets a worker for itself, or the reason why there is none, and delivers its result by its own means.
 pub type Job = Box<dyn FnOnce(Result<&mut Worker, Failure>) + Send>;
 
-/// The pool. Threads and processes begin with the first job; dropped, they end once their jobs have.
+/// A job that runs only in one particular worker process.
+pub type OwnJob = Box<dyn FnOnce(&mut Worker) + Send>;
+
+/// A pool of workers. Threads and processes are started as jobs need them. When the pool is dropped, they end after the
+/// jobs that run.
 pub struct Workers {
     shared: Arc<Shared>,
 }
@@ -199,12 +229,17 @@ impl fmt::Debug for Workers {
 
 struct Shared {
     name: &'static str,
-    /// The first frame of every worker.
+    /// The first frame that every worker gets.
     first: Vec<u8>,
     limits: Limits,
-    /// Workers that share the work, and as many as there may be where all of those are busy with something slow.
+    /// The number of workers that share the work.
     usual: usize,
+    /// The most workers, which there may be while all others are busy with something slow.
     most: usize,
+    /// The program; `None`: the one that [`use_program`] describes.
+    program: Option<PathBuf>,
+    /// The time in which a worker must be ready.
+    start: Duration,
     state: Mutex<State>,
 }
 
@@ -218,38 +253,49 @@ struct State {
 struct Queued {
     job: Job,
     home: Option<Home>,
-    /// Something goes on in a worker that waits for it: it goes before what begins.
+    /// The job continues something that has begun, and goes before jobs that begin something.
     urgent: bool,
 }
 
-/// A place for a worker, with a thread that works there.
+/// A place for a worker process, with the thread that runs its jobs.
+#[derive(Default)]
 struct Seat {
     wake: Arc<Condvar>,
-    /// Since when a job runs.
+    /// When the running job began.
     running: Option<Instant>,
+    /// Counts the processes of this seat.
     generation: u64,
-    /// Its last job was slow.
+    /// Whether the last job was slow.
     slow: bool,
-    /// A thread is there.
+    /// Whether the seat has a thread.
     manned: bool,
-    /// Its process.
+    /// The id of the process.
     process: Option<u32>,
+    /// The outputs whose state the process holds, by number.
+    held: HashSet<u64>,
+    /// Jobs for this process and no other; they are dropped when it ends.
+    own: VecDeque<OwnJob>,
 }
 
 impl State {
-    /// Whether a job need not wait for the seat that it prefers: `None` if not, or when it may go elsewhere.
+    /// The home if its process still lives.
+    fn alive(&self, home: Option<Home>) -> Option<Home> {
+        home.filter(|home| self.seats[home.seat].generation == home.generation)
+    }
+
+    /// The time from which a job may run in another seat than the one that it prefers: `None` if that seat is gone or
+    /// idle.
     fn elsewhere(&self, home: Option<Home>) -> Option<Instant> {
-        let home = home.filter(|home| self.seats[home.seat].generation == home.generation)?;
+        let home = self.alive(home)?;
         Some(self.seats[home.seat].running? + PATIENCE)
     }
 
-    /// The first job for a seat, or when there may be one.
+    /// Takes the first job of the queue that may run in a seat, or returns the time when there may be one.
     fn next(&mut self, seat: usize, now: Instant) -> Result<Queued, Option<Instant>> {
         let mut soonest: Option<Instant> = None;
         for at in 0..self.queue.len() {
             let home = self.queue[at].home;
-            let alive = home.filter(|home| self.seats[home.seat].generation == home.generation);
-            let mine = alive.is_none_or(|home| home.seat == seat);
+            let mine = self.alive(home).is_none_or(|home| home.seat == seat);
             match self.elsewhere(home) {
                 _ if mine => {}
                 Some(when) if when <= now => {}
@@ -257,7 +303,7 @@ impl State {
                     soonest = Some(soonest.map_or(when, |soonest| soonest.min(when)));
                     continue;
                 }
-                // The seat that it prefers is idle and has been told.
+                // The preferred seat is idle and was woken for it.
                 None => continue,
             }
             return Ok(self.queue.remove(at).expect("it was found there"));
@@ -265,7 +311,7 @@ impl State {
         Err(soonest)
     }
 
-    /// An idle seat, the best for a job without a home.
+    /// An idle seat for a job without a home: one whose last job was fast, if there is one.
     fn idle(&self) -> Option<usize> {
         let idle = self.seats.iter().enumerate().filter(|(_, seat)| seat.manned && seat.running.is_none());
         idle.min_by_key(|(index, seat)| (seat.slow, *index)).map(|(index, _)| index)
@@ -273,30 +319,29 @@ impl State {
 }
 
 impl Workers {
-    /// A pool whose workers are given `first` at their start.
+    /// Creates a pool whose workers get the frame `first` at their start.
     pub fn new(name: &'static str, first: Vec<u8>) -> Workers {
         Workers::with(name, first, limits())
     }
 
-    /// The same with limits of its own.
+    /// As [`Workers::new`], with the given limits.
     pub fn with(name: &'static str, first: Vec<u8>, limits: Limits) -> Workers {
-        const MOST: usize = 8;
-        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        let usual = (cores / 2).clamp(1, MOST);
-        let state = Mutex::default();
-        Workers { shared: Arc::new(Shared { name, first, limits, usual, most: MOST, state }) }
+        let (most, state) = (most(), Mutex::default());
+        let usual = (cores() / 2).clamp(1, most);
+        let shared = Shared { name, first, limits, usual, most, program: None, start: START, state };
+        Workers { shared: Arc::new(shared) }
     }
 
-    /// What a job may take.
+    /// The limits of its jobs.
     pub fn limits(&self) -> Limits {
         self.shared.limits
     }
 
-    /// Queues a job, for the worker at `home` if it is there and not busy for long. Jobs that have or had a home go before
-    /// others. Each job is run once.
+    /// Queues a job. The worker at `home` runs it, unless that worker has ended or is busy for longer than
+    /// [`PATIENCE`]. Jobs with a home go before jobs without. Each job is run exactly once.
     pub fn submit(&self, home: Option<Home>, job: Job) {
         let mut state = self.shared.state();
-        let preferred = home.filter(|home| state.seats[home.seat].generation == home.generation);
+        let preferred = state.alive(home);
         let urgent = home.is_some();
         let at = if urgent { state.queue.partition_point(|queued| queued.urgent) } else { state.queue.len() };
         state.queue.insert(at, Queued { job, home: preferred, urgent });
@@ -305,7 +350,7 @@ impl Workers {
                 state.seats[home.seat].wake.notify_one();
                 return;
             }
-            // Busy: another looks after the job if that lasts.
+            // Busy: the running job's thread finds another worker if it takes long.
             _ => {}
         }
         if let Some(error) = self.shared.look_after_queue(&mut state, preferred.is_none())
@@ -317,7 +362,7 @@ impl Workers {
         }
     }
 
-    /// Runs a job and waits for what it gives.
+    /// Runs a job and waits for its result.
     pub fn run<T: Send + 'static>(
         &self,
         home: Option<Home>,
@@ -327,22 +372,39 @@ impl Workers {
         self.submit(
             home,
             Box::new(move |worker| {
-                // Whoever asked may have gone.
+                // The receiver may have gone.
                 let _ = reply.send(worker.and_then(job));
             }),
         );
-        // Dropped unrun only where it has panicked.
+        // The job is dropped without a reply only if it has panicked.
         answer.recv().unwrap_or(Err(Failure::Panicked))
     }
 
-    /// The process ids of the workers, for those who watch them.
+    /// The process ids of the workers.
     pub fn processes(&self) -> Vec<u32> {
         self.shared.state().seats.iter().filter_map(|seat| seat.process).collect()
     }
 
-    /// Whether a worker is still the process that it was.
-    pub fn is_home(&self, home: Home) -> bool {
-        self.shared.state().seats[home.seat].generation == home.generation
+    /// Queues a job that only the worker at `home` may run, before any other job. It is dropped if that worker has
+    /// ended or ends before.
+    pub fn submit_to(&self, home: Home, job: OwnJob) {
+        let mut state = self.shared.state();
+        if state.alive(Some(home)).is_some() && !state.closed {
+            let seat = &mut state.seats[home.seat];
+            seat.own.push_back(job);
+            seat.wake.notify_one();
+        }
+    }
+
+    /// Removes an output from those whose state the worker at `home` holds. Returns whether it was one of them.
+    pub fn release(&self, home: Home, output: u64) -> bool {
+        let mut state = self.shared.state();
+        state.alive(Some(home)).is_some() && state.seats[home.seat].held.remove(&output)
+    }
+
+    /// The number of outputs whose state each worker holds.
+    pub fn held(&self) -> Vec<usize> {
+        self.shared.state().seats.iter().filter(|seat| seat.process.is_some()).map(|seat| seat.held.len()).collect()
     }
 }
 
@@ -357,7 +419,7 @@ impl Drop for Workers {
     }
 }
 
-/// For jobs that no worker will run. Without the lock: a job may own the last of much.
+/// Tells jobs that no worker will run them. Must be called without the lock, since dropping a job may run other code.
 fn refuse(queue: VecDeque<Queued>, failure: &Failure) {
     for queued in queue {
         (queued.job)(Err(failure.clone()));
@@ -366,12 +428,12 @@ fn refuse(queue: VecDeque<Queued>, failure: &Failure) {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Jobs run without it, and each change of it is whole.
+        // Jobs run without the lock, and every change of the state is complete before it is released.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sees to it that somebody takes what is queued: an idle worker, or a new one while there are few or all others
-    /// are busy with something slow.
+    /// Finds a worker for what is queued: an idle one, or a new one if there are fewer than usual or all others are
+    /// busy with something slow.
     fn look_after_queue(self: &Arc<Shared>, state: &mut State, now: bool) -> Option<io::Error> {
         if let Some(idle) = state.idle() {
             state.seats[idle].wake.notify_one();
@@ -383,8 +445,7 @@ impl Shared {
         if manned >= wanted || !(now || manned == 0 || wanted == self.most) {
             return None;
         }
-        let seat =
-            Seat { wake: Arc::default(), running: None, generation: 0, slow: false, manned: true, process: None };
+        let seat = Seat { manned: true, ..Seat::default() };
         let index = state.seats.iter().position(|seat| !seat.manned).unwrap_or(state.seats.len());
         match state.seats.get_mut(index) {
             Some(place) => *place = Seat { generation: place.generation + 1, ..seat },
@@ -401,13 +462,17 @@ impl Shared {
             Worker { shared: Arc::clone(&self), seat, process: None, generation: 0, calls: 0, resident: 0 };
         loop {
             let mut state = self.state();
-            let queued = loop {
+            let job = loop {
                 if state.closed {
                     return;
                 }
                 worker.generation = state.seats[seat].generation;
+                if let Some(own) = state.seats[seat].own.pop_front() {
+                    let job: Job = Box::new(|worker| drop(worker.map(own)));
+                    break job;
+                }
                 match state.next(seat, Instant::now()) {
-                    Ok(queued) => break queued,
+                    Ok(queued) => break queued.job,
                     Err(when) => {
                         let wake = Arc::clone(&state.seats[seat].wake);
                         state = match when {
@@ -423,8 +488,8 @@ impl Shared {
             let begun = Instant::now();
             state.seats[seat].running = Some(begun);
             drop(state);
-            // A panic is a bug of ours: whoever waits for the job hears that it was dropped.
-            let job = std::panic::AssertUnwindSafe(|| (queued.job)(Ok(&mut worker)));
+            // A panic here is a bug of this program. The receiver of the result notices that the job was dropped.
+            let job = std::panic::AssertUnwindSafe(|| job(Ok(&mut worker)));
             if std::panic::catch_unwind(job).is_err() {
                 worker.end();
             }
@@ -435,15 +500,15 @@ impl Shared {
     }
 }
 
-/// A worker process, or the place for one, lent to a job.
+/// A worker process, or the place for one, that is lent to a job.
 pub struct Worker {
     shared: Arc<Shared>,
     seat: usize,
     process: Option<Process>,
     generation: u64,
-    /// Calls that the process has answered.
+    /// The number of calls that the process has answered.
     calls: u64,
-    /// Bytes that it held at its start.
+    /// The bytes of memory that the process held at its start.
     resident: u64,
 }
 
@@ -453,53 +518,112 @@ impl fmt::Debug for Worker {
     }
 }
 
+/// A child process that is killed and waited for when it is dropped.
+#[derive(Debug)]
+pub struct KilledOnDrop(pub Child);
+
+impl Deref for KilledOnDrop {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for KilledOnDrop {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for KilledOnDrop {
+    fn drop(&mut self) {
+        // Both fail only if the process was waited for before.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 struct Process {
-    child: Child,
+    child: KilledOnDrop,
+    /// Does not block: a worker that does not read must not hold its thread here.
     input: ChildStdin,
     output: ChildStdout,
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+/// Calls a check at most every [`TICK`], however often it is asked.
+struct Watch<'a> {
+    check: &'a mut dyn FnMut() -> Result<(), Failure>,
+    next: Instant,
+}
+
+impl Watch<'_> {
+    fn new(check: &mut dyn FnMut() -> Result<(), Failure>) -> Watch<'_> {
+        Watch { check, next: Instant::now() + TICK }
+    }
+
+    fn look(&mut self) -> Result<(), Failure> {
+        let now = Instant::now();
+        if now < self.next {
+            return Ok(());
+        }
+        self.next = now + TICK;
+        (self.check)()
     }
 }
 
 impl Worker {
-    /// Which process it is. Another one after each [`Failure`].
+    /// The identity of the process. It changes after each [`Failure`] but [`Failure::Cancelled`], after which it may be
+    /// the same.
     pub fn home(&self) -> Home {
         Home { seat: self.seat, generation: self.generation }
     }
 
-    /// Calls that this process has answered since its start.
+    /// The number of calls that this process has answered since its start.
     pub fn calls(&self) -> u64 {
         self.calls
     }
 
-    /// Bytes of memory that the process holds beyond what it had at its start.
+    /// The bytes of memory that the process holds beyond what it held at its start.
     pub fn grown(&self) -> u64 {
-        let pid = self.process.as_ref().map_or(0, |process| process.child.id());
-        resident(pid).saturating_sub(self.resident)
+        resident(self.id()).saturating_sub(self.resident)
     }
 
-    /// Ends the process; the next call has a new one.
+    /// Notes that the process holds the state of an output, until [`Workers::release`] or its end.
+    pub fn keep(&self, output: u64) {
+        self.shared.state().seats[self.seat].held.insert(output);
+    }
+
+    /// The id of the process; 0 if there is none.
+    fn id(&self) -> u32 {
+        self.process.as_ref().map_or(0, |process| process.child.id())
+    }
+
+    /// Ends the process; the next call starts a new one.
     pub fn end(&mut self) {
         self.process = None;
         self.calls = 0;
         let mut state = self.shared.state();
-        state.seats[self.seat].process = None;
-        state.seats[self.seat].generation += 1;
-        self.generation = state.seats[self.seat].generation;
+        let seat = &mut state.seats[self.seat];
+        seat.process = None;
+        seat.generation += 1;
+        seat.held.clear();
+        self.generation = seat.generation;
+        let own = std::mem::take(&mut seat.own);
+        drop(state);
+        // Without the lock, since dropping a job may run other code.
+        drop(own);
     }
 
-    /// Sends a frame and gives the answer. `ask` answers what the worker wants to know on the way: frames that begin with
-    /// the byte `question`.
+    /// Sends a frame and returns the answer. `ask` answers questions of the worker on the way, which are frames that
+    /// begin with the byte `question`. `output` is the output whose state the call changes. A cancelled call ends the
+    /// process, unless that holds the state of other outputs: then the call runs on within its limits, the state is
+    /// kept, and [`Failure::Cancelled`] is returned at its end.
     pub fn call(
         &mut self,
         frame: &[u8],
         cancel: &Cancel,
+        output: Option<u64>,
         question: u8,
         ask: &mut dyn FnMut(&[u8]) -> Vec<u8>,
     ) -> Result<Vec<u8>, Failure> {
@@ -509,42 +633,48 @@ impl Worker {
         if self.process.is_none() {
             self.start()?;
         }
-        let answered = self.exchange(frame, cancel, question, ask);
-        match &answered {
-            Ok(_) => self.calls += 1,
-            Err(_) => self.end(),
+        match self.exchange(frame, cancel, output, question, ask) {
+            Ok(_) if cancel.is_cancelled() => {
+                self.calls += 1;
+                Err(Failure::Cancelled)
+            }
+            Ok(answer) => {
+                self.calls += 1;
+                Ok(answer)
+            }
+            Err(failure) => {
+                self.end();
+                Err(failure)
+            }
         }
-        answered
     }
 
     fn start(&mut self) -> Result<(), Failure> {
         let failed = |error: io::Error| Failure::Start(error.to_string());
-        let mut command = Command::new(program().map_err(failed)?);
+        let shared = Arc::clone(&self.shared);
+        let path = shared.program.clone().map_or_else(program, Ok).map_err(failed)?;
+        let mut command = Command::new(path);
         command.arg(COMMAND).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // What a constraint could reach in it must not be worth reaching: secrets stand in variables, too.
+        // A constraint that takes over the worker must find nothing of value there, and variables may hold secrets.
         let kept = ["PATH", "LD_LIBRARY_PATH", "LLVM_PROFILE_FILE"];
         let kept = kept.into_iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
-        // A group of its own: what a terminal sends to the server is not meant for it.
+        // A process group of its own: a terminal's signals to the server must not reach it.
         command.env_clear().envs(kept.collect::<Vec<_>>()).process_group(0);
-        let mut child = command.spawn().map_err(failed)?;
+        let mut child = KilledOnDrop(command.spawn().map_err(failed)?);
         let (input, output) = (child.stdin.take(), child.stdout.take());
         let (Some(input), Some(output)) = (input, output) else { unreachable!("both were asked for") };
-        let pid = child.id();
+        rustix::io::ioctl_fionbio(&input, true).map_err(|error| failed(error.into()))?;
         self.process = Some(Process { child, input, output });
-        self.shared.state().seats[self.seat].process = Some(pid);
-        let first =
-            [&self.shared.limits.memory.to_le_bytes()[..], &self.shared.limits.cpu.as_millis().to_le_bytes()[..8]];
-        let begun = first.concat();
-        let told = self.send(&begun).and_then(|()| self.send(&Arc::clone(&self.shared).first));
-        let until = Instant::now() + START;
-        let ready = told.and_then(|()| {
-            self.receive(&mut |_| {
-                if Instant::now() < until { Ok(()) } else { Err(Failure::Start("it hangs".to_owned())) }
-            })
-        });
-        match ready {
+        shared.state().seats[self.seat].process = Some(self.id());
+        let Limits { memory, cpu } = shared.limits;
+        let begun = [&memory.to_le_bytes()[..], &cpu.as_millis().to_le_bytes()[..8]].concat();
+        let until = Instant::now() + shared.start;
+        let mut in_time = || if Instant::now() < until { Ok(()) } else { Err(Failure::Start("it hangs".to_owned())) };
+        let mut watch = Watch::new(&mut in_time);
+        let told = self.send(&begun, &mut watch).and_then(|()| self.send(&shared.first, &mut watch));
+        match told.and_then(|()| self.receive(&mut watch)) {
             Ok(_) => {
-                self.resident = resident(pid);
+                self.resident = resident(self.id());
                 Ok(())
             }
             Err(failure) => {
@@ -558,52 +688,72 @@ impl Worker {
         &mut self,
         frame: &[u8],
         cancel: &Cancel,
+        output: Option<u64>,
         question: u8,
         ask: &mut dyn FnMut(&[u8]) -> Vec<u8>,
     ) -> Result<Vec<u8>, Failure> {
-        let cpu = self.shared.limits.cpu;
+        let Limits { memory, cpu } = self.shared.limits;
+        let (pid, seat, most_resident) = (self.id(), self.seat, self.resident + memory + STACK);
         let begun = Instant::now();
-        let pid = self.process.as_ref().map_or(0, |process| process.child.id());
-        // Processor time when it was first looked at, a tick after the beginning at most.
+        // The processor time at the first check, and the elapsed time until then, which counts as processor time.
         let mut first_look: Option<(Duration, Duration)> = None;
         let shared = Arc::clone(&self.shared);
-        let mut watch = move |waited: Duration| {
-            if cancel.is_cancelled() {
+        let mut check = move || {
+            let waited = begun.elapsed();
+            let mut state = shared.state();
+            if cancel.is_cancelled() && !state.seats[seat].held.iter().any(|held| Some(*held) != output) {
                 return Err(Failure::Cancelled);
             }
-            if waited > PATIENCE {
-                let mut state = shared.state();
-                if !state.queue.is_empty() {
-                    // A thread that cannot be had now is asked for again.
-                    let _ = shared.look_after_queue(&mut state, true);
-                }
+            if waited > PATIENCE && !state.queue.is_empty() {
+                // A thread that cannot be started now is tried again at the next check.
+                let _ = shared.look_after_queue(&mut state, true);
             }
+            drop(state);
             let total = processor_time(pid);
             let (at_first, before) = *first_look.get_or_insert((total.unwrap_or_default(), waited));
             let used = total.map_or(waited, |total| total.saturating_sub(at_first) + before);
-            if used > cpu || waited > cpu * WALL { Err(Failure::Time { most: cpu }) } else { Ok(()) }
+            if used > cpu || waited > cpu * WALL {
+                return Err(Failure::Time { most: cpu });
+            }
+            // The worker limits itself; this is for one that has changed its limits.
+            if resident(pid) > most_resident { Err(Failure::Memory { most: memory }) } else { Ok(()) }
         };
-        self.send(frame)?;
-        // What is answered on the way is charged with what it takes.
+        let mut watch = Watch::new(&mut check);
+        self.send(frame, &mut watch)?;
         loop {
-            let answer = self.receive(&mut |_| watch(begun.elapsed()))?;
+            // The answers to questions count against the job's limits.
+            let answer = self.receive(&mut watch)?;
             if answer.first() != Some(&question) {
                 return Ok(answer);
             }
-            // What answers may be a library that panics.
+            // The library that answers may panic.
             let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ask(&answer[1..])));
-            self.send(&told.unwrap_or_default())?;
+            self.send(&told.unwrap_or_default(), &mut watch)?;
         }
     }
 
-    fn send(&mut self, frame: &[u8]) -> Result<(), Failure> {
-        let Some(process) = &mut self.process else { return Err(Failure::Start("it has ended".to_owned())) };
-        let sent = write_frame(&mut process.input, frame);
-        sent.map_err(|_| self.why_ended())
+    /// Writes a frame. `watch` decides whether to go on while the worker does not read.
+    fn send(&mut self, frame: &[u8], watch: &mut Watch<'_>) -> Result<(), Failure> {
+        let mut whole = Vec::with_capacity(4 + frame.len());
+        write_frame(&mut whole, frame).map_err(|error| Failure::Died(error.to_string()))?;
+        let mut rest = &whole[..];
+        while !rest.is_empty() {
+            let Some(process) = &mut self.process else { return Err(Failure::Start("it has ended".to_owned())) };
+            match process.input.write(rest) {
+                Ok(written) => rest = &rest[written..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    ready(PollFd::new(&process.input, PollFlags::OUT))?;
+                }
+                Err(_) => return Err(self.why_ended()),
+            }
+            watch.look()?;
+        }
+        Ok(())
     }
 
-    /// The next frame. `watch` is asked at each tick whether to wait on.
-    fn receive(&mut self, watch: &mut dyn FnMut(()) -> Result<(), Failure>) -> Result<Vec<u8>, Failure> {
+    /// Reads the next frame. `watch` decides whether to go on.
+    fn receive(&mut self, watch: &mut Watch<'_>) -> Result<Vec<u8>, Failure> {
         let mut head = [0; 4];
         self.fill(&mut head, watch)?;
         let length = u32::from_le_bytes(head) as usize;
@@ -615,36 +765,33 @@ impl Worker {
         Ok(frame)
     }
 
-    fn fill(&mut self, bytes: &mut [u8], watch: &mut dyn FnMut(()) -> Result<(), Failure>) -> Result<(), Failure> {
+    fn fill(&mut self, bytes: &mut [u8], watch: &mut Watch<'_>) -> Result<(), Failure> {
         let mut at = 0;
         while at < bytes.len() {
             let Some(process) = &mut self.process else { return Err(Failure::Start("it has ended".to_owned())) };
-            let tick = Timespec { tv_sec: 0, tv_nsec: TICK.as_nanos() as _ };
-            let mut fds = [PollFd::new(&process.output, PollFlags::IN)];
-            match poll(&mut fds, Some(&tick)) {
-                Ok(0) => watch(())?,
-                Ok(_) => match process.output.read(&mut bytes[at..]) {
+            if ready(PollFd::new(&process.output, PollFlags::IN))? {
+                match process.output.read(&mut bytes[at..]) {
                     Ok(0) => return Err(self.why_ended()),
                     Ok(read) => at += read,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(_) => return Err(self.why_ended()),
-                },
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(Failure::Died(error.to_string())),
+                }
             }
+            // Under traffic too: a worker that always has something to say is checked as often as a silent one.
+            watch.look()?;
         }
         Ok(())
     }
 
-    /// Of a process that has closed its ends.
+    /// The reason why a process that has closed its ends has ended.
     fn why_ended(&mut self) -> Failure {
         let Limits { memory, cpu } = self.shared.limits;
         let Some(process) = &mut self.process else { return Failure::Start("it has ended".to_owned()) };
-        // It has closed its output, so it ends or has ended; it may hang on the way.
+        // It has closed its output, so it has ended or is about to; it may hang on the way.
         let _ = process.child.kill();
         let mut words = Vec::new();
         if let Some(errors) = process.child.stderr.take() {
-            // Nobody else writes there, so this ends with the process.
+            // No other process writes there, so this ends with the process.
             let _ = errors.take(MOST_WORDS).read_to_end(&mut words);
         }
         let words = String::from_utf8_lossy(&words);
@@ -663,7 +810,8 @@ impl Worker {
         } else if status.code() == Some(PANICKED) {
             Failure::Panicked
         } else if status.signal() == Some(SIGKILL) {
-            // Ours comes after it has closed its output by itself; anyone else's means that the machine has no memory.
+            // The kill above comes after the process has closed its output; any other means that the machine has no
+            // memory.
             Failure::Memory { most: memory }
         } else {
             Failure::Died(status.to_string())
@@ -671,17 +819,28 @@ impl Worker {
     }
 }
 
-/// Memory of a process, bytes; 0 where it cannot be told.
-fn resident(pid: u32) -> u64 {
-    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
-    let pages: Option<u64> = statm.split_whitespace().nth(1).and_then(|pages| pages.parse().ok());
-    pages.unwrap_or(0) * rustix::param::page_size() as u64
+/// Waits up to a [`TICK`] until a pipe can be read or written.
+fn ready(pipe: PollFd<'_>) -> Result<bool, Failure> {
+    let tick = Timespec { tv_sec: 0, tv_nsec: TICK.as_nanos() as _ };
+    match poll(&mut [pipe], Some(&tick)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(Failure::Died(error.to_string())),
+    }
 }
 
-/// Processor time of a process so far.
+/// The resident memory of a process without pages of files, in bytes; 0 if it is unknown.
+fn resident(pid: u32) -> u64 {
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
+    let mut pages = statm.split_whitespace().skip(1).map_while(|pages| pages.parse::<u64>().ok());
+    let (all, of_files) = (pages.next().unwrap_or(0), pages.next().unwrap_or(0));
+    all.saturating_sub(of_files) * rustix::param::page_size() as u64
+}
+
+/// The processor time that a process has used so far; `None` if it is unknown.
 fn processor_time(pid: u32) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind the name, which may hold anything: state, ten numbers, then user and system time in ticks.
+    // After the name, which may hold any character: the state, ten numbers, then user and system time in ticks.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
     let user: u64 = fields.next()?.parse().ok()?;
     let system: u64 = fields.next()?.parse().ok()?;
@@ -693,7 +852,7 @@ fn processor_time(pid: u32) -> Option<Duration> {
 pub fn write_frame(to: &mut impl Write, frame: &[u8]) -> io::Result<()> {
     let length = u32::try_from(frame.len()).map_err(|_| io::Error::other("a frame of more than 4 GiB"))?;
     if frame.len() < 4096 {
-        // In one piece: the other side wakes up once.
+        // One write, so that the other side wakes up once.
         let mut whole = Vec::with_capacity(4 + frame.len());
         whole.extend(length.to_le_bytes());
         whole.extend(frame);
@@ -705,7 +864,7 @@ pub fn write_frame(to: &mut impl Write, frame: &[u8]) -> io::Result<()> {
     to.flush()
 }
 
-/// Reads a frame; `None` where the other side has closed its end.
+/// Reads a frame; `None` if the other side has closed its end.
 pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut head = [0; 4];
     match from.read_exact(&mut head) {
@@ -716,4 +875,147 @@ pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let length = u64::from(u32::from_le_bytes(head));
     from.take(length).read_to_end(&mut frame)?;
     if frame.len() as u64 == length { Ok(Some(frame)) } else { Ok(None) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A worker in shell. It repeats each frame, and some frames make it misbehave.
+    const SCRIPT: &str = r#"#!/bin/sh
+frame() {
+    n=$(dd bs=1 count=4 2>/dev/null | od -An -tu4 | tr -d ' ')
+    [ -n "$n" ] || exit 0
+    body=$(dd bs=1 count=$n 2>/dev/null | tr -d '\0')
+}
+say() {
+    printf "\\$(printf %03o ${#1})\\000\\000\\000%s" "$1"
+}
+frame
+frame
+say ready
+case "$body" in deaf) exec sleep 1000 ;; esac
+while :; do
+    frame
+    case "$body" in
+        slow) sleep 1 ;;
+        # Frames of 0x01010101 bytes without a pause, each of which is a question. Descriptor 3 keeps the input open.
+        traffic) exec tr '\0' '\1' 3<&0 </dev/zero ;;
+    esac
+    say "$body"
+done
+"#;
+
+    fn pool(first: &str, most: usize, cpu: Duration) -> (tempfile::TempDir, Workers) {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("worker");
+        std::fs::write(&program, SCRIPT).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let shared = Shared {
+            name: "test",
+            first: first.as_bytes().to_vec(),
+            limits: Limits { cpu, ..Limits::default() },
+            usual: most,
+            most,
+            program: Some(program),
+            start: START,
+            state: Mutex::default(),
+        };
+        (folder, Workers { shared: Arc::new(shared) })
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+    const QUESTION: u8 = 1;
+
+    fn call(worker: &mut Worker, frame: &str, cancel: &Cancel, output: Option<u64>) -> Result<String, Failure> {
+        let answer = worker.call(frame.as_bytes(), cancel, output, QUESTION, &mut |_| Vec::new())?;
+        Ok(String::from_utf8(answer).unwrap())
+    }
+
+    fn soon() -> Cancel {
+        Cancel::until(Some(Instant::now() + Duration::from_millis(100)))
+    }
+
+    /// Goal: a cancelled job does not cost others the state that its worker holds for them; where there is none of
+    /// theirs, the job ends at once.
+    #[test]
+    fn a_cancelled_job_leaves_the_state_of_others_alone() {
+        let (_folder, workers) = pool("", 1, LONG);
+        let first = workers.run(None, |worker| {
+            worker.keep(1);
+            assert_eq!(call(worker, "one", &Cancel::default(), Some(1))?, "one");
+            Ok(worker.home())
+        });
+        let home = first.unwrap();
+        let cancelled = |output| {
+            let begun = Instant::now();
+            let job = move |worker: &mut Worker| Ok((call(worker, "slow", &soon(), Some(output)), worker.home()));
+            let (failure, home) = workers.run(None, job).unwrap();
+            assert_eq!(failure, Err(Failure::Cancelled));
+            (begun.elapsed(), home)
+        };
+        let (took, after) = cancelled(2);
+        assert_eq!(after, home, "the worker has ended, and with it the state of another output");
+        assert!(took >= Duration::from_millis(900), "{took:?}");
+        // The frames are still in step.
+        let next = workers.run(Some(home), |worker| call(worker, "next", &Cancel::default(), Some(1)));
+        assert_eq!(next.unwrap(), "next");
+        // Its own state protects nobody.
+        let (took, after) = cancelled(1);
+        assert!(after != home && took < Duration::from_millis(700), "{took:?}");
+        assert_eq!(workers.held(), [0; 0]);
+    }
+
+    /// Goal: a worker that does not read holds its thread for no longer than a job may take.
+    #[test]
+    fn a_worker_that_does_not_read_meets_the_limit_of_time() {
+        let (_folder, workers) = pool("deaf", 1, Duration::from_millis(50));
+        let begun = Instant::now();
+        let failure = workers.run(None, |worker| call(worker, &"x".repeat(1 << 20), &Cancel::default(), None));
+        assert!(matches!(failure, Err(Failure::Time { .. })), "{failure:?}");
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    }
+
+    /// Goal: limits and cancellation are noticed while a worker sends without a pause.
+    #[test]
+    fn a_worker_that_never_stops_sending_meets_the_limit_of_time() {
+        let (_folder, workers) = pool("", 1, Duration::from_millis(200));
+        let traffic = |cancel: Cancel| workers.run(None, move |worker| call(worker, "traffic", &cancel, None));
+        let failure = traffic(Cancel::default());
+        assert!(matches!(failure, Err(Failure::Time { .. })), "{failure:?}");
+        assert_eq!(traffic(soon()), Err(Failure::Cancelled));
+    }
+
+    /// Goal: a job for one process runs there, however long that is busy, and before other jobs; and it goes with the
+    /// process.
+    #[test]
+    fn a_job_for_one_process_is_not_run_by_another() {
+        let (_folder, workers) = pool("", 2, LONG);
+        let start = |worker: &mut Worker| call(worker, "a", &Cancel::default(), None).map(|_| worker.home());
+        let home = workers.run(None, start).unwrap();
+        let (busy, is_busy) = crossbeam_channel::bounded(1);
+        workers.submit(
+            Some(home),
+            Box::new(move |worker| {
+                busy.send(()).unwrap();
+                let _ = worker.and_then(|worker| call(worker, "slow", &Cancel::default(), None));
+            }),
+        );
+        is_busy.recv().unwrap();
+        let (ran, where_it_ran) = crossbeam_channel::bounded(1);
+        workers.submit_to(home, Box::new(move |worker| ran.send(worker.home()).unwrap()));
+        // Another job with the same home is run elsewhere meanwhile.
+        let other = workers.run(Some(home), |worker| Ok(worker.home())).unwrap();
+        assert_ne!(other, home);
+        assert_eq!(where_it_ran.recv_timeout(Duration::from_secs(20)), Ok(home));
+        let end = |worker: &mut Worker| {
+            worker.end();
+            Ok(())
+        };
+        workers.run(Some(home), end).unwrap();
+        let (ran, where_it_ran) = crossbeam_channel::bounded::<Home>(1);
+        workers.submit_to(home, Box::new(move |worker| ran.send(worker.home()).unwrap()));
+        assert!(where_it_ran.recv_timeout(Duration::from_secs(20)).is_err(), "it was dropped");
+    }
 }

@@ -28,6 +28,8 @@ use tokio_util::sync::CancellationToken;
 
 /// The longest wait for a load in progress when the server stops.
 const SETTLE: Duration = Duration::from_secs(20);
+/// The pools of worker processes of a model: one for constraints, one for chat templates.
+const POOLS: usize = 2;
 /// The number of connections that the system queues before they are accepted.
 const BACKLOG: u32 = 1024;
 
@@ -231,15 +233,17 @@ fn options(config: &Config) -> anyhow::Result<Options> {
         trust_client_header,
         tls: server.tls.as_ref().map(|files| Tls::read(files).map(Arc::new)).transpose()?,
         tokens: server.tokens.as_deref().map(|file| Tokens::read(file).map(Arc::new)).transpose()?,
-        connections: connections(server.connections, config.admin.listen.is_some()),
+        connections: connections(server.connections, config.admin.listen.is_some(), config.models.len()),
         ..Options::default()
     })
 }
 
 /// Returns the number of connections to accept: `asked`, or fewer if the limit of open files does not allow it. Raises
 /// the soft limit as far as the hard limit allows.
-fn connections(asked: u32, page: bool) -> usize {
-    let others = u64::from(FILES_KEPT) + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
+fn connections(asked: u32, page: bool, models: usize) -> usize {
+    // A model that is replaced serves until the new one is loaded, so one model more has workers.
+    let workers = (workers::files() * POOLS * (models + 1)) as u64;
+    let others = u64::from(FILES_KEPT) + workers + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
     let wanted = u64::from(asked) + others;
     let mut limits = getrlimit(Resource::Nofile);
     if limits.current.is_some_and(|current| current < wanted) {

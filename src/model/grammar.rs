@@ -225,6 +225,11 @@ impl Grammars {
         self.shared.workers.processes()
     }
 
+    /// The number of outputs that each worker holds, for those who watch them.
+    pub fn held(&self) -> Vec<usize> {
+        self.shared.workers.held()
+    }
+
     /// Returns how often constraints were requested, and how often they were found in the cache.
     pub fn uses(&self) -> Uses {
         self.kept.uses()
@@ -356,7 +361,7 @@ impl Output {
     fn call(&self, worker: &mut Worker, asked: &Ask, cancel: &Cancel) -> Result<Vec<u8>, Failure> {
         let frame = serde_json::to_vec(asked).map_err(|error| Failure::Died(error.to_string()))?;
         let tokens = &self.shared.tokens;
-        worker.call(&frame, cancel, tag::TOKENS, &mut |text| {
+        worker.call(&frame, cancel, Some(self.number), tag::TOKENS, &mut |text| {
             // A leading 0 means that the text cannot be tokenized.
             let ids = std::str::from_utf8(text).ok().and_then(|text| tokens.of(text));
             ids.map_or(vec![0], |ids| [&[1][..], bytemuck::cast_slice(&ids)].concat())
@@ -381,8 +386,13 @@ impl Output {
     fn begin(&mut self, worker: &mut Worker, cancel: &Cancel) -> Result<Begun, Failure> {
         let (constraint, ignore_eos) = (Constraint::clone(&self.constraint), self.ignore_eos);
         let asked = Ask::Start { output: self.number, constraint, ignore_eos };
+        // Noted before the call: a call that is cancelled may have begun the output all the same.
+        let here = worker.home();
+        if let Some(before) = self.home.replace(here).filter(|before| *before != here) {
+            self.leave(before);
+        }
+        worker.keep(self.number);
         let answer = self.call(worker, &asked, cancel)?;
-        self.home = Some(worker.home());
         Ok(match answer.split_first_chunk::<9>() {
             Some(([tag::STARTED, bytes @ ..], mask)) => match self.mask(mask) {
                 Some(mask) => Ok((mask, u64::from_le_bytes(*bytes) as usize)),
@@ -430,26 +440,36 @@ impl Output {
     }
 }
 
-impl Drop for Output {
-    /// Tells the worker to forget the output.
-    fn drop(&mut self) {
-        let Some(home) = self.home.filter(|home| self.shared.workers.is_home(*home)) else { return };
+impl Output {
+    /// Has the worker at `home` forget the output, if it holds it. Only that worker can: the job is not for others, and
+    /// goes with the worker if that ends.
+    fn leave(&self, home: Home) {
+        let workers = &self.shared.workers;
+        if !workers.release(home, self.number) {
+            return;
+        }
         let Ok(frame) = serde_json::to_vec(&Ask::Forget { output: self.number }) else { return };
-        let most = self.shared.workers.limits().memory / 4;
-        let forget = move |worker: Result<&mut Worker, Failure>| {
-            // If the worker has died, the output's state is already gone.
-            if let Ok(worker) = worker
-                && worker.home() == home
-                && worker.calls() > 0
-                && let Ok(answer) = worker.call(&frame, &Cancel::default(), tag::TOKENS, &mut |_| Vec::new())
+        let most = workers.limits().memory / 4;
+        let forget = move |worker: &mut Worker| {
+            if worker.calls() > 0
+                && let Ok(answer) = worker.call(&frame, &Cancel::default(), None, tag::TOKENS, &mut |_| Vec::new())
                 && answer == [&[tag::DONE][..], &0u64.to_le_bytes()].concat()
                 && worker.grown() > most
             {
-                // The worker holds no outputs any more and has grown: end it to free its memory.
+                // The worker holds no output and much memory, which is given back.
                 worker.end();
             }
         };
-        self.shared.workers.submit(Some(home), Box::new(forget));
+        workers.submit_to(home, Box::new(forget));
+    }
+}
+
+impl Drop for Output {
+    /// Its worker forgets it.
+    fn drop(&mut self) {
+        if let Some(home) = self.home {
+            self.leave(home);
+        }
     }
 }
 

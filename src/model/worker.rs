@@ -1,31 +1,34 @@
-//! The worker process: what `ostinato worker` does. It reads a frame that says what it is for and then answers frames,
-//! one after the other, until its input ends; what it must not take more of than it was told is limited by the system.
-//! Deliberately absent: what the frames mean (`grammar`, `text::chat`), and who started it (`actors::workers`).
+//! The worker process (`ostinato worker`). It reads a frame with its limits and a frame that selects its service, then
+//! answers frames one after the other until its input ends. The system enforces its limits, and runs it at a lower
+//! priority than the program that started it.
+//! Not here: what the frames mean (`grammar`, `text::chat`), and the side that starts workers (`actors::workers`).
 
 use super::grammar;
 use super::text::chat;
-use crate::actors::workers::{PANICKED, STACK, read_frame, write_frame};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use crate::actors::workers::{NICE, PANICKED, STACK, read_frame, write_frame};
+use rustix::process::{Resource, Rlimit, getrlimit, nice, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use std::io;
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Address space beside what is used: reserved by allocators and never touched.
+/// The bytes of address space that are allowed beyond memory in use, because allocators reserve more than they use.
 const RESERVED: u64 = 512 << 20;
-/// Held while a question is asked, so that its answer goes to whoever asked.
+/// Held while a question is asked, so that concurrent questions get their own answers.
 static ASKING: Mutex<()> = Mutex::new(());
 
-/// Runs until standard input ends; exit status 2 where it was started by hand.
+/// Runs the worker until standard input ends. The exit status is 2 if it was started by a user.
 pub fn serve() -> ExitCode {
-    // A job that panics ends the process, so that nothing half done is left; what it would say is nobody's business.
+    // A job that panics ends the process, so that no half-done state is left. Its message may quote a request.
     std::panic::set_hook(Box::new(|_| std::process::exit(PANICKED)));
-    // Where the machine has no memory left, a worker is what can be missed.
+    // Work of constraints and templates gives way to the engine's threads. Fails nowhere: the value only rises.
+    let _ = nice(NICE);
+    // If the machine runs out of memory, the system should end a worker first.
     let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-    // No folder is kept from being unmounted.
+    // The working directory must not keep a file system from being unmounted.
     let _ = std::env::set_current_dir("/");
-    // A dump of every worker that dies would fill disks.
+    // Core dumps of workers that die would fill the disk.
     let _ = setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
     let thread = std::thread::Builder::new().name("job".to_owned()).stack_size(STACK as usize).spawn(work);
     let worked = thread.map(std::thread::JoinHandle::join);
@@ -39,7 +42,7 @@ pub fn serve() -> ExitCode {
     }
 }
 
-/// A service of this process: a request's frame in, its answer out.
+/// The service of this process: maps the frame of a request to the frame of its answer.
 type Answer = Box<dyn FnMut(&[u8]) -> Vec<u8>>;
 
 fn work() -> io::Result<()> {
@@ -72,14 +75,14 @@ fn work() -> io::Result<()> {
     Ok(())
 }
 
-/// Asks whoever has sent the job.
+/// Sends a question to the process that has sent the job, and waits for the answer; `None` if that has gone.
 fn ask(question: &[u8]) -> Option<Vec<u8>> {
     let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
     write_frame(&mut io::stdout().lock(), question).ok()?;
     read_frame(&mut io::stdin().lock()).ok()?
 }
 
-/// From now on at most so many bytes more.
+/// Limits memory and address space to `more` bytes beyond what the process has now.
 fn limit_memory(more: u64) -> io::Result<()> {
     let used = std::fs::read_to_string("/proc/self/statm")?;
     let pages: Vec<u64> = used.split_whitespace().filter_map(|field| field.parse().ok()).collect();
@@ -87,14 +90,15 @@ fn limit_memory(more: u64) -> io::Result<()> {
     let [size, _, _, _, _, data, ..] = pages[..] else { return Err(io::Error::other("/proc/self/statm is strange")) };
     for (resource, most) in [(Resource::Data, data * page + more), (Resource::As, size * page + more + RESERVED)] {
         let Rlimit { current, maximum } = getrlimit(resource);
-        // An operator's own limit may be lower.
+        // A limit that the operator has set may be lower.
         let most = [Some(most), current, maximum].into_iter().flatten().min();
         setrlimit(resource, Rlimit { current: most, maximum })?;
     }
     Ok(())
 }
 
-/// Whoever has sent a job ends it when its time is over; this is for the case that nobody is there to do so.
+/// Limits the processor time of a job, for the case that the process that has sent it is gone. Otherwise that process
+/// ends the job earlier, at `most`.
 fn limit_time(most: Duration) {
     let used = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
     let Rlimit { maximum, .. } = getrlimit(Resource::Cpu);

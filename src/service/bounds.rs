@@ -1,18 +1,24 @@
-//! What one client may cost the others, each with a name: of a request, of a call, of a connection. What a message says
-//! is bounded when it is read; that it comes at all, and how many come at once, by a layer that every call passes.
-//! Deliberately absent: limits that the operator gives to clients (`clients`), what the engine can run.
+//! The bounds on what one client may cost the others, each as a named constant: per request, per call, per connection.
+//! The fields of a decoded message are checked by functions. The arrival of messages is bounded by the layer
+//! [`Arrival`], which every call passes: how long a message may take, how many bytes of messages may be on their way,
+//! and how many elements a message may have before it is decoded.
+//! Not here: limits that the operator sets for clients (`clients`), and what the engine can run.
 
+use super::auth::Identity;
+use super::clients::{Client, Clients};
+use super::crowd::OpenCall;
 use super::proto;
 use super::refusal::{Refusal, status};
+use super::tls::ConnectInfo;
+use super::wire;
 use crate::engine::request::MAX_LOGIT_BIAS;
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::{Body as _, Frame, SizeHint};
 use proto::generate_request::Prompt;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep};
@@ -21,49 +27,53 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// Stop strings of a request: each is looked for in every piece of text.
+/// The most stop strings of a request. Each one is searched for in every piece of text.
 pub const MAX_STOP_STRINGS: usize = 16;
-/// Bytes of each: as many may be held back from a stream.
+/// The most bytes of one stop string. A stream may hold back as many bytes of text.
 pub const MAX_STOP_BYTES: usize = 1024;
-/// Messages of a chat: a template walks over all of them, some more than once.
+/// The most messages of a chat. A template iterates over all of them, possibly several times.
 pub const MAX_CHAT_MESSAGES: usize = 4096;
-/// Bytes of an id, a name, a selector, a salt: they are kept, logged and told again.
+/// The most bytes of an id, name, selector or salt, which are kept, logged and returned.
 pub const MAX_NAME_BYTES: usize = 256;
-/// Ids of one call that ends requests: every replica is asked for each.
+/// The most request ids of one Abort call. Every replica is searched for each of them.
 pub const MAX_ABORTS: usize = 1024;
-/// Stop ids of a request as it lists them, the same ones more than once.
+/// The most stop ids that a request lists, duplicates included.
 pub const MAX_STOP_IDS: usize = 1024;
-/// Calls that are open at once on a connection; a client keeps further ones back itself, or they are reset.
+/// The most open calls of a connection. HTTP/2 clients hold further calls back; calls beyond it are reset.
 pub const STREAMS: u32 = 200;
-/// Bytes of a call's headers as HTTP/2 counts them; more are answered with status 431.
+/// The most bytes of a call's headers, as HTTP/2 counts them. More are answered with HTTP status 431.
 pub const HEADER_BYTES: u32 = 16 << 10;
-/// From a connection's beginning until it speaks HTTP/2 (with TLS: that long until it is encrypted, and again).
+/// The time from accepting a connection until it speaks HTTP/2. With TLS the handshake has this time first, and HTTP/2
+/// has it again.
 pub const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
-/// A connection on which nothing has come for as long is asked whether anybody is there.
+/// The time without received bytes after which a connection is sent a ping.
 pub const KEEPALIVE: Duration = Duration::from_secs(30);
-/// As long an answer to that is waited for; whoever gives none is cut off.
+/// The time in which a ping must be answered. A connection that does not answer is closed.
 pub const KEEPALIVE_WAIT: Duration = Duration::from_secs(20);
-/// Connections at once that are being encrypted or have not said yet that they speak HTTP/2: one more closes the oldest
-/// that has said nothing, of the peer that has most of them.
+/// The most connections in a TLS handshake, or connected but not yet known to speak HTTP/2. A further one closes one of
+/// them: of the peer that has most, the oldest that has sent nothing, else the oldest.
 pub const HANDSHAKES: usize = 256;
-/// Open files that connections leave alone: devices, checkpoints, logs, and what libraries open.
+/// The open files that connections leave to everything else: devices, checkpoints, logs and libraries. Those of worker
+/// processes are counted separately (`actors::workers::files`).
 pub const FILES_KEPT: u32 = 256;
-/// From a call's beginning until its message is there.
+/// The time from the beginning of a call until its message is complete.
 pub const MESSAGE_WAIT: Duration = Duration::from_secs(30);
-/// Messages of the largest size that may be coming in at once, or as many bytes of smaller ones.
+/// The number of messages of the largest size whose bytes may be on their way at once, over all clients.
 pub const MESSAGES_COMING: usize = 16;
 
-/// A message of this part of the largest size is a small one: a part of the room as large as this is kept for those.
+/// A message of at most 1/`SMALL_MESSAGE` of the largest size is small.
 const SMALL_MESSAGE: usize = 256;
+/// Small messages may use 1/`SMALL_ROOM` more bytes than all others, so that large ones do not keep them out.
 const SMALL_ROOM: usize = 4;
 
-/// Bytes of a message of such a conversation: names of services and files.
+/// The most bytes of one message of a conversation, which holds names of services and files.
 pub const CONVERSATION_BYTES: usize = 64 << 10;
 
-/// Services whose calls are conversations: only the first message is waited for, and each that has begun.
+/// The path prefix of services whose calls are conversations of many messages. Only the first message, and the rest of
+/// any message that has begun, must come in time.
 const CONVERSATIONS: &str = "/grpc.reflection.";
 
-/// No more stop strings than are looked for, none that is empty or too long.
+/// Refuses more than [`MAX_STOP_STRINGS`] stop strings, empty ones, and ones longer than [`MAX_STOP_BYTES`].
 pub fn stop_strings(strings: &[String]) -> Result<(), Refusal> {
     let refuse = |value: String, rule| Err(Refusal::Value { field: "stopping.strings", value, rule });
     if strings.len() > MAX_STOP_STRINGS {
@@ -88,7 +98,7 @@ pub fn stop_strings(strings: &[String]) -> Result<(), Refusal> {
     }
 }
 
-/// A name that a request gives.
+/// Refuses a name, id or salt of a request that is longer than [`MAX_NAME_BYTES`].
 pub fn name(field: &'static str, name: &str) -> Result<(), Refusal> {
     if name.len() <= MAX_NAME_BYTES {
         return Ok(());
@@ -100,7 +110,7 @@ pub fn name(field: &'static str, name: &str) -> Result<(), Refusal> {
     Err(Refusal::Value { field, value: format!("{} bytes", name.len()), rule })
 }
 
-/// How many requests one call ends.
+/// Refuses a call that aborts more than [`MAX_ABORTS`] requests.
 pub fn aborts(ids: usize) -> Result<(), Refusal> {
     if ids <= MAX_ABORTS {
         return Ok(());
@@ -112,7 +122,7 @@ pub fn aborts(ids: usize) -> Result<(), Refusal> {
     Err(Refusal::Value { field: "request_ids", value: format!("{ids} ids"), rule })
 }
 
-/// Before anything is done with it: a prompt of no more than `most` bytes of text, names that are names.
+/// Checks the lengths of a request's fields before any work is done for it. `most` is the most text bytes of a prompt.
 pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refusal> {
     for (field, text) in [
         ("request_id", &message.request_id),
@@ -130,7 +140,7 @@ pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refu
         };
         return Err(Refusal::Value { field: "logit_bias", value: biases.to_string(), rule });
     }
-    // Of different ones there may be fewer, as the engine says.
+    // The engine has a lower bound for the number of different ids.
     let ids = message.stopping.as_ref().map_or(0, |stopping| stopping.ids.len());
     if ids > MAX_STOP_IDS {
         let rule = const {
@@ -146,7 +156,7 @@ pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refu
     }
 }
 
-/// A conversation, all its text together.
+/// Refuses a chat of more than [`MAX_CHAT_MESSAGES`] messages, or of more than `most` text bytes in all messages.
 pub fn chat(chat: &proto::Chat, most: usize) -> Result<(), Refusal> {
     let messages = chat.messages.len();
     if messages > MAX_CHAT_MESSAGES {
@@ -160,55 +170,99 @@ pub fn chat(chat: &proto::Chat, most: usize) -> Result<(), Refusal> {
     prompt("prompt.chat", bytes, most)
 }
 
-/// Text of a prompt: how long encoding takes is for nobody but the operator to say.
+/// Refuses a prompt of more than `most` text bytes, because the time that encoding takes grows with them.
 pub fn prompt(field: &'static str, bytes: usize, most: usize) -> Result<(), Refusal> {
     if bytes <= most { Ok(()) } else { Err(Refusal::LongText { field, bytes, most }) }
 }
 
-/// Ids to be decoded: no more than a model can have drawn.
+/// Refuses to decode more ids than the `context` of the model, which is the most that it can have drawn.
 pub fn decoded(ids: usize, context: usize) -> Result<(), Refusal> {
     if ids <= context { Ok(()) } else { Err(Refusal::ManyIds { ids, most: context }) }
 }
 
-/// Has every call's message come in time, whole, and within what there is room for, before the call is begun. Nothing is
-/// reserved for what a message says that it is long: its bytes are kept as they come, and only the first message of a
-/// call, as all our methods take one.
+/// A layer that receives the whole message of a call before it begins the call. It bounds the time, the bytes that all
+/// messages on their way take, each client's share of those, and the elements that decoding would allocate. Memory is
+/// used for bytes that were received, not for a declared length. Only the first message of a call is kept, since all
+/// our methods take one.
 #[derive(Clone, Debug)]
 pub struct Arrival {
     wait: Duration,
-    /// Of one message.
+    /// The most bytes of one message.
     most: usize,
     room: Arc<Room>,
+    clients: Arc<Clients>,
 }
 
-/// Bytes that were received of messages that are not read yet.
+/// The bytes that were received of messages that are not read yet.
 #[derive(Debug)]
 struct Room {
-    held: AtomicUsize,
+    held: Mutex<Occupied>,
+    /// The most bytes of all messages that are not small.
     most: usize,
-    /// Messages of so many bytes find room where large ones do not.
+    /// The most bytes of a small message.
     small: usize,
 }
 
-/// Some of them.
+#[derive(Debug, Default)]
+struct Occupied {
+    all: usize,
+    /// The bytes of each client that has any.
+    clients: HashMap<Client, usize>,
+}
+
+impl Room {
+    fn occupied(&self) -> MutexGuard<'_, Occupied> {
+        // No panic can happen while the lock is held.
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The part of a [`Room`] that one call takes. Dropping it gives the bytes back.
 #[derive(Debug)]
 struct Held {
     room: Arc<Room>,
+    client: Client,
     bytes: usize,
 }
 
 impl Held {
-    /// Room for what has come.
+    /// Takes room for bytes that were received. A client may take at most as many bytes as would then be left free, so
+    /// a single client gets half of the room, and N greedy clients leave 1/(N + 1) of it to the next one.
     fn more(&mut self, bytes: usize) -> Result<(), Refusal> {
         let Room { most, small, .. } = *self.room;
-        let held = self.room.held.fetch_add(bytes, Ordering::Relaxed);
+        let most = if self.bytes + bytes <= small { most.saturating_add(most / SMALL_ROOM) } else { most };
+        let mut occupied = self.room.occupied();
+        let (held, own) = (occupied.all, occupied.clients.get(&self.client).copied().unwrap_or(0));
+        let left = most.saturating_sub(held);
+        if bytes > left {
+            return Err(Refusal::Crowded { held, bytes, most });
+        }
+        // A client without any may take what is left, as long as it is one message.
+        if own > self.bytes && own + bytes > left {
+            return Err(Refusal::Share { client: self.client.to_string(), held: own, bytes, most: left });
+        }
+        occupied.all += bytes;
+        match occupied.clients.get_mut(&self.client) {
+            Some(own) => *own += bytes,
+            None => drop(occupied.clients.insert(self.client.clone(), bytes)),
+        }
         self.bytes += bytes;
-        let most = if self.bytes <= small { most.saturating_add(most / SMALL_ROOM) } else { most };
-        if held.saturating_add(bytes) > most { Err(Refusal::Crowded { held, bytes, most }) } else { Ok(()) }
+        Ok(())
     }
 
     fn give_back(&mut self) {
-        self.room.held.fetch_sub(std::mem::take(&mut self.bytes), Ordering::Relaxed);
+        let bytes = std::mem::take(&mut self.bytes);
+        if bytes == 0 {
+            return;
+        }
+        let mut occupied = self.room.occupied();
+        occupied.all -= bytes;
+        if let Some(own) = occupied.clients.get_mut(&self.client) {
+            *own -= bytes;
+            if *own == 0 {
+                occupied.clients.remove(&self.client);
+            }
+        }
     }
 }
 
@@ -219,21 +273,32 @@ impl Drop for Held {
 }
 
 impl Arrival {
-    /// Within `wait`, and [`MESSAGES_COMING`] of `max_message_bytes` at once.
-    pub fn new(wait: Duration, max_message_bytes: usize) -> Arrival {
+    /// Each message has at most `max_message_bytes` and must come within `wait`; all messages on their way have at most
+    /// [`MESSAGES_COMING`] times as many bytes. `clients` identifies the client of a call without a token.
+    pub fn new(wait: Duration, max_message_bytes: usize, clients: Arc<Clients>) -> Arrival {
         let most = max_message_bytes.saturating_mul(MESSAGES_COMING);
-        let room = Arc::new(Room { held: AtomicUsize::new(0), most, small: max_message_bytes / SMALL_MESSAGE });
-        Arrival { wait, most: max_message_bytes, room }
+        let room = Arc::new(Room { held: Mutex::default(), most, small: max_message_bytes / SMALL_MESSAGE });
+        Arrival { wait, most: max_message_bytes, room, clients }
     }
 
-    fn held(&self) -> Held {
-        Held { room: Arc::clone(&self.room), bytes: 0 }
+    fn held(&self, client: Client) -> Held {
+        Held { room: Arc::clone(&self.room), client, bytes: 0 }
     }
 
-    /// The body of a call with one message, once it has ended. What follows its first message is looked at and not kept.
-    async fn whole(&self, mut body: Body) -> Result<Whole, Status> {
+    /// The client whose share of the room a call takes: as for all other limits, but a name that a gateway gives in a
+    /// form that is refused later counts for the gateway.
+    fn client(&self, request: &http::Request<Body>) -> Client {
+        if let Some(identity) = request.extensions().get::<Identity>() {
+            return Client::Token(identity.name().to_owned());
+        }
+        let peer = request.extensions().get::<ConnectInfo>().and_then(ConnectInfo::peer);
+        self.clients.identify(request.headers(), peer).unwrap_or_else(|_| Client::of(peer))
+    }
+
+    /// Receives the body of a call with one message to its end. What follows the first message is counted and not kept.
+    async fn whole(&self, path: &str, mut body: Body, held: Held) -> Result<Whole, Status> {
         let mut messages = Messages::new(self.most);
-        let mut whole = Whole { parts: VecDeque::new(), held: self.held() };
+        let mut whole = Whole { parts: VecDeque::new(), held };
         let mut first = true;
         while let Some(frame) = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
             let Ok(mut data) = frame?.into_data() else { continue };
@@ -245,9 +310,14 @@ impl Arrival {
                 }
                 match told {
                     None => {}
-                    Some(Told::Message(parts)) if std::mem::take(&mut first) => whole.parts = parts,
+                    Some(Told::Message(parts)) if std::mem::take(&mut first) => {
+                        // Before more is received: the bytes of a message that is refused are given back at once.
+                        let bytes = parts.iter().skip(1).map(|part| &part[..]);
+                        wire::schema().check(path, bytes).map_err(|refusal| status(&refusal))?;
+                        whole.parts = parts;
+                    }
                     Some(Told::Message(_)) => {}
-                    // Whoever reads it says what is wrong.
+                    // tonic's decoder reads the prefix and says what is wrong with it.
                     Some(Told::Refused(prefix)) => {
                         whole.parts.push_back(prefix);
                         return Ok(whole);
@@ -255,7 +325,7 @@ impl Arrival {
                 }
             }
         }
-        // As above; the length of a message that is cut is not told, so that nobody makes room for it.
+        // tonic's decoder says that the message is cut. It is not told the length, for which it would reserve memory.
         whole.parts.extend(messages.rest());
         Ok(whole)
     }
@@ -290,9 +360,15 @@ where
         self.inner.poll_ready(context)
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
         let arrival = self.arrival.clone();
         let wait = arrival.wait;
+        let held = arrival.held(arrival.client(&request));
+        let connection = request.extensions().get::<ConnectInfo>().cloned();
+        if let Some(connection) = &connection {
+            // tonic finds the peer's address only in an extension of its own type.
+            request.extensions_mut().insert(connection.tcp().clone());
+        }
         if request.uri().path().starts_with(CONVERSATIONS) {
             let coming = |body| Conversation {
                 body,
@@ -302,50 +378,83 @@ where
                 messages: Messages::new(arrival.most.min(CONVERSATION_BYTES)),
                 data: Bytes::new(),
                 parts: VecDeque::new(),
-                held: arrival.held(),
+                held,
             };
             return Box::pin(self.inner.call(request.map(|body| Body::new(coming(body)))));
         }
-        // The one that was said to be ready is called; its clone takes its place.
+        // `poll_ready` was called on `self.inner`, so that instance must be used, and a clone replaces it.
         let clone = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
             let (parts, body) = request.into_parts();
-            let whole = tokio::time::timeout(wait, arrival.whole(body)).await;
+            let whole = tokio::time::timeout(wait, arrival.whole(parts.uri.path(), body, held)).await;
             let late = |_| Err(status(&Refusal::NoMessage { seconds: wait.as_secs_f64() }));
             match whole.unwrap_or_else(late) {
-                Ok(whole) => inner.call(http::Request::from_parts(parts, Body::new(whole))).await,
+                Ok(whole) => {
+                    // A health check that watches, or a call without its message, does not hold its connection's place.
+                    let ours = wire::schema().has(parts.uri.path());
+                    let open = connection.filter(|_| ours).map(|connection| connection.standing().call());
+                    let answered = inner.call(http::Request::from_parts(parts, Body::new(whole))).await;
+                    answered.map(|response| match open {
+                        Some(open) => response.map(|body| Body::new(Answer { body, _open: open })),
+                        None => response,
+                    })
+                }
                 Err(status) => Ok(status.into_http()),
             }
         })
     }
 }
 
-/// Bytes before each message: whether it is compressed, and its length.
+/// The body of an answer, which holds its connection's place until it has been sent.
+struct Answer {
+    body: Body,
+    _open: OpenCall,
+}
+
+impl http_body::Body for Answer {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// The length of the prefix of each gRPC message: a flag whether it is compressed, and four bytes of length.
 const PREFIX: usize = 5;
-/// Bytes of a message that are kept together: a long one is a list of such blocks, so that it never has to move.
+/// The size of the blocks in which a message is kept. A long message is a list of blocks, so that growing never copies
+/// it.
 const BLOCK: usize = 64 << 10;
 
-/// Cuts a stream of bytes into messages.
+/// Splits a stream of bytes into gRPC messages.
 #[derive(Debug)]
 struct Messages {
-    /// Bytes of one.
+    /// The most bytes of one message.
     most: usize,
     prefix: [u8; PREFIX],
-    /// Bytes of the prefix that have come.
+    /// The number of bytes of the prefix that were received.
     begun: usize,
-    /// Bytes of the message that have not.
+    /// The number of bytes of the message that were not received yet.
     missing: usize,
-    /// Those that have, the last of which may grow.
+    /// The received bytes of the message. The last block may grow.
     blocks: VecDeque<BytesMut>,
 }
 
-/// What has come.
+/// What [`Messages::take`] has completed.
 #[derive(Debug)]
 enum Told {
-    /// A message: its prefix, then the rest.
+    /// A message: its prefix, then its bytes.
     Message(VecDeque<Bytes>),
-    /// A prefix that is none, or of a message that is too long.
+    /// An invalid prefix, or the prefix of a message that is too long.
     Refused(Bytes),
 }
 
@@ -354,12 +463,13 @@ impl Messages {
         Messages { most, prefix: [0; PREFIX], begun: 0, missing: 0, blocks: VecDeque::new() }
     }
 
-    /// Whether the middle of a message is waited for.
+    /// Whether a message has begun and is not complete.
     fn under_way(&self) -> bool {
         self.begun > 0
     }
 
-    /// Takes bytes up to the end of a message, or all. What is not kept is counted only.
+    /// Takes bytes from `data` up to the end of a message, or all of them. Without `keep` the bytes are counted and
+    /// discarded.
     fn take(&mut self, data: &mut Bytes, keep: bool) -> Option<Told> {
         if self.begun < PREFIX {
             let taken = data.split_to(data.len().min(PREFIX - self.begun));
@@ -374,13 +484,13 @@ impl Messages {
                 return Some(Told::Refused(Bytes::copy_from_slice(&self.prefix)));
             }
             if keep && data.len() >= self.missing {
-                // It is all there: as it is, and nothing is copied.
+                // The whole message is in `data`: it is split off without a copy.
                 let parts = VecDeque::from([Bytes::copy_from_slice(&self.prefix), data.split_to(self.missing)]);
                 (self.begun, self.missing) = (0, 0);
                 return Some(Told::Message(parts));
             }
         }
-        // Copied: a few bytes of a frame would keep the whole buffer that the frame was read into.
+        // The bytes are copied, since a slice of `data` would keep the whole buffer that the frame was read into.
         while self.missing > 0 && !data.is_empty() {
             let part = data.len().min(self.missing);
             if !keep {
@@ -406,17 +516,17 @@ impl Messages {
         Some(Told::Message(std::iter::once(prefix).chain(blocks.into_iter().map(BytesMut::freeze)).collect()))
     }
 
-    /// Where bytes end in the middle of a message: something that is no message either.
+    /// The prefix without its last byte if the stream has ended inside a message: a decoder refuses it as cut.
     fn rest(&self) -> Option<Bytes> {
         self.under_way().then(|| Bytes::copy_from_slice(&self.prefix[..self.begun.min(PREFIX - 1)]))
     }
 }
 
-/// A body that has come.
+/// A request body that was received to its end.
 #[derive(Debug)]
 struct Whole {
     parts: VecDeque<Bytes>,
-    /// Until it is read.
+    /// The room of the bytes, until the body is dropped.
     held: Held,
 }
 
@@ -437,19 +547,19 @@ impl http_body::Body for Whole {
     }
 }
 
-/// A body of many messages, each of which is handed on when it is whole. The first is waited for, and each that has
-/// begun; between them as long as the client likes.
+/// A request body of many messages, each of which is passed on when it is complete. The first message, and every
+/// message that has begun, must be complete within `wait`; the time between messages is not bounded.
 struct Conversation {
     body: Body,
     wait: Duration,
-    /// `None`: it may take as long as it likes.
+    /// The time by which the current message must be complete; `None` between messages.
     until: Option<Instant>,
-    /// Made when there is something to wait for; most messages are there at once.
+    /// The timer of `until`, created only when a message is not complete at once.
     timer: Option<Pin<Box<Sleep>>>,
     messages: Messages,
-    /// Has come and was not looked at.
+    /// Received bytes that were not split into messages yet.
     data: Bytes,
-    /// Of a message that is whole.
+    /// The rest of a complete message that is being passed on.
     parts: VecDeque<Bytes>,
     held: Held,
 }
@@ -563,9 +673,9 @@ mod tests {
         }
         let kept: usize = messages.blocks.iter().map(BytesMut::capacity).sum();
         assert!(kept <= 2 * 102_401, "{kept} bytes are kept for 102401");
-        // What ends in its middle is told without its length.
+        // The length of a cut message is not passed on.
         assert_eq!(messages.rest().unwrap().len(), PREFIX - 1);
-        // What is not kept takes nothing.
+        // Bytes that are not kept take no memory.
         let mut messages = Messages::new(16 << 20);
         assert!(messages.take(&mut Bytes::from(vec![0, 1, 0, 0, 0, 7, 7, 7]), false).is_none());
         assert!(messages.blocks.is_empty());
@@ -573,5 +683,40 @@ mod tests {
             let told = Messages::new(16 << 20).take(&mut Bytes::copy_from_slice(&wrong), true);
             assert!(matches!(told, Some(Told::Refused(prefix)) if prefix[..] == wrong));
         }
+    }
+
+    /// Goal: no client, and no few clients, can take the whole room. Method: greedy clients take what they get, then
+    /// another client's message comes.
+    #[test]
+    fn greedy_clients_leave_room_to_others() {
+        let clients = Arc::new(Clients::new(None, false));
+        let arrival = Arrival::new(Duration::from_secs(1), 1 << 20, clients);
+        let named = |name: &str| Client::Named(name.to_owned());
+        let message = |name: &str, bytes: usize| {
+            let mut held = arrival.held(named(name));
+            for _ in 0..bytes / 1024 {
+                held.more(1024)?;
+            }
+            Ok::<_, Refusal>(held)
+        };
+        let mut all = Vec::new();
+        for (greedy, messages) in [("first", 8), ("second", 4), ("third", 2)] {
+            let refusal = loop {
+                match message(greedy, 1 << 20) {
+                    Ok(held) => all.push(held),
+                    Err(refusal) => break refusal,
+                }
+            };
+            assert_eq!(refusal.code(), tonic::Code::ResourceExhausted);
+            assert!(matches!(refusal, Refusal::Share { .. }), "{refusal}");
+            let own = arrival.room.occupied().clients[&named(greedy)];
+            assert_eq!(own, messages << 20, "{greedy}");
+        }
+        all.push(message("other", 1 << 20).unwrap());
+        // Small messages have room of their own.
+        all.push(message("other", 4096).unwrap());
+        drop(all);
+        let occupied = arrival.room.occupied();
+        assert_eq!((occupied.all, occupied.clients.len()), (0, 0));
     }
 }

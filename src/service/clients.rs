@@ -6,13 +6,13 @@ use super::meter::Meter;
 use super::refusal::Refusal;
 use crate::engine::request::{RequestError, SAMPLE_MARK};
 use crate::replica::SubmitError;
+use http::HeaderMap;
 use std::collections::HashMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
-use tonic::metadata::MetadataMap;
 
 /// The metadata key by which a trusted gateway names its client.
 pub const CLIENT_HEADER: &str = "ostinato-client";
@@ -56,6 +56,13 @@ pub struct Allowance {
     pub meter: Option<Arc<Meter>>,
 }
 
+impl Client {
+    /// The client of an address, or of none.
+    pub fn of(peer: Option<SocketAddr>) -> Client {
+        peer.map_or(Client::Unknown, |peer| Client::At(peer.ip().to_canonical()))
+    }
+}
+
 impl fmt::Display for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -82,8 +89,8 @@ impl Clients {
     }
 
     /// Who asks.
-    pub fn identify(&self, metadata: &MetadataMap, peer: Option<SocketAddr>) -> Result<Client, Refusal> {
-        if let (true, Some(name)) = (self.trust_header.load(Relaxed), metadata.get(CLIENT_HEADER)) {
+    pub fn identify(&self, headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<Client, Refusal> {
+        if let (true, Some(name)) = (self.trust_header.load(Relaxed), headers.get(CLIENT_HEADER)) {
             let shown = name.to_str().unwrap_or_default();
             if shown.is_empty() || shown.len() > MAX_NAME {
                 let rule = const {
@@ -94,7 +101,7 @@ impl Clients {
             }
             return Ok(Client::Named(shown.to_owned()));
         }
-        Ok(peer.map_or(Client::Unknown, |peer| Client::At(peer.ip().to_canonical())))
+        Ok(Client::of(peer))
     }
 
     /// Room for a client's `asked` requests, all or none; `None` where nothing is counted.
@@ -222,8 +229,8 @@ mod tests {
         Some(text.parse().unwrap())
     }
 
-    fn named(name: &str) -> MetadataMap {
-        let mut metadata = MetadataMap::new();
+    fn named(name: &str) -> HeaderMap {
+        let mut metadata = HeaderMap::new();
         metadata.insert(CLIENT_HEADER, name.parse().unwrap());
         metadata
     }
@@ -233,10 +240,10 @@ mod tests {
         let plain = Clients::new(Some(1), false);
         let trusting = Clients::new(Some(1), true);
         let at = Client::At("10.0.0.1".parse().unwrap());
-        let identify = |clients: &Clients, metadata: &MetadataMap, from: &str| clients.identify(metadata, peer(from));
+        let identify = |clients: &Clients, metadata: &HeaderMap, from: &str| clients.identify(metadata, peer(from));
         assert_eq!(identify(&plain, &named("a"), "10.0.0.1:1").unwrap(), at, "anybody could say so");
-        assert_eq!(identify(&plain, &MetadataMap::new(), "[::ffff:10.0.0.1]:2").unwrap(), at);
-        assert_eq!(identify(&trusting, &MetadataMap::new(), "10.0.0.1:3").unwrap(), at);
+        assert_eq!(identify(&plain, &HeaderMap::new(), "[::ffff:10.0.0.1]:2").unwrap(), at);
+        assert_eq!(identify(&trusting, &HeaderMap::new(), "10.0.0.1:3").unwrap(), at);
         // A name that looks like an address is none.
         let name = Client::Named("10.0.0.1".to_owned());
         assert_eq!(identify(&trusting, &named("10.0.0.1"), "10.0.0.9:4").unwrap(), name);
@@ -245,7 +252,7 @@ mod tests {
             let error = identify(&trusting, &named(bad), "10.0.0.1:5").unwrap_err().to_string();
             assert!(error.contains(CLIENT_HEADER), "{error}");
         }
-        assert_eq!(plain.identify(&MetadataMap::new(), None).unwrap(), Client::Unknown);
+        assert_eq!(plain.identify(&HeaderMap::new(), None).unwrap(), Client::Unknown);
     }
 
     #[test]

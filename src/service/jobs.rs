@@ -1,7 +1,8 @@
-//! The CPU work of calls before they are admitted or answered: templates, tokenizing, grammars, decoding. It runs on
-//! threads that may block, so many jobs at once; further ones wait within bounds, and those that take little go first. A
-//! job that has begun belongs to nobody: its caller may go away, its turn, and what it holds, last until it ends.
-//! Deliberately absent: what a job does, whose places it takes.
+//! Admission and scheduling of the CPU work that precedes admission to the engine or answers a call directly: chat
+//! templates, tokenizing, grammars, decoding. The work runs on blocking threads, with a bounded number of jobs at once.
+//! Further jobs wait in a bounded queue, ordered by due time. A job that has begun cannot be stopped: it keeps its
+//! turn, and everything it owns, until it ends, even if its caller has gone away.
+//! Not here: what a job does, and which client limits it counts against (`clients`).
 
 use super::clients::Client;
 use super::refusal::Refusal;
@@ -10,25 +11,29 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Jobs at once: as many as there are processors, within these.
+/// The lower and upper bound of the number of jobs that run at once; between them it is the number of processors.
 const AT_ONCE: (usize, usize) = (4, 16);
-/// A job of more bytes is a long one, and so is one with a constraint. Long ones may take half of the turns.
+/// The most message bytes of a short job. A job with more bytes, or with a constraint, is a long job; long jobs get at
+/// most half of the turns.
 pub const LONG: usize = 64 << 10;
-/// Bytes of the long jobs that run at once, of which one may have more: encoding takes a hundred times the memory.
+/// The most message bytes of all long jobs that run at once, because encoding takes about 100 times the memory of the
+/// text. A job that exceeds the bound by itself runs as the only long job.
 const LONG_BYTES: usize = 8 << 20;
-/// Jobs that may wait for a turn.
+/// The most jobs that wait for a turn, over all clients.
 pub const WAITING: usize = 512;
-/// How long a job is expected to take: for each MiB of its message, and if it has a constraint.
+/// The expected duration of a job for each MiB of its message.
 const OF_A_MIB: Duration = Duration::from_secs(1);
+/// The expected duration that a constraint adds to a job.
 const OF_A_CONSTRAINT: Duration = Duration::from_millis(250);
+/// The expected duration of the smallest job.
 const LEAST: Duration = Duration::from_millis(1);
 
-/// What is known of a job before it runs.
+/// The cost of a job as far as it is known before the job runs.
 #[derive(Clone, Debug)]
 pub struct Size {
-    /// Of its message.
+    /// The encoded size of the request message in bytes.
     pub bytes: usize,
-    /// Whether something is compiled.
+    /// Whether the job compiles a constraint.
     pub constraint: bool,
 }
 
@@ -43,17 +48,20 @@ impl Size {
     }
 }
 
-/// How many jobs there may be.
+/// The bounds of one [`Jobs`].
 #[derive(Clone, Copy, Debug)]
 struct Bounds {
+    /// Jobs that run at once.
     at_once: usize,
+    /// Long jobs among them.
     long: usize,
+    /// Jobs that wait.
     waiting: usize,
-    /// Of the messages of all jobs, those that wait included.
+    /// Message bytes of all jobs, running and waiting.
     bytes: usize,
 }
 
-/// Who runs, and who waits.
+/// The running jobs and the queue of waiting jobs.
 #[derive(Debug)]
 pub struct Jobs {
     bounds: Bounds,
@@ -63,26 +71,50 @@ pub struct Jobs {
 #[derive(Debug, Default)]
 struct State {
     running: usize,
-    /// Of them, and their bytes.
+    /// Long jobs among the running ones.
     long: usize,
+    /// Message bytes of the running long jobs.
     long_bytes: usize,
-    /// By when they should have ended.
-    waiting: BTreeMap<(Instant, u64), Waiting>,
+    /// The queue, ordered by due time; the number makes keys unique.
+    waiting: BTreeMap<Key, Waiting>,
+    /// Message bytes of all jobs, running and waiting.
     bytes: usize,
-    /// Jobs of each client, those that wait included.
+    /// The number of jobs of each client, running and waiting.
     clients: HashMap<Client, usize>,
     next: u64,
 }
+
+/// The due time of a waiting job and its number.
+type Key = (Instant, u64);
+/// The receiver gets a turn, or the reason why the job lost its waiting place.
+type Answer = Result<Turn, Refusal>;
 
 #[derive(Debug)]
 struct Waiting {
     client: Client,
     size: Size,
-    turn: oneshot::Sender<Turn>,
+    turn: oneshot::Sender<Answer>,
+}
+
+/// The waiting places or the waiting bytes: the two resources that a full queue can run out of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scarce {
+    Places,
+    Bytes,
+}
+
+impl Scarce {
+    /// What a job of this size takes.
+    fn of(self, size: &Size) -> usize {
+        match self {
+            Scarce::Places => 1,
+            Scarce::Bytes => size.bytes,
+        }
+    }
 }
 
 impl Jobs {
-    /// Whose messages have `bytes` at most, all together.
+    /// Creates a queue whose jobs, running and waiting, have at most `bytes` message bytes together.
     pub fn new(bytes: usize) -> Jobs {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let at_once = processors.clamp(AT_ONCE.0, AT_ONCE.1);
@@ -93,7 +125,9 @@ impl Jobs {
         Jobs { bounds, state: Mutex::default() }
     }
 
-    /// Runs a job when its turn has come. Dropped before, it never runs; dropped after, it runs to its end.
+    /// Runs `work` on a blocking thread when its turn comes. If the future is dropped before that, `work` never runs;
+    /// if it is dropped later, `work` runs to its end. Fails with RESOURCE_EXHAUSTED if the queue has no room for the
+    /// job, or if the job loses its place to another client.
     pub async fn run<T: Send + 'static>(
         self: &Arc<Jobs>,
         client: Client,
@@ -105,7 +139,7 @@ impl Jobs {
             let _turn = turn;
             work()
         };
-        // A panic was logged where it happened.
+        // The panic hook has logged a panic of the job already.
         tokio::task::spawn_blocking(job).await.unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
     }
 
@@ -113,39 +147,74 @@ impl Jobs {
         let (sender, turn) = oneshot::channel();
         let (key, granted) = {
             let mut state = self.state();
-            let Bounds { waiting: most, bytes: most_bytes, .. } = self.bounds;
-            if state.waiting.len() >= most {
-                return Err(Refusal::Jobs { waiting: state.waiting.len(), most });
+            let mut displaced = Vec::new();
+            let room = self.make_room(&mut state, &client, &size, &mut displaced);
+            if let Err(refusal) = room {
+                // Nobody loses a place to a job that is refused anyway.
+                displaced.into_iter().for_each(|(key, waiting)| state.restore(key, waiting));
+                return Err(refusal);
             }
-            let held = state.bytes;
-            if held.saturating_add(size.bytes) > most_bytes {
-                return Err(Refusal::Crowded { held, bytes: size.bytes, most: most_bytes });
-            }
+            let mut granted: Vec<_> = displaced.into_iter().map(|(_, waiting)| self.displace(waiting)).collect();
             state.bytes += size.bytes;
             let jobs = state.clients.entry(client.clone()).or_insert(0);
-            // Who has many waits behind who has few.
+            // The more jobs a client has, the later its next job is due.
             let due = Instant::now() + size.expected() * u32::try_from(*jobs + 1).unwrap_or(u32::MAX);
             *jobs += 1;
             let key = (due, state.next);
             state.next += 1;
             state.waiting.insert(key, Waiting { client, size, turn: sender });
-            (key, self.grant(&mut state))
+            granted.append(&mut self.grant(&mut state));
+            (key, granted)
         };
         hand_out(granted);
         let _left = Left { jobs: self, key };
-        // The sender leaves the queue with its turn only.
-        turn.await.map_err(|error| Refusal::Failed(error.to_string()))
+        // The sender leaves the queue only to be answered.
+        turn.await.unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
     }
 
-    /// Those whose turn it is, taken from the queue.
-    fn grant(self: &Arc<Jobs>, state: &mut State) -> Vec<(oneshot::Sender<Turn>, Turn)> {
+    /// Makes room in the queue for a job by removing jobs of the client that takes most of what is scarce. Fails if
+    /// that client is the newcomer, or takes no more than the newcomer would. Running jobs are never removed.
+    fn make_room(
+        &self,
+        state: &mut State,
+        client: &Client,
+        size: &Size,
+        displaced: &mut Vec<(Key, Waiting)>,
+    ) -> Result<(), Refusal> {
+        loop {
+            let Bounds { waiting: most, bytes: most_bytes, .. } = self.bounds;
+            let (scarce, refusal) = if state.waiting.len() >= most {
+                (Scarce::Places, Refusal::Jobs { waiting: state.waiting.len(), most })
+            } else if state.bytes.saturating_add(size.bytes) > most_bytes {
+                let crowded = Refusal::Crowded { held: state.bytes, bytes: size.bytes, most: most_bytes };
+                (Scarce::Bytes, crowded)
+            } else {
+                return Ok(());
+            };
+            let Some(victim) = state.victim(client, size, scarce) else { return Err(refusal) };
+            displaced.extend(state.take(victim).map(|waiting| (victim, waiting)));
+        }
+    }
+
+    /// The answer to a job that lost its waiting place.
+    fn displace(&self, waiting: Waiting) -> (oneshot::Sender<Answer>, Answer) {
+        let client = waiting.client.to_string();
+        (waiting.turn, Err(Refusal::Displaced { client, most: self.bounds.waiting }))
+    }
+
+    /// Removes the jobs whose turn has come from the queue. Jobs are taken in the order of the queue with one
+    /// exception: short jobs pass long ones while the long ones have all of their turns, or too many bytes. Long jobs
+    /// never pass each other, so a job that is larger than [`LONG_BYTES`] waits only for long jobs that were due before
+    /// it.
+    fn grant(self: &Arc<Jobs>, state: &mut State) -> Vec<(oneshot::Sender<Answer>, Answer)> {
         let mut granted = Vec::new();
         while state.running < self.bounds.at_once {
-            let may = |waiting: &Waiting| {
+            let first_long = state.waiting.iter().find(|(_, waiting)| waiting.size.long()).map(|(key, _)| *key);
+            let may = |key: &Key, waiting: &Waiting| {
                 let fits = state.long == 0 || state.long_bytes.saturating_add(waiting.size.bytes) <= LONG_BYTES;
-                !waiting.size.long() || (state.long < self.bounds.long && fits)
+                !waiting.size.long() || (Some(*key) == first_long && state.long < self.bounds.long && fits)
             };
-            let Some(key) = state.waiting.iter().find(|(_, waiting)| may(waiting)).map(|(key, _)| *key) else {
+            let Some(key) = state.waiting.iter().find(|(key, waiting)| may(key, waiting)).map(|(key, _)| *key) else {
                 break;
             };
             let Some(Waiting { client, size, turn }) = state.waiting.remove(&key) else { break };
@@ -154,18 +223,47 @@ impl Jobs {
                 state.long += 1;
                 state.long_bytes += size.bytes;
             }
-            granted.push((turn, Turn { jobs: Arc::clone(self), client, size }));
+            granted.push((turn, Ok(Turn { jobs: Arc::clone(self), client, size })));
         }
         granted
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // No panic happens while it is held.
+        // No panic can happen while the lock is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
+    /// The waiting job that makes room for a newcomer: the last one of the client whose waiting jobs take most of what
+    /// is scarce. `None` if no other client takes more than the newcomer would.
+    fn victim(&self, newcomer: &Client, size: &Size, scarce: Scarce) -> Option<Key> {
+        let mut taken: HashMap<&Client, (usize, Key)> = HashMap::new();
+        for (key, waiting) in &self.waiting {
+            let (amount, last) = taken.entry(&waiting.client).or_insert((0, *key));
+            *amount += scarce.of(&waiting.size);
+            *last = *key;
+        }
+        let own = taken.get(newcomer).map_or(0, |(amount, _)| *amount) + scarce.of(size);
+        let others = taken.into_iter().filter(|(client, _)| *client != newcomer);
+        let (_, (amount, last)) = others.max_by_key(|(_, taken)| *taken)?;
+        (amount > own).then_some(last)
+    }
+
+    /// Removes a waiting job from the queue and from all counts.
+    fn take(&mut self, key: Key) -> Option<Waiting> {
+        let waiting = self.waiting.remove(&key)?;
+        self.forget(&waiting.client, &waiting.size);
+        Some(waiting)
+    }
+
+    /// Undoes [`State::take`].
+    fn restore(&mut self, key: Key, waiting: Waiting) {
+        self.bytes += waiting.size.bytes;
+        *self.clients.entry(waiting.client.clone()).or_insert(0) += 1;
+        self.waiting.insert(key, waiting);
+    }
+
     fn forget(&mut self, client: &Client, size: &Size) {
         self.bytes -= size.bytes;
         if let Some(jobs) = self.clients.get_mut(client) {
@@ -177,29 +275,26 @@ impl State {
     }
 }
 
-/// Outside of the lock: a turn whose owner has gone ends here.
-fn hand_out(granted: Vec<(oneshot::Sender<Turn>, Turn)>) {
+/// Answers waiting jobs. Must be called without the lock: a turn whose receiver has gone is dropped here, and takes it.
+fn hand_out(granted: Vec<(oneshot::Sender<Answer>, Answer)>) {
     for (sender, turn) in granted {
         let _ = sender.send(turn);
     }
 }
 
-/// A place in the queue, given up when its owner goes.
+/// A guard that removes a waiting job from the queue when its caller goes away.
 struct Left<'a> {
     jobs: &'a Jobs,
-    key: (Instant, u64),
+    key: Key,
 }
 
 impl Drop for Left<'_> {
     fn drop(&mut self) {
-        let mut state = self.jobs.state();
-        if let Some(Waiting { client, size, .. }) = state.waiting.remove(&self.key) {
-            state.forget(&client, &size);
-        }
+        self.jobs.state().take(self.key);
     }
 }
 
-/// One job's turn, over when it is dropped.
+/// The turn of one running job. Dropping it ends the turn and starts the next jobs.
 #[derive(Debug)]
 struct Turn {
     jobs: Arc<Jobs>,
@@ -227,6 +322,7 @@ impl Drop for Turn {
 mod tests {
     use super::*;
     use std::sync::mpsc;
+    use tokio::task::JoinHandle;
 
     const SHORT: Size = Size { bytes: 100, constraint: false };
     const LARGE: Size = Size { bytes: 1 << 20, constraint: false };
@@ -239,8 +335,8 @@ mod tests {
         Client::Named(name.to_owned())
     }
 
-    /// A job that ends when its sender is dropped, and says that it runs.
-    async fn begun(jobs: &Arc<Jobs>, of: &str, size: Size) -> (mpsc::Sender<()>, tokio::task::JoinHandle<()>) {
+    /// Starts a job that ends when its sender is dropped; returns once it runs.
+    async fn begun(jobs: &Arc<Jobs>, of: &str, size: Size) -> (mpsc::Sender<()>, JoinHandle<()>) {
         let (end, ended) = mpsc::channel::<()>();
         let (begun, begins) = oneshot::channel();
         let (jobs, client) = (Arc::clone(jobs), client(of));
@@ -256,7 +352,7 @@ mod tests {
         (end, task)
     }
 
-    /// Waits until so many wait.
+    /// Waits until `count` jobs wait.
     async fn waiting(jobs: &Jobs, count: usize) {
         while jobs.state().waiting.len() != count {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -273,7 +369,7 @@ mod tests {
     async fn a_job_that_has_begun_keeps_its_turn_and_one_that_waits_gives_it_up() {
         let jobs = jobs(1, 1, 2, 1 << 20);
         let (end, task) = begun(&jobs, "a", SHORT).await;
-        // Its caller goes away.
+        // The caller goes away.
         task.abort();
         assert!(task.await.unwrap_err().is_cancelled());
         assert_eq!(jobs.state().running, 1, "the job goes on");
@@ -328,7 +424,7 @@ mod tests {
         }
         queue("other's", "other", LARGE);
         waiting(&jobs, 4).await;
-        // Long ones take one of two turns.
+        // Long jobs may take one of the two turns.
         let (also, short) = begun(&jobs, "other", SHORT).await;
         assert!(order.lock().unwrap().is_empty());
         drop((end, also));
@@ -338,6 +434,117 @@ mod tests {
             task.await.unwrap();
         }
         assert_eq!(*order.lock().unwrap(), ["other's", "greedy's", "greedy's", "greedy's"]);
+        nothing_is_left(&jobs);
+    }
+
+    /// Queues a job that does nothing.
+    fn queue(jobs: &Arc<Jobs>, of: &str, size: Size) -> JoinHandle<Result<(), Refusal>> {
+        let (jobs, client) = (Arc::clone(jobs), client(of));
+        tokio::spawn(async move { jobs.run(client, size, || Ok(())).await })
+    }
+
+    fn refused<T>(results: &[Result<T, Refusal>]) -> usize {
+        results.iter().filter(|result| result.is_err()).count()
+    }
+
+    async fn all(tasks: Vec<JoinHandle<Result<(), Refusal>>>) -> Vec<Result<(), Refusal>> {
+        let mut results = Vec::new();
+        for task in tasks {
+            results.push(task.await.unwrap());
+        }
+        results
+    }
+
+    /// Goal: a client that takes all waiting places keeps nobody else out. Method: a greedy client fills the queue and
+    /// goes on asking; another client's jobs all run, at the cost of the greedy client's.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_full_queue_is_full_for_the_client_that_filled_it() {
+        let jobs = jobs(1, 1, 64, 1 << 20);
+        let (end, task) = begun(&jobs, "greedy", SHORT).await;
+        let mut greedy = Vec::new();
+        for count in 1..=64 {
+            greedy.push(queue(&jobs, "greedy", SHORT));
+            waiting(&jobs, count).await;
+        }
+        let error = queue(&jobs, "greedy", SHORT).await.unwrap().unwrap_err();
+        assert_eq!(error.to_string(), "64 requests wait to be prepared, at most 64 may");
+        let mut others: Vec<_> = (0..20).map(|_| queue(&jobs, "other", SHORT)).collect();
+        while jobs.state().clients.get(&client("other")) != Some(&20) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(jobs.state().waiting.len(), 64);
+        // Two clients share the places equally: one that asks for more than half of them gets half.
+        others.extend((0..20).map(|_| queue(&jobs, "other", SHORT)));
+        while !others.iter().any(|task| task.is_finished()) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        while others.iter().filter(|task| task.is_finished()).count() < 8 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(jobs.state().clients.get(&client("other")), Some(&32));
+        drop(end);
+        task.await.unwrap();
+        assert_eq!(refused(&all(others).await), 8);
+        let greedy = all(greedy).await;
+        assert_eq!(refused(&greedy), 32);
+        let displaced = greedy.iter().find_map(|result| result.as_ref().err()).unwrap();
+        assert_eq!(displaced.code(), tonic::Code::ResourceExhausted);
+        assert_eq!(
+            displaced.to_string(),
+            "client \"greedy\" has most of the waiting requests, and another client needs a place: at most 64 may wait"
+        );
+        nothing_is_left(&jobs);
+    }
+
+    /// Goal: a client whose waiting messages take all bytes keeps nobody else out.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn waiting_bytes_are_shared_as_places_are() {
+        let jobs = jobs(1, 1, 64, 10 << 20);
+        let (end, task) = begun(&jobs, "greedy", SHORT).await;
+        let mut greedy = Vec::new();
+        for count in 1..=9 {
+            greedy.push(queue(&jobs, "greedy", LARGE));
+            waiting(&jobs, count).await;
+        }
+        let error = queue(&jobs, "greedy", LARGE).await.unwrap().unwrap_err();
+        assert_eq!(error.code(), tonic::Code::ResourceExhausted, "{error}");
+        // A job that could not have room is refused, and displaces nobody.
+        let error = queue(&jobs, "other", Size { bytes: 9 << 20, constraint: false }).await.unwrap().unwrap_err();
+        assert_eq!(error.code(), tonic::Code::ResourceExhausted, "{error}");
+        assert_eq!(jobs.state().waiting.len(), 9);
+        let others = vec![queue(&jobs, "other", LARGE), queue(&jobs, "other", Size { bytes: 3 << 20, ..LARGE })];
+        while jobs.state().clients.get(&client("other")) != Some(&2) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        drop(end);
+        task.await.unwrap();
+        assert_eq!(refused(&all(others).await), 0);
+        assert_eq!(refused(&all(greedy).await), 4);
+        nothing_is_left(&jobs);
+    }
+
+    /// Goal: a job that runs only as the only long job is not passed by long jobs that come later. Method: it waits
+    /// for a running long job, and later long jobs fit beside that.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_job_that_runs_alone_is_not_passed_for_ever() {
+        let jobs = jobs(4, 2, 100, 1 << 30);
+        let (end, running) = begun(&jobs, "small", LARGE).await;
+        let huge = queue(&jobs, "huge", Size { bytes: LONG_BYTES + 1, constraint: false });
+        waiting(&jobs, 1).await;
+        // As if it had waited until it was due.
+        {
+            let mut state = jobs.state();
+            let (_, huge) = state.waiting.pop_first().unwrap();
+            let key = (Instant::now(), u64::MAX);
+            state.waiting.insert(key, huge);
+        }
+        let later: Vec<_> = (0..5).map(|_| queue(&jobs, "small", LARGE)).collect();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(jobs.state().waiting.len(), 6, "later long jobs have passed the one that waits to run alone");
+        drop(end);
+        running.await.unwrap();
+        assert_eq!(refused(&all(later).await), 0);
+        huge.await.unwrap().unwrap();
         nothing_is_left(&jobs);
     }
 }

@@ -155,12 +155,46 @@ pub enum Refusal {
         /// The bound.
         most: usize,
     },
+    /// The client's own messages that are coming in take its share of the room.
+    #[error(
+        "messages of {held} bytes of client {client} are coming in, {bytes} more are more than the {most} that are left"
+    )]
+    Share {
+        /// The client of the call.
+        client: String,
+        /// Bytes of all its messages.
+        held: usize,
+        /// Bytes of this message.
+        bytes: usize,
+        /// The bytes that are free, which is the most that one client may have.
+        most: usize,
+    },
+    /// A repeated field of a message has too many elements to be decoded.
+    #[error("{field} has {elements} elements, at most {most} are taken in one message")]
+    Elements {
+        /// The field, `Message.field`.
+        field: String,
+        /// The number of elements over the whole message.
+        elements: usize,
+        /// The bound.
+        most: usize,
+    },
     /// As many requests wait to be prepared as may.
     #[error("{waiting} requests wait to be prepared, at most {most} may")]
     Jobs {
         /// Of all clients.
         waiting: usize,
         /// The bound.
+        most: usize,
+    },
+    /// The request lost its waiting place to a client that has fewer requests waiting.
+    #[error(
+        "client {client} has most of the waiting requests, and another client needs a place: at most {most} may wait"
+    )]
+    Displaced {
+        /// The client of the request.
+        client: String,
+        /// The bound, over all clients.
         most: usize,
     },
     /// A message says that it is longer than may be.
@@ -269,14 +303,15 @@ impl Refusal {
             Refusal::Grammar { source: GrammarError::Tokenizer, .. } => Code::FailedPrecondition,
             Refusal::Grammar { .. } => Code::InvalidArgument,
             Refusal::Missing { .. } | Refusal::Value { .. } | Refusal::LongText { .. } => Code::InvalidArgument,
-            Refusal::ManyIds { .. } => Code::InvalidArgument,
+            Refusal::ManyIds { .. } | Refusal::Elements { .. } => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
             Refusal::Past { .. } | Refusal::LongMessage { .. } => Code::OutOfRange,
             Refusal::Gap => Code::DataLoss,
             Refusal::SeveralModels { .. } | Refusal::NoModel => Code::FailedPrecondition,
             Refusal::NotServed { .. } => Code::Unimplemented,
             Refusal::ClientBusy { .. } | Refusal::Spent { .. } => Code::ResourceExhausted,
-            Refusal::Crowded { .. } | Refusal::Jobs { .. } => Code::ResourceExhausted,
+            Refusal::Crowded { .. } | Refusal::Share { .. } => Code::ResourceExhausted,
+            Refusal::Jobs { .. } | Refusal::Displaced { .. } => Code::ResourceExhausted,
             Refusal::NoToken | Refusal::UnknownToken => Code::Unauthenticated,
             Refusal::NoRight { .. } | Refusal::OtherModel { .. } | Refusal::NoneOfIts { .. } => Code::PermissionDenied,
             Refusal::NoMessage { .. } => Code::DeadlineExceeded,

@@ -4,6 +4,7 @@
 use super::auth::Identity;
 use super::bounds;
 use super::clients::{Allowance, Client, Clients, Places};
+use super::deadline::deadline;
 use super::generation::{Generation, Surroundings};
 use super::jobs::{Jobs, Size};
 use super::lifecycle::{self, Loading};
@@ -129,39 +130,6 @@ pub(super) async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
 ) -> Result<T, Refusal> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
-}
-
-/// The deadline of a call, from gRPC's own header: up to eight digits and a unit.
-pub(super) fn deadline(metadata: &MetadataMap, now: Instant) -> Result<Option<Instant>, Refusal> {
-    let Some(header) = metadata.get("grpc-timeout") else {
-        return Ok(None);
-    };
-    let text = header.to_str().unwrap_or_default();
-    let timeout = parse_timeout(text).ok_or_else(|| Refusal::Value {
-        field: "grpc-timeout",
-        value: format!("{text:?}"),
-        rule: "up to eight digits and one of H, M, S, m, u, n",
-    })?;
-    // A deadline beyond what the clock can say is none.
-    Ok(now.checked_add(timeout))
-}
-
-fn parse_timeout(text: &str) -> Option<Duration> {
-    let unit = text.chars().next_back()?;
-    let digits = text.strip_suffix(unit)?;
-    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return None;
-    }
-    let number: u64 = digits.parse().ok()?;
-    Some(match unit {
-        'H' => Duration::from_secs(number * 3600),
-        'M' => Duration::from_secs(number * 60),
-        'S' => Duration::from_secs(number),
-        'm' => Duration::from_millis(number),
-        'u' => Duration::from_micros(number),
-        'n' => Duration::from_nanos(number),
-        _ => return None,
-    })
 }
 
 #[tonic::async_trait]
@@ -394,7 +362,7 @@ impl Caller {
 
     /// When the call must have ended.
     pub(super) fn deadline(&self) -> Result<Option<Instant>, Refusal> {
-        deadline(&self.metadata, Instant::now())
+        deadline(self.metadata.as_ref(), Instant::now())
     }
 }
 
@@ -431,7 +399,7 @@ impl Rpc {
     fn client(&self, caller: &Caller) -> Result<Client, Refusal> {
         match &caller.scope.identity {
             Some(identity) => Ok(Client::Token(identity.name().to_owned())),
-            None => self.clients.identify(&caller.metadata, caller.peer),
+            None => self.clients.identify(caller.metadata.as_ref(), caller.peer),
         }
     }
 
@@ -504,18 +472,15 @@ impl Rpc {
         message: proto::TokenizeRequest,
     ) -> Result<proto::TokenizeResponse, Refusal> {
         use proto::tokenize_request::Input;
-        bounds::name("model", &message.model)?;
-        let place = caller.scope.place(&self.host, &message.model, "")?;
+        let place = self.text_place(caller, &message.model)?;
         let field = match &message.input {
             None => return Err(Refusal::Missing { field: "input", rule: "one of text and chat" }),
             Some(Input::Text(text)) => bounds::prompt("text", text.len(), self.most_text).map(|()| "text")?,
             Some(Input::Chat(chat)) => bounds::chat(chat, self.most_text).map(|()| "chat")?,
         };
-        let size = Size { bytes: message.encoded_len(), constraint: false };
         let cancel = Cancel::until(caller.deadline()?);
         let _waits = cancel.guard();
-        // Encoding is work: while it goes on it counts as a request.
-        let work = move |_places: Option<Places>| {
+        self.text_work(caller, message.encoded_len(), move || {
             let tokenizer = tokenizer(&place, field)?;
             let (text, token_ids) = match message.input {
                 Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat, &cancel)?,
@@ -526,8 +491,8 @@ impl Rpc {
                 None => Default::default(),
             };
             Ok(proto::TokenizeResponse { token_ids, text })
-        };
-        self.work(caller, 1, size, work).await
+        })
+        .await
     }
 
     async fn detokenized(
@@ -535,16 +500,30 @@ impl Rpc {
         caller: &Caller,
         message: proto::DetokenizeRequest,
     ) -> Result<proto::DetokenizeResponse, Refusal> {
-        bounds::name("model", &message.model)?;
-        let place = caller.scope.place(&self.host, &message.model, "")?;
+        let place = self.text_place(caller, &message.model)?;
         bounds::decoded(message.token_ids.len(), place.model().info.context as usize)?;
-        let size = Size { bytes: message.encoded_len(), constraint: false };
-        // As with Tokenize.
-        let work = move |_places: Option<Places>| {
+        self.text_work(caller, message.encoded_len(), move || {
             let text = tokenizer(&place, "token_ids")?.decode(&message.token_ids, message.skip_special)?;
             Ok(proto::DetokenizeResponse { text })
-        };
-        self.work(caller, 1, size, work).await
+        })
+        .await
+    }
+
+    /// The model whose tokenizer a Tokenize or Detokenize call uses.
+    fn text_place(&self, caller: &Caller, model: &str) -> Result<Place, Refusal> {
+        bounds::name("model", model)?;
+        caller.scope.place(&self.host, model, "")
+    }
+
+    /// Runs the work of a Tokenize or Detokenize call, whose message has `bytes` bytes. It counts as one of the
+    /// client's requests until it ends.
+    async fn text_work<T: Send + 'static>(
+        &self,
+        caller: &Caller,
+        bytes: usize,
+        work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        self.work(caller, 1, Size { bytes, constraint: false }, move |_places| work()).await
     }
 
     /// A Generate call's answer: its stream, which says in which trace it is, or why there is none, which is counted.
@@ -665,27 +644,5 @@ impl tokio_stream::Stream for Tracked {
         context: &mut std::task::Context<'_>,
     ) -> std::task::Poll<Option<Self::Item>> {
         std::pin::Pin::new(&mut self.generation).poll_next(context)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn timeouts_are_read_as_grpc_writes_them() {
-        for (text, timeout) in [
-            ("1H", Duration::from_secs(3600)),
-            ("2M", Duration::from_secs(120)),
-            ("99999999S", Duration::from_secs(99_999_999)),
-            ("100m", Duration::from_millis(100)),
-            ("5u", Duration::from_micros(5)),
-            ("0n", Duration::ZERO),
-        ] {
-            assert_eq!(parse_timeout(text), Some(timeout), "{text}");
-        }
-        for text in ["", "S", "5", "5s", "-1S", "1.5S", "123456789S", " 1S", "1é"] {
-            assert_eq!(parse_timeout(text), None, "{text}");
-        }
     }
 }

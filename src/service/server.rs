@@ -5,6 +5,7 @@
 use super::auth::{Authentication, Tokens};
 use super::bounds::{self, Arrival};
 use super::clients::Clients;
+use super::deadline::Deadlines;
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
 use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
@@ -149,7 +150,7 @@ pub async fn serve(
     let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone())
         .with_most_text(options.max_prompt_bytes)
         .with_most_prepared(options.max_message_bytes.saturating_mul(bounds::MESSAGES_COMING));
-    let follow = tokio::spawn(follow(settings.clone(), clients));
+    let follow = tokio::spawn(follow(settings.clone(), Arc::clone(&clients)));
     let _follow = AbortOnDrop(follow);
     let _following = closing.clone().drop_guard();
     options.tls.iter().for_each(|tls| drop(tokio::spawn(tls.follow(closing.clone()))));
@@ -174,8 +175,9 @@ pub async fn serve(
         .http2_keepalive_timeout(Some(options.keepalive_wait))
         .http2_max_header_list_size(bounds::HEADER_BYTES)
         .max_concurrent_streams(bounds::STREAMS)
+        .layer(Deadlines::new(Arc::clone(&host)))
         .layer(Authentication::new(options.tokens.clone(), Arc::clone(&host)))
-        .layer(Arrival::new(options.message_wait, options.max_message_bytes))
+        .layer(Arrival::new(options.message_wait, options.max_message_bytes, Arc::clone(&clients)))
         .add_service(ours)
         .add_service(theirs)
         .add_service(health)

@@ -1,24 +1,24 @@
-//! Connections as they come in: accepted, counted, encrypted where there are certificates, and held to speaking HTTP/2
-//! soon and to taking what they are sent. A connection that is half open, or whose client does not read, takes one place
-//! for some time and nothing else: nobody waits for its handshake, and where many are half open the oldest goes.
-//! Deliberately absent: who may ask what on them (`auth`).
+//! The connections of the gRPC endpoint: accepting and counting them, the TLS handshake where there are certificates,
+//! and the bounds on a connection's behaviour. A connection must speak HTTP/2 soon and must take what it is sent. A
+//! half-open connection costs one place for a bounded time: nothing waits for its handshake, and if too many are half
+//! open, or all places are taken, a connection of the peer that has most gives up its place (`crowd`).
+//! Not here: which calls a client may make (`auth`).
 
 use super::bounds::HANDSHAKES;
+use super::crowd::{Crowd, Place, Standing};
 use super::watch::Watched;
 use crate::config::{self, file};
-use std::collections::HashMap;
 use std::future::Future;
 use std::io;
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::Sleep;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls;
@@ -32,60 +32,61 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 
-/// What gRPC speaks, as TLS names it.
+/// The ALPN protocol of gRPC.
 const ALPN: &[u8] = b"h2";
-/// Bytes of HTTP/2's preface and of the first frame's head: whoever has sent them speaks it.
+/// The bytes of HTTP/2's connection preface and of the first frame's header. A connection that has sent as many is
+/// taken to speak HTTP/2.
 const PREFACE: usize = 24 + 9;
-/// Connections that are ready and not taken yet: they are taken at once.
+/// The capacity of the channel of connections that are ready; the server takes them at once.
 const READY: usize = 16;
-/// When the system has no room for a connection (open files, memory), until the next try.
+/// The wait until the next `accept` after one that failed for lack of files or memory.
 pub(super) const NO_ROOM: Duration = Duration::from_millis(100);
-/// Between two lines of the log about what clients bring about.
+/// The least time between two log lines about something that clients can cause repeatedly.
 const SAID: Duration = Duration::from_secs(60);
 
-/// Why certificates cannot be used.
+/// The reasons why certificates cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// Not there, not PEM, or not what it should hold.
+    /// The file is missing, is not PEM, or does not hold what it should.
     #[error("cannot read {what} from \"{}\"", path.display())]
     File {
-        /// A certificate, a key, authorities.
+        /// What the file should hold.
         what: &'static str,
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// The cause.
         source: PemError,
     },
-    /// An authority is none.
+    /// A certificate in the file of authorities is not an authority's.
     #[error("\"{}\" holds what is no authority's certificate", path.display())]
     Authority {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// The cause.
         source: rustls::Error,
     },
-    /// Clients' certificates cannot be checked against it.
+    /// The authorities cannot be used to verify clients' certificates.
     #[error("clients' certificates cannot be checked with \"{}\"", path.display())]
     Verifier {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// The cause.
         source: VerifierBuilderError,
     },
-    /// The parts do not belong together, or are of a kind that is not known.
+    /// The certificate and the key do not belong together, or are of an unknown kind.
     #[error("certificate \"{}\" cannot be used with key \"{}\"", certificate.display(), key.display())]
     Pair {
-        /// Which.
+        /// The file of the certificate.
         certificate: PathBuf,
-        /// Which.
+        /// The file of the key.
         key: PathBuf,
         /// The cause.
         source: rustls::Error,
     },
 }
 
-/// Certificates, read again when their files change: new connections are encrypted with the new ones, those that are
-/// open go on.
+/// The certificates of the endpoint, read again when their files change. New connections use the new ones; open
+/// connections keep theirs.
 #[derive(Debug)]
 pub struct Tls {
     config: Arc<Watched<Arc<ServerConfig>>>,
@@ -100,7 +101,7 @@ impl Tls {
         Ok(Tls { config: Arc::new(Watched::new("certificates", paths, load)?) })
     }
 
-    /// Looks for changes of the files, until `stop`.
+    /// Reads the files again when they change, until `stop` is cancelled.
     pub fn follow(&self, stop: CancellationToken) -> impl Future<Output = ()> + Send + use<> {
         Arc::clone(&self.config).follow(stop)
     }
@@ -141,20 +142,20 @@ fn server_config(files: &config::Tls) -> Result<ServerConfig, TlsError> {
     Ok(config)
 }
 
-/// How connections are taken.
+/// How connections are accepted.
 #[derive(Clone, Debug)]
 pub struct Accept {
-    /// Certificates; `None`: connections are not encrypted.
+    /// The certificates; `None`: connections are not encrypted.
     pub tls: Option<Arc<Tls>>,
-    /// Connections that are open at once; one more is closed.
+    /// The most open connections. A further one takes the place of one without open calls.
     pub connections: usize,
-    /// A connection has as long to be encrypted, and again to begin with HTTP/2.
+    /// The time for the TLS handshake, and again for the beginning of HTTP/2.
     pub handshake: Duration,
-    /// A connection that has taken nothing for as long, with bytes waiting, is closed.
+    /// The time after which a connection is closed that takes nothing of what it is sent.
     pub stuck: Duration,
 }
 
-/// The connections of a listener, until the stream is dropped.
+/// Accepts connections until the stream is dropped.
 pub fn incoming(listener: TcpListener, accept: Accept) -> ReceiverStream<io::Result<Connection>> {
     let (sender, receiver) = mpsc::channel(READY);
     tokio::spawn(async move {
@@ -167,8 +168,7 @@ pub fn incoming(listener: TcpListener, accept: Accept) -> ReceiverStream<io::Res
 }
 
 async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::Result<Connection>>) {
-    let places = Arc::new(Semaphore::new(accept.connections.min(Semaphore::MAX_PERMITS)));
-    let unproven = Arc::new(Unproven::new(HANDSHAKES));
+    let crowd = Arc::new(Crowd::new(accept.connections, HANDSHAKES));
     let mut saying = Saying::default();
     loop {
         let stream = match listener.accept().await {
@@ -183,21 +183,22 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
                 continue;
             }
         };
-        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+        let info = stream.connect_info();
+        let peer = info.remote_addr;
+        let Some(place) = crowd.enter(peer.map(|peer| peer.ip().to_canonical())) else {
             if saying.again() {
-                tracing::warn!(connections = accept.connections, "all connections are taken, further ones are closed");
+                tracing::warn!(
+                    connections = accept.connections,
+                    "all connections have calls that run, further ones are closed"
+                );
             }
             continue;
         };
-        // Small messages one by one: Nagle's algorithm would hold tokens back. It fails only where the peer is gone.
+        // Nagle's algorithm would hold tokens back. The call fails only if the peer has gone.
         let _ = stream.set_nodelay(true);
-        let info = stream.connect_info();
-        let peer = info.remote_addr;
         let (wait, stuck) = (accept.handshake, accept.stuck);
-        let (mut proof, out) = unproven.enter(peer.map(|peer| peer.ip().to_canonical()));
         let Some(tls) = &accept.tls else {
-            proof.wait = Some(Box::pin(tokio::time::sleep(wait)));
-            let connection = Connection::new(Transport::Plain(stream), info, proof, stuck, place);
+            let connection = Connection::new(Transport::Plain(stream), info, place, wait, stuck);
             if sender.send(Ok(connection)).await.is_err() {
                 return;
             }
@@ -207,25 +208,24 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
         let sender = sender.clone();
         tokio::spawn(async move {
             let handshake = async {
-                // Whoever says something has begun, whatever it is.
+                // Any byte counts as the beginning.
                 stream.readable().await?;
-                proof.begun.store(true, Ordering::Relaxed);
+                place.standing().hear();
                 acceptor.accept(stream).await
             };
             let ended = tokio::select! {
                 biased;
-                () = out.cancelled() => {
-                    tracing::debug!(?peer, "a TLS handshake made room for others");
+                () = place.out().cancelled() => {
+                    tracing::debug!(?peer, "a TLS handshake gave up its place");
                     return;
                 }
                 ended = tokio::time::timeout(wait, handshake) => ended,
             };
             match ended {
                 Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(ALPN) => {
-                    proof.wait = Some(Box::pin(tokio::time::sleep(wait)));
                     let stream = Transport::Encrypted(Box::new(stream));
-                    // Fails where the server stops.
-                    let _ = sender.send(Ok(Connection::new(stream, info, proof, stuck, place))).await;
+                    // Fails only when the server stops.
+                    let _ = sender.send(Ok(Connection::new(stream, info, place, wait, stuck))).await;
                 }
                 Ok(Ok(_)) => tracing::debug!(?peer, "a connection does not speak HTTP/2"),
                 Ok(Err(error)) => tracing::debug!(?peer, %error, "a TLS handshake failed"),
@@ -235,18 +235,18 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
     }
 }
 
-/// Whether a connection was not accepted for lack of something of ours, and not because its client has gone.
+/// Whether `accept` failed because of this process (files, memory) and not because the client has gone.
 pub(super) fn is_ours(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted};
     ![ConnectionAborted, ConnectionReset, Interrupted].contains(&error.kind())
 }
 
-/// What clients bring about is said once in a while, however often it happens.
+/// Limits how often something that clients can cause repeatedly is logged: once in [`SAID`].
 #[derive(Debug, Default)]
 pub(super) struct Saying(Option<Instant>);
 
 impl Saying {
-    /// Whether it is time to say it.
+    /// Whether to log it now.
     pub(super) fn again(&mut self) -> bool {
         let due = self.0.is_none_or(|said| said.elapsed() >= SAID);
         if due {
@@ -256,84 +256,27 @@ impl Saying {
     }
 }
 
-/// Connections that have not shown yet that they speak HTTP/2.
-#[derive(Debug)]
-struct Unproven {
-    most: usize,
-    /// The oldest first.
-    all: Mutex<Vec<Entry>>,
-    next: AtomicU64,
+/// What a request's extensions say about its connection.
+#[derive(Clone, Debug)]
+pub struct ConnectInfo {
+    tcp: TcpConnectInfo,
+    standing: Arc<Standing>,
 }
 
-#[derive(Debug)]
-struct Entry {
-    number: u64,
-    peer: Option<IpAddr>,
-    begun: Arc<AtomicBool>,
-    out: CancellationToken,
-}
-
-impl Unproven {
-    fn new(most: usize) -> Unproven {
-        Unproven { most, all: Mutex::default(), next: AtomicU64::new(0) }
+impl ConnectInfo {
+    /// The addresses, in the type in which tonic looks for them.
+    pub fn tcp(&self) -> &TcpConnectInfo {
+        &self.tcp
     }
 
-    fn all(&self) -> MutexGuard<'_, Vec<Entry>> {
-        // Each change of it is whole.
-        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The address of the client.
+    pub fn peer(&self) -> Option<SocketAddr> {
+        self.tcp.remote_addr
     }
 
-    /// Takes one more, for which another one may have to go; cancelled when it is its own turn.
-    fn enter(self: &Arc<Unproven>, peer: Option<IpAddr>) -> (Proof, CancellationToken) {
-        let (begun, out) = (Arc::new(AtomicBool::new(false)), CancellationToken::new());
-        let mut all = self.all();
-        if all.len() >= self.most {
-            let goes = victim(&all);
-            all.remove(goes).out.cancel();
-        }
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
-        all.push(Entry { number, peer, begun: Arc::clone(&begun), out: out.clone() });
-        let cancelled = Box::pin(out.clone().cancelled_owned());
-        (Proof { unproven: Arc::clone(self), number, begun, out: cancelled, wait: None }, out)
-    }
-}
-
-/// Which one goes: of the peer that has the most, the oldest that has said nothing, else the oldest.
-fn victim(all: &[Entry]) -> usize {
-    let mut counts: HashMap<Option<IpAddr>, usize> = HashMap::new();
-    all.iter().for_each(|entry| *counts.entry(entry.peer).or_insert(0) += 1);
-    let most = counts.values().max().copied().unwrap_or(0);
-    let of_most = |entry: &&Entry| counts.get(&entry.peer) == Some(&most);
-    let silent = |entry: &Entry| !entry.begun.load(Ordering::Relaxed);
-    let goes = all.iter().filter(of_most).min_by_key(|entry| (!silent(entry), entry.number));
-    goes.and_then(|goes| all.iter().position(|entry| entry.number == goes.number)).unwrap_or(0)
-}
-
-/// What a connection owes: dropped when it has shown that it speaks HTTP/2.
-#[derive(Debug)]
-struct Proof {
-    unproven: Arc<Unproven>,
-    number: u64,
-    begun: Arc<AtomicBool>,
-    /// When others need its place.
-    out: Pin<Box<WaitForCancellationFutureOwned>>,
-    /// Once it is encrypted: when it is taken for dead.
-    wait: Option<Pin<Box<Sleep>>>,
-}
-
-impl Proof {
-    /// Ready when it has taken too long, or is in the way.
-    fn poll_over(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        if self.out.as_mut().poll(context).is_ready() {
-            return Poll::Ready(());
-        }
-        self.wait.as_mut().map_or(Poll::Pending, |wait| wait.as_mut().poll(context))
-    }
-}
-
-impl Drop for Proof {
-    fn drop(&mut self) {
-        self.unproven.all().retain(|entry| entry.number != self.number);
+    /// The state of the connection, to which calls are added while they are answered.
+    pub fn standing(&self) -> &Arc<Standing> {
+        &self.standing
     }
 }
 
@@ -342,31 +285,38 @@ impl Drop for Proof {
 pub struct Connection {
     stream: Transport,
     info: TcpConnectInfo,
-    /// Until it has said enough.
-    proof: Option<Proof>,
+    place: Place,
+    /// Ready when the connection has lost its place.
+    out: Pin<Box<WaitForCancellationFutureOwned>>,
+    /// The time by which the connection must speak HTTP/2; `None` once it does.
+    proof: Option<Pin<Box<Sleep>>>,
+    /// The number of bytes that were received until the connection spoke HTTP/2.
     heard: usize,
     stuck: Stuck,
-    _place: OwnedSemaphorePermit,
 }
 
 impl Connection {
-    fn new(
-        stream: Transport,
-        info: TcpConnectInfo,
-        proof: Proof,
-        stuck: Duration,
-        place: OwnedSemaphorePermit,
-    ) -> Connection {
-        Connection { stream, info, proof: Some(proof), heard: 0, stuck: Stuck::after(stuck), _place: place }
+    fn new(stream: Transport, info: TcpConnectInfo, place: Place, proof: Duration, stuck: Duration) -> Connection {
+        let out = Box::pin(place.out().clone().cancelled_owned());
+        let proof = Some(Box::pin(tokio::time::sleep(proof)));
+        Connection { stream, info, place, out, proof, heard: 0, stuck: Stuck::after(stuck) }
+    }
+
+    /// Fails when the connection has lost its place.
+    fn poll_out(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        if self.place.out().is_cancelled() || self.out.as_mut().poll(context).is_ready() {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        Ok(())
     }
 }
 
-/// Notices a connection that takes nothing of what it is to be sent.
+/// Detects a connection that takes nothing of what it is sent.
 #[derive(Debug)]
 pub(super) struct Stuck {
-    /// How long it may do so.
+    /// The time for which it may take nothing.
     after: Duration,
-    /// While it does: until when.
+    /// The end of that time, while a write is pending.
     standing: Option<Pin<Box<Sleep>>>,
 }
 
@@ -375,8 +325,8 @@ impl Stuck {
         Stuck { after, standing: None }
     }
 
-    /// What a write came to: an error where none has for too long. HTTP/2 alone would wait for ever: it asks the client
-    /// whether it is there, and says goodbye, behind what is not taken.
+    /// Passes on the result of a write, or an error if writes have been pending for too long. HTTP/2 alone would wait
+    /// for ever, because its pings and its last frame are queued behind the bytes that are not taken.
     pub(super) fn sent<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if sent.is_ready() {
             self.standing = None;
@@ -398,29 +348,33 @@ enum Transport {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = ConnectInfo;
 
-    fn connect_info(&self) -> TcpConnectInfo {
-        self.info.clone()
+    fn connect_info(&self) -> ConnectInfo {
+        ConnectInfo { tcp: self.info.clone(), standing: Arc::clone(self.place.standing()) }
     }
 }
 
 impl AsyncRead for Connection {
     fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        self.poll_out(context)?;
         let before = into.filled().len();
         let read = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_read(context, into),
             Transport::Encrypted(stream) => Pin::new(stream).poll_read(context, into),
         };
         let heard = into.filled().len() - before;
+        if heard > 0 {
+            self.place.standing().hear();
+        }
         if let Some(proof) = &mut self.proof {
             if read.is_pending() {
-                return proof.poll_over(context).map(|()| Err(io::ErrorKind::TimedOut.into()));
+                return proof.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()));
             }
-            proof.begun.fetch_or(heard > 0, Ordering::Relaxed);
             self.heard += heard;
             if self.heard >= PREFACE {
                 self.proof = None;
+                self.place.standing().establish();
             }
         }
         read
@@ -429,6 +383,7 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.poll_out(context)?;
         let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
             Transport::Encrypted(stream) => Pin::new(stream).poll_write(context, bytes),
@@ -437,6 +392,7 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.poll_out(context)?;
         let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_flush(context),
             Transport::Encrypted(stream) => Pin::new(stream).poll_flush(context),
@@ -457,6 +413,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.poll_out(context)?;
         let sent = match &mut self.stream {
             Transport::Plain(stream) => Pin::new(stream).poll_write_vectored(context, bytes),
             Transport::Encrypted(stream) => Pin::new(stream).poll_write_vectored(context, bytes),
@@ -469,42 +426,5 @@ impl AsyncWrite for Connection {
             Transport::Plain(stream) => stream.is_write_vectored(),
             Transport::Encrypted(stream) => stream.is_write_vectored(),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn of_too_many_half_open_connections_the_oldest_silent_one_of_the_greediest_goes() {
-        let unproven = Arc::new(Unproven::new(4));
-        let peer = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
-        let (other, its) = unproven.enter(peer(1));
-        let all: Vec<_> = (0..3).map(|_| unproven.enter(peer(2))).collect();
-        let gone = || all.iter().map(|(_, out)| out.is_cancelled()).collect::<Vec<_>>();
-        all[0].0.begun.store(true, Ordering::Relaxed);
-        // There is room for four.
-        assert_eq!(gone(), [false; 3]);
-        let (fifth, _) = unproven.enter(peer(3));
-        assert_eq!(gone(), [false, true, false]);
-        let (sixth, _) = unproven.enter(peer(3));
-        // Both peers have two: the oldest that is silent.
-        assert_eq!(gone(), [false, true, true]);
-        assert!(!its.is_cancelled());
-        // Those that are gone leave nothing behind, and those that have ended make room.
-        drop((all, fifth, sixth));
-        assert_eq!(unproven.all().len(), 1);
-        drop(other);
-        assert!(unproven.all().is_empty() && !its.is_cancelled());
-        // All have begun: the oldest goes.
-        let begun: Vec<_> = (0..5)
-            .map(|_| unproven.enter(None))
-            .inspect(|(proof, _)| proof.begun.store(true, Ordering::Relaxed))
-            .collect();
-        assert_eq!(
-            begun.iter().map(|(_, out)| out.is_cancelled()).collect::<Vec<_>>(),
-            [true, false, false, false, false]
-        );
     }
 }

@@ -4,13 +4,14 @@
 
 use crate::common;
 use crate::serving::certificates::Authority;
+use ostinato::actors::workers::KilledOnDrop;
 use ostinato::service::proto;
 use ostinato::service::proto::generate_response::Event;
 use ostinato::service::proto::ostinato_client::OstinatoClient;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
@@ -225,15 +226,8 @@ pub fn runtime() -> tokio::runtime::Runtime {
 }
 
 struct Server {
-    child: Child,
+    child: KilledOnDrop,
     folder: tempfile::TempDir,
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 /// Returns the UUID of lavapipe as `ostinato devices --json` reports it.
@@ -303,7 +297,7 @@ impl Server {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().expect("a server");
         let output = child.stdout.take().expect("its output");
-        let mut server = Server { child, folder };
+        let mut server = Server { child: KilledOnDrop(child), folder };
         // A thread reads the lines, so that waiting for a server that prints nothing has a time limit.
         let (sender, lines) = std::sync::mpsc::channel();
         std::thread::spawn(move || {

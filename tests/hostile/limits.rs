@@ -293,6 +293,90 @@ fn silent_handshakes_delay_nobody() {
     arena.leave(Bounds::default());
 }
 
+/// HTTP/2's preface, and settings without a setting.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+
+/// More connections than there are places, each of which speaks HTTP/2 and then says nothing: new clients are served, and
+/// a client that has been there all the time keeps its connection.
+#[test]
+fn connections_that_say_nothing_keep_nobody_out() {
+    let arena = Arena::enter(Setup { server: "connections = 200\n".to_owned(), ..Setup::default() });
+    let target = arena.target();
+    let open = silent(&target, 400, PREFACE);
+    assert_eq!(open.len(), 400);
+    std::thread::sleep(Duration::from_secs(2));
+    runtime().block_on(async {
+        for _ in 0..5 {
+            let connected = tokio::time::timeout(Duration::from_secs(10), target.client(None)).await;
+            let mut client = connected.expect("in time").expect("a connection");
+            let listed = client.list_models(proto::ListModelsRequest {});
+            tokio::time::timeout(Duration::from_secs(10), listed).await.expect("in time").expect("an answer");
+        }
+    });
+    let files = target.memory().open_files;
+    assert!(files < 400, "{files} files are open");
+    arena.leave(Bounds::default());
+    drop(open);
+}
+
+/// A message whose elements are empty is small on the wire and large once decoded: it is refused before it is decoded.
+#[test]
+fn empty_elements_take_no_memory() {
+    let arena = Arena::enter(Setup::default());
+    let target = arena.target();
+    runtime().block_on(async {
+        let mut client = target.client(None).await.expect("a connection");
+        for _ in 0..3 {
+            let messages = vec![proto::ChatMessage::default(); 4_000_000];
+            let asked = proto::GenerateRequest {
+                prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages })),
+                ..Default::default()
+            };
+            let status = client.generate(asked).await.expect_err("four million messages");
+            assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
+            let words = "Chat.messages has 4000000 elements, at most 16384 are taken in one message";
+            assert_eq!(status.message(), words);
+        }
+    });
+    arena.leave(Bounds { peak_mib: 96, ..Bounds::default() });
+}
+
+/// A client that fills the room for messages that are coming in leaves enough to another one, for large messages too.
+#[test]
+fn a_client_that_fills_the_room_leaves_a_share_to_others() {
+    const LARGEST: u32 = 2 << 20;
+    let mut setup = one_request();
+    setup.server.push_str("max_message_bytes = \"2MiB\"\nmax_prompt_bytes = \"1MiB\"\n");
+    let arena = Arena::enter(setup);
+    let target = arena.target();
+    runtime().block_on(async {
+        let mut flooding = Vec::new();
+        for _ in 0..20 {
+            let mut raw = Raw::open(&target.address).await.with_token("h");
+            let mut framed = vec![0];
+            framed.extend(LARGEST.to_be_bytes());
+            framed.resize(LARGEST as usize - 100, 0);
+            flooding.push(tokio::spawn(async move {
+                raw.acknowledge().await;
+                let call = raw.call("/ostinato.v1.Ostinato/Detokenize", 1).await;
+                let _ = tokio::time::timeout(Duration::from_secs(10), raw.flood(call, &framed)).await;
+                raw
+            }));
+        }
+        let mut open = Vec::new();
+        for task in flooding {
+            open.push(task.await.expect("an attacker"));
+        }
+        let mut client = target.client(Some("w")).await.expect("a connection");
+        let asked = proto::TokenizeRequest {
+            input: Some(proto::tokenize_request::Input::Text(text(1_000_000))),
+            ..Default::default()
+        };
+        client.tokenize(asked).await.expect("a large message of another client");
+    });
+    arena.leave(Bounds { peak_mib: 900, ..Bounds::default() });
+}
+
 /// Opens connections that open and reset many calls and send unsolicited PING acknowledgements, as no HTTP/2 library
 /// allows.
 fn resets(target: &Target, connections: usize) {

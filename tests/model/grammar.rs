@@ -285,6 +285,34 @@ fn outputs_outlive_their_worker_process() {
     assert_eq!(beside.grammar.take(0).is_err(), !bit(&beside.mask, 0));
 }
 
+/// Goal: an output is held by one worker only, also after it was taken over by another, and by none once it has ended.
+/// Method: its worker is kept busy by another constraint, so that another worker takes its tokens.
+#[test]
+fn an_output_leaves_nothing_behind_where_it_was() {
+    let text = text();
+    let (_, vocabulary, eos) = grammars(&text);
+    let limits = Limits { memory: 4 << 30, cpu: Duration::from_secs(3) };
+    let grammars = Grammars::with(&text, vocabulary, &[eos], limits).unwrap();
+    let mut started = grammars.start(&Constraint::Regex("[a-z]{200}".to_owned()), false).unwrap();
+    assert_eq!(grammars.held(), [1]);
+    let letter = text.encode("q", false).unwrap()[0];
+    started.grammar.take(letter).unwrap();
+    // Takes longer than it may, in the only worker that there is.
+    let slow = std::thread::scope(|scope| {
+        let slow = scope.spawn(|| grammars.start(&Constraint::Regex("a?".repeat(40_000)), false));
+        std::thread::sleep(Duration::from_millis(300));
+        for _ in 0..5 {
+            started.grammar.take(letter).unwrap();
+        }
+        assert_eq!(grammars.held().into_iter().sum::<usize>(), 2, "{:?}", grammars.held());
+        slow.join().unwrap()
+    });
+    assert!(matches!(slow, Err(GrammarError::TooLarge(_))));
+    assert_eq!(grammars.held().into_iter().sum::<usize>(), 1);
+    drop(started);
+    assert_eq!(grammars.held().into_iter().sum::<usize>(), 0);
+}
+
 /// Goal: a compilation that exceeds its processor time, or whose caller stops waiting, ends and reports the reason.
 #[test]
 fn nobody_waits_longer_for_a_constraint_than_it_may_take() {

@@ -10,11 +10,12 @@
 //!     OSTINATO_SOAK_SECONDS=1080     duration of the traffic (default 240)
 //!     OSTINATO_SOAK_PROGRAM=PATH     another build of the program, for comparison
 
+use ostinato::actors::workers::KilledOnDrop;
 use ostinato::service::proto;
 use ostinato::service::proto::ostinato_client::OstinatoClient;
 use proto::generate_request::Prompt;
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -30,15 +31,8 @@ const SLOPE: f64 = 10.0;
 const KEPT: f64 = 120.0;
 
 struct Server {
-    child: Child,
+    child: KilledOnDrop,
     address: String,
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Server {
@@ -61,7 +55,7 @@ impl Server {
         let address = lines.find_map(|line| Some(line.split_once("listening on ")?.1.trim().to_owned()));
         let address = address.expect("it listens");
         std::thread::spawn(move || lines.for_each(drop));
-        Server { child, address: address.split([',', ' ']).next().expect("an address").to_owned() }
+        Server { child: KilledOnDrop(child), address: address.split([',', ' ']).next().expect("an address").to_owned() }
     }
 
     /// Returns the process's anonymous resident memory (RssAnon), MiB.

@@ -474,6 +474,46 @@ async fn a_full_queue_is_resource_exhausted_and_others_go_on() {
     }
 }
 
+/// A body that never ends.
+struct Endless;
+
+impl http_body::Body for Endless {
+    type Data = bytes::Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(
+        self: std::pin::Pin<&mut Self>,
+        _: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<http_body::Frame<bytes::Bytes>, Self::Error>>> {
+        std::task::Poll::Pending
+    }
+}
+
+/// Goal: a call whose deadline passes before it has an answer is DEADLINE_EXCEEDED, whoever notices first. Method: calls
+/// whose message never comes, over plain HTTP/2, since tonic's client answers its own timeouts with CANCELLED.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_that_is_too_late_is_told_so_and_not_that_it_was_cancelled() {
+    let served = one_model(Duration::from_millis(5), b"a").await;
+    let stream = tokio::net::TcpStream::connect(served.address.trim_start_matches("http://")).await.unwrap();
+    let executor = hyper_util::rt::TokioExecutor::new();
+    let io = hyper_util::rt::TokioIo::new(stream);
+    let (mut client, connection) = hyper::client::conn::http2::handshake(executor, io).await.unwrap();
+    let connection = tokio::spawn(connection);
+    for (number, method) in ["Tokenize", "Generate"].into_iter().cycle().take(60).enumerate() {
+        let request = http::Request::post(format!("{}/ostinato.v1.Ostinato/{method}", served.address))
+            .header("content-type", "application/grpc")
+            .header("te", "trailers")
+            .header("grpc-timeout", format!("{}m", 1 + number % 15))
+            .body(Endless)
+            .unwrap();
+        let response = client.send_request(request).await.unwrap();
+        let status = response.headers().get("grpc-status").expect("nothing but a status");
+        let words = response.headers().get("grpc-message");
+        assert_eq!(status.to_str().unwrap(), (Code::DeadlineExceeded as i32).to_string(), "{words:?}");
+    }
+    connection.abort();
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deadline_ends_a_stream_that_runs_and_one_that_waits() {
     let step = Duration::from_millis(5);

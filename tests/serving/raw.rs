@@ -30,6 +30,8 @@ pub struct Raw {
     next: u32,
     /// The initial window of a new stream, from the server's latest known setting.
     window: u32,
+    /// Names and values that each call has beside its own.
+    headers: Vec<(&'static str, String)>,
 }
 
 /// A received frame.
@@ -56,13 +58,12 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Returns the HPACK header block of a gRPC call.
-fn block(path: &str) -> Vec<u8> {
+/// Returns the HPACK header block of a gRPC call, with `more` headers.
+fn block(path: &str, more: &[(&str, String)]) -> Vec<u8> {
     // Indexed fields `:method: POST` and `:scheme: http`, then literal names and values, each preceded by its length.
     let mut block = vec![0x83, 0x86];
-    for (name, value) in
-        [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")]
-    {
+    let own = [(":path", path), (":authority", "test"), ("content-type", "application/grpc"), ("te", "trailers")];
+    for (name, value) in own.into_iter().chain(more.iter().map(|(name, value)| (*name, value.as_str()))) {
         block.extend([0, name.len() as u8]);
         block.extend(name.bytes());
         block.push(value.len() as u8);
@@ -83,7 +84,7 @@ impl Raw {
     /// Connects to `http://HOST:PORT`. The flow-control windows for received data stay at the default of 64 KiB.
     pub async fn open(address: &str) -> Raw {
         let stream = TcpStream::connect(address.trim_start_matches("http://")).await.unwrap();
-        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
+        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW, headers: Vec::new() };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         bytes.extend(frame(SETTINGS, 0, 0, &[]));
         raw.send(&bytes).await;
@@ -96,13 +97,18 @@ impl Raw {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(4096).unwrap();
         let stream = socket.connect(address.trim_start_matches("http://").parse().unwrap()).await.unwrap();
-        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW };
+        let mut raw = Raw { stream, next: 1, window: FIRST_WINDOW, headers: Vec::new() };
         let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
         let setting = [&INITIAL_WINDOW_SIZE.to_be_bytes()[..], &LARGEST_WINDOW.to_be_bytes()].concat();
         bytes.extend(frame(SETTINGS, 0, 0, &setting));
         bytes.extend(frame(WINDOW_UPDATE, 0, 0, &(LARGEST_WINDOW - FIRST_WINDOW).to_be_bytes()));
         raw.send(&bytes).await;
         raw
+    }
+
+    /// Gives each call a token.
+    pub fn with_token(self, token: &str) -> Raw {
+        Raw { headers: vec![("authorization", format!("Bearer {token}"))], ..self }
     }
 
     async fn send(&mut self, bytes: &[u8]) {
@@ -127,7 +133,7 @@ impl Raw {
 
     /// Opens `calls` calls of a method by sending headers only. Returns the stream number of the last one.
     pub async fn call(&mut self, path: &str, calls: usize) -> u32 {
-        let block = block(path);
+        let block = block(path, &self.headers);
         let mut bytes = Vec::new();
         for _ in 0..calls {
             bytes.extend(frame(HEADERS, END_HEADERS, self.next, &block));
@@ -170,7 +176,7 @@ impl Raw {
 
     /// Returns the frames that open a call and reset it at once.
     pub fn opened_and_reset(path: &str, stream: u32) -> Vec<u8> {
-        let mut bytes = frame(HEADERS, END_HEADERS, stream, &block(path));
+        let mut bytes = frame(HEADERS, END_HEADERS, stream, &block(path, &[]));
         // 8 is the error code CANCEL.
         bytes.extend(frame(RESET, 0, stream, &8u32.to_be_bytes()));
         bytes

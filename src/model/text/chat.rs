@@ -157,7 +157,7 @@ impl Templates {
         let cancel = cancel.clone();
         let answered = self.workers.run(None, move |worker| {
             let alone = worker.calls() == 0;
-            let mut call = || worker.call(&frame, &cancel, QUESTION, &mut |_| Vec::new());
+            let mut call = || worker.call(&frame, &cancel, None, QUESTION, &mut |_| Vec::new());
             let answered = match call() {
                 // The failure may be due to what earlier jobs left in the worker, so try once more in a new process.
                 Err(failure) if failure.may_be_others(alone) && !cancel.is_cancelled() => call(),

@@ -45,58 +45,15 @@ pub enum RouteError {
 }
 
 impl Host {
-    /// The replica for a request: the named model (empty: the only one), on the selected
-    /// device or replica (empty: the least loaded).
-    ///
-    /// `device` is a replica's name or a [`Selector`]. Of several that fit it is the least loaded, of those that take
-    /// requests if any do.
+    /// The replica for a request: [`Host::model`], then [`ServedModel::route`].
     pub fn route(&self, model: &str, device: &str) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
-        let served = self.find(model)?;
-        let replica = served.fitting(device)?.into_iter().min_by_key(|&replica| {
-            let replica = &served.replicas[replica];
-            let load = replica.load();
-            let pages_per_mille = load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
-            (replica.closed().is_some(), load.running + load.waiting, pages_per_mille)
-        });
-        let replica = Arc::clone(&served.replicas[replica.expect("at least one fits")]);
-        Ok((served, replica))
-    }
-
-    /// The replica for `samples` requests of a prompt whose full pages have the names `keys`: as [`Host::route`], but
-    /// rather one that was given the prompt's beginning before, unless it is too busy ([`Affinity`] says when), and
-    /// one that has room for them rather than one that has not.
-    pub fn route_prompt(
-        &self,
-        model: &str,
-        device: &str,
-        keys: &[PageKey],
-        samples: usize,
-    ) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
-        let served = self.find(model)?;
-        let fitting = served.fitting(device)?;
-        if let [only] = served.replicas.as_slice() {
-            let only = Arc::clone(only);
-            return Ok((served, only));
-        }
-        let candidate = |replica: usize| {
-            let asked = &served.replicas[replica];
-            let load = asked.load();
-            Candidate {
-                replica,
-                ready: asked.room() >= samples,
-                unfinished: asked.unfinished() as u32,
-                slots: asked.slots() as u32,
-                pages_tenths: (u64::from(load.pages_used) * 10 / u64::from(load.pages_total.max(1))) as u32,
-            }
-        };
-        let candidates: Vec<Candidate> = fitting.into_iter().map(candidate).collect();
-        let chosen = served.affinity().choose(&candidates, keys).expect("at least one fits");
-        let replica = Arc::clone(&served.replicas[chosen]);
+        let served = self.model(model)?;
+        let replica = served.route(device)?;
         Ok((served, replica))
     }
 
     /// The named model, or the only one.
-    fn find(&self, model: &str) -> Result<Arc<ServedModel>, RouteError> {
+    pub fn model(&self, model: &str) -> Result<Arc<ServedModel>, RouteError> {
         let models = self.models();
         let found = match models.as_slice() {
             [only] if model.is_empty() => Some(only),
@@ -117,13 +74,51 @@ impl Host {
 
     /// Forgets which replica of the model was given which prompts: they have forgotten them too.
     pub fn forget_prompts(&self, model: &str) {
-        if let Ok(model) = self.find(model) {
+        if let Ok(model) = self.model(model) {
             *model.affinity() = Affinity::default();
         }
     }
 }
 
 impl ServedModel {
+    /// The replica for a request on the selected device or replica; with an empty `device` on any.
+    ///
+    /// `device` is a replica's name or a [`Selector`]. Of several replicas that fit, it is the least loaded, of those
+    /// that accept requests if any do.
+    pub fn route(&self, device: &str) -> Result<Arc<Replica>, RouteError> {
+        let least = self.fitting(device)?.into_iter().min_by_key(|&replica| {
+            let replica = &self.replicas[replica];
+            let load = replica.load();
+            let pages_per_mille = load.pages_used as u64 * 1000 / u64::from(load.pages_total.max(1));
+            (replica.closed().is_some(), load.running + load.waiting, pages_per_mille)
+        });
+        Ok(Arc::clone(&self.replicas[least.expect("at least one fits")]))
+    }
+
+    /// The replica for `samples` requests of a prompt whose full pages have the names `keys`: as
+    /// [`ServedModel::route`], but with a preference for a replica that was given the prompt's beginning before, unless
+    /// it is too busy ([`Affinity`]), and for one that has room for all samples.
+    pub fn route_prompt(&self, device: &str, keys: &[PageKey], samples: usize) -> Result<Arc<Replica>, RouteError> {
+        let fitting = self.fitting(device)?;
+        if let [only] = self.replicas.as_slice() {
+            return Ok(Arc::clone(only));
+        }
+        let candidate = |replica: usize| {
+            let asked = &self.replicas[replica];
+            let load = asked.load();
+            Candidate {
+                replica,
+                ready: asked.room() >= samples,
+                unfinished: asked.unfinished() as u32,
+                slots: asked.slots() as u32,
+                pages_tenths: (u64::from(load.pages_used) * 10 / u64::from(load.pages_total.max(1))) as u32,
+            }
+        };
+        let candidates: Vec<Candidate> = fitting.into_iter().map(candidate).collect();
+        let chosen = self.affinity().choose(&candidates, keys).expect("at least one fits");
+        Ok(Arc::clone(&self.replicas[chosen]))
+    }
+
     /// Returns the positions of the replicas that `device` names, at least one: a replica's own name, else a selector.
     fn fitting(&self, device: &str) -> Result<Vec<usize>, RouteError> {
         if device.is_empty() {

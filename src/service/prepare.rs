@@ -5,7 +5,7 @@
 use super::refusal::Refusal;
 use super::{bounds, proto};
 use crate::actors::workers::Cancel;
-use crate::engine::prefix::page_keys;
+use crate::engine::prefix::{PageKey, page_keys};
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
 use crate::host::{Host, ServedModel};
 use crate::model::grammar::{Constraint, GrammarError, Started};
@@ -28,11 +28,20 @@ pub struct Place {
 impl Place {
     /// Finds the place of a request's `model` and `device`.
     pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
-        Ok(Place::of(host, host.route(model, device)?))
+        Place::of(host, host.model(model)?, device)
     }
 
-    fn of(host: &Arc<Host>, (model, replica): (Arc<ServedModel>, Arc<Replica>)) -> Place {
-        Place { host: Arc::clone(host), model, replica }
+    /// Finds the place of a request for `model`, which was looked up before.
+    pub fn of(host: &Arc<Host>, model: Arc<ServedModel>, device: &str) -> Result<Place, Refusal> {
+        let replica = model.route(device)?;
+        Ok(Place { host: Arc::clone(host), model, replica })
+    }
+
+    /// The place for `samples` of a prompt whose full pages have the names `keys`, on the same model: what was found out
+    /// with its tokenizer and its vocabulary never reaches another model that has its name by now.
+    fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Place, Refusal> {
+        let replica = self.model.route_prompt(device, keys, samples)?;
+        Ok(Place { replica, ..self })
     }
 
     /// Its model, which may have been unloaded since.
@@ -99,13 +108,14 @@ pub fn prepare(
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
 ) -> Result<Prepared, Refusal> {
-    prepare_end(host, message, deadline, None, &Cancel::until(deadline))
+    let place = Place::find(host, &message.model, &message.device)?;
+    prepare_at(place, message, deadline, None, &Cancel::until(deadline))
 }
 
-/// As [`prepare`], of a prompt of which the last `keep` tokens are kept where that is said; gives up when nobody waits for it any
-/// more.
-pub fn prepare_end(
-    host: &Arc<Host>,
+/// As [`prepare`], for a place on the message's model. If `keep` is given, only the last `keep` tokens of the prompt are
+/// kept. Ends early once `cancel` is cancelled.
+pub fn prepare_at(
+    place: Place,
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
     keep: Option<usize>,
@@ -113,7 +123,6 @@ pub fn prepare_end(
 ) -> Result<Prepared, Refusal> {
     let samples = samples(&message)?;
     let sampling = message.sampling.unwrap_or_default();
-    let place = Place::find(host, &message.model, &message.device)?;
     let stopping = message.stopping.unwrap_or_default();
     let output = message.output.unwrap_or_default();
     let tokenizer = |field| {
@@ -152,7 +161,7 @@ pub fn prepare_end(
     // Where its beginning may lie already, now that its tokens are known.
     let several = place.model().replicas.len() > 1;
     let keys = if several { page_keys(&message.cache_salt, &prompt) } else { Vec::new() };
-    let place = Place::of(host, host.route_prompt(&message.model, &message.device, &keys, samples as usize)?);
+    let place = place.for_prompt(&message.device, &keys, samples as usize)?;
 
     let defaults = Sampling::default();
     let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();

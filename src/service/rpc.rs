@@ -286,7 +286,7 @@ impl Scope {
     /// Where a request of this caller runs. Where it names no model, the only one that it may use is meant.
     pub(super) fn place(&self, host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
         let found = match self.only(host, model)? {
-            Some(only) => Place::find(host, &only.name, device),
+            Some(only) => Place::of(host, only, device),
             None => self.may_use(model).and_then(|()| Place::find(host, model, device)),
         };
         found.map_err(|refusal| self.narrowed(host, refusal))
@@ -423,7 +423,7 @@ impl Rpc {
         &self,
         span: &Span,
         caller: Caller,
-        mut message: proto::GenerateRequest,
+        message: proto::GenerateRequest,
         keep: Option<usize>,
         adjust: impl FnOnce(&mut Prepared) -> T + Send + 'static,
     ) -> Result<(Tracked, T), Refusal> {
@@ -434,15 +434,13 @@ impl Rpc {
         if let Some(Prompt::Tokens(tokens)) = &message.prompt {
             prepare::fits(place.model(), tokens.ids.len())?;
         }
-        message.model.clone_from(&place.model().name);
         let samples = prepare::samples(&message)?;
         let size = Size { bytes: message.encoded_len(), constraint: message.constraint.is_some() };
-        let host = Arc::clone(&self.host);
         // What is found out for a call ends with it.
         let cancel = Cancel::until(deadline);
         let _waits = cancel.guard();
         let work = move |mut places: Option<Places>| {
-            let mut prepared = prepare::prepare_end(&host, message, deadline, keep, &cancel)?;
+            let mut prepared = prepare::prepare_at(place, message, deadline, keep, &cancel)?;
             let found = adjust(&mut prepared);
             let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
             if let Some(places) = &mut places {

@@ -4,6 +4,7 @@
 //! builds a model when the test allows it. `tests/device/loading.rs` covers real devices.
 
 use crate::serving::{Served, fake, generate, model, read, serve_host, text_request, tokenizer};
+use ostinato::actors::workers::Cancel;
 use ostinato::config::{LoadWhen, Model, Selector};
 use ostinato::host::ServedDevice;
 use ostinato::host::catalogue::LoadState;
@@ -12,6 +13,7 @@ use ostinato::host::progress::{Quiet, Unit};
 use ostinato::host::source::{BuildError, BuildErrorKind, LoadAttempt, ModelSource};
 use ostinato::host::{Host, ServedModel};
 use ostinato::service::admin::{self, Admin};
+use ostinato::service::prepare::{Place, prepare_at};
 use ostinato::service::proto::{self, ModelState, Replace, load_model_response::Event};
 use ostinato::service::server::{Changeable, Options};
 use proto::vllm;
@@ -174,6 +176,27 @@ async fn a_model_is_loaded_used_and_unloaded_while_another_generates() {
     load(&mut client, "two", Replace::Beside).await.unwrap();
     assert_eq!(generate(&mut client, text_request("two", "x", 5)).await.text(), "xyzxy");
     assert_eq!(long.await.unwrap().text(), repeated("abc", 400));
+}
+
+/// Goal: a request never crosses from one model to another that has its name by now: its tokens are those of the first
+/// one's tokenizer. Method: the model is replaced between the look-up, which checks rights, and the preparation.
+#[test]
+fn a_request_stays_on_the_model_that_it_was_looked_up_on() {
+    let (host, _) = host(&[Model::new("one", "abc", None)]);
+    let host = Arc::new(host);
+    let load = || host.load("one", Default::default(), Duration::ZERO, &Quiet).unwrap();
+    assert!(load().old.is_none());
+    for named in ["one", ""] {
+        let before = host.model(named).unwrap();
+        let place = Place::find(&host, named, "").unwrap();
+        let replaced = load();
+        let request = text_request(named, "x", 3);
+        let prepared = prepare_at(place, request, None, None, &Cancel::default()).unwrap();
+        assert!(std::ptr::eq(prepared.place.model(), &*before));
+        assert!(std::ptr::eq(prepared.place.replica(), &*before.replicas[0]));
+        assert!(!std::ptr::eq(prepared.place.model(), &*host.model(named).unwrap()));
+        host.retire(replaced.old.expect("the first one"), Duration::ZERO);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

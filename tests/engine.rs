@@ -287,7 +287,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             outcome.plans += 1;
         }
         obey(&mut scheduler, &mut fake, &mut random);
-        outcome.running_most = outcome.running_most.max(scheduler.counts().running);
+        outcome.running_most = outcome.running_most.max(scheduler.load().running);
         for output in scheduler.take_outputs() {
             let SchedulerOutput::Event(id, event) = output else {
                 continue;
@@ -323,9 +323,9 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     }
 
     assert!(scheduler.is_idle(), "nothing can happen any more, and there is work left");
-    assert_eq!(scheduler.counts().pages_used, 0);
-    outcome.preemptions = scheduler.counts().preemptions;
-    outcome.cached_tokens = scheduler.counts().cached_tokens;
+    assert_eq!(scheduler.load().pages_used, 0);
+    outcome.preemptions = scheduler.load().preemptions;
+    outcome.cached_tokens = scheduler.load().cached_tokens;
     for ((_, request), seen) in requests.iter().zip(&seen) {
         let id = &request.id;
         let prompt = &request.prompt;

@@ -5,13 +5,13 @@ use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Stamps;
 use super::timeline::FlushReason;
 use super::watcher::{OnPanic, Outbox, Owed, Report, Run, Watch, Watcher};
+use crate::actors::thread::{ActorThread, SpawnError};
 pub use crate::config::GpuTime;
-use crate::device::{Batch, Commands, Device, DeviceError, Gate, Point, QueueEntry, Role};
+use crate::device::{Batch, Commands, Device, Gate, Point, QueueEntry, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Work for the compute queue. Its entries run in order; each entry that is reported has its own timeline point.
@@ -39,8 +39,8 @@ pub struct Submission {
 #[derive(Debug)]
 pub struct Compute {
     // Field order matters: the inbox must close before the thread is joined.
-    inbox: Option<Address<Message>>,
-    thread: Option<JoinHandle<()>>,
+    inbox: Address<Message>,
+    _thread: ActorThread,
     device: Arc<Device>,
 }
 
@@ -66,28 +66,33 @@ const INBOX: usize = 64;
 impl Compute {
     /// Starts the compute thread and its watcher. With [`GpuTime::Off`], or on a queue without timestamps, nothing is
     /// timed.
-    pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, DeviceError> {
+    pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, SpawnError> {
         let stamps = if gpu_time == GpuTime::Off { None } else { Stamps::new(&device)? };
         let (address, inbox) = mailbox(INBOX);
         let of_handle = Arc::clone(&device);
-        let thread = std::thread::Builder::new()
-            .name("compute".to_owned())
-            .spawn(move || {
-                let _lost = OnPanic(Arc::clone(&device));
-                let watcher = Watcher::spawn(Arc::clone(&device));
-                Actor { device, watcher, stamps, gpu_time }.run(&inbox);
-            })
-            .expect("the host can start a thread");
-        Ok(Compute { inbox: Some(address), thread: Some(thread), device: of_handle })
+        let watcher = Watcher::spawn(Arc::clone(&device))?;
+        let thread = ActorThread::spawn("compute", move || {
+            let _lost = OnPanic(Arc::clone(&device));
+            Actor { device, watcher, stamps, gpu_time }.run(&inbox);
+        })?;
+        Ok(Compute { inbox: address, _thread: thread, device: of_handle })
     }
 
     /// Queues a submission behind all earlier ones. Blocks while the inbox is full.
     pub fn submit(&self, submission: Submission) {
         let Submission { id, entries, waits, gate, flush, report_after, outbox } = submission;
         let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
-        if let Some(inbox) = &self.inbox {
+        {
             // If the thread has ended, the mailbox drops the message, and dropping `owed` reports the error.
-            let _ = inbox.send(Message::Submit(Box::new(Work { id, entries, waits, gate, flush, report_after, owed })));
+            let _ = self.inbox.send(Message::Submit(Box::new(Work {
+                id,
+                entries,
+                waits,
+                gate,
+                flush,
+                report_after,
+                owed,
+            })));
         }
     }
 
@@ -112,15 +117,6 @@ impl Compute {
             seen = now;
             let (device, seconds) = (&self.device.adapter().name, begun.elapsed().as_secs());
             tracing::warn!(device, seconds, "a submission takes long");
-        }
-    }
-}
-
-impl Drop for Compute {
-    fn drop(&mut self) {
-        drop(self.inbox.take());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
         }
     }
 }

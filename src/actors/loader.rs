@@ -4,6 +4,7 @@
 
 use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
+use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
 use crate::memory::pack::{Format, Layout, Packing, Rows, pack};
 use crate::memory::plan::HumanBytes;
@@ -15,7 +16,6 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Capacity of the inbox: loads that wait while one runs. Each load takes seconds, so an operator who queues more has
@@ -269,8 +269,8 @@ pub enum LoadError {
 #[derive(Debug)]
 pub struct Loader {
     // Field order matters: the inbox must close before the thread is joined.
-    inbox: Option<Address<Message>>,
-    thread: Option<JoinHandle<()>>,
+    inbox: Address<Message>,
+    _thread: ActorThread,
     /// Set once, by `drop`: the load in progress ends before its next chunk.
     closing: Arc<AtomicBool>,
 }
@@ -285,7 +285,7 @@ pub struct WeightLoad {
 
 #[derive(Debug)]
 enum Message {
-    WeightLoad {
+    Load {
         plan: LoadPlan,
         workers: Option<usize>,
         cancelled: Arc<AtomicBool>,
@@ -297,17 +297,14 @@ enum Message {
 impl Loader {
     /// Starts the loader thread. Loads run on `workers` packing threads; `None` selects the number of cores minus one
     /// in eight (`CORES_PER_FREE`), at most `MOST_WORKERS`.
-    pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Loader {
+    pub fn spawn(transfer: Arc<Transfer>, ring: StagingRing, workers: Option<usize>) -> Result<Loader, SpawnError> {
         let (address, inbox) = mailbox(INBOX);
         let closing = Arc::new(AtomicBool::new(false));
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
         let workers = workers.unwrap_or_else(|| workers_for(cores())).max(1);
         let actor = Actor { transfer, ring, workers, closing: Arc::clone(&closing) };
-        let thread = std::thread::Builder::new()
-            .name("loader".to_owned())
-            .spawn(move || actor.run(&inbox))
-            .expect("the host can start a thread");
-        Loader { inbox: Some(address), thread: Some(thread), closing }
+        let thread = ActorThread::spawn("loader", move || actor.run(&inbox))?;
+        Ok(Loader { inbox: address, _thread: thread, closing })
     }
 
     /// Queues a load behind the loads requested earlier.
@@ -321,9 +318,8 @@ impl Loader {
         let (progress, progress_receiver) = bounded(PROGRESS);
         let (done, done_receiver) = bounded(1);
         let cancelled = Arc::new(AtomicBool::new(false));
-        let message = Message::WeightLoad { plan, workers, cancelled: Arc::clone(&cancelled), progress, done };
-        let inbox = self.inbox.as_ref().expect("taken by drop only");
-        match inbox.try_send(message) {
+        let message = Message::Load { plan, workers, cancelled: Arc::clone(&cancelled), progress, done };
+        match self.inbox.try_send(message) {
             Ok(()) => Ok(WeightLoad { progress: progress_receiver, done: done_receiver, cancelled }),
             Err(Refused::Full) => Err(LoadError::Busy { waiting: INBOX }),
             Err(Refused::Ended) => Err(LoadError::Cancelled),
@@ -333,11 +329,8 @@ impl Loader {
 
 impl Drop for Loader {
     fn drop(&mut self) {
+        // Before the inbox closes: the load in progress ends early, and then the thread.
         self.closing.store(true, Ordering::Relaxed);
-        drop(self.inbox.take());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
     }
 }
 
@@ -400,7 +393,7 @@ struct Shared<'a> {
 
 impl Actor {
     fn run(self, inbox: &Mailbox<Message>) {
-        while let Ok(Message::WeightLoad { plan, workers, cancelled, progress, done }) = inbox.recv() {
+        while let Ok(Message::Load { plan, workers, cancelled, progress, done }) = inbox.recv() {
             let load = || self.load(&plan, workers, &cancelled, &progress);
             let result = catch_unwind(AssertUnwindSafe(load)).unwrap_or(Err(LoadError::Panicked));
             if let Ok(report) = &result {
@@ -450,19 +443,19 @@ impl Actor {
         let gives_way = workers.is_some();
         let workers = workers.unwrap_or(self.workers).clamp(1, self.workers).min(chunks.len());
         let results: Vec<Result<WorkerReport, LoadError>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..workers)
-                .map(|i| {
-                    std::thread::Builder::new()
-                        .name(format!("loader.{i}"))
-                        .spawn_scoped(scope, || {
-                            if gives_way {
-                                give_way();
-                            }
-                            self.work(&shared)
-                        })
-                        .expect("the host can start a thread")
+            let spawn = |i: usize| {
+                std::thread::Builder::new().name(format!("loader.{i}")).spawn_scoped(scope, || {
+                    if gives_way {
+                        give_way();
+                    }
+                    self.work(&shared)
                 })
-                .collect();
+            };
+            // Those that the system starts do the work of all; if it starts none, this thread does.
+            let threads: Vec<_> = (0..workers).map_while(|i| spawn(i).ok()).collect();
+            if threads.is_empty() {
+                return vec![self.work(&shared)];
+            }
             let joined = threads.into_iter().map(|t| t.join());
             joined.map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
         });

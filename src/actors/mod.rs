@@ -6,6 +6,7 @@ mod gpu_clock;
 pub mod loader;
 pub mod mailbox;
 mod stamps;
+pub mod thread;
 pub mod timeline;
 pub mod transfer;
 pub mod watcher;

@@ -6,6 +6,7 @@ use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Ended, Mailbox, mailbox};
 use super::timeline::TransferRecord;
 use super::watcher::OnPanic;
+use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{Batch, Commands, Device, DeviceError, Encoder, Point, Queries, Role};
 use crate::memory::{Arena, Buffer, HostSlice, MemoryError, Place, StagingRing, StagingSlot};
 use crate::telemetry::clock::Moment;
@@ -13,7 +14,6 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Capacity of the inbox. Each copy holds a staging slot, so all copies of a ring and as many small messages fit. A
@@ -90,8 +90,8 @@ struct Counters {
 #[derive(Debug)]
 pub struct Transfer {
     // Field order matters: the inbox must close before the thread is joined.
-    inbox: Option<Address<Message>>,
-    thread: Option<JoinHandle<()>>,
+    inbox: Address<Message>,
+    _thread: ActorThread,
     counters: Arc<Counters>,
 }
 
@@ -127,7 +127,7 @@ enum Message {
 
 impl Transfer {
     /// Allocates the readback memory from the arena and starts the thread.
-    pub fn spawn(arena: &Arena) -> Result<Transfer, MemoryError> {
+    pub fn spawn(arena: &Arena) -> Result<Transfer, SpawnError> {
         let (_, mut slices) = arena.sliced("readback", READBACK_BYTES, 1, Place::Readback)?;
         let readback = slices.pop().expect("asked for one");
         let (address, inbox) = mailbox(INBOX);
@@ -146,14 +146,11 @@ impl Transfer {
             records: VecDeque::new(),
             number: 0,
         };
-        let thread = std::thread::Builder::new()
-            .name("transfer".to_owned())
-            .spawn(move || {
-                let _lost = OnPanic(Arc::clone(&actor.device));
-                actor.run(&inbox);
-            })
-            .expect("the host can start a thread");
-        Ok(Transfer { inbox: Some(address), thread: Some(thread), counters })
+        let thread = ActorThread::spawn("transfer", move || {
+            let _lost = OnPanic(Arc::clone(&actor.device));
+            actor.run(&inbox);
+        })?;
+        Ok(Transfer { inbox: address, _thread: thread, counters })
     }
 
     /// Copies parts of a slot after `waits`, and after earlier uses of the destinations by the compute queue. The slot
@@ -272,22 +269,12 @@ impl Transfer {
     }
 
     fn send(&self, message: Message) -> Result<(), TransferError> {
-        let inbox = self.inbox.as_ref().ok_or(TransferError::Ended)?;
-        inbox.send(message).map_err(|Ended| TransferError::Ended)
+        self.inbox.send(message).map_err(|Ended| TransferError::Ended)
     }
 }
 
 fn within(offset: u64, bytes: u64, all: u64) -> bool {
     offset.checked_add(bytes).is_some_and(|end| end <= all)
-}
-
-impl Drop for Transfer {
-    fn drop(&mut self) {
-        drop(self.inbox.take());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
 }
 
 enum Event {

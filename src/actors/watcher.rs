@@ -5,12 +5,12 @@ use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Taken;
 use super::timeline::{FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
+use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{Device, DeviceError, Point, Role};
 use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::Sender;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Consecutive regions of a submission that are timed and recorded as one.
@@ -170,8 +170,8 @@ impl Report {
 #[derive(Debug)]
 pub struct Watcher {
     // Field order matters: the inbox must close before the thread is joined.
-    inbox: Option<Address<Watch>>,
-    thread: Option<JoinHandle<()>>,
+    inbox: Address<Watch>,
+    _thread: ActorThread,
 }
 
 /// Capacity of the inbox. A submission holds at least one step, and an executor has at most a few dozen in flight. A
@@ -187,33 +187,21 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 impl Watcher {
     /// Starts the watcher thread.
-    pub fn spawn(device: Arc<Device>) -> Watcher {
+    pub fn spawn(device: Arc<Device>) -> Result<Watcher, SpawnError> {
         let (address, inbox) = mailbox(INBOX);
-        let thread = std::thread::Builder::new()
-            .name("watcher".to_owned())
-            .spawn(move || {
-                let _lost = OnPanic(Arc::clone(&device));
-                let clock = GpuClock::of(&device);
-                Actor { device, clock }.run(&inbox);
-            })
-            .expect("the host can start a thread");
-        Watcher { inbox: Some(address), thread: Some(thread) }
+        let thread = ActorThread::spawn("watcher", move || {
+            let _lost = OnPanic(Arc::clone(&device));
+            let clock = GpuClock::of(&device);
+            Actor { device, clock }.run(&inbox);
+        })?;
+        Ok(Watcher { inbox: address, _thread: thread })
     }
 
     /// Queues a submission to watch, behind those queued before. Blocks while the inbox is full.
     pub(super) fn watch(&self, watch: Watch) {
-        if let Some(inbox) = &self.inbox {
+        {
             // If the thread has ended, the mailbox drops the watch, and dropping its `owed` reports the error.
-            let _ = inbox.send(watch);
-        }
-    }
-}
-
-impl Drop for Watcher {
-    fn drop(&mut self) {
-        drop(self.inbox.take());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+            let _ = self.inbox.send(watch);
         }
     }
 }

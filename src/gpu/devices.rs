@@ -73,7 +73,7 @@ impl OpenDevice {
             matrices,
             building: Mutex::default(),
             compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
-            loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None),
+            loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None)?,
             ring,
             transfer,
             arena,
@@ -342,8 +342,7 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
             rebuild: Some(rebuilding(devices, model, index)),
         };
         let name = replica_name(model, index);
-        let replica = Replica::spawn(name, device_info(adapter), Box::new(executor), replica_config);
-        let mut replica = replica.map_err(StartError::Thread)?;
+        let mut replica = Replica::spawn(name, device_info(adapter), Box::new(executor), replica_config)?;
         replica.loaded = Some(loaded);
         replica.memory = memory;
         replicas.push(replica);

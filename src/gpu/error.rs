@@ -1,6 +1,7 @@
 //! Why a model could not be built on a device.
 
 use crate::actors::loader::LoadError;
+use crate::actors::thread::SpawnError;
 use crate::actors::transfer::TransferError;
 use crate::device::DeviceError;
 use crate::host::source::{BuildError, BuildErrorKind};
@@ -82,9 +83,9 @@ pub enum StartError {
     /// A copy failed.
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    /// The host has no thread left.
-    #[error("an engine thread could not be started")]
-    Thread(#[source] std::io::Error),
+    /// An actor could not be started.
+    #[error(transparent)]
+    Actor(#[from] SpawnError),
     /// Nobody wants it any more.
     #[error("the load of model \"{model}\" was cancelled")]
     Cancelled {
@@ -117,12 +118,12 @@ impl StartError {
             | StartError::Plan { .. }
             | StartError::Load { .. }
             | StartError::Demo { .. } => true,
-            StartError::Memory(_)
-            | StartError::Thread(_)
-            | StartError::Region(_)
-            | StartError::Transfer(_)
-            | StartError::Cancelled { .. } => false,
+            StartError::Memory(_) | StartError::Region(_) | StartError::Transfer(_) | StartError::Cancelled { .. } => {
+                false
+            }
             StartError::Host(error) => error.is_users(),
+            StartError::Actor(SpawnError::Device(error)) => error.is_users(),
+            StartError::Actor(_) => false,
         }
     }
 }

@@ -11,11 +11,12 @@ pub mod totals;
 
 use crate::actors::loader::LoadReport;
 use crate::actors::mailbox::{Address, mailbox};
+use crate::actors::thread::{ActorThread, SpawnError};
 use crate::config::DeviceNames;
 use crate::engine::executor::Executor;
 use crate::engine::page_pool::PageChange;
 use crate::engine::request::{Bounds, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, sample_id};
-use crate::engine::scheduler::{Scheduler, Setup, split_mix};
+use crate::engine::scheduler::{EngineLoad, Scheduler, Setup, split_mix};
 use crate::engine::sequence::RequestView;
 use crate::engine::sequence_map::SequenceMap;
 use crate::engine::variants::Variants;
@@ -31,9 +32,8 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Bound;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The identity of a device.
@@ -62,33 +62,6 @@ impl DeviceInfo {
             is_cpu: self.is_cpu,
         }
     }
-}
-
-/// The load of a replica.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct ReplicaLoad {
-    /// The number of sequences that hold a slot.
-    pub running: u32,
-    /// The number of requests in the queue.
-    pub waiting: u32,
-    /// The number of KV cache pages in use.
-    pub pages_used: u32,
-    /// The total number of KV cache pages.
-    pub pages_total: u32,
-    /// The number of free pages that a prompt can still reuse.
-    pub pages_cached: u32,
-    /// The number of prompt tokens of the requests that have started.
-    pub prompt_tokens: u64,
-    /// The number of those tokens that were found in the prefix cache.
-    pub cached_tokens: u64,
-    /// The number of preemptions: how often a sequence lost its pages.
-    pub preemptions: u64,
-    /// The number of draft tokens verified.
-    pub drafted_tokens: u64,
-    /// The number of draft tokens accepted.
-    pub accepted_tokens: u64,
-    /// The number of snapshots of recurrent state that a prompt can reuse.
-    pub snapshots: u32,
 }
 
 /// One line of a memory plan.
@@ -193,7 +166,7 @@ pub struct Replica {
     totals: Arc<StepTotals>,
     // Order matters: the inbox closes before the thread is joined.
     inbox: Address<Message>,
-    thread: JoinOnDrop,
+    thread: ActorThread,
 }
 
 /// The state that the handle reads without asking the engine thread. In particular, a request is accepted or refused at
@@ -201,20 +174,8 @@ pub struct Replica {
 #[derive(Debug, Default)]
 struct Shared {
     gate: Mutex<Gate>,
-    /// The number of slots held. Like the next nine fields, it is written by the engine thread once per turn.
-    running: AtomicU32,
-    /// The number of unfinished requests that have left the queue.
-    admitted: AtomicU32,
-    pages_used: AtomicU32,
-    pages_cached: AtomicU32,
-    prompt_tokens: AtomicU64,
-    cached_tokens: AtomicU64,
-    preemptions: AtomicU64,
-    drafted_tokens: AtomicU64,
-    accepted_tokens: AtomicU64,
-    snapshots: AtomicU32,
-    /// Written once, at spawn.
-    pages_total: AtomicU32,
+    /// The scheduler's load, written by the engine thread once per turn.
+    load: Mutex<EngineLoad>,
     /// The kernels and fallbacks of the current executor.
     variants: Mutex<Arc<Variants>>,
     /// The device was lost and is being rebuilt.
@@ -256,6 +217,11 @@ impl Shared {
         self.gate.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn load(&self) -> MutexGuard<'_, EngineLoad> {
+        // Poisoning is ignored: the value is only replaced as a whole.
+        self.load.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn variants(&self) -> MutexGuard<'_, Arc<Variants>> {
         // Poisoning is ignored: the value is only replaced as a whole.
         self.variants.lock().unwrap_or_else(PoisonError::into_inner)
@@ -269,7 +235,7 @@ impl Replica {
         device: DeviceInfo,
         executor: Box<dyn Executor>,
         config: ReplicaConfig,
-    ) -> std::io::Result<Replica> {
+    ) -> Result<Replica, SpawnError> {
         let name = name.into();
         let capacity = executor.capacity().clone();
         let context = config.context.min(capacity.usable_context());
@@ -280,7 +246,7 @@ impl Replica {
         // practice no sender waits for room.
         let (inbox, messages) = mailbox(2 * live_max + 16);
         let shared = Arc::new(Shared::default());
-        shared.pages_total.store(capacity.pages, Relaxed);
+        shared.load().pages_total = capacity.pages;
         let mut seed = RandomState::new().hash_one(&name);
         let setup = Setup {
             capacity,
@@ -315,7 +281,7 @@ impl Replica {
             stopping: None,
         };
         let of_thread = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name(format!("engine {name}")).spawn(move || {
+        let thread = ActorThread::spawn(format!("engine {name}"), move || {
             actor.run_guarded(&messages);
             drop(messages);
             // Requests that passed the gate before it closed, but arrived after the thread's last turn.
@@ -332,7 +298,7 @@ impl Replica {
             shared,
             totals,
             inbox,
-            thread: JoinOnDrop(Mutex::new(Some(thread))),
+            thread,
         })
     }
 
@@ -406,21 +372,11 @@ impl Replica {
     }
 
     /// Returns the current load.
-    pub fn load(&self) -> ReplicaLoad {
+    pub fn load(&self) -> EngineLoad {
         let live = self.shared.gate().live.len() as u32;
-        ReplicaLoad {
-            running: self.shared.running.load(Relaxed),
-            waiting: live.saturating_sub(self.shared.admitted.load(Relaxed)),
-            pages_used: self.shared.pages_used.load(Relaxed),
-            pages_total: self.shared.pages_total.load(Relaxed),
-            pages_cached: self.shared.pages_cached.load(Relaxed),
-            snapshots: self.shared.snapshots.load(Relaxed),
-            prompt_tokens: self.shared.prompt_tokens.load(Relaxed),
-            cached_tokens: self.shared.cached_tokens.load(Relaxed),
-            preemptions: self.shared.preemptions.load(Relaxed),
-            drafted_tokens: self.shared.drafted_tokens.load(Relaxed),
-            accepted_tokens: self.shared.accepted_tokens.load(Relaxed),
-        }
+        let load = *self.shared.load();
+        // Requests in the inbox wait as well.
+        EngineLoad { waiting: live.saturating_sub(load.admitted), ..load }
     }
 
     /// Returns the number of requests that can run at once.
@@ -574,25 +530,5 @@ impl Replica {
 impl fmt::Debug for Replica {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Replica").field("name", &self.name).field("device", &self.device).finish_non_exhaustive()
-    }
-}
-
-#[derive(Debug)]
-struct JoinOnDrop(Mutex<Option<JoinHandle<()>>>);
-
-impl JoinOnDrop {
-    fn join(&self) {
-        // The lock is held during the join, so that a second caller also returns after the thread has ended.
-        let mut thread = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = thread.take() {
-            // A panic was logged where it happened.
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for JoinOnDrop {
-    fn drop(&mut self) {
-        self.join();
     }
 }

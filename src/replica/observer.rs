@@ -4,7 +4,7 @@
 use crate::actors::timeline::SubmissionRecord;
 use crate::engine::plan::{PlanReport, Ticket};
 use crate::engine::request::PerToken;
-use crate::engine::scheduler::{Completed, Counts};
+use crate::engine::scheduler::{Completed, EngineLoad};
 use crate::engine::sequence::SequenceId;
 use crate::replica::totals::StepTotals;
 use crate::telemetry::clock::Moment;
@@ -100,7 +100,7 @@ impl Observer {
         &mut self,
         report: Reported,
         completed: Completed,
-        counts: Counts,
+        counts: EngineLoad,
         request: impl Fn(SequenceId) -> Option<Arc<str>>,
     ) -> Option<(u64, Vec<SequenceId>)> {
         let index = self.open.iter().position(|open| open.ticket == report.ticket)?;

@@ -249,7 +249,7 @@ impl Actor {
             if let Some(completed) = self.scheduler.progress(progress, now) {
                 let clients = &self.clients;
                 let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
-                let done = self.observer.reported(reported, completed, self.scheduler.counts(), name);
+                let done = self.observer.reported(reported, completed, self.scheduler.load(), name);
                 if faults > 0 {
                     for id in done.iter().flat_map(|(_, sequences)| sequences) {
                         self.clients.get_mut(*id).into_iter().for_each(|client| client.note_faults(faults));
@@ -415,17 +415,7 @@ impl Actor {
     }
 
     fn publish(&self) {
-        let counts = self.scheduler.counts();
-        self.shared.running.store(counts.running, Relaxed);
-        self.shared.admitted.store(counts.admitted, Relaxed);
-        self.shared.pages_used.store(counts.pages_used, Relaxed);
-        self.shared.pages_cached.store(counts.pages_cached, Relaxed);
-        self.shared.snapshots.store(counts.snapshots, Relaxed);
-        self.shared.prompt_tokens.store(counts.prompt_tokens, Relaxed);
-        self.shared.cached_tokens.store(counts.cached_tokens, Relaxed);
-        self.shared.preemptions.store(counts.preemptions, Relaxed);
-        self.shared.drafted_tokens.store(counts.drafted_tokens, Relaxed);
-        self.shared.accepted_tokens.store(counts.accepted_tokens, Relaxed);
+        *self.shared.load() = self.scheduler.load();
         let faults = self.earlier_faults + self.executor.faults();
         if self.shared.faults.swap(faults, Relaxed) < faults {
             self.shared.last_fault.store(Moment::now().0, Relaxed);

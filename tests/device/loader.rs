@@ -29,7 +29,7 @@ impl Host {
         let arena = Arena::new(&device).unwrap();
         let ring = StagingRing::new(&arena, 3, 8 << 10).unwrap();
         let transfer = Arc::new(Transfer::spawn(&arena).unwrap());
-        let loader = Loader::spawn(Arc::clone(&transfer), ring.clone(), Some(4));
+        let loader = Loader::spawn(Arc::clone(&transfer), ring.clone(), Some(4)).unwrap();
         Host { loader, transfer, ring, arena, device }
     }
 

@@ -2,8 +2,9 @@
 
 use crossbeam_channel::Receiver;
 use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, Scored, SinkClosed, Started, Token};
+use ostinato::engine::scheduler::EngineLoad;
 use ostinato::host::progress::{Progress, Unit};
-use ostinato::replica::{Replica, ReplicaLoad};
+use ostinato::replica::Replica;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -109,7 +110,7 @@ pub fn generate(replica: &Replica, request: Request) -> Generated {
 pub fn idle(replica: &Replica) {
     let start = Instant::now();
     // Pages are freed only after the step in flight has ended.
-    let busy = |load: ReplicaLoad| (load.running, load.waiting, load.pages_used) != (0, 0, 0);
+    let busy = |load: EngineLoad| (load.running, load.waiting, load.pages_used) != (0, 0, 0);
     while busy(replica.load()) || replica.unfinished() > 0 {
         assert!(start.elapsed() < Duration::from_secs(5), "{:?}, {} unfinished", replica.load(), replica.unfinished());
         std::thread::sleep(Duration::from_millis(5));

@@ -112,9 +112,9 @@ pub struct Completed {
     pub cost: PerToken,
 }
 
-/// Counts of sequences, requests, pages and tokens.
+/// How busy an engine is, and what it has done: counts of sequences, requests, pages and tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct EngineLoad {
     /// The number of sequences that hold a slot, including those that have ended and wait for their last plan.
     pub running: u32,
     /// The number of sequences in the queue, including those that wait for a mask.
@@ -123,6 +123,8 @@ pub struct Counts {
     pub admitted: u32,
     /// The number of pages held.
     pub pages_used: u32,
+    /// The number of pages.
+    pub pages_total: u32,
     /// The number of free pages that a prompt can still reuse.
     pub pages_cached: u32,
     /// The number of prompt tokens of the requests that have started, since the start.
@@ -406,13 +408,14 @@ impl Scheduler {
         ids.into_iter().filter_map(|id| Some(self.sequences.get(id)?.view(now))).collect()
     }
 
-    /// Returns the current counts.
-    pub fn counts(&self) -> Counts {
-        Counts {
+    /// Returns the current load.
+    pub fn load(&self) -> EngineLoad {
+        EngineLoad {
             running: self.slots.iter().flatten().count() as u32,
             waiting: (self.waiting.len() + self.unmasked.len()) as u32,
             admitted: (self.by_request.len() - self.waiting.len() - self.unmasked.len()) as u32,
             pages_used: self.pool.used(),
+            pages_total: self.setup.capacity.pages,
             pages_cached: self.pool.cached(),
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,

@@ -6,7 +6,7 @@ use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, Drafts, Page, PlanReport, Sampled, Slot, StepPlan, Ticket, Work};
 use crate::engine::request::{Event, FinishReason, Limits, PerToken, Request, Sampling};
 use crate::engine::scheduler::decoding::PLAN_STEPS_MIN;
-use crate::engine::scheduler::{Counts, Scheduler, SchedulerOutput, Setup};
+use crate::engine::scheduler::{EngineLoad, Scheduler, SchedulerOutput, Setup};
 use crate::engine::sequence::SequenceId;
 use crate::kernels::attention::PAGE_TOKENS;
 use std::time::Duration;
@@ -52,6 +52,12 @@ fn request(id: &str, prompt: usize, max_tokens: u32) -> Request {
         deadline: None,
         span: tracing::Span::none(),
     }
+}
+
+/// The load of a scheduler that has nothing to do.
+fn idle(bench: &Bench) -> EngineLoad {
+    let pages_total = bench.scheduler.setup.capacity.pages;
+    EngineLoad { prompt_tokens: bench.scheduler.prompt_tokens, pages_total, ..EngineLoad::default() }
 }
 
 /// A scheduler, its plans in flight, and a device that draws the same token for every row.
@@ -208,7 +214,7 @@ fn no_step_is_queued_beyond_the_last_token_and_no_page_taken_for_it() {
     // The device did not mark the slot done (this one never does), so the scheduler tells it to leave the slot.
     assert_eq!(bench.plan().unwrap().changes, [Change::Leave { slot: Slot(0) }]);
     assert!(bench.scheduler.is_idle());
-    assert_eq!(bench.scheduler.counts(), Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() });
+    assert_eq!(bench.scheduler.load(), idle(&bench));
 }
 
 #[test]
@@ -224,11 +230,11 @@ fn an_aborted_slot_is_held_until_its_plans_are_finished_and_its_surplus_is_dropp
     assert_eq!(bench.finished(), [FinishReason::Aborted]);
     assert_eq!(bench.plan(), None);
     bench.complete();
-    assert_eq!(bench.scheduler.counts().running, 1);
+    assert_eq!(bench.scheduler.load().running, 1);
     let plan = bench.plan().unwrap();
     assert_eq!(plan, StepPlan { changes: vec![Change::Leave { slot: Slot(0) }], work: None });
     bench.complete();
-    assert_eq!(bench.scheduler.counts().running, 0);
+    assert_eq!(bench.scheduler.load().running, 0);
     assert!(bench.scheduler.take_outputs().is_empty(), "tokens after the end");
     assert_eq!(chunks(bench.work()), [(0, 0, 1, true)]);
 }
@@ -446,8 +452,8 @@ fn prompts_with_one_beginning_share_its_full_pages_even_within_a_plan() {
     assert_eq!(tables[0][0], tables[1][0]);
     assert_ne!(tables[0][1], tables[1][1], "a page that grows is nobody else's");
     assert_eq!(chunks(plan.work), [(0, 0, 30, true), (1, 16, 2, false)], "32 tokens");
-    assert_eq!(bench.scheduler.counts().pages_used, 3);
-    assert_eq!(bench.scheduler.counts().cached_tokens, 16);
+    assert_eq!(bench.scheduler.load().pages_used, 3);
+    assert_eq!(bench.scheduler.load().cached_tokens, 16);
 }
 
 #[test]
@@ -477,7 +483,7 @@ fn what_was_generated_is_found_by_the_next_turn_after_the_first_has_ended() {
             bench.complete();
         }
     }
-    let counts = bench.scheduler.counts();
+    let counts = bench.scheduler.load();
     assert_eq!((counts.pages_used, counts.pages_cached), (0, 2), "the last token was never written");
     // Every token drawn was 7.
     let mut next = counting("b", 15);
@@ -591,6 +597,6 @@ fn a_failed_device_ends_everything() {
     bench.scheduler.fail("gone", bench.now);
     assert_eq!(bench.finished(), vec![FinishReason::Error("gone".into()); 3]);
     assert!(bench.scheduler.is_idle());
-    assert_eq!(bench.scheduler.counts(), Counts { prompt_tokens: bench.scheduler.prompt_tokens, ..Counts::default() });
+    assert_eq!(bench.scheduler.load(), idle(&bench));
     bench.scheduler.assert_consistent();
 }

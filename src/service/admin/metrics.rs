@@ -4,12 +4,13 @@
 
 use crate::actors::transfer::TransferCounters;
 use crate::engine::request::PerToken;
+use crate::engine::scheduler::EngineLoad;
 use crate::engine::variants::Fallback;
 use crate::host::{DeviceMemory, ServedDevice};
 use crate::host::{Host, ServedModel};
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::replica::Replica;
 use crate::replica::totals::PhaseTotals;
-use crate::replica::{Replica, ReplicaLoad};
 use crate::service::refusal::code_name;
 use crate::telemetry::names::*;
 use crate::telemetry::requests::{Labels, counter_family};
@@ -138,8 +139,8 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
         scrape.gauge(name, help, look.all().map(|(labels, replica)| (labels, read(replica))));
     }
     // One look at each replica, so that its numbers agree.
-    let loads: Vec<(Labels, ReplicaLoad)> = look.all().map(|(labels, replica)| (labels, replica.load())).collect();
-    type Of = fn(&ReplicaLoad) -> f64;
+    let loads: Vec<(Labels, EngineLoad)> = look.all().map(|(labels, replica)| (labels, replica.load())).collect();
+    type Of = fn(&EngineLoad) -> f64;
     let gauges: [(&str, &str, Of); 6] = [
         (METRIC_RUNNING, "Sequences that hold a slot", |l| f64::from(l.running)),
         (METRIC_WAITING, "Requests in the queue", |l| f64::from(l.waiting)),
@@ -287,8 +288,8 @@ fn devices(scrape: &mut Scrape, look: &Look<'_>) {
 
 /// The names by which endpoint pickers know how busy a server is.
 fn endpoint_pickers(scrape: &mut Scrape, look: &Look<'_>) {
-    let sums: Vec<(Labels, ReplicaLoad)> = look.models.iter().map(|model| (model_name(model), sum(model))).collect();
-    type Of = fn(&ReplicaLoad) -> f64;
+    let sums: Vec<(Labels, EngineLoad)> = look.models.iter().map(|model| (model_name(model), sum(model))).collect();
+    type Of = fn(&EngineLoad) -> f64;
     let gauges: [(&str, &str, Of); 3] = [
         (METRIC_VLLM_WAITING, "Requests in the queues of the model's replicas", |l| f64::from(l.waiting)),
         (METRIC_VLLM_RUNNING, "Sequences of the model that hold a slot", |l| f64::from(l.running)),
@@ -311,8 +312,8 @@ fn model_name(model: &ServedModel) -> Labels {
 }
 
 /// How busy a model's replicas are together.
-fn sum(model: &ServedModel) -> ReplicaLoad {
-    model.replicas.iter().map(|replica| replica.load()).fold(ReplicaLoad::default(), |sum, load| ReplicaLoad {
+fn sum(model: &ServedModel) -> EngineLoad {
+    model.replicas.iter().map(|replica| replica.load()).fold(EngineLoad::default(), |sum, load| EngineLoad {
         running: sum.running + load.running,
         waiting: sum.waiting + load.waiting,
         pages_used: sum.pages_used + load.pages_used,

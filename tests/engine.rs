@@ -19,7 +19,7 @@ use ostinato::engine::scheduler::{ConstraintCommand, Scheduler, SchedulerOutput,
 use ostinato::engine::sequence::SequenceId;
 use ostinato::host::route::RouteError;
 use ostinato::host::{Host, ModelInfo, ServedModel};
-use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, Started};
+use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, StartedGrammar};
 use ostinato::model::text::Text;
 use ostinato::replica::observer::STEP_RING;
 use ostinato::replica::rebuild::Rebuild;
@@ -69,7 +69,7 @@ impl Drop for Seed {
 
 /// Returns compiled constraints for a vocabulary of the printable ASCII characters, one token of two characters, and
 /// the end-of-sequence token.
-fn constraints() -> Vec<Started> {
+fn constraints() -> Vec<StartedGrammar> {
     let character = |byte: u8| if byte == b' ' { 'Ġ' } else { char::from(byte) };
     let vocabulary: serde_json::Map<String, serde_json::Value> = (b' '..=b'~')
         .map(|byte| character(byte).to_string())
@@ -98,7 +98,7 @@ fn constraints() -> Vec<Started> {
     ]
     .iter()
     // The compilation time depends on the machine, so no simulation may depend on it.
-    .map(|constraint| Started { slow: false, ..grammars.start(constraint, false).unwrap() })
+    .map(|constraint| StartedGrammar { slow: false, ..grammars.start(constraint, false).unwrap() })
     .collect()
 }
 

@@ -27,14 +27,14 @@ pub struct Mailbox<T> {
 
 /// Error: the actor has ended. The message was dropped, unless the actor received it just before it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ended;
+pub struct ActorEnded;
 
 /// Why [`Address::try_send`] did not send a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
     /// The channel is full.
     Full,
-    /// The actor has ended; see [`Ended`].
+    /// The actor has ended; see [`ActorEnded`].
     Ended,
 }
 
@@ -48,16 +48,16 @@ pub fn mailbox<T>(capacity: usize) -> (Address<T>, Mailbox<T>) {
 
 impl<T> Address<T> {
     /// Sends a message; blocks while the channel is full.
-    pub fn send(&self, message: T) -> Result<(), Ended> {
+    pub fn send(&self, message: T) -> Result<(), ActorEnded> {
         // Never fails, because this address holds a receiver itself.
-        self.sender.send(message).map_err(|_| Ended)?;
+        self.sender.send(message).map_err(|_| ActorEnded)?;
         self.arrived()
     }
 
     /// Sends a message or returns at once.
     pub fn try_send(&self, message: T) -> Result<(), Refused> {
         match self.sender.try_send(message) {
-            Ok(()) => self.arrived().map_err(|Ended| Refused::Ended),
+            Ok(()) => self.arrived().map_err(|ActorEnded| Refused::Ended),
             Err(TrySendError::Full(_)) if self.ended.load(Ordering::SeqCst) => Err(Refused::Ended),
             Err(TrySendError::Full(_)) => Err(Refused::Full),
             Err(TrySendError::Disconnected(_)) => Err(Refused::Ended),
@@ -66,10 +66,10 @@ impl<T> Address<T> {
 
     /// Called after a message was put into the channel. The mailbox sets `ended` before it empties the channel. So
     /// either it drops this message, or the check here sees `ended` and drops it.
-    fn arrived(&self) -> Result<(), Ended> {
+    fn arrived(&self) -> Result<(), ActorEnded> {
         if self.ended.load(Ordering::SeqCst) {
             empty(&self.messages);
-            return Err(Ended);
+            return Err(ActorEnded);
         }
         Ok(())
     }
@@ -131,7 +131,7 @@ mod tests {
         drop(mailbox);
         for _ in 0..3 {
             let (reply, answer) = bounded::<()>(1);
-            assert_eq!(address.send(reply.clone()), Err(Ended));
+            assert_eq!(address.send(reply.clone()), Err(ActorEnded));
             assert_eq!(address.try_send(reply), Err(Refused::Ended));
             assert_eq!(answer.try_recv(), Err(crossbeam_channel::TryRecvError::Disconnected));
         }
@@ -164,7 +164,7 @@ mod tests {
                         loop {
                             let (reply, answer) = bounded(1);
                             let sent = address.send(reply);
-                            // A message can be answered just before the end although its sender gets `Ended`.
+                            // A message can be answered just before the end although its sender gets `ActorEnded`.
                             let answered = match answer.recv_timeout(SOON) {
                                 Ok(_) => true,
                                 Err(crossbeam_channel::RecvTimeoutError::Disconnected) => false,

@@ -1,7 +1,7 @@
 //! Records of submissions to the compute queue and the transfer queue, as plain data with times on the host's clock.
 //! Not here: which requests they were for (`engine`), reading clocks.
 
-use crate::device::Point;
+pub use crate::device::{Point, Role};
 use crate::telemetry::clock::Moment;
 use std::sync::Arc;
 use std::time::Duration;

@@ -3,7 +3,7 @@
 //! on the device while it could submit something.
 
 use super::gpu_clock::GpuClock;
-use super::mailbox::{Address, Ended, Mailbox, mailbox};
+use super::mailbox::{ActorEnded, Address, Mailbox, mailbox};
 use super::timeline::TransferRecord;
 use super::watcher::OnPanic;
 use crate::actors::thread::{ActorThread, SpawnError};
@@ -269,7 +269,7 @@ impl Transfer {
     }
 
     fn send(&self, message: Message) -> Result<(), TransferError> {
-        self.inbox.send(message).map_err(|Ended| TransferError::Ended)
+        self.inbox.send(message).map_err(|ActorEnded| TransferError::Ended)
     }
 }
 

@@ -14,9 +14,9 @@ use crate::measure::read_bandwidth::read_bandwidth;
 use crate::measure::stages;
 use crate::measure::stages::stages;
 use crate::model::checkpoint::Checkpoint;
-use crate::model::decoder::Shape;
+use crate::model::decoder::StepShape;
 use crate::model::demo;
-use crate::model::grammar::{Constraint, Next, Started, bit};
+use crate::model::grammar::{Constraint, Next, StartedGrammar, bit};
 use crate::replica::Replica;
 use anyhow::{anyhow, bail};
 use crossbeam_channel::{Receiver, bounded};
@@ -229,8 +229,8 @@ fn print_stages(
     let mut unknown = None;
     let load = stages::StageLoad {
         shape: match args.chunk {
-            Some(rows) => Shape::Prefill { rows },
-            None => Shape::Decode { rows: args.rows },
+            Some(rows) => StepShape::Prefill { rows },
+            None => StepShape::Decode { rows: args.rows },
         },
         position: args.depth,
         last_position: args.last_depth,
@@ -321,7 +321,7 @@ enum Test {
 }
 
 /// Compiles the output constraint, and prints how long compiling it and computing its token masks take.
-fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<Started>> {
+fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<StartedGrammar>> {
     let Some(path) = &args.json_schema else { return Ok(None) };
     let schema = file::read_argument_text(path, file::SMALL).map_err(|error| anyhow!("{}: {error}", path.display()))?;
     let (model, _) = host.route("", "")?;
@@ -344,7 +344,7 @@ fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<Started>> {
 }
 
 /// Measures how long the mask of allowed tokens takes to compute after each token of a random text, on one thread.
-fn mask_times(mut started: Started, vocabulary: u32) -> anyhow::Result<Vec<Duration>> {
+fn mask_times(mut started: StartedGrammar, vocabulary: u32) -> anyhow::Result<Vec<Duration>> {
     let mut times = Vec::new();
     for token in tokens(256, vocabulary, 1) {
         let allowed = |id: &u32| bit(&started.mask, *id);
@@ -361,7 +361,13 @@ fn mask_times(mut started: Started, vocabulary: u32) -> anyhow::Result<Vec<Durat
 }
 
 /// Runs a test several times after a warm-up and returns the run with the median speed.
-fn median(args: &Bench, host: &Host, grammar: Option<&Started>, test: Test, streams: u32) -> anyhow::Result<Row> {
+fn median(
+    args: &Bench,
+    host: &Host,
+    grammar: Option<&StartedGrammar>,
+    test: Test,
+    streams: u32,
+) -> anyhow::Result<Row> {
     let (model, replica) = host.route("", "")?;
     // Run 0 is the warm-up.
     let mut runs = Vec::new();
@@ -379,7 +385,7 @@ fn once(
     args: &Bench,
     replica: &Replica,
     vocabulary: u32,
-    grammar: Option<&Started>,
+    grammar: Option<&StartedGrammar>,
     test: Test,
     streams: u32,
     seed: u32,

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 /// The admin endpoint.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Admin {
+pub struct AdminConfig {
     /// The address and port to listen on; port 0 takes a free port and prints it. `None` (`"off"`) disables the
     /// endpoint.
     #[serde(deserialize_with = "address_or_off")]
@@ -17,9 +17,9 @@ pub struct Admin {
     pub insecure: bool,
 }
 
-impl Default for Admin {
-    fn default() -> Admin {
-        Admin { listen: Some(SocketAddr::from(([127, 0, 0, 1], 9464))), insecure: false }
+impl Default for AdminConfig {
+    fn default() -> AdminConfig {
+        AdminConfig { listen: Some(SocketAddr::from(([127, 0, 0, 1], 9464))), insecure: false }
     }
 }
 
@@ -34,7 +34,7 @@ fn address_or_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<S
     text.parse().map(Some).map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &LISTEN))
 }
 
-impl Admin {
+impl AdminConfig {
     /// Returns the problems of these values; `server` is the address of the gRPC endpoint.
     pub(super) fn problems(&self, server: SocketAddr) -> Vec<Problem> {
         let Some(listen) = self.listen else {

@@ -13,14 +13,14 @@ mod tokens;
 
 use serde::Deserialize;
 
-pub use admin::Admin;
+pub use admin::AdminConfig;
 pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
-pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Replica, embedded};
+pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Placement, embedded};
 pub use selector::{DeviceNames, Selector, SelectorError};
-pub use server::{Server, Tls};
+pub use server::{Server, TlsConfig};
 pub use telemetry::{GpuTime, Telemetry};
-pub use tokens::{Right, Token, tokens};
+pub use tokens::{AccessToken, Right, tokens};
 
 /// The whole configuration.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
@@ -29,7 +29,7 @@ pub struct Config {
     /// `[server]`: the gRPC endpoint.
     pub server: Server,
     /// `[admin]`: the HTTP endpoint of the admin page, the metrics and the health check.
-    pub admin: Admin,
+    pub admin: AdminConfig,
     /// `[telemetry]`: logs and traces.
     pub telemetry: Telemetry,
     /// `[runtime]`: settings that apply to all devices.

@@ -36,7 +36,7 @@ pub struct Model {
     pub path: PathBuf,
     /// The replicas, one for each device on which the model runs; at least one.
     #[serde(default)]
-    pub replicas: Vec<Replica>,
+    pub replicas: Vec<Placement>,
     /// When the model is loaded.
     #[serde(default)]
     pub load: LoadWhen,
@@ -92,7 +92,7 @@ pub enum KvFormat {
 /// A replica of a model: the device on which it runs.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Replica {
+pub struct Placement {
     /// The device's UUID, PCI address, index, name or a part of the name, or `cpu` for the CPU driver. By default the
     /// machine's only GPU; it is an error if there are several.
     pub device: Option<Selector>,
@@ -114,7 +114,7 @@ impl Model {
         Model {
             name: name.to_owned(),
             path: path.into(),
-            replicas: vec![Replica { device, memory_limit: None }],
+            replicas: vec![Placement { device, memory_limit: None }],
             load: LoadWhen::Start,
             context: None,
             slots: None,

@@ -14,7 +14,7 @@ pub struct Server {
     /// Allows a `listen` address that other machines can reach without `tls`.
     pub insecure: bool,
     /// The TLS certificates; by default connections are not encrypted.
-    pub tls: Option<Tls>,
+    pub tls: Option<TlsConfig>,
     /// The file of access tokens, relative to the configuration file. If set, a client needs a token; by default anyone
     /// who can connect may send requests.
     pub tokens: Option<PathBuf>,
@@ -51,7 +51,7 @@ pub struct Server {
 /// The certificate files, relative to the configuration file; they are read again when they change.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Tls {
+pub struct TlsConfig {
     /// The server's certificate and its intermediate certificates, PEM.
     pub certificate: PathBuf,
     /// The certificate's private key, PEM.

@@ -16,7 +16,7 @@ const MAX_NAME: usize = 128;
 /// One `[[tokens]]` entry.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Token {
+pub struct AccessToken {
     /// The name of the client that uses the token: limits count per name, and messages contain it.
     pub name: String,
     /// The SHA-256 digest of the token's bytes.
@@ -45,7 +45,7 @@ pub enum Right {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct File {
-    tokens: Vec<Token>,
+    tokens: Vec<AccessToken>,
 }
 
 fn digest<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<[u8; 32]>, D::Error> {
@@ -75,7 +75,7 @@ fn parse(text: &str) -> Option<[u8; 32]> {
 }
 
 /// Reads the file and reports all its problems at once.
-pub fn tokens(path: &Path) -> Result<Vec<Token>, ConfigError> {
+pub fn tokens(path: &Path) -> Result<Vec<AccessToken>, ConfigError> {
     let read = |source| ConfigError::Read { path: path.to_owned(), source };
     let text = file::read_text(path, file::SMALL).map_err(read)?;
     let toml = Toml::string(&text);
@@ -101,7 +101,7 @@ impl File {
         let mut problems = Vec::new();
         for (index, token) in self.tokens.iter().enumerate() {
             let key = |key: &str| format!("tokens[{index}].{key}");
-            let earlier = |same: &dyn Fn(&Token) -> bool| self.tokens[..index].iter().position(same);
+            let earlier = |same: &dyn Fn(&AccessToken) -> bool| self.tokens[..index].iter().position(same);
             let words = !token.name.is_empty() && token.name.len() <= MAX_NAME;
             if token.name.is_empty() {
                 problems.push(Problem::missing(key("name")));

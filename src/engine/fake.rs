@@ -5,7 +5,7 @@
 //! Not here: models and GPUs.
 
 use crate::actors::timeline::{ClockQuality, FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
-use crate::device::{Point, Role};
+use crate::actors::timeline::{Point, Role};
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{

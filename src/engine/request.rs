@@ -1,7 +1,7 @@
 //! The interface between the engine and its callers: a request in, events out.
 //! Not here: text. Requests have token ids only (`model::text` converts them).
 
-use crate::model::grammar::{GrammarError, Started as StartedGrammar};
+use crate::model::grammar::{GrammarError, StartedGrammar};
 use std::time::{Duration, Instant};
 
 /// A request for one generation, which a replica runs.

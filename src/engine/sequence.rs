@@ -8,7 +8,7 @@ use crate::engine::plan::{Chunk, Page, STATE_TOKENS, Slot, SlotParams, StateSlot
 use crate::engine::prefix::PageKey;
 use crate::engine::request::{PerToken, Request, Scored, Timings};
 use crate::kernels::attention::PAGE_TOKENS;
-use crate::model::grammar::{Grammar, Started};
+use crate::model::grammar::{Grammar, StartedGrammar};
 use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::sync::Arc;
@@ -227,7 +227,7 @@ impl Sequence {
             dump_logits: request.dump_logits,
             mask: None,
         };
-        let constrained = |started: Started| Constrained {
+        let constrained = |started: StartedGrammar| Constrained {
             cancel: started.grammar.cancel(),
             grammar: Some(started.grammar),
             mask: started.mask,

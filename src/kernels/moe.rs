@@ -10,7 +10,7 @@
 
 use super::deterministic::{key_of, value_of};
 use super::gemm::panel;
-use super::gemm::skinny::{Config, Matrices};
+use super::gemm::skinny::{Matrices, SkinnyConfig};
 use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
 use super::gemm::{Activations, Epilogue, Matrix, swiglu};
 use super::host_memory::HostMemory;
@@ -33,7 +33,7 @@ pub const MOST_FEW_ROWS: u32 = 16;
 
 /// The sizes of an MoE layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Shape {
+pub struct ExpertsShape {
     /// The number of experts.
     pub count: u32,
     /// The number of experts per row (top-k), at most [`MOST_CHOSEN`].
@@ -48,7 +48,7 @@ pub struct Shape {
     pub normalise: bool,
 }
 
-impl Shape {
+impl ExpertsShape {
     /// The number of rows of the router: the experts, and the gate of the shared expert.
     pub fn logits(&self) -> u32 {
         self.count + self.shared()
@@ -58,7 +58,7 @@ impl Shape {
         u32::from(self.shared_inner.is_some())
     }
 
-    /// The number of floats per choice in rows of [`Shape::middle_stride`].
+    /// The number of floats per choice in rows of [`ExpertsShape::middle_stride`].
     fn part(&self) -> u32 {
         self.inner.next_multiple_of(FRAGMENT_COLS)
     }
@@ -69,7 +69,7 @@ impl Shape {
         self.chosen * self.part() + self.shared_inner.unwrap_or(0).next_multiple_of(FRAGMENT_COLS)
     }
 
-    /// Whether [`Shape::middle_stride`] contains no padding; tagged words must not have padding.
+    /// Whether [`ExpertsShape::middle_stride`] contains no padding; tagged words must not have padding.
     pub fn middle_is_whole(&self) -> bool {
         self.inner.is_multiple_of(FRAGMENT_COLS) && self.shared_inner.unwrap_or(0).is_multiple_of(FRAGMENT_COLS)
     }
@@ -120,13 +120,13 @@ pub struct Sorted {
 
 impl Sorted {
     /// Returns the sizes of `tiles` and of `slots` for `rows` rows, in bytes.
-    pub fn bytes(shape: &Shape, rows: u32, tile: u32) -> [u64; 2] {
+    pub fn bytes(shape: &ExpertsShape, rows: u32, tile: u32) -> [u64; 2] {
         let most = u64::from(shape.most_tiles(rows, tile));
         [most * 4, most * u64::from(tile) * 4]
     }
 
     /// Creates the description for `rows` rows, with ranges of [`Sorted::bytes`].
-    pub fn new(shape: &Shape, rows: u32, tile: u32, tiles: Range, slots: Range) -> Sorted {
+    pub fn new(shape: &ExpertsShape, rows: u32, tile: u32, tiles: Range, slots: Range) -> Sorted {
         Sorted { tiles, slots, tile, most: shape.most_tiles(rows, tile), chosen: shape.chosen }
     }
 
@@ -145,7 +145,7 @@ impl Sorted {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grouped {
     /// `panel`, for a few rows per expert.
-    Panel(Matrices, panel::Config),
+    Panel(Matrices, panel::PanelConfig),
     /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),
 }
@@ -153,9 +153,9 @@ pub enum Grouped {
 impl Grouped {
     /// Returns the fastest kernel for up to `rows` rows, preceded by the number of rows of its tiles, for which
     /// [`Sorted`] must be made.
-    pub fn choose(shape: &Shape, rows: u32, matrices: Matrices) -> (u32, Grouped) {
+    pub fn choose(shape: &ExpertsShape, rows: u32, matrices: Matrices) -> (u32, Grouped) {
         let panel = |threads, tiles, ahead, blocks| {
-            (16 * blocks, Grouped::Panel(matrices, panel::Config { threads, tiles, ahead, blocks }))
+            (16 * blocks, Grouped::Panel(matrices, panel::PanelConfig { threads, tiles, ahead, blocks }))
         };
         // Measured for experts with a hidden size of 2048 and an intermediate size of 768 or 512 on an H200, by rows
         // per expert.
@@ -191,7 +191,7 @@ pub struct Mlp {
     /// The prefix of the calls' labels, for example `layers.3.`.
     pub label: String,
     /// The sizes.
-    pub shape: Shape,
+    pub shape: ExpertsShape,
     /// `[count · 2 · inner][hidden]`; the rows of gate and up alternate.
     pub gate_up: Matrix,
     /// `[count · hidden][inner]`.
@@ -202,7 +202,7 @@ pub struct Mlp {
     pub x: Activations,
     /// The norm before the MLP: its weight and epsilon.
     pub norm: (Range, f32),
-    /// The router's product with the normalized rows: [`Shape::logits`] floats per row.
+    /// The router's product with the normalized rows: [`ExpertsShape::logits`] floats per row.
     pub logits: Activations,
 }
 
@@ -236,7 +236,7 @@ impl Mlp {
     }
 
     /// Returns the call of the first stage for a few rows, on weights in fragment order: it writes to `middle`
-    /// ([`Shape::middle_stride`] floats per row) the chosen experts' values between the two products, times their
+    /// ([`ExpertsShape::middle_stride`] floats per row) the chosen experts' values between the two products, times their
     /// shares. `flow` describes x and `middle`, `logits` the logits; both are tagged or neither is. The logits must be
     /// computed from this x: when they are complete, so is x.
     #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
@@ -245,7 +245,7 @@ impl Mlp {
         middle: Activations,
         rows: u32,
         matrices: Matrices,
-        config: Config,
+        config: SkinnyConfig,
         flow: Flow,
         logits: Flow,
         fault: Range,
@@ -261,7 +261,7 @@ impl Mlp {
         middle: Activations,
         rows: u32,
         matrices: Matrices,
-        config: Config,
+        config: SkinnyConfig,
         flow: Flow,
         logits: Flow,
         fault: Range,
@@ -277,7 +277,7 @@ impl Mlp {
         y: Activations,
         rows: u32,
         matrices: Matrices,
-        config: Config,
+        config: SkinnyConfig,
         flow: Flow,
         logits: Flow,
         fault: Range,
@@ -348,8 +348,8 @@ impl Mlp {
 
     /// Returns the workgroup shapes of [`Mlp::few_gate_up`] and [`Mlp::few_down`] for `rows` rows, within `limit` bytes
     /// of shared memory.
-    pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [Config; 2] {
-        let config = |threads: u32, tiles, ahead| Config { threads, tiles, ahead };
+    pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [SkinnyConfig; 2] {
+        let config = |threads: u32, tiles, ahead| SkinnyConfig { threads, tiles, ahead };
         let wanted = match (matrices, rows) {
             (Matrices::Emulated, _) => [config(128, 1, 2); 2],
             (Matrices::Cooperative, 1) => [config(256, 4, 2), config(512, 1, 4)],
@@ -367,7 +367,7 @@ impl Mlp {
     }
 
     /// Returns the shared memory in bytes of a workgroup of the stages for a few rows.
-    pub fn few_shared_bytes(&self, rows: u32, matrices: Matrices, config: Config) -> u32 {
+    pub fn few_shared_bytes(&self, rows: u32, matrices: Matrices, config: SkinnyConfig) -> u32 {
         let (groups, blocks, tokens, quads) = (config.threads / 32, rows.div_ceil(8), rows.min(8), config.ahead * 8);
         let squares = match matrices {
             Matrices::Emulated => quads,
@@ -387,7 +387,7 @@ impl Mlp {
         format!("{}{name}", self.label)
     }
 
-    /// Returns the call that selects the experts: it writes `choices` ([`Shape::choices_bytes`]) of the rows in use.
+    /// Returns the call that selects the experts: it writes `choices` ([`ExpertsShape::choices_bytes`]) of the rows in use.
     /// `valid` is a decode step's table of rows (token, position, slot, valid); rows that are not valid choose
     /// [`NOBODY`].
     pub fn choose(&self, used: Used, valid: Option<Range>, choices: Range) -> Call {
@@ -511,7 +511,7 @@ impl Mlp {
         self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::SwiGlu, sorted, how)
     }
 
-    /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`Shape::parts_bytes`].
+    /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
     pub fn sorted_down(&self, middle: Packed, parts: Activations, sorted: &Sorted, how: Grouped) -> Call {
         self.grouped(Stage::Down, middle, Output::Rows(parts), Epilogue::Store, sorted, how)
     }
@@ -781,11 +781,11 @@ mod tests {
 
     #[test]
     fn no_choice_of_rows_takes_more_tiles_than_are_counted() {
-        let shape = Shape { count: 4, chosen: 2, inner: 8, hidden: 16, shared_inner: None, normalise: true };
+        let shape = ExpertsShape { count: 4, chosen: 2, inner: 8, hidden: 16, shared_inner: None, normalise: true };
         assert_eq!(shape.most_tiles(1, 16), 2);
         // 20 choices of four experts, each of which may have begun a tile with its last row.
         assert_eq!(shape.most_tiles(10, 16), 5);
         assert_eq!(shape.most_tiles(64, 64), 5);
-        assert_eq!(Shape { count: 128, chosen: 8, ..shape }.most_tiles(2048, 64), 382);
+        assert_eq!(ExpertsShape { count: 128, chosen: 8, ..shape }.most_tiles(2048, 64), 382);
     }
 }

@@ -16,14 +16,14 @@ use crate::kernels::state;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, BufferTable, Place};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
-use crate::model::decoder::{Decoder, RingLayout, Shape, Tuning};
+use crate::model::decoder::{Decoder, RingLayout, StepShape, Tuning};
 use std::sync::Arc;
 
 /// The step to time.
 #[derive(Clone, Debug)]
 pub struct StageLoad {
     /// One token of each of so many sequences, or of one sequence's prompt.
-    pub shape: Shape,
+    pub shape: StepShape,
     /// Where the sequences stand.
     pub position: u32,
     /// Where the last of them stands instead.
@@ -95,7 +95,7 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &StageLoad, positions: 
     for row in 0..layout.rows {
         set(layout.batch_word(row), row);
     }
-    if let Shape::Prefill { rows } = load.shape {
+    if let StepShape::Prefill { rows } = load.shape {
         let tokens = vec![0; rows as usize];
         let from = (load.position > 0).then_some(0);
         let prompt =
@@ -115,7 +115,7 @@ const RUNS: u32 = 32;
 /// Pages of a sequence that stands at `position`.
 fn pages_of(position: u32, load: &StageLoad) -> u32 {
     let tokens = match load.shape {
-        Shape::Prefill { rows } => rows,
+        StepShape::Prefill { rows } => rows,
         _ => RUNS,
     };
     (position + tokens).div_ceil(16)
@@ -135,7 +135,7 @@ pub fn stages(
     let config = &checkpoint.config;
     let matrices = crate::gpu::matrix_units::probe(&device, &arena, None)?;
     let (rows, chunk) = match load.shape {
-        Shape::Decode { rows } => (rows, 16),
+        StepShape::Decode { rows } => (rows, 16),
         other => (1, other.rows()),
     };
     let mut positions = vec![load.position; rows as usize];

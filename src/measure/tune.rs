@@ -24,7 +24,7 @@ use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
 use crate::kernels::state::{self, SlotInit};
 use crate::memory::{Buffer, BufferTable, Place};
 use crate::model::checkpoint::Checkpoint;
-use crate::model::decoder::{Decoder, Shape, Tuning};
+use crate::model::decoder::{Decoder, StepShape, Tuning};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -239,7 +239,7 @@ pub fn tune(
 
 /// What can be chosen for a model's step of one row, what decides about most bytes first.
 fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32) -> Vec<Knob> {
-    let step = Decoder { tuning: rules.clone(), ..decoder.clone() }.record(Shape::Decode { rows: 1 });
+    let step = Decoder { tuning: rules.clone(), ..decoder.clone() }.record(StepShape::Decode { rows: 1 });
     let mut knobs: Vec<Knob> = Vec::new();
     let mut add = |key: String, rule: String, values: Vec<String>, bytes: u64| {
         if let Some(knob) = knobs.iter_mut().find(|knob| knob.key == key) {
@@ -501,7 +501,9 @@ impl<'a> Bench<'a> {
     fn regions(&mut self, tunings: &[Tuning]) -> Result<Vec<Option<Arc<Region>>>, StartError> {
         let steps: Vec<Recording> = tunings
             .iter()
-            .map(|tuning| Decoder { tuning: tuning.clone(), ..self.decoder.clone() }.record(Shape::Decode { rows: 1 }))
+            .map(|tuning| {
+                Decoder { tuning: tuning.clone(), ..self.decoder.clone() }.record(StepShape::Decode { rows: 1 })
+            })
             .collect();
         let all: Vec<&Recording> = steps.iter().collect();
         let mut built = vec![true; steps.len()];

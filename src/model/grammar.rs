@@ -176,7 +176,7 @@ impl Grammars {
 
     /// Starts an output that follows `constraint`. Uses the cache if the constraint was compiled recently. With
     /// `ignore_eos` the end-of-sequence tokens are not allowed while any other token is.
-    pub fn start(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Started, GrammarError> {
+    pub fn start(&self, constraint: &Constraint, ignore_eos: bool) -> Result<StartedGrammar, GrammarError> {
         self.start_until(constraint, ignore_eos, &Cancel::default())
     }
 
@@ -186,7 +186,7 @@ impl Grammars {
         constraint: &Constraint,
         ignore_eos: bool,
         cancel: &Cancel,
-    ) -> Result<Started, GrammarError> {
+    ) -> Result<StartedGrammar, GrammarError> {
         let bytes = constraint.bytes();
         if bytes > MOST_BYTES {
             return Err(GrammarError::TooLong { bytes });
@@ -203,7 +203,7 @@ impl Grammars {
         };
         if let Some(kept) = self.kept.find(&constraint, ignore_eos) {
             let Beginning { mask, home, slow } = Beginning::clone(&kept);
-            return Ok(Started { grammar: Box::new(Grammar(Some(Box::new(output(Some(home)))))), mask, slow });
+            return Ok(StartedGrammar { grammar: Box::new(Grammar(Some(Box::new(output(Some(home)))))), mask, slow });
         }
         let (mut output, cancel) = (output(None), cancel.clone());
         let begun = Instant::now();
@@ -217,7 +217,7 @@ impl Grammars {
             let beginning = Beginning { mask: Arc::clone(&mask), home, slow };
             self.kept.keep(&constraint, ignore_eos, bytes, &Arc::new(beginning));
         }
-        Ok(Started { grammar: Box::new(Grammar(Some(Box::new(output)))), mask, slow })
+        Ok(StartedGrammar { grammar: Box::new(Grammar(Some(Box::new(output)))), mask, slow })
     }
 
     /// Returns the process ids of the workers, for monitoring.
@@ -238,7 +238,7 @@ impl Grammars {
 
 /// An output that is about to follow a constraint.
 #[derive(Clone, Debug)]
-pub struct Started {
+pub struct StartedGrammar {
     /// The grammar; it takes each generated token.
     pub grammar: Box<Grammar>,
     /// The tokens that the first token may be, in the format of [`Next::Mask`].

@@ -83,7 +83,7 @@ impl PhaseTotals {
 mod tests {
     use super::*;
     use crate::actors::timeline::{FlushReason, RegionSpan, SubmissionRecord};
-    use crate::device::{Point, Role};
+    use crate::actors::timeline::{Point, Role};
     use crate::telemetry::clock::Moment;
 
     fn submission(spans: &[(u64, u64)]) -> SubmissionRecord {

@@ -132,7 +132,7 @@ impl Tokens {
 
 impl Table {
     /// Who was there before goes on with the bucket that they have.
-    fn new(tokens: Vec<config::Token>, before: Option<&Table>, now: Instant) -> Table {
+    fn new(tokens: Vec<config::AccessToken>, before: Option<&Table>, now: Instant) -> Table {
         let meter = |name: &str, per_minute: u32| {
             let same = |(_, other): &&([u8; 32], Identity)| other.name() == name;
             let before = before.and_then(|table| table.entries.iter().find(same)?.1.0.allowance.meter.clone());
@@ -144,7 +144,7 @@ impl Table {
                 None => Arc::new(Meter::new(per_minute, now)),
             }
         };
-        let entry = |token: config::Token| {
+        let entry = |token: config::AccessToken| {
             let allowance = Allowance {
                 requests: token.requests,
                 meter: token.tokens_per_minute.map(|per_minute| meter(&token.name, per_minute)),
@@ -278,7 +278,7 @@ mod tests {
     use prost_types::FileDescriptorSet;
 
     fn table(tokens: &[(&str, &str, &[Right])]) -> Table {
-        let token = |(name, token, may): &(&str, &str, &[Right])| config::Token {
+        let token = |(name, token, may): &(&str, &str, &[Right])| config::AccessToken {
             name: (*name).to_owned(),
             sha256: Some(Sha256::digest(token).into()),
             may: (!may.is_empty()).then(|| may.to_vec()),
@@ -371,7 +371,7 @@ mod tests {
     #[test]
     fn a_bucket_outlives_the_file_that_it_was_read_from() {
         let now = Instant::now();
-        let token = |per_minute: Option<u32>| config::Token {
+        let token = |per_minute: Option<u32>| config::AccessToken {
             name: "a".to_owned(),
             sha256: Some([7; 32]),
             tokens_per_minute: per_minute,

@@ -2,8 +2,8 @@
 
 use super::proto;
 use crate::actors::loader::{LoadReport, WorkerReport};
+use crate::actors::timeline::Point;
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
-use crate::device::Point;
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
 use crate::host::{Host, ServedModel};
 use crate::replica::observer::StepRecord;

@@ -4,13 +4,13 @@
 
 use super::clients::Places;
 use super::convert;
-use super::prepare::{Place, Prepared};
+use super::prepare::{Prepared, Target};
 use super::proto;
 use super::refusal::Refusal;
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, SinkClosed, Token};
 use crate::model::text::assembler::{Assembler, OutputText};
 use crate::telemetry::clock::Moment;
-use crate::telemetry::requests::Ended;
+use crate::telemetry::requests::EndedRequest;
 use crate::telemetry::{names, spans};
 use proto::generate_response::Event as Message;
 use std::collections::VecDeque;
@@ -55,7 +55,7 @@ impl std::fmt::Debug for Surroundings {
 /// A running generation.
 pub struct Generation {
     events: mpsc::Receiver<Event>,
-    place: Place,
+    place: Target,
     id: String,
     /// Set by a sink, on the engine's thread, when it had no room; then no sample goes on.
     slow: Arc<AtomicBool>,
@@ -416,7 +416,7 @@ impl Generation {
         let finished = self.last_finished.as_ref();
         let timings = finished.map(|finished| finished.timings).unwrap_or_default();
         let drawn = finished.map_or(0, |finished| finished.output_tokens);
-        self.place.host().ended.note(Ended {
+        self.place.host().ended.note(EndedRequest {
             at,
             id: self.id.clone(),
             model: self.place.model().name.clone(),
@@ -508,7 +508,7 @@ impl Drop for Generation {
 }
 
 /// The span of a generation with everything that is known before it runs. Text is not.
-fn inference_span(rpc: &Span, operation: &'static str, place: &Place, request: &Request, samples: u32) -> Span {
+fn inference_span(rpc: &Span, operation: &'static str, place: &Target, request: &Request, samples: u32) -> Span {
     let model = &place.model().name;
     let span = tracing::info_span!(
         parent: rpc,

@@ -8,7 +8,7 @@ use crate::actors::workers::Cancel;
 use crate::engine::prefix::{PageKey, page_keys};
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
 use crate::host::{Host, ServedModel};
-use crate::model::grammar::{Constraint, GrammarError, Started};
+use crate::model::grammar::{Constraint, GrammarError, StartedGrammar};
 use crate::model::text::chat::{ChatMessage, ChatOptions};
 use crate::model::text::{Text, TextError};
 use crate::replica::{Replica, SubmitError};
@@ -19,29 +19,29 @@ use std::time::Instant;
 
 /// A replica, held together with its model and the host.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct Target {
     host: Arc<Host>,
     model: Arc<ServedModel>,
     replica: Arc<Replica>,
 }
 
-impl Place {
+impl Target {
     /// Finds the place of a request's `model` and `device`.
-    pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
-        Place::of(host, host.model(model)?, device)
+    pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Target, Refusal> {
+        Target::of(host, host.model(model)?, device)
     }
 
     /// Finds the place of a request for `model`, which was looked up before.
-    pub fn of(host: &Arc<Host>, model: Arc<ServedModel>, device: &str) -> Result<Place, Refusal> {
+    pub fn of(host: &Arc<Host>, model: Arc<ServedModel>, device: &str) -> Result<Target, Refusal> {
         let replica = model.route(device)?;
-        Ok(Place { host: Arc::clone(host), model, replica })
+        Ok(Target { host: Arc::clone(host), model, replica })
     }
 
     /// The place for `samples` of a prompt whose full pages have the names `keys`, on the same model: what was found out
     /// with its tokenizer and its vocabulary never reaches another model that has its name by now.
-    fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Place, Refusal> {
+    fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Target, Refusal> {
         let replica = self.model.route_prompt(device, keys, samples)?;
-        Ok(Place { replica, ..self })
+        Ok(Target { replica, ..self })
     }
 
     /// Its model, which may have been unloaded since.
@@ -72,7 +72,7 @@ impl Place {
 #[derive(Debug)]
 pub struct Prepared {
     /// Where.
-    pub place: Place,
+    pub place: Target,
     /// What. Its span is not set.
     pub request: Request,
     /// Samples of it, at least one.
@@ -108,14 +108,14 @@ pub fn prepare(
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
 ) -> Result<Prepared, Refusal> {
-    let place = Place::find(host, &message.model, &message.device)?;
+    let place = Target::find(host, &message.model, &message.device)?;
     prepare_at(place, message, deadline, None, &Cancel::until(deadline))
 }
 
 /// As [`prepare`], for a place on the message's model. If `keep` is given, only the last `keep` tokens of the prompt are
 /// kept. Ends early once `cancel` is cancelled.
 pub fn prepare_at(
-    place: Place,
+    place: Target,
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
     keep: Option<usize>,
@@ -223,7 +223,7 @@ fn start_grammar(
     constraint: proto::Constraint,
     ignore_eos: bool,
     cancel: &Cancel,
-) -> Result<Started, Refusal> {
+) -> Result<StartedGrammar, Refusal> {
     use proto::constraint::Kind;
     let (field, constraint) = match constraint.kind {
         None => {

@@ -8,7 +8,7 @@ use super::deadline::deadline;
 use super::generation::{Generation, Surroundings};
 use super::jobs::{Jobs, Size};
 use super::lifecycle::{self, Loading};
-use super::prepare::{self, Place, Prepared};
+use super::prepare::{self, Prepared, Target};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
 use super::server::Changeable;
@@ -213,7 +213,7 @@ impl Ostinato for Rpc {
             let mine = models.iter().filter(|model| caller.scope.may_use(&model.name).is_ok());
             Ok(mine.flat_map(|model| &model.replicas).map(|replica| convert::load(replica)).collect())
         } else {
-            let loads = |place: Place| place.model().replicas.iter().map(|replica| convert::load(replica)).collect();
+            let loads = |place: Target| place.model().replicas.iter().map(|replica| convert::load(replica)).collect();
             caller.scope.place(&self.host, &model, "").map(loads)
         };
         answer(&span, replicas.map(|replicas| proto::GetLoadResponse { replicas }))
@@ -284,10 +284,10 @@ impl Scope {
     }
 
     /// Where a request of this caller runs. Where it names no model, the only one that it may use is meant.
-    pub(super) fn place(&self, host: &Arc<Host>, model: &str, device: &str) -> Result<Place, Refusal> {
+    pub(super) fn place(&self, host: &Arc<Host>, model: &str, device: &str) -> Result<Target, Refusal> {
         let found = match self.only(host, model)? {
-            Some(only) => Place::of(host, only, device),
-            None => self.may_use(model).and_then(|()| Place::find(host, model, device)),
+            Some(only) => Target::of(host, only, device),
+            None => self.may_use(model).and_then(|()| Target::find(host, model, device)),
         };
         found.map_err(|refusal| self.narrowed(host, refusal))
     }
@@ -508,7 +508,7 @@ impl Rpc {
     }
 
     /// The model whose tokenizer a Tokenize or Detokenize call uses.
-    fn text_place(&self, caller: &Caller, model: &str) -> Result<Place, Refusal> {
+    fn text_place(&self, caller: &Caller, model: &str) -> Result<Target, Refusal> {
         bounds::name("model", model)?;
         caller.scope.place(&self.host, model, "")
     }
@@ -622,7 +622,7 @@ impl Rpc {
     }
 }
 
-fn tokenizer<'a>(place: &'a Place, field: &'static str) -> Result<&'a Text, Refusal> {
+fn tokenizer<'a>(place: &'a Target, field: &'static str) -> Result<&'a Text, Refusal> {
     let model = place.model();
     model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })
 }

@@ -94,7 +94,7 @@ pub struct Tls {
 
 impl Tls {
     /// Reads the files.
-    pub fn read(files: &config::Tls) -> Result<Tls, TlsError> {
+    pub fn read(files: &config::TlsConfig) -> Result<Tls, TlsError> {
         let paths = [&files.certificate, &files.key].into_iter().chain(&files.client_ca).cloned().collect();
         let files = files.clone();
         let load = move |_: Option<&Arc<ServerConfig>>| server_config(&files).map(Arc::new);
@@ -114,8 +114,8 @@ fn certificates(what: &'static str, path: &Path) -> Result<Vec<CertificateDer<'s
     if all.is_empty() { Err(wrong(PemError::NoItemsFound)) } else { Ok(all) }
 }
 
-fn server_config(files: &config::Tls) -> Result<ServerConfig, TlsError> {
-    let config::Tls { certificate, key, client_ca } = files;
+fn server_config(files: &config::TlsConfig) -> Result<ServerConfig, TlsError> {
+    let config::TlsConfig { certificate, key, client_ca } = files;
     let chain = certificates("a certificate", certificate)?;
     let wrong = |source| TlsError::File { what: "a private key", path: key.clone(), source };
     let pem = file::read(key, file::SMALL).map_err(|error| wrong(PemError::Io(error)))?;

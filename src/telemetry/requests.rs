@@ -1,4 +1,4 @@
-//! Ended requests: a list of the last ones, for the admin page, and their metrics. Not here: running requests, which
+//! EndedRequest requests: a list of the last ones, for the admin page, and their metrics. Not here: running requests, which
 //! the engine owns.
 
 use super::clock::Moment;
@@ -16,7 +16,7 @@ pub const KEPT: usize = 512;
 
 /// One ended request with all its samples.
 #[derive(Clone, Debug)]
-pub struct Ended {
+pub struct EndedRequest {
     /// When it ended.
     pub at: Moment,
     /// The request's id.
@@ -61,7 +61,7 @@ const FIRST_TOKEN: [f64; 16] =
 const PER_TOKEN: [f64; 17] =
     [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5];
 
-/// The possible values of [`Ended::reason`].
+/// The possible values of [`EndedRequest::reason`].
 pub const REASONS: [&str; 5] = ["stop", "length", "aborted", "deadline_exceeded", "error"];
 
 type Histograms = Family<Labels, Histogram, fn() -> Histogram>;
@@ -129,7 +129,7 @@ impl Metrics {
         });
     }
 
-    fn note(&self, ended: &Ended) {
+    fn note(&self, ended: &EndedRequest) {
         let conventional = conventional(ended);
         let by_model = vec![(names::LABEL_MODEL, ended.model.clone())];
         let by_reason = by_reason(&ended.model, &ended.replica, ended.reason);
@@ -155,7 +155,7 @@ impl Metrics {
     }
 }
 
-fn conventional(ended: &Ended) -> Labels {
+fn conventional(ended: &EndedRequest) -> Labels {
     let mut labels = vec![
         (names::LABEL_OPERATION, ended.operation.to_owned()),
         (names::LABEL_PROVIDER, names::SERVICE.to_owned()),
@@ -187,18 +187,18 @@ pub fn counter_family(name: &str) -> &str {
 /// The last ended requests of a server, and the metrics of all its requests.
 #[derive(Debug, Default)]
 pub struct Requests {
-    last: Mutex<VecDeque<Ended>>,
+    last: Mutex<VecDeque<EndedRequest>>,
     metrics: Metrics,
 }
 
 impl Requests {
-    fn last(&self) -> MutexGuard<'_, VecDeque<Ended>> {
+    fn last(&self) -> MutexGuard<'_, VecDeque<EndedRequest>> {
         // Every update of the list is complete, so a poisoned lock is harmless.
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Records an ended request.
-    pub fn note(&self, ended: Ended) {
+    pub fn note(&self, ended: EndedRequest) {
         self.metrics.note(&ended);
         let mut last = self.last();
         if last.len() == KEPT {
@@ -208,7 +208,7 @@ impl Requests {
     }
 
     /// Returns the kept requests that ended after `moment`, oldest first.
-    pub fn after(&self, moment: Moment) -> Vec<Ended> {
+    pub fn after(&self, moment: Moment) -> Vec<EndedRequest> {
         self.last().iter().filter(|ended| ended.at > moment).cloned().collect()
     }
 
@@ -266,8 +266,8 @@ mod tests {
     use super::*;
     use prometheus_client::encoding::text::encode;
 
-    fn ended() -> Ended {
-        Ended {
+    fn ended() -> EndedRequest {
+        EndedRequest {
             at: Moment(5),
             id: "request".to_owned(),
             model: "m".to_owned(),
@@ -299,7 +299,7 @@ mod tests {
         requests.expect_replica("m", "m/0");
         requests.note(ended());
         let unfinished =
-            Ended { reason: "aborted", error: Some("CANCELLED"), first_token: None, per_token: None, ..ended() };
+            EndedRequest { reason: "aborted", error: Some("CANCELLED"), first_token: None, per_token: None, ..ended() };
         requests.note(unfinished);
         requests.refuse("NOT_FOUND");
         let text = shown(&requests);
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(requests.after(Moment(0)).len(), 2);
 
         // Removing a model removes all its series and no others.
-        requests.note(Ended { model: "n".to_owned(), replica: "n/0".to_owned(), ..ended() });
+        requests.note(EndedRequest { model: "n".to_owned(), replica: "n/0".to_owned(), ..ended() });
         requests.keep_models(&|model| model == "n");
         let text = shown(&requests);
         assert!(!text.contains("model=\"m\""), "{text}");

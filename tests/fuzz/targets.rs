@@ -16,7 +16,7 @@ use ostinato::model::text::Text;
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
 use ostinato::replica::ReplicaConfig;
 use ostinato::replica::{DeviceInfo, Replica};
-use ostinato::service::prepare::{self, Place, Prepared};
+use ostinato::service::prepare::{self, Prepared};
 use ostinato::service::proto::{self, vllm::grpc::engine as contract};
 use ostinato::service::refusal::{Refusal, status};
 use ostinato::service::vllm::convert;
@@ -247,7 +247,7 @@ pub fn vllm_generate(bytes: &[u8]) {
     let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
     let asked = convert::model(host()).and_then(|model| convert::request(&model, message));
     checked(asked.and_then(|asked| {
-        let place = Place::find(host(), &asked.message.model, &asked.message.device)?;
+        let place = prepare::Target::find(host(), &asked.message.model, &asked.message.device)?;
         let mut prepared = prepare::prepare_at(place, asked.message, None, asked.rest.keep, &Cancel::default())?;
         asked.rest.apply(&mut prepared);
         Ok(prepared)

@@ -15,7 +15,7 @@ use half::bf16;
 use ostinato::kernels::attention::flash_decode::{Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::attention::{self, Heads};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
-use ostinato::kernels::gemm::skinny::{Config, Matrices, skinny};
+use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::tiled::{Packed, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
@@ -637,7 +637,7 @@ fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
     let mut random = Random(41);
     let mut made = Vec::new();
     for (index, &(rows, shape, (norm, bias), epilogue, [threads, tiles, ahead])) in list.iter().enumerate() {
-        let (config, flow) = (Config { threads, tiles, ahead }, flow(index));
+        let (config, flow) = (SkinnyConfig { threads, tiles, ahead }, flow(index));
         assert!(config.shared_bytes(rows, Matrices::Emulated) <= 32 << 10, "{config:?} of {rows} rows");
         cases.case(format!("{index}.{shape:?}x{rows}.norm={norm}.bias={bias}.{epilogue:?}.{config:?}"));
         let logical = Logical::new(&mut random, Format::Bf16, shape, (rows, rows), norm, bias, epilogue);

@@ -12,11 +12,11 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use ostinato::kernels::gemm::panel;
-use ostinato::kernels::gemm::skinny::{Config, Matrices};
+use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::moe::{Grouped, Mlp, Shape, Sorted, Used};
+use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Sorted, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
@@ -48,7 +48,7 @@ enum Logits {
 
 /// A layer with unpacked values.
 struct Layer {
-    shape: Shape,
+    shape: ExpertsShape,
     rows: u32,
     format: Format,
     gate_up: Vec<f32>,
@@ -65,7 +65,7 @@ fn sigmoid(x: f64) -> f64 {
 }
 
 impl Layer {
-    fn new(random: &mut Random, shape: Shape, rows: u32, format: Format, logits: Logits) -> Layer {
+    fn new(random: &mut Random, shape: ExpertsShape, rows: u32, format: Format, logits: Logits) -> Layer {
         let width = shape.logits();
         let favourite = random.below(shape.count);
         let values: Vec<f32> = (0..rows * width)
@@ -221,13 +221,13 @@ impl Layer {
     }
 }
 
-fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> Shape {
+fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> ExpertsShape {
     let [count, chosen, inner, hidden] = sizes;
-    Shape { count, chosen, inner, hidden, shared_inner, normalise }
+    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise }
 }
 
 /// Returns sizes, rows, the router's logits, and tiles of W per workgroup.
-fn few() -> Vec<(Shape, u32, Logits, u32)> {
+fn few() -> Vec<(ExpertsShape, u32, Logits, u32)> {
     vec![
         (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1),
         (shape([4, 2, 24, 48], Some(40), true), 2, Logits::Ties, 2),
@@ -256,7 +256,7 @@ fn a_few_rows_choose_and_run_their_experts() {
             let stride = shape.middle_stride();
             let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(SPLIT));
             let middle = Activations { range: middle, stride };
-            let config = Config { threads: 128, tiles, ahead: 2 };
+            let config = SkinnyConfig { threads: 128, tiles, ahead: 2 };
             let fault = cases.words("fault", &[0]);
             cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
             cases.recording.call(mlp.few_down(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
@@ -289,7 +289,7 @@ fn a_few_rows_read_and_write_tagged_words() {
                 let words: Vec<u32> =
                     (0..rows * stride).map(|_| tagged(random.float(), carried[if down { 2 } else { 3 }])).collect();
                 let middle = Activations { range: cases.words("middle", &words), stride };
-                let config = Config { threads: 128, tiles: 1, ahead: 2 };
+                let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
                 let logits = Flow { input: carried[1], ..read };
                 if down {
                     cases.expect(mlp.x.range, Expect::Tagged(SPLIT));
@@ -322,7 +322,7 @@ fn a_wait_for_words_that_never_come_ends() {
         let middle = Activations { range: cases.words("middle", &[TAGS[3]; 64]), stride: 64 };
         let flow = Flow { input_carried: true, input: TAGS[2], old: TAGS[0], output: Some(TAGS[1]) };
         let logits = Flow { input_carried: true, input: TAGS[1], ..Flow::NONE };
-        let config = Config { threads: 128, tiles: 1, ahead: 2 };
+        let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
         cases.recording.call(mlp.few_down(middle, 1, *matrices, config, flow, logits, fault));
         let before = cases.before();
         for driver in Driver::all() {
@@ -378,7 +378,7 @@ fn rows_run_their_experts_on_weights_row_after_row() {
 /// Returns the ways in which grouped rows are multiplied, with the rows of a tile: 16 and 32 by `panel`, 64 by `tiled`.
 fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
     let panel = |blocks: u32, tiles| {
-        (16 * blocks, Grouped::Panel(matrices, panel::Config { threads: 64, tiles, ahead: 1, blocks }))
+        (16 * blocks, Grouped::Panel(matrices, panel::PanelConfig { threads: 64, tiles, ahead: 1, blocks }))
     };
     let tiles: &[Tile] = match matrices {
         Matrices::Emulated => &[Tile::Plain],

@@ -18,7 +18,7 @@ use ostinato::kernels::attention::Heads;
 use ostinato::kernels::attention::flash::flash_tiles;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
-use ostinato::kernels::gemm::skinny::{Config, Matrices, skinny};
+use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
@@ -31,7 +31,7 @@ use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::{self, Format};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::{LayerKind, MlpKind};
-use ostinato::model::decoder::{self, Decoder, RECURRENT, RingLayout, Shape, stride};
+use ostinato::model::decoder::{self, Decoder, RECURRENT, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
 use std::collections::HashMap;
 use std::path::Path;
@@ -220,13 +220,13 @@ impl Recordings {
     fn new(decoder: &Decoder<'_>) -> Recordings {
         let rows = decoder.state.chunk;
         let verified: &[u32] = if decoder.drafts() { &[1, 2] } else { &[] };
-        let verify = |&sequences: &u32| decoder.record(Shape::Verify { sequences, drafts: decoder.drafts });
+        let verify = |&sequences: &u32| decoder.record(StepShape::Verify { sequences, drafts: decoder.drafts });
         Recordings {
             verify: verified.iter().map(verify).collect(),
-            layers: decoder.record(Shape::Prefill { rows }),
-            first: [1, 2].map(|rows| decoder.record(Shape::Head { rows })),
-            score: decoder.record(Shape::Score { rows: SCORED }),
-            decode: [1, 2, 4].map(|rows| decoder.record(Shape::Decode { rows })).to_vec(),
+            layers: decoder.record(StepShape::Prefill { rows }),
+            first: [1, 2].map(|rows| decoder.record(StepShape::Head { rows })),
+            score: decoder.record(StepShape::Score { rows: SCORED }),
+            decode: [1, 2, 4].map(|rows| decoder.record(StepShape::Decode { rows })).to_vec(),
         }
     }
 
@@ -638,7 +638,7 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
         let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         let carries = !["qwen3-deep", "demo-hybrid"].contains(name);
         for rows in [1, 2, 4] {
-            let recording = decoder.record(Shape::Decode { rows });
+            let recording = decoder.record(StepShape::Decode { rows });
             let named = recording.buffers.iter().any(|b| b.name.starts_with("tagged."));
             assert_eq!(named, carries, "{name}: tags need widths of whole chunks");
             let count = |recording: &Recording| -> [usize; 2] {
@@ -817,7 +817,7 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
     for (name, checkpoint) in &written {
         let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         for rows in [1, 4] {
-            let recording = decoder.record(Shape::Decode { rows });
+            let recording = decoder.record(StepShape::Decode { rows });
             assert_eq!(tags::check(&recording), Ok(()), "{name}");
             // The same recording without the clearing of tags must be detected as wrong.
             let mut uncleared = recording.clone();
@@ -852,7 +852,7 @@ fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
         y: Activations { range: y, stride: 32 },
     };
     let flow = Flow { input_carried: true, input: 2, old: 0, output: Some(1) };
-    let config = Config { threads: 32, tiles: 1, ahead: 1 };
+    let config = SkinnyConfig { threads: 32, tiles: 1, ahead: 1 };
     recording.call(skinny(&product, 1, Matrices::Emulated, config, flow, fault));
     let vulkan = Vulkan::new();
     for driver in Driver::all() {

@@ -12,7 +12,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use half::{bf16, f16};
-use ostinato::kernels::gemm::panel::{Config, Fold, Unscaled, panel};
+use ostinato::kernels::gemm::panel::{Fold, PanelConfig, Unscaled, panel};
 use ostinato::kernels::gemm::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
@@ -337,7 +337,7 @@ fn panel_multiplies_the_rows_of_a_batch() {
                 &product,
                 *rows,
                 *matrices,
-                Config { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4) },
+                PanelConfig { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4) },
                 Fold::None,
             ));
             made.push((logical, product));
@@ -403,7 +403,7 @@ fn panels_fold_the_norm_between_them() {
                     Expect::Floats(SUMS),
                 ),
             };
-            let config = Config { threads: 64, tiles, ahead: 1, blocks };
+            let config = PanelConfig { threads: 64, tiles, ahead: 1, blocks };
             cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
             cases.case(format!("{rows}x{hidden}.behind"));
             let logical = Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::SwiGlu);

@@ -13,7 +13,7 @@ use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::demo;
-use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, Started, bit, structural_tag};
+use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, StartedGrammar, bit, structural_tag};
 use ostinato::model::text::Text;
 use ostinato::replica::Replica;
 use std::sync::Arc;
@@ -234,7 +234,11 @@ fn constraints_that_are_kept_are_as_good_as_fresh_ones() {
 }
 
 /// Returns the masks along a random path of up to `tokens` masks.
-fn walk(started: Started, random: &mut crate::harness::Random, tokens: usize) -> Result<Vec<Next>, GrammarError> {
+fn walk(
+    started: StartedGrammar,
+    random: &mut crate::harness::Random,
+    tokens: usize,
+) -> Result<Vec<Next>, GrammarError> {
     let mut grammar = started.grammar;
     let mut walk = vec![Next::Mask(started.mask)];
     while let Some(Next::Mask(mask)) = walk.last().filter(|_| walk.len() < tokens) {

@@ -12,8 +12,8 @@ use ostinato::host::lifecycle::{LifecycleError, ModelChange};
 use ostinato::host::progress::{Quiet, Unit};
 use ostinato::host::source::{BuildError, BuildErrorKind, LoadAttempt, ModelSource};
 use ostinato::host::{Host, ServedModel};
-use ostinato::service::admin::{self, Admin};
-use ostinato::service::prepare::{Place, prepare_at};
+use ostinato::service::admin::{self, AdminConfig};
+use ostinato::service::prepare::{Target, prepare_at};
 use ostinato::service::proto::{self, ModelState, Replace, load_model_response::Event};
 use ostinato::service::server::{Changeable, Options};
 use proto::vllm;
@@ -188,7 +188,7 @@ fn a_request_stays_on_the_model_that_it_was_looked_up_on() {
     assert!(load().old.is_none());
     for named in ["one", ""] {
         let before = host.model(named).unwrap();
-        let place = Place::find(&host, named, "").unwrap();
+        let place = Target::find(&host, named, "").unwrap();
         let replaced = load();
         let request = text_request(named, "x", 3);
         let prepared = prepare_at(place, request, None, None, &Cancel::default()).unwrap();
@@ -504,7 +504,7 @@ async fn a_load_that_goes_on_when_its_entry_changes_ends_and_the_new_one_is_load
 async fn a_server_without_models_is_healthy_and_one_that_stops_loads_none() {
     let (served, control) = serve(&[on_request("one", "slow:abc")]).await;
     let host = Arc::clone(&served.host);
-    let admin = Admin::new();
+    let admin = AdminConfig::new();
     admin.set_host(Arc::clone(&host));
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let page = listener.local_addr().unwrap();

@@ -1,7 +1,9 @@
 //! Tests of `Config` and its sources: the example file is valid, all problems are reported at once with key, rule and
 //! value, and the sources override each other in the documented order.
 
-use ostinato::config::{Bytes, Config, ConfigError, Model, Problem, Replica, Selector, Sources, from_sources, tokens};
+use ostinato::config::{
+    Bytes, Config, ConfigError, Model, Placement, Problem, Selector, Sources, from_sources, tokens,
+};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -82,7 +84,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
         ..Default::default()
     };
     assert_eq!(server, shown);
-    assert_eq!(config.admin, ostinato::config::Admin::default());
+    assert_eq!(config.admin, ostinato::config::AdminConfig::default());
     assert_eq!(config.telemetry.sample_ratio, 1.0);
     assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
 }
@@ -328,7 +330,7 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
     let config = from_sources(&sources).unwrap();
     assert_eq!(config.models[0].path, folder.path().join("checkpoints/a"));
     assert_eq!(config.models[1].path, PathBuf::from("embedded:demo"));
-    assert_eq!(config.models[1].replicas, [Replica::default()]);
+    assert_eq!(config.models[1].replicas, [Placement::default()]);
     assert_eq!(config.models[2].path, folder.path().join("demo"), "a folder, whatever its name");
 
     sources.models = ["a=/b@1", "a=/b@2", "c=d@cpu"].map(|text| text.parse().unwrap()).into();

@@ -8,7 +8,7 @@ use crate::kernels::recording::{Op, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
 use crate::kernels::tags;
-use crate::model::decoder::{Decoder, Shape};
+use crate::model::decoder::{Decoder, StepShape};
 use std::collections::BTreeMap;
 
 /// Which kernels a model's regions are made of, and what could not be as it should; of `failed` buckets the step
@@ -62,7 +62,7 @@ impl Recordings {
         let tuning = &decoder.tuning;
         let mut rows = 1;
         while rows <= decoder.state.rows {
-            let mut recording = decoder.record(Shape::Decode { rows });
+            let mut recording = decoder.record(StepShape::Decode { rows });
             // Where words are tagged, the same step with barriers stands by.
             let plain = recording.with_barriers();
             let plain = (plain != recording).then_some(plain);
@@ -84,13 +84,13 @@ impl Recordings {
         for drafts in 1..=decoder.drafts {
             let mut sequences = 1;
             while sequences <= draft_sequences {
-                verify.push((drafts, sequences, decoder.record(Shape::Verify { sequences, drafts })));
+                verify.push((drafts, sequences, decoder.record(StepShape::Verify { sequences, drafts })));
                 sequences *= 2;
             }
         }
-        let prefill = buckets.iter().map(|&rows| (rows, decoder.record(Shape::Prefill { rows }))).collect();
+        let prefill = buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
         let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
-        let first = sizes.map(|rows| (rows, decoder.record(Shape::Head { rows }))).collect();
+        let first = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
         let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
         let mut dump = Recording::new("dump");
         let bytes = u64::from(decoder.config.vocab) * 4;
@@ -98,7 +98,7 @@ impl Recordings {
         let to = dump.buffer("dump", bytes);
         dump.ops.push(Op::Copy { from, to });
         let rows = decoder.score_rows();
-        let score = (rows, decoder.record(Shape::Score { rows }));
+        let score = (rows, decoder.record(StepShape::Score { rows }));
         Recordings { decode, broken, verify, prefill, first, score, inboxes, dump }
     }
 

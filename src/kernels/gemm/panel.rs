@@ -14,7 +14,7 @@ use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 
 /// The shape of `panel`'s workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Config {
+pub struct PanelConfig {
     /// The number of invocations, a multiple of 32. Each group of 32 processes a share of K.
     pub threads: u32,
     /// The number of blocks of 16 rows of W per workgroup.
@@ -25,7 +25,7 @@ pub struct Config {
     pub blocks: u32,
 }
 
-impl Config {
+impl PanelConfig {
     /// Returns the shared memory that a workgroup uses, in bytes.
     pub fn shared_bytes(self, matrices: Matrices) -> u32 {
         let exchange = if matrices == Matrices::Emulated { self.threads * 32 } else { 0 };
@@ -66,7 +66,7 @@ pub enum Fold {
 /// # Panics
 /// If a format is not bfloat16, the columns of a packed y are not those of the product, or the fused norm does not fit
 /// the product.
-pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fold_norm: Fold) -> Call {
+pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: PanelConfig, fold_norm: Fold) -> Call {
     of_rows(product, rows, matrices, config, fold_norm, None)
 }
 
@@ -74,7 +74,7 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: Config, fol
 /// `config`: `product.weight` holds the weights of all experts, and its `rows` are those of one expert. Rows of floats
 /// are written to the place of their choice: `[rows][chosen][stride]`. In packed rows, padding columns are left
 /// unchanged.
-pub fn panel_sorted(product: &Tiled, sorted: &Sorted, matrices: Matrices, config: Config) -> Call {
+pub fn panel_sorted(product: &Tiled, sorted: &Sorted, matrices: Matrices, config: PanelConfig) -> Call {
     assert_eq!(sorted.tile, 16 * config.blocks, "rows of a tile");
     of_rows(product, sorted.slot_count(), matrices, config, Fold::None, Some(sorted))
 }
@@ -83,7 +83,7 @@ fn of_rows(
     product: &Tiled,
     rows: u32,
     matrices: Matrices,
-    config: Config,
+    config: PanelConfig,
     fold_norm: Fold,
     sorted: Option<&Sorted>,
 ) -> Call {

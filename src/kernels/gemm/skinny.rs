@@ -19,7 +19,7 @@ pub enum Matrices {
 
 /// The shape of `skinny`'s workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Config {
+pub struct SkinnyConfig {
     /// The number of invocations, a multiple of 32. Each group of 32 processes a share of K.
     pub threads: u32,
     /// The number of blocks of 16 rows of W per workgroup.
@@ -31,7 +31,7 @@ pub struct Config {
 /// The maximum number of rows of x.
 pub const MOST_ROWS: u32 = 64;
 
-impl Config {
+impl SkinnyConfig {
     /// Returns the shared memory that a workgroup uses for `rows` rows of x, in bytes.
     pub fn shared_bytes(self, rows: u32, matrices: Matrices) -> u32 {
         let (groups, blocks, tokens, quads) = (self.threads / 32, rows.div_ceil(8), rows.min(8), self.ahead * 8);
@@ -49,7 +49,14 @@ impl Config {
 
 /// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W packed as
 /// [`crate::memory::pack::Layout::Fragments`] in bfloat16. `flow` gives the tagged operands.
-pub fn skinny(product: &Product, rows: u32, matrices: Matrices, config: Config, flow: Flow, fault: Range) -> Call {
+pub fn skinny(
+    product: &Product,
+    rows: u32,
+    matrices: Matrices,
+    config: SkinnyConfig,
+    flow: Flow,
+    fault: Range,
+) -> Call {
     assert!(rows <= MOST_ROWS && product.weight.format == Format::Bf16, "{rows} rows of {:?}", product.weight.format);
     let (norm, bias, epsilon) = product.touched();
     let chunks = product.weight.cols.div_ceil(32);

@@ -2,7 +2,7 @@
 //!
 //! Not here: the layers' MLPs (`mlp`).
 
-use super::{Block, Decoder, Mixed, Shape, Step};
+use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::flash;
 use crate::kernels::attention::flash_decode::{self, Split};
 use crate::kernels::attention::{self, Heads};
@@ -95,13 +95,20 @@ impl Decoder<'_> {
 
     /// Records the stages of the mixer except its output projection. `cache` is the prefix of the names of the layer's
     /// page buffers.
-    pub(super) fn attention(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, cache: &str) -> Mixed {
+    pub(super) fn attention(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        block: &Block,
+        cache: &str,
+    ) -> Mixed {
         let c = self.config;
         let heads = self.heads();
         self.mixer_input(r, shape, step, block, "qkv", step.qkv);
         let packs = self.packs_for(shape, &block.name("qkv"));
         let AppendArgs { k, v, q_norm, k_norm, .. } = self.append_args(r, step, block, cache);
-        let fused = matches!(shape, Shape::Decode { .. });
+        let fused = matches!(shape, StepShape::Decode { .. });
         if !fused {
             let args = self.append_args(r, step, block, cache);
             r.call(attention::append(block.name("append"), heads, shape.rows(), args));
@@ -187,7 +194,7 @@ impl Decoder<'_> {
     fn flash(
         &self,
         r: &mut Recording,
-        shape: Shape,
+        shape: StepShape,
         step: &Step,
         block: &Block,
         (k, v): (Range, Range),

@@ -2,7 +2,7 @@
 //!
 //! Not here: the layers' MLPs (`mlp`).
 
-use super::{Block, Decoder, Mixed, Shape, Step};
+use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::Recording;
@@ -17,7 +17,7 @@ pub fn delta_heads(net: DeltaNet) -> DeltaHeads {
 impl Decoder<'_> {
     /// Records the stages of the mixer except its output projection. `cells` is the prefix of the names of the layer's
     /// state buffers.
-    pub(super) fn delta(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, cells: &str) -> Mixed {
+    pub(super) fn delta(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, cells: &str) -> Mixed {
         let c = self.config;
         let heads = delta_heads(c.delta.expect("a layer of this kind has a configuration"));
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
@@ -41,7 +41,7 @@ impl Decoder<'_> {
         let slots = self.state.slots(r);
         let entries = if self.drafts() { MOST_PENDING } else { 1 };
         let pending = r.buffer(&format!("{cells}.pending"), heads.pending_bytes(self.state.slots, entries));
-        if let Shape::Decode { .. } | Shape::Verify { .. } = shape {
+        if let StepShape::Decode { .. } | StepShape::Verify { .. } = shape {
             let flow = step.flow(Some(x), packed.is_none().then_some(y));
             let args = DeltaStepArgs {
                 x,
@@ -64,7 +64,7 @@ impl Decoder<'_> {
             };
             let (label, packed) = (block.name("delta"), packed.is_some());
             r.call(match shape {
-                Shape::Verify { sequences, drafts } => {
+                StepShape::Verify { sequences, drafts } => {
                     delta::delta_verify(label, heads, (sequences, drafts + 1, entries), packed, flow, args)
                 }
                 _ => delta::delta_step(label, heads, (rows, entries), packed, flow, args),

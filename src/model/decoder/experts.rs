@@ -3,7 +3,7 @@
 //!
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
-use super::{Block, Decoder, Shape, Step};
+use super::{Block, Decoder, Step, StepShape};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed};
@@ -15,8 +15,8 @@ use crate::model::config::Experts;
 
 impl Decoder<'_> {
     /// Returns the dimensions of an MoE layer.
-    pub(super) fn expert_shape(&self, experts: Experts) -> moe::Shape {
-        moe::Shape {
+    pub(super) fn expert_shape(&self, experts: Experts) -> moe::ExpertsShape {
+        moe::ExpertsShape {
             count: experts.count,
             chosen: experts.chosen,
             inner: experts.inner,
@@ -33,7 +33,7 @@ impl Decoder<'_> {
         }
     }
 
-    pub(super) fn experts(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block) {
+    pub(super) fn experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
         let c = self.config;
         let experts = self.expert_shape(c.experts.expect("a layer of this kind has a configuration"));
         let rows = shape.rows();
@@ -78,13 +78,13 @@ impl Decoder<'_> {
 
     /// Returns the rows of a step, and the row table that marks valid rows. For a prefill step it returns no table: the
     /// chunk descriptor gives the number of valid rows.
-    fn used(shape: Shape, step: &Step) -> (Used, Option<Range>) {
-        let prompts = matches!(shape, Shape::Prefill { .. });
+    fn used(shape: StepShape, step: &Step) -> (Used, Option<Range>) {
+        let prompts = matches!(shape, StepShape::Prefill { .. });
         (Used { rows: shape.rows(), count: prompts.then_some(step.chunk) }, (!prompts).then_some(step.rows))
     }
 
     /// Records an MoE layer for many rows sorted by expert, with weights in fragment order.
-    fn many_experts(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, mlp: &Mlp) {
+    fn many_experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, mlp: &Mlp) {
         let c = self.config;
         let rows = shape.rows();
         let experts = mlp.shape;

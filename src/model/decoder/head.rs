@@ -2,7 +2,7 @@
 //!
 //! Not here: the layers between them.
 
-use super::{Decoder, Shape, Step};
+use super::{Decoder, Step, StepShape};
 use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::Output;
@@ -13,13 +13,13 @@ use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPrompt
 
 impl Decoder<'_> {
     /// Records the row table of a step and the rows' embeddings.
-    pub(super) fn embed(&self, r: &mut Recording, shape: Shape, step: &Step) {
+    pub(super) fn embed(&self, r: &mut Recording, shape: StepShape, step: &Step) {
         self.embed_into(r, shape, step, step.x, "embed");
     }
 
     /// Records the row table of a step, and the rows' embeddings into `x`.
-    pub(super) fn embed_into(&self, r: &mut Recording, shape: Shape, step: &Step, x: Activations, label: &str) {
-        let decode = matches!(shape, Shape::Decode { .. });
+    pub(super) fn embed_into(&self, r: &mut Recording, shape: StepShape, step: &Step, x: Activations, label: &str) {
+        let decode = matches!(shape, StepShape::Decode { .. });
         let from = if decode { RowsFrom::Batch } else { RowsFrom::Chunk };
         let flow = step.flow(None, Some(x.range));
         let fragments = self.weight("embed").is_some_and(|w| self.in_fragments(w));
@@ -49,7 +49,7 @@ impl Decoder<'_> {
         r.buffer("sampling.counts", u64::from(self.state.slots) * u64::from(self.config.vocab) * 4)
     }
 
-    pub(super) fn mark(&self, r: &mut Recording, shape: Shape, step: &Step) {
+    pub(super) fn mark(&self, r: &mut Recording, shape: StepShape, step: &Step) {
         let (state, counts) = (self.state.slots(r), self.counts(r));
         let vocabulary = self.config.vocab;
         let args = MarkPromptArgs { rows: step.rows, state, counts, row_count: shape.rows(), vocabulary };
@@ -60,7 +60,7 @@ impl Decoder<'_> {
     pub(super) fn lm_head(
         &self,
         r: &mut Recording,
-        shape: Shape,
+        shape: StepShape,
         step: &Step,
         x: Activations,
         norm: &str,
@@ -92,12 +92,12 @@ impl Decoder<'_> {
         partials
     }
 
-    pub(super) fn head(&self, r: &mut Recording, shape: Shape, step: &Step) {
+    pub(super) fn head(&self, r: &mut Recording, shape: StepShape, step: &Step) {
         let c = self.config;
         let (slots, bias, counts) = (self.state.slots(r), self.state.bias(r), self.counts(r));
         let rows = shape.rows();
         let (x, rows_range) = match shape {
-            Shape::Decode { .. } | Shape::Verify { .. } => (step.x, step.rows),
+            StepShape::Decode { .. } | StepShape::Verify { .. } => (step.x, step.rows),
             _ => {
                 let head_x = Self::activations(r, "head.x", rows, c.hidden);
                 let head_rows = r.buffer("head.rows", embed::rows_bytes(rows));
@@ -143,7 +143,7 @@ impl Decoder<'_> {
         let threads = self.tuning.sample_threads;
         let advance = AdvanceArgs { step_number };
         match shape {
-            Shape::Verify { sequences, drafts } => {
+            StepShape::Verify { sequences, drafts } => {
                 let each = drafts + 1;
                 for first in 0..each {
                     let label = format!("sample.{first}");
@@ -153,7 +153,7 @@ impl Decoder<'_> {
                 self.draft(r, step, x, rows_range, (sequences, each), drafts);
             }
             _ => {
-                let decode = matches!(shape, Shape::Decode { .. });
+                let decode = matches!(shape, StepShape::Decode { .. });
                 // A step without tags may be queued after one that faults. It samples nothing either, because both are
                 // run again.
                 let of = SampledStep { heeds_fault: decode && self.tuning.tags, lags: decode && c.delta.is_some() };
@@ -161,7 +161,7 @@ impl Decoder<'_> {
                 if rows > 1 {
                     r.call(sampling::advance("advance".to_owned(), advance));
                 }
-                if matches!(shape, Shape::Head { .. }) && self.drafts() {
+                if matches!(shape, StepShape::Head { .. }) && self.drafts() {
                     self.draft(r, step, x, rows_range, (rows, 1), self.drafts);
                 }
             }

@@ -2,14 +2,14 @@
 //!
 //! Not here: experts (`experts`).
 
-use super::{Block, Decoder, Shape, Step};
+use super::{Block, Decoder, Step, StepShape};
 use crate::kernels::gemm::Epilogue;
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::Output;
 use crate::kernels::recording::Recording;
 
 impl Decoder<'_> {
-    pub(super) fn mlp(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block) {
+    pub(super) fn mlp(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
         let c = self.config;
         let (gate_up, down) = (block.name("gate_up"), block.name("down"));
         let norm = self.vector(r, &block.name("mlp_norm"));

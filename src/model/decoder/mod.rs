@@ -32,7 +32,7 @@ use std::cell::RefCell;
 
 /// The kind of step that a recording runs, with its bucket sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Shape {
+pub enum StepShape {
     /// A decode step: one token of each of up to `rows` slots.
     Decode {
         /// The bucket's number of rows.
@@ -65,23 +65,26 @@ pub enum Shape {
     },
 }
 
-impl Shape {
+impl StepShape {
     /// Returns the recording's name.
     pub fn name(self) -> String {
         match self {
-            Shape::Decode { rows } => format!("decode.{rows}"),
-            Shape::Prefill { rows } => format!("prefill.{rows}"),
-            Shape::Head { rows } => format!("head.{rows}"),
-            Shape::Score { rows } => format!("score.{rows}"),
-            Shape::Verify { sequences, drafts } => format!("verify.{sequences}.{drafts}"),
+            StepShape::Decode { rows } => format!("decode.{rows}"),
+            StepShape::Prefill { rows } => format!("prefill.{rows}"),
+            StepShape::Head { rows } => format!("head.{rows}"),
+            StepShape::Score { rows } => format!("score.{rows}"),
+            StepShape::Verify { sequences, drafts } => format!("verify.{sequences}.{drafts}"),
         }
     }
 
     /// Returns the number of rows of activations.
     pub fn rows(self) -> u32 {
         match self {
-            Shape::Decode { rows } | Shape::Prefill { rows } | Shape::Head { rows } | Shape::Score { rows } => rows,
-            Shape::Verify { sequences, drafts } => sequences * (drafts + 1),
+            StepShape::Decode { rows }
+            | StepShape::Prefill { rows }
+            | StepShape::Head { rows }
+            | StepShape::Score { rows } => rows,
+            StepShape::Verify { sequences, drafts } => sequences * (drafts + 1),
         }
     }
 }
@@ -265,7 +268,7 @@ impl Decoder<'_> {
     /// products wait for whole chunks of 32 columns. It also requires more than one full-attention layer (or none): the
     /// partial results of splits are not cleared, so with a single layer they could not be distinguished from those of
     /// the previous step.
-    fn carries(&self, shape: Shape) -> bool {
+    fn carries(&self, shape: StepShape) -> bool {
         let c = self.config;
         let attention = c.layers_of(LayerKind::FullAttention).count();
         let heads = self.heads();
@@ -281,7 +284,7 @@ impl Decoder<'_> {
         }
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
         self.tuning.tags
-            && matches!(shape, Shape::Decode { .. })
+            && matches!(shape, StepShape::Decode { .. })
             && !self.packs(shape)
             && whole
             && attention != 1
@@ -290,24 +293,24 @@ impl Decoder<'_> {
     }
 
     /// Returns the recording of a step.
-    pub fn record(&self, shape: Shape) -> Recording {
+    pub fn record(&self, shape: StepShape) -> Recording {
         let c = self.config;
         let mut recording = Recording::new(shape.name());
         let r = &mut recording;
         let rows = shape.rows();
-        let prefill = matches!(shape, Shape::Prefill { .. });
+        let prefill = matches!(shape, StepShape::Prefill { .. });
         let heads = self.heads();
         // Tagged and plain words never share memory, because a plain word's low bits could equal any tag.
         let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
         // Head and Score recordings read the activations that a prefill step left, so their buffers are sized for the
         // largest one.
-        let behind = matches!(shape, Shape::Head { .. } | Shape::Score { .. });
+        let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. });
         let x_rows = if behind { self.state.chunk } else { rows };
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
         let chunk = match shape {
-            Shape::Verify { sequences, drafts } => self.verify_rows(r, sequences, drafts + 1),
+            StepShape::Verify { sequences, drafts } => self.verify_rows(r, sequences, drafts + 1),
             _ => self.state.chunk(r),
         };
         let step = Step {
@@ -342,14 +345,14 @@ impl Decoder<'_> {
             }
         }
         match shape {
-            Shape::Prefill { .. } => {
+            StepShape::Prefill { .. } => {
                 self.mark(r, shape, &step);
                 if self.drafts() {
                     self.draft_prompts(r, shape, &step);
                 }
             }
-            Shape::Score { .. } => self.score(r, shape, &step),
-            Shape::Decode { .. } | Shape::Head { .. } | Shape::Verify { .. } => self.head(r, shape, &step),
+            StepShape::Score { .. } => self.score(r, shape, &step),
+            StepShape::Decode { .. } | StepShape::Head { .. } | StepShape::Verify { .. } => self.head(r, shape, &step),
         }
         tags::number_calls(&mut recording);
         debug_assert_eq!(tags::check(&recording), Ok(()));
@@ -364,7 +367,7 @@ impl Decoder<'_> {
         r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
     }
 
-    fn layer(&self, r: &mut Recording, shape: Shape, step: &Step, layer: u32) {
+    fn layer(&self, r: &mut Recording, shape: StepShape, step: &Step, layer: u32) {
         let c = self.config;
         let at = layer as usize;
         let kind = c.layer_kinds[at];
@@ -386,7 +389,7 @@ impl Decoder<'_> {
     }
 
     /// Records a mixer's input projection, including the norm before it.
-    fn mixer_input(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, part: &str, y: Activations) {
+    fn mixer_input(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, part: &str, y: Activations) {
         let c = self.config;
         let name = block.name(part);
         let norm = self.vector(r, &block.name("attn_norm"));
@@ -407,7 +410,7 @@ impl Decoder<'_> {
     }
 
     /// Records a mixer's output projection, which is added to x.
-    fn mixer_output(&self, r: &mut Recording, shape: Shape, step: &Step, block: &Block, mixed: Mixed) {
+    fn mixer_output(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, mixed: Mixed) {
         let name = block.name("o");
         let packed = match mixed {
             Mixed::Rows(y) if !self.packs_for(shape, &name) => {

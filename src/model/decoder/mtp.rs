@@ -2,7 +2,7 @@
 //!
 //! Not here: whether a draft is accepted, which the sampler decides, and whether to draft.
 
-use super::{Block, Decoder, Shape, Step, stride};
+use super::{Block, Decoder, Step, StepShape, stride};
 use crate::kernels::attention;
 use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::draft::{self, VerifyRows};
@@ -60,7 +60,7 @@ impl Decoder<'_> {
 
     /// Records the computation of the block's input from the tokens of a drafting pass's descriptor and the model's
     /// rows `h`.
-    fn draft_input(&self, r: &mut Recording, shape: Shape, step: &Step, h: Activations, final_norm: &str) {
+    fn draft_input(&self, r: &mut Recording, shape: StepShape, step: &Step, h: Activations, final_norm: &str) {
         let c = self.config;
         let rows = shape.rows();
         let embedded = Self::activations(r, "draft.embedded", rows, c.hidden);
@@ -95,7 +95,7 @@ impl Decoder<'_> {
     }
 
     /// Records the computation of the drafting block's keys and values for the rows of a prefill step.
-    pub(super) fn draft_prompts(&self, r: &mut Recording, shape: Shape, step: &Step) {
+    pub(super) fn draft_prompts(&self, r: &mut Recording, shape: StepShape, step: &Step) {
         let layout = self.state.chunk_layout();
         let draft = self.draft_step(r, step, shape.rows());
         let args = ShiftTokensArgs {
@@ -132,7 +132,7 @@ impl Decoder<'_> {
         let head_rows = r.buffer("draft.head_rows", embed::rows_bytes(sequences));
         let (mut h, mut rows, mut each, mut norm) = (x, rows, each, "final_norm");
         for index in 0..drafts {
-            let shape = Shape::Head { rows: sequences * each };
+            let shape = StepShape::Head { rows: sequences * each };
             let draft = self.draft_step(r, step, shape.rows());
             let args =
                 NextTokensArgs { rows, slots, next: draft.chunk, last_at: layout.last(0), tokens_at: layout.token(0) };
@@ -155,7 +155,7 @@ impl Decoder<'_> {
                 last_at: layout.last(0),
             };
             r.call(take_last("draft_last".to_owned(), sequences, args));
-            let shape = Shape::Head { rows: sequences };
+            let shape = StepShape::Head { rows: sequences };
             let logits = Self::activations(r, "draft.logits", sequences, c.vocab);
             self.lm_head(r, shape, &draft, head_x, "mtp.final_norm", logits);
             let partials = self.best(r, sequences, logits, "draft.partials", "draft_argmax");

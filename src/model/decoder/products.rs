@@ -3,7 +3,7 @@
 //!
 //! Not here: which weights a layer has.
 
-use super::{Decoder, Shape, Step, floats_from, outputs_from};
+use super::{Decoder, Step, StepShape, floats_from, outputs_from};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
@@ -37,7 +37,7 @@ impl Decoder<'_> {
     }
 
     /// Returns the workgroup shape of `skinny` for a product.
-    pub(super) fn skinny_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::Config {
+    pub(super) fn skinny_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::SkinnyConfig {
         if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
             return *config;
         }
@@ -68,7 +68,7 @@ impl Decoder<'_> {
             (Matrices::Cooperative, 0) => unreachable!("a step has rows"),
         };
         let ahead = ahead.min(chunks.div_ceil(threads / 32).next_power_of_two());
-        let mut config = skinny::Config { threads, tiles, ahead };
+        let mut config = skinny::SkinnyConfig { threads, tiles, ahead };
         while config.shared_bytes(rows, matrices) > self.tuning.shared_bytes && config.threads > 32 {
             match config.ahead {
                 1 => config.threads /= 2,
@@ -83,7 +83,7 @@ impl Decoder<'_> {
     pub(super) fn product(
         &self,
         recording: &mut Recording,
-        shape: Shape,
+        shape: StepShape,
         name: &str,
         step: &Step,
         x: Activations,
@@ -110,7 +110,7 @@ impl Decoder<'_> {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
-                (Shape::Prefill { rows }, _) => product.matmul(rows, step.chunk),
+                (StepShape::Prefill { rows }, _) => product.matmul(rows, step.chunk),
                 (shape, _) => product.gemv(
                     shape.rows(),
                     self.gemv_threads(weight.cols),
@@ -121,19 +121,19 @@ impl Decoder<'_> {
     }
 
     /// Whether the products of a step of this shape take rows of activations that were packed for them.
-    pub(super) fn packs(&self, shape: Shape) -> bool {
+    pub(super) fn packs(&self, shape: StepShape) -> bool {
         let narrow = self.config.hidden <= NARROW && self.config.experts.is_none();
         let most = if narrow { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
         self.tuning.fragments.is_some() && shape.rows() > most
     }
 
     /// Whether the product of a step of this shape with this weight takes packed rows.
-    pub(super) fn packs_for(&self, shape: Shape, name: &str) -> bool {
+    pub(super) fn packs_for(&self, shape: StepShape, name: &str) -> bool {
         self.packs(shape) && self.weight(name).is_some_and(|w| self.in_fragments(w))
     }
 
     /// Returns the workgroup shape of `panel` for a product.
-    pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::Config {
+    pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::PanelConfig {
         if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
             return *config;
         }
@@ -155,7 +155,7 @@ impl Decoder<'_> {
             _ => (128, 2, 1, 8),
         };
         let ahead = ahead.min(weight.cols.div_ceil(32).div_ceil(threads / 32).next_power_of_two());
-        let mut config = panel::Config { threads, tiles, ahead, blocks };
+        let mut config = panel::PanelConfig { threads, tiles, ahead, blocks };
         while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
             config.threads /= 2;
         }
@@ -185,7 +185,7 @@ impl Decoder<'_> {
     pub(super) fn tiled(
         &self,
         recording: &mut Recording,
-        shape: Shape,
+        shape: StepShape,
         name: &str,
         step: &Step,
         x: Packed,
@@ -210,14 +210,14 @@ impl Decoder<'_> {
             };
             let batch_tile = self.batch_tile(&weight, rows, fold);
             recording.call(match (shape, batch_tile) {
-                (Shape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
+                (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
                         Matrices::Emulated => Tile::Plain,
                     };
                     product.call(tile, rows, step.chunk)
                 }
-                (Shape::Decode { .. } | Shape::Score { .. }, Some(tile)) => product.batch(tile, rows),
+                (StepShape::Decode { .. } | StepShape::Score { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows after the end of a chunk are zero.
                 _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
             });
@@ -229,7 +229,7 @@ impl Decoder<'_> {
     pub(super) fn pack(
         &self,
         recording: &mut Recording,
-        shape: Shape,
+        shape: StepShape,
         step: &Step,
         label: String,
         x: Activations,
@@ -238,7 +238,7 @@ impl Decoder<'_> {
     ) -> Packed {
         let packed = Self::packed(recording, &format!("packed.{cols}"), shape.rows(), cols);
         let norm = norm.map(|norm| (norm, self.config.rms_eps));
-        let count = matches!(shape, Shape::Prefill { .. }).then_some(step.chunk);
+        let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
         recording.call(tiled::pack_rows(label, x, norm, packed, shape.rows(), count));
         packed
     }
@@ -250,10 +250,10 @@ impl Decoder<'_> {
     /// Returns the buffers of unscaled rows if the products of a decode step fold the norms between them, otherwise
     /// `None`. Each workgroup then sums the squares of all its rows again, which costs more than a separate stage if
     /// there are many rows.
-    pub(super) fn unscaled(&self, r: &mut Recording, shape: Shape) -> Option<Unscaled> {
+    pub(super) fn unscaled(&self, r: &mut Recording, shape: StepShape) -> Option<Unscaled> {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
         let whole = |name: &str| self.weight(name).is_some_and(|w| self.in_fragments(w) && self.parts(w).len() == 1);
-        let folds = matches!(shape, Shape::Decode { .. })
+        let folds = matches!(shape, StepShape::Decode { .. })
             && self.packs(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
             && hidden.is_multiple_of(32)

@@ -3,7 +3,7 @@
 //!
 //! Not here: the layers before it, which are those of any prefill step.
 
-use super::{Decoder, Shape, Step};
+use super::{Decoder, Step, StepShape};
 use crate::kernels::recording::Recording;
 use crate::kernels::sampling::{self, score};
 use crate::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
@@ -19,7 +19,7 @@ impl Decoder<'_> {
         self.state.rows.clamp(ROWS.0, ROWS.1).min(self.state.chunk)
     }
 
-    pub(super) fn score(&self, r: &mut Recording, shape: Shape, step: &Step) {
+    pub(super) fn score(&self, r: &mut Recording, shape: StepShape, step: &Step) {
         let (rows, chunk, words) = (shape.rows(), step.chunk, self.state.score(r));
         let head_x = Self::activations(r, "head.x", rows, self.config.hidden);
         let (x, x_stride) = (step.x.range, step.x.stride);

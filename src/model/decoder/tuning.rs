@@ -42,9 +42,9 @@ pub struct Tuning {
     pub fragments: Option<Matrices>,
     /// The workgroup shapes of `skinny` for one row of activations, by rows and columns of W. Overrides the default
     /// rule.
-    pub skinny: BTreeMap<(u32, u32), skinny::Config>,
+    pub skinny: BTreeMap<(u32, u32), skinny::SkinnyConfig>,
     /// The workgroup shapes of `panel`, by rows and columns of W. Overrides the default rule.
-    pub panel: BTreeMap<(u32, u32), panel::Config>,
+    pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
     /// The tiles for products of a batch that use `tiled` instead of `panel`, by rows and columns of W.
     pub tiles: BTreeMap<(u32, u32), Tile>,
     /// The maximum number of rows of a batch for which norms are folded into the products around them. The limit is
@@ -97,7 +97,7 @@ impl Tuning {
             if threads % 32 != 0 || [threads, tiles, ahead, blocks].contains(&0) {
                 return false;
             }
-            self.panel.insert((rows, cols), panel::Config { threads, tiles, ahead, blocks });
+            self.panel.insert((rows, cols), panel::PanelConfig { threads, tiles, ahead, blocks });
             return true;
         }
         if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
@@ -108,7 +108,7 @@ impl Tuning {
             if threads % 32 != 0 || [threads, tiles, ahead].contains(&0) {
                 return false;
             }
-            self.skinny.insert((rows, cols), skinny::Config { threads, tiles, ahead });
+            self.skinny.insert((rows, cols), skinny::SkinnyConfig { threads, tiles, ahead });
             return true;
         }
         let Ok(value) = value.parse() else { return false };

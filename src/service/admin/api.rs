@@ -35,8 +35,8 @@
 //! `first_token`, `per_token`, `whole`.
 
 use super::{Admin, Loading};
+use crate::actors::timeline::Point;
 use crate::actors::timeline::{ClockQuality, SubmissionRecord, TransferRecord};
-use crate::device::Point;
 use crate::host::ServedDevice;
 use crate::host::catalogue::{Listed, LoadState};
 use crate::host::progress::Unit;
@@ -44,7 +44,7 @@ use crate::host::{Host, ServedModel};
 use crate::replica::observer::StepRecord;
 use crate::replica::{MemoryUse, Replica};
 use crate::telemetry::clock::Moment;
-use crate::telemetry::requests::Ended;
+use crate::telemetry::requests::EndedRequest;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -320,7 +320,7 @@ pub(super) fn requests(admin: &Admin, host: &Host, since: f64) -> Value {
     })
 }
 
-fn ended(admin: &Admin, ended: &Ended) -> Value {
+fn ended(admin: &Admin, ended: &EndedRequest) -> Value {
     json!({
         "at": admin.us(ended.at),
         "id": ended.id,

@@ -1,4 +1,4 @@
-//! From a request's model and device to one replica.
+//! Routing: from the model and device that a request names to one replica.
 
 use crate::engine::prefix::PageKey;
 use crate::host::affinity::{Affinity, Candidate};
@@ -7,45 +7,45 @@ use crate::host::{Host, ServedModel};
 use crate::replica::Replica;
 use std::sync::Arc;
 
-/// Why no replica was found for a request.
+/// The reason for which no replica was found.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum RouteError {
-    /// No model of that name.
+    /// There is no model of that name.
     #[error("model \"{asked}\" is not served; served are {served}")]
     UnknownModel {
-        /// What was asked.
+        /// The requested name.
         asked: String,
-        /// Comma-separated names.
+        /// The names of the served models, separated by commas.
         served: String,
     },
-    /// The configuration names the model, and it is not served now.
+    /// The configuration contains the model, but it is not served now.
     #[error("model \"{asked}\" is not served: {state}; served are {served}")]
     NotLoaded {
-        /// What was asked.
+        /// The requested name.
         asked: String,
-        /// What is the matter with it.
+        /// The model's load state.
         state: LoadState,
-        /// Comma-separated names.
+        /// The names of the served models, separated by commas.
         served: String,
     },
-    /// The model has no replica on the asked device.
+    /// The model has no replica on the requested device.
     #[error("model \"{model}\" has no replica on device \"{asked}\"; it runs on {available}")]
     UnknownDevice {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// The selector as given.
+        /// The device selector as given.
         asked: String,
-        /// Comma-separated replicas with their devices.
+        /// The model's replicas with their devices, separated by commas.
         available: String,
     },
 }
 
 impl Host {
-    /// The replica for a request: the named model (empty: the only one), on the selected
-    /// device or replica (empty: the least loaded).
+    /// Returns a replica of the named model (empty: the only model) that matches the device selector (empty: all
+    /// replicas).
     ///
-    /// `device` is a replica's name, or a device's UUID, PCI address, index, or part of its
-    /// name. Of several that fit it is the least loaded, of those that take requests if any do.
+    /// `device` is a replica's name, or a device's UUID, PCI address, index, or a part of its name. If several replicas
+    /// match, returns the least loaded one, preferring replicas that accept requests.
     pub fn route(&self, model: &str, device: &str) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
         let served = self.find(model)?;
         let replica = served.fitting(device)?.into_iter().min_by_key(|&replica| {
@@ -58,9 +58,9 @@ impl Host {
         Ok((served, replica))
     }
 
-    /// The replica for `samples` requests of a prompt whose full pages have the names `keys`: as [`Host::route`], but
-    /// rather one that was given the prompt's beginning before, unless it is too busy ([`Affinity`] says when), and
-    /// one that has room for them rather than one that has not.
+    /// Returns the replica for `samples` requests with a prompt whose full pages have the keys `keys`. Like
+    /// [`Host::route`], but prefers a replica that received the prompt's beginning before, unless it is too busy (see
+    /// [`Affinity`]), and replicas that have room for all samples.
     pub fn route_prompt(
         &self,
         model: &str,
@@ -91,7 +91,7 @@ impl Host {
         Ok((served, replica))
     }
 
-    /// The named model, or the only one.
+    /// Returns the named model, or the only one if `model` is empty.
     fn find(&self, model: &str) -> Result<Arc<ServedModel>, RouteError> {
         let models = self.models();
         let found = match models.as_slice() {
@@ -105,13 +105,13 @@ impl Host {
         let names: Vec<&str> = models.iter().map(|served| served.name.as_str()).collect();
         let served = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
         Err(match self.state(model) {
-            // Between the two looks it may have come.
+            // The model may have been loaded between the two lookups; then the state is `Serving`.
             Some(state) => RouteError::NotLoaded { asked, state, served },
             None => RouteError::UnknownModel { asked, served },
         })
     }
 
-    /// Forgets which replica of the model was given which prompts: they have forgotten them too.
+    /// Clears the record of which replica received which prompts, after the replicas have cleared their prefix caches.
     pub fn forget_prompts(&self, model: &str) {
         if let Ok(model) = self.find(model) {
             *model.affinity() = Affinity::default();
@@ -120,7 +120,7 @@ impl Host {
 }
 
 impl ServedModel {
-    /// The replicas that a selector means, at least one.
+    /// Returns the indices of the replicas that match a selector, at least one.
     fn fitting(&self, device: &str) -> Result<Vec<usize>, RouteError> {
         let fitting = fitting(&self.replicas, device);
         if !fitting.is_empty() {
@@ -136,8 +136,8 @@ impl ServedModel {
     }
 }
 
-/// The replicas that a selector means. The exact ways of naming go before part of a name, and
-/// a number is an index and nothing else: "3" must not find an "RTX 3060".
+/// Returns the indices of the replicas that match a selector. Exact matches come before partial names, and a number is
+/// only an index: "3" must not match an "RTX 3060".
 fn fitting(replicas: &[Arc<Replica>], selector: &str) -> Vec<usize> {
     let find = |fits: &dyn Fn(&Replica) -> bool| -> Vec<usize> {
         replicas.iter().enumerate().filter(|(_, replica)| fits(replica)).map(|(index, _)| index).collect()

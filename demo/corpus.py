@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the corpus that the demo model is trained on: chats, all made here from word lists and small grammars.
+"""Generates the corpus that the demo model is trained on: chats, made from word lists and small grammars.
 
-    python3 corpus.py sample --count 20            print chats, to read
+    python3 corpus.py sample --count 20            print chats for inspection
     python3 corpus.py heldout tasks-heldout.jsonl  write the held-out exact tasks
 
-Everything follows from the seed. What is held out is decided by a hash of the content (see `held_out`), never by chance,
-so that no training chat, whatever its seed, holds one of the held-out sums, word lists, words or stories.
+The seed determines everything. A hash of the content decides what is held out (see `held_out`), independently of the
+seed, so that no training chat contains one of the held-out sums, word lists, words or stories, whatever its seed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ Cosmo Dario Edgar Floyd Gilbert Harvey Ivan Jack Kasper Lars Morris Nico Orson P
 TRAITS = """brave little kind clever shy curious gentle cheerful old young tiny lonely friendly quiet lazy proud patient
 silly sleepy grumpy honest happy careful bold wise small""".split()
 OBJECT_LOOKS = "old golden silver red blue green small little shiny tiny magic beautiful strange painted heavy bright".split()
-FRESH_LOOKS = "red golden little big round beautiful magic tiny perfect green".split()  # for what is eaten or grows
+FRESH_LOOKS = "red golden little big round beautiful magic tiny perfect green".split()  # for food and plants
 PLACE_LOOKS = "old quiet dark wide green little deep great lonely misty beautiful hidden windy sunny".split()
 COLORS = "red blue green yellow white black brown purple orange pink gray golden".split()
 
@@ -243,7 +243,7 @@ timber trumpet tulip turtle twilight vessel village vinegar waffle wagon whistle
 
 
 def all_words():
-    """Every real word that the word tasks may use, in lower case."""
+    """Returns all real words that the word tasks may use, in lower case."""
     words = set(KINDS + ALL_OBJECTS + ALL_PLACES + TRAITS + OBJECT_LOOKS + FRESH_LOOKS + PLACE_LOOKS + COLORS + SEASONS + EXTRA_WORDS)
     return sorted(word for word in words if 3 <= len(word) <= 10)
 
@@ -252,7 +252,7 @@ WORDS = all_words()
 
 
 def held_out(key, percent):
-    """Whether this content belongs to the held-out part: a hash decides, so that it never depends on a seed."""
+    """Returns whether this content is held out. A hash decides, so that it does not depend on a seed."""
     return zlib.crc32(("ostinato:" + key).encode()) % 1000 < percent * 10
 
 
@@ -261,21 +261,22 @@ def held_out(key, percent):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def number(text):
-    """A number that follows from the text."""
+    """Returns a number that depends only on the text."""
     return zlib.crc32(text.encode())
 
 
 def lean(rng, count, point, leaning, chance=0.35):
-    """One of `count` choices; more often than not the one that this leaning prefers at this point of the grammar.
+    """Returns one of `count` choices. With probability `chance` it is the choice that `leaning` prefers at this point
+    of the grammar, otherwise a uniform one.
 
-    A story leans by its hero: the most likely story about an owl is then another one than that about a fox."""
+    A story's leaning depends on its hero, so that the most likely story about an owl differs from that about a fox."""
     if leaning and rng.random() < chance:
         return (((point ^ leaning) * 0x9E3779B1 & 0xFFFFFFFF) >> 15) % count
     return int(rng.random() * count)
 
 
 def favorite(rng, options, point, leaning):
-    """One of the options, where a leaning prefers three of them."""
+    """Returns one of the options; the leaning prefers three of them."""
     pick = rng.random()
     if pick < 0.38:
         return options[lean(rng, len(options), number(point) + (0 if pick < 0.18 else 1 if pick < 0.30 else 2), leaning, 1)]
@@ -283,7 +284,7 @@ def favorite(rng, options, point, leaning):
 
 
 def parse(text):
-    """Parses a template into nested tuples, once."""
+    """Parses a template into nested lists and tuples."""
     pos = 0
 
     def sequence(stop):
@@ -323,7 +324,7 @@ PARSED = {}
 
 
 def expand(rng, template, slots, told=None, leaning=0):
-    """Expands a template (a string, or a list of which one is taken) with the slots given."""
+    """Expands a template (a string, or a list from which one is chosen) with the given slots."""
     if isinstance(template, list):
         template = template[lean(rng, len(template), len(template[0]), leaning)]
     tree = PARSED.get(template)
@@ -356,14 +357,14 @@ def expand(rng, template, slots, told=None, leaning=0):
 
 
 def a(phrase):
-    """The phrase with its indefinite article."""
+    """Returns the phrase with its indefinite article ('the' for words of ONLY_THE)."""
     if phrase in ONLY_THE:
         return "the " + phrase
     return ("an " if (phrase[0] in "aeiou" or phrase.startswith("hon")) and not phrase.startswith(("uni", "use", "ukul")) else "a ") + phrase
 
 
 def tidy(text):
-    """One space between sentences, none at the ends."""
+    """Returns the text with single spaces between sentences and none at the ends."""
     return re.sub(r" {2,}", " ", text).strip()
 
 
@@ -373,7 +374,7 @@ CODAS = ["", "", "", "b", "ck", "d", "g", "l", "ll", "m", "n", "nd", "ng", "nt",
 
 
 def invented(rng, syllables=None):
-    """A word that does not exist but could: 'snorbel'."""
+    """Returns an invented word, such as 'snorbel'."""
     count = syllables or rng.choice((1, 2, 2, 2, 3))
     return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count))[:11]
 
@@ -534,7 +535,8 @@ HOMES = {
 
 
 def home(rng, kind, leaning):
-    """Where such a hero lives: mostly where one would expect, and mostly at one of three places."""
+    """Returns the place where such a hero lives: usually one that fits the kind, and often one of three preferred
+    places."""
     if rng.random() < 0.15:
         return rng.choice(ALL_PLACES)
     classes = HOMES.get(kind, ["wood", "field", "wood", "high"])
@@ -543,7 +545,7 @@ def home(rng, kind, leaning):
 
 
 class Story:
-    """A story: its text, what a request for it may name, and questions about it."""
+    """A story: its text, the things that a request for it may name, and questions about it."""
 
     def __init__(self, rng, theme=None, want_third=False):
         slots = {}
@@ -565,7 +567,7 @@ class Story:
         while places[0] == places[1]:
             places[0] = rng.choice(ALL_PLACES)
         classes = {}
-        if rng.random() < 0.06:  # words nobody has heard of, so that the model learns to copy what it is given
+        if rng.random() < 0.06:  # an invented word, so that the model learns to copy words
             slot = rng.randrange(5)
             word = invented(rng)
             if slot < 2:
@@ -668,7 +670,7 @@ class Story:
         return held_out(self.key, 2)
 
     def request(self, rng, theme=None):
-        """What a user may say to be told this story."""
+        """Returns a user's message that asks for this story."""
         slots = self.slots
         if theme:
             return expand(rng, ASK_STORY, {"about": theme})
@@ -765,7 +767,7 @@ FACT_FOODS = "soup bread pancakes stew popcorn noodles jam honey cheese rice sal
 
 
 def small_text(rng):
-    """A few sentences with facts: the text, and its questions."""
+    """Returns a text of a few sentences with facts, and questions about it with answers."""
     count = rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 5))
     names = rng.sample(NAMES_F + NAMES_M, 2 * count)
     objects, places = rng.sample(ALL_OBJECTS, count), rng.sample(ALL_PLACES, count)
@@ -818,7 +820,7 @@ def sorting(rng, held=False):
     while True:
         count = rng.choice((3, 4, 4, 5, 5, 6, 6))
         words = set()
-        close = rng.random() < 0.3 and not held  # words that begin alike are the hard ones
+        close = rng.random() < 0.3 and not held  # words with the same beginning are the hard ones
         if close:
             start = rng.randrange(len(WORDS))
             near = WORDS[start:start + 25]
@@ -839,11 +841,12 @@ def sorting(rng, held=False):
 
 
 ENDINGS = "s ed er ing ly ness ful ish y en let est able less ment".split()
-PIECES = []  # the tokenizer's own pieces, set by the trainer, so that each is spelled in many contexts
+PIECES = []  # pieces of the tokenizer's vocabulary, set by train.py, so that each is spelled in many contexts
 
 
 def spelling_word(rng):
-    """A word to practise spelling with: often a real one, else built from real ones or invented."""
+    """Returns a word for the spelling tasks: a real one, one built from real ones or from tokens, an invented one, or
+    random letters."""
     pick = rng.random()
     if pick < 0.35:
         return rng.choice(WORDS)
@@ -946,7 +949,7 @@ def lower_first(question):
 
 
 def unanswerable(rng, story):
-    """A question about a thing or a person that the story does not name."""
+    """Returns a question about a thing or a person that does not occur in the story."""
     text = story.text
     while True:
         word, name = rng.choice(ALL_OBJECTS), rng.choice(NAMES_F + NAMES_M)
@@ -975,7 +978,7 @@ def story_chat(rng, held=False):
 
 
 def told_question_chat(rng, held=False, questions=None):
-    """A story told by the assistant, then questions about it."""
+    """Returns a chat in which the assistant tells a story, followed by questions about it."""
     story, theme = make_story(rng, held)
     chat = [message("user", story.request(rng, theme)), message("assistant", story.text)]
     for _ in range(questions or rng.choice((1, 2, 3, 3, 4))):
@@ -985,7 +988,8 @@ def told_question_chat(rng, held=False, questions=None):
 
 
 def given_question_chat(rng, held=False, questions=None):
-    """A text given by the user, a story or a few facts, with a question about it; then perhaps more questions."""
+    """Returns a chat in which the user gives a text (a story or a few facts) with a question about it, possibly
+    followed by more questions."""
     count = questions or rng.choice((1, 1, 2, 3, 4))
     while True:
         if rng.random() < 0.5:
@@ -1014,7 +1018,7 @@ def task_chat(rng, kind, held=False):
 
 
 def training_chat(rng):
-    """One chat of the training corpus."""
+    """Returns one chat of the training corpus."""
     pick = rng.random()
     if pick < 0.13:
         chat = story_chat(rng)
@@ -1022,7 +1026,7 @@ def training_chat(rng):
         chat = told_question_chat(rng)
     elif pick < 0.29:
         chat = given_question_chat(rng)
-    elif pick < 0.32:  # a longer chat of several things
+    elif pick < 0.32:  # a longer chat with several topics
         chat = []
         for _ in range(rng.choice((2, 3, 3, 4))):
             part = rng.random()
@@ -1045,7 +1049,8 @@ def training_chat(rng):
 
 
 def heldout_tasks(count, seed=7):
-    """The held-out exact tasks: `count` of each kind, each with its chat so far and the expected answer."""
+    """Returns the held-out exact tasks: at most `count` of each kind, each with the chat before the answer and the
+    expected answer."""
     makers = {kind: (lambda rng, kind=kind: task_chat(rng, kind, held=True)) for kind in ("addition", "sorting", "spelling", "reversing")}
     makers["question about a story told"] = lambda rng: told_question_chat(rng, held=True, questions=1)
     makers["question about a text given"] = lambda rng: given_question_chat(rng, held=True, questions=1)

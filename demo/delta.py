@@ -1,27 +1,28 @@
-"""The gated delta rule over whole rows, forward and backward: what a linear-attention layer of Qwen3.5 computes.
+"""The gated delta rule over whole rows, forward and backward: the core of a linear-attention layer of Qwen3.5.
 
-For each value head, with a state S of [DK, DV] that begins at zero, and for each token t
+For each value head, with a state S of [DK, DV] that is initially zero, and for each token t
 
     S <- exp(g_t) S;   d = beta_t (v_t - S'k_t);   S <- S + k_t d';   o_t = S'q_t
 
-`recurrent` says just that. The other two do it a chunk of C tokens at a time. With G_i the sum of g up to token i of the
-chunk, D_ij = exp(G_i - G_j) for i >= j, and S the state before the chunk:
+`recurrent` computes these formulas directly. The other two functions compute a chunk of C tokens at a time. With G_i
+the sum of g up to token i of the chunk, D_ij = exp(G_i - G_j) for i >= j, and S the state before the chunk:
 
     A = strictly lower part of beta_i (k_i.k_j) D_ij      T = inverse of I + A        P_ij = (q_i.k_j) D_ij, i >= j
     R_i = beta_i (v_i - exp(G_i) S'k_i)                   N = T R                     (N: the d of each token)
     o_i = exp(G_i) S'q_i + (P N)_i                        S <- exp(G_C) S + sum_i exp(G_C - G_i) k_i N_i'
 
-`chunked` is plain torch (any device, differentiated by torch), `delta_rule` are Triton kernels for a GPU, whose products
-are of the inputs' type with f32 sums. A row of several documents has g = RESET at each document's first token.
+`chunked` is plain torch (on any device, differentiated by torch). `delta_rule` uses Triton kernels for a GPU, whose
+matrix products have the type of the inputs and f32 accumulators. In a row with several documents, g is RESET at the
+first token of each document.
 
-Shapes: q, k [rows, tokens, key heads, DK], v [rows, tokens, value heads, DV], g and beta f32 [rows, tokens, value heads];
-tokens is a multiple of C, value heads one of key heads. q and k come normalised, q also scaled. Value head h uses key head
-h // (value heads / key heads).
+Shapes: q, k [rows, tokens, key heads, DK], v [rows, tokens, value heads, DV], g and beta f32 [rows, tokens, value
+heads]. The number of tokens is a multiple of C, and the number of value heads is a multiple of the number of key heads.
+The caller normalizes q and k, and scales q. Value head h uses key head h // (value heads / key heads).
 """
 
 import torch
 
-RESET = -64.0  # exp(RESET) is nothing beside 1; a sum with few of these in it stays exact enough in f32
+RESET = -64.0  # exp(RESET) is negligible beside 1, and a sum that contains a few RESETs is precise enough in f32
 C = 32
 
 try:
@@ -32,7 +33,7 @@ except ImportError:
 
 
 def recurrent(q, k, v, g, beta):
-    """Token by token. Differentiable and slow."""
+    """Computes the rule token by token. Differentiable, but slow."""
     share = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(share, 2).float() for x in (q, k))
     state = torch.zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], device=v.device)
@@ -46,7 +47,7 @@ def recurrent(q, k, v, g, beta):
 
 
 def chunked(q, k, v, g, beta, size=64):
-    """Chunk by chunk, in f32."""
+    """Computes the rule chunk by chunk, in f32."""
     b, t, h, _ = v.shape
     share = h // k.shape[2]
     q, k = (x.repeat_interleave(share, 2) for x in (q, k))
@@ -71,7 +72,8 @@ def chunked(q, k, v, g, beta, size=64):
 if triton is not None:
     @triton.jit
     def prepare_kernel(K, LOG, BETA, SUMS, T, length, KH: tl.constexpr, VH: tl.constexpr, DK: tl.constexpr, C: tl.constexpr):
-        """One chunk of one value head: the sums of g, and T by forward substitution (on A transposed, row after row of T)."""
+        """Computes one chunk of one value head: the sums of g, and T by forward substitution (on A transposed, row by
+        row)."""
         n, row, head = tl.program_id(0), tl.program_id(1) // VH, tl.program_id(1) % VH
         i, d = tl.arange(0, C), tl.arange(0, DK)
         token = row * length + n * C + i
@@ -89,7 +91,7 @@ if triton is not None:
 
     @triton.jit
     def forward_kernel(Q, K, V, BETA, SUMS, T, O, S, length, KH: tl.constexpr, VH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr):
-        """One value head of one row: chunk after chunk, keeping the state that each begins with."""
+        """Computes one value head of one row, chunk by chunk, and stores the state at the start of each chunk."""
         row, head = tl.program_id(0) // VH, tl.program_id(0) % VH
         i, dk, dv = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, DV)
         lower = i[:, None] >= i[None, :]
@@ -116,7 +118,8 @@ if triton is not None:
     @triton.jit
     def backward_kernel(Q, K, V, BETA, SUMS, T, S, DO, DQ, DKEY, DVALUE, DBETA, DLOG, length,
                         KH: tl.constexpr, VH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr):
-        """One value head of one row, from the last chunk to the first; `ds` is the gradient of the state behind the chunk."""
+        """Computes one value head of one row, from the last chunk to the first. `ds` is the gradient of the state after
+        the chunk."""
         row, head = tl.program_id(0) // VH, tl.program_id(0) % VH
         i, dk, dv = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, DV)
         lower, below = i[:, None] >= i[None, :], i[:, None] > i[None, :]
@@ -137,7 +140,7 @@ if triton is not None:
             kk = tl.dot(k, tl.trans(k)) * tl.where(below, decay, 0.0)
             p = tl.dot(q, tl.trans(k)) * decay
             seen = e * tl.dot(k, s)
-            r = v.to(tl.float32) - seen  # R without its beta
+            r = v.to(tl.float32) - seen  # R without the factor beta
             change = tl.dot(t, (beta[:, None] * r).to(k.dtype)).to(k.dtype)
             after = ds.to(k.dtype)
             # Backpropagates first through the output and the next state, which depend on P, N, Q, K and S; then through
@@ -149,8 +152,8 @@ if triton is not None:
             dqk, dkk = (dp * decay).to(k.dtype), (da * decay * beta[:, None]).to(k.dtype)
             dseen = -beta[:, None] * dr
             dstate = (dseen * e).to(k.dtype)
-            read = e * tl.dot(do, tl.trans(s))  # the part of dQ by way of S
-            kept = rest * tl.dot(change, tl.trans(after))  # the part of dK by way of the next state
+            read = e * tl.dot(do, tl.trans(s))  # the part of dQ that comes through S
+            kept = rest * tl.dot(change, tl.trans(after))  # the part of dK that comes through the next state
             tl.store(DQ + (token[:, None] * VH + head) * DK + dk[None, :], (read + tl.dot(dqk, k)).to(k.dtype))
             dkey = tl.dot(tl.trans(dqk), q) + kept + tl.dot(dstate, tl.trans(s)) + tl.dot(dkk, k) + tl.dot(tl.trans(dkk), k)
             tl.store(DKEY + (token[:, None] * VH + head) * DK + dk[None, :], dkey.to(k.dtype))
@@ -170,7 +173,7 @@ def sizes(k, v):
 
 @torch.library.custom_op("demo::delta", mutates_args=())
 def forward_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, and for the way back the sums of g, T of each chunk and the state before each."""
+    """Returns the output and, for the backward pass, the sums of g, T of each chunk and the state before each chunk."""
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     (rows, length, heads, _), s = v.shape, sizes(k, v)
     out, sums = torch.empty_like(v), torch.empty_like(g)

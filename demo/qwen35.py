@@ -1,14 +1,14 @@
-"""The Qwen3.5 architecture for train.py: layers of the gated delta rule (delta.py), of gated attention, and a draft block.
+"""The Qwen3.5 architecture for train.py: gated delta rule layers (delta.py), gated attention layers, and a draft block.
 
-Weights bear the names and the layouts of transformers (`Qwen3_5ForCausalLM`) and of released checkpoints: `mtp.*` is the
-block for multi-token prediction, which transformers does not load. With h_p the main model's last hidden state at position
-p, behind the final norm, and e_p+1 the embedding of the next token,
+Weights have the names and layouts of transformers (`Qwen3_5ForCausalLM`) and of released checkpoints. `mtp.*` is the
+block for multi-token prediction, which transformers does not load. With h_p the main model's last hidden state at
+position p, after the final norm, and e_p+1 the embedding of the next token,
 
     x = fc [norm(e_p+1) ; norm(h_p)];   x = block(x) at position p;   logits of token p+2 = embedding . norm(x)
 
-To draft further, norm(x) takes the place of h and the drafted token that of the next one; the block then attends to what it
-made of the main model's states up to p, and to its own drafts behind them. All norms but that of the delta
-rule's heads are zero-centred: they multiply by 1 + weight.
+For further drafts, norm(x) replaces h, and the drafted token replaces the next token. The block then attends to the
+keys and values that it computed from the main model's states up to p, and to those of its own drafts after them. All
+norms except that of the delta rule's heads are zero-centered: they multiply by 1 + weight.
 """
 
 import math
@@ -53,8 +53,8 @@ def linear(x, w):
 
 
 class Place:
-    """What layers need to know of the tokens' places: positions within documents [rows, tokens], rotations, attention
-    (which also gives the logarithm of what its softmax divides by, if asked)."""
+    """The position-dependent inputs of layers: positions within documents [rows, tokens], rotary embeddings, and the
+    attention function (which also returns the log-sum-exp of the scores on request)."""
 
     def __init__(self, c, positions, attend, dtype):
         d = int(c["head_dim"] * c["rope_parameters"]["partial_rotary_factor"])
@@ -77,7 +77,7 @@ class Attention(torch.nn.Module):
         self.q_norm, self.k_norm = zeros(d), zeros(d)
 
     def parts(self, y, place):
-        """Query, key and value [rows, heads, tokens, d], and the gate [rows, tokens, heads * d]."""
+        """Returns query, key and value [rows, heads, tokens, d], and the gate [rows, tokens, heads * d]."""
         b, t, _ = y.shape
         q, gate = linear(y, self.q).view(b, t, self.heads, 2 * self.d).chunk(2, -1)
         q = norm(q, self.q_norm).to(y.dtype).transpose(1, 2)
@@ -106,7 +106,7 @@ class GatedDelta(torch.nn.Module):
         self.conv = torch.nn.Parameter(torch.randn(2 * self.keys + self.values, 1, self.taps) * 0.3)
         self.a_log = torch.nn.Parameter(torch.empty(self.vh).uniform_(1, 16).log())
         step = torch.exp(torch.empty(self.vh).uniform_(math.log(0.001), math.log(0.1)))
-        self.dt_bias = torch.nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus of it is `step`
+        self.dt_bias = torch.nn.Parameter(step + torch.log(-torch.expm1(-step)))  # softplus(dt_bias) is `step`
         self.norm = torch.nn.Parameter(torch.ones(self.dv))
 
     def forward(self, y, place):
@@ -156,7 +156,7 @@ class Model(torch.nn.Module):
         super().__init__()
         h = c["hidden_size"]
         self.c = c
-        self.drafts = 1  # how many tokens behind the next one `loss` drafts
+        self.drafts = 1  # the number of tokens after the next one that `loss` drafts
         self.embed = torch.nn.Parameter(torch.randn(c["vocab_size"], h) * 0.02)
         self.layers = torch.nn.ModuleList(Layer(c, kind) for kind in c["layer_types"])
         self.final_norm = zeros(h)
@@ -166,22 +166,24 @@ class Model(torch.nn.Module):
         return Place(self.c, positions, attend, dtype)
 
     def hidden(self, ids, place):
-        """The last hidden states, behind the final norm, f32."""
+        """Returns the last hidden states, after the final norm, in f32."""
         x = F.embedding(ids, self.embed)
         for layer in self.layers:
             x = layer(x, place)
         return norm(x, self.final_norm)
 
     def joined(self, hidden, following, dtype):
-        """What the draft block reads: the hidden state of a position and the token behind it."""
+        """Returns the draft block's input: the hidden state of a position joined with the embedding of the following
+        token."""
         return linear(torch.cat((norm(F.embedding(following, self.embed), self.embed_norm), norm(hidden, self.hidden_norm)), -1).to(dtype), self.fc).float()
 
     def logits(self, hidden, dtype):
         return linear(hidden.to(dtype), self.embed)
 
     def step_ahead(self, hidden, following, place, own):
-        """One pass of the draft block over all tokens, each as if the text ended there. `own` holds the keys and values of
-        the passes before, the first of which are of the main model's states."""
+        """Runs the draft block over all tokens, each as if the text ended there. Returns the hidden states and `own`
+        with the new keys and values. `own` contains those of the previous passes; the first pass used the main model's
+        states."""
         layer, mixer = self.draft, self.draft.mixer
         x = self.joined(hidden, following, place.dtype)
         q, k, v, gate = mixer.parts(norm(x, layer.input_norm).to(place.dtype), place)
@@ -199,7 +201,7 @@ class Model(torch.nn.Module):
         return self.logits(self.hidden(ids, self.place(positions, attend, dtype)), dtype)
 
     def loss(self, ids, targets, weights, positions, attend, dtype):
-        """The mean loss of what is said, and that of the first draft of it, of the second and so on."""
+        """Returns the mean losses of the next token, of the first draft, of the second draft and so on."""
         hidden, own = self.hidden(ids, self.place(positions, attend, dtype)), []
         ahead = lambda x, n: F.pad(x[:, n:], (0, n))
         losses = [self.mean_loss(hidden, targets, weights, dtype)]
@@ -216,7 +218,7 @@ class Model(torch.nn.Module):
         return (each * weights.flatten()).sum() / weights.sum()
 
     def tensors(self):
-        """The weights under the names that transformers gives them."""
+        """Returns the weights by the names that transformers gives them."""
         named = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.final_norm, "mtp.fc.weight": self.fc, "mtp.pre_fc_norm_embedding.weight": self.embed_norm,
                  "mtp.pre_fc_norm_hidden.weight": self.hidden_norm, "mtp.norm.weight": self.draft_norm}
         for prefix, layer in [*((f"model.layers.{i}.", layer) for i, layer in enumerate(self.layers)), ("mtp.layers.0.", self.draft)]:
@@ -226,8 +228,8 @@ class Model(torch.nn.Module):
 
 @torch.no_grad()
 def drafts(model, ids, attend, count):
-    """The greedy drafts of a text: [count, tokens - 1], where [n, p] is draft n + 1 after the tokens up to p + 1, each made
-    as if the text ended there. ids: [1, tokens]; attend: causal attention over tokens - 1."""
+    """Returns the greedy drafts for a text: [count, tokens - 1], where [n, p] is draft n + 1 after the tokens up to p +
+    1, each computed as if the text ended there. ids: [1, tokens]; attend: causal attention over tokens - 1."""
     positions, pad = torch.arange(ids.shape[1] - 1, device=ids.device)[None], (1 - ids.shape[1]) % 64
     causal = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     hidden = model.hidden(F.pad(ids[:, :-1], (0, pad)), model.place(F.pad(positions, (0, pad), value=1), causal, torch.float32))[:, :positions.shape[1]]

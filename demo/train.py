@@ -1,38 +1,38 @@
 #!/usr/bin/env python3
 """Trains, exports and measures the demo models.
 
-    python3 train.py tokenizer OUT                      train the tokenizer and write the files around the model
-    python3 train.py hybrid OUT --tokenizer-of model    write the files around a model of the Qwen3.5 architecture
+    python3 train.py tokenizer OUT                      train the tokenizer, write it and the configuration files
+    python3 train.py hybrid OUT --tokenizer-of model    write the files of a Qwen3.5 model except its weights
     python3 train.py train OUT --minutes 7              train (on a GPU), write OUT/model.safetensors
-    python3 train.py evaluate OUT --tasks tasks.jsonl   measure a written model with transformers, in f32
-    python3 train.py drafts OUT                         measure how many drafts of the hybrid's own replies are right
-    python3 train.py check OUT                          compare the forward pass made here with that of transformers
+    python3 train.py evaluate OUT --tasks tasks.jsonl   measure a trained model with transformers, in f32
+    python3 train.py drafts OUT                         measure the acceptance of drafts on the hybrid's own replies
+    python3 train.py check OUT                          compare the forward pass of this file with that of transformers
 
-OUT is a folder such as `model`. Training makes its own corpus as it goes: worker processes write chats (corpus.py) and
-put them into rows of 1024 tokens, and the GPU trains on rows that it has mostly not seen before. The learning rate
-follows the clock, so that training ends when --minutes are over, however fast the machine is.
+OUT is a directory such as `model`. Training generates its own corpus meanwhile: worker processes write chats
+(corpus.py) and pack them into rows of 1024 tokens, and the GPU mostly trains on rows that it has not seen before. The
+learning rate schedule depends on the elapsed time, so that training ends after --minutes, however fast the machine is.
 
-How `model` was made, on one NVIDIA H200 with 16 processor cores (torch 2.11, transformers 5.17):
+How `model` was trained, on one NVIDIA H200 with 16 processor cores (torch 2.11, transformers 5.17):
 
     python3 train.py tokenizer model
     python3 train.py train first --minutes 7.4
     python3 train.py train model --start-from first --minutes 2.05 --lr 0.006 --seed 2
 
-The first run took 444 s (7,219 steps, 1,892 M tokens, of which 961 M were made anew; 4.45 M tokens a second), the second
-123 s (1,228 steps, 322 M tokens). Between them the stories of the corpus changed: they began to lean on their hero (see
-`lean` in corpus.py; the commit before the model holds the corpus of the tokenizer and of the first run). `first` needs
-the files that `tokenizer` writes.
+The first run took 444 s (7,219 steps, 1,892 M tokens, of which 961 M were newly generated; 4.45 M tokens per second),
+the second 123 s (1,228 steps, 322 M tokens). Between the runs the stories of the corpus changed: their content now
+depends on their hero (see `lean` in corpus.py; the commit before the model contains the corpus of the tokenizer and of
+the first run). `first` needs the files that `tokenizer` writes.
 
-How `hybrid` was made, on the same machine, with the corpus as it is:
+How `hybrid` was trained, on the same machine, with the current corpus:
 
     python3 train.py hybrid second --tokenizer-of model; python3 train.py hybrid hybrid --tokenizer-of model
     python3 train.py train second --minutes 8.3 --batch 192
     python3 train.py train hybrid --start-from second --minutes 3.2 --batch 192 --lr 0.006 --seed 2 --drafts 3 --draft 0.3
 
-The first run took 498 s (6,439 steps, 1,266 M tokens, of which 724 M were made anew; 2.95 M tokens a second once compiled),
-the second 192 s (1,290 steps, 254 M tokens, 151 M made anew; 2.32 M tokens a second).
+The first run took 498 s (6,439 steps, 1,266 M tokens, of which 724 M were newly generated; 2.95 M tokens per second
+after compilation), the second 192 s (1,290 steps, 254 M tokens, 151 M newly generated; 2.32 M tokens per second).
 
-The weights are f32 in training, with bf16 products, and are rounded to bf16 at the end.
+During training the weights are f32 and the products bf16; the weights are rounded to bf16 at the end.
 """
 
 import argparse
@@ -94,7 +94,8 @@ def train_tokenizer(out):
     trainer = trainers.BpeTrainer(vocab_size=CONFIG["vocab_size"], special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), max_token_length=12, show_progress=False)
     rng = random.Random(0)
     texts = ["\n".join(m["content"] for m in corpus.training_chat(rng)) for _ in range(30000)]
-    texts += [" ".join("abcdefghijklmnopqrstuvwxyz") + " a" + "-".join("abcdefghijklmnopqrstuvwxyz")] * 3000  # each letter alone
+    # Each letter must also occur alone.
+    texts += [" ".join("abcdefghijklmnopqrstuvwxyz") + " a" + "-".join("abcdefghijklmnopqrstuvwxyz")] * 3000
     tokenizer.train_from_iterator(texts, trainer)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(out / "tokenizer.json"))
@@ -115,7 +116,7 @@ def train_tokenizer(out):
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Encoder:
-    """Chats to tokens, with a flag on each token that the model is to learn to say."""
+    """Encodes chats as tokens, with a flag for each token that counts in the loss."""
 
     def __init__(self, folder):
         from tokenizers import Tokenizer
@@ -127,12 +128,14 @@ class Encoder:
         assert all(len(ids) == 1 for ids in self.space_letter.values()) and all(len(self.tokenizer.encode("-" + c).ids) == 1 for c in self.letter)
 
     def pieces(self):
-        """The tokens that are letters, without the space before them: what words are spelled from."""
+        """Returns the tokens that consist of at least two lower-case letters, without a leading space; words are built
+        from them."""
         words = {token.removeprefix("Ġ") for token in self.tokenizer.get_vocab()}
         return sorted(word for word in words if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
 
     def reply(self, text, ids):
-        """A reversed word is said letter by letter, since its usual tokens would have to be planned ahead."""
+        """Returns the tokens of a reply. A reversed word is encoded letter by letter, because its usual tokens would
+        require planning ahead."""
         head, sign, word = text.rpartition(" backwards is ")
         if sign and word.isalpha() and word.islower():
             return self.tokenizer.encode(head + sign.rstrip()).ids + self.space_letter[word[0]] + [self.letter[c] for c in word[1:]]
@@ -158,10 +161,11 @@ class Encoder:
 
 
 def make_rows(encoder, rng, count):
-    """`count` rows of ROW + 1 tokens: ids, whether said, and which document of the row (-1 behind the last)."""
+    """Returns `count` rows of ROW + 1 tokens: the ids, the loss flags, and the document of each token in its row (-1
+    after the last document)."""
     rows = torch.zeros(count, 3, ROW + 1, dtype=torch.int16)
     rows[:, 2] = -1
-    open_rows = [[0, 0, i] for i in range(count)]  # tokens used, documents, index
+    open_rows = [[0, 0, i] for i in range(count)]  # number of tokens, number of documents, index
     active, nxt = [], 0
     misses = 0
     while misses < 40:
@@ -270,7 +274,7 @@ class Model(torch.nn.Module):
 
 
 def make(folder):
-    """A model with random weights as the folder's config.json says."""
+    """Returns a model with random weights, as described by the directory's config.json."""
     c = json.loads((folder / "config.json").read_text())
     return qwen35.Model(c) if c["model_type"] == "qwen3_5_text" else Model(c)
 
@@ -290,7 +294,8 @@ def restore(model, folder):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose step is made orthogonal (Jordan et al., 2024); matrices of one shape are stepped together."""
+    """The Muon optimizer (Jordan et al., 2024): momentum with orthogonalized steps. Matrices of the same shape are
+    updated together."""
 
     def __init__(self, params, lr, momentum=0.95, decay=0.05):
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
@@ -328,8 +333,8 @@ class Muon(torch.optim.Optimizer):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def masked_attention(mask):
-    """Attention under a mask: a BlockMask for flex attention, or a plain tensor of truth values. Asked for it, it gives the
-    logarithm of the softmax's sum too."""
+    """Returns an attention function for a mask: a BlockMask for flex attention, or a boolean tensor. With `lse`, the
+    function also returns the log-sum-exp of the scores."""
     if isinstance(mask, torch.Tensor):
         def attend(q, k, v, lse=False):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -349,14 +354,15 @@ def masked_attention(mask):
 
 
 def mask_for(documents, kind, create):
-    """Causal attention within each document. documents: [batch, ROW], which document each token is of."""
+    """Returns the mask of causal attention within each document. documents: [batch, ROW], the document of each
+    token."""
     if kind == "dense":
         return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
     return create(lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]), documents.shape[0], None, ROW, ROW, device=documents.device)
 
 
 def prepare(rows):
-    """From rows to what the loss takes."""
+    """Returns the inputs of the loss for rows: ids, targets, weights, positions and documents."""
     rows = rows.int()
     ids, targets = rows[:, 0, :-1].contiguous(), rows[:, 0, 1:].long()
     documents = rows[:, 2, :-1].contiguous()
@@ -420,7 +426,7 @@ def train(args):
     print(f"first {filled} rows after {time.time() - started:.0f} s", flush=True)
     step, begin, tokens = 0, None, 0
     deadline = started + args.minutes * 60
-    fresh = 0  # rows of the pool not trained on yet start here
+    fresh = 0  # the number of the first generated row that was not trained on yet
     while True:
         if not cuda or step % 8 == 0:
             refill()
@@ -430,9 +436,10 @@ def train(args):
         else:
             picked = torch.randint(0, filled, (args.batch,), device=device)
         ids, targets, weights, positions, documents = prepare(pool[picked])
-        losses = loss_of(ids, targets, weights, positions, mask_for(documents, kind, create_mask))  # of the model, and of its drafts if it makes any
+        # The loss of the model, followed by those of its drafts if it makes any.
+        losses = loss_of(ids, targets, weights, positions, mask_for(documents, kind, create_mask))
         (losses[0] + args.draft * losses[1:].sum()).backward()
-        if begin is None:  # compiled: the clock of the schedule starts
+        if begin is None:  # the step is compiled now; the time of the schedule starts here
             losses.tolist()
             begin = time.time()
             print(f"first step after {begin - started:.0f} s", flush=True)
@@ -479,7 +486,8 @@ def prompt_of(messages):
 
 @torch.no_grad()
 def replies(model, tokenizer, chats, new_tokens, batch=256, tokens=False, **how):
-    """The model's replies to chats, in batches of like length: as text, or as tokens with the one that ends them."""
+    """Returns the model's replies to chats, computed in batches of similar length: as text, or as tokens including the
+    stop token."""
     encoded = [tokenizer.encode(prompt_of(chat)).ids for chat in chats]
     out = [None] * len(chats)
     order = sorted(range(len(chats)), key=lambda i: len(encoded[i]))
@@ -544,7 +552,8 @@ def evaluate(args):
 
 @torch.no_grad()
 def drafts(args):
-    """Of each token of the main model's greedy replies: how often the first, second and third greedy draft is right."""
+    """Prints how often the first, second and third greedy draft is correct for the tokens of the main model's greedy
+    replies."""
     folder = Path(args.out)
     model, tokenizer = load(folder, "cuda" if torch.cuda.is_available() else "cpu")
     ours = make(folder)
@@ -559,8 +568,10 @@ def drafts(args):
         story = corpus.Story(rng)
         if story.held_out():
             chats["story"].append([corpus.message("user", f"Tell me a story about {corpus.a(story.slots['h'])}, {corpus.a(story.slots['o'])} and {corpus.a(story.slots['p'])}.")])
-    counts = defaultdict(lambda: torch.zeros(2, args.count))  # drafts right together with those before them, drafts in all
-    steps = defaultdict(lambda: torch.zeros(2, args.count))  # tokens after a reply's first one, steps that made them
+    # The number of drafts that are correct together with all drafts before them, and the number of drafts.
+    counts = defaultdict(lambda: torch.zeros(2, args.count))
+    # The number of tokens after a reply's first one, and the number of steps that produced them.
+    steps = defaultdict(lambda: torch.zeros(2, args.count))
     for kind, of_kind in chats.items():
         for chat, reply in zip(of_kind, replies(model, tokenizer, of_kind, 320, tokens=True)):
             prompt = tokenizer.encode(prompt_of(chat)).ids
@@ -568,7 +579,7 @@ def drafts(args):
             length = ids.shape[1] - 1
             attend = masked_attention(torch.ones(1, 1, length, length, dtype=torch.bool, device=ids.device).tril())
             made = qwen35.drafts(ours, ids, attend, args.count)[:, len(prompt) - 1:].tolist()
-            right = []  # after each n + 1 tokens of the reply but the last, how many drafts hold
+            right = []  # for each n: the number of correct drafts after n + 1 tokens of the reply
             for n in range(len(reply) - 1):
                 held = 0
                 while held < args.count and n + held + 1 < len(reply) and made[held][n] == reply[n + held + 1]:
@@ -587,14 +598,15 @@ def drafts(args):
 
 
 def check(args):
-    """Writes a model with random weights where there is none, and compares the logits of both forward passes: of whole
-    rows, and of rows of several documents with those of each document alone."""
+    """Compares the logits of this file's forward pass with those of transformers: for whole rows, and for rows of
+    several documents, where transformers runs each document separately. If OUT has no model, writes one with random
+    weights."""
     torch.manual_seed(0)
     folder = Path(args.out)
     ours = make(folder)
     if not (folder / "model.safetensors").exists():
         with torch.no_grad():
-            for value in ours.parameters():  # no norm is left at its neutral weight
+            for value in ours.parameters():  # so that no norm keeps its neutral weight
                 if value.ndim == 1:
                     value.add_(torch.randn_like(value) * 0.1)
         save(ours, folder)
@@ -618,8 +630,8 @@ def check(args):
 
 
 def check_rule():
-    """Compares the forms of the gated delta rule, forward and backward. The kernels take part on a GPU, and elsewhere under
-    Triton's interpreter (TRITON_INTERPRET=1)."""
+    """Compares the implementations of the gated delta rule, forward and backward. The kernels are included on a GPU,
+    and elsewhere with Triton's interpreter (TRITON_INTERPRET=1)."""
     cuda = torch.cuda.is_available()
     forms = [delta.recurrent, delta.chunked] + [delta.delta_rule] * (cuda or os.environ.get("TRITON_INTERPRET") == "1")
     rows, length, dtype = 2, 128, torch.bfloat16 if cuda else torch.float32
@@ -640,8 +652,8 @@ def check_rule():
 
 @torch.no_grad()
 def check_drafts(model, ids):
-    """Compares the loss of drafts with what the formula says, token by token in plain sums, and `drafts` with drafting
-    after the text's tokens one position at a time."""
+    """Compares the loss of drafts with the formula, computed token by token, and the result of `drafts` with drafting
+    one position at a time."""
     named, c = {name: value.double() for name, value in model.tensors().items()}, model.c
     normal = lambda x, name: x / (x.pow(2).mean() + c["rms_norm_eps"]).sqrt() * (1 + named[name])
     d, rotated = c["head_dim"], int(c["head_dim"] * c["rope_parameters"]["partial_rotary_factor"])
@@ -655,7 +667,7 @@ def check_drafts(model, ids):
         return x
 
     def step(hidden, token, p, cache):
-        """One position through the draft block: behind it the norm, as drafts are made of it."""
+        """Runs one position through the draft block. Returns the normed hidden state, from which drafts are made."""
         w = lambda name: named["mtp.layers.0." + name + ".weight"]
         x = named["mtp.fc.weight"] @ torch.cat((normal(named["model.embed_tokens.weight"][token], "mtp.pre_fc_norm_embedding.weight"), normal(hidden, "mtp.pre_fc_norm_hidden.weight")))
         y = normal(x, "mtp.layers.0.input_layernorm.weight")
@@ -681,7 +693,7 @@ def check_drafts(model, ids):
         state, cache = step(hidden[p].double(), ids[0, p + 1], p, cache)
         drafted, told, ahead, ahead_told = state, state, cache, cache
         for n in range(3):
-            if p + n + 2 < length:  # the text's own tokens, as training tells them
+            if p + n + 2 < length:  # follows the text's own tokens, as in training
                 scores = embedding @ told
                 each[n].append(torch.logsumexp(scores, 0) - scores[ids[0, p + n + 2]])
                 told, ahead_told = step(told, ids[0, p + n + 2], p + n + 1, ahead_told)

@@ -1,6 +1,6 @@
-//! The devices that are open, each with its actors, and the models that are built on them. A device is opened when a
-//! model first needs it, and stays open as long as the host: models come and go on it.
-//! Deliberately absent: how a replica is built (`start`), and when (`lifecycle`).
+//! The open devices, each with its actors, and the models built on them. A device is opened when a model first needs it
+//! and stays open as long as the host, while models are loaded and unloaded.
+//! Not here: building a replica (`gpu::build`), and the decision when to load a model (`host::lifecycle`).
 
 use crate::actors::compute::{Compute, GpuTime};
 use crate::actors::loader::{LoadReport, Loader};
@@ -35,11 +35,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
-/// Slots of the staging ring and bytes of each: one for each thread that packs, and as many to keep a transfer queue
-/// busy meanwhile. Smaller copies leave gaps between them (docs/rejected.md).
+/// The number of slots of the staging ring and the size of each in bytes: one slot for each packing thread, and as many
+/// again to keep the transfer queue busy meanwhile. Smaller copies leave gaps on the queue (docs/rejected.md).
 const STAGING: (usize, usize) = (32, 8 << 20);
 const STAGING_CPU: (usize, usize) = (4, 2 << 20);
-/// Between two looks at whether another load on the device has ended.
+/// The interval at which a load checks whether another load on the same device has ended.
 const TURN_LOOK: Duration = Duration::from_millis(20);
 
 /// A device with its actors.
@@ -52,7 +52,7 @@ pub struct OpenDevice {
     pub(crate) ring: StagingRing,
     pub(crate) loader: Loader,
     pub(crate) matrices: Option<Matrices>,
-    /// Held while a replica is built: what one plans for, another must not take.
+    /// Locked while a replica is built: a memory plan relies on free memory that no other load may take.
     building: Mutex<()>,
 }
 
@@ -81,8 +81,8 @@ impl OpenDevice {
         })
     }
 
-    /// What may still be taken of the device's memory, bytes. Where the driver does not say, what we have taken
-    /// ourselves is all that is known to be gone.
+    /// Returns the bytes of device memory that may still be allocated. If the driver does not report its budget, only
+    /// this process's own allocations are subtracted from the heap.
     pub(crate) fn free_bytes(&self, budget: &MemoryBudget) -> u64 {
         match budget.reported {
             true => budget.free_bytes(),
@@ -90,23 +90,23 @@ impl OpenDevice {
         }
     }
 
-    /// Its compute actor.
+    /// Returns the device's compute actor.
     pub fn compute(&self) -> &Arc<Compute> {
         &self.compute
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
     }
 
-    /// Waits for the load on this device before.
+    /// Waits until no other load runs on this device. Returns an error if the load is cancelled meanwhile.
     fn turn(&self, model: &str, attempt: &LoadAttempt<'_>) -> Result<MutexGuard<'_, ()>, StartError> {
         let mut said = false;
         loop {
             match self.building.try_lock() {
                 Ok(turn) => return Ok(turn),
-                // It guards nothing that a panic could have left half done.
+                // The mutex guards no data that a panic could have left inconsistent.
                 Err(TryLockError::Poisoned(turn)) => return Ok(turn.into_inner()),
                 Err(TryLockError::WouldBlock) => {}
             }
@@ -164,13 +164,14 @@ pub(crate) fn staging(adapter: &Adapter) -> (usize, usize) {
     if adapter.is_cpu() { STAGING_CPU } else { STAGING }
 }
 
-/// Opens what a configuration's models need, and serves those of them that are not left for a request to load.
+/// Opens the devices that the configuration's models need, and loads the models whose configuration says to load them
+/// at start.
 pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
     let instance = Instance::new(&InstanceOptions { validation: config.runtime.validation })?;
     start_on(&instance, config, progress)
 }
 
-/// As [`start`], on an instance of the caller's (tests look at its validation messages).
+/// Like [`start`], on the caller's instance. Tests use it to read the instance's validation messages.
 pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
     let devices = Arc::new(Devices {
         instance: instance.clone(),
@@ -179,7 +180,7 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
         open: Mutex::default(),
         opening: Mutex::default(),
     });
-    // Every choice is checked before the first device is opened.
+    // Checks the device selection of all models before opening the first device.
     config.models.iter().try_for_each(|model| devices.check(model))?;
     let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(devices));
     host.load_all(progress)?;
@@ -192,15 +193,15 @@ struct Devices {
     instance: Instance,
     runtime: config::Runtime,
     gpu_time: GpuTime,
-    /// By index of the adapter.
+    /// The open devices, by adapter index.
     open: Mutex<BTreeMap<usize, Arc<OpenDevice>>>,
-    /// Held while a device is opened, which takes a while.
+    /// Locked while a device is opened, which takes a while.
     opening: Mutex<()>,
 }
 
 impl Devices {
     fn open(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<OpenDevice>>> {
-        // Each change of it is whole.
+        // Every change of the map is a single operation, so a panic leaves it valid.
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -217,12 +218,13 @@ impl Devices {
         let cache = self.runtime.cache_directory.as_deref();
         let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, self.gpu_time)?);
         let lost = self.open().insert(adapter.index, Arc::clone(&opened));
-        // Not while others wait for the list: where nobody has anything on it any more, its actors end here.
+        // Dropped without the lock on the map: if this was the last reference to the lost device, dropping it ends its
+        // actors.
         drop(lost);
         Ok(opened)
     }
 
-    /// What runs a replica of a model, with its weights in place.
+    /// Builds the executor of a replica, with its weights loaded.
     fn executor(
         &self,
         model: &config::Model,
@@ -253,7 +255,7 @@ impl Devices {
         build.executor(cache)
     }
 
-    /// The model's folder, and the checkpoint in it.
+    /// Returns the model's directory and the checkpoint in it.
     fn checkpoint(&self, model: &config::Model) -> Result<(PathBuf, Checkpoint), StartError> {
         let cache = self.runtime.cache_directory.as_deref();
         let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
@@ -263,7 +265,7 @@ impl Devices {
         }
     }
 
-    /// Another executor for a replica whose device was lost, which holds as much as the one before.
+    /// Builds another executor, with the same capacity, for a replica whose device was lost.
     fn rebuild(
         &self,
         model: &config::Model,
@@ -273,14 +275,16 @@ impl Devices {
     ) -> Result<GpuExecutor, StartError> {
         let adapter = choose(&self.instance.adapters(), model.replicas[index].device.as_ref())?.clone();
         let (_, checkpoint) = self.checkpoint(model)?;
-        // What memory was left then decided what is not asked for.
+        // Context and pages that the configuration leaves open depended on the free memory at that time; the new
+        // executor must have the same.
         let model = config::Model {
             context: Some(capacity.context),
             kv_pages: Some(capacity.pages),
             kv_memory: None,
             ..model.clone()
         };
-        // Nobody asked, so nobody is told how far it is. Its clients wait: it takes all of the host that it can use.
+        // No operator waits for this load, so its progress is not reported. The replica's clients wait for it, so it
+        // may use all of the host.
         let attempt = LoadAttempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
         Ok(self.executor(&model, index, &adapter, &checkpoint, &attempt)?.0)
     }
@@ -290,7 +294,7 @@ fn replica_name(model: &config::Model, index: usize) -> String {
     format!("{}/{index}", model.name)
 }
 
-/// How a replica's executor is built when its device was lost.
+/// Returns the function that rebuilds a replica's executor after its device was lost.
 fn rebuilding(devices: &Arc<Devices>, model: &config::Model, index: usize) -> Rebuild {
     let (devices, model) = (Arc::clone(devices), model.clone());
     Rebuild::new(move |capacity, cancelled| {
@@ -299,7 +303,7 @@ fn rebuilding(devices: &Arc<Devices>, model: &config::Model, index: usize) -> Re
     })
 }
 
-/// Shared with the replicas, which build anew what they lose.
+/// Implemented for `Arc`, because replicas keep a reference in order to rebuild lost executors.
 impl ModelSource for Arc<Devices> {
     fn check(&self, model: &config::Model) -> Result<(), BuildError> {
         Ok(self.choose(model).map(|_| ())?)
@@ -319,7 +323,7 @@ impl ModelSource for Arc<Devices> {
     }
 }
 
-/// Builds a model's replicas.
+/// Builds a model with all its replicas.
 fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, StartError> {
     let adapters = devices.choose(model)?;
     let progress = attempt.progress;

@@ -1,4 +1,4 @@
-//! Why a model could not be built on a device.
+//! The errors of building a model on a device.
 
 use crate::actors::loader::LoadError;
 use crate::actors::thread::SpawnError;
@@ -12,56 +12,57 @@ use crate::model::checkpoint::CheckpointError;
 use crate::model::text::TextError;
 use std::path::PathBuf;
 
-/// Why a start failed. `is_users` tells what the operator can mend.
+/// The reason for which a start or a load failed. See [`StartError::is_users`] for the errors that the operator can
+/// correct.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// No or several devices, a lost device, Vulkan.
+    /// No device or several devices match, the device is lost, or another Vulkan error.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A checkpoint that cannot be served.
     #[error("model \"{model}\" cannot be loaded from {path}")]
     Checkpoint {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// The directory.
+        /// The checkpoint's directory.
         path: PathBuf,
-        /// Everything that is wrong.
+        /// All problems of the checkpoint.
         #[source]
         source: CheckpointError,
     },
     /// A tokenizer or chat template that cannot be read.
     #[error("the tokenizer of model \"{model}\" cannot be loaded")]
     Text {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: TextError,
     },
-    /// The model's shape is outside what the kernels do.
+    /// The kernels or the device do not support the model's shape or configuration, or the device did not respond.
     #[error("model \"{model}\": {what}")]
     Unsupported {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// What, with numbers.
+        /// The problem, with numbers.
         what: String,
     },
-    /// More context was asked for than the model was made for.
+    /// The configured context exceeds the model's own.
     #[error("model \"{model}\" is configured for a context of {asked} tokens, its own is {own}")]
     Context {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// Configured tokens.
+        /// The configured context in tokens.
         asked: u32,
-        /// The checkpoint's.
+        /// The checkpoint's context in tokens.
         own: u32,
     },
-    /// Memory does not suffice.
+    /// The model does not fit into memory.
     #[error("model \"{model}\" does not fit")]
     Plan {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// Both numbers.
+        /// The required and the available memory.
         #[source]
         source: PlanError,
     },
@@ -74,9 +75,9 @@ pub enum StartError {
     /// The weights could not be loaded.
     #[error("the weights of model \"{model}\" could not be loaded")]
     Load {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: LoadError,
     },
@@ -86,28 +87,28 @@ pub enum StartError {
     /// An actor could not be started.
     #[error(transparent)]
     Actor(#[from] SpawnError),
-    /// Nobody wants it any more.
+    /// The load was cancelled.
     #[error("the load of model \"{model}\" was cancelled")]
     Cancelled {
-        /// The model.
+        /// The model's name.
         model: String,
     },
-    /// The host could not load it.
+    /// An error of the host that did not originate here.
     #[error(transparent)]
     Host(BuildError),
     /// An embedded model could not be unpacked.
     #[error("the embedded demo model could not be unpacked to {path}")]
     Demo {
-        /// Where.
+        /// The directory.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
 }
 
 impl StartError {
-    /// Whether the operator can mend it: arguments, files, configuration, devices.
+    /// Returns whether the operator can correct the problem: arguments, files, configuration, devices.
     pub fn is_users(&self) -> bool {
         match self {
             StartError::Device(error) => error.is_users(),

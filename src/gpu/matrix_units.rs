@@ -1,5 +1,6 @@
-//! How a device multiplies blocks: by its matrix units, if it has them and keeps elements where the kernels
-//! expect them. Deliberately absent: which kernels then run (`model::decoder`).
+//! Determines how a device multiplies matrix blocks: on its matrix units (cooperative matrices), if it has them and
+//! stores the elements where the kernels expect them.
+//! Not here: the choice of kernels (`model::decoder`).
 
 use crate::device::{Component, Device, MatrixShape};
 use crate::gpu::error::StartError;
@@ -13,8 +14,8 @@ use crate::memory::{Arena, BufferTable, Place};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Looks at the device's lanes where its capabilities promise matrix units; `None` where row-major weights are
-/// the better ones.
+/// Tests the layout of cooperative matrices, if the device's capabilities offer the required ones. Returns `None` if
+/// the kernels cannot use them; then the weights are stored row-major.
 pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -> Result<Option<Matrices>, StartError> {
     let capabilities = &device.adapter().capabilities;
     let shape = |input| MatrixShape { m: 16, n: 16, k: 16, input, accumulator: Component::F32 };

@@ -1,15 +1,16 @@
-//! When decode steps without barriers are tried again after a fault: a pure function of the faults' times.
-//! Deliberately absent: what a fault is (`tags.glsl`) and how its steps are run again (`gpu`).
+//! Decides when decode steps without barriers are tried again after a fault: a pure function of the times of faults.
+//! Not here: the detection of faults (`tags.glsl`), and the repetition of steps (`gpu::executor`).
 
 use std::time::{Duration, Instant};
 
-/// The longest pause.
+/// The maximum pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// A fault that comes later than this many pauses after the last one begins again with the first pause.
+/// A fault that occurs later than this many pauses after the end of the last pause starts again with the first pause.
 const CALM_PAUSES: u32 = 10;
 
-/// Whether steps run without barriers now. After a fault they pause; each fault soon after a pause doubles the next one.
+/// Whether steps currently run without barriers. They pause after a fault, and each fault soon after a pause doubles
+/// the next pause.
 #[derive(Clone, Copy, Debug)]
 pub struct OverlapRetry {
     first: Duration,
@@ -18,13 +19,13 @@ pub struct OverlapRetry {
 }
 
 impl OverlapRetry {
-    /// Steps run without barriers until the first fault, and pause for `first` then.
+    /// Steps run without barriers until the first fault, and then pause for `first`.
     pub fn new(first: Duration) -> OverlapRetry {
         OverlapRetry { first, pause: first, until: None }
     }
 
-    /// Notes a fault; gives how long steps run with barriers. `None`: they already do, and the fault is one that was
-    /// known of.
+    /// Records a fault and returns the time for which steps run with barriers. Returns `None` during a pause: the fault
+    /// then belongs to a step that was queued before the pause.
     pub fn fault(&mut self, now: Instant) -> Option<Duration> {
         match self.until {
             Some(until) if now < until => return None,
@@ -35,7 +36,7 @@ impl OverlapRetry {
         Some(self.pause)
     }
 
-    /// Whether steps may run without barriers.
+    /// Returns whether steps may run without barriers now.
     pub fn allows(&self, now: Instant) -> bool {
         self.until.is_none_or(|until| now >= until)
     }

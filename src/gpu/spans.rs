@@ -1,4 +1,4 @@
-//! The spans of a replica's load.
+//! The trace spans of a replica's load.
 
 use crate::actors::loader::LoadReport;
 use crate::telemetry::clock::Moment;
@@ -8,14 +8,15 @@ use opentelemetry::KeyValue;
 use std::time::Duration;
 use tracing::{Span, info_span};
 
-/// The span of a replica's way to its device; ends when it is dropped.
+/// Starts the span of a replica's load onto its device; the span ends when it is dropped.
 pub(super) fn load(replica: &str) -> Span {
     let span = info_span!(parent: None, names::SPAN_LOAD, otel.name = format!("{} {replica}", names::SPAN_LOAD));
     spans::set(&span, names::REPLICA, replica.to_owned());
     span
 }
 
-/// The weights' part of it, each packing thread's below, and the pipelines'.
+/// Exports the child spans of a finished load: building pipelines, loading the weights with each packing thread below
+/// it, and the copies on the transfer queue.
 pub(super) fn loaded(load: &Span, report: &LoadReport, (pipelines, begin, end): (usize, Moment, Moment)) {
     let Some(load) = SpanName::of(load) else { return };
     let us = |name, time: Duration| KeyValue::new(name, time.as_secs_f64() * 1e6);
@@ -54,7 +55,7 @@ pub(super) fn loaded(load: &Span, report: &LoadReport, (pipelines, begin, end): 
     spans::export(&weights, past(names::SPAN_LOAD_COPY, (first, report.end), attributes));
 }
 
-/// The part in which regions are recorded and tried, from `begin` until now.
+/// Exports the span of recording and testing regions, from `begin` until now.
 pub(super) fn recorded(load: &Span, begin: Moment) {
     if let Some(load) = SpanName::of(load) {
         let (name, end) = (names::SPAN_LOAD_REGIONS.into(), Moment::now());

@@ -1,4 +1,4 @@
-//! Times recorded regions on a device.
+//! Measures the device time of recorded regions.
 
 use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::timeline::FlushReason;
@@ -9,10 +9,10 @@ use crate::kernels::region::Region;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A GPU that finishes nothing for so long is stuck.
+/// A GPU that finishes nothing for this long counts as stuck.
 const STEP_WAIT: Duration = Duration::from_secs(120);
 
-/// Seconds that each region takes on the device, median of `repeats` after two to warm up; 0 where the
+/// Returns the device time of each region in seconds, as the median of `repeats` runs after two warm-up runs; 0 if the
 /// queue has no timestamps.
 pub(crate) fn time_regions(
     device: &Arc<Device>,

@@ -1,6 +1,7 @@
-//! The workgroup shapes that `ostinato tune` found on a device: a file beside the pipeline cache, and which of
-//! its entries a model uses. A file that cannot be read, or is of another driver or other shaders, counts as
-//! none. Deliberately absent: how the shapes are found (`tune`).
+//! The workgroup shapes that `ostinato tune` found for a device: a file beside the pipeline cache, and the selection of
+//! the entries that apply to a model. A file that cannot be read, or that was written for another driver or other
+//! shaders, is ignored.
+//! Not here: the search for the shapes (`measure::tune`).
 
 use crate::config::file;
 use crate::device::{Adapter, driver_key, write_atomically};
@@ -18,26 +19,27 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Values by entry: a tuning's key with the shape that it was found for, such as `skinny.4096x1024` or
-/// `splits.16x8x128` (query heads, KV heads, dimensions).
+/// Entry name → value. The name consists of a tuning key and the shape that the value was found for, such as
+/// `skinny.4096x1024` or `splits.16x8x128` (query heads, KV heads, head dimension).
 pub(crate) type Entries = BTreeMap<String, String>;
 
-/// Most blocks of rows of a `skinny` workgroup, and most chunks in flight: beyond, sums and weights leave the
-/// registers.
+/// The maximum number of row blocks of a `skinny` workgroup. Above this limit and that of [`MOST_AHEAD`], sums and
+/// weights no longer fit in registers.
 pub(crate) const MOST_TILES: u32 = 4;
+/// The maximum number of chunks of weights that a `skinny` workgroup has in flight.
 pub(crate) const MOST_AHEAD: u32 = 8;
 
-/// The file.
+/// The contents of the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    /// The device's name, for readers.
+    /// The device's name, for human readers.
     device: String,
-    /// The driver's name and version, for readers.
+    /// The driver's name and version, for human readers.
     driver: String,
-    /// Of device, driver and shaders, in hex: the entries hold for no other.
+    /// A hash of device, driver and shaders, in hexadecimal; the entries are only valid for these.
     key: String,
-    /// By what the device's steps are made of ([`variant`]): entries of one do not serve another.
+    /// The entries by kind of decode step (see [`variant`]); entries of one kind do not apply to another.
     shapes: BTreeMap<String, Entries>,
 }
 
@@ -51,7 +53,7 @@ impl File {
         }
     }
 
-    /// What a file says, if it holds for the adapter; otherwise why it does not.
+    /// Parses a file. Returns the reason for which it is ignored if it is invalid or does not belong to the adapter.
     fn parse(text: &str, adapter: &Adapter) -> Result<File, String> {
         let file: File = serde_json::from_str(text).map_err(|error| format!("cannot be read ({error})"))?;
         let own = File::empty(adapter);
@@ -65,7 +67,7 @@ impl File {
         })
     }
 
-    /// Takes over what was found; `None` takes an entry away.
+    /// Adds entries that were found; `None` removes an entry.
     fn merge(&mut self, variant: &str, found: &BTreeMap<String, Option<String>>) {
         let entries = self.shapes.entry(variant.to_owned()).or_default();
         for (entry, value) in found {
@@ -78,7 +80,8 @@ impl File {
     }
 }
 
-/// What a step is made of under a tuning, as the file names it.
+/// Returns the name of the kind of decode step that a tuning results in: the layout of the weights and whether words
+/// are tagged.
 pub(crate) fn variant(tuning: &Tuning) -> String {
     let kind = match tuning.fragments {
         None => "rows",
@@ -88,12 +91,12 @@ pub(crate) fn variant(tuning: &Tuning) -> String {
     if tuning.tags { format!("{kind}, tagged") } else { kind.to_owned() }
 }
 
-/// Where a device's file is in a folder.
+/// Returns the path of a device's file in a directory.
 pub(crate) fn path(folder: &Path, adapter: &Adapter) -> PathBuf {
     folder.join(format!("{}.tuned.json", adapter.file_stem()))
 }
 
-/// The file's content; `Ok(None)` where there is no file, `Err` with the reason where it counts as none.
+/// Reads a device's file. Returns `Ok(None)` if there is no file, and `Err` with the reason if it is ignored.
 fn read(folder: &Path, adapter: &Adapter) -> Result<Option<File>, String> {
     match file::read_text(&path(folder, adapter), file::SMALL) {
         Ok(text) => File::parse(&text, adapter).map(Some),
@@ -102,7 +105,7 @@ fn read(folder: &Path, adapter: &Adapter) -> Result<Option<File>, String> {
     }
 }
 
-/// Adds what was found to the device's file, which loses what does not hold for its driver; gives its path.
+/// Adds entries to a device's file and returns its path. Replaces a file that is ignored.
 pub(crate) fn keep(
     folder: &Path,
     adapter: &Adapter,
@@ -117,7 +120,8 @@ pub(crate) fn keep(
     Ok(path)
 }
 
-/// What of a tuning's key a model's shape stands in an entry for; `None` for a key that `tune` leaves alone.
+/// Returns the name of the entry that holds the value of tuning key `key` for a model; `None` for a key that `tune`
+/// does not change.
 pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
     match key {
         "flash_threads" | "splits" | "attention_threads" => {
@@ -129,12 +133,12 @@ pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
     }
 }
 
-/// A device's limits that shapes of workgroups keep to.
+/// The limits that the workgroup shapes of a tuning must keep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TuningBounds {
-    /// Most invocations of a workgroup.
+    /// The maximum number of invocations of a workgroup.
     pub(crate) threads: u32,
-    /// The model's heads.
+    /// The model's attention heads.
     pub(crate) heads: Heads,
 }
 
@@ -153,7 +157,7 @@ impl TuningBounds {
         TuningBounds { threads: capabilities.max_invocations.min(capabilities.max_workgroup_size[0]), heads }
     }
 
-    /// The tuning with a change, if the change can be read and the device can run it.
+    /// Returns the tuning with one change, or `None` if the change is invalid or the device cannot run it.
     pub(crate) fn changed(&self, tuning: &Tuning, key: &str, value: &str) -> Option<Tuning> {
         let mut changed = tuning.clone();
         if !changed.set(&format!("{key}={value}")) {
@@ -189,21 +193,22 @@ impl TuningBounds {
     }
 }
 
-/// The entries of a device's file whose shapes occur in a model.
+/// The entries of a device's file that apply to the shapes of a model.
 #[derive(Clone, Debug)]
 pub struct Tuned {
     bounds: TuningBounds,
-    /// By variant: an entry's key in the tuning, and its value.
+    /// By kind of decode step: pairs of tuning key and value.
     changes: BTreeMap<String, Vec<(String, String)>>,
 }
 
 impl Tuned {
-    /// Nothing.
+    /// Returns no entries.
     pub fn none(adapter: &Adapter, checkpoint: &Checkpoint) -> Tuned {
         Tuned { bounds: TuningBounds::new(adapter, &checkpoint.config), changes: BTreeMap::new() }
     }
 
-    /// What is kept in a folder for a model; a file that counts as none has a line that says why.
+    /// Reads the entries for a model from a directory. If the file is ignored, reports the reason as a line of
+    /// progress.
     pub fn of_model(
         folder: Option<&Path>,
         adapter: &Adapter,
@@ -226,7 +231,7 @@ impl Tuned {
         tuned
     }
 
-    /// Applies the entries that are of the tuning's variant and that the device can run; gives how many.
+    /// Applies the entries for the tuning's kind of decode step that the device can run. Returns their number.
     pub fn apply(&self, tuning: &mut Tuning) -> usize {
         let mut applied = 0;
         for (key, value) in self.changes.get(&variant(tuning)).into_iter().flatten() {
@@ -238,14 +243,14 @@ impl Tuned {
         applied
     }
 
-    /// The value kept for a key of a variant.
+    /// Returns the value of a tuning key for a kind of decode step.
     pub(crate) fn value(&self, variant: &str, key: &str) -> Option<&str> {
         let (_, value) = self.changes.get(variant)?.iter().find(|(of, _)| of == key)?;
         Some(value)
     }
 }
 
-/// The key and value of an entry whose shape a model has.
+/// Returns the tuning key and value of an entry if the model has the entry's shape.
 fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(String, String)> {
     let (key, shape) = name.split_once('.')?;
     if key != "skinny" {
@@ -253,7 +258,7 @@ fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(S
     }
     let (rows, cols) = shape.split_once('x')?;
     let (rows, cols): (u32, u32) = (rows.parse().ok()?, cols.parse().ok()?);
-    // A weight may lie in parts of fewer rows.
+    // A weight may be stored in parts with fewer rows.
     checkpoint.weights().iter().any(|w| w.cols == cols && w.rows >= rows).then_some((name, value))
 }
 
@@ -322,7 +327,7 @@ mod tests {
             ("skinny.512x999", Some("128/2/4")),
             ("flash_threads.8x4x32", Some("64")),
             ("splits.8x2x32", Some("3")),
-            // What no device can run, nobody can read or `tune` does not write.
+            // Entries that the device cannot run, that cannot be parsed, or that `tune` does not write.
             ("skinny.1024x256", Some("64000/2/4")),
             ("skinny.256x256", Some("many")),
             ("tags.8x4x32", Some("1")),

@@ -1,53 +1,57 @@
-//! Which of a model's replicas a prompt is given to: one that was given its beginning before, for its pages may still
-//! lie there, unless that one is too busy or has no slot free while another has; else the least busy. A pure state
-//! machine: page names and loads in, a replica out. Deliberately absent: what the replicas really keep, which only they know.
+//! Chooses the replica of a model for a prompt: one that received the prompt's beginning before, because its KV pages
+//! may still be cached there, unless that replica is too busy, or has no free slot while another one has; otherwise the
+//! least busy. A pure state machine: page keys and loads in, a replica out.
+//! Not here: what the replicas really keep in their caches, which only they know.
 
 use crate::engine::prefix::PageKey;
 use std::collections::HashMap;
 
-/// Pages that are remembered of a model: two million tokens, in about six megabytes.
+/// The maximum number of pages remembered per model: two million tokens, in about six megabytes.
 const PAGES: usize = 1 << 17;
-/// Found pages that outweigh one request more: 256 tokens. Computing so many anew takes about as long as four steps of
-/// decoding (19,712 against 287 tokens a second, an 8 B model in docs/performance.md), and one row more in a batch costs
-/// the others about that in the two hundred steps of an answer, at a percent or two a step.
+/// The number of known pages that outweighs one additional request: 256 tokens. Computing these tokens again takes
+/// about as long as four decode steps (19,712 against 287 tokens per second, an 8 B model in docs/performance.md). One
+/// more row in a batch costs the other rows about as much over the two hundred steps of an answer, at one or two
+/// percent per step.
 const PAGES_PER_REQUEST: usize = 16;
-/// However long the beginning that is found, a replica this many requests busier than the least busy is passed by: what
-/// is saved is saved once, and behind so many a request would wait while another replica has little to do.
+/// The maximum number of requests by which a replica may be busier than the least busy one and still be chosen for its
+/// known pages, however many they are. The pages save time only once, while a request behind this many others waits
+/// although another replica is nearly idle.
 const MOST_AHEAD: u32 = 8;
 
-/// One replica that a request could go to.
+/// A replica that a request can be sent to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
-    /// Its place among the model's replicas.
+    /// The replica's index in the model's list.
     pub replica: usize,
-    /// Whether it would take the request now.
+    /// Whether the replica would accept the request now.
     pub ready: bool,
-    /// Requests that run or wait there.
+    /// The number of requests that run or wait on the replica.
     pub unfinished: u32,
-    /// Requests that can run there at once.
+    /// The number of requests that can run on the replica at once.
     pub slots: u32,
-    /// Pages in use, in tenths of all: finer differences decide nothing.
+    /// The used share of the KV pages in tenths. Smaller differences do not matter.
     pub pages_tenths: u32,
 }
 
 impl Candidate {
-    /// Whether one request more would wait for another's end: that takes longer than any prompt, so no beginning that
-    /// is found outweighs it.
+    /// Whether a new request would have to wait for another one to end. That takes longer than computing any prompt, so
+    /// no number of known pages outweighs it.
     fn full(&self) -> bool {
         self.unfinished >= self.slots
     }
 }
 
-/// What was given to a model's replicas lately.
+/// A record of the prompts that a model's replicas received recently.
 #[derive(Debug)]
 pub(super) struct Affinity {
-    /// Pages → the replicas that were given them, a bit each (those beyond the 64th are not remembered). What is named
-    /// again moves to `young`; when that is full it becomes `old`, and what was old is forgotten.
+    /// Page key → bit set of the replicas that received the page; replicas from the 65th on are not recorded. A page
+    /// that occurs again moves to `young`. When `young` is full, it becomes `old`, and the previous `old` is discarded.
     young: HashMap<PageKey, u64>,
     old: HashMap<PageKey, u64>,
-    /// Pages of one of the two.
+    /// The capacity of each of the two maps, in pages.
     half: usize,
-    /// When each replica was last given a request: among equals it is the turn of the one that waited longest.
+    /// The turn in which each replica last received a request. Among equal replicas, the one with the earliest turn is
+    /// chosen.
     given: Vec<u64>,
     turn: u64,
 }
@@ -59,14 +63,14 @@ impl Default for Affinity {
 }
 
 impl Affinity {
-    /// Remembers at most `pages`, and at least half of them.
+    /// Creates a record of at most `pages` pages, of which at least the most recent half is always kept.
     pub(super) fn new(pages: usize) -> Affinity {
         let half = (pages / 2).max(1);
         Affinity { young: HashMap::new(), old: HashMap::new(), half, given: Vec::new(), turn: 0 }
     }
 
-    /// The replica for a prompt whose full pages have these names, and remembers it; `None` of no candidates. One that
-    /// would not take it is chosen only where all are so.
+    /// Returns the replica for a prompt whose full pages have the keys `keys`, and records the choice. Returns `None`
+    /// if there are no candidates. A candidate that is not ready is only chosen if none is ready.
     pub(super) fn choose(&mut self, candidates: &[Candidate], keys: &[PageKey]) -> Option<usize> {
         let any_ready = candidates.iter().any(|candidate| candidate.ready);
         let pool: Vec<Candidate> = candidates.iter().filter(|one| one.ready || !any_ready).copied().collect();
@@ -83,20 +87,20 @@ impl Affinity {
         Some(chosen)
     }
 
-    /// Pages that are remembered.
+    /// Returns the number of recorded pages.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.young.len() + self.old.len()
     }
 
-    /// Whether none are.
+    /// Returns whether no pages are recorded.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     fn holders(&self, key: &PageKey) -> u64 {
-        // A page that moved to `young` took its replicas along.
+        // An entry in `young` includes the replicas that it had in `old`.
         self.young.get(key).or_else(|| self.old.get(key)).copied().unwrap_or(0)
     }
 
@@ -122,7 +126,8 @@ impl Affinity {
     }
 }
 
-/// By how many requests a replica that was given so many pages of a prompt may be busier than the least busy.
+/// Returns the number of requests by which a replica that received the first `pages` pages of a prompt may be busier
+/// than the least busy one.
 fn ahead(pages: usize) -> u32 {
     u32::try_from(1 + pages / PAGES_PER_REQUEST).unwrap_or(u32::MAX).min(MOST_AHEAD)
 }
@@ -136,7 +141,7 @@ mod tests {
     use super::*;
     use crate::engine::prefix::page_keys;
 
-    /// Replicas by their unfinished requests, all ready.
+    /// Returns ready candidates with the given numbers of unfinished requests.
     fn loads(unfinished: &[u32]) -> Vec<Candidate> {
         let candidate = |(replica, unfinished): (usize, &u32)| Candidate {
             replica,
@@ -148,7 +153,8 @@ mod tests {
         unfinished.iter().enumerate().map(candidate).collect()
     }
 
-    /// The names of `pages` pages that only `prompt` has, behind `shared` ones that all have.
+    /// Returns the keys of a prompt: `shared` pages that all prompts have, followed by `pages` pages that only `prompt`
+    /// has.
     fn keys(prompt: u32, shared: usize, pages: usize) -> Vec<PageKey> {
         let tokens: Vec<u32> =
             (0..(shared + pages) * 16).map(|at| if at < shared * 16 { 0 } else { prompt + 1 }).collect();
@@ -167,7 +173,7 @@ mod tests {
             }
             assert_eq!(counts, [100; 3], "stay: {stay}");
         }
-        // Pages decide where requests do not.
+        // With equal numbers of requests, the used pages decide.
         let mut uneven = loads(&[1, 1]);
         uneven[0].pages_tenths = 3;
         assert_eq!(Affinity::default().choose(&uneven, &[]), Some(1));
@@ -182,12 +188,12 @@ mod tests {
         assert_eq!(homes, [0, 1, 2]);
         for round in 2..10 {
             for talk in [2, 0, 1, 1] {
-                // What was said before is the beginning of what is asked now.
+                // The conversation so far is the beginning of the next prompt.
                 let longer = keys(talk, 0, 8 * round);
                 assert_eq!(affinity.choose(&idle, &longer), Some(homes[talk as usize]));
             }
         }
-        // Another tenant's equal tokens are not found.
+        // The same tokens under another cache salt have other keys.
         let foreign = page_keys("other", &[1; 8 * 16]);
         assert!(foreign.iter().all(|key| affinity.holders(key) == 0));
     }
@@ -200,12 +206,13 @@ mod tests {
             let mut again = |busy: u32| affinity.choose(&loads(&[3 + busy, 3]), &keys(0, 0, pages));
             assert_eq!(again(bearable), Some(0), "{pages} pages");
             assert_eq!(again(bearable + 1), Some(1), "{pages} pages");
-            // Now both were given it.
+            // Now both replicas received the prompt.
             assert_eq!(again(bearable), Some(1), "{pages} pages: the less busy of two that hold them");
         }
     }
 
-    /// All prompts share a long beginning, and nothing ever ends.
+    /// Goal: all replicas get work although all prompts share a long beginning. Method: route 400 such prompts while no
+    /// request ends.
     #[test]
     fn a_beginning_that_all_share_does_not_leave_a_replica_without_work() {
         let mut affinity = Affinity::default();
@@ -233,7 +240,7 @@ mod tests {
         let mut other = Affinity::default();
         assert_eq!(other.choose(&with_slots(&[0, 0], 2), &prompt), Some(0));
         assert_eq!(other.choose(&with_slots(&[3, 2], 2), &prompt), Some(0), "it would wait anywhere");
-        // More requests on more slots are not more of a wait.
+        // More requests on a replica with more slots do not mean a longer wait.
         let mut uneven = with_slots(&[2, 5], 2);
         uneven[1].slots = 64;
         assert_eq!(Affinity::default().choose(&uneven, &[]), Some(1));
@@ -249,7 +256,7 @@ mod tests {
         assert_eq!(affinity.choose(&full, &prompt), Some(1));
         full[1].ready = false;
         assert_eq!(affinity.choose(&full, &prompt), Some(0));
-        // A selector leaves fewer candidates, and what is held elsewhere does not matter.
+        // A device selector leaves fewer candidates; pages on other replicas then do not matter.
         assert_eq!(affinity.choose(&loads(&[0, 50])[1..], &keys(7, 0, 9)), Some(1));
         assert_eq!(affinity.choose(&loads(&[50, 0])[..1], &keys(7, 0, 9)), Some(0));
     }
@@ -265,7 +272,7 @@ mod tests {
             assert_eq!(affinity.choose(&idle, &keys(0, 0, 10)), Some(home), "after {prompt}");
         }
         assert_eq!(affinity.holders(&keys(1, 0, 10)[9]), 0, "an old one is forgotten");
-        // One prompt of more pages than there is room for.
+        // One prompt with more pages than the record can hold.
         affinity.choose(&idle, &keys(1, 0, 1000));
         assert!(affinity.len() <= 100 && !affinity.is_empty(), "{}", affinity.len());
     }

@@ -1,4 +1,4 @@
-//! The catalogue: every model of the configuration, its load state, and what is being done with it.
+//! The catalogue: every model of the configuration, with its load state and the load or unload in progress.
 
 use crate::config::{self};
 use crate::host::lifecycle::LifecycleError;
@@ -8,16 +8,17 @@ use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What is the matter with a model of the configuration.
+/// The load state of a model of the configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LoadState {
-    /// It can be loaded.
+    /// The model is not loaded and can be loaded.
     Unloaded,
-    /// It is being loaded; one that is being replaced serves meanwhile.
+    /// The model is being loaded. A model that still serves while its replacement is loaded is reported as
+    /// [`LoadState::Serving`] by [`Host::state`].
     Loading,
-    /// Requests reach it.
+    /// The model accepts requests.
     Serving,
-    /// No new request reaches it, and some still run.
+    /// The model is being unloaded: it accepts no new requests, and some requests may still run.
     Unloading,
 }
 
@@ -32,59 +33,60 @@ impl fmt::Display for LoadState {
     }
 }
 
-/// How far a load is.
+/// The progress of a load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// What is done.
+    /// The current activity.
     pub what: String,
-    /// So much of it.
+    /// The number of completed units.
     pub done: u64,
-    /// Of so much.
+    /// The total number of units.
     pub total: u64,
-    /// What is counted.
+    /// The unit.
     pub unit: Unit,
 }
 
-/// A model of the configuration, as it stands.
+/// A model of the configuration with its current state.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// Its name.
+    /// The model's name.
     pub name: String,
-    /// What is the matter with it.
+    /// The load state.
     pub state: LoadState,
-    /// What serves it, also while it is being replaced.
+    /// The served model, also while a replacement is being loaded.
     pub served: Option<Arc<ServedModel>>,
-    /// Of a load that goes on.
+    /// The progress of the load, if one is in progress.
     pub step: Option<Step>,
 }
 
-/// Every model that may be loaded, in the configuration's order, and what is being done with it.
+/// Every model that can be loaded, in the configuration's order, with the load or unload in progress.
 #[derive(Debug, Default)]
 pub(super) struct Catalogue {
     pub(super) state: Mutex<Models>,
-    /// Whenever something has been done.
+    /// Notified whenever a load or unload ends.
     pub(super) done: Condvar,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Models {
     pub(super) entries: Vec<Entry>,
-    /// Requests that may wait for each replica.
+    /// The maximum number of requests that wait for each replica.
     pub(super) queue_limit: usize,
-    /// Nothing is loaded any more.
+    /// Whether the host is stopping; no model is loaded any more.
     pub(super) closed: bool,
 }
 
 #[derive(Debug)]
 pub(super) struct Entry {
     pub(super) model: config::Model,
-    /// As what is served was configured.
+    /// The configuration from which the served model was built; `None` if the model is not served.
     pub(super) served_as: Option<config::Model>,
     pub(super) work: Option<ModelWork>,
-    /// Somebody unloaded it: a new configuration that says the same of it does not load it.
+    /// Whether the model was unloaded by [`Host::unload`]. A new configuration with the same entry does not load it
+    /// again.
     pub(super) unloaded: bool,
-    /// The configuration does not have it any more. Nothing is loaded under its name, and the entry goes when what is
-    /// served has left.
+    /// Whether the model is no longer in the configuration. It cannot be loaded any more, and the entry is removed when
+    /// the served model has been unloaded.
     pub(super) removed: bool,
 }
 
@@ -108,13 +110,14 @@ impl Entry {
         Entry { model: model.clone(), served_as: None, work: None, unloaded: false, removed: false }
     }
 
-    /// Whether what is served is what is configured.
+    /// Returns whether the served model was built from the current configuration.
     pub(super) fn is_current(&self) -> bool {
         self.served_as.as_ref().is_some_and(|served| builds_the_same(served, &self.model))
     }
 }
 
-/// When a model is loaded makes no difference to it.
+/// Returns whether two configurations result in the same model: they are equal except for the time at which the model
+/// is loaded (`load`).
 pub(super) fn builds_the_same(a: &config::Model, b: &config::Model) -> bool {
     config::Model { load: a.load, ..b.clone() } == *a
 }
@@ -127,13 +130,13 @@ impl Catalogue {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Models> {
-        // Each change of it is whole.
+        // Every change of the catalogue leaves it valid, so a panic of another thread does no harm.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Models {
-    /// The entry of that name, be it one that goes.
+    /// Returns the entry with this name, even if it is being removed.
     pub(super) fn entry(&mut self, name: &str) -> Result<&mut Entry, LifecycleError> {
         match self.entries.iter().position(|entry| entry.model.name == name) {
             Some(index) => Ok(&mut self.entries[index]),
@@ -141,7 +144,7 @@ impl Models {
         }
     }
 
-    /// The entry of that name, of those that the configuration has.
+    /// Returns the entry with this name if the configuration contains it.
     pub(super) fn configured(&mut self, name: &str) -> Result<&mut Entry, LifecycleError> {
         match self.entries.iter().position(|entry| entry.model.name == name && !entry.removed) {
             Some(index) => Ok(&mut self.entries[index]),
@@ -158,12 +161,12 @@ impl Models {
 }
 
 impl Host {
-    /// What is the matter with a model of the configuration; `None`: there is none of that name.
+    /// Returns the load state of a model; `None` if no model has this name.
     pub fn state(&self, name: &str) -> Option<LoadState> {
         self.listed().into_iter().find(|listed| listed.name == name).map(|listed| listed.state)
     }
 
-    /// Every model of the configuration, in its order; of a host whose models were handed to it those.
+    /// Returns every model of the configuration, in order. For a host that was created with its models, returns those.
     pub fn listed(&self) -> Vec<Listed> {
         let catalogue = self.catalogue.lock();
         let models = self.models();
@@ -182,7 +185,7 @@ impl Host {
             };
             Listed { name: entry.model.name.clone(), state, served, step }
         };
-        // One that the configuration does not have any more is shown for as long as there is something of it.
+        // A model that was removed from the configuration is listed while it is served, loaded or unloaded.
         let there = |listed: &Listed| listed.state != LoadState::Unloaded || known(&listed.name);
         let configured = catalogue.entries.iter().map(of_entry).filter(there);
         let unknown =
@@ -196,7 +199,7 @@ impl Host {
         configured.chain(others).collect()
     }
 
-    /// Whether a model could be loaded that is not served, or is being loaded.
+    /// Returns whether a model can be loaded: the host is not stopping and the configuration contains a model.
     pub fn can_load(&self) -> bool {
         let catalogue = self.catalogue.lock();
         !catalogue.closed && catalogue.entries.iter().any(|entry| !entry.removed)

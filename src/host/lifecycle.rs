@@ -1,9 +1,10 @@
-//! Models that come and go while others serve: which may be loaded, what is being done with each, and how one is loaded,
-//! replaced and unloaded. Only models of the configuration can be loaded, by their names.
-//! Deliberately absent: how a model is built (its [`ModelSource`]'s), gRPC, signals. Callers' threads do the work.
+//! Loads, replaces and unloads models while others serve, and applies changes of the configuration. Only models of the
+//! configuration can be loaded, by name. The work runs on the callers' threads.
+//! Not here: building a model (see [`ModelSource`]), gRPC, signals.
 //!
-//! Who has found a model keeps it: one that leaves is taken from the list first, so that no new request finds it, goes on
-//! with those it has, and gives its memory back when they have ended or the time that they were given has.
+//! A caller that has found a model keeps a reference to it. A model that is unloaded is first removed from the list, so
+//! that new requests do not find it. Its running requests continue, and its memory is released when they have ended or
+//! their grace period is over.
 
 use crate::config::{self, LoadWhen};
 use crate::host::catalogue::{Catalogue, Entry, LoadState, ModelWork, Models, Step, builds_the_same};
@@ -15,62 +16,62 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Between two looks at whether a model that leaves is idle.
+/// The interval at which a model that is being unloaded is checked for running requests.
 const IDLE_LOOK: Duration = Duration::from_millis(5);
-/// How long an idle model that leaves waits for those who had found it and have not asked yet: longer than any prompt
-/// takes to be encoded.
+/// The time for which an idle model that is being unloaded waits for callers that found it but have not submitted their
+/// request yet: longer than any prompt takes to be encoded.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// What is done where a model that is served is loaded again.
+/// How to load a model that is already served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Replace {
-    /// The new one is loaded beside the old one, which serves until then.
+    /// Load the new model beside the old one, which serves until the load is complete.
     #[default]
     Beside,
-    /// The old one leaves first, and its memory is the new one's: the model is not served meanwhile, nor afterwards where
-    /// the load fails.
+    /// Unload the old model first, so that the new one can use its memory. The model is not served during the load, nor
+    /// after a failed load.
     UnloadFirst,
 }
 
-/// Why a model was not loaded or unloaded.
+/// The reason for which a model was not loaded or unloaded.
 #[derive(Debug, thiserror::Error)]
 pub enum LifecycleError {
-    /// No such model in the configuration.
+    /// The configuration contains no such model.
     #[error("model \"{asked}\" is not configured; configured are {configured}")]
     NotConfigured {
-        /// What was asked.
+        /// The requested name.
         asked: String,
-        /// Comma-separated names.
+        /// The names of the configured models, separated by commas.
         configured: String,
     },
-    /// It is being loaded or unloaded already.
+    /// The model is already being loaded or unloaded.
     #[error("model \"{model}\" cannot be touched: {state}")]
     Busy {
-        /// Which.
+        /// The model's name.
         model: String,
-        /// What is done with it.
+        /// What is being done with the model.
         state: LoadState,
     },
-    /// It is not served.
+    /// The model is not served.
     #[error("model \"{model}\" cannot be unloaded: {state}")]
     NotServed {
-        /// Which.
+        /// The model's name.
         model: String,
-        /// What is the matter with it.
+        /// The model's load state.
         state: LoadState,
     },
-    /// The server stops.
+    /// The server is stopping.
     #[error("model \"{model}\" is not loaded: the server stops")]
     Stopping {
-        /// Which.
+        /// The model's name.
         model: String,
     },
-    /// It could not be loaded.
+    /// The load failed.
     #[error("model \"{model}\" could not be loaded")]
     Load {
-        /// Which.
+        /// The model's name.
         model: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<BuildError>,
     },
@@ -80,45 +81,45 @@ pub enum LifecycleError {
 #[derive(Debug)]
 #[must_use = "what it replaces is still there"]
 pub struct Loaded {
-    /// It is served.
+    /// The new model, which is served now.
     pub model: Arc<ServedModel>,
-    /// The one that it replaces, which still has its memory.
+    /// The model that it replaces, which still holds its memory.
     pub old: Option<Leaving>,
 }
 
-/// A model that no request finds any more: [`Host::retire`] has its memory given back.
+/// A model that new requests no longer find. [`Host::retire`] releases its memory.
 #[derive(Debug)]
 #[must_use = "it keeps its memory until it is retired"]
 pub struct Leaving(Arc<ServedModel>);
 
-/// What a model that has gone has left.
+/// The result of unloading a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unloaded {
-    /// Device memory that it was planned with and has given back, bytes.
+    /// The planned device memory that was released, in bytes.
     pub freed_bytes: u64,
-    /// Requests that were ended because their time was over.
+    /// The number of requests that were ended because the grace period was over.
     pub cut: usize,
 }
 
-/// What a new configuration did to a model.
+/// The effect of a new configuration on a model.
 #[derive(Debug)]
 pub struct Changed {
-    /// Which.
+    /// The model's name.
     pub model: String,
-    /// What was to be done.
+    /// The intended change.
     pub change: ModelChange,
-    /// Whether it was.
+    /// Whether the change succeeded.
     pub result: Result<(), LifecycleError>,
 }
 
-/// What is to be done with a model when the configuration changes.
+/// A change of a model that a new configuration requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ModelChange {
-    /// It is not configured any more.
+    /// The model is no longer configured and is unloaded.
     Removed,
-    /// It is served, and configured otherwise.
+    /// The model is served from a different configuration and is replaced.
     Replaced,
-    /// It is to be served.
+    /// The model is loaded.
     Added,
 }
 
@@ -132,7 +133,7 @@ impl fmt::Display for ModelChange {
     }
 }
 
-/// Something that is being done with a model; dropped, it is over.
+/// A load or unload in progress; dropping it marks it as ended and wakes the waiting threads.
 struct Job<'a> {
     host: &'a Host,
     name: &'a str,
@@ -147,7 +148,7 @@ impl Drop for Job<'_> {
     }
 }
 
-/// Keeps how far a load is for whoever looks, and hands it on.
+/// Records the progress of a load in the catalogue and passes it on.
 struct Kept<'a> {
     job: &'a Job<'a>,
     also: &'a dyn Progress,
@@ -169,12 +170,12 @@ impl Progress for Kept<'_> {
 }
 
 impl Host {
-    /// Of models that can be loaded from a source, of which none is yet.
+    /// Creates a host for models that can be loaded from a source; none is loaded yet.
     pub fn of(models: &[config::Model], queue_limit: usize, source: Box<dyn ModelSource>) -> Host {
         Host::empty(Catalogue::new(models, queue_limit), source)
     }
 
-    /// Loads every model that is not left for a request to load, before anybody is served.
+    /// Loads every model whose configuration says to load it at start. Called before the server accepts requests.
     pub fn load_all(&self, progress: &dyn Progress) -> Result<(), BuildError> {
         let wanted = |entry: &&Entry| entry.model.load == LoadWhen::Start;
         let names: Vec<String> =
@@ -189,8 +190,9 @@ impl Host {
         Ok(())
     }
 
-    /// Loads a model of the configuration, or loads it anew; where it is to leave first, what runs on it has `grace`.
-    /// On an error everything is as it was, but for [`Replace::UnloadFirst`].
+    /// Loads or reloads a model of the configuration. With [`Replace::UnloadFirst`], requests on the old model have
+    /// `grace` to end. On an error nothing has changed, except that with [`Replace::UnloadFirst`] the old model may
+    /// already be unloaded.
     pub fn load(
         &self,
         name: &str,
@@ -228,7 +230,7 @@ impl Host {
         let job = Job { host: self, name };
         let failed = |source| LifecycleError::Load { model: name.to_owned(), source: Box::new(source) };
         if replace == Replace::UnloadFirst {
-            // What can be known before is known before.
+            // Checks the devices before the old model is unloaded.
             self.source.check(&model).map_err(failed)?;
             let old = self.take_out(&mut self.catalogue.lock(), name);
             if let Some(old) = old {
@@ -241,13 +243,14 @@ impl Host {
         let built = self.source.build(&model, &attempt).map_err(failed)?;
         let built = Arc::new(built);
         let mut catalogue = self.catalogue.lock();
-        // Nothing is served that the configuration does not have.
+        // A model must not be served if it has been removed from the configuration, or its load cancelled, in the
+        // meantime.
         let unwanted = catalogue.closed || cancelled.load(Ordering::Relaxed) || catalogue.configured(name).is_err();
         if unwanted {
             drop(catalogue);
             return Err(failed(BuildError::cancelled(name)));
         }
-        // It may have been changed meanwhile.
+        // The limit may have changed during the load.
         built.replicas.iter().for_each(|replica| replica.set_queue_limit(catalogue.queue_limit));
         let old = self.take_out(&mut catalogue, name);
         let place = |name: &str| catalogue.entries.iter().position(|entry| entry.model.name == name);
@@ -260,14 +263,15 @@ impl Host {
         Ok(Loaded { model: built, old })
     }
 
-    /// Takes a model from the list, if it is in it.
+    /// Removes a model from the list of served models, if it is there, and adds it to the models that are being
+    /// removed.
     fn take_out(&self, catalogue: &mut Models, name: &str) -> Option<Leaving> {
         let models = self.models();
         let at = models.iter().position(|served| served.name == name)?;
         let old = Arc::clone(&models[at]);
         let mut left = models.to_vec();
         left.remove(at);
-        // It is never in neither list: whoever ends a request looks in both.
+        // The model must always be in one of the two lists, because a caller that ends a request searches both.
         self.leaving().push(Arc::clone(&old));
         self.set_models(left);
         if let Ok(entry) = catalogue.entry(name) {
@@ -276,8 +280,8 @@ impl Host {
         Some(Leaving(old))
     }
 
-    /// Waits until nothing runs on a model that leaves, at most `grace`, ends what still does, and has its memory given
-    /// back.
+    /// Waits until nothing runs on a removed model, at most for `grace`. Then ends the remaining requests and releases
+    /// the model's memory.
     pub fn retire(&self, leaving: Leaving, grace: Duration) -> Unloaded {
         let Leaving(model) = leaving;
         let until = Instant::now() + grace;
@@ -288,7 +292,7 @@ impl Host {
             if unfinished() > 0 {
                 idle_since = None;
             } else {
-                // This one, and the one in the list of those that leave.
+                // The two references here and in the list of models that are being removed.
                 let unseen = Arc::strong_count(&model) <= 2;
                 let idle: Instant = *idle_since.get_or_insert(now);
                 if unseen || now.duration_since(idle) >= LINGER || self.catalogue.lock().closed {
@@ -309,8 +313,8 @@ impl Host {
         Unloaded { freed_bytes, cut }
     }
 
-    /// Unloads a model: no new request reaches it from now on, those that it has go on for `grace`. A load that goes on
-    /// is cancelled.
+    /// Unloads a model: it accepts no new requests from now on, and running requests have `grace` to end. If the model
+    /// is being loaded, cancels the load.
     pub fn unload(&self, name: &str, grace: Duration) -> Result<Unloaded, LifecycleError> {
         let mut loading = false;
         let leaving = {
@@ -343,10 +347,13 @@ impl Host {
         Ok(self.retire(leaving, grace))
     }
 
-    /// Takes over what a new configuration says of models: those that it does not have leave, those that it has otherwise
-    /// are replaced, those that it adds are loaded, in this order; each that leaves has `grace` for what runs. One that
-    /// cannot be loaded leaves things as they are, and is tried again with the next configuration. Nothing is done where
-    /// a model's devices are not there; `begins` is called once they are known to be.
+    /// Applies the models of a new configuration. First unloads the models that it no longer contains, then replaces
+    /// those whose configuration changed and loads those that it adds, in the configuration's order. Requests on a
+    /// model that is unloaded or replaced have `grace` to end. A model that cannot be loaded leaves the old state in
+    /// place, and is tried again with the next configuration.
+    ///
+    /// Returns errors, and changes nothing, if the devices of a model are not available. Calls `begins` once all
+    /// devices have been checked.
     pub fn configure(
         &self,
         models: &[config::Model],
@@ -365,7 +372,7 @@ impl Host {
             let leave = |model: String| {
                 scope.spawn(move || {
                     let result = match self.unload(&model, grace) {
-                        // Somebody was faster.
+                        // Another caller has unloaded it already.
                         Err(LifecycleError::NotServed { .. }) => return None,
                         Err(LifecycleError::Busy { .. }) => {
                             self.until_idle(&model);
@@ -382,7 +389,7 @@ impl Host {
         self.catalogue.lock().entries.retain(|entry| !entry.removed || entry.work.is_some());
         std::thread::scope(|scope| {
             for (model, change) in wanted {
-                // A load of what it was configured as before has been cancelled.
+                // A load with the previous configuration has been cancelled; waits for it to end.
                 self.until_idle(&model);
                 let result = self.load(&model, Replace::Beside, grace, progress).map(|loaded| {
                     if let Some(old) = loaded.old {
@@ -395,7 +402,8 @@ impl Host {
         Ok(changed)
     }
 
-    /// Writes a new configuration into the catalogue; gives the models that are to leave it, and those to be loaded.
+    /// Writes a new configuration into the catalogue. Returns the names of the models to unload and of the models to
+    /// load.
     fn take_over(&self, models: &[config::Model], queue_limit: usize) -> (Vec<String>, Vec<(String, ModelChange)>) {
         let mut catalogue = self.catalogue.lock();
         catalogue.queue_limit = queue_limit;
@@ -418,7 +426,7 @@ impl Host {
             let mut asked = model.load == LoadWhen::Start && !entry.unloaded && (entry.work.is_none() || !same);
             if let (Some(ModelWork::Loading { cancelled, .. }), false) = (&entry.work, same) {
                 cancelled.store(true, Ordering::Relaxed);
-                // Whoever wanted it as it was wants it.
+                // A load of the previous configuration was requested, so the new configuration is loaded instead.
                 asked = true;
             }
             let serves = entry.served_as.is_some();
@@ -430,20 +438,20 @@ impl Host {
             entries.push(entry);
         }
         let removed = before.iter().map(|entry| entry.model.name.clone()).collect();
-        // Until they have left.
+        // Removed entries stay in the catalogue until their models have been unloaded.
         before.iter_mut().for_each(|entry| entry.removed = true);
         entries.append(&mut before);
         catalogue.entries = entries;
         (removed, wanted)
     }
 
-    /// Waits until nothing is done with a model.
+    /// Waits until the model is neither being loaded nor unloaded.
     fn until_idle(&self, name: &str) {
         let busy = |models: &mut Models| models.entry(name).is_ok_and(|entry| entry.work.is_some());
         let _idle = self.catalogue.done.wait_while(self.catalogue.lock(), busy).unwrap_or_else(PoisonError::into_inner);
     }
 
-    /// Waits until nothing is being loaded or unloaded, at most `limit`; whether that is so.
+    /// Waits until no model is being loaded or unloaded, at most for `limit`. Returns false if the limit was reached.
     pub fn settle(&self, limit: Duration) -> bool {
         let busy = |models: &mut Models| models.entries.iter().any(|entry| entry.work.is_some());
         let waited = self.catalogue.done.wait_timeout_while(self.catalogue.lock(), limit, busy);
@@ -451,7 +459,7 @@ impl Host {
         !late.timed_out()
     }
 
-    /// Nothing is loaded from now on, and what is being loaded is not finished.
+    /// Prevents further loads and cancels the loads in progress.
     pub(super) fn stop_loading(&self) {
         let mut catalogue = self.catalogue.lock();
         catalogue.closed = true;

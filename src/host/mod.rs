@@ -1,6 +1,6 @@
-//! What serves a configuration: the models that are loaded, their replicas, and the way from a request to one of
-//! them. Which models there are changes while requests run; whoever has found one keeps it.
-//! Deliberately absent: how models come and go (`lifecycle`), opening devices and loading weights (`devices`).
+//! All models of the process: the served models with their replicas, and the lookup from a request to a replica. The
+//! list of served models changes while requests run; a caller that has found a model keeps a reference to it.
+//! Not here: loading and unloading models (`lifecycle`), opening devices and loading weights (`gpu`).
 
 mod affinity;
 pub mod catalogue;
@@ -23,113 +23,113 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Everything that runs: dropped, it stops bottom to top.
+/// All models and devices of the process. Dropping it stops the models, then the devices that they run on.
 #[derive(Debug)]
 pub struct Host {
-    /// In the configuration's order.
+    /// The served models, in the configuration's order.
     models: ArcSwap<Vec<Arc<ServedModel>>>,
-    /// Models that no request finds any more and some still run on.
+    /// Models that new requests no longer find, but that may still run requests.
     leaving: Mutex<Vec<Arc<ServedModel>>>,
-    /// Requests that have ended.
+    /// The record of requests that have ended.
     pub ended: Requests,
-    /// Every model that may be loaded, and what is being done with it.
+    /// Every model that can be loaded, with its load state.
     catalogue: Catalogue,
-    // Order matters: the devices go after what runs on them.
+    // Field order matters: the devices must be dropped after the models that run on them.
     source: Box<dyn ModelSource>,
 }
 
-/// A model under its served name.
+/// A model that is served under a name.
 #[derive(Debug)]
 pub struct ServedModel {
-    /// The configuration's name for it.
+    /// The model's name in the configuration.
     pub name: String,
-    /// What clients may know.
+    /// The properties that clients may see.
     pub info: ModelInfo,
-    /// Tokenizer and chat template; `None` where the checkpoint has none.
+    /// The tokenizer and chat template; `None` if the checkpoint has none.
     pub text: Option<Arc<Text>>,
-    /// At least one, in the configuration's order.
+    /// The model's replicas, at least one, in the configuration's order.
     pub replicas: Vec<Arc<Replica>>,
-    /// Which replica was given what. Held while one prompt is routed.
+    /// Which replica received which prompts. Locked while a prompt is routed.
     affinity: Mutex<Affinity>,
 }
 
-/// What clients may know of a model.
+/// The properties of a model that clients may see.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
-    /// For example `Qwen3ForCausalLM`.
+    /// The name of the architecture, for example `Qwen3ForCausalLM`.
     pub architecture: String,
-    /// Longest context, tokens.
+    /// The maximum context in tokens.
     pub context: u32,
-    /// Vocabulary size.
+    /// The size of the vocabulary.
     pub vocabulary: u32,
-    /// End-of-sequence ids.
+    /// The end-of-sequence token ids.
     pub eos_ids: Vec<u32>,
-    /// Weights in device memory, bytes.
+    /// The size of the weights in device memory, in bytes.
     pub weight_bytes: u64,
-    /// Weight bytes a decoded token reads at batch 1 (no KV).
+    /// The weight bytes that decoding one token at batch size 1 reads, without the KV cache.
     pub bytes_per_token: u64,
-    /// Parameters.
+    /// The number of parameters.
     pub parameters: u64,
-    /// Of them those that one token goes through: of experts the chosen ones.
+    /// The number of parameters that one token uses: of the experts, only the selected ones count.
     pub active_parameters: u64,
 }
 
-/// A device that is open: replicas run on it, or have run on it.
+/// An open device, on which replicas run or have run.
 #[derive(Clone, Debug)]
 pub struct ServedDevice {
-    /// Its identity.
+    /// The device's identity.
     pub info: DeviceInfo,
-    /// The memory plans of the replicas on it.
+    /// The memory plans of the replicas on the device.
     pub memory: Vec<MemoryUse>,
-    /// Its state while it is open; `None` for a fake.
+    /// The live state of the device; `None` for a fake.
     pub status: Option<Arc<dyn DeviceStatus>>,
 }
 
-/// What an open device says about itself. `gpu` implements it.
+/// The live state of an open device. Implemented by `gpu`.
 pub trait DeviceStatus: Any + fmt::Debug + Send + Sync {
-    /// Size and use of its memory, as the driver reports them now.
+    /// Returns the size and usage of the device's memory, as the driver reports them now.
     fn memory(&self) -> DeviceMemory;
-    /// Bytes of the buffers that this process has on it.
+    /// Returns the size in bytes of all buffers of this process on the device.
     fn buffer_bytes(&self) -> u64;
-    /// Counters of its transfer queue.
+    /// Returns the counters of the device's transfer queue.
     fn transfer_counters(&self) -> TransferCounters;
-    /// The finished submissions to its transfer queue from `number` on, oldest first, as far as they are kept.
+    /// Returns the completed submissions to the transfer queue from number `number` on, oldest first, as far as they
+    /// are still recorded.
     fn transfers(&self, number: u64) -> Vec<TransferRecord>;
-    /// Treats the device as lost, as if its driver had said so: its replicas are built anew. For tests and drills.
+    /// Treats the device as lost, as if the driver had reported it: its replicas are rebuilt. For tests and drills.
     fn declare_lost(&self, why: &str);
-    /// Whether the device is lost.
+    /// Returns whether the device is lost.
     fn is_lost(&self) -> bool;
 }
 
-/// Memory of a device, bytes.
+/// The memory of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// Its largest device-local heap.
+    /// The size of the largest device-local heap.
     pub heap_bytes: u64,
-    /// What this process may use in all and what it uses; `None` where the driver does not report it
-    /// (`VK_EXT_memory_budget`).
+    /// The budget and usage of this process; `None` if the driver does not report them (`VK_EXT_memory_budget`).
     pub budget: Option<MemoryShare>,
 }
 
-/// This process's share of a device's memory, bytes.
+/// The part of a device's memory that belongs to this process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryShare {
-    /// What it may use in all.
+    /// The bytes that this process may use in total.
     pub budget_bytes: u64,
-    /// What it uses.
+    /// The bytes that this process uses.
     pub used_bytes: u64,
 }
 
 impl ServedDevice {
-    /// The finished submissions to its transfer queue from `number` on, oldest first; none of a fake.
+    /// Returns the completed submissions to the transfer queue from number `number` on, oldest first; empty for a fake.
     pub fn transfers(&self, number: u64) -> Vec<TransferRecord> {
         self.status.as_ref().map(|status| status.transfers(number)).unwrap_or_default()
     }
 }
 
 impl Host {
-    /// Of replicas that run, on the devices that they name: for fakes, of which no more is known. No further model can
-    /// be loaded.
+    /// Creates a host of running replicas, with the devices that they name. For fakes, whose devices have no live
+    /// state. No other model can be loaded.
     pub fn new(models: Vec<ServedModel>) -> Host {
         let mut devices: Vec<ServedDevice> = Vec::new();
         for replica in models.iter().flat_map(|model| &model.replicas) {
@@ -144,33 +144,34 @@ impl Host {
         host
     }
 
-    /// Without any model yet: those of the catalogue can be loaded from the source.
+    /// Creates a host without served models. The models of the catalogue can be loaded from the source.
     fn empty(catalogue: Catalogue, source: Box<dyn ModelSource>) -> Host {
         Host { models: ArcSwap::default(), leaving: Mutex::default(), ended: Requests::default(), catalogue, source }
     }
 
-    /// The models that are served now, in the configuration's order.
+    /// Returns the models that are served now, in the configuration's order.
     pub fn models(&self) -> Arc<Vec<Arc<ServedModel>>> {
         self.models.load_full()
     }
 
-    /// Those and the ones that go as soon as nothing runs on them any more.
+    /// Returns the served models, followed by those that are removed as soon as nothing runs on them.
     pub fn models_and_leaving(&self) -> Vec<Arc<ServedModel>> {
         let models = self.models();
         models.iter().chain(&*self.leaving()).map(Arc::clone).collect()
     }
 
-    /// Serves another list of models. Only one at a time may change it: whoever holds the catalogue.
+    /// Replaces the list of served models. The caller must hold the catalogue's lock, so that only one thread changes
+    /// the list at a time.
     fn set_models(&self, models: Vec<Arc<ServedModel>>) {
         self.models.store(Arc::new(models));
     }
 
     fn leaving(&self) -> MutexGuard<'_, Vec<Arc<ServedModel>>> {
-        // Each change of it is whole.
+        // Every change of the list is a single operation, so a panic leaves it valid.
         self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The devices that are open, by index.
+    /// Returns the open devices, ordered by index, with the memory plans of their replicas.
     pub fn devices(&self) -> Vec<ServedDevice> {
         let mut devices = self.source.devices();
         for model in self.models_and_leaving() {
@@ -182,7 +183,7 @@ impl Host {
         devices
     }
 
-    /// Stops taking requests, also on models that are being loaded; those taken go on.
+    /// Stops accepting requests and cancels loads in progress. Requests accepted before continue.
     pub fn drain(&self) {
         self.stop_loading();
         for replica in self.replicas() {
@@ -190,26 +191,26 @@ impl Host {
         }
     }
 
-    /// Requests taken and not finished: 0 some time after `drain`.
+    /// Returns the number of accepted requests that have not ended. It reaches 0 some time after `drain`.
     pub fn unfinished(&self) -> usize {
         self.replicas().map(|replica| replica.unfinished()).sum()
     }
 
-    /// All replicas, model after model, those last that no request finds any more.
+    /// Returns all replicas, model by model; those of models that are being removed come last.
     pub fn replicas(&self) -> impl Iterator<Item = Arc<Replica>> + use<> {
         self.models_and_leaving().into_iter().flat_map(|served| served.replicas.clone())
     }
 }
 
 impl ServedModel {
-    /// Of its replicas, at least one.
+    /// Creates a served model with the given replicas, at least one.
     pub fn new(name: String, info: ModelInfo, text: Option<Arc<Text>>, replicas: Vec<Replica>) -> ServedModel {
         let replicas = replicas.into_iter().map(Arc::new).collect();
         ServedModel { name, info, text, replicas, affinity: Mutex::default() }
     }
 
     fn affinity(&self) -> MutexGuard<'_, Affinity> {
-        // Whatever a panic left of it: it is a memory of what was chosen, and nothing is wrong that it says.
+        // A panic leaves the table usable: it only records past choices, and an incomplete record does no harm.
         self.affinity.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

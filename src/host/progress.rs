@@ -1,23 +1,23 @@
-//! How far a load is: the sink that is told, and its units.
+//! The progress of a load: the trait for reporting it, and the units.
 
-/// Says what a start does and how far it is.
+/// Receives progress reports of a load.
 pub trait Progress: Sync {
-    /// A fact worth a line: a plan table, a load's speed.
+    /// Reports a fact that is worth a line of output: a memory plan, the speed of a load.
     fn line(&self, text: &str);
-    /// `done` of `total` (bytes or things, by `unit`) of what is going on.
+    /// Reports that `done` of `total` units of the activity `what` are complete.
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit);
 }
 
-/// What a step counts.
+/// The unit of a progress report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes.
     Bytes,
-    /// Things.
+    /// Items.
     Count,
 }
 
-/// Says nothing.
+/// Discards all reports.
 #[derive(Clone, Copy, Debug)]
 pub struct Quiet;
 

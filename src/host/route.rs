@@ -1,4 +1,4 @@
-//! From a request's model and device to one replica.
+//! Routing: from the model and device that a request names to one replica.
 
 use crate::config::{Selector, SelectorError};
 use crate::engine::prefix::PageKey;
@@ -8,38 +8,38 @@ use crate::host::{Host, ServedModel};
 use crate::replica::Replica;
 use std::sync::Arc;
 
-/// Why no replica was found for a request.
+/// The reason for which no replica was found.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum RouteError {
-    /// No model of that name.
+    /// There is no model of that name.
     #[error("model \"{asked}\" is not served; served are {served}")]
     UnknownModel {
-        /// What was asked.
+        /// The requested name.
         asked: String,
-        /// Comma-separated names.
+        /// The names of the served models, separated by commas.
         served: String,
     },
-    /// The configuration names the model, and it is not served now.
+    /// The configuration contains the model, but it is not served now.
     #[error("model \"{asked}\" is not served: {state}; served are {served}")]
     NotLoaded {
-        /// What was asked.
+        /// The requested name.
         asked: String,
-        /// What is the matter with it.
+        /// The model's load state.
         state: LoadState,
-        /// Comma-separated names.
+        /// The names of the served models, separated by commas.
         served: String,
     },
-    /// The asked device cannot be parsed.
+    /// The requested device cannot be parsed.
     #[error(transparent)]
     Selector(#[from] SelectorError),
-    /// The model has no replica on the asked device.
+    /// The model has no replica on the requested device.
     #[error("model \"{model}\" has no replica on device \"{asked}\"; it runs on {available}")]
     UnknownDevice {
-        /// The model.
+        /// The model's name.
         model: String,
-        /// The selector as given.
+        /// The device selector as given.
         asked: String,
-        /// Comma-separated replicas with their devices.
+        /// The model's replicas with their devices, separated by commas.
         available: String,
     },
 }
@@ -66,13 +66,13 @@ impl Host {
         let names: Vec<&str> = models.iter().map(|served| served.name.as_str()).collect();
         let served = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
         Err(match self.state(model) {
-            // Between the two looks it may have come.
+            // The model may have been loaded between the two lookups; then the state is `Serving`.
             Some(state) => RouteError::NotLoaded { asked, state, served },
             None => RouteError::UnknownModel { asked, served },
         })
     }
 
-    /// Forgets which replica of the model was given which prompts: they have forgotten them too.
+    /// Clears the record of which replica received which prompts, after the replicas have cleared their prefix caches.
     pub fn forget_prompts(&self, model: &str) {
         if let Ok(model) = self.model(model) {
             *model.affinity() = Affinity::default();

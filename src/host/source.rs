@@ -1,4 +1,4 @@
-//! What builds models for a host: the trait that `gpu` implements, and why a build failed.
+//! The trait by which a host builds models, which `gpu` implements, and the errors of a build.
 
 use crate::config::{self};
 use crate::host::ServedDevice;
@@ -10,24 +10,24 @@ use std::sync::atomic::AtomicBool;
 
 /// Builds models.
 pub trait ModelSource: fmt::Debug + Send + Sync {
-    /// Whether a model's devices are there, before anything is begun.
+    /// Returns an error if the devices that the model names are not available. Called before a load begins.
     fn check(&self, model: &config::Model) -> Result<(), BuildError>;
-    /// Builds a model. Takes as long as it takes; on an error nothing of it is left on any device.
+    /// Builds a model. Blocks until it is loaded; after an error, no resources of it remain on any device.
     fn build(&self, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, BuildError>;
-    /// The devices that are open, by index; their memory is told by whoever is on them.
+    /// Returns the open devices, ordered by index. Their `memory` is empty; the host fills it from the replicas.
     fn devices(&self) -> Vec<ServedDevice>;
 }
 
-/// What a model is built with beside its own configuration.
+/// The inputs of a build apart from the model's configuration.
 #[derive(Clone, Copy)]
 pub struct LoadAttempt<'a> {
-    /// Others serve meanwhile, and must not feel it.
+    /// Whether other models serve meanwhile; the build must not slow them down noticeably.
     pub beside: bool,
-    /// Requests that may wait for each replica.
+    /// The maximum number of requests that wait for each replica.
     pub queue_limit: usize,
-    /// Set when nobody wants the model any more.
+    /// Set when the load is cancelled.
     pub cancelled: &'a AtomicBool,
-    /// Hears how far it is.
+    /// Receives progress reports.
     pub progress: &'a dyn Progress,
 }
 
@@ -37,7 +37,7 @@ impl fmt::Debug for LoadAttempt<'_> {
     }
 }
 
-/// Builds nothing: of a host whose models were handed to it.
+/// A source that builds nothing, for a host that was created with its models.
 #[derive(Debug)]
 pub(super) struct Fixed(pub(super) Vec<ServedDevice>);
 
@@ -56,20 +56,20 @@ impl ModelSource for Fixed {
     }
 }
 
-/// Why a model was not built. Its text and its causes are those of the source's own error.
+/// The reason for which a model was not built. Its message and causes are those of the source's own error.
 #[derive(Debug)]
 pub struct BuildError {
-    /// What a caller does about it.
+    /// The kind of error, which determines what a caller does about it.
     pub kind: BuildErrorKind,
     reason: Box<dyn Error + Send + Sync>,
 }
 
-/// What a caller does about a [`BuildError`].
+/// The kinds of [`BuildError`] that callers treat differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BuildErrorKind {
-    /// The operator can mend it: configuration, files, devices.
+    /// The operator can correct it: configuration, files, devices.
     Invalid,
-    /// The operator can mend it: the model does not fit the device's memory.
+    /// The operator can correct it: the model does not fit into the device's memory.
     NoMemory,
     /// The load was cancelled.
     Cancelled,
@@ -77,14 +77,14 @@ pub enum BuildErrorKind {
     Internal,
 }
 
-/// The host was made with its models and loads no others.
+/// The host was created with its models and cannot load others.
 #[derive(Debug, thiserror::Error)]
 #[error("model \"{model}\" cannot be loaded: this host loads none")]
 struct NoSource {
     model: String,
 }
 
-/// The load was cancelled before its source was asked.
+/// The load was cancelled before the source built anything.
 #[derive(Debug, thiserror::Error)]
 #[error("the load of model \"{model}\" was cancelled")]
 struct Cancelled {
@@ -92,27 +92,27 @@ struct Cancelled {
 }
 
 impl BuildError {
-    /// Of a source's own error.
+    /// Wraps a source's own error.
     pub fn new(kind: BuildErrorKind, reason: impl Into<Box<dyn Error + Send + Sync>>) -> BuildError {
         BuildError { kind, reason: reason.into() }
     }
 
-    /// The load of a model was cancelled.
+    /// Creates the error of a cancelled load.
     pub fn cancelled(model: &str) -> BuildError {
         BuildError::new(BuildErrorKind::Cancelled, Cancelled { model: model.to_owned() })
     }
 
-    /// Whether the operator can mend it.
+    /// Returns whether the operator can correct the problem.
     pub fn is_users(&self) -> bool {
         matches!(self.kind, BuildErrorKind::Invalid | BuildErrorKind::NoMemory)
     }
 
-    /// The source's own error, if it is of this type.
+    /// Returns the source's own error, if it has this type.
     pub fn reason<E: Error + 'static>(&self) -> Option<&E> {
         self.reason.downcast_ref()
     }
 
-    /// The same by value, or the error itself.
+    /// Like [`BuildError::reason`], by value. Returns the error itself if the source's error has another type.
     pub fn into_reason<E: Error + 'static>(self) -> Result<E, BuildError> {
         let BuildError { kind, reason } = self;
         reason.downcast().map(|reason| *reason).map_err(|reason| BuildError { kind, reason })

@@ -1,4 +1,4 @@
-//! Measurements on a device for `ostinato tune`, `ostinato bench` and `ostinato profile`. Only `cli` uses them.
+//! Measurements on a device for `ostinato tune` and `ostinato bench`. Only `cli` uses them.
 
 pub mod read_bandwidth;
 pub mod stages;

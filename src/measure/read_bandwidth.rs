@@ -1,5 +1,5 @@
-//! Measures how fast a device reads its memory: the ceiling that `bench` sets its figures against.
-//! Deliberately absent: models.
+//! Measures the read bandwidth of a device's memory, the upper bound that `bench` compares its results with.
+//! Not here: models.
 
 use crate::device::{Adapter, Device, Instance};
 use crate::gpu::error::StartError;
@@ -10,8 +10,8 @@ use crate::kernels::region::{Pipelines, Region};
 use crate::memory::{Arena, BufferTable, Place};
 use std::sync::Arc;
 
-/// Bytes a second that the device reads, median of several sweeps over a buffer far larger than
-/// its caches; `None` where its queue has no timestamps.
+/// Returns the read bandwidth in bytes per second, as the median of several sweeps over a buffer far larger than the
+/// caches; `None` if the device's queue has no timestamps.
 pub fn read_bandwidth(instance: &Instance, adapter: &Adapter) -> Result<Option<f64>, StartError> {
     const SWEEPS: usize = 9;
     let device = Device::open(instance, adapter)?;

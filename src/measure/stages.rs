@@ -1,12 +1,14 @@
-//! Times the stages of a step one by one: every call of a kind over all layers, as the step
-//! runs them, alone on the device. For `bench --stages`. Deliberately absent: loading; the
-//! numbers do not depend on the weights' values, but for the power that long products draw.
+//! Times the stages of a step separately, for `bench --stages`: all calls of a kind over all layers, with the arguments
+//! that they have in the step, alone on the device.
+//! Not here: loading weights. The buffers are zero; times do not depend on the values of the weights, except through
+//! the power that long products draw.
 
 use crate::device::{Adapter, Device, Instance};
 use crate::gpu::build::defaults::tuning;
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::attention::Heads;
+use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::layout::StateLayout;
@@ -22,39 +24,39 @@ use std::sync::Arc;
 /// The step to time.
 #[derive(Clone, Debug)]
 pub struct StageLoad {
-    /// One token of each of so many sequences, or of one sequence's prompt.
+    /// The kind of step: one token of each of a number of sequences, or a chunk of one sequence's prompt.
     pub shape: StepShape,
-    /// Where the sequences stand.
+    /// The position of the sequences.
     pub position: u32,
-    /// Where the last of them stands instead.
+    /// The position of the last sequence, if it differs.
     pub last_position: Option<u32>,
-    /// Changes of the tuning, each to be tried by itself.
+    /// Changes of the tuning, each of which is timed separately.
     pub tries: Vec<String>,
 }
 
-/// Time of one kind of call.
+/// The time of one kind of call.
 #[derive(Clone, Debug)]
 pub struct Stage {
-    /// The call's label without its layer, `qkv` for example; `step` is the whole step as it is served.
+    /// The label of the calls without the layer, for example `qkv`; `step` is the whole step as in normal operation.
     pub name: String,
-    /// The change that was tried; the stage as it is without one.
+    /// The tuning change that was tried; `None` for the unchanged stage.
     pub tried: Option<String>,
-    /// Calls of a step.
+    /// The number of calls per step.
     pub calls: u32,
-    /// Microseconds of one call with the barrier before it, median.
+    /// The median time of one call, including the barrier before it, in microseconds.
     pub us: f64,
-    /// Weight bytes of one call.
+    /// The number of weight bytes of one call.
     pub weight_bytes: u64,
-    /// Multiplications and additions of one call's weights with its rows.
+    /// The number of multiplications and additions of one call's weights with its rows.
     pub operations: u64,
 }
 
-/// Whether a call multiplies a matrix, its first argument.
+/// Returns whether a call multiplies by a weight matrix, which is then its first argument.
 fn multiplies(call: &Call) -> bool {
     ["gemv", "skinny", "panel", "tiled", "matmul"].iter().any(|kernel| call.kernel.starts_with(kernel))
 }
 
-/// The calls of a step by kind, in the order of their first.
+/// Groups the calls of a step by kind, in the order of each kind's first call.
 fn groups(step: &Recording) -> Vec<Recording> {
     let mut groups: Vec<Recording> = Vec::new();
     for op in &step.ops {
@@ -72,7 +74,7 @@ fn groups(step: &Recording) -> Vec<Recording> {
     groups
 }
 
-/// The words of a step's state: where its sequences stand and which pages are whose.
+/// Returns the words of the device state for a step: the positions of the sequences and their page tables.
 fn state_words(layout: &StateLayout, heads: Heads, load: &StageLoad, positions: &[u32]) -> Vec<u32> {
     let mut words = vec![0u32; (layout.bytes() / 4) as usize];
     let mut set = |at: u32, value: u32| words[at as usize] = value;
@@ -109,19 +111,19 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &StageLoad, positions: 
     words
 }
 
-/// Steps that a timing runs at most, each a token further.
+/// The maximum number of times that a timing runs the step; each run advances the sequences by a token.
 const RUNS: u32 = 32;
 
-/// Pages of a sequence that stands at `position`.
+/// Returns the number of pages of a sequence at `position`.
 fn pages_of(position: u32, load: &StageLoad) -> u32 {
     let tokens = match load.shape {
         StepShape::Prefill { rows } => rows,
         _ => RUNS,
     };
-    (position + tokens).div_ceil(16)
+    (position + tokens).div_ceil(PAGE_TOKENS)
 }
 
-/// Times the stages of a step, with the device's tuning changed by `change`.
+/// Times the stages of a step. `change` changes the device's tuning first.
 pub fn stages(
     instance: &Instance,
     adapter: &Adapter,
@@ -168,7 +170,7 @@ pub fn stages(
         let mut decoder = decoder.clone();
         decoder.tuning.set(change);
         let step = decoder.record(load.shape).with_barriers();
-        // What a change leaves as it is has its time already.
+        // Stages that a change does not affect are already timed.
         for group in groups(&step) {
             if base.iter().all(|old| old.name != group.name || old.to_string() != group.to_string()) {
                 tried.push((change.clone(), group));
@@ -211,7 +213,7 @@ pub fn stages(
                 return Stage { name, tried, calls: 1, us: seconds * 1e6, weight_bytes: 0, operations: 0 };
             };
             let calls = group.ops.len() as u32;
-            // Weights in several parts are several calls of one label.
+            // A weight that is stored in several parts has several calls with the same label.
             let bytes: u64 = group
                 .ops
                 .iter()
@@ -221,7 +223,7 @@ pub fn stages(
                 })
                 .sum();
             let weight_bytes = bytes / u64::from(calls);
-            // The head of a prompt is for its last token.
+            // The LM head of a prefill runs for one row only, the prompt's last token.
             let rows = if name == "head" { rows } else { load.shape.rows() };
             let weights = weight_bytes / weight_value_bytes;
             let operations = 2 * weights * u64::from(rows);

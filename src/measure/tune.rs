@@ -1,6 +1,7 @@
-//! Finds the workgroup shapes that make a model's decode step (one row) fastest on a device: whole steps with
-//! the model's weights at one position, one choice changed at a time. For `ostinato tune`.
-//! Deliberately absent: the kept file (`tuned`), steps of several rows, prompts, and the rules' own choices.
+//! Searches for the workgroup shapes with which a model's decode step of one row is fastest on a device, for `ostinato
+//! tune`. It times whole steps with the model's weights at one position and changes one choice at a time.
+//! Not here: the file of results (`gpu::tuned`), steps of several rows, prompts, and the default choices
+//! (`gpu::build::defaults`).
 
 use crate::actors::compute::{Compute, GpuTime, Submission};
 use crate::actors::timeline::FlushReason;
@@ -15,6 +16,7 @@ use crate::gpu::error::StartError;
 use crate::gpu::tuned;
 use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
 use crate::host::progress::Progress;
+use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::attention::flash_decode::MOST_SPLITS;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::recording::{Op, Recording};
@@ -31,110 +33,111 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// A GPU that finishes nothing for so long is stuck.
+/// A GPU that finishes nothing for this long counts as stuck.
 const STEP_WAIT: Duration = Duration::from_secs(120);
-/// Steps that one value is timed with before it is held against the incumbent.
+/// The number of steps that time one value before it is compared with the current one.
 const SCREENED: usize = 7;
-/// Steps of each of two that are held against each other.
+/// The number of steps that time each of two values when they are compared.
 const DUELLED: usize = 21;
-/// The fastest values of a choice that are held against the incumbent.
+/// The number of values of a choice, the fastest ones, that are compared with the current one.
 const DUELS: usize = 3;
-/// Steps that are run and not counted, so that clocks and caches are as in a running service.
+/// The number of warm-up steps, which are not counted, so that clocks and caches are in the same state as in normal
+/// operation.
 const WARM: usize = 1;
-/// Microseconds that repetitions of a step may take, so that slow devices get to try something too.
+/// The maximum time, in microseconds, for repetitions of a step, so that slow devices can try several values too.
 const REPEATED_US: f64 = 300_000.0;
-/// Submissions in flight: below the timestamps that the compute actor has.
+/// The number of submissions in flight; low enough that the compute actor has timestamps for all of them.
 const IN_FLIGHT: usize = 24;
-/// Times that all choices are gone through, if each finds something.
+/// The maximum number of passes over all choices; the search ends earlier if a pass finds nothing.
 const PASSES: usize = 3;
-/// Largest distance of a candidate's logits from the rules', as a fraction of their norm.
+/// The maximum difference between a candidate's logits and those of the default choices, relative to their norm.
 const MOST_DIFFERENCE: f64 = 2e-3;
-/// Least gain of a step that is worth an entry, as a fraction.
+/// The minimum gain, as a fraction of the step time, for which an entry is written.
 const LEAST_GAIN: f64 = 1e-3;
-/// Context from which on fewer splits and threads of attention than the rule's are tried: a short one leaves most splits idle and
-/// says nothing of what a long one loses without them.
+/// The context length from which fewer splits and threads of attention than the default are tried. On a shorter context
+/// most splits are idle, and its times do not show what a long context would lose with fewer.
 const LONG: u32 = 2048;
 
-/// How to search.
+/// The options of a search.
 #[derive(Clone, Copy, Debug)]
 pub struct TuneOptions<'a> {
-    /// Tokens of context before the step.
+    /// The number of context tokens before the step.
     pub depth: u32,
-    /// How long to look.
+    /// The time limit of the search.
     pub time: Duration,
-    /// Most values of a choice that a pass tries.
+    /// The maximum number of values of a choice that are tried per pass.
     pub candidates: usize,
-    /// Changes of the tuning that are kept to, `KEY=VALUE`.
+    /// Changes of the tuning, `KEY=VALUE`, that the search keeps.
     pub tune: &'a [String],
-    /// Where pipelines and what is found are kept.
+    /// The directory for pipelines and results.
     pub cache: Option<&'a Path>,
 }
 
-/// What happens on the way.
+/// An event of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TuneEvent {
     /// The search begins.
     Began {
-        /// What the step is made of, `fragments, tagged` for example.
+        /// The kind of decode step, for example `fragments, tagged`.
         variant: String,
-        /// Microseconds of a step as the rules have it.
+        /// The time of a step with the default choices, in microseconds.
         us: f64,
     },
-    /// A value makes the step faster.
+    /// A value makes the step faster and is adopted.
     Improved {
-        /// The choice, `skinny.4096x1024` for example.
+        /// The choice, for example `skinny.4096x1024`.
         name: String,
-        /// Its value before.
+        /// The old value.
         old: String,
-        /// And now.
+        /// The new value.
         new: String,
-        /// Microseconds of a step before.
+        /// The old time of a step, in microseconds.
         before_us: f64,
-        /// And now.
+        /// The new time of a step, in microseconds.
         after_us: f64,
     },
-    /// A value would make the step faster and its logits wrong: it is not taken.
+    /// A value makes the step faster, but its logits are wrong: it is rejected.
     Wrong {
         /// The choice.
         name: String,
         /// The value.
         value: String,
-        /// What is wrong, with numbers.
+        /// The problem, with numbers.
         what: String,
     },
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug)]
 pub struct TuneOutcome {
-    /// Microseconds of a step as the rules have it, median.
+    /// The median time of a step with the default choices, in microseconds.
     pub before_us: f64,
-    /// As it was found, median.
+    /// The median time of a step with the choices found, in microseconds.
     pub after_us: f64,
-    /// Values tried.
+    /// The number of values tried.
     pub tried: usize,
-    /// Whether everything was tried before time was up.
+    /// Whether all values were tried before the time limit.
     pub complete: bool,
-    /// Where it was kept; `None` where that was not possible or there is no folder.
+    /// The file that the result was written to; `None` if there is no directory or writing failed.
     pub file: Option<PathBuf>,
 }
 
-/// Something that can be chosen.
+/// A choice that the search can change.
 #[derive(Clone, Debug, PartialEq)]
 struct Knob {
-    /// As [`Tuning::set`] knows it.
+    /// The key for [`Tuning::set`].
     key: String,
-    /// As the kept file names it.
+    /// The entry's name in the file of results.
     entry: String,
-    /// Its value by the rules.
+    /// The default value.
     rule: String,
-    /// Values that the device can run.
+    /// The values that the device can run.
     candidates: Vec<String>,
-    /// Bytes that a step reads in what it decides about.
+    /// The number of weight bytes that a step reads with the kernel that the choice configures; 0 for attention.
     bytes: u64,
 }
 
-/// Loads a model as a server would, searches, and keeps what was found.
+/// Loads a model as a server would, runs the search, and writes the result to the file.
 pub fn tune(
     instance: &Instance,
     adapter: &Adapter,
@@ -163,7 +166,7 @@ pub fn tune(
         beside: false,
         cancelled: &wanted,
     };
-    // Memory for as many splits as may be tried.
+    // The memory plan must allow for the largest number of splits that may be tried.
     let build = of(options.tune);
     let rules = build.tuning(options.depth.saturating_add(16));
     let room = [options.tune, &[format!("splits={}", MOST_SPLITS.max(rules.splits))]].concat();
@@ -194,7 +197,7 @@ pub fn tune(
                 complete = false;
                 break;
             }
-            // Whoever comes first leaves time for the others.
+            // Each choice gets an equal share of the remaining time.
             let share = (until - now) / (knobs.len() - index) as u32;
             let current = found.get(&knob.entry).and_then(Clone::clone).unwrap_or_else(|| knob.rule.clone());
             let first = kept.value(&variant, &knob.key).filter(|_| pass == 0);
@@ -223,7 +226,7 @@ pub fn tune(
             say(&TuneEvent::Wrong { name, value, what: what.clone() });
         }
         if right.is_err() || outcome.after_us >= outcome.before_us {
-            // Gains that do not add up are none.
+            // The logits of all changes together are wrong, or their gains do not add up: nothing is kept.
             outcome.after_us = outcome.before_us;
             found.values_mut().for_each(|value| *value = None);
         }
@@ -237,7 +240,7 @@ pub fn tune(
     Ok(outcome)
 }
 
-/// What can be chosen for a model's step of one row, what decides about most bytes first.
+/// Returns the choices for a model's decode step of one row, those that concern most bytes first.
 fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32) -> Vec<Knob> {
     let step = Decoder { tuning: rules.clone(), ..decoder.clone() }.record(StepShape::Decode { rows: 1 });
     let mut knobs: Vec<Knob> = Vec::new();
@@ -289,16 +292,17 @@ fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32
     knobs
 }
 
-/// Shapes of `skinny`'s workgroups that are worth a try for so many rows of W and chunks of 32 columns.
+/// Returns the `skinny` workgroup shapes that are worth trying for a matrix with `rows` rows and `chunks` chunks of 32
+/// columns.
 fn skinny_values(rows: u32, chunks: u32, processors: u32) -> Vec<String> {
     let mut values = Vec::new();
     for threads in [128, 192, 256, 384, 512, 768, 1024] {
         for tiles in 1..=MOST_TILES {
             for ahead in [1, 2, 3, 4, 6, MOST_AHEAD] {
                 let groups = threads / 32;
-                // A round that reaches past the last chunk in every group multiplies zeros.
+                // If the round reaches past the last chunk in every group, the group multiplies zeros.
                 let wasted = ahead > 1 && (ahead - 1) * groups >= chunks;
-                // Weights in flight take eight registers a chunk and tile.
+                // The weights in flight take eight registers per chunk and tile.
                 let heavy = ahead * tiles > 8 || ahead * tiles * 8 * threads > 32 << 10;
                 let few = tiles > 1 && rows.div_ceil(16 * tiles) < processors / 2;
                 if !(wasted || heavy || few) {
@@ -310,7 +314,7 @@ fn skinny_values(rows: u32, chunks: u32, processors: u32) -> Vec<String> {
     values
 }
 
-/// The candidates by their distance from a value, which is left out; `first` comes before all others.
+/// Returns the candidates by their distance from `current`, which is left out; `first` comes before all others.
 fn nearest_first(candidates: &[String], current: &str, first: Option<&str>) -> Vec<String> {
     let numbers = |value: &str| -> Vec<f64> { value.split('/').filter_map(|n| n.parse().ok()).collect() };
     let own = numbers(current);
@@ -330,8 +334,8 @@ fn median(times: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// Whether a candidate that took turns with the incumbent is faster by more than repetitions of one and the
-/// same differ by.
+/// Returns whether a candidate that was timed alternately with the incumbent is faster by more than the variation
+/// between repetitions.
 fn faster(incumbent: &[f64], candidate: &[f64]) -> bool {
     let spread = |times: &[f64]| {
         let middle = median(times);
@@ -343,7 +347,7 @@ fn faster(incumbent: &[f64], candidate: &[f64]) -> bool {
     gain > noise && wins * 4 >= incumbent.len() * 3
 }
 
-/// Whether logits are the reference's but for rounding; otherwise what differs.
+/// Returns `Ok` if the logits equal the reference except for rounding; otherwise describes the difference.
 fn same(reference: &[f32], logits: &[f32]) -> Result<(), String> {
     let best = |of: &[f32]| of.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map(|(token, _)| token);
     let square = |value: f64| value * value;
@@ -361,7 +365,7 @@ fn same(reference: &[f32], logits: &[f32]) -> Result<(), String> {
     }
 }
 
-/// The best tuning so far, and what finds better ones.
+/// The state of a search: the best tuning so far, and the means to try others.
 struct Search<'a, 'b> {
     bench: Bench<'a>,
     bounds: TuningBounds,
@@ -373,7 +377,8 @@ struct Search<'a, 'b> {
 }
 
 impl Search<'_, '_> {
-    /// Tries values of one choice until a deadline. Gives the one that was taken, and whether all were tried.
+    /// Tries values of one choice until a deadline. Returns the value that was adopted, if any, and whether all values
+    /// were tried.
     fn turn(
         &mut self,
         knob: &Knob,
@@ -396,7 +401,7 @@ impl Search<'_, '_> {
                 .collect();
             let tunings: Vec<Tuning> = changed.iter().map(|(_, tuning)| tuning.clone()).collect();
             for ((value, tuning), region) in changed.into_iter().zip(self.bench.regions(&tunings)?) {
-                // What the driver does not build is no candidate.
+                // A tuning that the driver cannot build is not a candidate.
                 let Some(region) = region else { continue };
                 if Instant::now() >= until {
                     whole = false;
@@ -435,7 +440,7 @@ impl Search<'_, '_> {
     }
 }
 
-/// A loaded model whose steps can be built anew and timed.
+/// A loaded model whose decode step can be rebuilt and timed.
 struct Bench<'a> {
     decoder: Decoder<'a>,
     device: Arc<Device>,
@@ -443,18 +448,18 @@ struct Bench<'a> {
     compute: Arc<Compute>,
     table: BufferTable,
     pipelines: Pipelines,
-    /// Points that the first submission waits for.
+    /// The points that the first submission waits for.
     ready: Vec<Point>,
-    /// Mapped: the words that `apply` writes to the device state.
+    /// Mapped memory: the words that `apply` writes to the device state.
     patch: Arc<Buffer>,
     apply: Arc<Region>,
-    /// A chunk of a prompt.
+    /// A prefill of one chunk.
     prompt: Arc<Region>,
-    /// Copies logits and the fault word to where the host reads them.
+    /// Copies the logits and the fault word to buffers that the host reads.
     check: Arc<Region>,
     logits: Arc<Buffer>,
     fault: Arc<Buffer>,
-    /// About how long a step takes.
+    /// The approximate time of a step.
     step_us: f64,
 }
 
@@ -497,7 +502,7 @@ impl<'a> Bench<'a> {
         StartError::Unsupported { model: "tune".to_owned(), what: format!("device \"{}\": {what}", self.device_name) }
     }
 
-    /// A step's region for each tuning; `None` where the driver does not build it.
+    /// Returns the step's region for each tuning; `None` where the driver cannot build it.
     fn regions(&mut self, tunings: &[Tuning]) -> Result<Vec<Option<Arc<Region>>>, StartError> {
         let steps: Vec<Recording> = tunings
             .iter()
@@ -526,7 +531,8 @@ impl<'a> Bench<'a> {
         region.ok_or_else(|| self.unsupported("its step cannot be built".to_owned()))
     }
 
-    /// The logits of the step with barriers, and the rules without tags where the step with them has others.
+    /// Returns the logits of the default step with barriers as the reference, and the tuning to search from: the
+    /// default one, without tags if the step with tags has other logits.
     fn reference(&mut self, rules: Tuning) -> Result<(Tuning, Vec<f32>), StartError> {
         let barriers = Tuning { tags: false, ..rules.clone() };
         let region = self.region(&barriers)?;
@@ -541,7 +547,7 @@ impl<'a> Bench<'a> {
         Ok((if right.is_ok() { rules } else { barriers }, reference))
     }
 
-    /// Runs regions, each in a submission of its own; gives the microseconds of each.
+    /// Runs each region in a submission of its own and returns the device time of each in microseconds.
     fn run(&mut self, regions: &[Arc<Region>]) -> Result<Vec<Option<f64>>, StartError> {
         let (reports, done) = crossbeam_channel::unbounded();
         let (wake, _woken) = crossbeam_channel::bounded(1);
@@ -569,7 +575,7 @@ impl<'a> Bench<'a> {
         Ok(times)
     }
 
-    /// Writes words of the device state, which nothing uses meanwhile.
+    /// Writes words of the device state. No other work uses the state meanwhile.
     fn write(&mut self, patch: Patch) -> Result<(), StartError> {
         for pairs in patch.into_pairs().chunks(PATCH_PAIRS as usize) {
             self.patch.write(0, bytemuck::cast_slice(&patch_inbox(pairs)));
@@ -578,13 +584,13 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Fills a context with the keys and values of made-up tokens; `apply` then sets the step behind it.
+    /// Fills the KV cache with made-up tokens up to `depth`; `apply` then prepares the step after them.
     fn fill(&mut self, depth: u32) -> Result<(), StartError> {
         let layout = self.decoder.state;
         let vocabulary = self.decoder.config.vocab;
         let tokens: Vec<u32> = (0..depth).map(|at| at.wrapping_mul(2_654_435_761) % vocabulary).collect();
         let mut patch = Patch::default();
-        for page in 0..depth / 16 + 1 {
+        for page in 0..depth / PAGE_TOKENS + 1 {
             patch.set(layout.page_word(0, page), page);
         }
         self.write(patch)?;
@@ -593,7 +599,7 @@ impl<'a> Bench<'a> {
             let start = index as u32 * layout.chunk;
             let from = (start > 0).then_some(0);
             let rows = PromptRows { slot: 0, start, tokens: some, last: false, next: None, from, keeps: &[] };
-            // A single prompt's tiles begin at the first.
+            // The tiles of a single prompt begin at 0.
             for (word, words) in layout.chunk_layout().describe(&[rows], |_| 0) {
                 patch.set_all(layout.chunk_word(word), &words);
             }
@@ -601,7 +607,8 @@ impl<'a> Bench<'a> {
             self.run(&[Arc::clone(&self.prompt)])?;
         }
         let mut patch = Patch::default();
-        // A step counts these down and the position up: every step is given them anew.
+        // A step decrements the remaining tokens and advances the position, so `apply` sets them again before every
+        // step.
         patch.set_all(layout.slot_word(0, 0), &SlotInit { remaining: 1 << 20, ..SlotInit::default() }.words());
         patch.set(layout.slot_word(0, state::SLOT_TOKEN), vocabulary / 2);
         patch.set(layout.slot_word(0, state::SLOT_POSITION), depth);
@@ -610,7 +617,7 @@ impl<'a> Bench<'a> {
         self.write(patch)
     }
 
-    /// Microseconds of each of several steps in up to `rounds` rounds in which they take turns.
+    /// Returns the times in microseconds of each of several steps, which run alternately for up to `rounds` rounds.
     fn times(&mut self, steps: &[&Arc<Region>], rounds: usize) -> Result<Vec<Vec<f64>>, StartError> {
         let fit = (REPEATED_US / self.step_us.max(1.0)) as usize;
         let rounds = fit.clamp(rounds.div_ceil(4), rounds);
@@ -625,7 +632,7 @@ impl<'a> Bench<'a> {
         Ok(by_step)
     }
 
-    /// The logits of a step; the inner error says what went wrong on the device.
+    /// Returns the logits of a step; the inner error describes a problem on the device.
     fn logits(&mut self, step: &Arc<Region>) -> Result<Result<Vec<f32>, String>, StartError> {
         self.run(&[Arc::clone(&self.apply), Arc::clone(step), Arc::clone(&self.check)])?;
         if self.fault.load_u32(0) != 0 {
@@ -694,7 +701,7 @@ mod tests {
         let gate_up = named(&knobs, "skinny.1024x256");
         assert_eq!((gate_up.bytes, gate_up.entry.as_str()), (7 * 1024 * 256 * 2, "skinny.1024x256"));
         assert!(gate_up.candidates.iter().any(|value| value == "128/2/2"), "{gate_up:?}");
-        // More threads than the device's workgroups have.
+        // The device's workgroups cannot have this many threads.
         assert!(gate_up.candidates.iter().all(|value| !value.starts_with("768/") && !value.starts_with("1024/")));
         assert_eq!(named(&knobs, "flash_threads").entry, "flash_threads.8x4x32");
     }
@@ -717,11 +724,11 @@ mod tests {
 
     #[test]
     fn shapes_that_waste_or_cannot_fill_the_device_are_not_tried() {
-        // 32 chunks: 16 groups of 512 threads take two each.
+        // With 32 chunks, each of the 16 groups of a workgroup of 512 threads takes two.
         let values = skinny_values(4096, 32, 132);
         assert!(values.contains(&"512/1/2".to_owned()) && !values.contains(&"512/1/3".to_owned()));
         assert!(values.contains(&"128/3/2".to_owned()) && !values.contains(&"128/4/1".to_owned()));
-        // 64 blocks of rows: pairs of them leave most of 132 processors idle.
+        // With 64 row blocks, two per workgroup would leave most of the 132 processors idle.
         assert!(skinny_values(1024, 96, 132).iter().all(|value| value.split('/').nth(1) == Some("1")));
         assert!(skinny_values(1 << 17, 128, 132).iter().all(|value| {
             let n: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
@@ -744,9 +751,9 @@ mod tests {
         let scaled = |by: f64| -> Vec<f64> { noisy.iter().map(|time| time * by).collect() };
         assert!(faster(&noisy, &scaled(0.9)));
         assert!(!faster(&noisy, &noisy) && !faster(&noisy, &scaled(1.1)));
-        // Less than the times differ by among themselves.
+        // A gain smaller than the variation of the times.
         assert!(!faster(&noisy, &scaled(0.995)));
-        // A better median that loses too many turns.
+        // A better median, but too many lost rounds.
         let lucky: Vec<f64> = (0..21).map(|i| if i % 2 == 0 { 90.0 } else { 200.0 }).collect();
         assert!(!faster(&[100.0; 21], &lucky));
     }

@@ -7,7 +7,7 @@ use crate::harness::models::{Generated, collect, expected, fixture, generate, id
 use ostinato::actors::compute::Submission;
 use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::Outbox;
-use ostinato::config::{Config, Model, Replica as Place};
+use ostinato::config::{Config, Model, Placement};
 use ostinato::device::{DeviceError, Gate};
 use ostinato::engine::request::{FinishReason, Request};
 use ostinato::gpu::devices::{OpenDevice, start_on};
@@ -24,8 +24,8 @@ fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-fn on(device: &str) -> Place {
-    Place { device: Some(device.parse().expect("a selector")), memory_limit: None }
+fn on(device: &str) -> Placement {
+    Placement { device: Some(device.parse().expect("a selector")), memory_limit: None }
 }
 
 /// Generates through the host all tokens that are known for a checkpoint, and checks them.

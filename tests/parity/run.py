@@ -1,30 +1,30 @@
 #!/usr/bin/env python3
-"""Ostinato against Hugging Face transformers at real sizes, on a machine with a GPU.
+"""Compares Ostinato with Hugging Face transformers at real model sizes, on a machine with a GPU.
 
 For each architecture: `ostinato synth` writes a random bfloat16 checkpoint, `ostinato generate` continues a random
-prompt greedily (once per variant), and transformers judges the result with the same weights in float32 (TF32 off):
+prompt greedily (once per variant), and transformers computes the reference with the same weights in float32 (TF32 off):
 
-  teacher-forced  one forward pass over the prompt and Ostinato's own tokens; per step ||ours - reference|| / ||reference||
-                  over the vocabulary, and whether the token is the reference's argmax. Every mismatch is shown with the
-                  reference's gap between the two tokens, and counts as a tie only where that gap is within 6 times the
-                  step's root-mean-square error (about 4 deviations of the difference of two logits), the error being
-                  counted up to the limit only.
-  free-running    the reference's own greedy continuation, and the first index where the two texts part.
+  teacher-forced  one forward pass over the prompt and Ostinato's own tokens: for each step, the relative error
+                  ||ours - reference|| / ||reference|| over the vocabulary, and whether the token is the reference's
+                  argmax. Every mismatch is printed with the reference's gap between the two tokens. It counts as a tie
+                  only if the gap is within 6 times the step's root-mean-square error (about 4 standard deviations of
+                  the difference of two logits); an error above the limit is replaced by the limit for this test.
+  free-running    the reference's own greedy continuation, and the first index at which the two outputs differ.
 
-Of a model that also sees, the text alone is compared. Mixtures of experts run their experts one after the other. A
-reference whose float32 weights would fill the device (or with --upcast) keeps them as stored, bfloat16, and widens each
-layer's while it runs: the same numbers, as every bfloat16 is a float32. `--layers N` compares shapes of the real widths
-with fewer layers. A random router that is undecided between the last expert it chooses and the next may choose another
-for a rounding: for every step the table's `route` is the least such gap in any layer at its position, in standard
-deviations of that router's logits.
+For a multimodal model only the text model is compared. Mixtures of experts run their experts one after the other. If
+the float32 weights would fill the device (or with --upcast), the reference keeps them in bfloat16 as stored and widens
+those of each layer while the layer runs. The results are the same, because every bfloat16 value is a float32 value.
+`--layers N` compares models of the real widths with fewer layers. If a random router's margin between its last selected
+expert and the next one is small, rounding may change the selection: column `route` is the smallest such margin over all
+steps and layers, in standard deviations of that router's logits.
 
-What `ostinato` must offer:
+The commands of `ostinato` that are used:
   synth --arch NAME --out DIR [--layers N]
   generate --model DIR --tokens 1,2,3 --max-tokens N --temperature 0 --json --dump-logits FILE [--device SEL] [EXTRA]
-     stdout has one JSON event a line; the generated ids are the `token_ids` of the `delta` events;
-     FILE is safetensors with `logits` f32 [steps, vocab], the distribution that each generated token was taken from.
+     stdout has one JSON event per line; the generated ids are the `token_ids` of the `delta` events;
+     FILE is a safetensors file with `logits` f32 [steps, vocab], the logits from which each generated token was taken.
 
-Exit status: 0 all within the limit, 1 something was not, 2 a command or the set-up failed.
+Exit status: 0 if all results are within the limit, 1 if some are not, 2 if a command or the setup failed.
 """
 
 import argparse
@@ -44,11 +44,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 class Failed(Exception):
-    """A command failed or said something unusable: the comparison can't be made."""
+    """A command failed or printed unusable output, so the comparison is not possible."""
 
 
 class Clock:
-    """Seconds per part, in the order they happened."""
+    """Measures the seconds spent in each part, in order of first occurrence."""
 
     def __init__(self):
         self.parts = {}
@@ -69,7 +69,7 @@ class Part:
 
 
 def command(line, timeout):
-    """Runs a program; its stdout, or Failed with the end of what it said."""
+    """Runs a program and returns its stdout. Raises Failed with the end of its output on an error."""
     print("+ " + " ".join(shlex.quote(x if len(x) < 200 else x[:60] + "…") for x in line), flush=True)
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=timeout)
@@ -83,7 +83,7 @@ def command(line, timeout):
 
 
 def tokens_of(stdout):
-    """The ids of every `delta` event, one JSON object a line."""
+    """Returns the token ids of all `delta` events; `stdout` has one JSON object per line."""
     tokens, finished = [], False
     for line in stdout.splitlines():
         try:
@@ -99,7 +99,7 @@ def tokens_of(stdout):
 
 
 class Background(threading.Thread):
-    """Importing torch and transformers takes seconds: done while Ostinato works."""
+    """Imports torch and transformers, which takes seconds, while Ostinato runs."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -128,7 +128,8 @@ class Background(threading.Thread):
 
 
 def module_name(name):
-    """What transformers calls a tensor of a checkpoint, and which expert's part of it it is; None: not of the text."""
+    """Returns the name that transformers gives a tensor of a checkpoint, and which expert's part of it the tensor is
+    (or None). Returns None for a tensor that is not part of the text model."""
     if name.startswith(("mtp.", "model.mtp.", "model.visual.")):
         return None
     name = name.replace("model.language_model.", "model.")
@@ -141,7 +142,8 @@ def module_name(name):
 
 
 class Reference:
-    """The checkpoint in transformers, float32. Forward passes are kept per text: variants that agree share one."""
+    """The checkpoint in transformers, in float32. Forward passes are cached by text, so that variants with equal tokens
+    share one."""
 
     def __init__(self, folder, device, upcast):
         import torch
@@ -201,7 +203,7 @@ class Reference:
         self.routers = [m for m in self.model.modules() if type(m).__name__.endswith("TopKRouter")]
 
     def widen(self):
-        """Weights stay bfloat16 but for the layer that runs. Rotary frequencies are float32 already."""
+        """Keeps weights in bfloat16, except those of the layer that runs. Rotary frequencies are already float32."""
         torch, kept = self.torch, {}
 
         def before(module, *_):
@@ -221,7 +223,7 @@ class Reference:
             module.register_forward_hook(after)
 
     def margin(self, prompt, tokens):
-        """For every step, how sure the least sure router was at its position; None where there are no routers."""
+        """Returns for every step the smallest margin of any router at its position; None if there are no routers."""
         return self.margins.get((tuple(prompt), tuple(tokens)))
 
     def forced(self, prompt, tokens):
@@ -263,7 +265,8 @@ class Reference:
         return self.texts[key]
 
     def in_bf16(self, texts):
-        """Hugging Face's own bfloat16 run of the same passes. The model is bfloat16 afterwards."""
+        """Returns the logits of the same passes computed by transformers in bfloat16. The model is bfloat16
+        afterwards."""
         torch = self.torch
         buffers = {n: b.clone() for n, b in self.model.named_buffers()}
         f32, self.passes = self.passes, {}
@@ -278,12 +281,13 @@ class Reference:
 
 
 def compare(torch, logits, tokens, ref, limit):
-    """One variant's numbers; `logits` ours, `ref` the reference's, both [steps, vocab]."""
+    """Returns the results of one variant. `logits` are ours, `ref` the reference's, both [steps, vocab]."""
     difference = logits - ref
     relative = difference.norm(dim=-1) / ref.norm(dim=-1)
     centred = difference.norm(dim=-1) / (ref - ref.mean(dim=-1, keepdim=True)).norm(dim=-1)
     rms = difference.norm(dim=-1) / math.sqrt(ref.shape[-1])
-    close = 6 * torch.minimum(rms, limit * ref.norm(dim=-1) / math.sqrt(ref.shape[-1]))  # a large error excuses nothing
+    # The error counts up to the limit only, so that a large error does not turn mismatches into ties.
+    close = 6 * torch.minimum(rms, limit * ref.norm(dim=-1) / math.sqrt(ref.shape[-1]))
     top = ref.topk(2, dim=-1)
     gap = top.values[:, 0] - top.values[:, 1]
     best = top.indices[:, 0].tolist()
@@ -343,7 +347,7 @@ def eos_of(folder):
 
 
 def judge(args, name, folder, variants, clock, background):
-    """Every variant and prompt length of one checkpoint."""
+    """Returns the results of all variants and prompt lengths of one checkpoint."""
     config = json.loads((folder / "config.json").read_text())
     runs, broken = [], []
     for length in args.prompt_lens:
@@ -403,7 +407,9 @@ def judge(args, name, folder, variants, clock, background):
                 with clock(f"{name}: free run"):
                     free = reference.free(prompt, args.tokens)[:len(tokens)]
                 result["diverges_at"] = next((i for i, (a, b) in enumerate(zip(tokens, free)) if a != b), None)
-            else:  # the same index, but for the reference's own rounding: up to there both read the same text
+            else:
+                # Up to this index both continue the same text, so it is the same index except for the reference's own
+                # rounding.
                 result["diverges_at"] = result["mismatches"][0]["step"] if result["mismatches"] else None
             results.append(result)
         except Failed as e:
@@ -486,7 +492,7 @@ def main():
             args.out.write_text(json.dumps({"limit": args.limit, "results": results, "seconds": clock.parts}, indent=1))
 
     for name in [pathlib.Path(args.model).name] if args.model else (args.archs or args.arch).split(","):
-        folder = pathlib.Path(args.model) if args.model else args.work / f"{name}-{os.getpid()}"  # never one that exists
+        folder = pathlib.Path(args.model) if args.model else args.work / f"{name}-{os.getpid()}"  # a new directory
         try:
             if not args.model:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -499,7 +505,7 @@ def main():
             print(f"{name}: {e}", flush=True)
             results.append({"arch": name, "variant": "-", "prompt_len": "-", "failed": str(e),
                             "problems": [str(e).splitlines()[0]]})
-        except Exception as e:  # the other architectures' results must not be lost with this one's
+        except Exception as e:  # an error must not discard the results of the other architectures
             import traceback
             traceback.print_exc()
             results.append({"arch": name, "variant": "-", "prompt_len": "-", "failed": repr(e), "problems": [repr(e)[:200]]})

@@ -7,7 +7,7 @@ use crate::serving::{Served, fake, generate, model, serve_models, text_request, 
 use ostinato::engine::fake::FakeConfig;
 use ostinato::host::Host;
 use ostinato::host::progress::{Progress, Unit};
-use ostinato::service::admin::{self, AdminConfig};
+use ostinato::service::admin::{self, Admin};
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use serde_json::json;
@@ -25,14 +25,14 @@ use tokio_util::sync::CancellationToken;
 const EVIL: &str = "<img src=x onerror=\"document.body.dataset.broken=1\">";
 
 struct Page {
-    admin: Arc<AdminConfig>,
+    admin: Arc<Admin>,
     url: String,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
 
 async fn page() -> Page {
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/", listener.local_addr().unwrap());
     let stop = CancellationToken::new();
@@ -454,7 +454,7 @@ fn a_model_that_loads_and_a_server_that_is_gone_are_shown() {
     }
 
     // Another server at the same address: the page shows it and discards the data of the first server.
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     admin.set_host(Arc::new(Host::new(vec![model("other", None, vec![(2, fake(Duration::from_millis(1), b"x"))], 4)])));
     let stop = CancellationToken::new();
     let listener = runtime.block_on(TcpListener::bind(&address)).unwrap();

@@ -1,4 +1,4 @@
-"""Holds the objects of a file against Kubernetes' own schemas; prints each that keeps to them."""
+"""Validates the objects of a YAML file against Kubernetes' own schemas; prints each valid object."""
 
 import sys
 

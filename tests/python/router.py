@@ -1,4 +1,4 @@
-"""Has the router read its arguments; prints as JSON what it makes of them."""
+"""Parses arguments with the router's own parser and prints the result as JSON."""
 
 import json
 import sys

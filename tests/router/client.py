@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""A real OpenAI client in front of a router and two Ostinatos: `tests/program/fleet.rs` runs it on the router's host with the
-cases that it is to try. What was found is a line that begins with "ok"; "kill N" and "start N" ask for a worker's end
-and its start. The engine's contract is spoken to the workers directly only to look at them.
+"""Sends requests with the OpenAI client library through a router to two Ostinato workers. `tests/program/fleet.rs` runs this
+program on the router's host and selects the cases. Every successful check prints a line that begins with "ok"; the
+lines "kill N" and "start N" ask the test to kill or start worker N. The workers are called directly, over the engine's
+contract, only to inspect them.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def wait_for(what, seconds, look):
 
 
 class Worker:
-    """The contract's client of one Ostinato."""
+    """A client of one Ostinato worker, over the engine's contract."""
 
     def __init__(self, address):
         self.address = address
@@ -62,7 +63,7 @@ class Worker:
         return all(load.num_total_reqs == 0 and load.num_used_tokens == 0 for load in self.loads())
 
     def last_asked(self):
-        """When it was last given a request, in seconds; 0 if never."""
+        """Returns the time at which the worker last received a request, in seconds since 1970; 0 if never."""
         return self.engine.GetServerInfo(contract.GetServerInfoRequest(), timeout=10).last_receive_timestamp
 
 
@@ -77,7 +78,7 @@ class Fleet:
         return self.client.chat.completions.create(model="demo", messages=messages, **options)
 
     def stream(self, content=STORY, **options):
-        """The texts and reasons by index, the usage, the number of log probabilities."""
+        """Returns the texts and finish reasons by index, the usage, and the number of log probabilities."""
         texts, reasons, usage, logprobs = {}, {}, None, 0
         for chunk in self.ask(content, stream=True, stream_options={"include_usage": True}, **options):
             assert not (chunk.usage and usage), "its usage came twice"
@@ -95,7 +96,7 @@ class Fleet:
         wait_for("idle workers", 10, lambda: all(worker.idle() for worker in self.workers))
 
     def where(self, work):
-        """What `work` gives, and which worker it was asked of."""
+        """Runs `work`; returns its result and the number of the worker that received the request."""
         before = [worker.last_asked() for worker in self.workers]
         result = work()
         asked = [number for number, worker in enumerate(self.workers) if worker.last_asked() > before[number]]
@@ -104,7 +105,7 @@ class Fleet:
 
 
 def ready(fleet):
-    """Both workers are the router's, and it has their tokenizer."""
+    """Waits until the router answers and sends requests to both workers, which also means that it has the tokenizer."""
     wait_for("the first answer", 60, lambda: fleet.ask(max_tokens=1))
     before = [worker.last_asked() for worker in fleet.workers]
 
@@ -117,7 +118,7 @@ def ready(fleet):
 
 
 def our_own(fleet, tokens):
-    """Text and counts of the same request on our own service."""
+    """Returns the output of the same request to our own service, and its prompt and output token counts."""
     command = [fleet.program, "generate", "--server", f"http://{fleet.workers[0].address}", "--chat", STORY]
     done = subprocess.run(
         [*command, "--temperature", "0", "--max-tokens", str(tokens)], capture_output=True, text=True, check=True
@@ -195,7 +196,7 @@ TOOL = {
 
 
 def tools(fleet):
-    """Tools that the model may use and does not: it was never shown one."""
+    """Offers tools that the model may use; it does not use them, because it was not trained on tools."""
     plain = fleet.ask(temperature=0, max_tokens=20)
     offered = fleet.ask(temperature=0, max_tokens=20, tools=[TOOL], tool_choice="auto")
     assert offered.choices[0].message.content == plain.choices[0].message.content, offered
@@ -232,7 +233,7 @@ def cancel(fleet):
 
 
 def turns(fleet):
-    """Conversations on either worker go on where they have begun."""
+    """Checks that a conversation continues on the worker on which it began, for both workers."""
     begun = {}
     for number in range(40):
         first = [{"role": "user", "content": f"{number * 7919} times: {STORY} {OTHER}"}]
@@ -244,7 +245,7 @@ def turns(fleet):
     for at, (first, answer) in begun.items():
         second = [*first, {"role": "assistant", "content": answer.choices[0].message.content},
                   {"role": "user", "content": "And then?"}]
-        # The router learns about pages by events when they are named.
+        # The router learns about cached pages from events, which the workers send when pages enter the prefix cache.
         time.sleep(0.3)
         after, went = fleet.where(lambda: fleet.ask(second, temperature=0, max_tokens=4))
         cached = after.usage.prompt_tokens_details.cached_tokens
@@ -262,12 +263,12 @@ def trace(fleet):
 
 
 def kill(fleet):
-    """Long streams on both workers; then one worker is killed, and comes back."""
+    """Runs long streams on both workers; then kills one worker and starts it again."""
     streams, tokens = 8, 120
     begun = set()
 
     def long(number):
-        """How it ended, and after how many tokens if it did."""
+        """Returns the finish reasons of a stream, and its number of output tokens if it ended normally."""
         reasons, usage = [], None
         try:
             options = {"max_tokens": tokens, "extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
@@ -311,7 +312,7 @@ def kill(fleet):
 
 
 def thousand(fleet):
-    """A thousand requests, 64 at once, of every kind; each ends exactly once."""
+    """Sends a thousand requests of several kinds, 64 at a time; each must end exactly once."""
     requests, at_once, tokens = 1000, 64, 3
     most = 0
     lock = threading.Lock()
@@ -356,7 +357,7 @@ def thousand(fleet):
 
 
 def structure(fleet):
-    """A JSON schema, and tools that must be used."""
+    """Checks output with a JSON schema, and tools that must be used."""
     schema = {
         "type": "object",
         "properties": {"animal": {"enum": ["fox", "hen"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},

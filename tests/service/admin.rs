@@ -6,7 +6,7 @@ use ostinato::engine::fake::FakeConfig;
 use ostinato::host::Host;
 use ostinato::host::progress::{Progress, Unit};
 use ostinato::replica::rebuild::Rebuild;
-use ostinato::service::admin::{self, AdminConfig};
+use ostinato::service::admin::{self, Admin};
 use ostinato::service::server::Options;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -24,7 +24,7 @@ struct Served {
     task: tokio::task::JoinHandle<()>,
 }
 
-async fn start(admin: &Arc<AdminConfig>, address: &str) -> Served {
+async fn start(admin: &Arc<Admin>, address: &str) -> Served {
     let listener = TcpListener::bind(address).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
@@ -66,7 +66,7 @@ async fn get(address: SocketAddr, path: &str) -> Answer {
 
 #[tokio::test]
 async fn only_who_means_this_machine_and_only_gets() {
-    let served = start(&AdminConfig::new(), "127.0.0.1:0").await;
+    let served = start(&Admin::new(), "127.0.0.1:0").await;
     let port = served.address.port();
     for host in
         [format!("localhost:{port}"), "localhost".to_owned(), format!("127.0.0.1:{port}"), "[::1]:80".to_owned()]
@@ -100,14 +100,14 @@ async fn only_who_means_this_machine_and_only_gets() {
 
 #[tokio::test]
 async fn an_address_for_other_machines_is_answered_under_any_name() {
-    let served = start(&AdminConfig::new(), "0.0.0.0:0").await;
+    let served = start(&Admin::new(), "0.0.0.0:0").await;
     let answer = send(served.address, "GET /api/state HTTP/1.1\r\nHost: gpu-7.example:9464").await;
     assert_eq!(answer.status, 200);
 }
 
 #[tokio::test]
 async fn files_and_refusals_have_their_headers() {
-    let served = start(&AdminConfig::new(), "127.0.0.1:0").await;
+    let served = start(&Admin::new(), "127.0.0.1:0").await;
     for (path, status, kind) in [
         ("/", 200, "text/html; charset=utf-8"),
         ("/page.css", 200, "text/css; charset=utf-8"),
@@ -142,7 +142,7 @@ async fn files_and_refusals_have_their_headers() {
 
 #[tokio::test]
 async fn a_start_is_told_until_there_is_a_host() {
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     let served = start(&admin, "127.0.0.1:0").await;
     admin.line("memory of \"demo/0\"");
     admin.step("loading weights", 3, 10, Unit::Bytes);
@@ -180,7 +180,7 @@ async fn the_data_is_what_the_host_says() {
     let fast = || fake(Duration::from_millis(1), b"abc");
     let models = vec![model(name, Some(tokenizer(true)), vec![(0, fast()), (1, fast())], 8)];
     let served = serve_models(models, Options::default()).await;
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     admin.set_host(Arc::clone(&served.host));
     let page = start(&admin, "127.0.0.1:0").await;
     let mut client = served.client().await;
@@ -294,7 +294,7 @@ async fn faults_while_serving_are_counted_and_warned_of() {
         model("faulty", Some(tokenizer(true)), vec![(1, faulty)], 8),
     ];
     let served = serve_models(models, Options::default()).await;
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     admin.set_host(Arc::clone(&served.host));
     let page = start(&admin, "127.0.0.1:0").await;
     let mut client = served.client().await;
@@ -341,7 +341,7 @@ async fn a_device_that_is_built_anew_is_warned_of() {
     let served =
         serve_models(vec![crate::serving::model_of("gone", Some(tokenizer(true)), vec![replica])], Options::default())
             .await;
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     admin.set_host(Arc::clone(&served.host));
     let page = start(&admin, "127.0.0.1:0").await;
     let mut client = served.client().await;

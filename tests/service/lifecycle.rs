@@ -12,7 +12,7 @@ use ostinato::host::lifecycle::{LifecycleError, ModelChange};
 use ostinato::host::progress::{Quiet, Unit};
 use ostinato::host::source::{BuildError, BuildErrorKind, LoadAttempt, ModelSource};
 use ostinato::host::{Host, ServedModel};
-use ostinato::service::admin::{self, AdminConfig};
+use ostinato::service::admin::{self, Admin};
 use ostinato::service::prepare::{Target, prepare_at};
 use ostinato::service::proto::{self, ModelState, Replace, load_model_response::Event};
 use ostinato::service::server::{Changeable, Options};
@@ -504,7 +504,7 @@ async fn a_load_that_goes_on_when_its_entry_changes_ends_and_the_new_one_is_load
 async fn a_server_without_models_is_healthy_and_one_that_stops_loads_none() {
     let (served, control) = serve(&[on_request("one", "slow:abc")]).await;
     let host = Arc::clone(&served.host);
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     admin.set_host(Arc::clone(&host));
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let page = listener.local_addr().unwrap();

@@ -13,7 +13,7 @@ use ostinato::engine::plan::Drafts;
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
-use ostinato::service::admin::AdminConfig;
+use ostinato::service::admin::Admin;
 use ostinato::service::admin::metrics::render;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
@@ -459,7 +459,7 @@ fn a_server_that_loads_says_so_and_nothing_else() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_scrape_over_http_is_told_its_format_before_and_after_loading() {
-    let admin = AdminConfig::new();
+    let admin = Admin::new();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();

@@ -42,11 +42,11 @@ async fn slow(options: Options) -> Served {
 
 // ---- certificates ----
 
-fn certificates(certificate: &Path, key: &Path, client_ca: Option<PathBuf>) -> config::Tls {
-    config::Tls { certificate: certificate.to_owned(), key: key.to_owned(), client_ca }
+fn certificates(certificate: &Path, key: &Path, client_ca: Option<PathBuf>) -> config::TlsConfig {
+    config::TlsConfig { certificate: certificate.to_owned(), key: key.to_owned(), client_ca }
 }
 
-fn encrypted(files: &config::Tls) -> Options {
+fn encrypted(files: &config::TlsConfig) -> Options {
     Options { tls: Some(Arc::new(Tls::read(files).unwrap())), ..Options::default() }
 }
 
@@ -877,7 +877,7 @@ fn a_drawn_token_is_told_once_and_known_by_its_entry() {
     let models = Some(vec!["m".to_owned(), "n".to_owned()]);
     let sha256 = Some(Sha256::digest(&other).into());
     let name = "alice".to_owned();
-    let expected = config::Token { name, sha256, requests: Some(3), tokens_per_minute: Some(1000), models, may };
+    let expected = config::AccessToken { name, sha256, requests: Some(3), tokens_per_minute: Some(1000), models, may };
     assert_eq!(read, [expected]);
     // An existing file is not overwritten, and an invalid name is refused.
     assert_eq!(again().status.code(), Some(2));

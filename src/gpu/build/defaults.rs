@@ -1,4 +1,4 @@
-//! The sizes and kernel choices of a replica where its configuration names none.
+//! The default sizes and kernel choices of a replica, where its configuration sets none.
 
 use crate::config::{self};
 use crate::device::Adapter;
@@ -12,59 +12,62 @@ use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
 use std::collections::BTreeMap;
 
-/// Decode steps that may be queued and not reported.
+/// The maximum number of decode steps that are queued and not yet reported.
 pub(crate) const RUN_AHEAD: u32 = 32;
 
-/// Steps of the token ring: well above what can be queued.
+/// The number of steps in the token ring: well above the number of steps that can be queued.
 pub(crate) const RING_STEPS: u32 = 128;
 
-/// Pairs of a patch: the tokens of a step of prompts, its pages and some slots' words. More take several patches.
+/// The capacity of a patch, in pairs of offset and value: enough for the tokens of a prefill step, its pages and the
+/// words of some slots. Larger changes take several patches.
 pub(crate) const PATCH_PAIRS: u32 = 4096;
 
-/// Rows of an inbox's tokens seen.
+/// The number of rows of an inbox's `seen`.
 pub(crate) const SEEN_ROWS: u32 = 1024;
 
-/// Prompts that can share a step: more wait for the next one.
+/// The maximum number of prompts that share a step; others wait for the next one.
 pub(crate) const MOST_PROMPTS: u32 = 64;
 
-/// Sequences that run at once on a CPU driver where nobody says otherwise.
+/// The default number of slots on a CPU driver.
 pub(crate) const CPU_SLOTS: u32 = 4;
 
-/// Device memory for each sequence that runs at once on a GPU where nobody says otherwise, bytes, and how many at least and at most.
+/// The device memory, in bytes, for which a GPU gets one slot by default. The number of slots is rounded down to a
+/// power of two.
 pub(crate) const SLOT_MEMORY: u64 = 512 << 20;
 
-/// As [`SLOT_MEMORY`] says.
+/// The minimum and maximum of the default number of slots on a GPU.
 pub(crate) const GPU_SLOTS: (u32, u32) = (8, 256);
 
-/// Tokens that are drafted at a time, and sequences that a step which verifies them can have: with more sequences the
-/// rows of drafts cost what rows of other sequences would.
+/// The default number of draft tokens per sequence and step on a GPU.
 pub(crate) const GPU_DRAFTS: u32 = 3;
 
-/// As [`GPU_DRAFTS`] says.
+/// The maximum number of sequences of a verification step on a GPU. With more sequences, the rows of drafts would cost
+/// as much as rows of other sequences.
 pub(crate) const GPU_DRAFT_SEQUENCES: u32 = 4;
 
-/// As [`GPU_DRAFTS`] says, on a CPU driver, where every recording takes its time to build.
+/// The default number of draft tokens per sequence and step on a CPU driver, where building each recording takes time.
 pub(crate) const CPU_DRAFTS: u32 = 1;
 
-/// As [`CPU_DRAFTS`] says.
+/// The maximum number of sequences of a verification step on a CPU driver, for the same reason.
 pub(crate) const CPU_DRAFT_SEQUENCES: u32 = 1;
 
-/// Snapshots of recurrent state on a CPU driver where nobody says otherwise.
+/// The default number of snapshots of recurrent state on a CPU driver.
 pub(crate) const CPU_SNAPSHOTS: u32 = 8;
 
-/// On a GPU they take at most one part in so many of its memory, and are at least and at most so many.
+/// By default, snapshots take at most 1/SNAPSHOT_SHARE of a GPU's memory; their number is clamped to [`GPU_SNAPSHOTS`].
 pub(crate) const SNAPSHOT_SHARE: u64 = 32;
 
-/// As [`SNAPSHOT_SHARE`] says.
+/// The minimum and maximum of the default number of snapshots on a GPU.
 pub(crate) const GPU_SNAPSHOTS: (u32, u32) = (8, 64);
 
-/// Plans in flight are two; changes alone come on top.
+/// The number of inboxes: enough for two plans in flight and for submissions of changes only.
 pub(crate) const INBOXES: usize = 16;
 
-/// Context that is planned where neither the operator nor memory says otherwise.
+/// The maximum context, in tokens, that is planned if the configuration sets none; a model with a shorter context, or a
+/// lack of memory, reduces it.
 pub(crate) const DEFAULT_CONTEXT: u32 = 32_768;
 
-/// Choices by what the device can do.
+/// Returns the default choices for a device's capabilities.
 pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
     let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
@@ -72,7 +75,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
     Tuning {
         gemv_threads: if cpu { 32 } else { 128.min(most) },
         gemv_wide_from: 12_000,
-        // Larger blocks pay for long contexts and cost half a microsecond on short ones.
+        // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
         flash_threads_many: if cpu { 64 } else { 128.min(most) },
@@ -88,7 +91,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         panel: BTreeMap::new(),
         tiles: BTreeMap::new(),
         fold_rows: 32,
-        // Workgroups of later calls wait for those of earlier ones: only where these are known to run first.
+        // Workgroups of later calls poll for words of earlier calls, so tags are only used where workgroups of earlier
+        // calls are known to start first.
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,
         broken_call: 0,
@@ -102,7 +106,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
 impl Build<'_> {
     pub(crate) fn buckets(&self) -> Vec<u32> {
         let most = self.model.prefill_chunk.unwrap_or(if self.adapter.is_cpu() { 64 } else { 2048 });
-        // Many steps of prompts are as long as rows that decode can wait for: there sizes lie close.
+        // Many prefill steps are as large as the permitted delay of decode steps allows; in that range the bucket sizes
+        // are close together.
         let sizes: &[u32] = if self.adapter.is_cpu() {
             &[16, 64, 256, 1024]
         } else {
@@ -113,7 +118,7 @@ impl Build<'_> {
         buckets
     }
 
-    /// Sequences that run at once.
+    /// Returns the number of sequences that can run at once.
     pub(crate) fn slots(&self) -> u32 {
         self.model.slots.unwrap_or_else(|| {
             if self.adapter.is_cpu() {
@@ -124,7 +129,7 @@ impl Build<'_> {
         })
     }
 
-    /// Snapshots of recurrent state, of models that have some.
+    /// Returns the number of snapshots of recurrent state; `None` for models without recurrent state.
     pub(crate) fn snapshots(&self) -> Option<u32> {
         let net = self.checkpoint.config.delta?;
         let finds = self.model.prefix_cache.unwrap_or(true);
@@ -141,7 +146,7 @@ impl Build<'_> {
         Some(if finds { self.model.snapshots.unwrap_or_else(own) } else { 0 })
     }
 
-    /// Tokens that are drafted at a time, at most.
+    /// Returns the maximum number of draft tokens per sequence and step.
     pub(crate) fn drafts(&self) -> u32 {
         if !self.checkpoint.has_mtp() {
             return 0;
@@ -149,13 +154,13 @@ impl Build<'_> {
         self.model.drafts.unwrap_or(if self.adapter.is_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
     }
 
-    /// Sequences that a step which verifies drafts can have: a power of two.
+    /// Returns the maximum number of sequences of a verification step, a power of two.
     pub(crate) fn draft_sequences(&self) -> u32 {
         let most = if self.adapter.is_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES };
         1 << most.min(self.slots()).ilog2()
     }
 
-    /// The model's recordings with that many KV pages.
+    /// Returns the decoder of the model with `pages` KV pages.
     pub(crate) fn decoder(&self, context: u32, pages: u32, chunk: u32) -> Decoder<'_> {
         let slots = self.slots();
         let config = &self.checkpoint.config;
@@ -168,7 +173,7 @@ impl Build<'_> {
                 slots,
                 rows: slots.next_power_of_two(),
                 chunk,
-                // Steps that draw from several prompts have as many rows as a power of two.
+                // Steps that draw tokens from several prompts have a power of two as their number of rows.
                 prompts: slots.next_power_of_two().min(MOST_PROMPTS),
                 max_pages: context.div_ceil(PAGE_TOKENS),
                 recurrent: config.delta.is_some(),
@@ -196,7 +201,8 @@ impl Build<'_> {
         for change in self.tune {
             tuning.set(change);
         }
-        // What was kept depends on some of the changes, and none of it undoes one.
+        // The configured changes are applied before the kept entries, because the entries depend on them, and again
+        // after them, because they take precedence.
         self.tuned.apply(&mut tuning);
         for change in self.tune {
             tuning.set(change);

@@ -1,4 +1,4 @@
-//! What a replica may ask for: bounds on its configuration, and its memory plan.
+//! The limits of what a replica's configuration may request, and its memory plan.
 
 use crate::engine::plan::STATE_TOKENS;
 use crate::gpu::build::Build;
@@ -12,26 +12,28 @@ use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry,
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, Part};
 
-/// Pages that are planned where nobody says otherwise and memory suffices: for every sequence the longest context,
-/// but where that is more than so many tokens, as many longest contexts or so many tokens.
+/// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
+/// of `DEFAULT_CONTEXTS` maximum contexts and [`DEFAULT_KV_TOKENS`] tokens.
 const DEFAULT_CONTEXTS: u64 = 16;
 
-/// As [`DEFAULT_CONTEXTS`] says.
+/// The lower bound, in tokens, of the limit that [`DEFAULT_CONTEXTS`] sets.
 const DEFAULT_KV_TOKENS: u64 = 1 << 19;
 
-/// Sequences that one decode step can have rows for.
+/// The maximum number of slots: the rows of one decode step.
 const MOST_SLOTS: u32 = 1024;
 
-/// Snapshots of recurrent state: the scheduler has an entry for each, whatever memory the device has.
+/// The maximum number of snapshots of recurrent state. The scheduler has an entry for each, however much memory the
+/// device has.
 const MOST_SNAPSHOTS: u32 = 65_536;
 
-/// KV pages, for the same reason: 64 million tokens.
+/// The maximum number of KV pages, for the same reason: 64 million tokens.
 pub(crate) const MOST_PAGES: u32 = 1 << 22;
 
-/// Tokens of a chunk: above it, one submission would last too long for a driver's watchdog.
+/// The maximum number of tokens of a prompt chunk. A submission with a larger chunk could run longer than a driver's
+/// watchdog allows.
 const MOST_CHUNK: u32 = 16_384;
 
-/// What memory is for, by buffer name.
+/// Returns the purpose of a buffer in the memory plan, by the buffer's name.
 pub(crate) fn purpose(name: &str) -> Purpose {
     match name {
         "state" | "sampling.counts" | "step" | "rope" => Purpose::State,
@@ -146,7 +148,7 @@ impl Build<'_> {
             entries.push(entry);
         }
         let heads = probe.heads();
-        // The drafting block has pages of its own.
+        // The drafting block has KV pages of its own.
         let layers = probe.config.layers_of(LayerKind::FullAttention).count() as u64 + u64::from(probe.drafts());
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
         let page_bytes = heads.page_bytes() * 2 * layers;
@@ -158,7 +160,7 @@ impl Build<'_> {
                 Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most).min(MOST_PAGES.into()))
             }
         };
-        // A context that was asked for is kept or refused; the model's own may shrink to the memory.
+        // A configured context is kept or refused; the model's own context may be reduced to fit into memory.
         let least = if asked { context_pages } else { context_pages.min(16) };
         let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: heads.page_bytes(), pages, least };
         Plan::new(limits, entries, Some(kv))

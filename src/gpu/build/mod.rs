@@ -1,6 +1,5 @@
-//! From a checkpoint to a replica of it on a device that is open: plans memory, loads weights and records regions,
-//! bottom to top. Deliberately absent: what a request is, which devices are open (`devices`), and when models come
-//! and go (`lifecycle`).
+//! Builds a replica from a checkpoint on an open device: plans memory, loads the weights and records the regions.
+//! Not here: requests, the open devices (`gpu::devices`), and loading and unloading of models (`host::lifecycle`).
 
 pub mod defaults;
 mod limits;
@@ -42,18 +41,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tracing::Span;
 
-/// Of a device that others serve on, what a load runs on the compute queue (its test, above all) takes at most one part
-/// in so many of the time, as far as the device tells how long it took.
+/// On a device that serves other models, the work of a load on the compute queue (mainly the test of decode steps)
+/// takes at most 1/BESIDE_SHARE of the time, as far as the device reports how long the work took and [`BESIDE_PAUSE`]
+/// allows.
 const BESIDE_SHARE: u32 = 32;
-/// A GPU that finishes nothing for so long while a model's first steps run is stuck.
+/// A GPU that finishes nothing for this long during a model's first steps counts as stuck.
 const FIRST_STEPS: Duration = Duration::from_secs(60);
-/// The longest pause for that.
+/// The maximum pause that [`BESIDE_SHARE`] causes.
 const BESIDE_PAUSE: Duration = Duration::from_secs(1);
-/// Cores that a load leaves alone while others serve: their engine's thread, the compute actor's, the watcher's and one
-/// of the endpoint's.
+/// The number of cores that a load leaves free while others serve: for the engine thread, the compute actor, the
+/// watcher and one thread of the service.
 const BESIDE_CORES: usize = 4;
 
-/// Threads that read, pack and compile while others serve.
+/// Returns the number of threads that read, pack and compile while others serve.
 fn threads_beside() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
     cores.saturating_sub(BESIDE_CORES).max(1)
@@ -69,28 +69,28 @@ pub(crate) struct Build<'a> {
     pub(crate) tune: &'a [String],
     pub(crate) tuned: &'a Tuned,
     pub(crate) progress: &'a dyn Progress,
-    /// What the parts of the load are shown under.
+    /// The span of the load; spans of its parts are exported below it.
     pub(crate) span: &'a Span,
-    /// Others serve meanwhile, and must not feel it.
+    /// Whether others serve meanwhile; the load must not slow them down noticeably.
     pub(crate) beside: bool,
-    /// Set when nobody wants it any more.
+    /// Set when the load is cancelled.
     pub(crate) cancelled: &'a AtomicBool,
 }
 
-/// A model whose buffers are allocated and whose weights are on their way.
+/// A model whose buffers are allocated and whose weights are being loaded.
 pub(crate) struct PreparedModel<'a> {
     pub(crate) decoder: Decoder<'a>,
     pub(crate) recordings: Recordings,
     pub(crate) table: BufferTable,
     pub(crate) pipelines: Pipelines,
     pub(crate) loading: Loading,
-    /// What memory was planned for.
+    /// The memory plan.
     pub(crate) memory: Vec<MemoryUse>,
 }
 
-/// What is under way when a model is prepared.
+/// The work in progress when a model is prepared.
 pub(crate) struct Loading {
-    /// Clears what starts as zero.
+    /// Clears the buffers that start as zero.
     init: Arc<Region>,
     weights: Weights,
     rope: Point,
@@ -98,14 +98,15 @@ pub(crate) struct Loading {
     started: Instant,
 }
 
-/// Weights on their way. Dropped before they are there, it waits until nobody uses their buffers any more.
+/// A load of weights in progress. If it is dropped before it has finished, it cancels the load and waits until the
+/// buffers are no longer in use.
 struct Weights(Option<WeightLoad>);
 
 impl Drop for Weights {
     fn drop(&mut self) {
         if let Some(load) = self.0.take() {
             load.cancel();
-            // Its error is that of a load that was cancelled.
+            // The error only says that the load was cancelled.
             let _ = load.wait();
         }
     }
@@ -116,7 +117,7 @@ impl Build<'_> {
         StartError::Unsupported { model: self.model.name.clone(), what }
     }
 
-    /// Plans and allocates memory, begins to load the weights and builds the pipelines meanwhile.
+    /// Plans and allocates memory, starts loading the weights, and builds the pipelines meanwhile.
     pub(crate) fn prepare(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
         self.check()?;
         let started = Instant::now();
@@ -126,7 +127,7 @@ impl Build<'_> {
         let asked = self.model.context;
         let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
 
-        // Everything but the KV pool has its size before the pool is planned.
+        // The sizes of everything except the KV pool are known before the pool is planned.
         let probe = self.decoder(wanted, 1, chunk);
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
@@ -166,7 +167,7 @@ impl Build<'_> {
                 _ => Place::DeviceLocal,
             };
             let buffer = self.opened.arena.buffer(&name, bytes, place)?;
-            // Of a cache nothing is read that was not written.
+            // Caches need no initial value: only entries that were written are read.
             let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
             if place == Place::DeviceLocal && !cache && name != "rope" {
                 let to = init.buffer(&name, bytes);
@@ -193,7 +194,7 @@ impl Build<'_> {
         Ok(PreparedModel { decoder, recordings, table, pipelines, loading, memory })
     }
 
-    /// Waits until a prepared model is loaded; gives the points after which it can run, and what the load was like.
+    /// Waits until a prepared model is loaded. Returns the points after which it can run, and the report of the load.
     pub(crate) fn finish(&self, mut loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
         self.run_once(vec![loading.init])?;
         let load = loading.weights.0.take().expect("it is waited for once");
@@ -344,7 +345,7 @@ impl Build<'_> {
         Ok((executor, loaded, memory))
     }
 
-    /// An error once nobody wants the model any more.
+    /// Returns an error if the load was cancelled.
     pub(crate) fn wanted(&self) -> Result<(), StartError> {
         match self.cancelled.load(Ordering::Relaxed) {
             true => Err(StartError::Cancelled { model: self.model.name.clone() }),
@@ -358,7 +359,7 @@ impl Build<'_> {
         weights: &[(&WeightSpec, Vec<Part>)],
         table: &BufferTable,
     ) -> Result<WeightLoad, StartError> {
-        // Those whose headers were read, and not what may have been put in their place since.
+        // The stamps of the files whose headers were read, so that files that were replaced since are rejected.
         let stamps: HashMap<&Path, &Stamp> =
             self.checkpoint.files.iter().map(|file| (&*file.path, &file.stamp)).collect();
         let failed = |source: LoadError| StartError::Load { model: self.model.name.clone(), source };
@@ -398,7 +399,7 @@ impl Build<'_> {
         self.run_all(vec![regions], &[])
     }
 
-    /// Submits each list of regions, behind `waits`, and then waits for all of them.
+    /// Submits each list of regions, each waiting for `waits`, and then waits for all of them.
     pub(crate) fn run_all(&self, submissions: Vec<Vec<Arc<Region>>>, waits: &[Point]) -> Result<(), StartError> {
         let (reports, done) = crossbeam_channel::bounded(submissions.len());
         let (wake, _woken) = crossbeam_channel::bounded(1);
@@ -436,7 +437,7 @@ impl Build<'_> {
     }
 }
 
-/// The rows of a source that lie in a part of its weight.
+/// Returns the rows of a source that lie in a part of its weight; `None` if there are none.
 fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<TensorSource> {
     let format = decoder::format(source.dtype);
     let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));

@@ -1,6 +1,7 @@
-//! The start's test of decode steps without barriers: sequences decode a few tokens as they would be served, several
-//! submissions in flight, and the same with barriers; tokens and logits must be equal.
-//! Deliberately absent: what is done with a step that fails (`start`).
+//! The test at start of decode steps without barriers: sequences decode a few tokens as in normal operation, with
+//! several submissions in flight, once without and once with barriers. Tokens and logits must be equal; a step that
+//! fails is removed.
+//! Not here: faults at run time (`gpu::executor`, `gpu::overlap`).
 
 use crate::device::Point;
 use crate::gpu::build::Build;
@@ -15,36 +16,37 @@ use crate::model::decoder::Decoder;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Logits of both ways may differ by this much, relative norms. The arithmetic is the same.
+/// The maximum difference between the logits of both runs, relative to their norm. The arithmetic is the same.
 const TOLERANCE: f64 = 1e-6;
-/// Submissions in flight, and steps of each.
+/// The number of submissions in flight.
 const SUBMISSIONS: u32 = 2;
-/// As [`SUBMISSIONS`] says.
+/// The number of steps per submission.
 const STEPS: u32 = 4;
-/// Pages of context before the tested tokens, where a slot can hold so many: enough to split attention.
+/// The number of pages of context before the tested tokens, if a slot can hold that many: enough to split attention.
 const CONTEXT_PAGES: u32 = 40;
 
-/// Where steps leave what is compared, and what is patched.
+/// The buffers and regions by which the test writes the device state and reads the results.
 pub(crate) struct Probe<'a> {
     pub(crate) inbox: &'a Inbox,
     pub(crate) ring: &'a Buffer,
     pub(crate) dump_region: &'a Arc<Region>,
     pub(crate) dump: &'a Buffer,
-    /// What the first submission waits for.
+    /// The points that the first submission waits for.
     pub(crate) ready: &'a [Point],
-    /// Tokens of a page.
+    /// The number of tokens per page.
     pub(crate) page_tokens: u32,
 }
 
-/// What a run of a few steps gave.
+/// The result of a run of a few steps.
 struct Outcome {
     tokens: Vec<Option<u32>>,
     logits: Vec<f32>,
-    /// The call that waited too long.
+    /// The call that timed out.
     fault: Option<u32>,
 }
 
-/// Tests every bucket that has a step without barriers, and takes it from those that fail. Gives how many failed.
+/// Tests every bucket that has a step without barriers, and removes that step from buckets that fail. Returns the
+/// number of buckets that failed.
 pub(crate) fn test_overlap(
     build: &Build<'_>,
     decoder: &Decoder<'_>,
@@ -57,13 +59,13 @@ pub(crate) fn test_overlap(
     }
     let mut test = Test { build, decoder, probe, steps: 0 };
     let steps = (SUBMISSIONS * STEPS).min(decoder.context);
-    // Recurrent state counts as empty at position 0 alone: both ways must begin there.
+    // Recurrent state is only treated as empty at position 0, so both runs must begin there.
     let context = match decoder.state.recurrent {
         true => 0,
         false => CONTEXT_PAGES.min((decoder.context - steps) / probe.page_tokens).min(decoder.state.max_pages - 1),
     };
     if context > 0 {
-        // Page 0 is the context of all: filled by one sequence.
+        // Page 0 is the context of all sequences; one sequence fills it.
         let single = decode[&1].plain.clone();
         let fill = test.patch(1, 0, |_, _| 0);
         test.run(&single, 1, fill, probe.page_tokens)?;
@@ -72,7 +74,7 @@ pub(crate) fn test_overlap(
     for (rows, regions) in decode.iter_mut() {
         let Some(carried) = &regions.carried else { continue };
         build.wanted()?;
-        // Each sequence has a page of its own behind the context.
+        // Each sequence has its own page after the context.
         let sequences = (*rows).min(decoder.pages - 1).min(decoder.state.slots);
         let pages = |slot: u32, index: u32| if index == context { slot + 1 } else { 0 };
         let mut run = |region: &DecodeRegion| {
@@ -108,7 +110,7 @@ pub(crate) fn test_overlap(
     Ok(failed)
 }
 
-/// How two runs differ, if they do.
+/// Returns a description of the difference between two runs; `None` if they agree.
 fn difference(wanted: &Outcome, found: &Outcome) -> Option<String> {
     if wanted.tokens != found.tokens {
         return Some("it draws other tokens".to_owned());
@@ -124,12 +126,13 @@ struct Test<'a> {
     build: &'a Build<'a>,
     decoder: &'a Decoder<'a>,
     probe: &'a Probe<'a>,
-    /// Steps that have run: the device counts them.
+    /// The number of steps that have run; the device counts them too.
     steps: u32,
 }
 
 impl Test<'_> {
-    /// Makes rows of so many sequences, all at `position`; `page` of a slot and a page's index in its table.
+    /// Returns a patch that assigns rows to `sequences` sequences, all at position `position`. `page` gives the KV page
+    /// for a slot and an index in the slot's page table.
     fn patch(&self, sequences: u32, position: u32, page: impl Fn(u32, u32) -> u32) -> Patch {
         let layout = self.decoder.state;
         let mut patch = Patch::default();
@@ -169,11 +172,12 @@ impl Test<'_> {
         patch
     }
 
-    /// Runs `steps` steps of a region behind a patch, in as many submissions in flight as plans are.
+    /// Runs `steps` steps of a region after applying a patch, split into as many submissions in flight as plans are in
+    /// normal operation.
     fn run(&mut self, region: &DecodeRegion, rows: u32, patch: Patch, steps: u32) -> Result<Outcome, StartError> {
         let inbox = self.probe.inbox;
         let mut pairs = patch.into_pairs();
-        // More than an inbox holds are applied before.
+        // If the patch exceeds an inbox, its first part is applied in advance.
         let last = pairs.split_off(pairs.len().saturating_sub(super::PATCH_PAIRS as usize));
         for part in pairs.chunks(super::PATCH_PAIRS as usize) {
             inbox.patch.write(0, bytemuck::cast_slice(&patch_inbox(part)));
@@ -205,13 +209,13 @@ impl Test<'_> {
         Ok(outcome)
     }
 
-    /// Leaves the device's state as it was before.
+    /// Resets the device state to zero, as before the test.
     fn reset(&self, table: &BufferTable) -> Result<(), StartError> {
         let mut reset = Recording::new("reset after test");
         let to = [self.decoder.state.all(&mut reset), reset.buffer("step", 4)];
         reset.ops.extend(to.map(|to| Op::Fill { to, word: 0 }));
         let device = &self.build.opened.device;
-        // Fills need none.
+        // Fills need no pipelines.
         let pipelines = Pipelines::build(device, None, &[&reset], &|_, _| {})?;
         let reset = Region::build(device, &reset, table, &pipelines)?;
         self.build.run_all(vec![vec![Arc::new(reset)]], &[])

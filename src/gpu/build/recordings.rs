@@ -1,4 +1,4 @@
-//! Every recording that a replica's executor runs, made from the decoder for each bucket.
+//! All recordings that a replica's executor runs, made from the decoder for each bucket.
 
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
@@ -11,8 +11,8 @@ use crate::kernels::tags;
 use crate::model::decoder::{Decoder, StepShape};
 use std::collections::BTreeMap;
 
-/// Which kernels a model's regions are made of, and what could not be as it should; of `failed` buckets the step
-/// without barriers failed its test.
+/// Returns the kernels of a model's regions and the fallbacks in use. `failed` is the number of buckets whose decode
+/// step without barriers failed its test.
 pub(super) fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32) -> Variants {
     let variants = Variants::of(recordings.of_steps());
     match decoder.tuning.fragments {
@@ -27,31 +27,33 @@ pub(super) fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u
     variants
 }
 
-/// Every recording of a replica.
+/// All recordings of a replica.
 pub(crate) struct Recordings {
-    /// By rows; the second with barriers, where that is another.
+    /// The decode steps, by number of rows; the second recording is the same step with barriers, if the first one
+    /// differs from it.
     pub(crate) decode: Vec<(u32, Recording, Option<Recording>)>,
-    /// For tests: by rows, steps without barriers of which one call waits for words that are never written.
+    /// For tests: by number of rows, the decode steps without barriers in which one call waits for words that are never
+    /// written.
     pub(crate) broken: BTreeMap<u32, Recording>,
-    /// By drafts of a sequence and sequences.
+    /// The verification steps, by drafts per sequence and number of sequences.
     pub(crate) verify: Vec<(u32, u32, Recording)>,
-    /// By rows.
+    /// The prefill steps, by number of rows.
     pub(crate) prefill: Vec<(u32, Recording)>,
-    /// By prompts.
+    /// The recordings that draw the first tokens of prompts, by number of prompts.
     pub(crate) first: Vec<(u32, Recording)>,
-    /// With its rows.
+    /// The recording that scores prompt tokens, with its number of rows.
     pub(crate) score: (u32, Recording),
     pub(crate) inboxes: Vec<InboxRecordings>,
     pub(crate) dump: Recording,
 }
 
-/// What applies the changes in an inbox.
+/// The recordings that apply the changes in an inbox.
 pub(crate) struct InboxRecordings {
-    /// Words of the state.
+    /// Writes words of the device state.
     pub(crate) apply: Recording,
-    /// Zeroes counts.
+    /// Clears token counts.
     pub(crate) clear: Recording,
-    /// Enters tokens in counts.
+    /// Adds tokens to token counts.
     pub(crate) mark: Recording,
 }
 
@@ -63,7 +65,7 @@ impl Recordings {
         let mut rows = 1;
         while rows <= decoder.state.rows {
             let mut recording = decoder.record(StepShape::Decode { rows });
-            // Where words are tagged, the same step with barriers stands by.
+            // If words are tagged, the same step with barriers is kept as a fallback.
             let plain = recording.with_barriers();
             let plain = (plain != recording).then_some(plain);
             if plain.is_some() && tuning.broken_call > 0 {
@@ -102,7 +104,7 @@ impl Recordings {
         Recordings { decode, broken, verify, prefill, first, score, inboxes, dump }
     }
 
-    /// What steps are made of, without those that stand by.
+    /// Returns the recordings that steps normally use, without the fallbacks with barriers.
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);

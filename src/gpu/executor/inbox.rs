@@ -1,4 +1,4 @@
-//! The inbox: how changes of device state reach the device, as patches in mapped memory that a region applies.
+//! Inboxes: how changes of the device state reach the device, as patches in mapped memory that a region applies.
 
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::{Change, SlotParams, Ticket};
@@ -9,34 +9,34 @@ use crate::kernels::state::{self, SlotInit};
 use crate::memory::Buffer;
 use std::sync::Arc;
 
-/// A slot of the inbox, through which changes reach the device, with the regions that apply it.
+/// A staging area in mapped memory for changes of the device state, with the regions that apply them.
 #[derive(Debug)]
 pub struct Inbox {
-    /// Mapped: the words of a patch.
+    /// Mapped memory: the words of a patch.
     pub patch: Arc<Buffer>,
-    /// Mapped: the slots whose counts are cleared.
+    /// Mapped memory: the slots whose token counts are cleared.
     pub clear: Arc<Buffer>,
-    /// Mapped: `[rows][4]` of token, position, slot and 1, tokens that counts hear of.
+    /// Mapped memory: `[rows][4]` of token, position, slot and 1 for tokens to add to token counts; unused rows are 0.
     pub seen: Arc<Buffer>,
     /// Applies `patch`.
     pub apply: Arc<Region>,
-    /// Clears counts.
+    /// Clears the token counts of the slots in `clear`.
     pub clear_counts: Arc<Region>,
-    /// Enters the tokens seen in counts.
+    /// Adds the tokens in `seen` to token counts.
     pub mark_seen: Arc<Region>,
 }
 
-/// Changes of the device's state that a plan brings.
+/// The changes of the device state that a plan requires.
 #[derive(Debug, Default)]
 pub(super) struct Posts {
     pub(super) patch: Patch,
-    /// Slots whose counts are cleared.
+    /// The slots whose token counts are cleared.
     pub(super) clear: Vec<u32>,
-    /// Tokens that counts hear of.
+    /// The tokens to add to token counts: token, position, slot and 1.
     pub(super) seen: Vec<[u32; 4]>,
 }
 
-/// Inboxes that are filled, and the regions that apply them.
+/// The inboxes that were filled, and the regions that apply them.
 #[derive(Debug, Default)]
 pub(super) struct Applied {
     pub(super) inboxes: Vec<usize>,
@@ -79,8 +79,8 @@ impl GpuExecutor {
         posts
     }
 
-    /// Fills inboxes and gives the regions that apply them, in order. What needs more inboxes than there are is
-    /// submitted by itself, under the ticket of the plan that it belongs to.
+    /// Fills inboxes and returns the regions that apply them, in order. A plan may need more inboxes than it can use at
+    /// once; then the filled ones are first submitted separately, under the plan's ticket.
     pub(super) fn post(&mut self, ticket: Ticket, posts: Posts) -> Result<Applied, ExecuteError> {
         let mut applied = Applied::default();
         for slots in posts.clear.chunks(self.parts.layout.slots.max(1) as usize) {
@@ -93,7 +93,7 @@ impl GpuExecutor {
             inbox.patch.write(0, bytemuck::cast_slice(&patch_inbox(pairs)));
             applied.regions.push(Arc::clone(&inbox.apply));
         }
-        // Marks read what the patch has written of their slots.
+        // This must follow the patch, because `mark_seen` reads words of the slots that the patch writes.
         let rows = self.parts.seen_rows as usize;
         for seen in posts.seen.chunks(rows) {
             let inbox = self.inbox(ticket, &mut applied)?;
@@ -105,7 +105,7 @@ impl GpuExecutor {
         Ok(applied)
     }
 
-    /// The next inbox of a plan.
+    /// Returns the next inbox for a plan. If the plan already uses half of the inboxes, submits those first.
     pub(super) fn inbox(&mut self, ticket: Ticket, applied: &mut Applied) -> Result<&Inbox, ExecuteError> {
         if applied.inboxes.len() >= self.parts.inboxes.len() / 2 {
             let full = std::mem::take(applied);
@@ -116,13 +116,14 @@ impl GpuExecutor {
         Ok(&self.parts.inboxes[index])
     }
 
-    /// A free inbox; where none is, the oldest submission is waited for.
+    /// Returns a free inbox. If there is none, waits until a submission has finished that used one; the oldest finishes
+    /// first.
     pub(super) fn free_inbox(&mut self) -> Result<usize, ExecuteError> {
         if let Some(index) = self.free_inboxes.pop() {
             return Ok(index);
         }
-        // Reports come in the order of submission, and every used inbox belongs to one. Each submission is owed a last
-        // report, also by actors that have ended.
+        // Reports come in submission order, and every used inbox belongs to a submission. Each submission gets a last
+        // report, even if an actor has ended.
         let mut finished = 0;
         loop {
             let report = self.reports.recv().expect("the executor holds a sender");

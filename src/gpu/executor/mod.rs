@@ -1,6 +1,6 @@
-//! The executor on a device: turns plans into patches of device state and submissions of
-//! recorded regions, and the token ring into tokens.
-//! Deliberately absent: scheduling, and Vulkan other than through the actors.
+//! The executor on a device: turns plans into patches of the device state and submissions of recorded regions, and
+//! turns the entries of the token ring into tokens.
+//! Not here: scheduling, and calls of Vulkan other than through the actors.
 
 mod inbox;
 mod report;
@@ -27,36 +27,37 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Reports that may wait for the engine's thread: as many as plans in flight can make.
+/// The capacity of the report channel: the number of reports that the plans in flight can produce.
 const REPORTS: usize = 1024;
 
-/// How often a plan is run again after faults. Repeats have barriers, so a second fault is a device's or ours.
+/// The maximum number of repetitions of a plan after faults. Repetitions run with barriers, so another fault is an
+/// error of the device or of this program.
 const MOST_REPEATS: u32 = 4;
 
-/// A client should not wait longer than this for a token that the device has finished: of one row; with several, a
-/// report is shared by as many more tokens and comes as much sooner.
+/// The maximum time that a client should wait for a token that the device has finished, for a batch of one row. In a
+/// batch of n rows each step gives n tokens, and the limit is 1/n of this.
 const REPORT_EVERY: Duration = Duration::from_millis(16);
 
 /// The regions of a decode bucket.
 #[derive(Debug)]
 pub struct DecodeRegions {
-    /// With a barrier for every dependency.
+    /// The step with a barrier for every dependency.
     pub plain: DecodeRegion,
-    /// The same step with tagged words in place of barriers, where the device passed the start's test. Both give the
-    /// same bits.
+    /// The same step with tagged words instead of barriers, if it passed the test at start. Both give the same results,
+    /// bit for bit.
     pub carried: Option<DecodeRegion>,
-    /// For tests: `carried`, but one of its calls waits for words that are never written.
+    /// For tests: `carried` with one call that waits for words that are never written.
     pub broken: Option<DecodeRegion>,
 }
 
-/// Faults that tests inject.
+/// The faults that tests inject.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Injection {
-    /// The fault word is set before this decode plan, counted from 1; 0: never.
+    /// The number of the decode plan, counted from 1, before which the fault word is set; 0 for none.
     pub plan: u32,
-    /// The step with this number among those without barriers, counted from 1, has a broken call; 0: none.
+    /// The number of the decode step without barriers, counted from 1, that contains a broken call; 0 for none.
     pub step: u32,
-    /// Every so manieth step without barriers has; 0: none.
+    /// Every `every`-th decode step without barriers contains a broken call; 0 for none.
     pub every: u32,
 }
 
@@ -66,69 +67,71 @@ impl Injection {
     }
 }
 
-/// A decode step, whole and in two parts.
+/// A decode step, as a whole and split in two parts.
 #[derive(Clone, Debug)]
 pub struct DecodeRegion {
-    /// All of it.
+    /// The whole step.
     pub whole: Arc<Region>,
-    /// Up to the logits, and from there on: behind the gate where a mask is still to come. Where there are gates.
+    /// The part up to the logits, and the part from sampling on, which runs behind the gate while a mask is still to
+    /// come; `None` if the device does not use gates.
     pub parts: Option<[Arc<Region>; 2]>,
 }
 
-/// What a replica's executor is made of; everything in it is allocated and recorded.
+/// The parts of which a replica's executor consists, with everything allocated and recorded.
 #[derive(Debug)]
 pub struct Parts {
-    /// What it can hold.
+    /// The capacity that the executor reports to the scheduler.
     pub capacity: Capacity,
-    /// Device state.
+    /// The layout of the device state.
     pub layout: StateLayout,
-    /// Of attention, for its tiles.
+    /// The attention heads, which determine the number of prefill tiles.
     pub heads: Heads,
-    /// Token ring.
+    /// The dimensions of the token ring.
     pub ring: RingLayout,
-    /// Mapped: the token ring.
+    /// Mapped memory: the token ring.
     pub ring_buffer: Arc<Buffer>,
-    /// Mapped: `[slots][vocabulary / 32, rounded up]`, the tokens that a constrained slot may draw next.
+    /// Mapped memory: `[slots][vocabulary / 32, rounded up]` words, the bit mask of the tokens that a constrained slot
+    /// may draw next.
     pub masks: Arc<Buffer>,
-    /// What steps wait for whose masks are still to come.
+    /// The timeline semaphore that steps wait for if their masks are still to come.
     pub gate: Arc<Gate>,
-    /// Mapped: the logits of a step that a slot asked for.
+    /// Mapped memory: the logits of a step, for a slot that requested them.
     pub dump: Arc<Buffer>,
-    /// Copies row 0 of the logits there.
+    /// Copies row 0 of the logits to `dump`.
     pub dump_region: Arc<Region>,
-    /// By rows.
+    /// The decode regions, by number of rows.
     pub decode: BTreeMap<u32, DecodeRegions>,
-    /// Steps that verify drafts, by drafts of a sequence and sequences.
+    /// The verification regions, by drafts per sequence, then by number of sequences.
     pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
-    /// The layers over a step of prompts, by rows.
+    /// The regions that run the layers of a prefill step, by number of rows.
     pub prefill: BTreeMap<u32, Arc<Region>>,
-    /// What draws the first tokens of prompts, by their number.
+    /// The regions that draw the first tokens of prompts, by number of prompts.
     pub first: BTreeMap<u32, Arc<Region>>,
-    /// What scores the next rows of a step of prompts, so many at a time.
+    /// The region that scores the next rows of a prefill step, and the number of rows that one run scores.
     pub score: (u32, Arc<Region>),
-    /// Mapped: what it finds, of two steps.
+    /// Mapped memory: the scores, of two chunks.
     pub scores: Arc<Buffer>,
-    /// At least two; more than plans in flight, or `submit` waits.
+    /// The inboxes: at least two. If there are no more of them than plans in flight, `submit` blocks.
     pub inboxes: Vec<Inbox>,
-    /// Pairs that an inbox's patch holds.
+    /// The capacity of an inbox's patch, in pairs of offset and value.
     pub patch_pairs: u32,
-    /// Rows that an inbox's tokens seen have.
+    /// The capacity of an inbox's `seen`, in rows.
     pub seen_rows: u32,
-    /// The device's compute queue.
+    /// The device's compute actor.
     pub compute: Arc<Compute>,
-    /// What the first submission waits for: the weights' last copies.
+    /// The points that the first submission waits for: the last copies of the weights.
     pub ready: Vec<Point>,
-    /// What runs.
+    /// The kernels and fallbacks in use.
     pub variants: Arc<Variants>,
-    /// For messages.
+    /// The device's name, for messages.
     pub device_name: String,
-    /// The device, and the kernels' pipelines, for regions that are timed.
+    /// The device, for building timed regions when profiling.
     pub device: Arc<Device>,
-    /// As `device` says.
+    /// The pipelines of the kernels, for the same purpose.
     pub pipelines: Pipelines,
     /// For tests.
     pub injection: Injection,
-    /// How long steps run with barriers after a first fault.
+    /// The time for which steps run with barriers after a first fault.
     pub retry_after: Duration,
 }
 
@@ -142,94 +145,94 @@ pub struct GpuExecutor {
     next: u64,
     next_step: u32,
     pending: VecDeque<Pending>,
-    /// Reports that were taken while waiting for an inbox.
+    /// The reports that were received while waiting for an inbox.
     early: VecDeque<Report>,
     free_inboxes: Vec<usize>,
-    /// Batch list on the device.
+    /// The slot of each row of the batch, as last written to the device.
     batch: Vec<u32>,
-    /// Slots whose logits are asked for.
+    /// For each slot, whether it requested logits.
     dumps: Vec<bool>,
-    /// Slots whose log probabilities are asked for.
+    /// For each slot, whether it requested log probabilities.
     logprobs: Vec<bool>,
-    /// Values of the gate that submissions wait for, so far.
+    /// The last gate value that a submission waits for.
     gates: u64,
     pace: Pace,
-    /// Chunks that were scored, so far: their scores go to each half of the buffer in turn.
+    /// The number of chunks scored so far. Their scores are written alternately to the two halves of the buffer.
     scored: u32,
     /// When steps run without barriers again after a fault.
     overlap: OverlapRetry,
-    /// The plan that is being queued repeats steps of a fault, with barriers.
+    /// Set while a plan is queued that repeats steps after a fault; these steps run with barriers.
     repeats: bool,
     decode_plans: u32,
-    /// Steps without barriers that were queued.
+    /// The number of steps without barriers queued so far.
     carried_steps: u64,
-    /// Plans with work that are still to be profiled.
+    /// The number of plans with work that are still to be profiled.
     profiled: u32,
-    /// Of plans that are not finished: the submissions that are, in order.
+    /// The completed submissions of plans that are not finished yet, in order.
     submissions: VecDeque<(Ticket, SubmissionRecord)>,
 }
 
 #[derive(Debug)]
 struct Pending {
     ticket: Ticket,
-    /// Steps that sample, the first of them, and rows of each.
+    /// The number of steps that draw tokens, the number of the first of them, and the rows of each.
     steps: u32,
     first_step: u32,
     rows: u32,
-    /// Entries that are done.
+    /// The number of completed entries.
     entries: u32,
-    /// Tokens of a chunk that are scored.
+    /// The tokens of the chunk that are scored.
     scoring: Option<Scoring>,
-    /// Steps from this one on drew nothing because of a fault; `u32::MAX` if none is known.
+    /// Steps from this one on drew nothing because of a fault; `u32::MAX` if no fault is known.
     good: u32,
-    /// With `good`, the fault word: the number of the call that waited too long.
+    /// Valid with `good`: the fault word, which is the number of the call that timed out.
     fault: u32,
-    /// Faults that its plan has met with before it was submitted this time.
+    /// The number of faults of the same plan before this submission.
     faults: u32,
     work: Kind,
-    /// Tokens of a step of prompts.
+    /// The number of prompt tokens of a prefill step.
     prompt_tokens: u32,
-    /// Of a decode plan, for the steps that have to be run again after a fault.
+    /// The slots of a decode plan, needed to repeat steps after a fault.
     slots: Vec<Slot>,
-    /// Tokens drafted for each of them.
+    /// The number of draft tokens per slot.
     drafts: u32,
     dump: bool,
     inboxes: Vec<usize>,
-    /// Dispatches and barriers of the patches, and of each step.
+    /// Dispatches and barriers: of the patches, and of each step.
     fixed: (u32, u32),
     each: (u32, u32),
-    /// What its draw waits for.
+    /// The gate value that its sampling waits for.
     gate: Option<u64>,
-    /// Its masks are still to come.
+    /// Whether its masks are still to come.
     awaits: bool,
     flush: FlushReason,
     submitted: Instant,
     started: bool,
 }
 
-/// Which tokens are scored, and where the scores will be.
+/// The tokens that are scored, and the place of their scores.
 #[derive(Clone, Copy, Debug)]
 struct Scoring {
     slot: Slot,
-    /// Position of the first.
+    /// The position of the first token.
     first: u32,
     tokens: u32,
-    /// The first's entry.
+    /// The index of the first token's entry in `scores`.
     entry: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
-    /// There is nothing to report.
+    /// Changes only; there is nothing to report.
     Changes,
-    /// Prompts of which none ends: a step without tokens.
+    /// A prefill in which no prompt ends: a step without tokens.
     Prompts,
-    /// Tokens are drawn.
+    /// Steps that draw tokens.
     Sampled,
 }
 
 impl GpuExecutor {
-    /// An executor over recorded regions.
+    /// Creates an executor of recorded regions.
     pub fn new(parts: Parts) -> GpuExecutor {
         let (sender, reports) = bounded(REPORTS);
         let (waker, wake) = bounded(1);
@@ -263,7 +266,7 @@ impl GpuExecutor {
 impl GpuExecutor {}
 
 impl Pending {
-    /// Of changes alone.
+    /// Creates the record of a submission of changes only.
     fn changes(ticket: Ticket, inboxes: Vec<usize>) -> Pending {
         Pending {
             ticket,
@@ -355,10 +358,11 @@ impl Executor for GpuExecutor {
 
 impl Drop for GpuExecutor {
     fn drop(&mut self) {
-        // Nobody brings masks any more; what is drawn without is not reported.
+        // No more masks will arrive. Opens the gate so that the queue runs empty; the tokens drawn without masks are
+        // not reported.
         let _ = self.parts.gate.open(self.gates);
-        // The device's work ends before what it works on goes. There is no limit: each submission is owed a last report,
-        // also where the device is lost.
+        // The device must finish its work before the buffers are freed. There is no time limit: each submission gets a
+        // last report, even if the device is lost.
         let mut open: usize = self.pending.len() - self.early_finished().min(self.pending.len());
         while open > 0 {
             match self.reports.recv_timeout(Duration::from_secs(30)) {

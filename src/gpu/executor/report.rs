@@ -1,4 +1,4 @@
-//! From the compute actor's reports and the token ring to reports of plans.
+//! Turns the compute actor's reports and the entries of the token ring into reports of plans.
 
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::Report;
@@ -12,7 +12,8 @@ use crate::model::decoder::RingLayout;
 use std::time::Duration;
 
 impl GpuExecutor {
-    /// The submissions of a plan that is finished; those of changes alone, which nobody asks for, go with the next.
+    /// Returns the submissions of a finished plan. Those of earlier plans without work, for which there is no report,
+    /// are included.
     pub(super) fn submissions_of(&mut self, ticket: Ticket) -> Vec<SubmissionRecord> {
         let (of, kept) = self.submissions.drain(..).partition::<Vec<_>, _>(|(of, _)| of.0 <= ticket.0);
         self.submissions = kept.into();
@@ -23,8 +24,8 @@ impl GpuExecutor {
         self.early.iter().filter(|report| report.last).count()
     }
 
-    /// The entries of a step's rows, for which `words` has room. Alternatives, which few ask for, are read only where
-    /// there are some.
+    /// Returns the ring entries of a step's rows; `words` must have room for them. The alternatives of a token are only
+    /// read if there are any, because few requests ask for them.
     pub(super) fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
         let RingLayout { steps, rows: ring_rows } = self.parts.ring;
         let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
@@ -39,8 +40,8 @@ impl GpuExecutor {
         entries.map(move |(words, row)| RingEntry::read(words, || top(row)))
     }
 
-    /// The tokens of steps `from..to`, and the first step that drew none because of a fault (`to` if none is) with its
-    /// fault word.
+    /// Returns the tokens of steps `from..to`, the first step that drew none because of a fault (`to` if there is
+    /// none), and its fault word (0 if there is none).
     pub(super) fn tokens(
         &self,
         pending: &Pending,
@@ -59,9 +60,9 @@ impl GpuExecutor {
                     return Ok((tokens, step, entry.fault));
                 }
                 let Some(id) = entry.token else { continue };
-                // The slot is the same sequence's until all its plans are reported.
+                // The slot belongs to the same sequence until all plans of the sequence are reported.
                 let asked = self.logprobs[entry.slot as usize];
-                // Only row 0 is copied; `submit` puts a slot that asks there.
+                // Only row 0 of the logits is copied; `submit` assigns it to a slot that requested logits.
                 let logits = (pending.dump && row == 0 && self.dumps[entry.slot as usize]).then(|| {
                     let mut logits = vec![0f32; self.parts.capacity.vocabulary as usize];
                     self.parts.dump.read(0, bytemuck::cast_slice_mut(&mut logits));
@@ -86,7 +87,7 @@ impl GpuExecutor {
 
     pub(super) fn take(&mut self, mut report: Report) -> Result<Option<PlanReport>, ExecuteError> {
         if let Err(error) = report.result {
-            // Nothing follows of it.
+            // No other report of this submission follows.
             self.pending.pop_front();
             let device = self.parts.device_name.clone();
             return Err(match error.is_lost() {
@@ -100,7 +101,7 @@ impl GpuExecutor {
         if let Some(record) = report.record.take() {
             self.submissions.push_back((pending.ticket, *record));
         }
-        // A gated step is two entries.
+        // A gated step consists of two entries.
         let (from, to) = (pending.entries, report.entries.min(pending.steps.max(1)));
         pending.entries = to;
         let progress = match pending.work {
@@ -139,16 +140,16 @@ impl GpuExecutor {
                 self.run_again(&pending)?;
             }
             let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
-            // What waited at the gate does not count as a step's time.
+            // The time that a gated step waited at the gate does not count.
             let total = match pending.gate {
                 Some(_) => ungated,
                 None => Some(total),
             };
             match total {
                 None => {}
-                // Waiting in vain is not what a step takes.
+                // The time includes the wait until the call timed out.
                 Some(_) if pending.good < pending.steps => {}
-                // Another chunk as long takes less.
+                // A chunk of the same size without scoring takes less time.
                 Some(_) if pending.scoring.is_some() => {}
                 Some(total) if pending.prompt_tokens > 0 => self.pace.note_chunk(pending.prompt_tokens, total),
                 Some(total) if pending.work == Kind::Sampled => {
@@ -166,7 +167,7 @@ impl GpuExecutor {
         Ok(progress)
     }
 
-    /// What was scored, once the device is done with it.
+    /// Reads the scores of a chunk from the mapped buffer, after the device has written them.
     pub(super) fn scores(&self, scoring: Scoring) -> ScoredChunk {
         let Scoring { slot, first, tokens, entry } = scoring;
         let mut words = vec![0u32; (tokens * state::SCORE_WORDS) as usize];
@@ -203,7 +204,7 @@ impl Pending {
     }
 }
 
-/// How long the first part of a gated step took on the device, where that was timed.
+/// Returns the device time of the first part of a gated step, if it was timed.
 fn ungated(record: &SubmissionRecord) -> Option<Duration> {
     let (_, body) = record.regions.split_last()?;
     let [first, ..] = body else { return None };

@@ -1,4 +1,4 @@
-//! From a plan to the regions that are submitted for it, and repeats after a fault.
+//! Chooses and submits the regions of a plan, and repeats steps after a fault.
 
 use crate::actors::compute::Submission;
 use crate::actors::timeline::FlushReason;
@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The smallest bucket with so many rows.
+/// Returns the smallest bucket with at least `rows` rows.
 pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
     let (bucket, found) =
         buckets.range(rows..).next().unwrap_or_else(|| panic!("{rows} rows exceed the largest bucket"));
@@ -24,7 +24,7 @@ pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
 }
 
 impl GpuExecutor {
-    /// The bucket and the regions of `steps` decode steps of so many sequences.
+    /// Returns the bucket and the regions of `steps` decode steps of `sequences` sequences.
     pub(super) fn decode_steps(&mut self, sequences: u32, steps: u32) -> (u32, Vec<DecodeRegion>) {
         let (rows, regions) = fitting(&self.parts.decode, sequences);
         let overlaps = !self.repeats && self.overlap.allows(Instant::now());
@@ -40,12 +40,12 @@ impl GpuExecutor {
         (rows, (first..self.carried_steps + 1).map(|step| region(step).clone()).collect())
     }
 
-    /// The regions of a step of prompts, the rows that draw tokens, and the prompts' tokens; what the device must know
-    /// of the step is patched.
+    /// Returns the regions of a prefill step, the number of rows that draw tokens (rounded up to a bucket), and the
+    /// number of prompt tokens. Adds the description of the step to `patch`.
     pub(super) fn prompts(&self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32, u32) {
         let layout = self.parts.layout;
         let mut chunks: Vec<&Chunk> = chunks.iter().collect();
-        // Only the first row's logits can be asked for.
+        // Logits can only be requested for the first row.
         chunks.sort_by_key(|chunk| !(chunk.last && self.dumps[chunk.slot.0 as usize]));
         let keeps: Vec<Vec<(u32, u32)>> =
             chunks.iter().map(|chunk| chunk.keeps.iter().map(|keep| (keep.tokens, keep.cell.0)).collect()).collect();
@@ -57,7 +57,7 @@ impl GpuExecutor {
                 start: chunk.start,
                 tokens: &chunk.tokens,
                 last: chunk.last,
-                // A slot's own cell goes on from chunk to chunk.
+                // A slot's own cell carries its recurrent state from chunk to chunk.
                 next: chunk.next,
                 from: chunk.restore.map(|cell| cell.0).or((chunk.start > 0).then_some(chunk.slot.0)),
                 keeps,
@@ -79,7 +79,8 @@ impl GpuExecutor {
         (regions, rows, tokens)
     }
 
-    /// What of a step's tokens is scored, and by which regions; what the device must know of it is patched.
+    /// Returns the tokens of a step that are scored and the regions that score them; `None` if none are. Adds the
+    /// parameters of the scoring to `patch`.
     pub(super) fn scoring(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Option<(Scoring, Vec<Arc<Region>>)> {
         let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
         assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
@@ -97,7 +98,7 @@ impl GpuExecutor {
         Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
     }
 
-    /// Queues work behind all earlier, after changes of the device's state.
+    /// Queues work behind all earlier work, after the given changes of the device state.
     pub(super) fn enqueue(
         &mut self,
         ticket: Ticket,
@@ -109,7 +110,7 @@ impl GpuExecutor {
         let mut scoring = None;
         let mut draw: Option<Arc<Region>> = None;
         let steps = planned.as_ref().map_or(0, Work::steps);
-        // The regions of each step; of a plan without steps, what it runs.
+        // The regions of each step; for a plan without steps, the regions that it runs once.
         let once = |regions: Vec<Arc<Region>>| vec![regions; steps.max(1) as usize];
         let (work, steps, rows, mut entries, flush) = match &planned {
             None => (Kind::Changes, 0, 0, once(Vec::new()), FlushReason::PhaseBoundary),
@@ -118,7 +119,8 @@ impl GpuExecutor {
                 prompt_tokens = tokens;
                 if let Some((asked, turns)) = self.scoring(chunks, &mut posts.patch) {
                     scoring = Some(asked);
-                    // Behind the layers, and before the first token's logits take the place of theirs.
+                    // The scores are computed after the layers, and before the logits of the first output tokens
+                    // overwrite the logits of the scored rows.
                     regions.splice(1..1, turns);
                 }
                 let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
@@ -159,7 +161,7 @@ impl GpuExecutor {
             regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
         };
         let fixed = sum(&applied.regions);
-        // There is one place for logits: the plan that fills it is the only one in flight that does.
+        // There is one `dump` buffer, so only one plan in flight may fill it.
         let asks = |slot: &Slot| self.dumps[slot.0 as usize];
         let asked = match &planned {
             Some(Work::Prefill { chunks }) => chunks.iter().any(|chunk| chunk.last && asks(&chunk.slot)),
@@ -189,7 +191,7 @@ impl GpuExecutor {
             }
         }
         entries[0].splice(0..0, applied.regions);
-        // A slow device reports single steps, a fast one the whole plan.
+        // On a slow device every step is reported, on a fast one only the whole plan.
         let every = match self.pace.step() {
             Some(time) if !time.is_zero() => {
                 let patience = REPORT_EVERY / rows.max(1);
@@ -231,7 +233,7 @@ impl GpuExecutor {
         Ok(())
     }
 
-    /// Puts a region in place of another that does the same and is timed. It is recorded for this one run.
+    /// Replaces a region by a copy with timestamps, recorded for this run only.
     pub(super) fn time(&self, region: &mut Arc<Region>) {
         match region.timed(&self.parts.device, &self.parts.pipelines) {
             Ok(timed) => *region = Arc::new(timed),
@@ -239,7 +241,7 @@ impl GpuExecutor {
         }
     }
 
-    /// Gives entries to the compute actor, whose reports will be about `pending`.
+    /// Passes entries to the compute actor, whose reports will refer to `pending`.
     pub(super) fn hand_over(&mut self, mut pending: Pending, entries: Vec<Vec<Arc<Region>>>, report_after: Vec<u32>) {
         let waits = std::mem::take(&mut self.parts.ready);
         if !waits.is_empty() {
@@ -252,9 +254,9 @@ impl GpuExecutor {
         self.parts.compute.submit(Submission { id, entries, waits, gate, flush, report_after, outbox });
     }
 
-    /// Opens the gate as far as no step waits for a mask.
+    /// Opens the gate up to the first step that still waits for a mask.
     pub(super) fn open_gate(&self) -> Result<(), ExecuteError> {
-        // Those that a fault has let through come back behind others.
+        // Steps that were let through because of a fault are ignored: they are queued again, behind others.
         let opened = self.parts.gate.opened();
         let waits = |pending: &&Pending| pending.awaits && pending.gate > Some(opened);
         let waiting = self.pending.iter().filter(waits).filter_map(|pending| pending.gate).min();
@@ -266,7 +268,8 @@ impl GpuExecutor {
         self.parts.gate.open(value).map_err(failed)
     }
 
-    /// A call of a plan's step waited too long for tagged words.
+    /// Records that a call of a plan's step timed out while polling for tagged words. Pauses steps without barriers,
+    /// unless they are already paused.
     pub(super) fn note_fault(&mut self, pending: &Pending) {
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.parts.variants.fell_back(Fallback::OverlapFault);
@@ -282,13 +285,13 @@ impl GpuExecutor {
         );
     }
 
-    /// Submits the steps of a plan that drew nothing because of a fault again, with barriers. Plans that were queued
-    /// behind this one draw nothing either, as the fault word is set, and come here in their turn.
+    /// Submits again, with barriers, the steps of a plan that drew nothing because of a fault. Plans queued behind this
+    /// one draw nothing either while the fault word is set, and are repeated in turn.
     ///
-    /// The device's state is that of the last good step, and what faulty steps have written is written again before it
-    /// is read: activations by every step; keys, values and the convolution's window at the position that a step
-    /// computes; recurrent state only takes tokens that were drawn (`delta_step`). Slots, counts, random state and the
-    /// ring's tokens are the sampler's, which does nothing while the fault word is set.
+    /// The device state is that of the last good step, and everything that faulty steps have written is written again
+    /// before it is read: activations by every step; keys, values and the convolution window at the position that a
+    /// step computes; recurrent state only takes in tokens that were drawn (`delta_step`). Slots, counts, random state
+    /// and the ring's tokens are written by the sampler only, which does nothing while the fault word is set.
     pub(super) fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
         if pending.faults >= MOST_REPEATS {
             let device = &self.parts.device_name;
@@ -299,8 +302,8 @@ impl GpuExecutor {
         }
         let mut posts = Posts::default();
         posts.patch.set(self.parts.layout.fault_word(), 0);
-        // Steps behind this one draw nothing, with masks or without, and are run again in their turn: until they have
-        // come out of the queue this one does not run.
+        // Opens the gate for all queued steps. With or without their masks, they draw nothing while the fault word is
+        // set, and they are repeated in turn. This plan's repetition runs only after they have left the queue.
         self.open_gate_to(self.gates)?;
         let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
         let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };

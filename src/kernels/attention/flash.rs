@@ -3,7 +3,7 @@
 //! caches (`attention`).
 
 use super::Format;
-use crate::kernels::attention::{Heads, Layer, gate, k_index, v_index};
+use crate::kernels::attention::{Heads, Layer, PAGE_TOKENS, gate, k_index, v_index};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
@@ -98,9 +98,13 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
         for row in first..end {
             let position = start + row - first;
             for t in (keys.len() / d) as u32..=position {
-                let page = memory.u32(a.pages, slot * a.max_pages + t / 16);
-                keys.extend((0..c.d).map(|i| f64::from(memory.f16(a.k, k_index(&layer, page, kvh, t % 16, i)))));
-                values.extend((0..c.d).map(|i| f64::from(memory.f16(a.v, v_index(&layer, page, kvh, t % 16, i)))));
+                let page = memory.u32(a.pages, slot * a.max_pages + t / PAGE_TOKENS);
+                keys.extend(
+                    (0..c.d).map(|i| f64::from(memory.f16(a.k, k_index(&layer, page, kvh, t % PAGE_TOKENS, i)))),
+                );
+                values.extend(
+                    (0..c.d).map(|i| f64::from(memory.f16(a.v, v_index(&layer, page, kvh, t % PAGE_TOKENS, i)))),
+                );
             }
             for h in kvh * c.g..(kvh + 1) * c.g {
                 let query: Vec<f64> =

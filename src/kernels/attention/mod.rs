@@ -189,7 +189,7 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
         if valid == 0 {
             continue;
         }
-        let page = memory.u32(a.pages, slot * a.max_pages + position / 16);
+        let page = memory.u32(a.pages, slot * a.max_pages + position / PAGE_TOKENS);
         for h in 0..c.q_heads + 2 * c.kv_heads {
             let base = row * a.stride + h * c.d;
             let mut head: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, base + i))).collect();
@@ -209,11 +209,11 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
                         memory,
                         format,
                         a.v,
-                        v_index(&layer, page, h - c.q_heads - c.kv_heads, position % 16, i),
+                        v_index(&layer, page, h - c.q_heads - c.kv_heads, position % PAGE_TOKENS, i),
                         value,
                     );
                 } else {
-                    set_kv(memory, format, a.k, k_index(&layer, page, h - c.q_heads, position % 16, i), value);
+                    set_kv(memory, format, a.k, k_index(&layer, page, h - c.q_heads, position % PAGE_TOKENS, i), value);
                 }
             }
         }
@@ -272,7 +272,8 @@ pub(super) fn attend(
             continue;
         }
         for kvh in 0..c.kv_heads {
-            let page_of = |memory: &HostMemory, token: u32| memory.u32(a.pages, slot * a.max_pages + token / 16);
+            let page_of =
+                |memory: &HostMemory, token: u32| memory.u32(a.pages, slot * a.max_pages + token / PAGE_TOKENS);
             if c.fused == 1 {
                 let k_base = row * a.stride + (c.kv_heads * c.g + kvh) * c.d;
                 let mut key: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + i))).collect();
@@ -283,8 +284,14 @@ pub(super) fn attend(
                 let page = page_of(memory, position);
                 for i in 0..c.d {
                     let value = memory.f32(a.qkv, k_base + c.kv_heads * c.d + i);
-                    set_kv(memory, format, a.v, v_index(&layer, page, kvh, position % 16, i), value);
-                    set_kv(memory, format, a.k, k_index(&layer, page, kvh, position % 16, i), key[i as usize] as f32);
+                    set_kv(memory, format, a.v, v_index(&layer, page, kvh, position % PAGE_TOKENS, i), value);
+                    set_kv(
+                        memory,
+                        format,
+                        a.k,
+                        k_index(&layer, page, kvh, position % PAGE_TOKENS, i),
+                        key[i as usize] as f32,
+                    );
                 }
             }
             for g in 0..c.g {
@@ -300,7 +307,9 @@ pub(super) fn attend(
                 let scores: Vec<f64> = (0..=position)
                     .map(|t| {
                         let page = page_of(memory, t);
-                        let key = |i: u32| f64::from(memory.weight(format, a.k, k_index(&layer, page, kvh, t % 16, i)));
+                        let key = |i: u32| {
+                            f64::from(memory.weight(format, a.k, k_index(&layer, page, kvh, t % PAGE_TOKENS, i)))
+                        };
                         let dot: f64 = (0..c.d).map(|i| query[i as usize] * key(i)).sum();
                         dot / f64::from(c.d).sqrt()
                     })
@@ -310,7 +319,11 @@ pub(super) fn attend(
                 let sum: f64 = weights.iter().sum();
                 for i in 0..c.d {
                     let value = |t: u32| {
-                        f64::from(memory.weight(format, a.v, v_index(&layer, page_of(memory, t), kvh, t % 16, i)))
+                        f64::from(memory.weight(
+                            format,
+                            a.v,
+                            v_index(&layer, page_of(memory, t), kvh, t % PAGE_TOKENS, i),
+                        ))
                     };
                     let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
                     let at = row * a.stride + (c.kv_heads * (c.g + 2) + h) * c.d + i;

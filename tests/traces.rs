@@ -164,7 +164,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
             .unwrap();
         // A step record with kernels shows that the profile request has reached the engine.
         let until = Instant::now() + Duration::from_secs(120);
-        let kernels = |step: &ostinato::replica::observer::StepRecord| {
+        let kernels = |step: &ostinato::replica::record::StepRecord| {
             step.submissions.iter().flat_map(|s| &s.regions).any(|region| !region.kernels.is_empty())
         };
         while !served.host.replicas().next().unwrap().steps(usize::MAX).iter().any(kernels) {

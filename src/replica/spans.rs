@@ -3,7 +3,7 @@
 //! Not here: the names of spans and attributes, and their export (`telemetry`).
 
 use crate::engine::sequence::PhaseCost;
-use crate::replica::observer::StepRecord;
+use crate::replica::record::StepRecord;
 use crate::telemetry::names;
 use crate::telemetry::spans::{self, Past, SpanName};
 use opentelemetry::{KeyValue, StringValue, Value};

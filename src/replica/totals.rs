@@ -3,7 +3,7 @@
 //! Not here: single plans, which the step ring keeps (`observer`).
 
 use crate::engine::request::PerToken;
-use crate::replica::observer::StepRecord;
+use crate::replica::record::StepRecord;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 

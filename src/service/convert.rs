@@ -6,7 +6,7 @@ use crate::actors::timeline::Point;
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
 use crate::host::{Host, ServedModel};
-use crate::replica::observer::StepRecord;
+use crate::replica::record::StepRecord;
 use crate::replica::{DeviceInfo, Replica};
 use std::collections::BTreeMap;
 

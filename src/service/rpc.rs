@@ -18,7 +18,7 @@ use crate::host::lifecycle::LifecycleError;
 use crate::host::route::RouteError;
 use crate::host::{Host, ServedModel};
 use crate::model::text::Text;
-use crate::replica::observer::StepRecord;
+use crate::replica::record::StepRecord;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::{names, spans};
 use prost::Message;

@@ -329,10 +329,9 @@ fn large_scores_and_weights_that_vanish() {
 }
 
 #[test]
+#[ignore = "needs OSTINATO_TEST_GPU"]
 fn chunks_of_a_large_model_on_a_gpu() {
-    if Driver::first() != Driver::Gpu {
-        return;
-    }
+    assert_eq!(Driver::first(), Driver::Gpu, "OSTINATO_TEST_GPU selects no GPU");
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, Driver::Gpu);
     let mut random = Random(34);

@@ -348,11 +348,9 @@ fn panel_multiplies_the_rows_of_a_batch() {
 
 /// Goal: the tile variants for batches are correct where all rows are in use.
 #[test]
+#[ignore = "needs OSTINATO_TEST_GPU"]
 fn tiled_multiplies_the_rows_of_a_batch() {
-    if Driver::first() != Driver::Gpu {
-        println!("left out: for a GPU");
-        return;
-    }
+    assert_eq!(Driver::first(), Driver::Gpu, "OSTINATO_TEST_GPU selects no GPU");
     for tile in [Tile::Square, Tile::Half, Tile::Wide] {
         let mut cases = Cases::new(&format!("batch.{tile:?}"));
         let mut random = Random(26);
@@ -470,11 +468,9 @@ fn a_feed_forward_block_runs_on_packed_rows() {
 
 /// The interpreter would take minutes for these shapes, so only a sample of the outputs is compared.
 #[test]
+#[ignore = "needs OSTINATO_TEST_GPU"]
 fn tiled_at_the_shapes_of_models() {
-    if Driver::first() != Driver::Gpu {
-        println!("left out: for a GPU");
-        return;
-    }
+    assert_eq!(Driver::first(), Driver::Gpu, "OSTINATO_TEST_GPU selects no GPU");
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, Driver::first());
     let mut random = Random(24);

@@ -1,6 +1,7 @@
 //! Goal: the source tree keeps the structure that `docs/architecture.md` describes. Method: the sources are read as
 //! text; every message gives the file, the line and what to do.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The folders under `src/` from the bottom up. A folder may import itself and those before it. `telemetry` may import
@@ -67,6 +68,265 @@ fn imports_point_one_way() {
     }
     assert!(problems.is_empty(), "{}", problems.join("\n"));
 }
+
+/// Pairs of folders that stand beside each other: neither may import the other. `cli` composes them.
+const APART: [(&str, &str); 1] = [("gpu", "service")];
+/// The folders that may not know Vulkan, its memory, or more of the actors than [`KNOWN_ACTORS`].
+const NO_VULKAN: [&str; 4] = ["engine", "replica", "host", "service"];
+/// What those folders may import of `actors`: the records of submissions and copies, an actor's inbox and thread, and
+/// the worker processes.
+const KNOWN_ACTORS: [&str; 6] =
+    ["timeline::", "mailbox::", "thread::", "workers::", "loader::LoadReport", "transfer::TransferCounters"];
+
+#[test]
+fn gpu_and_service_do_not_know_each_other_and_the_engine_knows_no_vulkan() {
+    let mut problems = Vec::new();
+    for (name, text) in files("src", "rs") {
+        let folder = name.trim_start_matches("src/").split('/').next().expect("a path").trim_end_matches(".rs");
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| !is_comment(line)) {
+            let mut bad = |what: &str| problems.push(format!("{name}:{}: {folder} must not use {what}", number + 1));
+            for used in named(line) {
+                if APART.iter().any(|pair| *pair == (folder, used) || *pair == (used, folder)) {
+                    bad(used);
+                }
+                if NO_VULKAN.contains(&folder) && ["device", "memory"].contains(&used) {
+                    bad(used);
+                }
+            }
+            if NO_VULKAN.contains(&folder) && line.contains("ash::") {
+                bad("ash");
+            }
+            let actors = line.split("crate::actors::").nth(1).filter(|_| NO_VULKAN.contains(&folder));
+            if let Some(used) = actors.map(|used| used.replace(['{', ' '], ""))
+                && !KNOWN_ACTORS.iter().any(|known| used.starts_with(known))
+            {
+                bad(&format!("actors::{used}"));
+            }
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// The public types whose name is defined more than once, with the reason.
+const SHARED_NAMES: [(&str, &str); 0] = [];
+
+#[test]
+fn a_public_types_name_is_defined_once() {
+    let mut homes: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (name, text) in files("src", "rs") {
+        for line in text.lines() {
+            let Some(rest) = line.strip_prefix("pub ") else { continue };
+            let kinds = ["struct ", "enum ", "trait ", "type "];
+            let Some(rest) = kinds.iter().find_map(|kind| rest.strip_prefix(kind)) else { continue };
+            let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+            homes.entry(rest[..end].to_owned()).or_default().push(name.clone());
+        }
+    }
+    assert!(homes.len() > 300, "only {} public types were found: the test looks in the wrong place", homes.len());
+    let listed = |name: &str| SHARED_NAMES.iter().any(|(shared, _)| *shared == name);
+    let twice: Vec<_> = homes.iter().filter(|(name, homes)| homes.len() > 1 && !listed(name)).collect();
+    assert!(twice.is_empty(), "give these types a name each: {twice:#?}");
+}
+
+/// Groups of files that import each other, each with the reason for which it stays one group.
+const CYCLES: [(&[&str], &str); 12] = [
+    (&["kernels::recording", "kernels::shaders"], "generated argument structs are written into calls, which name them"),
+    (
+        &["kernels::gemm::panel", "kernels::gemm::tiled", "kernels::moe"],
+        "products share packed operands with the experts'",
+    ),
+    (&["model::grammar", "model::text"], "a tokenizer owns the compiler of constraints over its vocabulary"),
+    (&["model::config::read", "model::config::rope"], "one parser in two files"),
+    (&["replica", "replica::thread"], "an actor's handle and its thread"),
+    (&["host", "host::catalogue", "host::lifecycle", "host::source"], "methods of one type, by topic"),
+    (
+        &[
+            "gpu::build",
+            "gpu::build::defaults",
+            "gpu::build::limits",
+            "gpu::build::overlap_test",
+            "gpu::build::recordings",
+            "gpu::devices",
+        ],
+        "methods of one builder, by topic; devices own what it builds on",
+    ),
+    (&["service::bounds", "service::tls"], "a connection carries its peer's share of what arrives"),
+    (
+        &["service::lifecycle", "service::rpc", "service::server", "service::vllm", "service::vllm::convert"],
+        "both contracts are served by one handler",
+    ),
+    (&["cli::reload", "cli::serve"], "serving takes in reloads, which apply what serving began"),
+    (&["cli::beside", "cli::bench"], "one command in two files"),
+    (
+        &["device::diagnose", "device::error", "device::select"],
+        "an error carries the diagnosis of why no GPU was found",
+    ),
+];
+
+/// The group of the objects that a device creates and that hold it.
+const DEVICE_OBJECTS: [&str; 7] = [
+    "device::cache",
+    "device::commands",
+    "device::gate",
+    "device::handle",
+    "device::pipeline",
+    "device::queries",
+    "device::queue",
+];
+
+/// The module of a source file, such as `gpu::build` for `src/gpu/build/mod.rs`.
+fn module(file: &str) -> String {
+    let path = file.trim_start_matches("src/").trim_end_matches(".rs");
+    path.strip_suffix("/mod").unwrap_or(path).replace('/', "::")
+}
+
+/// The modules that a source file imports, as far as the text before its tests says: the longest known prefix of each
+/// path that begins with `crate::` or `super::`, with lists in braces taken apart.
+fn imports(of: &str, text: &str, known: &BTreeSet<String>) -> BTreeSet<String> {
+    let code: Vec<&str> =
+        text.split("#[cfg(test)]").next().unwrap_or("").lines().filter(|line| !is_comment(line)).collect();
+    let code = code.join("\n");
+    let parent = of.rsplit_once("::").map_or("", |(parent, _)| parent);
+    let mut found = BTreeSet::new();
+    for (start, base) in [("crate::", ""), ("super::", parent)] {
+        for (at, _) in code.match_indices(start) {
+            let rest = &code[at + start.len()..];
+            let end = rest.find(|c: char| !c.is_alphanumeric() && !"_:{}, \n".contains(c)).unwrap_or(rest.len());
+            let path = &rest[..end];
+            let (stem, list) = path.split_once('{').unwrap_or((path, ""));
+            let stem: String = stem.chars().take_while(|c| c.is_alphanumeric() || "_:".contains(*c)).collect();
+            for leaf in list.split(['{', '}', ',']).map(str::trim).chain([""]) {
+                let mut path = [base, stem.trim_end_matches(':'), leaf].map(str::to_owned).to_vec();
+                path.retain(|part| !part.is_empty());
+                let mut path = path.join("::");
+                while !path.is_empty() && !known.contains(&path) {
+                    path = path.rsplit_once("::").map_or(String::new(), |(before, _)| before.to_owned());
+                }
+                if !path.is_empty() && path != of {
+                    found.insert(path);
+                }
+            }
+        }
+    }
+    found
+}
+
+/// The modules that can be reached from a module by imports.
+fn reached<'a>(from: &'a str, imports: &'a BTreeMap<String, BTreeSet<String>>) -> BTreeSet<&'a str> {
+    let (mut seen, mut open) = (BTreeSet::new(), vec![from]);
+    while let Some(next) = open.pop() {
+        for to in imports.get(next).into_iter().flatten() {
+            if seen.insert(to.as_str()) {
+                open.push(to);
+            }
+        }
+    }
+    seen
+}
+
+#[test]
+fn no_files_import_each_other_unless_they_are_listed() {
+    let sources = files("src", "rs");
+    let known: BTreeSet<String> = sources.iter().map(|(name, _)| module(name)).collect();
+    let graph: BTreeMap<String, BTreeSet<String>> =
+        sources.iter().map(|(name, text)| (module(name), imports(&module(name), text, &known))).collect();
+    let edges: usize = graph.values().map(BTreeSet::len).sum();
+    assert!(edges > 500, "only {edges} imports were found: the test looks in the wrong place");
+    let reach: BTreeMap<&str, BTreeSet<&str>> = graph.keys().map(|of| (of.as_str(), reached(of, &graph))).collect();
+    let mut groups: BTreeSet<Vec<&str>> = BTreeSet::new();
+    for (of, to) in &reach {
+        let group: Vec<&str> = to.iter().filter(|to| reach[**to].contains(of)).copied().collect();
+        if group.len() > 1 {
+            groups.insert(group);
+        }
+    }
+    let listed: BTreeSet<Vec<&str>> =
+        CYCLES.iter().map(|(group, _)| group.to_vec()).chain([DEVICE_OBJECTS.to_vec()]).collect();
+    let unlisted: Vec<_> = groups.difference(&listed).collect();
+    assert!(unlisted.is_empty(), "these files import each other: {unlisted:#?}");
+    let gone: Vec<_> = listed.difference(&groups).collect();
+    assert!(gone.is_empty(), "these are listed and do not import each other any more: {gone:#?}");
+}
+
+/// Words in backticks that look like a type or a path and are none of ours, as pages use them.
+const FOREIGN: [&str; 0] = [];
+
+#[test]
+fn every_path_and_type_that_the_pages_name_exists() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let sources: String =
+        ["src", "tests", "build"].iter().flat_map(|folder| files(folder, "rs")).map(|(_, t)| t).collect();
+    let shaders: String =
+        files("shaders", "comp").into_iter().chain(files("shaders", "glsl")).map(|(_, t)| t).collect();
+    let protos: String = files("proto", "proto").into_iter().map(|(_, text)| text).collect();
+    let mut problems = Vec::new();
+    for (name, text) in files("docs", "md") {
+        for (number, line) in text.lines().enumerate() {
+            for word in line.split('`').skip(1).step_by(2) {
+                let place = format!("{name}:{}", number + 1);
+                let ours = ["src/", "tests/", "shaders/", "docs/", "deploy/", "proto/", "demo/"];
+                let path = word.split([' ', ':', '*', '{', '#']).next().unwrap_or("");
+                if ours.iter().any(|folder| path.starts_with(folder)) {
+                    if !root.join(path.trim_end_matches('/')).exists() {
+                        problems.push(format!("{place}: {path} does not exist"));
+                    }
+                    continue;
+                }
+                // A type's name: capitals and small letters, nothing else.
+                let ty = word.split("::").next().unwrap_or("");
+                let camel = ty.starts_with(|c: char| c.is_ascii_uppercase())
+                    && ty.chars().all(|c| c.is_ascii_alphanumeric())
+                    && ty.chars().any(|c| c.is_ascii_lowercase())
+                    && ty.chars().filter(char::is_ascii_uppercase).count() > 1;
+                let is_word = |text: &str| {
+                    text.match_indices(ty).any(|(at, _)| {
+                        let end = text[at + ty.len()..].chars().next();
+                        !end.is_some_and(|c| c.is_alphanumeric() || c == '_')
+                    })
+                };
+                if camel && !FOREIGN.contains(&ty) && !is_word(&sources) && !is_word(&protos) && !is_word(&shaders) {
+                    problems.push(format!("{place}: there is no {ty}"));
+                }
+            }
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+#[test]
+fn no_test_ends_before_it_has_tested() {
+    let mut problems = Vec::new();
+    for (name, text) in files("tests", "rs").into_iter().filter(|(name, _)| !name.ends_with("tidy.rs")) {
+        let lines: Vec<&str> = text.lines().collect();
+        for (index, line) in lines.iter().enumerate().filter(|(_, line)| line.trim() == "return;") {
+            let before =
+                lines[..index].iter().rev().find(|line| line.starts_with("fn ") || line.starts_with("async fn "));
+            let test = lines[..index]
+                .iter()
+                .rposition(|line| line.starts_with("#[test]") || line.starts_with("#[tokio::test"));
+            let opened =
+                lines[..index].iter().rposition(|line| line.starts_with("fn ") || line.starts_with("async fn "));
+            // The test's own first statement, four lines or fewer below its name.
+            if let (Some(test), Some(opened)) = (test, opened)
+                && test < opened
+                && opened - test <= 3
+                && index - opened <= 4
+                && !ENDS_EARLY.iter().any(|(file, _)| name.ends_with(file))
+            {
+                problems.push(format!(
+                    "{name}:{}: {} returns: ignore it with a reason",
+                    index + 1,
+                    before.unwrap_or(line)
+                ));
+            }
+        }
+    }
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+}
+
+/// Files with a test that returns at once where it has nothing to test, with the reason.
+const ENDS_EARLY: [(&str, &str); 1] =
+    [("device/handles.rs", "a GPU that is selected replaces the CPU drivers, of which the test needs two")];
 
 #[test]
 fn the_import_test_would_notice() {

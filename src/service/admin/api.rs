@@ -41,7 +41,7 @@ use crate::host::ServedDevice;
 use crate::host::catalogue::{Listed, LoadState};
 use crate::host::progress::Unit;
 use crate::host::{Host, ServedModel};
-use crate::replica::observer::StepRecord;
+use crate::replica::record::StepRecord;
 use crate::replica::{MemoryUse, Replica};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::EndedRequest;

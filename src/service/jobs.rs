@@ -352,11 +352,18 @@ mod tests {
         (end, task)
     }
 
-    /// Waits until `count` jobs wait.
-    async fn waiting(jobs: &Jobs, count: usize) {
-        while jobs.state().waiting.len() != count {
+    /// Waits until a condition holds, but not for ever.
+    async fn until(holds: impl Fn() -> bool) {
+        let until = Instant::now() + Duration::from_secs(20);
+        while !holds() {
+            assert!(Instant::now() < until, "it does not come to that");
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
+    }
+
+    /// Waits until `count` jobs wait.
+    async fn waiting(jobs: &Jobs, count: usize) {
+        until(|| jobs.state().waiting.len() == count).await;
     }
 
     fn nothing_is_left(jobs: &Jobs) {
@@ -469,18 +476,11 @@ mod tests {
         let error = queue(&jobs, "greedy", SHORT).await.unwrap().unwrap_err();
         assert_eq!(error.to_string(), "64 requests wait to be prepared, at most 64 may");
         let mut others: Vec<_> = (0..20).map(|_| queue(&jobs, "other", SHORT)).collect();
-        while jobs.state().clients.get(&client("other")) != Some(&20) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        until(|| jobs.state().clients.get(&client("other")) == Some(&20)).await;
         assert_eq!(jobs.state().waiting.len(), 64);
         // Two clients share the places equally: one that asks for more than half of them gets half.
         others.extend((0..20).map(|_| queue(&jobs, "other", SHORT)));
-        while !others.iter().any(|task| task.is_finished()) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        while others.iter().filter(|task| task.is_finished()).count() < 8 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        until(|| others.iter().filter(|task| task.is_finished()).count() == 8).await;
         assert_eq!(jobs.state().clients.get(&client("other")), Some(&32));
         drop(end);
         task.await.unwrap();
@@ -513,9 +513,7 @@ mod tests {
         assert_eq!(error.code(), tonic::Code::ResourceExhausted, "{error}");
         assert_eq!(jobs.state().waiting.len(), 9);
         let others = vec![queue(&jobs, "other", LARGE), queue(&jobs, "other", Size { bytes: 3 << 20, ..LARGE })];
-        while jobs.state().clients.get(&client("other")) != Some(&2) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
+        until(|| jobs.state().clients.get(&client("other")) == Some(&2)).await;
         drop(end);
         task.await.unwrap();
         assert_eq!(refused(&all(others).await), 0);

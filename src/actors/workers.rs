@@ -66,22 +66,22 @@ pub fn files() -> usize {
 
 /// The limits of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct WorkerLimits {
     /// The most bytes of memory of a worker beyond what it has at its start.
     pub memory: u64,
     /// The most processor time of one job.
     pub cpu: Duration,
 }
 
-impl Default for Limits {
+impl Default for WorkerLimits {
     /// 512 MiB and 2 s.
-    fn default() -> Limits {
-        Limits { memory: 512 << 20, cpu: Duration::from_secs(2) }
+    fn default() -> WorkerLimits {
+        WorkerLimits { memory: 512 << 20, cpu: Duration::from_secs(2) }
     }
 }
 
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-static LIMITS: RwLock<Option<Limits>> = RwLock::new(None);
+static LIMITS: RwLock<Option<WorkerLimits>> = RwLock::new(None);
 
 /// Sets the program that workers run; later calls have no effect. Without a call the program `ostinato` is looked for
 /// in the folder of the executable and in the folder above it, where tests find it.
@@ -90,12 +90,12 @@ pub fn use_program(path: impl Into<PathBuf>) {
 }
 
 /// Sets the limits of pools that are created from now on.
-pub fn use_limits(limits: Limits) {
+pub fn use_limits(limits: WorkerLimits) {
     *LIMITS.write().unwrap_or_else(PoisonError::into_inner) = Some(limits);
 }
 
 /// The limits of pools that are created now.
-pub fn limits() -> Limits {
+pub fn limits() -> WorkerLimits {
     LIMITS.read().unwrap_or_else(PoisonError::into_inner).unwrap_or_default()
 }
 
@@ -231,7 +231,7 @@ struct Shared {
     name: &'static str,
     /// The first frame that every worker gets.
     first: Vec<u8>,
-    limits: Limits,
+    limits: WorkerLimits,
     /// The number of workers that share the work.
     usual: usize,
     /// The most workers, which there may be while all others are busy with something slow.
@@ -325,7 +325,7 @@ impl Workers {
     }
 
     /// As [`Workers::new`], with the given limits.
-    pub fn with(name: &'static str, first: Vec<u8>, limits: Limits) -> Workers {
+    pub fn with(name: &'static str, first: Vec<u8>, limits: WorkerLimits) -> Workers {
         let (most, state) = (most(), Mutex::default());
         let usual = (cores() / 2).clamp(1, most);
         let shared = Shared { name, first, limits, usual, most, program: None, start: START, state };
@@ -333,7 +333,7 @@ impl Workers {
     }
 
     /// The limits of its jobs.
-    pub fn limits(&self) -> Limits {
+    pub fn limits(&self) -> WorkerLimits {
         self.shared.limits
     }
 
@@ -666,7 +666,7 @@ impl Worker {
         rustix::io::ioctl_fionbio(&input, true).map_err(|error| failed(error.into()))?;
         self.process = Some(Process { child, input, output });
         shared.state().seats[self.seat].process = Some(self.id());
-        let Limits { memory, cpu } = shared.limits;
+        let WorkerLimits { memory, cpu } = shared.limits;
         let begun = [&memory.to_le_bytes()[..], &cpu.as_millis().to_le_bytes()[..8]].concat();
         let until = Instant::now() + shared.start;
         let mut in_time = || if Instant::now() < until { Ok(()) } else { Err(Failure::Start("it hangs".to_owned())) };
@@ -692,7 +692,7 @@ impl Worker {
         question: u8,
         ask: &mut dyn FnMut(&[u8]) -> Vec<u8>,
     ) -> Result<Vec<u8>, Failure> {
-        let Limits { memory, cpu } = self.shared.limits;
+        let WorkerLimits { memory, cpu } = self.shared.limits;
         let (pid, seat, most_resident) = (self.id(), self.seat, self.resident + memory + STACK);
         let begun = Instant::now();
         // The processor time at the first check, and the elapsed time until then, which counts as processor time.
@@ -785,7 +785,7 @@ impl Worker {
 
     /// The reason why a process that has closed its ends has ended.
     fn why_ended(&mut self) -> Failure {
-        let Limits { memory, cpu } = self.shared.limits;
+        let WorkerLimits { memory, cpu } = self.shared.limits;
         let Some(process) = &mut self.process else { return Failure::Start("it has ended".to_owned()) };
         // It has closed its output, so it has ended or is about to; it may hang on the way.
         let _ = process.child.kill();
@@ -915,7 +915,7 @@ done
         let shared = Shared {
             name: "test",
             first: first.as_bytes().to_vec(),
-            limits: Limits { cpu, ..Limits::default() },
+            limits: WorkerLimits { cpu, ..WorkerLimits::default() },
             usual: most,
             most,
             program: Some(program),

@@ -3,7 +3,7 @@
 
 use super::reload::Reload;
 use super::{Usage, cache_directory, progress};
-use crate::actors::workers::{self, Limits};
+use crate::actors::workers::{self, WorkerLimits};
 use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Sources};
 use crate::gpu::devices::start;
 use crate::host::Host;
@@ -95,7 +95,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         log: config.telemetry.log.clone(),
         json: args.json,
     })?;
-    workers::use_limits(Limits {
+    workers::use_limits(WorkerLimits {
         memory: config.server.worker_memory.0,
         cpu: Duration::from_secs_f64(config.server.worker_seconds),
     });

@@ -16,7 +16,7 @@ pub use structural::structural_tag;
 
 pub(crate) use remote::Service;
 
-use crate::actors::workers::{Cancel, Failure, Home, Limits, Worker, Workers, limits};
+use crate::actors::workers::{Cancel, Failure, Home, Worker, WorkerLimits, Workers, limits};
 use crate::kernels::sampling::mask_words;
 use crate::model::text::{Text, Tokens};
 use kept::Kept;
@@ -166,7 +166,7 @@ impl Grammars {
     }
 
     /// Like [`Grammars::new`], with explicit limits for the workers.
-    pub fn with(text: &Text, vocabulary: u32, eos_ids: &[u32], limits: Limits) -> Result<Grammars, GrammarError> {
+    pub fn with(text: &Text, vocabulary: u32, eos_ids: &[u32], limits: WorkerLimits) -> Result<Grammars, GrammarError> {
         let mut first = vec![WORKER];
         Vocabulary::of(text, vocabulary, eos_ids)?.write(&mut first);
         let workers = Workers::with("constraints", first, limits);

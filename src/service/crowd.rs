@@ -121,7 +121,7 @@ impl Crowd {
     /// Takes a place for a new connection of `peer`. If all places for new connections are taken, a connection that is
     /// not established loses its place; if all places are taken, one without calls that are being answered does.
     /// Returns `None` if every connection has such a call.
-    pub fn enter(self: &Arc<Crowd>, peer: Option<IpAddr>) -> Option<Place> {
+    pub fn enter(self: &Arc<Crowd>, peer: Option<IpAddr>) -> Option<ConnectionPlace> {
         let mut all = self.all();
         let is_new = |entry: &Entry| !entry.standing.is_established();
         if all.iter().filter(|entry| is_new(entry)).count() >= self.most_new {
@@ -135,7 +135,7 @@ impl Crowd {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let (standing, out) = (Arc::new(Standing::new(self.began)), CancellationToken::new());
         all.push(Entry { number, peer, standing: Arc::clone(&standing), out: out.clone() });
-        Some(Place { crowd: Arc::clone(self), number, standing, out })
+        Some(ConnectionPlace { crowd: Arc::clone(self), number, standing, out })
     }
 }
 
@@ -156,14 +156,14 @@ fn victim(all: &[Entry], may: impl Fn(&Entry) -> bool) -> Option<usize> {
 
 /// The place of one connection. Dropping it frees the place.
 #[derive(Debug)]
-pub struct Place {
+pub struct ConnectionPlace {
     crowd: Arc<Crowd>,
     number: u64,
     standing: Arc<Standing>,
     out: CancellationToken,
 }
 
-impl Place {
+impl ConnectionPlace {
     /// The state of the connection, to be updated by it.
     pub fn standing(&self) -> &Arc<Standing> {
         &self.standing
@@ -175,7 +175,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         self.crowd.all().retain(|entry| entry.number != self.number);
     }
@@ -189,11 +189,11 @@ mod tests {
         Some(IpAddr::from([10, 0, 0, last]))
     }
 
-    fn gone(places: &[Place]) -> Vec<bool> {
+    fn gone(places: &[ConnectionPlace]) -> Vec<bool> {
         places.iter().map(|place| place.out().is_cancelled()).collect()
     }
 
-    fn heard(place: &Place, at: u64) {
+    fn heard(place: &ConnectionPlace, at: u64) {
         place.standing().heard.store(at, Ordering::Relaxed);
     }
 

@@ -5,7 +5,7 @@
 //! Not here: which calls a client may make (`auth`).
 
 use super::bounds::HANDSHAKES;
-use super::crowd::{Crowd, Place, Standing};
+use super::crowd::{ConnectionPlace, Crowd, Standing};
 use super::watch::Watched;
 use crate::config::{self, file};
 use std::future::Future;
@@ -285,7 +285,7 @@ impl ConnectInfo {
 pub struct Connection {
     stream: Transport,
     info: TcpConnectInfo,
-    place: Place,
+    place: ConnectionPlace,
     /// Ready when the connection has lost its place.
     out: Pin<Box<WaitForCancellationFutureOwned>>,
     /// The time by which the connection must speak HTTP/2; `None` once it does.
@@ -296,7 +296,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    fn new(stream: Transport, info: TcpConnectInfo, place: Place, proof: Duration, stuck: Duration) -> Connection {
+    fn new(
+        stream: Transport,
+        info: TcpConnectInfo,
+        place: ConnectionPlace,
+        proof: Duration,
+        stuck: Duration,
+    ) -> Connection {
         let out = Box::pin(place.out().clone().cancelled_owned());
         let proof = Some(Box::pin(tokio::time::sleep(proof)));
         Connection { stream, info, place, out, proof, heard: 0, stuck: Stuck::after(stuck) }

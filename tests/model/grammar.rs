@@ -5,7 +5,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{Generated, Lines, collect, generate, idle, request, submit};
-use ostinato::actors::workers::{Cancel, Limits};
+use ostinato::actors::workers::{Cancel, WorkerLimits};
 use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
 use ostinato::engine::request::{FinishReason, Request, Sampling};
 use ostinato::engine::sequence::RequestView;
@@ -277,7 +277,7 @@ fn outputs_outlive_their_worker_process() {
     }
     assert!(masks == expected, "other masks after a death");
 
-    let limits = Limits { memory: 64 << 20, cpu: Duration::from_secs(20) };
+    let limits = WorkerLimits { memory: 64 << 20, cpu: Duration::from_secs(20) };
     let small = Grammars::with(&text, vocabulary, &[eos], limits).unwrap();
     let mut beside = small.start(&long, false).unwrap();
     let large = Constraint::Regex("a?".repeat(15_000));
@@ -295,7 +295,7 @@ fn outputs_outlive_their_worker_process() {
 fn an_output_leaves_nothing_behind_where_it_was() {
     let text = text();
     let (_, vocabulary, eos) = grammars(&text);
-    let limits = Limits { memory: 4 << 30, cpu: Duration::from_secs(3) };
+    let limits = WorkerLimits { memory: 4 << 30, cpu: Duration::from_secs(3) };
     let grammars = Grammars::with(&text, vocabulary, &[eos], limits).unwrap();
     let mut started = grammars.start(&Constraint::Regex("[a-z]{200}".to_owned()), false).unwrap();
     assert_eq!(grammars.held(), [1]);
@@ -322,7 +322,7 @@ fn an_output_leaves_nothing_behind_where_it_was() {
 fn nobody_waits_longer_for_a_constraint_than_it_may_take() {
     let text = text();
     let (_, vocabulary, eos) = grammars(&text);
-    let with = |memory, cpu| Grammars::with(&text, vocabulary, &[eos], Limits { memory, cpu }).unwrap();
+    let with = |memory, cpu| Grammars::with(&text, vocabulary, &[eos], WorkerLimits { memory, cpu }).unwrap();
     // Compiling it takes more than a minute and 10 GB.
     let endless = Constraint::Regex("a?".repeat(60_000));
     let short = with(16 << 30, Duration::from_millis(200));

@@ -3,7 +3,7 @@
 //! its place (`service::crowd`). So a health check is answered while others hold connections open.
 //! Not here: what is answered.
 
-use crate::service::crowd::{Crowd, Place};
+use crate::service::crowd::{ConnectionPlace, Crowd};
 use crate::service::tls::{NO_ROOM, Saying, Stuck, is_ours};
 use axum::Router;
 use hyper::server::conn::http1;
@@ -61,7 +61,7 @@ pub(super) async fn serve(listener: TcpListener, app: Router, stop: Cancellation
 }
 
 /// Answers the requests of one connection.
-async fn answer(stream: TcpStream, place: Place, app: Router, stop: CancellationToken) {
+async fn answer(stream: TcpStream, place: ConnectionPlace, app: Router, stop: CancellationToken) {
     let out = place.out().clone();
     let stream = TokioIo::new(Watched { stream, stuck: Stuck::after(STUCK), place });
     let mut server = http1::Builder::new();
@@ -92,7 +92,7 @@ async fn answer(stream: TcpStream, place: Place, app: Router, stop: Cancellation
 struct Watched {
     stream: TcpStream,
     stuck: Stuck,
-    place: Place,
+    place: ConnectionPlace,
 }
 
 impl AsyncRead for Watched {

@@ -15,8 +15,9 @@ use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Scored, Sink, SinkClosed,
 };
 use ostinato::engine::scheduler::PASSED_OVER_MAX;
-use ostinato::engine::scheduler::{ConstraintCommand, Scheduler, SchedulerOutput, Setup, split_mix};
+use ostinato::engine::scheduler::{ConstraintCommand, Scheduler, SchedulerOutput, Setup};
 use ostinato::engine::sequence::SequenceId;
+use ostinato::engine::split_mix::split_mix;
 use ostinato::host::route::RouteError;
 use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, StartedGrammar};

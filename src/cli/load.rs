@@ -6,6 +6,7 @@ use super::Usage;
 use super::arrivals::{Arrivals, Percentiles, Window};
 use super::connect::{self, Client, Reach};
 use super::generate::Refused;
+use crate::engine::split_mix::split_mix;
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
 use crate::service::proto::generate_response::Event;
@@ -395,11 +396,7 @@ impl Draw {
     }
 
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        split_mix(&mut self.0)
     }
 
     fn below(&mut self, bound: u32) -> u32 {

@@ -13,7 +13,7 @@ use crate::engine::plan::{
     SlotParams, StateSlot, StepPlan, Ticket, Work,
 };
 use crate::engine::request::{Flushes, PerToken, Scored, TokenLogprobs};
-use crate::engine::scheduler::split_mix;
+use crate::engine::split_mix::split_mix;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::sampling::mask_words;
 use crate::model::grammar::bit;

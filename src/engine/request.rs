@@ -1,6 +1,7 @@
 //! The interface between the engine and its callers: a request in, events out.
 //! Not here: text. Requests have token ids only (`model::text` converts them).
 
+use super::split_mix::nth;
 use crate::model::grammar::{GrammarError, StartedGrammar};
 use std::time::{Duration, Instant};
 
@@ -298,13 +299,19 @@ pub struct Bounds {
 }
 
 impl Request {
-    /// Returns one of several samples of this request: a request with an id and a seed of its own. Sample 0 is the
-    /// request itself.
-    pub fn sample(&self, index: u32) -> Request {
-        let mut sample = self.clone();
+    /// Returns `count` samples of this request, at least one. Sample 0 is the request itself; each of the others has an
+    /// id and a seed of its own, and no scores of the prompt.
+    pub fn into_samples(self, count: u32) -> Vec<Request> {
+        let others: Vec<Request> = (1..count).map(|index| self.other_sample(index)).collect();
+        let mut samples = vec![self];
+        samples.extend(others);
+        samples
+    }
+
+    fn other_sample(&self, index: u32) -> Request {
+        let mut sample = Request { prompt_logprobs: None, ..self.clone() };
         sample.id = sample_id(&self.id, index);
         sample.sampling.seed = self.sampling.seed.map(|seed| sample_seed(seed, index));
-        sample.prompt_logprobs = self.prompt_logprobs.filter(|_| index == 0);
         sample
     }
 
@@ -353,10 +360,7 @@ pub fn sample_seed(seed: u64, index: u32) -> u64 {
     if index == 0 {
         return seed;
     }
-    let mut z = seed.wrapping_add(u64::from(index).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    nth(seed, index)
 }
 
 impl Sampling {
@@ -526,7 +530,7 @@ mod tests {
     fn samples_differ_in_id_and_seed_and_the_first_is_the_request() {
         let mut request = request();
         (request.sampling.seed, request.prompt_logprobs) = (Some(0), Some(2));
-        let samples: Vec<Request> = (0..4).map(|index| request.sample(index)).collect();
+        let samples = request.clone().into_samples(4);
         assert_eq!((samples[0].id.as_str(), samples[0].sampling.seed), ("r", Some(0)));
         // The first published outputs of SplitMix64 for seed 0.
         let seeds: Vec<u64> = samples[1..].iter().map(|sample| sample.sampling.seed.unwrap()).collect();
@@ -535,7 +539,7 @@ mod tests {
         let scored: Vec<bool> = samples.iter().map(|sample| sample.prompt_logprobs.is_some()).collect();
         assert_eq!(scored, [true, false, false, false], "they have one prompt");
         request.sampling.seed = None;
-        assert_eq!(request.sample(3).sampling.seed, None, "each is drawn by itself");
+        assert_eq!(request.into_samples(4)[3].sampling.seed, None, "each is drawn by itself");
         assert!(check(|r| r.id = "a\0b".into()).unwrap_err().to_string().contains("request_id"));
     }
 

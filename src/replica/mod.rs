@@ -17,9 +17,10 @@ use crate::config::DeviceNames;
 use crate::engine::executor::Executor;
 use crate::engine::page_pool::PageChange;
 use crate::engine::request::{Bounds, Request, RequestError, SAMPLE_MARK, Sink, SinkClosed, sample_id};
-use crate::engine::scheduler::{EngineLoad, Scheduler, Setup, split_mix};
+use crate::engine::scheduler::{EngineLoad, Scheduler, Setup};
 use crate::engine::sequence::RequestView;
 use crate::engine::sequence_map::SequenceMap;
+use crate::engine::split_mix::split_mix;
 use crate::engine::variants::Variants;
 use crate::replica::client::{Sample, Submission};
 use crate::replica::masks::Masks;
@@ -311,22 +312,23 @@ impl Replica {
 
     /// Queues a request; events are sent to `sink` on the engine thread.
     pub fn submit(&self, request: Request, sink: Sink) -> Result<(), SubmitError> {
-        self.submit_samples(&request, vec![sink])
+        self.submit_samples(request, vec![sink])
     }
 
-    /// Queues as many samples of a request as there are sinks (see [`Request::sample`]), all of them or none. They
+    /// Queues as many samples of a request as there are sinks (see [`Request::into_samples`]), all of them or none. They
     /// arrive in one message, and their events contain their index.
-    pub fn submit_samples(&self, request: &Request, sinks: Vec<Sink>) -> Result<(), SubmitError> {
+    pub fn submit_samples(&self, request: Request, sinks: Vec<Sink>) -> Result<(), SubmitError> {
         request.validate(&self.bounds)?;
         let asked = sinks.len();
-        let samples: Vec<Request> = (0..asked).map(|index| request.sample(index as u32)).collect();
+        let samples = request.into_samples(asked as u32);
+        let id = &samples[0].id;
         {
             let mut gate = self.shared.gate();
             if let Some(why) = &gate.closed {
                 return Err(self.unavailable(why));
             }
-            if gate.samples(&request.id).next().is_some() {
-                return Err(RequestError::DuplicateId(request.id.clone()).into());
+            if gate.samples(id).next().is_some() {
+                return Err(RequestError::DuplicateId(id.clone()).into());
             }
             let unfinished = gate.live.len();
             let live_max = self.live_max.load(Relaxed);

@@ -154,8 +154,8 @@ impl Generation {
             })
         };
         let sinks = (0..samples).map(|_| sink()).collect();
-        let submitted = Moment::now();
-        if let Err(error) = place.replica().submit_samples(&request, sinks) {
+        let (submitted, id) = (Moment::now(), request.id.clone());
+        if let Err(error) = place.replica().submit_samples(request, sinks) {
             let refusal = Refusal::from(error);
             spans::fail(&inference, refusal.kind(), &refusal.to_string());
             return Err(refusal);
@@ -175,7 +175,7 @@ impl Generation {
             events,
             samples: samples.collect(),
             place,
-            id: request.id,
+            id,
             slow,
             buffer,
             stop: Box::pin(surroundings.stop.cancelled_owned()),

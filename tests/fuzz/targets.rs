@@ -228,9 +228,8 @@ fn checked(prepared: Result<Prepared, Refusal>) {
             if let Err(error) = prepared.request.validate(bounds) {
                 assert!(!error.to_string().is_empty());
             }
-            for index in 0..prepared.samples {
-                let _ = prepared.request.sample(index);
-            }
+            let samples = prepared.request.into_samples(prepared.samples);
+            assert_eq!(samples.len(), prepared.samples as usize);
         }
         Err(refusal) => assert!(!status(&refusal).message().is_empty()),
     }

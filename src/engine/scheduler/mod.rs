@@ -39,6 +39,7 @@ use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, Sequ
 use crate::engine::sequence_map::SequenceMap;
 use crate::engine::snapshots::Snapshots;
 use crate::engine::speculation::Speculation;
+use crate::engine::split_mix::split_mix;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::model::grammar::{Grammar, GrammarError, Next};
 use crate::telemetry::names;
@@ -830,15 +831,6 @@ impl Scheduler {
         self.turns += 1;
         self.turns
     }
-}
-
-/// SplitMix64: advances the state and returns a well-mixed value.
-pub fn split_mix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut z = *state;
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -69,8 +69,8 @@ pub(super) fn to_lark(text: &str) -> Result<String, String> {
     }
 }
 
-/// Returns the Lark name of a rule: lower case with underscores, and `start` for `root`. Distinct names stay distinct,
-/// except pairs such as `aA` and `a-41-`.
+/// Returns the Lark name of a rule: lower case with underscores, and `start` for `root`. Distinct names stay distinct: an
+/// underscore begins either `__`, a dash, or a character's code in hexadecimal digits up to the next underscore.
 fn rule_name(name: &str) -> String {
     if name == "root" {
         return "start".to_owned();
@@ -79,7 +79,7 @@ fn rule_name(name: &str) -> String {
     for c in name.chars() {
         match c {
             'a'..='z' | '0'..='9' => shown.push(c),
-            '-' => shown.push('_'),
+            '-' => shown.push_str("__"),
             other => write!(shown, "_{:x}_", u32::from(other)).expect("a string takes what is written"),
         }
     }
@@ -253,8 +253,16 @@ mod tests {
         );
         assert_eq!(
             lark.unwrap(),
-            "start: r_item ( \", \" r_item ){0,3} | \"none\"\nr_item_2: \"\\\"é\"\nr_item: /[^\\u{61}-\\u{7a}\\u{5d}\\u{2d}]/+ r_item_2?\n"
+            "start: r_item ( \", \" r_item ){0,3} | \"none\"\nr_item__2: \"\\\"é\"\nr_item: /[^\\u{61}-\\u{7a}\\u{5d}\\u{2d}]/+ r_item__2?\n"
         );
+    }
+
+    #[test]
+    fn distinct_names_stay_distinct() {
+        let names = ["aA", "a-41-", "a_41_", "a--", "a_", "a-", "a", "a41", "a-4-1-", "aA-", "root-", "é"];
+        let shown: std::collections::BTreeSet<String> = names.iter().map(|name| rule_name(name)).collect();
+        assert_eq!(shown.len(), names.len(), "{shown:?}");
+        assert!(to_lark("root ::= aA a-41-\naA ::= \"x\"\na-41- ::= \"y\"").is_ok());
     }
 
     #[test]

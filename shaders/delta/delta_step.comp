@@ -1,8 +1,8 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// One token of each row, or a few of each sequence, through the gated delta rule; the state is read once and
-// written once:
+// Gated delta rule (linear attention), decode step: one token for each row, or up to TOKENS consecutive tokens for each
+// sequence. The recurrent state is read once and written once.
 //
 //   c = silu( Σ_j conv[channel][j] · u_{p-3+j} )                   q, k of the value head's key head; v
 //   q̂ = q · rsqrt(Σq² + 1e-6) / sqrt(key_dim),  k̂ = k · rsqrt(Σk² + 1e-6)
@@ -14,26 +14,26 @@
 // conv   [channels][4], a_log, dt_bias [value heads], norm [value_dim]
 // state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
 // window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
-// y      [rows][y_stride] f32; PACKED 1: bfloat16 blocks as `pack_rows` leaves them, `y_stride` of 32 columns
-// TAGGED 1: x is tagged (`tags.glsl`); 3: y too, and a row without a sequence then still writes zeros
+// y      [rows][y_stride] f32; with PACKED 1 bfloat16 blocks in the layout of `pack_rows`, `y_stride` of 32 columns
+// TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: y is tagged too, and zeros are written for rows without a sequence.
 //
-// Pending tokens. With PENDING > 0 a step never adds its own tokens to the state in memory: a step may have to be run
-// again (drafts that are rejected, a fault of tagged words). It leaves what they would add in
+// Pending tokens. With PENDING > 0 a step does not add its own tokens to the state in memory, because a step may be run
+// again (rejected draft tokens, a fault of tagged words). It writes what they would add to
 //   pending [cells][value heads][PENDING][key_dim + value_dim + 4] f32: k̂, δ, α, tokens in the state, 0, 0
-// and a later step adds it. Before a step the state holds SLOT_SETTLED tokens (slots: `state.glsl`) and lags behind the
-// first row's position by the first entries of `pending`. A step adds those and notes in the first entry how many tokens
-// the state holds then: if it is run again, it finds that number and adds nothing twice. PENDING 0: a row's token is
-// added at once. TOKENS > 1: so many consecutive rows are a sequence's tokens at consecutive positions, rows without a
-// token behind the others.
+// and a later step adds it. Before a step the state contains SLOT_SETTLED tokens (slots: `state.glsl`); the tokens from
+// there to the first row's position are the first entries of `pending`. The step adds them and writes the new number of
+// tokens in the state to the first entry. A repeated step finds that number and adds nothing twice. With PENDING 0 a
+// row's token is added at once. With TOKENS > 1, each group of TOKENS consecutive rows belongs to one sequence at
+// consecutive positions, and rows without a token come last.
 //
-// One workgroup serves a value head of a row, or of TOKENS rows: a thread has four values' columns and KEY_DIM /
-// GROUPS rows of the state, which it asks for before it waits for x. The first value head of a key head writes
-// that head's u into the window. Traffic: 8 bytes a number of state.
+// One workgroup computes one value head of one row, or of TOKENS rows. A thread has four columns of the values and
+// KEY_DIM / GROUPS rows of the state, whose loads it issues before it polls x. The workgroup of the first value head of
+// each key head writes that head's u to the window. Traffic: 8 bytes per number of the state.
 #include "common.glsl"
 #include "tags.glsl"
 #include "delta.glsl"
 #include "state.glsl"
-// Of the fragments only the rounding is used.
+// Only the rounding functions of the fragments are used.
 #define LANES 1
 #include "fragments.glsl"
 
@@ -42,7 +42,7 @@ layout(constant_id = 1) const uint KEY_HEADS = 16;
 layout(constant_id = 2) const uint VALUE_HEADS = 32;
 layout(constant_id = 3) const uint KEY_DIM = 128;
 layout(constant_id = 4) const uint VALUE_DIM = 128;
-layout(constant_id = 5) const uint GROUPS = 8;     // of rows of the state; the workgroup has VALUE_DIM / 4 times as many threads
+layout(constant_id = 5) const uint GROUPS = 8;     // groups of state rows; the workgroup has GROUPS * VALUE_DIM / 4 threads
 layout(constant_id = 6) const uint TAGGED = 0;
 layout(constant_id = 7) const uint PACKED = 0;
 layout(constant_id = 8) const uint TOKENS = 1;     // at most 4
@@ -104,7 +104,7 @@ void wait_for(uint at, uint row_base, inout uvec4 words, inout uint polls) {
     if (TAGGED != 0u) while (poll_again(stale(words, x_tag) != 0u, polls, fault, x_tag)) words = x.v[row_base + at];
 }
 
-// One word of the row.
+// Polls one word of the row.
 uint wait_for_one(uint at, uint row_base, inout uint polls) {
     uint word;
     do {
@@ -123,7 +123,7 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
     uint column = h * QUADS + quad;
     uint word = (((row / 16u * y_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
     uvec2 pairs = uvec2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
-    // Constant components: some drivers store a chosen one by way of the whole vector.
+    // Constant components, because some drivers store a dynamic component by rewriting the whole vector.
     if (row % 16u < 8u) {
         y.v[word].x = pairs.x;
         y.v[word].z = pairs.y;
@@ -133,16 +133,21 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
     }
 }
 
+// k̂ of pending token `at` for the group's row n. Where groups have whole quads of rows, the address depends on n / 4
+// only, so that a compiler that unrolls the loop over n loads each quad once.
+float pending_key(uint at, uint group, uint n) {
+    uint d = group * EACH_ROWS + n;
+    return EACH_ROWS % 4u == 0u ? component(pending.v[at + group * (EACH_ROWS / 4u) + n / 4u], n)
+                                : component(pending.v[at + d / 4u], d);
+}
+
 // Adds pending tokens `from` to `count` to the state.
 void take_in_pending(inout vec4 s[EACH_ROWS], uint from, uint count, uint pending_at, uint group, uint column) {
     for (uint token = from; token < count; token++) {
         uint at = pending_at + token * PENDING_QUADS;
         vec4 delta = pending.v[at + KEY_QUADS + column];
         float alpha = pending.v[at + KEY_QUADS + QUADS].x;
-        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-            uint d = group * EACH_ROWS + n;
-            s[n] = alpha * s[n] + component(pending.v[at + d / 4u], d) * delta;
-        }
+        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = alpha * s[n] + pending_key(at, group, n) * delta;
     }
 }
 
@@ -151,7 +156,7 @@ void main() {
     uint column = i0 % QUADS, group = i0 / QUADS;
     uvec4 info = rows.v[first_row];
     uint position = info.y, polls = 0u;
-    // Who writes the output also has z, and one thread both gates.
+    // The threads that write the output also load z; one thread loads both gates.
     bool writes = group == GROUPS - 1u, gates = i0 == THREADS / 2u;
     uint z_at = CHANNEL_QUADS + h * QUADS + column;
     uvec4 words;
@@ -159,7 +164,7 @@ void main() {
     uint valid = min(info.w, 1u);
     [[unroll]] for (uint n = 1u; n < TOKENS; n++) valid += valid == n ? min(rows.v[first_row + n].w, 1u) : 0u;
     if (TAGGED != 0u && valid < TOKENS) {
-        // Whoever waits for the output relies on the inputs having been waited for.
+        // A consumer that polls the output assumes that the inputs were polled before.
         [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
             uint row_base = (first_row + token) * (stride / 4u);
             if (token >= valid) {
@@ -193,15 +198,12 @@ void main() {
     vec4 scale = writes ? norm.v[column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
     uint pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS, count = 0u;
-    // All of the state's own work comes before the wait for x: it is done while the call before still computes.
+    // The update of the state comes before the first poll of x, so that it overlaps with the previous dispatch.
     if (PENDING > 0u) {
         vec4 gate = pending.v[pending_at + KEY_QUADS + QUADS];
         vec4 delta = pending.v[pending_at + KEY_QUADS + column];
         float key[EACH_ROWS];
-        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-            uint d = group * EACH_ROWS + n;
-            key[n] = component(pending.v[pending_at + d / 4u], d);
-        }
+        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) key[n] = pending_key(pending_at, group, n);
         uint settled = slots.v[info.z * SLOT_WORDS + SLOT_SETTLED];
         if (position > 0u && gate.y != float(position)) count = min(position - settled, PENDING);
         if (position == 0u) {
@@ -227,7 +229,7 @@ void main() {
                 if (i0 + n * THREADS < ITEMS) {
                     wait_for(at, row_base, words, polls);
                     vec4 u = uintBitsToFloat(words);
-                    // Before the first token there is nothing, whatever memory holds.
+                    // Inputs before the first token are zero, whatever memory contains.
                     vec4 t0 = position + token >= 3u ? past[n][0] : vec4(0.0);
                     vec4 t1 = position + token >= 2u ? past[n][1] : vec4(0.0);
                     vec4 t2 = position + token >= 1u ? past[n][2] : vec4(0.0);
@@ -255,7 +257,7 @@ void main() {
         }
     }
     barrier();
-    // Not before the wait for x, which would then wait for the state first.
+    // After the poll of x: before it, the poll would have to wait for the loads of the state.
     if (PENDING == 0u && position == 0u) {
         [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
     }
@@ -263,7 +265,7 @@ void main() {
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
         if (token < valid) {
             uint own = token * ITEMS;
-            // Each subgroup sums by itself.
+            // Every subgroup computes the sums itself.
             vec3 sums = vec3(0.0);
             for (uint n = 0u; n < (KEY_QUADS + gl_SubgroupSize - 1u) / gl_SubgroupSize; n++) {
                 uint quad = n * gl_SubgroupSize + gl_SubgroupInvocationID;
@@ -313,7 +315,7 @@ void main() {
                 if (writes) pending.v[at + KEY_QUADS + column] = delta;
                 if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
             }
-            // With pending tokens a single row's state is what it was before the row.
+            // With pending tokens a single row does not change the state.
             delta *= k_scale;
             if (TOKENS > 1u || PENDING == 0u) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = alpha * s[n] + key[n] * delta;
@@ -321,7 +323,7 @@ void main() {
             if (PENDING == 0u) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
             }
-            // The next token's sums are put where these were read.
+            // The next token's partial sums overwrite the ones read here.
             if (TOKENS > 1u) barrier();
         }
     }

@@ -143,7 +143,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert!(find("models[1].replicas").rule.contains("given"));
     assert_eq!(find("models[1].memory_limit").value.as_deref(), Some("\"lots\""));
     assert_eq!(find("models[1].context").value.as_deref(), Some("0"));
-    assert_eq!(problems.len(), 16, "{problems:#?}");
+    assert_eq!(problems.len(), 17, "{problems:#?}");
     // The problem names the source of the value.
     let source = find("server.drain_seconds").source.as_deref().unwrap();
     assert!(source.ends_with("ostinato.toml"), "{source}");

@@ -93,7 +93,8 @@ fn gpu_and_service_do_not_know_each_other_and_the_engine_knows_no_vulkan() {
                     bad(used);
                 }
             }
-            if NO_VULKAN.contains(&folder) && line.contains("ash::") {
+            let is_ash = |at: usize| !line[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_');
+            if NO_VULKAN.contains(&folder) && line.match_indices("ash::").any(|(at, _)| is_ash(at)) {
                 bad("ash");
             }
             let actors = line.split("crate::actors::").nth(1).filter(|_| NO_VULKAN.contains(&folder));
@@ -129,13 +130,17 @@ fn a_public_types_name_is_defined_once() {
 }
 
 /// Groups of files that import each other, each with the reason for which it stays one group.
-const CYCLES: [(&[&str], &str); 12] = [
+const CYCLES: [(&[&str], &str); 13] = [
     (&["kernels::recording", "kernels::shaders"], "generated argument structs are written into calls, which name them"),
     (
         &["kernels::gemm::panel", "kernels::gemm::tiled", "kernels::moe"],
         "products share packed operands with the experts'",
     ),
     (&["model::grammar", "model::text"], "a tokenizer owns the compiler of constraints over its vocabulary"),
+    (
+        &["model::grammar::compiled", "model::grammar::structural"],
+        "a structural tag is compiled, and the schemas in it have the compiler's bounds",
+    ),
     (&["model::config::read", "model::config::rope"], "one parser in two files"),
     (&["replica", "replica::thread"], "an actor's handle and its thread"),
     (&["host", "host::catalogue", "host::lifecycle", "host::source"], "methods of one type, by topic"),
@@ -156,7 +161,7 @@ const CYCLES: [(&[&str], &str); 12] = [
         "both contracts are served by one handler",
     ),
     (&["cli::reload", "cli::serve"], "serving takes in reloads, which apply what serving began"),
-    (&["cli::beside", "cli::bench"], "one command in two files"),
+    (&["cli::bench", "cli::beside"], "one command in two files"),
     (
         &["device::diagnose", "device::error", "device::select"],
         "an error carries the diagnosis of why no GPU was found",
@@ -379,7 +384,7 @@ const UNBOUNDED: [&str; 9] = [
 const OPENERS: [&str; 6] = [
     "src/config/file.rs",
     "src/memory/arena.rs",
-    "src/device/visible.rs",
+    "src/device/diagnose.rs",
     "src/cli/token.rs",
     "src/actors/workers.rs",
     "src/model/worker.rs",

@@ -865,7 +865,8 @@ fn calls_without_a_message_end_by_themselves_and_disturb_nobody() {
     });
 }
 
-/// Goal: up to sixteen messages of the maximum size may be in transit at once; more are refused until there is room.
+/// Goal: up to sixteen messages of the maximum size may be in transit at once, of one client half as many; more are
+/// refused until there is room.
 #[test]
 fn messages_on_their_way_have_so_much_room() {
     in_turn(async {
@@ -883,7 +884,7 @@ fn messages_on_their_way_have_so_much_room() {
                 refused.push(frame);
             }
         }
-        assert_eq!(refused.len(), 40 - 16);
+        assert_eq!(refused.len(), 40 - 8);
         assert_eq!(status_of(&refused[0].payload), tonic::Code::ResourceExhausted as u32);
         drop(raw);
         nothing_is_left(&served).await;

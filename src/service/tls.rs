@@ -208,8 +208,8 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
         let sender = sender.clone();
         tokio::spawn(async move {
             let handshake = async {
-                // Any byte counts as the beginning.
-                stream.readable().await?;
+                // Any byte counts as the beginning. `readable` alone may return without one.
+                stream.peek(&mut [0]).await?;
                 place.standing().hear();
                 acceptor.accept(stream).await
             };

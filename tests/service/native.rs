@@ -913,7 +913,6 @@ async fn a_slow_reader_of_samples_loses_them_all() {
     let mut request = samples_request(4, 0, 500_000);
     request.output = Some(proto::Output { logprobs: Some(20), ..Default::default() });
     let stream = client.generate(request).await.unwrap().into_inner();
-    served.busy("alpha/0", 2, 2).await;
     served.idle("alpha/0", Duration::from_secs(20)).await;
     let samples = read_samples(stream, 4).await;
     let status = samples.error.as_ref().expect("an error after what was kept");

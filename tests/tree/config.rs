@@ -149,7 +149,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     assert!(source.ends_with("ostinato.toml"), "{source}");
     // The problems together are one readable error message.
     let text = ConfigError::Problems(problems.clone()).to_string();
-    assert!(text.starts_with("the configuration has 16 problems:\n  "), "{text}");
+    assert!(text.starts_with("the configuration has 17 problems:\n  "), "{text}");
 }
 
 #[test]

@@ -331,6 +331,8 @@ fn worker(network: &Network, index: usize, folder: &Path, traces: Option<&str>) 
     std::fs::write(&config, WORKER).expect("a configuration");
     command.args(["serve", "--insecure", "--listen", &host.at(ENGINE_PORT).to_string(), "--config"]).arg(config);
     command.env("OSTINATO_RUNTIME__CACHE_DIRECTORY", folder.join("pipelines"));
+    // Other tests of this program restrict the loader to two CPU drivers, of which "cpu" would not choose one.
+    command.env_remove("VK_DRIVER_FILES").env_remove("VK_ICD_FILENAMES");
     if let Some(endpoint) = traces {
         command.env("OSTINATO_TELEMETRY__OTLP_ENDPOINT", endpoint);
         // Only traces that a client has started are exported.

@@ -338,7 +338,7 @@ impl Workers {
     }
 
     /// Queues a job. The worker at `home` runs it, unless that worker has ended or is busy for longer than
-    /// [`PATIENCE`]. Jobs with a home go before jobs without. Each job is run exactly once.
+    /// `PATIENCE`. Jobs with a home go before jobs without. Each job is run exactly once.
     pub fn submit(&self, home: Option<Home>, job: Job) {
         let mut state = self.shared.state();
         let preferred = state.alive(home);

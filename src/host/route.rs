@@ -97,7 +97,7 @@ impl ServedModel {
 
     /// The replica for `samples` requests of a prompt whose full pages have the names `keys`: as
     /// [`ServedModel::route`], but with a preference for a replica that was given the prompt's beginning before, unless
-    /// it is too busy ([`Affinity`]), and for one that has room for all samples.
+    /// it is too busy (`affinity`), and for one that has room for all samples.
     pub fn route_prompt(&self, device: &str, keys: &[PageKey], samples: usize) -> Result<Arc<Replica>, RouteError> {
         let fitting = self.fitting(device)?;
         if let [only] = self.replicas.as_slice() {

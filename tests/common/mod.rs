@@ -16,9 +16,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Time limit of a test program. One that still runs after it is considered hung: the longest takes ten minutes on
+/// Time limit of a test program. One that still runs after it is considered hung: the longest takes a quarter of an hour on
 /// two cores.
-const LONGEST: Duration = Duration::from_secs(45 * 60);
+const LONGEST: Duration = Duration::from_secs(75 * 60);
 
 /// A Vulkan driver to test on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

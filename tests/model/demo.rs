@@ -255,6 +255,7 @@ fn a_story_names_what_was_asked_for_and_decoding_costs_what_it_should() {
 }
 
 #[test]
+#[ignore = "long: make test-full"]
 fn most_of_a_story_is_drafted() {
     let finished = story(&Demo::serve(DEMO_HYBRID_PATH, 1, true));
     // With one draft at a time at most half of the tokens are accepted drafts.

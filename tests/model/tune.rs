@@ -43,7 +43,7 @@ fn tune_demo(
         Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), Some(cache)).expect("a folder")).expect("the demo model");
     let changes: Vec<String> = changes.iter().map(|change| (*change).to_owned()).collect();
     let options =
-        TuneOptions { depth: 20, time: Duration::from_secs(5), candidates: 1, tune: &changes, cache: Some(cache) };
+        TuneOptions { depth: 20, time: Duration::from_secs(20), candidates: 1, tune: &changes, cache: Some(cache) };
     let mut events = Vec::new();
     let outcome = tune(&vulkan.instance, adapter, &checkpoint, &options, &Quiet, &mut |e| events.push(e.clone()))
         .unwrap_or_else(|e| panic!("{e:?}"));

@@ -43,11 +43,14 @@ pub struct TextStream {
     context: usize,
     /// The part of the window's text that is context or has already been returned.
     emitted: String,
+    /// Whether an id that has text was taken since the prompt. Until then there is nothing to return, not even the
+    /// bytes of a character in whose middle the prompt ends.
+    begun: bool,
 }
 
 impl TextStream {
     pub(super) fn new(text: Text, special: bool) -> TextStream {
-        TextStream { text, special, window: Vec::new(), context: 0, emitted: String::new() }
+        TextStream { text, special, window: Vec::new(), context: 0, emitted: String::new(), begun: false }
     }
 
     /// Returns a detokenizer for ids that follow a prompt, because their text may depend on the prompt's last tokens. A
@@ -59,6 +62,7 @@ impl TextStream {
         for id in &tail[self.beginning(&tail)..] {
             self.push(*id);
         }
+        self.begun = false;
         self
     }
 
@@ -79,6 +83,7 @@ impl TextStream {
         if !self.text.is_text(id, self.special) {
             return None;
         }
+        self.begun = true;
         self.window.push(id);
         let decoded = self.text.window(&self.window, self.special);
         let full = self.window.len() - self.context >= WINDOW_TOKENS;
@@ -112,7 +117,7 @@ impl TextStream {
     /// Returns the rest of the text. Bytes that never became a character are `U+FFFD`.
     pub fn finish(&mut self) -> String {
         let decoded = self.text.window(&self.window, self.special);
-        let rest = gained(&self.emitted, &decoded).to_owned();
+        let rest = if self.begun { gained(&self.emitted, &decoded).to_owned() } else { String::new() };
         self.window.clear();
         self.context = 0;
         self.emitted.clear();

@@ -21,9 +21,10 @@
 // page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of P, whose two f16 parts
 // again are rows g and g + 8. The first page is loaded before the workgroup polls for q. The new token is not read from
 // a page: split 0 adds it when the groups are combined.
-// If there are several splits, they write {m, l, o} to `partials`. With WAITS 1 (tagged words only) the split with the
-// highest number polls for the others' results and combines them; with WAITS 0 the last split to arrive combines them.
-// Both give the same bits.
+// If there are several splits, they write {m, l, o} to `partials`. With WAITS 1 (tagged words only), workgroups that were
+// launched later poll for these results and combine them: with COMBINERS 0 the split with the highest number, otherwise
+// COMBINERS further workgroups, each of which combines a part of the output. With WAITS 0 the last split to arrive
+// combines them. All give the same bits.
 // Traffic: 4·D bytes per token and KV head.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
@@ -43,6 +44,7 @@ layout(constant_id = 8) const uint PLANNED = 0;
 layout(constant_id = 9) const uint PACKED = 0;
 layout(constant_id = 10) const uint GATED = 0;
 layout(constant_id = 11) const uint WAITS = 0;
+layout(constant_id = 12) const uint COMBINERS = 0; // workgroups after the splits; not with PLANNED
 
 #include "fragments.glsl"
 
@@ -95,6 +97,9 @@ const uint TEAMS = LANES / ITEMS > 1u ? LANES / ITEMS : 1u;
 #else
 const uint TEAMS = 1u;
 #endif
+// Invocations per part of the output of a combining workgroup, and the number of partial sums over the splits.
+const uint SHARE = COMBINERS > 0u ? ITEMS / COMBINERS : LANES;
+const uint SUMS = COMBINERS > 0u ? LANES / SHARE : TEAMS;
 const uint TURNS = TEAMS > 1u ? 1u : (ITEMS + LANES - 1u) / LANES;
 const uint AHEAD = 8u;                            // splits whose words are in flight in the combination
 const uint PART = G * (QUADS + 1u);               // 16-byte words that a split writes
@@ -185,6 +190,47 @@ void write_output(uint row, uint kvh, uint quad, vec4 value) {
     }
 }
 
+#if MATRIX == 1
+// Combines the results of `live` splits for part `combiner` of the output, while those splits are running. SUMS groups of
+// SHARE invocations divide the splits among themselves, so that all words of an invocation are in flight at once.
+void combine(uint row, uint kvh, uint combiner, uint live, uint parts, uint each) {
+    const uint MOST = (MOST_SPLITS + SUMS - 1u) / SUMS;
+    uint i0 = gl_LocalInvocationIndex, sum = i0 / SHARE, item = combiner * SHARE + i0 % SHARE, h = item / QUADS, polls = 0u;
+    uvec4 words[MOST], state = uvec4(0u), gate = uvec4(0u);
+    uint bad;
+    do {
+        bad = 0u;
+        [[unroll]] for (uint n = 0u; n < MOST; n++)
+            words[n] = partials.v[parts + min(sum + n * SUMS, live - 1u) * each + G + item];
+        if (GATED == 1u) gate = qkv.v[head_quad(row, kvh, (G + 2u) * QUADS + item)];
+        if (i0 < live) state = partials.v[parts + i0 * each + h];
+        [[unroll]] for (uint n = 0u; n < MOST; n++) bad |= stale(words[n], o_tag);
+        if (GATED == 1u) bad |= stale(gate, qkv_tag);
+        if (i0 < live) bad |= stale(state, o_tag);
+    } while (poll_again(bad != 0u, polls, fault, o_tag));
+    if (GATED == 1u && sum == 0u) raw_s[(G + 2u) * QUADS + item] = uintBitsToFloat(gate);
+    if (i0 < live) {
+        most_s[i0] = uintBitsToFloat(state.x);
+        sum_s[i0] = uintBitsToFloat(state.y);
+    }
+    barrier();
+    float top = LOWEST;
+    for (uint other = 0u; other < live; other++) top = max(top, most_s[other]);
+    if (i0 < live) weight_s[i0] = exp(most_s[i0] - top);
+    barrier();
+    vec4 result = vec4(0.0);
+    [[unroll]] for (uint n = 0u; n < MOST; n++)
+        if (sum + n * SUMS < live) result += weight_s[sum + n * SUMS] * uintBitsToFloat(words[n]);
+    stage_s[i0] = floatBitsToUint(result);
+    barrier();
+    if (sum > 0u) return;
+    [[unroll]] for (uint n = 1u; n < SUMS; n++) result += uintBitsToFloat(stage_s[n * SHARE + i0]);
+    float l = 0.0;
+    for (uint s = 0u; s < live; s++) l += weight_s[s] * sum_s[s];
+    write_output(row, kvh, item, result / l);
+}
+#endif
+
 void main() {
     uint row = gl_WorkGroupID.z, kvh = gl_WorkGroupID.y, split = gl_WorkGroupID.x, planned = 0u;
     uint i0 = gl_LocalInvocationIndex, g = LANE >> 2, t = LANE & 3u;
@@ -214,7 +260,15 @@ void main() {
     }
     // The new token is at `position`; all tokens before it are in pages.
     uint full = (position + 15u) / 16u;
-    uint live = PLANNED != 0u ? planned : clamp((full + GROUPS - 1u) / GROUPS, 1u, gl_NumWorkGroups.x);
+    uint splits = gl_NumWorkGroups.x - COMBINERS;
+    uint live = PLANNED != 0u ? planned : clamp((full + GROUPS - 1u) / GROUPS, 1u, splits);
+    uint slot = row * KV_HEADS + kvh;
+    // The offset of the row's first split in `partials`, and the distance from one split to the next.
+    uint parts = (PLANNED == 0u ? slot * splits : (gl_WorkGroupID.x - split) * KV_HEADS + kvh) * PART;
+    const uint each = PLANNED == 0u ? PART : KV_HEADS * PART;
+#if MATRIX == 1
+    if (WAITS == 1u && COMBINERS > 0u && split >= splits && live > 1u) combine(row, kvh, split - splits, live, parts, each);
+#endif
     if (split >= live) return;
     uint table = info.z * max_pages;
     uint rounds = (full + live * GROUPS - 1u) / (live * GROUPS);
@@ -416,10 +470,6 @@ void main() {
         if (t == 0u) state_s[LANE_GROUP * G + g] = vec2(most, sum);
     }
     barrier();
-    uint slot = row * KV_HEADS + kvh;
-    // The offset of the row's first split in `partials`, and the distance from one split to the next.
-    uint parts = (PLANNED == 0u ? slot * gl_NumWorkGroups.x : (gl_WorkGroupID.x - split) * KV_HEADS + kvh) * PART;
-    const uint each = PLANNED == 0u ? PART : KV_HEADS * PART;
     uint part = parts + split * each;
     EACH(i, G * QUADS) {
         uint h = i / QUADS;
@@ -451,7 +501,7 @@ void main() {
             most_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.x);
             sum_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.y);
         }
-        if (WAITS == 0u || split + 1u < live) {
+        if (WAITS == 0u || COMBINERS > 0u || split + 1u < live) {
             partials.v[part + G + i] = words;
             if (i % QUADS == 0u) partials.v[part + h] = state_words;
         }
@@ -461,7 +511,7 @@ void main() {
     if (WAITS == 1u) {
         // Every workgroup that the last one polls for was launched before it. A workgroup must never poll for a later
         // one: a device that preempts a context launches no new workgroups and lets the running ones finish.
-        if (split + 1u < live) return;
+        if (COMBINERS > 0u || split + 1u < live) return;
     } else {
         // Release the partial results and count; the last workgroup to arrive acquires all of them.
         memoryBarrierBuffer();
@@ -483,7 +533,7 @@ void main() {
     bool works = team < TEAMS;
     uvec4 words[AHEAD];
 #define LOAD_PARTS(item, first) [[unroll]] for (uint n = 0u; n < AHEAD; n++) \
-        words[n] = partials.v[parts + min((first) + n * TEAMS, live - 1u) * each + G + (item)];
+        words[n] = partials.v[parts + min((first) + n * SUMS, live - 1u) * each + G + (item)];
     uint item = TEAMS > 1u ? i0 % ITEMS : ITEM(0u, ITEMS);
     item = min(item, ITEMS - 1u);
     LOAD_PARTS(item, team)
@@ -513,23 +563,28 @@ void main() {
         }
         uint h = item / QUADS;
         vec4 result = vec4(0.0);
-        for (uint s = team; s < live; s += AHEAD * TEAMS) {
-            if (s != team) LOAD_PARTS(item, s)
-            if (WAITS == 1u) {
-                bool waiting = works;
-                while (waiting) {
-                    uint bad = 0u;
-                    [[unroll]] for (uint n = 0u; n < AHEAD; n++)
-                        bad |= min(s + n * TEAMS, live - 1u) != split ? stale(words[n], o_tag) : 0u;
-                    waiting = poll_again(bad != 0u, polls, fault, o_tag);
-                    if (waiting) LOAD_PARTS(item, s)
+        // As many partial sums as combining workgroups add, in the same order: all of them here, or one for each team.
+        for (uint sum = team; sum < (TEAMS > 1u ? team + 1u : SUMS); sum++) {
+            vec4 partial = vec4(0.0);
+            for (uint s = sum; s < live; s += AHEAD * SUMS) {
+                if (s != team) LOAD_PARTS(item, s)
+                if (WAITS == 1u) {
+                    bool waiting = works;
+                    while (waiting) {
+                        uint bad = 0u;
+                        [[unroll]] for (uint n = 0u; n < AHEAD; n++)
+                            bad |= min(s + n * SUMS, live - 1u) != split ? stale(words[n], o_tag) : 0u;
+                        waiting = poll_again(bad != 0u, polls, fault, o_tag);
+                        if (waiting) LOAD_PARTS(item, s)
+                    }
+                }
+                [[unroll]] for (uint n = 0u; n < AHEAD; n++) {
+                    uint other = s + n * SUMS;
+                    if (other < live)
+                        partial += weight_s[h * MOST_SPLITS + other] * (other == split ? own_s[item] : uintBitsToFloat(words[n]));
                 }
             }
-            [[unroll]] for (uint n = 0u; n < AHEAD; n++) {
-                uint other = s + n * TEAMS;
-                if (other < live)
-                    result += weight_s[h * MOST_SPLITS + other] * (other == split ? own_s[item] : uintBitsToFloat(words[n]));
-            }
+            result = sum == team ? partial : result + partial;
         }
         if (TEAMS > 1u) {
             if (works) stage_s[i0] = floatBitsToUint(result);

@@ -17,18 +17,19 @@
 // y      [rows][y_stride] f32; with PACKED 1 bfloat16 blocks in the layout of `pack_rows`, `y_stride` of 32 columns
 // TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: y is tagged too, and zeros are written for rows without a sequence.
 //
-// Pending tokens. With PENDING > 0 a step does not add its own tokens to the state in memory, because a step may be run
-// again (rejected draft tokens, a fault of tagged words). It writes what they would add to
+// Pending tokens. A step does not add its own tokens to the state in memory, because a step may be run again (rejected
+// draft tokens, a fault of tagged words). It writes what they would add to
 //   pending [cells][value heads][PENDING][key_dim + value_dim + 4] f32: k̂, δ, α, tokens in the state, 0, 0
 // and a later step adds it. Before a step the state contains SLOT_SETTLED tokens (slots: `state.glsl`); the tokens from
 // there to the first row's position are the first entries of `pending`. The step adds them and writes the new number of
-// tokens in the state to the first entry. A repeated step finds that number and adds nothing twice. With PENDING 0 a
-// row's token is added at once. With TOKENS > 1, each group of TOKENS consecutive rows belongs to one sequence at
-// consecutive positions, and rows without a token come last.
+// tokens in the state to the first entry. A repeated step finds that number and adds nothing twice: it reads the state
+// that the first run wrote, and computes the same bits. With TOKENS > 1, each group of TOKENS consecutive rows belongs
+// to one sequence at consecutive positions, and rows without a token come last.
 //
 // One workgroup computes one value head of one row, or of TOKENS rows. A thread has four columns of the values and
 // KEY_DIM / GROUPS rows of the state, whose loads it issues before it polls x. The workgroup of the first value head of
-// each key head writes that head's u to the window. Traffic: 8 bytes per number of the state.
+// each key head writes that head's u to the window. The state is updated after x has arrived and written after the output,
+// so that its loads overlap with the previous dispatch. Traffic: 8 bytes per number of the state.
 #include "common.glsl"
 #include "tags.glsl"
 #include "delta.glsl"
@@ -46,7 +47,7 @@ layout(constant_id = 5) const uint GROUPS = 8;     // groups of state rows; the 
 layout(constant_id = 6) const uint TAGGED = 0;
 layout(constant_id = 7) const uint PACKED = 0;
 layout(constant_id = 8) const uint TOKENS = 1;     // at most 4
-layout(constant_id = 9) const uint PENDING = 0;
+layout(constant_id = 9) const uint PENDING = 1;    // at least TOKENS, at most 4
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 
@@ -85,6 +86,7 @@ shared vec4 mixed_s[TOKENS * ITEMS];
 shared vec4 r_s[THREADS];
 shared vec4 w_s[THREADS];
 shared float gates_s[TOKENS * 2u];                 // β, α
+shared vec4 last_key_s[KEY_QUADS];                 // k̂ of the last pending token
 shared float squares_s[QUADS];
 
 float component(vec4 quad, uint at) {
@@ -130,24 +132,6 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
     } else {
         y.v[word].y = pairs.x;
         y.v[word].w = pairs.y;
-    }
-}
-
-// k̂ of pending token `at` for the group's row n. Where groups have whole quads of rows, the address depends on n / 4
-// only, so that a compiler that unrolls the loop over n loads each quad once.
-float pending_key(uint at, uint group, uint n) {
-    uint d = group * EACH_ROWS + n;
-    return EACH_ROWS % 4u == 0u ? component(pending.v[at + group * (EACH_ROWS / 4u) + n / 4u], n)
-                                : component(pending.v[at + d / 4u], d);
-}
-
-// Adds pending tokens `from` to `count` to the state.
-void take_in_pending(inout vec4 s[EACH_ROWS], uint from, uint count, uint pending_at, uint group, uint column) {
-    for (uint token = from; token < count; token++) {
-        uint at = pending_at + token * PENDING_QUADS;
-        vec4 delta = pending.v[at + KEY_QUADS + column];
-        float alpha = pending.v[at + KEY_QUADS + QUADS].x;
-        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = alpha * s[n] + pending_key(at, group, n) * delta;
     }
 }
 
@@ -197,26 +181,27 @@ void main() {
     }
     vec4 scale = writes ? norm.v[column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
-    uint pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS, count = 0u;
-    // The update of the state comes before the first poll of x, so that it overlaps with the previous dispatch.
-    if (PENDING > 0u) {
-        vec4 gate = pending.v[pending_at + KEY_QUADS + QUADS];
-        vec4 delta = pending.v[pending_at + KEY_QUADS + column];
-        float key[EACH_ROWS];
-        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) key[n] = pending_key(pending_at, group, n);
-        uint settled = slots.v[info.z * SLOT_WORDS + SLOT_SETTLED];
-        if (position > 0u && gate.y != float(position)) count = min(position - settled, PENDING);
-        if (position == 0u) {
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
-        }
-        if (count > 0u) {
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = gate.x * s[n] + key[n] * delta;
-        }
-        if (PENDING > 1u) take_in_pending(s, 1u, count, pending_at, group, column);
-        if (count > 0u || position == 0u) {
-            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
+    uint pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS;
+    uint settled = slots.v[info.z * SLOT_WORDS + SLOT_SETTLED];
+    // The number of tokens to add. Memory may contain anything where there is no pending token.
+    float included = pending.v[pending_at + KEY_QUADS + QUADS].y;
+    uint count = position > 0u && included != float(position) ? min(position - settled, PENDING) : 0u;
+    // All but the last token are added here, which is rare: after a step with accepted draft tokens.
+    if (PENDING > 1u && count > 1u) {
+        for (uint token = 0u; token + 1u < count; token++) {
+            vec4 delta = pending.v[pending_at + KEY_QUADS + column];
+            float alpha = pending.v[pending_at + KEY_QUADS + QUADS].x;
+            [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                uint d = group * EACH_ROWS + n;
+                s[n] = alpha * s[n] + component(pending.v[pending_at + d / 4u], d) * delta;
+            }
+            pending_at += PENDING_QUADS;
         }
     }
+    vec4 last_key = pending.v[pending_at + min(i0, KEY_QUADS - 1u)];
+    vec4 last_delta = pending.v[pending_at + KEY_QUADS + column];
+    float last_alpha = pending.v[pending_at + KEY_QUADS + QUADS].x;
+    pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS;
 
     bool first = h % (VALUE_HEADS / KEY_HEADS) == 0u;
     vec4 z[TOKENS];
@@ -256,10 +241,20 @@ void main() {
             }
         }
     }
+    if (count == 0u) {
+        last_key = last_delta = vec4(0.0);
+        last_alpha = 1.0;
+    }
+    if (i0 < KEY_QUADS) last_key_s[i0] = last_key;
     barrier();
-    // After the poll of x: before it, the poll would have to wait for the loads of the state.
-    if (PENDING == 0u && position == 0u) {
+    // Not before the poll of x, which would have to wait for the loads of the state.
+    if (position == 0u) {
         [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = vec4(0.0);
+    }
+    // Without a branch on `count`, which is slower: if no token is pending, S · 1 + 0.
+    [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+        uint d = group * EACH_ROWS + n;
+        s[n] = last_alpha * s[n] + last_key_s[d / 4u][d % 4u] * last_delta;
     }
 
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
@@ -277,13 +272,10 @@ void main() {
             float beta = gates_s[token * 2u], alpha = gates_s[token * 2u + 1u];
 
             vec4 r = vec4(0.0), w = vec4(0.0);
-            float key[EACH_ROWS];
             [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
                 uint at = group * EACH_ROWS + n;
-                float q = mixed_s[own + at / 4u][at % 4u];
-                key[n] = mixed_s[own + KEY_QUADS + at / 4u][at % 4u];
-                r += key[n] * s[n];
-                w += q * s[n];
+                r += mixed_s[own + KEY_QUADS + at / 4u][at % 4u] * s[n];
+                w += mixed_s[own + at / 4u][at % 4u] * s[n];
             }
             r_s[i0] = r;
             w_s[i0] = w;
@@ -309,22 +301,22 @@ void main() {
             }
             if (writes)
                 write_output(first_row + token, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z[token]));
-            if (PENDING > 0u) {
-                uint at = pending_at + token * PENDING_QUADS;
-                for (uint n = i0; n < KEY_QUADS; n += THREADS) pending.v[at + n] = k_scale * mixed_s[own + KEY_QUADS + n];
-                if (writes) pending.v[at + KEY_QUADS + column] = delta;
-                if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
-            }
-            // With pending tokens a single row does not change the state.
-            delta *= k_scale;
-            if (TOKENS > 1u || PENDING == 0u) {
-                [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = alpha * s[n] + key[n] * delta;
-            }
-            if (PENDING == 0u) {
+            // All reads of pending tokens are before the barriers above.
+            uint at = pending_at + token * PENDING_QUADS;
+            if (i0 < KEY_QUADS) pending.v[at + i0] = k_scale * mixed_s[own + KEY_QUADS + i0];
+            if (writes) pending.v[at + KEY_QUADS + column] = delta;
+            if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
+            if (token == 0u) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
             }
-            // The next token's partial sums overwrite the ones read here.
-            if (TOKENS > 1u) barrier();
+            if (token + 1u < TOKENS) {
+                [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
+                    uint d = group * EACH_ROWS + n;
+                    s[n] = alpha * s[n] + k_scale * mixed_s[own + KEY_QUADS + d / 4u][d % 4u] * delta;
+                }
+                // The next token's partial sums overwrite the ones read here.
+                barrier();
+            }
         }
     }
 }

@@ -102,12 +102,12 @@ fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
 /// the next product, and its stride counts blocks of 32 columns. Only rows with a sequence are written; with tagged
 /// operands, all rows are.
 ///
-/// With `entries` pending tokens per cell ([`DeltaHeads::pending_bytes`]), the call adds the pending tokens to the
-/// state up to the row's position, and leaves the row's own token pending, so that the step can be run again. With 0
-/// entries, the row's token is added to the state at once.
+/// A cell has `entries` pending tokens ([`DeltaHeads::pending_bytes`]). The call adds the pending tokens to the state up
+/// to the row's position, and leaves the row's own token pending, so that the step can be run again.
 ///
 /// # Panics
-/// If [`delta_serves`] rejects the heads, strides do not fit them, or the output is both packed and tagged.
+/// If [`delta_serves`] rejects the heads, strides do not fit them, there are not 1 to 4 entries, or the output is both
+/// packed and tagged.
 pub fn delta_step(
     label: String,
     heads: DeltaHeads,
@@ -150,6 +150,7 @@ fn step(
 ) -> Call {
     check(heads, packed, args.stride, args.y_stride);
     assert!(!packed || flow.output.is_none(), "packed words carry no tags");
+    assert!((1..=MOST_PENDING).contains(&entries), "{entries} pending tokens for each cell");
     let groups = STEP_GROUPS;
     let constants = DeltaStepConstants {
         threads: groups * heads.value_dim / 4,
@@ -456,7 +457,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
             let u = memory.u32(a.x, (first_row + row) * a.stride + channel);
             memory.set_u32(a.window, ring(start + row, channel), u);
         }
-        let lag = match c.pending > 0 && start > 0 {
+        let lag = match start > 0 {
             true => start.wrapping_sub(memory.u32(a.slots, cell * SLOT_WORDS + SLOT_SETTLED)).min(c.pending),
             false => 0,
         };
@@ -490,7 +491,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     row.iter().enumerate().for_each(|(column, s)| memory.set_f32(a.state, at(d, column), *s as f32));
                 }
             };
-            if c.pending > 0 && (pending > 0 || start == 0) {
+            if pending > 0 || start == 0 {
                 store(memory, &s);
             }
             for token in 0..valid {
@@ -512,11 +513,9 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     v.iter().enumerate().map(|(column, v)| beta * (v - alpha * dots(&s, &k, column))).collect();
                 advance(&mut s, &k, &delta, alpha);
                 let o: Vec<f64> = (0..value_dim as usize).map(|column| dots(&s, &q, column)).collect();
-                if c.pending > 0 {
-                    let rest = [alpha, f64::from(start), 0.0, 0.0];
-                    for (i, value) in (0..).zip(k.iter().chain(&delta).chain(&rest)) {
-                        memory.set_f32(a.pending, pending_at(token) + i, *value as f32);
-                    }
+                let rest = [alpha, f64::from(start), 0.0, 0.0];
+                for (i, value) in (0..).zip(k.iter().chain(&delta).chain(&rest)) {
+                    memory.set_f32(a.pending, pending_at(token) + i, *value as f32);
                 }
                 let z = |i: u32| memory.f32(a.x, row * a.stride + channels + h * value_dim + i);
                 for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
@@ -526,9 +525,6 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                         _ => put(memory, a.y, c.packed, (row, column, a.y_stride), value),
                     }
                 }
-            }
-            if c.pending == 0 {
-                store(memory, &s);
             }
         }
     }

@@ -263,6 +263,22 @@ impl Recording {
         plain
     }
 
+    /// Returns the same calls with barriers and without tags. A call of this recording can be timed alone: it waits for
+    /// no other call's words.
+    pub fn without_tags(&self) -> Recording {
+        let mut plain = self.with_barriers();
+        for op in &mut plain.ops {
+            let Op::Call(call) = op else { continue };
+            let constants = super::shaders::find(call.kernel).constants;
+            for (value, (_, name)) in call.constants.iter_mut().zip(constants) {
+                if *name == "tagged" {
+                    *value = 0;
+                }
+            }
+        }
+        plain
+    }
+
     /// Splits the recording before the first dispatch of `kernel`. Returns the operations before it and those from it
     /// on, as recordings named like this one with the suffix `.body` or `.draw`, to be run one after the other.
     ///

@@ -161,15 +161,17 @@ pub fn stages(
         tuning,
     };
     let is_matrix = |w: &&WeightSpec| matches!(w.kind, WeightKind::Matrix);
-    let weight_value_bytes = checkpoint.weights().iter().find(is_matrix).map_or(1, |w| w.dtype.bytes());
+    // Of the first matrix; codes are of less than a byte.
+    let weight_value_bytes =
+        checkpoint.weights().iter().find(is_matrix).map_or(1.0, |w| w.bytes() as f64 / w.elements() as f64);
     let whole = decoder.record(load.shape);
-    let step = whole.with_barriers();
+    let step = whole.without_tags();
     let base = groups(&step);
     let mut tried = Vec::new();
     for change in &load.tries {
         let mut decoder = decoder.clone();
         decoder.tuning.set(change);
-        let step = decoder.record(load.shape).with_barriers();
+        let step = decoder.record(load.shape).without_tags();
         // Stages that a change does not affect are already timed.
         for group in groups(&step) {
             if base.iter().all(|old| old.name != group.name || old.to_string() != group.to_string()) {
@@ -225,7 +227,7 @@ pub fn stages(
             let weight_bytes = bytes / u64::from(calls);
             // The LM head of a prefill runs for one row only, the prompt's last token.
             let rows = if name == "head" { rows } else { load.shape.rows() };
-            let weights = weight_bytes / weight_value_bytes;
+            let weights = (weight_bytes as f64 / weight_value_bytes) as u64;
             let operations = 2 * weights * u64::from(rows);
             Stage { name, tried, calls, us: seconds * 1e6 / f64::from(calls), weight_bytes, operations }
         })

@@ -261,6 +261,12 @@ fn step_args(
     form: Form,
 ) -> DeltaStepArgs {
     let width = layer.heads.output();
+    let pending = cases.output("pending", layer.heads.pending_bytes(CELLS, 1) as usize / 4, Expect::Floats(STEP));
+    // No tokens are pending.
+    let mut settled = vec![POISON; (CELLS * SLOT_WORDS) as usize];
+    for row in rows.iter().filter(|row| row[3] == 1) {
+        settled[(row[2] * SLOT_WORDS + SLOT_SETTLED) as usize] = row[1];
+    }
     DeltaStepArgs {
         x: cases.words("x", x),
         rows: cases.words("rows", &rows.concat()),
@@ -270,8 +276,8 @@ fn step_args(
         norm: cases.floats("norm", &layer.norm),
         state: cases.floats("state", &cells.state),
         window: cases.floats("window", &cells.window),
-        pending: y.none(),
-        slots: y.none(),
+        pending,
+        slots: cases.words("slots", &settled),
         y,
         fault: cases.words("fault", &[0]),
         stride: layer.stride,
@@ -279,6 +285,25 @@ fn step_args(
         epsilon: EPSILON,
         x_tag: 0,
         y_tag: 0,
+    }
+}
+
+/// Adds a cell's pending token to its state, as the next step does.
+fn add_pending(memory: &mut HostMemory, heads: DeltaHeads, args: &DeltaStepArgs, cell: u32) {
+    let DeltaHeads { value, key_dim, value_dim, .. } = heads;
+    for h in (0..value).map(|h| cell * value + h) {
+        let pending = |i: u32| memory.f32(args.pending, h * (key_dim + value_dim + 4) + i);
+        let alpha = pending(key_dim + value_dim);
+        let values: Vec<f32> = (0..key_dim * value_dim)
+            .map(|i| {
+                let product = f64::from(pending(i / value_dim)) * f64::from(pending(key_dim + i % value_dim));
+                let old = memory.f32(args.state, h * key_dim * value_dim + i);
+                (f64::from(alpha) * f64::from(old) + product) as f32
+            })
+            .collect();
+        for (i, value) in (0..).zip(values) {
+            memory.set_f32(args.state, h * key_dim * value_dim + i, value);
+        }
     }
 }
 
@@ -340,10 +365,11 @@ fn step_cases(form: Form) {
         };
         let args = step_args(&mut cases, &layer, &rows, &x, &cells, y, form);
         cases.expect(args.state, Expect::Floats(STEP));
-        cases.recording.call(delta_step("delta".to_owned(), heads, (count, 0), form == Form::Packed, flow, args));
+        cases.recording.call(delta_step("delta".to_owned(), heads, (count, 1), form == Form::Packed, flow, args));
         made.push((layer, cells, rows, tokens, sequences, args));
     }
     let reference = cases.reference();
+    let mut after = reference.clone();
     for (layer, cells, rows, tokens, sequences, args) in made {
         let what = format!("{:?}", layer.heads);
         for (row, sequence) in sequences.into_iter().enumerate() {
@@ -379,7 +405,8 @@ fn step_cases(form: Form) {
                 let near = (f64::from(found) - wanted).abs() <= limit * (1.0 + wanted.abs());
                 assert!(near, "{what}, row {row}, {i}: {found} instead of {wanted}");
             }
-            cells.check(&reference, (args.state, args.window), rows[row][2], &sequence, 1e-6);
+            add_pending(&mut after, layer.heads, &args, rows[row][2]);
+            cells.check(&after, (args.state, args.window), rows[row][2], &sequence, 2e-6);
         }
     }
     let vulkan = Vulkan::new();
@@ -431,8 +458,11 @@ fn tokens_that_may_be_taken_back() {
             false => Flow::NONE,
         };
         let width = heads.output();
-        let pending =
-            cases.output("pending", heads.pending_bytes(CELLS, MOST_PENDING) as usize / 4, Expect::Floats(STEP));
+        let pending = cases.output(
+            "several.pending",
+            heads.pending_bytes(CELLS, MOST_PENDING) as usize / 4,
+            Expect::Floats(STEP),
+        );
         let mut weights: Option<DeltaStepArgs> = None;
         // The number of tokens in the step, and how many tokens of the step before are accepted.
         for (step, (tokens, accepted)) in [(3u32, 0usize), (4, 2), (1, 1)].into_iter().enumerate() {
@@ -479,7 +509,7 @@ fn tokens_that_may_be_taken_back() {
             for row in rows.iter().step_by(tokens as usize) {
                 settled[(row[2] * SLOT_WORDS + SLOT_SETTLED) as usize] = row[1] - accepted as u32;
             }
-            let slots = cases.words("slots", &settled);
+            let slots = cases.words("several.slots", &settled);
             let args = DeltaStepArgs { state: base.state, window: base.window, pending, slots, ..first };
             cases.expect(args.state, Expect::Floats(STEP));
             let label = "delta".to_owned();
@@ -744,6 +774,11 @@ fn blocks_do_what_tokens_one_by_one_do() {
                 let rows = cases.words("rows", &table.concat());
                 let fault = cases.words("fault", &[0]);
                 let y = cases.output("y", ((length + 2) * width) as usize, Expect::Any);
+                let pending = cases.output("pending", heads.pending_bytes(CELLS, 1) as usize / 4, Expect::Any);
+                // Cell 0 contains the prompt; in cell 1, every token but the first has one pending before it.
+                let mut settled = vec![0; (CELLS * SLOT_WORDS) as usize];
+                settled[SLOT_SETTLED as usize] = length;
+                let slots = cases.words("slots", &settled);
                 for row in 0..length + 2 {
                     let (x_bytes, y_bytes) = (u64::from(layer.stride) * 4, u64::from(width) * 4);
                     let args = DeltaStepArgs {
@@ -755,8 +790,8 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         norm: o.norm,
                         state: o.state,
                         window: o.window,
-                        pending: y.none(),
-                        slots: y.none(),
+                        pending,
+                        slots,
                         y: y.part(u64::from(row) * y_bytes, y_bytes),
                         fault,
                         stride: layer.stride,
@@ -765,7 +800,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         x_tag: 0,
                         y_tag: 0,
                     };
-                    cases.recording.call(delta_step(format!("token.{row}"), heads, (1, 0), false, Flow::NONE, args));
+                    cases.recording.call(delta_step(format!("token.{row}"), heads, (1, 1), false, Flow::NONE, args));
                 }
                 let memory = bench.run(&cases.recording, &cases.before());
                 let (mut worst, mut what, mut squares, mut count) = (0.0f64, String::new(), 0.0, 0.0);

@@ -89,6 +89,20 @@ pub enum Split {
     },
 }
 
+/// The number of invocations of a combining workgroup that work on the same splits, one for each quad of the output.
+const COMBINED_QUADS: u32 = 32;
+
+/// Returns the number of workgroups that combine the splits of a row and KV head: none if one split's workgroup has an
+/// invocation for each quad of the output. With fewer invocations it takes several turns, each as long as a read of
+/// the splits' results.
+fn combiners(heads: Heads, threads: u32) -> u32 {
+    let quads = heads.group() * heads.dim / 4;
+    match quads > threads && (heads.dim / 4).is_multiple_of(COMBINED_QUADS) && threads >= MOST_SPLITS {
+        true => quads / COMBINED_QUADS,
+        false => 0,
+    }
+}
+
 /// Returns the call for the attention of a step's rows, split along their contexts, with workgroups of `threads`
 /// invocations. With `packed`, the output is packed for the next product, and its stride counts blocks of 32 columns.
 #[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
@@ -103,12 +117,15 @@ pub fn flash_decode(
     args: AttentionArgs,
 ) -> Call {
     assert!(serves(heads) && (!packed || flow.output.is_none()), "{heads:?}, packed {packed}");
-    let (planned, groups) = match split {
+    // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any order.
+    let waits = flow.output.is_some() && matrices == Matrices::Cooperative;
+    let (planned, combiners, groups) = match split {
         Split::Evenly { rows, splits } => {
             assert!(splits <= MOST_SPLITS, "{splits} splits");
-            (0, [splits, heads.kv, rows])
+            let combiners = if waits && splits > 1 { combiners(heads, threads) } else { 0 };
+            (0, combiners, [splits + combiners, heads.kv, rows])
         }
-        Split::Planned { units } => (1, [units, heads.kv, 1]),
+        Split::Planned { units } => (1, 0, [units, heads.kv, 1]),
     };
     let constants = FlashDecodeConstants {
         threads,
@@ -122,9 +139,8 @@ pub fn flash_decode(
         planned,
         packed: u32::from(packed),
         gated: u32::from(heads.gated),
-        // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any
-        // order.
-        waits: u32::from(flow.output.is_some() && matrices == Matrices::Cooperative),
+        waits: u32::from(waits),
+        combiners,
     };
     // The argument block is the same as `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };

@@ -28,6 +28,7 @@ test: setup-test
 
 test-full: test
 	$(CARGO) test --locked --test model -- --ignored batches:: demo::
+	$(CARGO) test --locked --test kernels -- --ignored codes::
 
 fmt:
 	$(CARGO) fmt

@@ -56,7 +56,6 @@ pub fn compile() {
             }
         }
         let reflection = reflect(&variant.file, &words);
-        let stem = stem(&variant.file);
         let path =
             PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{}.spv", variant.name));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
@@ -82,18 +81,28 @@ pub fn compile() {
             multiplies_matrices(&words),
         )
         .expect("writing to a string");
-        match seen.get(&variant.file) {
+        match seen.get_mut(&variant.file) {
             None => {
-                write_structs(&mut out, &stem, &variant.file, &reflection);
                 seen.insert(variant.file.clone(), reflection);
             }
-            Some(first) => assert!(
-                *first == reflection,
-                "{}: variant {} has another argument block or other constants than the first variant of its file",
-                variant.file.display(),
-                variant.name
-            ),
+            // A variant may have further constants after those of the others; a pipeline ignores values of constants
+            // that its shader does not have.
+            Some(most) => {
+                let same = most.constants.iter().zip(&reflection.constants).all(|(a, b)| a == b);
+                assert!(
+                    same && most.fields == reflection.fields && most.push_bytes == reflection.push_bytes,
+                    "{}: variant {} has another argument block or other constants than the other variants of its file",
+                    variant.file.display(),
+                    variant.name
+                );
+                if reflection.constants.len() > most.constants.len() {
+                    *most = reflection;
+                }
+            }
         }
+    }
+    for (file, reflection) in &seen {
+        write_structs(&mut out, &stem(file), file, reflection);
     }
     writeln!(out, "/// Every compiled shader, ordered by name.\npub static SHADERS: &[Shader] = &[\n{table}];\n")
         .expect("writing to a string");

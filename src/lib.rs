@@ -1,6 +1,6 @@
 //! Ostinato: an inference server for language models on any Vulkan 1.3 GPU, with a gRPC interface.
 //!
-//! Modules import in one direction only, which `tests/tree/tidy.rs` checks: `config → device → memory → kernels → actors →
+//! Modules import in one direction only, which `tests/tree/tidy.rs` checks: `config, quant → device → memory → kernels → actors →
 //! model → engine → replica → host → gpu, service → measure → cli`. `gpu` and `service` do not import each other. Every
 //! module may import `telemetry`, which imports none of them.
 
@@ -18,6 +18,7 @@ pub mod kernels;
 pub mod measure;
 pub mod memory;
 pub mod model;
+pub mod quant;
 pub mod replica;
 pub mod service;
 pub mod telemetry;

@@ -18,6 +18,10 @@
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint PREFILL = 0;
 layout(constant_id = 2) const uint TAGGED = 0;
+#if WEIGHT == 3
+layout(constant_id = 3) const uint CODES = 0x5024; // the weights' format
+#include "codes.glsl"
+#endif
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer RowsOut { uvec4 v[]; };
 
@@ -67,12 +71,16 @@ void main() {
     uint c = gl_GlobalInvocationID.x;
     if (c >= chunks || token < part_first || token - part_first >= part_rows) return;
     vec4 a, b;
-#if LAYOUT == 1
+#if LAYOUT == 1 && WEIGHT == 3
+    load_fragment_codes8(embedding, token - part_first, c, chunks, a, b);
+#elif LAYOUT == 1
     uint r = (token - part_first) % 16u, g = 2u * (r / 4u) + r % 2u;
     uint block = (token - part_first) / 16u * ((chunks + 3u) / 4u) + c / 4u;
     uvec4 low = embedding.v[block * 64u + g * 4u + c % 4u], high = embedding.v[block * 64u + 32u + g * 4u + c % 4u];
     bool second = (r / 2u) % 2u == 1u;
     unpack8(uvec4(second ? low.zw : low.xy, second ? high.zw : high.xy), a, b);
+#elif WEIGHT == 3
+    load_codes8(embedding, token - part_first, c, chunks, a, b);
 #elif WEIGHT == 2
     uint base = ((token - part_first) * chunks + c) * 2u;
     a = uintBitsToFloat(embedding.v[base]);

@@ -6,7 +6,7 @@
 //            that the norm needs no dispatch of its own
 // epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
 //            y[n/2] = silu(gate)·up. s is the norm's scale, 1 without NORM
-// weight     [N][chunks·8] in the variant's format;  x [rows][x_stride] f32;  y [rows][y_stride] f32
+// weight     [N][chunks·8] in the variant's format (codes: `codes.glsl`);  x [rows][x_stride] f32;  y [rows][y_stride] f32
 //
 // One workgroup computes ROWS rows of W (2 or 4) for one row of x. All its invocations split K: per iteration, an
 // invocation loads 16 bytes of each W row (512 contiguous bytes per subgroup of 32; twice as much in f32). x is read
@@ -20,6 +20,10 @@ layout(constant_id = 1) const uint NORM = 0;
 layout(constant_id = 2) const uint BIAS = 0;
 layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint ROWS = 2;
+#if WEIGHT == 3
+layout(constant_id = 5) const uint CODES = 0x5024; // the weights' format
+#include "codes.glsl"
+#endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
@@ -59,7 +63,7 @@ void main() {
     float square = 0.0;
     for (uint c = t; c < chunks; c += gl_WorkGroupSize.x) {
         vec4 xa = x.v[xo + c * 2u], xb = x.v[xo + c * 2u + 1u];
-#if WEIGHT != 2
+#if WEIGHT < 2
         uvec4 w[ROWS];
         [[unroll]] for (uint r = 0u; r < ROWS; r++) w[r] = weight.v[base[r] + c];
 #endif
@@ -70,7 +74,9 @@ void main() {
         }
         [[unroll]] for (uint r = 0u; r < ROWS; r++) {
             vec4 a, b;
-#if WEIGHT == 2
+#if WEIGHT == 3
+            load_codes8(weight, min(first + r, n - 1u), c, chunks, a, b);
+#elif WEIGHT == 2
             a = uintBitsToFloat(weight.v[(base[r] + c) * 2u]);
             b = uintBitsToFloat(weight.v[(base[r] + c) * 2u + 1u]);
 #else

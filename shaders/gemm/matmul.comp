@@ -14,6 +14,10 @@ layout(local_size_x = 256) in;
 layout(constant_id = 0) const uint NORM = 0;
 layout(constant_id = 1) const uint BIAS = 0;
 layout(constant_id = 2) const uint EPILOGUE = 0;
+#if WEIGHT == 3
+layout(constant_id = 3) const uint CODES = 0x5024; // the weights' format
+#include "codes.glsl"
+#endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
@@ -63,7 +67,9 @@ void main() {
                     b *= norm.v[c * 2u + 1u];
                 }
             } else {
-#if WEIGHT == 2
+#if WEIGHT == 3
+                load_codes8(weight, wr, c, chunks, a, b);
+#elif WEIGHT == 2
                 a = uintBitsToFloat(weight.v[(wr * chunks + c) * 2u]);
                 b = uintBitsToFloat(weight.v[(wr * chunks + c) * 2u + 1u]);
 #else

@@ -17,7 +17,7 @@ layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer Wor
 float bf16_low(uint w) { return uintBitsToFloat(w << 16); }
 float bf16_high(uint w) { return uintBitsToFloat(w & 0xffff0000u); }
 
-// The weight format of the shader variant: 0 is bfloat16, 1 is float16, 2 is float32.
+// The weight format of the shader variant: 0 is bfloat16, 1 is float16, 2 is float32, 3 is codes (`codes.glsl`).
 #ifndef WEIGHT
 #define WEIGHT 0
 #endif

@@ -25,6 +25,10 @@ layout(constant_id = 2) const uint CHOSEN = 2;
 layout(constant_id = 3) const uint SHARED = 0;
 layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count` holds the number
 layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
+#if WEIGHT == 3
+layout(constant_id = 6) const uint CODES = 0x5024; // the weights' format
+#include "codes.glsl"
+#endif
 
 layout(buffer_reference, std430, buffer_reference_align = 8) readonly restrict buffer ChoicesIn { uvec2 v[]; };
 
@@ -61,9 +65,13 @@ uvec4 load(bool of_shared, uint at) {
     return word;
 }
 
-// Loads eight values of W from chunk `at` on.
-void load8(bool of_shared, uint at, out vec4 a, out vec4 b) {
-#if WEIGHT == 2
+// Loads eight values of row `row` of W, whose rows have `each` chunks, from chunk `c` on.
+void load8(bool of_shared, uint row, uint c, uint each, out vec4 a, out vec4 b) {
+    uint at = row * each + c;
+#if WEIGHT == 3
+    if (SHARED == 1u && of_shared) load_codes8(shared_weight, row, c, each, a, b);
+    else load_codes8(weight, row, c, each, a, b);
+#elif WEIGHT == 2
     a = uintBitsToFloat(load(of_shared, at * 2u));
     b = uintBitsToFloat(load(of_shared, at * 2u + 1u));
 #else
@@ -109,7 +117,7 @@ void main() {
         }
         [[unroll]] for (uint r = 0u; r < ROWS; r++) {
             vec4 a, b;
-            load8(other, (base + first + r) * each + c, a, b);
+            load8(other, base + first + r, c, each, a, b);
             acc[r] += dot(a, xa) + dot(b, xb);
         }
     }

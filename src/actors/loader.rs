@@ -6,7 +6,7 @@ use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
-use crate::memory::pack::{Format, Layout, Packing, Rows, pack};
+use crate::memory::pack::{Format, Layout, Packing, Rows, SourceFormat, pack};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
 use crate::telemetry::clock::Moment;
@@ -81,28 +81,35 @@ pub struct TensorSource {
     /// The number of columns.
     pub cols: u32,
     /// Number format in the file.
-    pub format: Format,
+    pub format: SourceFormat,
     /// The packed row that row 0 becomes.
     pub first_row: u32,
     /// Distance in packed rows between consecutive source rows; at least 1.
     pub row_step: u32,
+    /// Distance in rows of the file between consecutive source rows; at least 1.
+    pub stride: u32,
     /// A constant added to every number, in f32.
     pub plus: f32,
 }
 
 impl TensorSource {
     fn row_bytes(&self) -> u64 {
-        u64::from(self.cols) * self.format.bytes() as u64
+        self.format.row_bytes(self.cols)
     }
 
     fn range(&self) -> Range<u64> {
-        self.offset..self.offset.saturating_add(self.row_bytes() * u64::from(self.rows))
+        let last = u64::from(self.rows.saturating_sub(1)).saturating_mul(u64::from(self.stride));
+        let rows = if self.rows == 0 { 0 } else { last.saturating_add(1) };
+        self.offset..self.offset.saturating_add(self.row_bytes().saturating_mul(rows))
     }
 
-    /// The byte range of `rows` in the file.
+    /// The byte range of `rows` in the file, which ends with the last of them.
     fn bytes_of(&self, rows: &Range<u32>) -> Range<u64> {
-        let at = |row: u32| self.offset + u64::from(row) * self.row_bytes();
-        at(rows.start)..at(rows.end)
+        let at = |row: u32| self.offset + u64::from(row) * u64::from(self.stride) * self.row_bytes();
+        match rows.is_empty() {
+            true => at(rows.start)..at(rows.start),
+            false => at(rows.start)..at(rows.end - 1) + self.row_bytes(),
+        }
     }
 }
 
@@ -236,8 +243,8 @@ pub enum LoadError {
         /// The packed tensor's columns.
         packed_cols: u32,
     },
-    /// The layout does not support the number format: fragments need a 2-byte format.
-    #[error("{name} cannot be packed as fragments of {format:?}: they need a 2-byte format")]
+    /// The layout does not support the number format: fragments need a 2-byte format or codes.
+    #[error("{name} cannot be packed as fragments of {format:?}: they need a 2-byte format or codes")]
     NotPackable {
         /// The tensor's name.
         name: String,
@@ -602,7 +609,7 @@ fn fill(
         let rows = packed_rows(&tensor.packing, &(begin..end));
         let here = needed.iter().map(|source| (*source, source_rows(source, &rows))).filter(|(_, of)| !of.is_empty());
         let here: Vec<(&TensorSource, Range<u32>)> = here.collect();
-        let lengths = here.iter().map(|(source, of)| source.row_bytes() * u64::from(of.end - of.start));
+        let lengths = here.iter().map(|(source, of)| source.bytes_of(of)).map(|bytes| bytes.end - bytes.start);
         let total = lengths.sum::<u64>() as usize;
         if buffers.band.len() < total {
             buffers.band.resize(total, 0);
@@ -620,12 +627,19 @@ fn fill(
                 cols: source.cols,
                 first_row: source.first_row + of.start * source.row_step,
                 row_step: source.row_step,
+                stride: source.stride,
                 plus: source.plus,
             });
         }
         read += started.elapsed();
+        // Whole units: a row of codes may be larger than a tile.
+        let unit = tensor.packing.unit_bytes();
+        let tile_bytes = (TILE as u64 / unit).max(1) * unit;
+        if (buffers.tile.len() as u64) < tile_bytes {
+            buffers.tile.resize(tile_bytes as usize, 0);
+        }
         while begin < end {
-            let tile_end = end.min(begin + buffers.tile.len() as u64);
+            let tile_end = end.min(begin + tile_bytes);
             let tile = &mut buffers.tile[..(tile_end - begin) as usize];
             pack(&tensor.packing, &sources, begin..tile_end, tile);
             put(begin - part.start, tile);
@@ -652,7 +666,7 @@ fn source_rows(source: &TensorSource, rows: &Range<u32>) -> Range<u32> {
 /// Validates everything about a tensor that can be checked before it is read.
 fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
     let LoadTensor { name, target, offset, packing, sources } = tensor;
-    if packing.layout == Layout::Fragments && packing.format.bytes() != 2 {
+    if packing.layout == Layout::Fragments && packing.format == Format::F32 {
         return Err(LoadError::NotPackable { name: name.clone(), format: packing.format });
     }
     let end = offset.checked_add(packing.bytes());
@@ -667,8 +681,10 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
     }
     for source in sources {
         let last = u64::from(source.first_row) + u64::from(source.rows.saturating_sub(1)) * u64::from(source.row_step);
-        let fits =
-            source.cols <= packing.cols && source.row_step > 0 && (source.rows == 0 || last < u64::from(packing.rows));
+        let fits = source.cols <= packing.cols
+            && source.row_step > 0
+            && source.stride > 0
+            && (source.rows == 0 || last < u64::from(packing.rows));
         if !fits {
             return Err(LoadError::Outside {
                 name: name.clone(),
@@ -816,9 +832,10 @@ mod tests {
             offset: 0,
             rows: 10,
             cols: 1,
-            format: Format::Bf16,
+            format: SourceFormat::Numbers(Format::Bf16),
             first_row: 1,
             row_step: 2,
+            stride: 1,
             plus: 0.0,
         };
         assert_eq!(source_rows(&source, &(0..1)), 0..0);

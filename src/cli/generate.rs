@@ -2,7 +2,7 @@
 //! the same code prints them.
 
 use super::{Usage, cache_directory, progress};
-use crate::config::{Bytes, Config, DEMO_PATH, Model, file};
+use crate::config::{Bytes, Config, DEMO_PATH, Model, Quantize, file};
 use crate::gpu::devices::start;
 use crate::service::generation::{Generation, Surroundings};
 use crate::service::prepare::prepare;
@@ -25,8 +25,8 @@ const BUFFER: usize = 1 << 16;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Generate {
-    /// Folder of a checkpoint, or an embedded demo model: `demo` or `demo-hybrid`. With --server, the name of a served
-    /// model. Default: `demo`, or the server's only model.
+    /// Folder of a checkpoint, a GGUF file, or an embedded demo model: `demo` or `demo-hybrid`. With --server, the name of
+    /// a served model. Default: `demo`, or the server's only model.
     #[arg(long, value_name = "DIR")]
     model: Option<String>,
     /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice.
@@ -105,6 +105,10 @@ pub(crate) struct Generate {
     /// Maximum number of tokens in a prompt chunk.
     #[arg(long, value_name = "N")]
     prefill_chunk: Option<u32>,
+    /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
+    /// 7.3 %)
+    #[arg(long, conflicts_with = "server")]
+    quantize: Option<Quantize>,
     /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
     /// as are worthwhile.
     #[arg(long)]
@@ -305,6 +309,10 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     model.context = args.context;
     model.memory_limit = args.memory_limit;
     model.prefill_chunk = args.prefill_chunk;
+    model.quantize = args.quantize;
+    if let Some(quantize) = args.quantize {
+        tracing::info!("{quantize}");
+    }
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     let mut config = Config { models: vec![model], ..Config::default() };

@@ -73,9 +73,12 @@ enum Command {
 struct Synth {
     #[command(flatten)]
     shape: Shape,
-    /// The folder to write.
+    /// The folder to write; with --gguf, the file.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
+    /// Write a GGUF file with weights of this type, such as Q4_K_M, Q8_0 or BF16. An unknown type lists all of them.
+    #[arg(long, value_name = "TYPE")]
+    gguf: Option<String>,
     /// Seed of the random weights; the same seed gives the same weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -126,10 +129,10 @@ pub fn main() -> ExitCode {
         Command::Worker => return crate::model::worker::serve(),
         Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
-            let Synth { shape: Shape { arch, config }, out, seed, dtype, layers, shard_size } = args;
+            let Synth { shape: Shape { arch, config }, out, gguf, seed, dtype, layers, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
-            synth::run(arch.as_deref(), config.as_deref(), layers, &out, seed, dtype, shard_bytes)
-                .map_err(anyhow::Error::from)
+            let shape = (arch.as_deref(), config.as_deref(), layers);
+            synth::run(shape, &out, gguf.as_deref(), seed, dtype, shard_bytes).map_err(anyhow::Error::from)
         }
     };
     match result {

@@ -8,17 +8,41 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::config::file;
 use crate::model::config::Dtype;
+use crate::model::gguf::write::{FileType, convert};
 use crate::model::synth::{self, SynthError, SynthOptions};
 
 /// Minimum interval between two plain lines of progress.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Writes the checkpoint of a built-in shape (`arch`) or of a config.json (`config`) into the folder `out`, with
-/// `layers` layers if given. Shows progress on stderr and prints one line with the result to stdout.
+/// `layers` layers if given; with `gguf`, as a GGUF file `out` of that type. Shows progress on stderr and prints one
+/// line with the result to stdout.
 pub(crate) fn run(
-    arch: Option<&str>,
-    config: Option<&Path>,
-    layers: Option<u32>,
+    shape: (Option<&str>, Option<&Path>, Option<u32>),
+    out: &Path,
+    gguf: Option<&str>,
+    seed: u64,
+    dtype: Option<Dtype>,
+    shard_bytes: Option<u64>,
+) -> Result<(), SynthError> {
+    let Some(kind) = gguf else { return folder(shape, out, seed, dtype, shard_bytes) };
+    let kind = FileType::from_name(kind)?;
+    // The folder of the same weights, beside the file.
+    let between = out.with_extension("safetensors.tmp");
+    let written = folder(shape, &between, seed, dtype, shard_bytes).and_then(|()| {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        Ok(convert(&between, out, kind, threads)?)
+    });
+    // What could not be removed is named after the file, so that it can be found.
+    let _ = std::fs::remove_dir_all(&between);
+    let written = written?;
+    let why = written.no_text.map(|why| format!("; without a tokenizer: {why}")).unwrap_or_default();
+    println!("{}: {} in {} tensors{why}", out.display(), bytes(written.bytes), written.tensors);
+    Ok(())
+}
+
+fn folder(
+    (arch, config, layers): (Option<&str>, Option<&Path>, Option<u32>),
     out: &Path,
     seed: u64,
     dtype: Option<Dtype>,

@@ -16,7 +16,9 @@ use serde::Deserialize;
 pub use admin::AdminConfig;
 pub use bytes::Bytes;
 pub use load::{ConfigError, Problem, Sources, from_sources};
-pub use models::{DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Placement, embedded};
+pub use models::{
+    DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Placement, Quantize, embedded,
+};
 pub use selector::{DeviceNames, Selector, SelectorError};
 pub use server::{Server, TlsConfig};
 pub use telemetry::{GpuTime, Telemetry};

@@ -260,7 +260,12 @@ impl Devices {
         let cache = self.runtime.cache_directory.as_deref();
         let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
         match Checkpoint::open(&path) {
-            Ok(checkpoint) => Ok((path, checkpoint)),
+            Ok(mut checkpoint) => {
+                if let Some(to) = model.quantize {
+                    checkpoint.quantize(to);
+                }
+                Ok((path, checkpoint))
+            }
             Err(source) => Err(StartError::Checkpoint { model: model.name.clone(), path, source }),
         }
     }

@@ -1,12 +1,11 @@
 //! `embed_rows`, the embedding lookup: it determines the token, position and slot of each row of a step and writes its
 //! embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice of the prompts of a step.
 
-use super::host_memory::HostMemory;
+use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::Call;
 use super::shaders::{EmbedRowsArgs, EmbedRowsConstants};
 use super::tags::{Flow, tagged};
-use super::{Format, format_of, state};
-use crate::memory::pack::fragment_index;
+use super::{Format, codes_word, format_of, state};
 
 /// The source of a step's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -145,7 +144,7 @@ pub struct PromptRows<'a> {
 /// over several allocations takes one call per allocation.
 ///
 /// # Panics
-/// If a table in fragment order is not in bfloat16.
+/// If a table in fragment order is neither in bfloat16 nor of codes.
 pub fn embed_rows(
     label: String,
     table: Table,
@@ -160,10 +159,17 @@ pub fn embed_rows(
         (Format::F16, false) => "embed_rows.f16",
         (Format::F32, false) => "embed_rows.f32",
         (Format::Bf16, true) => "embed_rows.bf16.fragments",
+        (Format::Codes(_), false) => "embed_rows.codes",
+        (Format::Codes(_), true) => "embed_rows.codes.fragments",
         (format, true) => panic!("no kernel reads {format:?} in fragment order"),
     };
     let threads = 64;
-    let constants = EmbedRowsConstants { threads, prefill: u32::from(from == RowsFrom::Chunk), tagged: flow.code() };
+    let constants = EmbedRowsConstants {
+        threads,
+        prefill: u32::from(from == RowsFrom::Chunk),
+        tagged: flow.code(),
+        codes: codes_word(table.format),
+    };
     let (x, args) = (args.x, EmbedRowsArgs { x_tag: flow.output.unwrap_or(0), ..args });
     let call = Call {
         kernel,
@@ -179,7 +185,8 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
     let args = EmbedRowsArgs::from_args(&call.args);
     let constants = EmbedRowsConstants::from_values(&call.constants);
     let fragments = call.kernel.ends_with(".fragments");
-    let format = if fragments { Format::Bf16 } else { format_of(call.kernel) };
+    let format = format_of(call.kernel, constants.codes);
+    let matrix = PackedMatrix { range: args.embedding, format, fragments, cols: args.chunks * 8 };
     for row in 0..call.groups[1] {
         let (token, position, slot, valid) = if constants.prefill == 1 {
             let prompt =
@@ -208,12 +215,7 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
             continue;
         }
         for i in 0..args.chunks * 8 {
-            let from = token - args.part_first;
-            let at = match fragments {
-                true => fragment_index(from, i, (args.chunks * 8).next_multiple_of(32)) as u32,
-                false => from * args.chunks * 8 + i,
-            };
-            let value = memory.weight(format, args.embedding, at);
+            let value = memory.element(&matrix, token - args.part_first, i);
             match constants.tagged {
                 3 => memory.set_u32(args.x, row * args.x_stride + i, tagged(value, args.x_tag)),
                 _ => memory.set_f32(args.x, row * args.x_stride + i, value),

@@ -1,6 +1,7 @@
 //! The buffers of a recording in host memory, on which the interpreter computes. Not here: anything of a GPU.
 
 use super::recording::{Range, Recording};
+use crate::memory::pack::{Layout, Packing, codes, fragment_index};
 use half::{bf16, f16};
 
 /// The contents of a recording's buffers, as 32-bit words.
@@ -8,6 +9,29 @@ use half::{bf16, f16};
 pub struct HostMemory {
     /// The words of each buffer, by buffer index.
     pub buffers: Vec<Vec<u32>>,
+}
+
+/// A weight matrix as a reference reads it.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedMatrix {
+    /// The matrix.
+    pub range: Range,
+    /// The format of its numbers.
+    pub format: super::Format,
+    /// Whether it is in fragment order; otherwise it is row-major.
+    pub fragments: bool,
+    /// The number of columns without padding.
+    pub cols: u32,
+}
+
+impl PackedMatrix {
+    fn layout(&self) -> Layout {
+        if self.fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } }
+    }
+
+    fn padded_cols(&self) -> u32 {
+        Packing { rows: 1, cols: self.cols, layout: self.layout(), format: self.format }.padded_cols()
+    }
 }
 
 impl HostMemory {
@@ -66,24 +90,40 @@ impl HostMemory {
         self.set_u16(range, i, f16::from_f32(value).to_bits());
     }
 
-    /// Returns weight `i` of a range in the given format.
+    /// Returns number `i` of a range in the given format.
+    ///
+    /// # Panics
+    /// If the format is of codes.
     pub fn weight(&self, format: super::Format, range: Range, i: u32) -> f32 {
         match format {
             super::Format::Bf16 => bf16::from_bits(self.u16(range, i)).to_f32(),
             super::Format::F16 => self.f16(range, i),
             super::Format::F32 => self.f32(range, i),
+            super::Format::Codes(_) => panic!("codes are read as elements of a matrix"),
+        }
+    }
+
+    /// Returns the weight in row `row` and column `col` of a matrix.
+    pub fn element(&self, matrix: &PackedMatrix, row: u32, col: u32) -> f32 {
+        let padded = matrix.padded_cols();
+        match (matrix.format, matrix.layout()) {
+            (super::Format::Codes(codes), layout) => {
+                codes::element(codes, layout, padded, (row, col), |word| self.u32(matrix.range, word as u32))
+            }
+            (format, Layout::RowMajor { .. }) => self.weight(format, matrix.range, row * padded + col),
+            (format, Layout::Fragments) => self.weight(format, matrix.range, fragment_index(row, col, padded) as u32),
         }
     }
 
     /// Sets 16-bit number `i` of a range in the given format, rounded to nearest even.
     ///
     /// # Panics
-    /// If the format is f32.
+    /// If the format is not a 16-bit format.
     pub fn set_number(&mut self, format: super::Format, range: Range, i: u32, value: f32) {
         match format {
             super::Format::Bf16 => self.set_u16(range, i, bf16::from_f32(value).to_bits()),
             super::Format::F16 => self.set_f16(range, i, value),
-            super::Format::F32 => panic!("f32 has 32 bits"),
+            super::Format::F32 | super::Format::Codes(_) => panic!("{format:?} is no 16-bit format"),
         }
     }
 

@@ -21,18 +21,56 @@ pub mod state;
 pub mod tags;
 
 use crate::memory::pack::Format;
+use crate::quant::number::Number;
+use crate::quant::{Codes, Minimum};
 use host_memory::HostMemory;
 use recording::Call;
 
 /// Returns the number format in a kernel's variant name, for example `gemv.bf16` or `tiled.f16.plain`. Names without
-/// one mean bfloat16.
-pub fn format_of(kernel: &str) -> Format {
+/// one mean bfloat16. `codes` is the value of the constant of that name, for variants with codes.
+pub fn format_of(kernel: &str, codes: u32) -> Format {
     let format = |part: &str| match part {
         "f16" => Some(Format::F16),
         "f32" => Some(Format::F32),
+        "codes" => Some(Format::Codes(codes_of(codes))),
         _ => None,
     };
     kernel.split('.').find_map(format).unwrap_or(Format::Bf16)
+}
+
+/// Returns the value of a kernel's constant `codes` for weights in a format: `codes.glsl` describes it. 0 for formats
+/// without codes.
+pub fn codes_word(format: Format) -> u32 {
+    let Format::Codes(codes) = format else { return 0 };
+    let number = match codes.number {
+        Number::Affine => 0,
+        Number::E4m3 => 1,
+        Number::E2m1 => 2,
+        Number::E5m2 => 3,
+    };
+    let minimum = match codes.minimum {
+        Minimum::Stored => 1 << 14,
+        Minimum::Zero { halves } => u32::from(halves) << 16,
+    };
+    codes.bits | codes.group << 4 | number << 12 | minimum
+}
+
+/// Returns the format of a constant `codes`.
+fn codes_of(word: u32) -> Codes {
+    Codes {
+        bits: word & 15,
+        group: word >> 4 & 255,
+        number: match word >> 12 & 3 {
+            0 => Number::Affine,
+            1 => Number::E4m3,
+            2 => Number::E2m1,
+            _ => Number::E5m2,
+        },
+        minimum: match word >> 14 & 1 {
+            1 => Minimum::Stored,
+            _ => Minimum::Zero { halves: (word >> 16) as u16 },
+        },
+    }
 }
 
 /// A plain-Rust implementation of a kernel over the buffers of a recording, which defines what the kernel computes.
@@ -48,6 +86,8 @@ pub fn reference(kernel: &str) -> Reference {
         "embed_rows" => embed::reference_embed_rows,
         "gemv" => gemm::reference_gemv,
         "skinny" => gemm::skinny::reference_skinny,
+        "skinny_codes" => gemm::codes::reference_skinny_codes,
+        "expand_codes" => gemm::codes::reference_expand_codes,
         "matmul" => gemm::reference_matmul,
         "pack_rows" => gemm::tiled::reference_pack_rows,
         "panel" => gemm::panel::reference_panel,

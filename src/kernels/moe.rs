@@ -13,15 +13,15 @@ use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
 use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
 use super::gemm::{Activations, Epilogue, Matrix, swiglu};
-use super::host_memory::HostMemory;
+use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
 use super::shaders::{
     ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
     ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
 };
 use super::tags::{Flow, tagged};
-use super::{Format, fold, format_of};
-use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, fragment_index};
+use super::{Format, codes_word, fold, format_of};
+use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS};
 
 /// Sentinel: no expert, or no row.
 pub const NOBODY: u32 = u32::MAX;
@@ -440,6 +440,7 @@ impl Mlp {
             shared: shape.shared(),
             used: used.constant(),
             rows: ROWS,
+            codes: codes_word(weight.format),
         };
         let args = ExpertGemvArgs {
             weight: weight.range,
@@ -469,6 +470,7 @@ impl Mlp {
                 Format::Bf16 => "expert_gemv.bf16",
                 Format::F16 => "expert_gemv.f16",
                 Format::F32 => "expert_gemv.f32",
+                Format::Codes(_) => "expert_gemv.codes",
             },
             label: self.label_of(stage),
             constants: constants.into_values(),
@@ -573,31 +575,16 @@ fn sigmoid(x: f32) -> f64 {
     1.0 / (1.0 + (-f64::from(x)).exp())
 }
 
-/// The experts' matrices, as a reference reads them.
-struct Weights {
-    range: Range,
-    format: Format,
-    fragments: bool,
-    columns: u32,
-}
-
-impl Weights {
-    /// Returns the product of row `row` of the matrix with x, which has as many columns.
-    fn dot(&self, memory: &HostMemory, row: u32, x: &[f64]) -> f64 {
-        let padded = self.columns.next_multiple_of(if self.fragments { FRAGMENT_COLS } else { 8 });
-        let at = |i: u32| match self.fragments {
-            true => fragment_index(row, i, padded) as u32,
-            false => row * padded + i,
-        };
-        (0..self.columns).zip(x).map(|(i, x)| f64::from(memory.weight(self.format, self.range, at(i))) * x).sum()
-    }
+/// Returns the product of row `row` of a matrix with x, which has as many columns.
+fn dot(memory: &HostMemory, matrix: &PackedMatrix, row: u32, x: &[f64]) -> f64 {
+    (0..matrix.cols).zip(x).map(|(i, x)| f64::from(memory.element(matrix, row, i)) * x).sum()
 }
 
 /// The parameters that the references of both kernels share, for both stages.
 struct Stages {
     down: bool,
-    weights: Weights,
-    shared: Option<Weights>,
+    weights: PackedMatrix,
+    shared: Option<PackedMatrix>,
     x: Activations,
     norm: (Range, f32),
     y: Activations,
@@ -625,9 +612,9 @@ impl Stages {
                 (0..self.n).map(|i| f64::from(memory.f32(self.y.range, row * self.y.stride + i))).collect();
             for (place, (expert, _)) in (0..).zip(choices) {
                 let (weights, first, n) = of(*expert);
-                let x = line(memory, place * self.weights.columns.next_multiple_of(FRAGMENT_COLS), weights.columns);
+                let x = line(memory, place * self.weights.cols.next_multiple_of(FRAGMENT_COLS), weights.cols);
                 for r in 0..n {
-                    sums[r as usize] += weights.dot(memory, first + r, &x);
+                    sums[r as usize] += dot(memory, weights, first + r, &x);
                 }
             }
             for (i, sum) in (0..).zip(sums) {
@@ -635,12 +622,12 @@ impl Stages {
             }
             return;
         }
-        let x = super::gemm::normed(memory, line(memory, 0, self.weights.columns), self.norm.0, self.norm.1);
+        let x = super::gemm::normed(memory, line(memory, 0, self.weights.cols), self.norm.0, self.norm.1);
         for (place, (expert, share)) in (0..).zip(choices) {
             let (weights, first, n) = of(*expert);
             let to = row * self.y.stride + place * (self.n / 2).next_multiple_of(FRAGMENT_COLS);
             for i in 0..n / 2 {
-                let [gate, up] = [0, 1].map(|r| weights.dot(memory, first + 2 * i + r, &x));
+                let [gate, up] = [0, 1].map(|r| dot(memory, weights, first + 2 * i + r, &x));
                 set(memory, to + i, swiglu(gate, up) * share);
             }
         }
@@ -650,7 +637,7 @@ impl Stages {
 pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
     let a = ExpertSkinnyArgs::from_args(&call.args);
     let c = ExpertSkinnyConstants::from_values(&call.constants);
-    let weights = |range, columns| Weights { range, format: Format::Bf16, fragments: true, columns };
+    let weights = |range, cols| PackedMatrix { range, format: Format::Bf16, fragments: true, cols };
     let stages = Stages {
         down: c.stage == 1,
         weights: weights(a.weight, c.columns),
@@ -677,8 +664,8 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
     let a = ExpertGemvArgs::from_args(&call.args);
     let c = ExpertGemvConstants::from_values(&call.constants);
-    let format = format_of(call.kernel);
-    let weights = |range, columns| Weights { range, format, fragments: false, columns };
+    let format = format_of(call.kernel, c.codes);
+    let weights = |range, cols| PackedMatrix { range, format, fragments: false, cols };
     let shared_columns = if c.stage == 1 { a.shared_chunks * 8 } else { a.k };
     let stages = Stages {
         down: c.stage == 1,

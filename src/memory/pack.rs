@@ -2,11 +2,16 @@
 //! contiguous part of a packed tensor can be produced separately, so that parts are packed in parallel and streamed.
 //! Not here: files, threads, devices, and what a tensor means.
 
+pub mod codes;
+
+use crate::quant::Codes;
+use crate::quant::blocks::BlockType;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use std::fmt;
 use std::ops::Range;
 
-/// The number format of a checkpoint's tensor or of a packed tensor.
+/// The number format of a packed tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Format {
     /// bfloat16, 2 bytes.
@@ -15,14 +20,56 @@ pub enum Format {
     F16,
     /// IEEE single precision, 4 bytes.
     F32,
+    /// Codes with scales ([`codes`]).
+    Codes(Codes),
 }
 
 impl Format {
     /// The size of one number in bytes.
+    ///
+    /// # Panics
+    /// For codes, which do not have whole bytes each.
     pub const fn bytes(self) -> usize {
         match self {
             Format::Bf16 | Format::F16 => 2,
             Format::F32 => 4,
+            Format::Codes(_) => panic!("codes have no whole bytes each"),
+        }
+    }
+
+    /// The codes of a quantised format.
+    pub const fn codes(self) -> Option<Codes> {
+        match self {
+            Format::Codes(codes) => Some(codes),
+            _ => None,
+        }
+    }
+}
+
+/// The number format of a checkpoint's tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SourceFormat {
+    /// Numbers one after the other; never codes.
+    Numbers(Format),
+    /// Quantised blocks; a row is a whole number of them.
+    Blocks(BlockType),
+}
+
+impl SourceFormat {
+    /// The size in bytes of a row of `cols` columns.
+    pub fn row_bytes(self, cols: u32) -> u64 {
+        match self {
+            SourceFormat::Numbers(format) => u64::from(cols) * format.bytes() as u64,
+            SourceFormat::Blocks(blocks) => u64::from(cols) / blocks.elements() as u64 * blocks.bytes() as u64,
+        }
+    }
+}
+
+impl fmt::Display for SourceFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SourceFormat::Numbers(format) => write!(f, "{format:?}"),
+            SourceFormat::Blocks(blocks) => write!(f, "{blocks}"),
         }
     }
 }
@@ -37,7 +84,8 @@ pub enum Layout {
     },
     /// Matrix fragments: blocks of 16 rows × 32 columns, 1,024 bytes each, in the order in which 32 lanes load them, 16
     /// bytes per lane at a time (512 contiguous bytes per subgroup load). See [`fragment_index`]. Rows are padded with
-    /// zeros to a multiple of 16, columns to a multiple of 32. Only for 2-byte formats.
+    /// zeros to a multiple of 16, columns to a multiple of 32. Only for 2-byte formats and codes; for codes see
+    /// [`codes`].
     Fragments,
 }
 
@@ -72,15 +120,19 @@ impl Packing {
 
     /// The number of columns with padding.
     pub fn padded_cols(&self) -> u32 {
-        self.cols.next_multiple_of(match self.layout {
-            Layout::RowMajor { columns_multiple } => columns_multiple.max(1),
-            Layout::Fragments => FRAGMENT_COLS,
+        self.cols.next_multiple_of(match (self.format, self.layout) {
+            (Format::Codes(codes), _) => codes::unit_cols(codes),
+            (_, Layout::RowMajor { columns_multiple }) => columns_multiple.max(1),
+            (_, Layout::Fragments) => FRAGMENT_COLS,
         })
     }
 
     /// The size of one padded row in bytes. A row's numbers are contiguous only in `RowMajor`.
     pub fn row_bytes(&self) -> u64 {
-        u64::from(self.padded_cols()) * self.format.bytes() as u64
+        match self.format {
+            Format::Codes(codes) => codes::row_bytes(codes, self.layout, self.padded_cols()),
+            format => u64::from(self.padded_cols()) * format.bytes() as u64,
+        }
     }
 
     /// The size of the whole packed tensor in bytes.
@@ -97,11 +149,13 @@ impl Packing {
         }
     }
 
-    /// The size in bytes of the smallest part that [`pack`] can produce separately: a number or a fragment block.
+    /// The size in bytes of the smallest part that [`pack`] can produce separately: a number or a fragment block; of
+    /// codes a row or a block of 16 rows.
     pub fn unit_bytes(&self) -> u64 {
-        match self.layout {
-            Layout::RowMajor { .. } => self.format.bytes() as u64,
-            Layout::Fragments => FRAGMENT_BYTES as u64,
+        match (self.format, self.layout) {
+            (Format::Codes(_), _) => self.row_bytes() * u64::from(self.rows_of_unit()),
+            (format, Layout::RowMajor { .. }) => format.bytes() as u64,
+            (_, Layout::Fragments) => FRAGMENT_BYTES as u64,
         }
     }
 }
@@ -128,7 +182,7 @@ pub struct Rows<'a> {
     /// `rows × cols` numbers in row-major order, little endian, with any alignment.
     pub bytes: &'a [u8],
     /// The format of the numbers in `bytes`.
-    pub format: Format,
+    pub format: SourceFormat,
     /// The number of rows.
     pub rows: u32,
     /// The number of columns; further columns of the packed tensor are zero.
@@ -137,6 +191,9 @@ pub struct Rows<'a> {
     pub first_row: u32,
     /// The distance between the packed rows of consecutive source rows; at least 1.
     pub row_step: u32,
+    /// The distance in rows between consecutive source rows in `bytes`; at least 1. There are no bytes after the last
+    /// row.
+    pub stride: u32,
     /// A value added to every number, in f32, before it is rounded to the packed tensor's format.
     pub plus: f32,
 }
@@ -144,7 +201,7 @@ pub struct Rows<'a> {
 impl<'a> Rows<'a> {
     /// Returns packed row `row`, if it comes from this source.
     fn line(&self, row: u32) -> Option<Line<'a>> {
-        Some(Line { bytes: self.find(row)?, format: self.format, plus: self.plus })
+        Some(Line { bytes: self.find(row)?, format: self.format, cols: self.cols as usize, plus: self.plus })
     }
 
     /// Returns the source bytes of packed row `row`, if it comes from this source.
@@ -154,8 +211,8 @@ impl<'a> Rows<'a> {
         if !from_first.is_multiple_of(self.row_step) || index >= self.rows {
             return None;
         }
-        let row_bytes = self.cols as usize * self.format.bytes();
-        Some(&self.bytes[index as usize * row_bytes..][..row_bytes])
+        let row_bytes = self.format.row_bytes(self.cols) as usize;
+        Some(&self.bytes[index as usize * self.stride as usize * row_bytes..][..row_bytes])
     }
 }
 
@@ -163,25 +220,54 @@ impl<'a> Rows<'a> {
 #[derive(Clone, Copy)]
 struct Line<'a> {
     bytes: &'a [u8],
-    format: Format,
+    format: SourceFormat,
+    cols: usize,
     plus: f32,
 }
 
 impl Line<'_> {
     /// Whether the row's numbers can be copied unchanged into a packed tensor of this format.
     fn is(&self, format: Format) -> bool {
-        self.format == format && self.plus == 0.0
+        self.format == SourceFormat::Numbers(format) && self.plus == 0.0
     }
 
     /// The count of numbers in the row.
     fn numbers(&self) -> usize {
-        self.bytes.len() / self.format.bytes()
+        self.cols
     }
 
     /// Writes the row's numbers `range` in a packed tensor's format to `out`, which has room for exactly those.
     fn write(&self, range: Range<usize>, format: Format, out: &mut [u8]) {
-        let size = self.format.bytes();
-        convert(self.format, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
+        match self.format {
+            SourceFormat::Numbers(from) => {
+                let size = from.bytes();
+                convert(from, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
+            }
+            SourceFormat::Blocks(_) => {
+                let mut numbers = vec![0.0; self.cols];
+                self.floats(&mut numbers);
+                let (numbers, size) = (&numbers[range], format.bytes());
+                for (numbers, out) in numbers.chunks(BLOCK).zip(out.chunks_mut(BLOCK * size)) {
+                    narrow(numbers, format, out);
+                }
+            }
+        }
+    }
+
+    /// Writes all numbers of the row in f32.
+    fn floats(&self, out: &mut [f32]) {
+        match self.format {
+            SourceFormat::Numbers(format) => {
+                let size = format.bytes();
+                for (from, out) in self.bytes.chunks(BLOCK * size).zip(out.chunks_mut(BLOCK)) {
+                    widen(format, from, out);
+                }
+            }
+            SourceFormat::Blocks(blocks) => blocks.dequantize(self.bytes, out),
+        }
+        if self.plus != 0.0 {
+            out.iter_mut().for_each(|x| *x += self.plus);
+        }
     }
 }
 
@@ -201,9 +287,10 @@ pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut
     for source in sources {
         assert!(source.cols <= packing.cols && source.row_step > 0, "a source fits in {packing:?}");
     }
-    match packing.layout {
-        Layout::RowMajor { .. } => pack_rows(packing, sources, part.start, out),
-        Layout::Fragments => pack_fragments(packing, sources, part.start, out),
+    match (packing.format, packing.layout) {
+        (Format::Codes(codes), _) => codes::pack_codes(packing, codes, sources, part.start, out),
+        (_, Layout::RowMajor { .. }) => pack_rows(packing, sources, part.start, out),
+        (_, Layout::Fragments) => pack_fragments(packing, sources, part.start, out),
     }
 }
 
@@ -248,9 +335,10 @@ fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) 
     let source = sources.iter().find(|s| s.find(row).is_some())?;
     let same = source.line(row).is_some_and(|line| line.is(packing.format)) && source.cols == packing.padded_cols();
     let index = ((row - source.first_row) / source.row_step) as usize;
-    let rows = if source.row_step == 1 { most.min(source.rows as usize - index) } else { most.min(1) };
+    let rows =
+        if source.row_step == 1 && source.stride == 1 { most.min(source.rows as usize - index) } else { most.min(1) };
     let row_bytes = packing.row_bytes() as usize;
-    (same && rows > 0).then(|| &source.bytes[index * row_bytes..][..rows * row_bytes])
+    (same && rows > 0).then(|| &source.bytes[index * source.stride as usize * row_bytes..][..rows * row_bytes])
 }
 
 /// Implements [`pack`] for fragments; `start` is the part's first byte. Processes a block of 16 rows column by column,
@@ -322,6 +410,9 @@ fn weave<'a>(row: impl Fn(usize) -> &'a [u8; 64], out: &mut [u8; FRAGMENT_BYTES]
     }
 }
 
+/// The count of numbers that are converted at once.
+const BLOCK: usize = 64;
+
 /// Converts numbers and adds `plus`; `from` and `out` hold the same count of numbers. The conversion goes through f32,
 /// which represents every number of the other formats, so only the sum and the last step can round.
 fn convert(from_format: Format, from: &[u8], plus: f32, to_format: Format, out: &mut [u8]) {
@@ -336,7 +427,6 @@ fn convert(from_format: Format, from: &[u8], plus: f32, to_format: Format, out: 
         }
         return;
     }
-    const BLOCK: usize = 64;
     let mut numbers = [0f32; BLOCK];
     let blocks = from.chunks(BLOCK * from_format.bytes());
     for (from, out) in blocks.zip(out.chunks_mut(BLOCK * to_format.bytes())) {
@@ -372,6 +462,7 @@ fn widen(format: Format, from: &[u8], numbers: &mut [f32]) {
                 *x = f32::from_le_bytes(*b);
             }
         }
+        Format::Codes(_) => unreachable!("sources are of numbers or blocks"),
     }
 }
 
@@ -395,6 +486,7 @@ fn narrow(numbers: &[f32], format: Format, out: &mut [u8]) {
                 *b = x.to_le_bytes();
             }
         }
+        Format::Codes(_) => unreachable!("codes are packed by rows"),
     }
 }
 
@@ -423,6 +515,7 @@ mod tests {
             Format::Bf16 => bf16::from_f32(value).to_le_bytes().to_vec(),
             Format::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
             Format::F32 => value.to_le_bytes().to_vec(),
+            Format::Codes(_) => unreachable!("no numbers"),
         }
     }
 
@@ -431,6 +524,7 @@ mod tests {
             Format::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
             Format::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
             Format::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+            Format::Codes(_) => unreachable!("no numbers"),
         }
     }
 
@@ -485,7 +579,8 @@ mod tests {
         }
         let bytes: Vec<u8> = (0..rows * cols).flat_map(|i| (i as u16).to_le_bytes()).collect();
         let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
-        let source = Rows { bytes: &bytes, format: Format::Bf16, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
+        let format = SourceFormat::Numbers(Format::Bf16);
+        let source = Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
         let packed: Vec<u8> = truth.iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(whole(&packing, &[source]), packed);
     }
@@ -506,8 +601,8 @@ mod tests {
         let norm = tensor(Format::Bf16, 1, 7, |_, c| 1.0 + c as f32 / 128.0);
         let packing =
             Packing { rows: 1, cols: 7, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
-        let source =
-            Rows { bytes: &norm, format: Format::Bf16, rows: 1, cols: 7, first_row: 0, row_step: 1, plus: 0.0 };
+        let format = SourceFormat::Numbers(Format::Bf16);
+        let source = Rows { bytes: &norm, format, rows: 1, cols: 7, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
         let out = whole(&packing, &[source]);
         for c in 0..7 {
             assert_eq!(decode(Format::F32, &out[c * 4..]), 1.0 + c as f32 / 128.0);
@@ -602,7 +697,8 @@ mod tests {
                 tensor(*dtype, *count, cols, |r, c| value(first + r * step, c))
             }).collect();
             let sources: Vec<Rows<'_>> = places.iter().zip(&data).map(|((count, first, step, dtype), bytes)| Rows {
-                bytes, format: *dtype, rows: *count, cols, first_row: *first, row_step: *step, plus,
+                bytes, format: SourceFormat::Numbers(*dtype), rows: *count, cols, first_row: *first, row_step: *step, stride: 1,
+                plus,
             }).collect();
             let packing = Packing { rows, cols, layout, format };
             let covered = |row| places.iter().any(|(count, first, step, _)| {

@@ -11,8 +11,13 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::config::{ConfigProblem, Dtype, ModelConfig};
+use super::config::{ConfigProblem, ModelConfig};
+use super::gguf::tensors::TensorProblem;
+use super::gguf::{self, GgufError};
+use crate::config::Quantize;
 use crate::config::file::{self, Stamp};
+use crate::memory::pack::{Format, SourceFormat};
+use crate::quant::quantize::{INT4, INT8};
 use headers::Headers;
 
 /// One tensor of a safetensors file.
@@ -22,6 +27,8 @@ pub struct TensorInfo {
     pub file: usize,
     /// The element type as the file spells it, for example `BF16`.
     pub dtype: String,
+    /// The element type, if it is supported.
+    pub format: Option<SourceFormat>,
     /// The size of each dimension, outermost first.
     pub shape: Vec<u64>,
     /// Byte offset of the tensor's data from the beginning of the file.
@@ -62,9 +69,9 @@ pub struct SourceRef {
     pub path: Arc<Path>,
     /// Byte offset of the source's first row from the beginning of the file.
     pub offset: u64,
-    /// The element type in the file.
-    pub dtype: Dtype,
-    /// The number of source rows. They are contiguous in the file.
+    /// The format of the elements in the file.
+    pub format: SourceFormat,
+    /// The number of source rows.
     pub rows: u32,
     /// The number of elements in a row.
     pub cols: u32,
@@ -72,14 +79,16 @@ pub struct SourceRef {
     pub first_row: u32,
     /// The distance, in packed rows, between two consecutive source rows.
     pub row_step: u32,
+    /// The distance, in rows of the tensor, between two consecutive source rows.
+    pub stride: u32,
     /// A constant that is added to every element in f32: 1 for norm weights that are stored zero-centred, otherwise 0.
     pub plus: f32,
 }
 
 impl SourceRef {
-    /// Returns the source's length in bytes.
+    /// Returns the number of bytes that the source's rows have in the file.
     pub fn bytes(&self) -> u64 {
-        u64::from(self.rows) * u64::from(self.cols) * self.dtype.bytes()
+        u64::from(self.rows) * self.format.row_bytes(self.cols)
     }
 }
 
@@ -94,9 +103,9 @@ pub struct WeightSpec {
     pub cols: u32,
     /// Whether the weight is a matrix or a vector.
     pub kind: WeightKind,
-    /// The element type to pack to. A matrix keeps its sources' type, or becomes f32 if the sources' types differ; a
-    /// vector is always f32.
-    pub dtype: Dtype,
+    /// The format to pack to. A matrix keeps its sources' format. If the formats differ, it becomes f32, or codes that
+    /// represent all of the sources' codes exactly. A vector is always f32.
+    pub format: Format,
     /// The sources. Together they fill every row of the weight exactly once.
     pub sources: Vec<SourceRef>,
 }
@@ -107,9 +116,17 @@ impl WeightSpec {
         u64::from(self.rows) * u64::from(self.cols)
     }
 
-    /// Returns the size in bytes in the target element type, without any layout's padding.
+    /// Returns the size in bytes in the target format, without any layout's padding.
     pub fn bytes(&self) -> u64 {
-        self.elements() * self.dtype.bytes()
+        u64::from(self.rows) * self.row_bytes()
+    }
+
+    /// Returns the size of a row in bytes in the target format, without any layout's padding.
+    pub fn row_bytes(&self) -> u64 {
+        match self.format {
+            Format::Codes(codes) => codes.row_bytes(self.cols),
+            format => u64::from(self.cols) * format.bytes() as u64,
+        }
     }
 
     /// Whether the weight belongs to the multi-token-prediction (MTP) block.
@@ -126,11 +143,11 @@ impl WeightSpec {
 /// An opened checkpoint. Its headers have been checked against its configuration.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
-    /// The checkpoint's directory.
+    /// The checkpoint's directory, or its (first) GGUF file.
     pub dir: PathBuf,
     /// The model's configuration.
     pub config: ModelConfig,
-    /// The checkpoint's safetensors files.
+    /// The checkpoint's safetensors or GGUF files.
     pub files: Vec<CheckpointFile>,
     /// All tensors by name: every tensor of a single file, or of shards those that the index assigns to them. May
     /// include tensors that the model does not use.
@@ -139,11 +156,15 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Reads the configuration and the safetensors headers under `dir` and checks them against each other.
+    /// Reads the configuration and the safetensors headers under `dir` and checks them against each other. If `dir` is
+    /// a GGUF file, reads both from the file and the others of its model.
     ///
     /// # Errors Every problem found, if there is any.
     pub fn open(dir: &Path) -> Result<Checkpoint, CheckpointError> {
         let mut problems = Vec::new();
+        if gguf::is_named(dir) {
+            return Checkpoint::open_gguf(dir).map_err(|problems| CheckpointError { problems });
+        }
         if !dir.is_dir() {
             problems.push(CheckpointProblem::NoDirectory(dir.to_owned()));
             return Err(CheckpointError { problems });
@@ -159,6 +180,26 @@ impl Checkpoint {
                 Ok(Checkpoint { dir: dir.to_owned(), config, files: headers.files, tensors: headers.tensors, weights })
             }
             _ => Err(CheckpointError { problems }),
+        }
+    }
+
+    fn open_gguf(path: &Path) -> Result<Checkpoint, Vec<CheckpointProblem>> {
+        let problem = |error: GgufError| match error {
+            GgufError::Tensors(problems) => problems.into_iter().map(CheckpointProblem::GgufTensor).collect(),
+            error => vec![CheckpointProblem::Gguf { path: path.to_owned(), error: Box::new(error) }],
+        };
+        let (gguf, stamps) = gguf::open(path).map_err(problem)?;
+        let text = |name: &str| gguf.file(name).map(String::from_utf8_lossy).unwrap_or_default().into_owned();
+        let config = ModelConfig::parse(&text("config.json"), Some(&text("generation_config.json")))
+            .map_err(|error| error.problems.into_iter().map(CheckpointProblem::Config).collect::<Vec<_>>())?;
+        let headers = Headers::of_gguf(gguf, stamps);
+        let mut problems = Vec::new();
+        let weights = weights::build(&config, &headers, &mut problems);
+        match problems.is_empty() {
+            true => {
+                Ok(Checkpoint { dir: path.to_owned(), config, files: headers.files, tensors: headers.tensors, weights })
+            }
+            false => Err(problems),
         }
     }
 
@@ -185,6 +226,23 @@ impl Checkpoint {
     /// weights of a layer with full attention, including its MLP.
     pub fn weights(&self) -> &[WeightSpec] {
         &self.weights
+    }
+
+    /// Changes the formats of matrices whose sources are not quantised to codes, to which they are quantised when they
+    /// are loaded. Routers, the input projections of recurrent layers and the MTP block's `fc` are kept; the embedding
+    /// and the LM head get 8 bits.
+    pub fn quantize(&mut self, to: Quantize) {
+        for weight in &mut self.weights {
+            let numbers = weight.sources.iter().all(|source| matches!(source.format, SourceFormat::Numbers(_)));
+            let kept = [".router", ".in_proj", "mtp.fc"].iter().any(|end| weight.name.ends_with(end));
+            if weight.kind != WeightKind::Matrix || !numbers || kept {
+                continue;
+            }
+            weight.format = Format::Codes(match to {
+                Quantize::Int4 if !["embed", "lm_head"].contains(&weight.name.as_str()) => INT4,
+                _ => INT8,
+            });
+        }
     }
 
     /// Returns the packed weights without those of the MTP block.
@@ -218,7 +276,7 @@ impl Checkpoint {
     /// experts only the chosen ones), the LM head and one row of the embedding. Excludes the KV cache, recurrent state
     /// and MTP blocks.
     pub fn bytes_per_token(&self) -> u64 {
-        let row = |weight: &WeightSpec| u64::from(weight.cols) * weight.dtype.bytes();
+        let row = WeightSpec::row_bytes;
         self.active()
             .map(|(weight, of, in_all)| match weight.name.as_str() {
                 "embed" if self.config.tied => weight.bytes() + row(weight),
@@ -291,6 +349,25 @@ pub enum CheckpointProblem {
         /// Empty, or ` (found ..., which is not read)`.
         others: String,
     },
+    /// The GGUF files cannot be read or do not hold a supported model.
+    #[error("{}: {error}", path.display())]
+    Gguf {
+        /// The file that was named.
+        path: PathBuf,
+        /// What is wrong.
+        error: Box<GgufError>,
+    },
+    /// A tensor of a GGUF file is missing or has an unexpected shape.
+    #[error(transparent)]
+    GgufTensor(TensorProblem),
+    /// A tensor of a GGUF file is stored in a way that is not supported yet.
+    #[error("tensor {tensor} is stored with {what}, which is not supported yet")]
+    Stored {
+        /// The tensor's name.
+        tensor: String,
+        /// What is special about it.
+        what: &'static str,
+    },
     /// model.safetensors.index.json is malformed.
     #[error("{} is not valid: {reason}", path.display())]
     BadIndex {
@@ -341,8 +418,16 @@ pub enum CheckpointProblem {
         /// The shape that the configuration requires.
         expected: Vec<u64>,
     },
+    /// The tensors of a merged weight have formats that no common format represents.
+    #[error("{weight} is merged from tensors of formats that do not go together: {formats}")]
+    MixedFormats {
+        /// The merged weight's name.
+        weight: String,
+        /// The tensors with their formats.
+        formats: String,
+    },
     /// The tensor's element type is not supported.
-    #[error("tensor {tensor} has dtype {dtype}, supported are BF16, F16 and F32")]
+    #[error("tensor {tensor} has dtype {dtype}, supported are BF16, F16, F32 and the block types of GGUF files")]
     UnsupportedDtype {
         /// The tensor's name.
         tensor: String,

@@ -18,6 +18,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::config::{Dtype, ModelConfig, ModelConfigError};
+use super::gguf::write::WriteError;
 pub use presets::{PRESETS, Preset, preset, with_layers};
 use tensors::{Distribution, tensors_of};
 
@@ -63,6 +64,9 @@ pub struct Written {
 /// The reason why a checkpoint could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum SynthError {
+    /// The GGUF file cannot be written.
+    #[error(transparent)]
+    Gguf(#[from] WriteError),
     /// There is no preset with this name.
     #[error("architecture \"{0}\" is not known ({known} are)", known = PRESETS.map(|(name, _)| name).join(", "))]
     UnknownArch(String),

@@ -22,6 +22,7 @@ use tokenizers::Tokenizer;
 use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, Templates};
 use self::stream::TextStream;
+use super::gguf::{self, GgufError};
 use super::grammar::{GrammarError, Grammars, Uses};
 use crate::actors::workers::Cancel;
 use crate::config::file;
@@ -102,6 +103,14 @@ pub enum TextError {
     /// The template exceeds a limit of its worker process (stack, memory or CPU time), or its output is too long.
     #[error("the chat template cannot be rendered: {0}")]
     TooLarge(String),
+    /// A GGUF file has no supported tokenizer.
+    #[error("{}: {error}", path.display())]
+    Gguf {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        error: Box<GgufError>,
+    },
     /// The caller cancelled the call.
     #[error("nobody waits for the text any more")]
     Cancelled,
@@ -113,8 +122,16 @@ pub enum TextError {
 impl Text {
     /// Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja from `dir`. Also
     /// keeps config.json and generation_config.json for callers of [`Text::files`]. Returns `None` if there is no
-    /// tokenizer.json.
+    /// tokenizer.json. If `dir` is a GGUF file, translates the tokenizer that it contains.
     pub fn load(dir: &Path) -> Result<Option<Text>, TextError> {
+        if gguf::is_named(dir) {
+            let (gguf, _) =
+                gguf::open(dir).map_err(|error| TextError::Gguf { path: dir.to_owned(), error: Box::new(error) })?;
+            return match gguf.file("tokenizer.json") {
+                Some(_) => Text::from_files(gguf.files).map(Some),
+                None => Ok(None),
+            };
+        }
         let read = |name: &str, most: u64| {
             let path = dir.join(name);
             match file::read(&path, most) {

@@ -6,7 +6,7 @@ use crate::common::{Driver, Vulkan};
 use ostinato::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, TensorSource, WeightLoad};
 use ostinato::actors::transfer::{Piece, Transfer, TransferError};
 use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
-use ostinato::memory::pack::{Format, Layout, Packing, fragment_index};
+use ostinato::memory::pack::{Format, Layout, Packing, SourceFormat, fragment_index};
 use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,7 +62,8 @@ fn bits(i: usize) -> u16 {
 /// Returns a source of `rows` rows that begins at number `first` of the shard.
 fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> TensorSource {
     let offset = 7 + 2 * first as u64;
-    TensorSource { file: Arc::clone(file), offset, rows, cols, format: Format::Bf16, first_row, row_step, plus: 0.0 }
+    let format = SourceFormat::Numbers(Format::Bf16);
+    TensorSource { file: Arc::clone(file), offset, rows, cols, format, first_row, row_step, stride: 1, plus: 0.0 }
 }
 
 fn words(bytes: &[u8]) -> Vec<u16> {

@@ -335,6 +335,7 @@ pub fn pack(format: Format, values: &[f32]) -> Vec<u32> {
         Format::F32 => values.iter().map(|v| v.to_bits()).collect(),
         Format::F16 => pairs(&|v| f16::from_f32(v).to_bits()),
         Format::Bf16 => pairs(&|v| bf16::from_f32(v).to_bits()),
+        Format::Codes(_) => panic!("codes are packed by `memory::pack`"),
     }
 }
 
@@ -344,6 +345,7 @@ pub fn round(format: Format, value: f32) -> f32 {
         Format::F32 => value,
         Format::F16 => f16::from_f32(value).to_f32(),
         Format::Bf16 => bf16::from_f32(value).to_f32(),
+        Format::Codes(_) => panic!("codes have no rounding of their own"),
     }
 }
 

@@ -5,6 +5,7 @@ mod common;
 #[path = "../harness/mod.rs"]
 mod harness;
 
+mod codes;
 mod delta;
 mod draft;
 mod flash;

@@ -19,7 +19,7 @@ use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Sorted, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::tags::{Flow, tagged};
-use ostinato::memory::pack::{self, Format, Layout, Packing};
+use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
 
 const EPSILON: f32 = 1e-3;
 /// Tolerances, explained at the top of the file.
@@ -163,8 +163,16 @@ impl Layer {
         let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
         let bytes: Vec<u8> = values.iter().flat_map(|w| w.to_le_bytes()).collect();
         // Packs from f32, which represents every value of the other formats exactly.
-        let source =
-            pack::Rows { bytes: &bytes, format: Format::F32, rows, cols, first_row: 0, row_step: 1, plus: 0.0 };
+        let source = pack::Rows {
+            bytes: &bytes,
+            format: SourceFormat::Numbers(Format::F32),
+            rows,
+            cols,
+            first_row: 0,
+            row_step: 1,
+            stride: 1,
+            plus: 0.0,
+        };
         let packing = Packing { rows, cols, layout, format: self.format };
         let mut words = vec![0u32; packing.bytes() as usize / 4];
         pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));

@@ -31,7 +31,7 @@ use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::{self, Format};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::{LayerKind, MlpKind};
-use ostinato::model::decoder::{self, Decoder, RECURRENT, RingLayout, StepShape, stride};
+use ostinato::model::decoder::{Decoder, RECURRENT, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
 use std::collections::HashMap;
 use std::path::Path;
@@ -92,11 +92,12 @@ fn weight_words(decoder: &Decoder<'_>) -> Memory {
             .zip(&files)
             .map(|(source, file)| pack::Rows {
                 bytes: &file[source.offset as usize..(source.offset + source.bytes()) as usize],
-                format: decoder::format(source.dtype),
+                format: source.format,
                 rows: source.rows,
                 cols: source.cols,
                 first_row: source.first_row,
                 row_step: source.row_step,
+                stride: source.stride,
                 plus: source.plus,
             })
             .collect();

@@ -12,6 +12,7 @@ mod demo;
 mod fallback;
 mod grammar;
 mod hybrids;
+mod quantised;
 mod scoring;
 mod speculation;
 mod streams;

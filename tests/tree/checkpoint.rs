@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use ostinato::memory::pack::{Format, SourceFormat};
 use ostinato::model::checkpoint::{Checkpoint, CheckpointProblem, WeightKind, WeightSpec};
 use ostinato::model::config::{ConfigProblem, Dtype};
 use ostinato::model::synth::{self, SynthError, SynthOptions};
@@ -75,10 +76,12 @@ fn pack(spec: &WeightSpec) -> Vec<f32> {
     for source in &spec.sources {
         let mut bytes = vec![0; source.bytes() as usize];
         fs::File::open(&source.path).unwrap().read_exact_at(&mut bytes, source.offset).unwrap();
-        let values: Vec<f32> = match source.dtype {
-            Dtype::Bf16 => bytes.chunks(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-            Dtype::F16 => bytes.chunks(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-            Dtype::F32 => bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+        let SourceFormat::Numbers(format) = source.format else { panic!("{:?}", source.format) };
+        let values: Vec<f32> = match format {
+            Format::Bf16 => bytes.chunks(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            Format::F16 => bytes.chunks(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            Format::F32 => bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
+            Format::Codes(_) => unreachable!("numbers"),
         };
         let values: Vec<f32> =
             values.into_iter().map(|v| if source.plus == 0.0 { v } else { v + source.plus }).collect();
@@ -130,13 +133,13 @@ fn weights_of_a_tied_qwen3() {
     expected.sort();
     assert_eq!(specs.keys().copied().collect::<Vec<_>>(), expected);
 
-    let shape = |name: &str| (specs[name].rows, specs[name].cols, specs[name].kind, specs[name].dtype);
-    assert_eq!(shape("layers.3.qkv"), (256 + 2 * 128, 128, WeightKind::Matrix, Dtype::Bf16));
-    assert_eq!(shape("layers.0.o"), (128, 256, WeightKind::Matrix, Dtype::Bf16));
-    assert_eq!(shape("layers.0.gate_up"), (768, 128, WeightKind::Matrix, Dtype::Bf16));
-    assert_eq!(shape("layers.0.down"), (128, 384, WeightKind::Matrix, Dtype::Bf16));
-    assert_eq!(shape("layers.0.q_norm"), (64, 1, WeightKind::Vector, Dtype::F32));
-    assert_eq!(shape("embed"), (512, 128, WeightKind::Matrix, Dtype::Bf16));
+    let shape = |name: &str| (specs[name].rows, specs[name].cols, specs[name].kind, specs[name].format);
+    assert_eq!(shape("layers.3.qkv"), (256 + 2 * 128, 128, WeightKind::Matrix, Format::Bf16));
+    assert_eq!(shape("layers.0.o"), (128, 256, WeightKind::Matrix, Format::Bf16));
+    assert_eq!(shape("layers.0.gate_up"), (768, 128, WeightKind::Matrix, Format::Bf16));
+    assert_eq!(shape("layers.0.down"), (128, 384, WeightKind::Matrix, Format::Bf16));
+    assert_eq!(shape("layers.0.q_norm"), (64, 1, WeightKind::Vector, Format::F32));
+    assert_eq!(shape("embed"), (512, 128, WeightKind::Matrix, Format::Bf16));
 
     // Every row is in its place, compared with what the independent reader gives.
     let raw = tensors(dir.path());
@@ -167,10 +170,10 @@ fn weights_of_an_untied_llama_with_every_bias() {
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
     let find = |name: &str| checkpoint.weights().iter().find(|w| w.name == name);
     assert!(find("layers.0.q_norm").is_none());
-    assert_eq!(find("lm_head").unwrap().dtype, Dtype::F16);
+    assert_eq!(find("lm_head").unwrap().format, Format::F16);
     for (name, rows) in [("qkv.bias", 128 + 2 * 32), ("o.bias", 128), ("gate_up.bias", 704), ("down.bias", 128)] {
         let spec = find(&format!("layers.2.{name}")).unwrap();
-        assert_eq!((spec.rows, spec.cols, spec.kind, spec.dtype), (rows, 1, WeightKind::Vector, Dtype::F32));
+        assert_eq!((spec.rows, spec.cols, spec.kind, spec.format), (rows, 1, WeightKind::Vector, Format::F32));
     }
     let raw = tensors(dir.path());
     let bias = |name: &str| -> Vec<f32> {
@@ -346,10 +349,10 @@ fn experts_one_by_one_and_fused() {
         assert_eq!((&pair[..128], &pair[128..]), (&gate[128 * j..128 * (j + 1)], &up[128 * j..128 * (j + 1)]));
     }
     let spec = |name: &str| checkpoint.weights().iter().find(|w| w.name == name).unwrap();
-    let shape = |name: &str| (spec(name).rows, spec(name).cols, spec(name).kind, spec(name).dtype);
-    assert_eq!(shape("mtp.experts.gate_up"), (8 * 2 * 64, 128, WeightKind::Matrix, Dtype::Bf16));
-    assert_eq!(shape("mtp.experts.down"), (8 * 128, 64, WeightKind::Matrix, Dtype::Bf16));
-    assert_eq!(shape("layers.0.router"), (9, 128, WeightKind::Matrix, Dtype::Bf16));
+    let shape = |name: &str| (spec(name).rows, spec(name).cols, spec(name).kind, spec(name).format);
+    assert_eq!(shape("mtp.experts.gate_up"), (8 * 2 * 64, 128, WeightKind::Matrix, Format::Bf16));
+    assert_eq!(shape("mtp.experts.down"), (8 * 128, 64, WeightKind::Matrix, Format::Bf16));
+    assert_eq!(shape("layers.0.router"), (9, 128, WeightKind::Matrix, Format::Bf16));
 
     // A token reads 2 of 8 experts in each of 4 layers, nothing of the multi-token prediction block, and one row of the
     // untied embedding.
@@ -505,10 +508,10 @@ fn names_without_the_prefix_and_mixed_formats() {
         *header = Value::Object(renamed);
     });
     let checkpoint = Checkpoint::open(dir.path()).unwrap();
-    let dtype = |name: &str| checkpoint.weights().iter().find(|w| w.name == name).unwrap().dtype;
-    assert_eq!(dtype("layers.0.qkv"), Dtype::F32);
-    assert_eq!(dtype("layers.1.qkv"), Dtype::Bf16);
-    assert_eq!(dtype("layers.1.down"), Dtype::F16);
+    let format = |name: &str| checkpoint.weights().iter().find(|w| w.name == name).unwrap().format;
+    assert_eq!(format("layers.0.qkv"), Format::F32);
+    assert_eq!(format("layers.1.qkv"), Format::Bf16);
+    assert_eq!(format("layers.1.down"), Format::F16);
 }
 
 #[test]

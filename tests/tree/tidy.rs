@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 /// The folders under `src/` from the bottom up. A folder may import itself and those before it. `telemetry` may import
 /// none of them, and all may import it.
-const ORDER: [&str; 13] = [
-    "config", "device", "memory", "kernels", "actors", "model", "engine", "replica", "host", "gpu", "service",
+const ORDER: [&str; 14] = [
+    "config", "quant", "device", "memory", "kernels", "actors", "model", "engine", "replica", "host", "gpu", "service",
     "measure", "cli",
 ];
 
@@ -381,18 +381,22 @@ const UNBOUNDED: [&str; 9] = [
 /// Files in which those calls are allowed: the helper `config::file` itself, code that maps a file it has already
 /// opened, a probe of device files, code that creates a file and only writes to it, and code that reads
 /// `/proc/PID/stat` of the program's worker processes.
-const OPENERS: [&str; 6] = [
+const OPENERS: [&str; 7] = [
     "src/config/file.rs",
     "src/memory/arena.rs",
     "src/device/diagnose.rs",
     "src/cli/token.rs",
     "src/actors/workers.rs",
     "src/model/worker.rs",
+    "src/model/gguf/write/data.rs",
 ];
 
 #[test]
 fn files_are_opened_in_one_place() {
     for (name, text) in files("src", "rs") {
+        if name.contains("/tests/") || name.ends_with("/tests.rs") {
+            continue;
+        }
         let code = text.split("#[cfg(test)]").next().unwrap_or("");
         for (number, line) in code.lines().enumerate().filter(|(_, line)| !is_comment(line)) {
             let found = UNBOUNDED.iter().find(|word| line.contains(**word));

@@ -31,7 +31,7 @@ use crate::memory::pack::Packing;
 use crate::memory::plan::{Purpose, Side};
 use crate::memory::{BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
-use crate::model::decoder::{self, Decoder, Part};
+use crate::model::decoder::{Decoder, Part};
 use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
 use std::collections::{BTreeMap, HashMap};
@@ -439,7 +439,6 @@ impl Build<'_> {
 
 /// Returns the rows of a source that lie in a part of its weight; `None` if there are none.
 fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<TensorSource> {
-    let format = decoder::format(source.dtype);
     let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
     let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
     let from = begin.saturating_sub(first).div_ceil(step);
@@ -449,12 +448,13 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Tensor
     }
     Some(TensorSource {
         file,
-        offset: source.offset + from * u64::from(source.cols) * format.bytes() as u64,
+        offset: source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
         rows: (to - from) as u32,
         cols: source.cols,
-        format,
+        format: source.format,
         first_row: (first + from * step - begin) as u32,
         row_step: source.row_step,
+        stride: source.stride,
         plus: source.plus,
     })
 }

@@ -47,7 +47,7 @@ impl Heads {
         match self.kv_format {
             Format::F16 => f16,
             Format::F32 => f32,
-            Format::Bf16 => panic!("no kernel reads bfloat16 keys"),
+            Format::Bf16 | Format::Codes(_) => panic!("no kernel reads keys of {:?}", self.kv_format),
         }
     }
 
@@ -180,7 +180,7 @@ fn set_kv(memory: &mut HostMemory, format: Format, range: Range, i: u32, value: 
 }
 
 pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
-    let format = format_of(call.kernel);
+    let format = format_of(call.kernel, 0);
     let a = AppendArgs::from_args(&call.args);
     let c = AppendConstants::from_values(&call.constants);
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
@@ -234,7 +234,7 @@ pub(crate) fn reference_attention(call: &Call, memory: &mut HostMemory) {
         })
         .collect();
     let put = |memory: &mut HostMemory, row, column, value| put_row(&args, &constants, memory, row, column, value);
-    attend(format_of(call.kernel), &rows, &args, &constants, memory, &put);
+    attend(format_of(call.kernel, 0), &rows, &args, &constants, memory, &put);
 }
 
 /// Writes one value of the output to rows of floats.

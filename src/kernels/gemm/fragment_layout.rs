@@ -19,7 +19,7 @@ pub fn fragment_layout(format: Format, found: Range) -> Call {
         kernel: match format {
             Format::Bf16 => "fragment_layout.bf16",
             Format::F16 => "fragment_layout.f16",
-            Format::F32 => panic!("blocks are of 16-bit numbers"),
+            Format::F32 | Format::Codes(_) => panic!("blocks are of 16-bit numbers"),
         },
         label: "fragment_layout".to_owned(),
         constants: FragmentLayoutConstants { threads: 32 }.into_values(),

@@ -3,17 +3,17 @@
 //! common types and references of all product kernels. Not here: weights in fragment order (`skinny`, `panel`,
 //! `tiled`).
 
+pub mod codes;
 pub mod fragment_layout;
 pub mod panel;
 pub mod skinny;
 pub mod tiled;
 
-use super::{Format, fold, format_of};
-use crate::kernels::host_memory::HostMemory;
+use super::{Format, codes_word, fold, format_of};
+use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
 use crate::kernels::tags::tagged;
-use crate::memory::pack::fragment_index;
 
 /// The operation on a product before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,7 +39,8 @@ impl Epilogue {
 /// A weight matrix in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
-    /// The numbers: row-major `[rows][cols padded to 8]`, or in fragment order for the kernels that require it.
+    /// The numbers: row-major `[rows][cols padded to 8]`, or in fragment order for the kernels that require it. Codes:
+    /// see [`crate::memory::pack::codes`].
     pub range: Range,
     /// The format of the numbers.
     pub format: Format,
@@ -94,6 +95,7 @@ impl Product {
             bias: u32::from(self.bias.is_some()),
             epilogue: self.epilogue.code(),
             rows: weight_rows,
+            codes: codes_word(self.weight.format),
         };
         let args = GemvArgs {
             weight: self.weight.range,
@@ -113,6 +115,7 @@ impl Product {
                 Format::Bf16 => "gemv.bf16",
                 Format::F16 => "gemv.f16",
                 Format::F32 => "gemv.f32",
+                Format::Codes(_) => "gemv.codes",
             },
             label: self.label.clone(),
             constants: constants.into_values(),
@@ -128,6 +131,7 @@ impl Product {
             norm: u32::from(self.norm.is_some()),
             bias: u32::from(self.bias.is_some()),
             epilogue: self.epilogue.code(),
+            codes: codes_word(self.weight.format),
         };
         let args = MatmulArgs {
             weight: self.weight.range,
@@ -149,6 +153,7 @@ impl Product {
                 Format::Bf16 => "matmul.bf16",
                 Format::F16 => "matmul.f16",
                 Format::F32 => "matmul.f32",
+                Format::Codes(_) => "matmul.codes",
             },
             label: self.label.clone(),
             constants: constants.into_values(),
@@ -180,8 +185,6 @@ pub(super) struct Shape {
     pub(super) y: Range,
     pub(super) n: u32,
     pub(super) k: u32,
-    /// The number of columns of W with padding.
-    pub(super) padded: u32,
     /// Whether W is in fragment order.
     pub(super) fragments: bool,
     pub(super) x_stride: u32,
@@ -195,6 +198,7 @@ pub(super) struct Shape {
 /// The reference of a product. It sums in f64, so that any difference to a device's result is the device's. It does not
 /// read the padding; a kernel may read it, but its result must not depend on it.
 pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
+    let matrix = PackedMatrix { range: s.weight, format, fragments: s.fragments, cols: s.k };
     for row in 0..rows {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
         let x = match s.norm {
@@ -203,8 +207,7 @@ pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Sh
         };
         let v: Vec<f64> = (0..s.n)
             .map(|r| {
-                let at = |i: u32| if s.fragments { fragment_index(r, i, s.padded) as u32 } else { r * s.padded + i };
-                let weight = |i: usize| f64::from(memory.weight(format, s.weight, at(i as u32)));
+                let weight = |i: usize| f64::from(memory.element(&matrix, r, i as u32));
                 let dot: f64 = x.iter().enumerate().map(|(i, x)| x * weight(i)).sum();
                 dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
             })
@@ -252,7 +255,6 @@ macro_rules! row_major_shape {
             y: $args.y,
             n: $args.n,
             k: $args.k,
-            padded: $args.chunks * 8,
             fragments: false,
             x_stride: $args.x_stride,
             y_stride: $args.y_stride,
@@ -266,14 +268,14 @@ macro_rules! row_major_shape {
 pub(crate) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (GemvArgs::from_args(&call.args), GemvConstants::from_values(&call.constants));
     let shape = row_major_shape!(args, constants);
-    product(memory, format_of(call.kernel), call.groups[1], &shape);
+    product(memory, format_of(call.kernel, constants.codes), call.groups[1], &shape);
 }
 
 pub(crate) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (MatmulArgs::from_args(&call.args), MatmulConstants::from_values(&call.constants));
     let shape = row_major_shape!(args, constants);
     let rows = memory.u32(args.count, 2);
-    product(memory, format_of(call.kernel), rows, &shape);
+    product(memory, format_of(call.kernel, constants.codes), rows, &shape);
 }
 
 pub(crate) fn reference_take_last(call: &Call, memory: &mut HostMemory) {

@@ -114,7 +114,6 @@ pub(crate) fn reference_skinny(call: &Call, memory: &mut HostMemory) {
         y: a.y,
         n: a.n,
         k: a.k,
-        padded: c.chunks * 32,
         fragments: true,
         x_stride: a.x_stride,
         y_stride: a.y_stride,

@@ -118,7 +118,7 @@ fn packing(
         kernel: match packed.format {
             Format::Bf16 => "pack_rows.bf16",
             Format::F16 => "pack_rows.f16",
-            Format::F32 => panic!("rows are packed in 16 bits"),
+            Format::F32 | Format::Codes(_) => panic!("rows are packed in 16 bits"),
         },
         label,
         constants: PackRowsConstants { threads, norm: u32::from(norm.is_some()), rows: used, each, tile }.into_values(),
@@ -268,7 +268,7 @@ impl Tiled {
                 (Format::F16, Tile::Half) => "tiled.f16.128",
                 (Format::F16, Tile::Square) => "tiled.f16.64",
                 (Format::F16, Tile::Plain) => "tiled.f16.plain",
-                (Format::F32, _) => panic!("fragments are of 16-bit numbers"),
+                (Format::F32 | Format::Codes(_), _) => panic!("fragments are of 16-bit numbers"),
             },
             label: self.label.clone(),
             constants: constants.into_values(),
@@ -295,7 +295,7 @@ pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
         if c.norm == 1 && from.is_some() {
             x = gemm::normed(memory, x, a.norm, a.epsilon);
         }
-        set_row(memory, format_of(call.kernel), a.packed, row, a.chunks, &x);
+        set_row(memory, format_of(call.kernel, 0), a.packed, row, a.chunks, &x);
     }
 }
 
@@ -303,7 +303,7 @@ pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
 pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     let a = TiledArgs::from_args(&call.args);
     let c = TiledConstants::from_values(&call.constants);
-    let format = format_of(call.kernel);
+    let format = format_of(call.kernel, 0);
     let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
     let weights_from = |memory: &HostMemory, first: u32| -> Vec<f64> {
         (0..c.n)

@@ -10,7 +10,12 @@ use serde_json::Value;
 
 use super::{CheckpointFile, CheckpointProblem, TensorInfo, read_text};
 use crate::config::file::{self, Stamp};
+use crate::memory::pack::{Format, SourceFormat};
 use crate::model::config::Dtype;
+use crate::model::gguf::Gguf;
+use crate::model::gguf::container::TensorType;
+use crate::model::gguf::tensors::{ColumnOrder, RowRun, Source, StoredAs};
+use crate::quant::blocks::BlockType;
 
 /// The maximum header length in bytes, as the safetensors format defines it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -22,6 +27,8 @@ pub(super) struct Headers {
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     /// Tensors whose file already has a reported problem; they are not reported again as missing.
     lost: BTreeSet<String>,
+    /// Where the rows of a GGUF model's tensors are, by name. Tensors of safetensors files are stored in order.
+    sources: BTreeMap<String, Source>,
     /// Set when any tensor may be lost: the single file or the index could not be read, or there are no weight files.
     all_lost: bool,
 }
@@ -43,6 +50,53 @@ impl Headers {
             headers.all_lost = true;
         }
         headers
+    }
+
+    /// Returns the headers of a GGUF model, under the names that its tensors have in Hugging Face checkpoints.
+    pub(super) fn of_gguf(gguf: Gguf, stamps: Vec<Stamp>) -> Headers {
+        let parts = &gguf.parts;
+        let files = parts.files.iter().zip(stamps).map(|(part, stamp)| CheckpointFile {
+            path: part.path.as_path().into(),
+            bytes: part.bytes,
+            stamp,
+        });
+        let tensors = gguf.sources.iter().map(|(name, source)| {
+            let info = parts.at(source.at);
+            let tensor = TensorInfo {
+                file: source.at.file,
+                dtype: info.kind.name().to_owned(),
+                format: source_format(info.kind),
+                shape: source.shape.clone(),
+                offset: info.offset,
+                bytes: info.bytes,
+            };
+            (name.clone(), tensor)
+        });
+        Headers { files: files.collect(), tensors: tensors.collect(), sources: gguf.sources, ..Headers::default() }
+    }
+
+    /// Returns where `rows` rows of a tensor from row `from` on are in its file, as runs.
+    pub(super) fn runs(&self, tensor: &str, from: u32, rows: u32) -> Vec<RowRun> {
+        let (from, rows) = (u64::from(from), u64::from(rows));
+        match self.sources.get(tensor) {
+            Some(source) => source.runs_of(from, rows),
+            None => vec![RowRun { row: from, stored: from, stored_step: 1, rows }],
+        }
+    }
+
+    /// Returns how a tensor's stored values differ from those that its name stands for.
+    pub(super) fn change(&self, tensor: &str) -> StoredAs {
+        self.sources.get(tensor).map_or(StoredAs::None, |source| source.change)
+    }
+
+    /// Returns what prevents a tensor from being read row by row, if anything does.
+    pub(super) fn stored_specially(&self, tensor: &str) -> Option<&'static str> {
+        let source = self.sources.get(tensor)?;
+        match (source.columns, source.scale) {
+            (ColumnOrder::TiledHeads { .. }, _) => Some("reordered columns"),
+            (_, Some(_)) => Some("a scale of its own"),
+            _ => None,
+        }
     }
 
     fn read_shards(&mut self, dir: &Path, index: &Path, problems: &mut Vec<CheckpointProblem>) {
@@ -119,6 +173,25 @@ impl Headers {
 
     pub(super) fn is_lost(&self, name: &str) -> bool {
         self.all_lost || spellings(name).any(|name| self.lost.contains(name.as_str()))
+    }
+}
+
+/// Returns the format of numbers of an element type.
+fn numbers_of(dtype: Dtype) -> SourceFormat {
+    SourceFormat::Numbers(match dtype {
+        Dtype::Bf16 => Format::Bf16,
+        Dtype::F16 => Format::F16,
+        Dtype::F32 => Format::F32,
+    })
+}
+
+/// Returns the format of a GGUF element type, if it is supported.
+fn source_format(kind: TensorType) -> Option<SourceFormat> {
+    match kind {
+        TensorType::F32 => Some(numbers_of(Dtype::F32)),
+        TensorType::F16 => Some(numbers_of(Dtype::F16)),
+        TensorType::BF16 => Some(numbers_of(Dtype::Bf16)),
+        kind => BlockType::from_id(kind.id()).map(SourceFormat::Blocks),
     }
 }
 
@@ -212,7 +285,8 @@ fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
             }
         }
         end_of_data = end_of_data.max(file_end);
-        let info = TensorInfo { file: index, dtype: dtype.to_owned(), shape, offset, bytes: end - begin };
+        let format = Dtype::from_str(dtype).ok().map(numbers_of);
+        let info = TensorInfo { file: index, dtype: dtype.to_owned(), format, shape, offset, bytes: end - begin };
         tensors.insert(name.clone(), info);
     }
     Ok(Header { file: CheckpointFile { path: path.into(), bytes: has, stamp }, tensors, end_of_data })

@@ -3,11 +3,11 @@
 //!
 //! Not here: reading the rows' data.
 
-use std::str::FromStr;
-
 use super::headers::Headers;
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
-use crate::model::config::{Architecture, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
+use crate::memory::pack::{Format, SourceFormat};
+use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
+use crate::model::gguf::tensors::StoredAs;
 
 /// Returns the packed weights. Missing or unsuitable tensors are added to `problems`.
 pub(super) fn build(config: &ModelConfig, headers: &Headers, problems: &mut Vec<CheckpointProblem>) -> Vec<WeightSpec> {
@@ -270,31 +270,72 @@ impl<'a> Specs<'a> {
         let rows = origins.iter().flat_map(|origin| &origin.slices).map(|slice| slice.rows).sum();
         let mut sources = Vec::with_capacity(origins.len());
         for origin in origins {
-            let Some((tensor, info, dtype)) = self.resolve(&origin) else { continue };
+            let Some((tensor, info, format)) = self.resolve(&origin) else { continue };
             let path = &self.headers.files[info.file].path;
-            sources.extend(origin.slices.iter().map(|slice| SourceRef {
-                tensor: tensor.clone(),
-                path: path.clone(),
-                offset: info.offset + u64::from(slice.from) * u64::from(width) * dtype.bytes(),
-                dtype,
-                rows: slice.rows,
-                cols: width,
-                first_row: slice.first_row,
-                row_step: slice.row_step,
-                plus,
-            }));
+            let (plus, problem) = match self.headers.change(&tensor) {
+                StoredAs::None => (plus, None),
+                // The file holds what a zero-centred norm multiplies with.
+                StoredAs::PlusOne => (plus - 1.0, None),
+                StoredAs::NegativeExp => (plus, Some("negated exponentials")),
+            };
+            let problem = problem.or(self.headers.stored_specially(&tensor));
+            if let Some(what) = problem {
+                self.problems.push(CheckpointProblem::Stored { tensor, what });
+                continue;
+            }
+            for slice in &origin.slices {
+                for run in self.headers.runs(&tensor, slice.from, slice.rows) {
+                    sources.push(SourceRef {
+                        tensor: tensor.clone(),
+                        path: path.clone(),
+                        offset: info.offset + run.stored * format.row_bytes(width),
+                        format,
+                        rows: run.rows as u32,
+                        cols: width,
+                        first_row: slice.first_row + (run.row as u32 - slice.from) * slice.row_step,
+                        row_step: slice.row_step,
+                        stride: run.stored_step as u32,
+                        plus,
+                    });
+                }
+            }
         }
-        let dtype = match (cols, sources.first()) {
-            (Some(_), Some(first)) if sources.iter().all(|source| source.dtype == first.dtype) => first.dtype,
-            _ => Dtype::F32,
+        let format = match cols {
+            Some(_) => self.common(name, &sources),
+            None => Format::F32,
         };
         let kind = if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector };
-        self.specs.push(WeightSpec { name: name.to_owned(), rows, cols: width, kind, dtype, sources });
+        self.specs.push(WeightSpec { name: name.to_owned(), rows, cols: width, kind, format, sources });
+    }
+
+    /// Returns the format that represents the numbers of all sources of a matrix exactly.
+    fn common(&mut self, name: &str, sources: &[SourceRef]) -> Format {
+        let packed = |source: &SourceRef| match source.format {
+            SourceFormat::Numbers(format) => format,
+            SourceFormat::Blocks(blocks) => Format::Codes(blocks.codes()),
+        };
+        let both = |a: Format, b: Format| match (a, b) {
+            (Format::Codes(a), Format::Codes(b)) => a.common(b).map(Format::Codes),
+            (Format::Codes(_), _) | (_, Format::Codes(_)) => None,
+            (a, b) => Some(if a == b { a } else { Format::F32 }),
+        };
+        let formats = sources.iter().map(packed);
+        match formats.map(Some).reduce(|a, b| both(a?, b?)) {
+            Some(Some(format)) => format,
+            None => Format::F32,
+            Some(None) => {
+                let formats: Vec<String> =
+                    sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
+                let (weight, formats) = (name.to_owned(), formats.join(", "));
+                self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
+                Format::F32
+            }
+        }
     }
 
     /// Returns the tensor, if it exists with the expected shape and a supported element type. Otherwise reports the
     /// problem.
-    fn resolve(&mut self, origin: &Origin) -> Option<(String, &'a TensorInfo, Dtype)> {
+    fn resolve(&mut self, origin: &Origin) -> Option<(String, &'a TensorInfo, SourceFormat)> {
         let headers: &'a Headers = self.headers;
         let name = &origin.tensor;
         let Some((tensor, info)) = headers.find(name) else {
@@ -308,9 +349,9 @@ impl<'a> Specs<'a> {
             let (tensor, shape, expected) = (tensor.to_owned(), info.shape.clone(), origin.shape.clone());
             self.problems.push(CheckpointProblem::Shape { tensor, shape, expected });
         }
-        match Dtype::from_str(&info.dtype) {
-            Ok(dtype) => fits.then(|| (tensor.to_owned(), info, dtype)),
-            Err(_) => {
+        match info.format {
+            Some(format) => fits.then(|| (tensor.to_owned(), info, format)),
+            None => {
                 let (tensor, dtype) = (tensor.to_owned(), info.dtype.clone());
                 self.problems.push(CheckpointProblem::UnsupportedDtype { tensor, dtype });
                 None

@@ -23,8 +23,9 @@ impl Decoder<'_> {
             Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
             None => (self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, norm), Fold::None),
         };
-        // A weight in several parts writes rows of floats, in which each part has its own columns.
-        let whole = self.weight(&gate_up).is_none_or(|w| self.parts(w).len() == 1);
+        // A weight in several parts writes rows of floats, in which each part has its own columns. Codes are expanded in
+        // parts.
+        let whole = self.weight(&gate_up).is_none_or(|w| self.parts(w).len() == 1 && !self.in_code_fragments(w));
         let hidden = if whole {
             let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);
             self.tiled(r, shape, &gate_up, step, x, Output::Packed(hidden), Epilogue::SwiGlu, fold);

@@ -18,7 +18,7 @@ pub use delta::delta_heads;
 pub use tuning::Tuning;
 
 use super::checkpoint::{WeightKind, WeightSpec};
-use super::config::{Dtype, LayerKind, MlpKind, ModelConfig};
+use super::config::{LayerKind, MlpKind, ModelConfig};
 use crate::kernels::embed;
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::{Output, Packed};
@@ -132,15 +132,6 @@ pub fn stride(width: u32) -> u32 {
 /// Returns the number of elements per row of weights: `elements` padded for kernels, which read eight values at a time.
 pub fn padded(elements: u32) -> u32 {
     elements.next_multiple_of(8)
-}
-
-/// Returns the storage format for an element type.
-pub fn format(dtype: Dtype) -> Format {
-    match dtype {
-        Dtype::Bf16 => Format::Bf16,
-        Dtype::F16 => Format::F16,
-        Dtype::F32 => Format::F32,
-    }
 }
 
 /// Returns the rest of the range, starting at float `first`.

@@ -7,15 +7,16 @@ use super::{Decoder, Step, StepShape, floats_from, outputs_from};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
-use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::Format;
+use crate::memory::pack::codes::unit_cols;
 use crate::model::config::MlpKind;
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
 /// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
 const MOST_SKINNY_ROWS: u32 = 8;
-/// Like [`MOST_SKINNY_ROWS`], for models without experts of at most [`NARROW`] hidden values. Models with experts use
+/// Like [`MOST_SKINNY_ROWS`], for models of codes, and for models without experts of at most [`NARROW`] hidden values. Models with experts use
 /// [`MOST_SKINNY_ROWS`], because a step of few rows reads the experts' weights separately for each row, whereas a
 /// larger step sorts its rows by expert.
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
@@ -78,6 +79,34 @@ impl Decoder<'_> {
         config
     }
 
+    /// Returns the workgroup shape of `skinny_codes` for a product.
+    pub(super) fn codes_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::SkinnyConfig {
+        if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
+            return *config;
+        }
+        let units = weight.format.codes().map_or(1, |codes| weight.cols.div_ceil(unit_cols(codes)));
+        let blocks = weight.rows.div_ceil(16);
+        let wide = weight.format.codes().is_some_and(|codes| codes.bits == 8);
+        // Measured with `bench --stages --tune skinny.…` for the products of an 8B model.
+        let (threads, tiles) = match (matrices, rows) {
+            (Matrices::Emulated, _) => (64, 1),
+            (Matrices::Cooperative, 1) if blocks >= 4096 => (128, 2),
+            (Matrices::Cooperative, 1) if blocks >= 1024 => (256, 1),
+            (Matrices::Cooperative, 1) if units >= 64 || blocks <= 256 || wide => (512, 1),
+            (Matrices::Cooperative, 1) => (256, 1),
+            (Matrices::Cooperative, _) if blocks >= 1024 => (256, 2),
+            (Matrices::Cooperative, _) => (256, 1),
+        };
+        let threads = threads.min(units.next_power_of_two() * 32);
+        let mut config = skinny::SkinnyConfig { threads, tiles, ahead: 1 };
+        while config.threads > 32
+            && codes::shared_bytes(config, weight.format, rows, matrices) > self.tuning.shared_bytes
+        {
+            config.threads /= 2;
+        }
+        config
+    }
+
     /// Records a product with every part of a weight.
     #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     pub(super) fn product(
@@ -95,6 +124,7 @@ impl Decoder<'_> {
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
         // Logits are not tagged: the kernels that read them use barriers.
         let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
+        let codes = self.weight(name).is_some_and(|w| self.in_code_fragments(w));
         for (first, weight) in self.matrix(recording, name) {
             let product = Product {
                 label: label_of(name),
@@ -106,6 +136,10 @@ impl Decoder<'_> {
                 y: outputs_from(y, first, epilogue),
             };
             recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
+                (_, Some(matrices)) if codes && !self.packs(shape) => {
+                    let config = self.codes_config(&weight, shape.rows(), matrices);
+                    codes::skinny_codes(&product, shape.rows(), matrices, config, flow, step.fault)
+                }
                 (_, Some(matrices)) if !self.packs(shape) => {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
@@ -123,7 +157,8 @@ impl Decoder<'_> {
     /// Whether the products of a step of this shape take rows of activations that were packed for them.
     pub(super) fn packs(&self, shape: StepShape) -> bool {
         let narrow = self.config.hidden <= NARROW && self.config.experts.is_none();
-        let most = if narrow { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
+        let codes = self.weight("layers.0.o").is_some_and(|w| self.in_code_fragments(w));
+        let most = if narrow || codes { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
         self.tuning.fragments.is_some() && shape.rows() > most
     }
 
@@ -196,7 +231,24 @@ impl Decoder<'_> {
         let rows = shape.rows();
         let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let bias = self.vector(recording, &format!("{name}.bias"));
+        let codes = self.weight(name).is_some_and(|w| self.in_code_fragments(w));
+        let mut parts = Vec::new();
         for (first, weight) in self.matrix(recording, name) {
+            match codes {
+                true => parts.extend(self.expanded(&weight).into_iter().map(|rows| (first, weight, Some(rows)))),
+                false => parts.push((first, weight, None)),
+            }
+        }
+        for (first, weight, run) in parts {
+            let (first, weight) = match run {
+                None => (first, weight),
+                Some((from, rows)) => {
+                    let to = recording.buffer("expanded", codes::expanded_bytes(rows, weight.cols));
+                    let label = format!("{}.expand", label_of(name));
+                    recording.call(codes::expand_codes(label, &weight, (from, rows), matrices, to));
+                    (first + from, Matrix { range: to, format: Format::Bf16, rows, cols: weight.cols })
+                }
+            };
             let product = Tiled {
                 label: label_of(name),
                 weight,
@@ -252,7 +304,10 @@ impl Decoder<'_> {
     /// there are many rows.
     pub(super) fn unscaled(&self, r: &mut Recording, shape: StepShape) -> Option<Unscaled> {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
-        let whole = |name: &str| self.weight(name).is_some_and(|w| self.in_fragments(w) && self.parts(w).len() == 1);
+        let whole = |name: &str| {
+            let fits = |w| self.in_fragments(w) && !self.in_code_fragments(w) && self.parts(w).len() == 1;
+            self.weight(name).is_some_and(fits)
+        };
         let folds = matches!(shape, StepShape::Decode { .. })
             && self.packs(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }

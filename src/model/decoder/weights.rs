@@ -2,21 +2,38 @@
 //!
 //! Not here: where the weights come from (`checkpoint`).
 
-use super::{Decoder, Part, format, stride};
-use crate::kernels::gemm::Matrix;
+use super::{Decoder, Part, stride};
+use crate::kernels::gemm::{Matrix, codes};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::{Format, Layout, Packing};
 use crate::model::checkpoint::{WeightKind, WeightSpec};
-use crate::model::config::Dtype;
+
+/// The maximum size in bytes of a part of a matrix of codes that is expanded at once.
+const MOST_EXPANDED: u64 = 128 << 20;
 
 impl Decoder<'_> {
     /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices of a
-    /// checkpoint whose matrices are all bfloat16.
+    /// checkpoint whose matrices are all bfloat16 or codes, except for checkpoints with experts of codes.
     pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
         let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
-        self.tuning.fragments.is_some()
-            && is_matrix(weight)
-            && self.weights.iter().all(|w| !is_matrix(w) || w.dtype == Dtype::Bf16)
+        let fits = |w: &WeightSpec| match w.format {
+            Format::Bf16 => true,
+            Format::Codes(_) => !w.is_of_experts(),
+            Format::F16 | Format::F32 => false,
+        };
+        self.tuning.fragments.is_some() && is_matrix(weight) && self.weights.iter().all(|w| !is_matrix(w) || fits(w))
+    }
+
+    /// Whether a weight is of codes in fragment order.
+    pub(super) fn in_code_fragments(&self, weight: &WeightSpec) -> bool {
+        weight.format.codes().is_some() && self.in_fragments(weight)
+    }
+
+    /// Returns the runs of rows, first and count, in which the products of many rows expand a matrix of codes.
+    pub(super) fn expanded(&self, weight: &Matrix) -> Vec<(u32, u32)> {
+        let row_bytes = codes::expanded_bytes(16, weight.cols) / 16;
+        let most = u32::try_from(MOST_EXPANDED / row_bytes).unwrap_or(u32::MAX).max(64) / 64 * 64;
+        (0..weight.rows).step_by(most as usize).map(|first| (first, most.min(weight.rows - first))).collect()
     }
 
     /// Returns the packing of a weight.
@@ -24,9 +41,9 @@ impl Decoder<'_> {
         let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
         let (rows, cols, layout, format) = match weight.kind {
             WeightKind::Matrix if self.in_fragments(weight) => {
-                (weight.rows, weight.cols, Layout::Fragments, Format::Bf16)
+                (weight.rows, weight.cols, Layout::Fragments, weight.format)
             }
-            WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), format(weight.dtype)),
+            WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), weight.format),
             // Each row holds one value, so that sources can interleave. The padding becomes zero and extends as far as
             // that of activations.
             WeightKind::Vector => (stride(weight.rows), 1, row_major(1), Format::F32),
@@ -68,7 +85,7 @@ impl Decoder<'_> {
             .into_iter()
             .map(|part| {
                 let range = recording.buffer(&part.name, part.bytes);
-                (part.first_row, Matrix { range, format: format(weight.dtype), rows: part.rows, cols: weight.cols })
+                (part.first_row, Matrix { range, format: weight.format, rows: part.rows, cols: weight.cols })
             })
             .collect()
     }

@@ -1,0 +1,107 @@
+// Loads of quantised weights in fragment order into the 16-bit pairs of matrix fragments (`fragments.glsl`). A lane has
+// rows u and v of a block of 16; `memory::pack::codes` gives the places of the bits. The shader includes `codes.glsl` and
+// `fragments.glsl` first; its weights are `weight`, of 16-byte words.
+
+// Words that hold a unit's scales and minimums in a lane.
+const uint SCALE_SLOTS = IS_AFTER == 1u ? 4u : UNIT_GROUPS * 2u;
+
+// Loads a unit's scales and minimums to `to[first]` and on; `at` is the 16-byte word where the scales begin. Each word has
+// two f16. Without AFTER: the scales of u and v for each group, then the minimums. With AFTER: the scales of rows 4t and
+// 4t + 2 and of rows 4t + 1 and 4t + 3, whose sums the lane has, then the minimums.
+#define LOAD_SCALES(to, first, at) { \
+    uint at_ = (at) * 4u, first_ = first; \
+    if (AFTER) { \
+        at_ += (LANE & 3u) * 2u; \
+        to[first_] = CODE_WORD(weight, at_); \
+        to[first_ + 1u] = CODE_WORD(weight, at_ + 1u); \
+        to[first_ + 2u] = STORED == 1u ? CODE_WORD(weight, at_ + 8u) : 0u; \
+        to[first_ + 3u] = STORED == 1u ? CODE_WORD(weight, at_ + 9u) : 0u; \
+    } else { \
+        at_ += (LANE >> 2) * UNIT_GROUPS; \
+        [[unroll]] for (uint e_ = 0u; e_ < UNIT_GROUPS; e_++) { \
+            to[first_ + e_] = CODE_WORD(weight, at_ + e_); \
+            to[first_ + UNIT_GROUPS + e_] = STORED == 1u ? CODE_WORD(weight, at_ + 8u * UNIT_GROUPS + e_) : 0u; \
+        } \
+    } }
+
+// The scales and minimums of a lane's four rows, with AFTER.
+#define AFTER_SCALES(s, m, scales, first) { \
+    uint first_ = first; \
+    vec2 a_ = unpackHalf2x16(scales[first_]), b_ = unpackHalf2x16(scales[first_ + 1u]); \
+    s = vec4(a_.x, b_.x, a_.y, b_.y); \
+    vec2 c_ = unpackHalf2x16(scales[first_ + 2u]), d_ = unpackHalf2x16(scales[first_ + 3u]); \
+    m = STORED == 1u ? vec4(c_.x, d_.x, c_.y, d_.y) : s * (ZERO * 5.9604644775390625e-8); }
+
+// The group of a unit that columns 32c + 8t .. + 8 belong to.
+uint group_of(uint c, uint t) { return GROUP == 16u ? c * 2u + t / 2u : c * 32u / GROUP; }
+
+// Whether the second pair of a row's codes is left 4 bits higher, as a number 16 times as large: one shift less.
+#define HIGH_SECOND (BITS == 4u && NUMBER == 0u)
+
+// Returns a half's four pairs of codes, each as two small integers: (u0, u1), (u2, u3), (v0, v1), (v2, v3). `a` and `b`
+// are the words of the plane of 8 bits (u, v) or 4 bits (`a` only); `two` and `one` are those of the planes of 2 bits and
+// 1 bit. `c` is the block of 32 columns in the unit.
+uvec4 code_pairs(uint a, uint b, uint two, uint one, uint c, uint h) {
+    if (BITS == 8u) return uvec4(a, a >> 8, b, b >> 8) & 0x00ff00ffu;
+    uvec4 pairs = uvec4(0u);
+    if (HIGH_SECOND) {
+        uint v = a >> 8;
+        pairs = uvec4(a & 0x000f000fu, a & 0x00f000f0u, v & 0x000f000fu, v & 0x00f000f0u);
+    } else if ((BITS & 4u) != 0u) {
+        pairs = uvec4(a, a >> 4, a >> 8, a >> 12) & 0x000f000fu;
+    }
+    if (BITS == 6u) {
+        two >>= 8u * h;
+        pairs |= uvec4(two << 4, two << 2, two, two >> 2) & 0x00300030u;
+    } else if ((BITS & 2u) != 0u) {
+        two >>= 8u * h;
+        pairs |= uvec4(two, two >> 2, two >> 4, two >> 6) & 0x00030003u;
+    }
+    if ((BITS & 1u) != 0u) {
+        one >>= 8u * (c & 1u) + 4u * h;
+        pairs |= (uvec4(one, one >> 1, one >> 2, one >> 3) & 0x00010001u) << (BITS & 6u);
+    }
+    return pairs;
+}
+
+// The pairs of half `h` of block `c` of the unit whose loads begin at `w[first]`.
+const uint FOUR_LOADS = (BITS & 4u) != 0u ? UNIT_COLS / 64u : 0u;
+const uint TWO_LOADS = (BITS & 2u) != 0u ? UNIT_COLS / 128u : 0u;
+#define PAIRS(w, first, c, h) (BITS == 8u \
+    ? code_pairs(w[(first) + (c)][(h) * 2u], w[(first) + (c)][(h) * 2u + 1u], 0u, 0u, c, h) \
+    : code_pairs((BITS & 4u) != 0u ? w[(first) + (c) / 2u][((c) & 1u) * 2u + (h)] : 0u, 0u, \
+        (BITS & 2u) != 0u ? w[(first) + FOUR_LOADS + (c) / 4u][(c) & 3u] : 0u, \
+        (BITS & 1u) != 0u ? w[(first) + FOUR_LOADS + TWO_LOADS + (c) / 8u][(c) / 2u & 3u] : 0u, c, h))
+
+// Returns the f16 values of pairs of codes.
+uvec4 value_pairs(uvec4 pairs) {
+    if (NUMBER == 1u) return (pairs & 0x00800080u) << 8 | (pairs & 0x007f007fu) << 7;
+    if (NUMBER == 2u) return (pairs & 0x00080008u) << 12 | (pairs & 0x00070007u) << 9;
+    if (NUMBER == 3u) return pairs << 8;
+    return pairs;
+}
+
+// Returns the weights of pairs of codes in f16, without the rows' factors. `scale` and `minimum` have the f16 of u and v.
+#if MATRIX == 1
+uint scaled_pair(uint pair, f16vec2 scale, f16vec2 minimum) {
+    return packFloat2x16(fma(unpackFloat2x16(pair), scale, -minimum));
+}
+uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
+    pairs = value_pairs(pairs);
+    f16vec2 s = unpackFloat2x16(scale), m = unpackFloat2x16(minimum);
+    if (STORED == 0u) m = s * float16_t(ZERO * 5.9604644775390625e-8);
+    f16vec2 second = HIGH_SECOND ? s * float16_t(0.0625) : s;
+    return uvec4(scaled_pair(pairs.x, s.xx, m.xx), scaled_pair(pairs.y, second.xx, m.xx),
+        scaled_pair(pairs.z, s.yy, m.yy), scaled_pair(pairs.w, second.yy, m.yy));
+}
+#else
+uint scaled_pair(uint pair, float scale, float minimum) { return packHalf2x16(unpackHalf2x16(pair) * scale - minimum); }
+uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
+    pairs = value_pairs(pairs);
+    vec2 s = unpackHalf2x16(scale), m = unpackHalf2x16(minimum);
+    if (STORED == 0u) m = s * (ZERO * 5.9604644775390625e-8);
+    vec2 second = HIGH_SECOND ? s * 0.0625 : s;
+    return uvec4(scaled_pair(pairs.x, s.x, m.x), scaled_pair(pairs.y, second.x, m.x),
+        scaled_pair(pairs.z, s.y, m.y), scaled_pair(pairs.w, second.y, m.y));
+}
+#endif

@@ -1,0 +1,128 @@
+// Quantised weights (WEIGHT 3): unsigned codes of 2 to 8 bits in planes, with an f16 scale and, if stored, an f16 minimum
+// for each group of adjacent columns, and an f32 factor for each row. `memory::pack::codes` defines the layouts:
+//
+//   weight = factor · (value(code) · scale - minimum)
+//
+// The shader must declare the specialization constant CODES, the format in one word (`kernels::codes_word`).
+const uint BITS = CODES & 15u;                       // of a code: 2, 3, 4, 5, 6 or 8
+const uint GROUP = CODES >> 4 & 255u;                // columns with a common scale: 16, 32, 64 or 128
+const uint NUMBER = CODES >> 12 & 3u;                // 0 affine, 1 e4m3, 2 e2m1, 3 e5m2
+const uint STORED = CODES >> 14 & 1u;                // 1: minimums are stored; 0: they are scale · ZERO
+#define ZERO (float(CODES >> 16) * 0.5)              // in codes
+const uint UNIT_COLS = (BITS & 1u) == 1u ? 256u : 128u;
+
+// A 32-bit word of a buffer of 16-byte words. CASTS 1: through another reference type, which some drivers do not support.
+layout(buffer_reference, std430, buffer_reference_align = 4) readonly restrict buffer CodeWordsIn { uint v[]; };
+#if CASTS == 1
+#define CODE_WORD(buffer_, at) CodeWordsIn(buffer_).v[at]
+#else
+uint code_word(Words4In buffer_, uint at) { return buffer_.v[at / 4u][at % 4u]; }
+#define CODE_WORD(buffer_, at) code_word(buffer_, at)
+#endif
+
+// The f16 bits that stand for a code, except for affine codes, which are small integers.
+uint value_bits(uint code) {
+    if (NUMBER == 3u) return code << 8;
+    return NUMBER == 1u ? (code & 0x80u) << 8 | (code & 0x7fu) << 7 : (code & 8u) << 12 | (code & 7u) << 9;
+}
+
+float value(uint code) { return NUMBER == 0u ? float(code) * 5.9604644775390625e-8 : unpackHalf2x16(value_bits(code)).x; }
+
+// The words of a row of a row-major matrix whose rows have `chunks` chunks of eight columns.
+uint code_row_words(uint chunks) {
+    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS;
+    return 4u + cols * BITS / 32u + (cols / GROUP * (1u + STORED) * 2u + 15u) / 16u * 4u;
+}
+
+// Reads eight weights of a row-major matrix: chunk `c` of row `row`.
+void load_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
+    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS;
+    uint first = row * code_row_words(chunks), at = first + 4u;
+    uint code[8];
+    [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] = 0u;
+    if ((BITS & 8u) != 0u) {
+        uint low = CODE_WORD(weight, at + c * 2u), high = CODE_WORD(weight, at + c * 2u + 1u);
+        [[unroll]] for (uint i = 0u; i < 4u; i++) {
+            code[i] = low >> 8u * i & 255u;
+            code[i + 4u] = high >> 8u * i & 255u;
+        }
+        at += cols / 4u;
+    }
+    if ((BITS & 4u) != 0u) {
+        uint bits = CODE_WORD(weight, at + c);
+        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] = bits >> 4u * i & 15u;
+        at += cols / 8u;
+    }
+    if ((BITS & 2u) != 0u) {
+        uint bits = CODE_WORD(weight, at + c / 2u) >> c % 2u * 16u;
+        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] |= (bits >> 2u * i & 3u) << (BITS & 4u);
+        at += cols / 16u;
+    }
+    if ((BITS & 1u) != 0u) {
+        uint bits = CODE_WORD(weight, at + c / 4u) >> c % 4u * 8u;
+        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] |= (bits >> i & 1u) << (BITS & 6u);
+        at += cols / 32u;
+    }
+    uint group = c * 8u / GROUP, half_ = at * 2u + group;
+    float factor = uintBitsToFloat(CODE_WORD(weight, first));
+    float scale = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
+    float minimum = scale * ZERO * 5.9604644775390625e-8;
+    if (STORED == 1u) {
+        half_ += cols / GROUP;
+        minimum = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
+    }
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        a[i] = value(code[i]) * scale - minimum;
+        b[i] = value(code[i + 4u]) * scale - minimum;
+    }
+}
+
+// Fragments: blocks of 16 rows, each with 16 factors and then units of UNIT_COLS columns. All sizes are in 16-byte words.
+const uint UNIT_GROUPS = UNIT_COLS / GROUP;
+const uint PLANE_LOADS = UNIT_COLS * BITS / 256u;    // 16-byte loads of a lane for a unit's codes
+const uint UNIT_WORDS = PLANE_LOADS * 32u + UNIT_GROUPS * 2u * (1u + STORED);
+#define BLOCK_WORDS (4u + UNITS * UNIT_WORDS)
+// Scales are applied to the products of a unit instead of to its codes.
+const uint IS_AFTER = (GROUP == 128u ? 1u : 0u) * (NUMBER == 0u ? 1u : 0u) * (BITS == 4u ? 1u : BITS == 8u ? 1u : 0u);
+#define AFTER (IS_AFTER == 1u)
+
+// Reads eight weights of a matrix in fragment order: chunk `c` of row `row`. `chunks` are those of a row without padding.
+void load_fragment_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
+    uint units = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS, unit = c * 8u / UNIT_COLS;
+    uint base = row / 16u * (4u + units * UNIT_WORDS) * 4u, at = base + 16u + unit * UNIT_WORDS * 4u;
+    uint r = row % 16u, g = 2u * (r / 4u) + r % 2u, second = r / 2u % 2u, block = c * 8u % UNIT_COLS / 32u;
+    uint lane = g * 4u + c % 4u;
+    uint code[8];
+    [[unroll]] for (uint i = 0u; i < 8u; i++) {
+        // The pair of the row's codes and the position in the pair; the two halves have four columns each.
+        uint h = i / 4u, pair = second * 2u + i % 4u / 2u, high = i % 2u * 16u, from = at;
+        code[i] = 0u;
+        if ((BITS & 8u) != 0u)
+            code[i] = CODE_WORD(weight, from + (block * 32u + lane) * 4u + h * 2u + second) >> (i % 4u / 2u * 8u + high) & 255u;
+        if ((BITS & 4u) != 0u) {
+            code[i] = CODE_WORD(weight, from + (block / 2u * 32u + lane) * 4u + block % 2u * 2u + h) >> (4u * pair + high) & 15u;
+            from += UNIT_COLS * 2u;
+        }
+        if ((BITS & 2u) != 0u) {
+            uint bits = CODE_WORD(weight, from + (block / 4u * 32u + lane) * 4u + block % 4u) >> (8u * h + 2u * pair + high);
+            code[i] |= (bits & 3u) << (BITS & 4u);
+            from += UNIT_COLS;
+        }
+        if ((BITS & 1u) != 0u) {
+            uint bits = CODE_WORD(weight, from + (block / 8u * 32u + lane) * 4u + block / 2u % 4u);
+            code[i] |= (bits >> (8u * (block % 2u) + 4u * h + pair + high) & 1u) << (BITS & 6u);
+        }
+    }
+    uint half_ = (at + PLANE_LOADS * 128u) * 2u + (g * UNIT_GROUPS + c * 8u % UNIT_COLS / GROUP) * 2u + second;
+    float factor = uintBitsToFloat(CODE_WORD(weight, base + r));
+    float scale = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
+    float minimum = scale * ZERO * 5.9604644775390625e-8;
+    if (STORED == 1u) {
+        half_ += 16u * UNIT_GROUPS;
+        minimum = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
+    }
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        a[i] = value(code[i]) * scale - minimum;
+        b[i] = value(code[i + 4u]) * scale - minimum;
+    }
+}

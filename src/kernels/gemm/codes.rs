@@ -1,0 +1,160 @@
+//! Products of quantised weights in fragment order: `skinny_codes`, the small-M GEMM, and `expand_codes`, which expands a
+//! part of a matrix to bfloat16 for the products of many rows. Not here: row-major quantised weights (`gemm`), and the
+//! layout of codes (`memory::pack::codes`).
+
+use super::skinny::{Matrices, SkinnyConfig};
+use super::{Matrix, Product, Shape, product};
+use crate::kernels::host_memory::{HostMemory, PackedMatrix};
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{ExpandCodesArgs, ExpandCodesConstants, SkinnyCodesArgs, SkinnyCodesConstants};
+use crate::kernels::tags::Flow;
+use crate::kernels::{Format, codes_word, fold, format_of};
+use crate::memory::pack::codes::unit_cols;
+use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout, Packing, fragment_index};
+
+/// The maximum number of rows of x.
+pub const MOST_ROWS: u32 = 64;
+
+fn units(weight: &Matrix) -> u32 {
+    let codes = weight.format.codes().unwrap_or_else(|| panic!("weights of {:?} are no codes", weight.format));
+    weight.cols.div_ceil(unit_cols(codes))
+}
+
+/// Returns the shared memory that a workgroup uses for `rows` rows of x, in bytes. `config.ahead` counts units of
+/// columns.
+pub fn shared_bytes(config: SkinnyConfig, format: Format, rows: u32, matrices: Matrices) -> u32 {
+    let codes = format.codes().map_or(128, unit_cols);
+    let (groups, blocks, tokens) = (config.threads / 32, rows.div_ceil(16), rows.min(16));
+    let items = config.tiles * blocks * tokens.div_ceil(8) * tokens.min(8) * 4;
+    let exchange = if matrices == Matrices::Emulated { config.threads * 36 } else { 0 };
+    groups * (items * 16 + tokens * config.ahead * (codes / 4 * 8 + 8) + blocks * tokens * 4) + exchange
+}
+
+/// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W as codes packed as
+/// [`crate::memory::pack::Layout::Fragments`]. `flow` gives the tagged operands. `config.ahead` counts units of columns.
+///
+/// # Panics
+/// If there are too many rows or W has no codes.
+pub fn skinny_codes(
+    product: &Product,
+    rows: u32,
+    matrices: Matrices,
+    config: SkinnyConfig,
+    flow: Flow,
+    fault: Range,
+) -> Call {
+    assert!(rows <= MOST_ROWS, "{rows} rows");
+    let (norm, bias, epsilon) = product.touched();
+    let constants = SkinnyCodesConstants {
+        threads: config.threads,
+        lanes: config.threads,
+        norm: u32::from(product.norm.is_some()),
+        bias: u32::from(product.bias.is_some()),
+        epilogue: product.epilogue.code(),
+        tiles: config.tiles,
+        ahead: config.ahead,
+        blocks: rows.div_ceil(16),
+        rows,
+        units: units(&product.weight),
+        tagged: flow.code(),
+        codes: codes_word(product.weight.format),
+    };
+    let args = SkinnyCodesArgs {
+        weight: product.weight.range,
+        x: product.x.range,
+        norm,
+        bias,
+        y: product.y.range,
+        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
+        fault: fault.none(),
+        n: product.weight.rows,
+        k: product.weight.cols,
+        x_stride: product.x.stride,
+        y_stride: product.y.stride,
+        epsilon,
+        x_tag: flow.input,
+        old_tag: flow.old,
+        y_tag: flow.output.unwrap_or(0),
+    };
+    let call = Call {
+        kernel: match matrices {
+            Matrices::Emulated => "skinny_codes.plain",
+            Matrices::Cooperative => "skinny_codes",
+        },
+        label: product.label.clone(),
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: fold(product.weight.rows.div_ceil(16 * config.tiles), 1),
+    };
+    flow.mark(call, product.x.range, product.y.range)
+}
+
+pub(crate) fn reference_skinny_codes(call: &Call, memory: &mut HostMemory) {
+    let a = SkinnyCodesArgs::from_args(&call.args);
+    let c = SkinnyCodesConstants::from_values(&call.constants);
+    let shape = Shape {
+        weight: a.weight,
+        x: a.x,
+        norm: (c.norm == 1).then_some(a.norm),
+        bias: (c.bias == 1).then_some(a.bias),
+        y: a.y,
+        n: a.n,
+        k: a.k,
+        fragments: true,
+        x_stride: a.x_stride,
+        y_stride: a.y_stride,
+        epsilon: a.epsilon,
+        epilogue: c.epilogue,
+        tag: (c.tagged == 3).then_some(a.y_tag),
+    };
+    product(memory, format_of("codes", c.codes), c.rows, &shape);
+}
+
+/// Returns the size in bytes of `rows` rows of a matrix of `cols` columns after [`expand_codes`].
+pub fn expanded_bytes(rows: u32, cols: u32) -> u64 {
+    Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 }.bytes()
+}
+
+/// Returns the call that expands rows `first .. first + rows` of W, codes in fragment order, to bfloat16 in fragment
+/// order in `y`, of [`expanded_bytes`].
+///
+/// # Panics
+/// If W has no codes, or `first` is not a multiple of 16.
+pub fn expand_codes(label: String, weight: &Matrix, (first, rows): (u32, u32), matrices: Matrices, y: Range) -> Call {
+    assert!(first.is_multiple_of(FRAGMENT_ROWS) && first + rows <= weight.rows, "rows {first} + {rows} of {weight:?}");
+    let packing = Packing { rows, cols: weight.cols, layout: Layout::Fragments, format: weight.format };
+    let (threads, row_blocks) = (128, rows.div_ceil(FRAGMENT_ROWS));
+    let constants =
+        ExpandCodesConstants { threads, lanes: threads, units: units(weight), codes: codes_word(weight.format) };
+    let args = ExpandCodesArgs {
+        weight: weight.range.part(packing.row_bytes() * u64::from(first), packing.bytes()),
+        y,
+        row_blocks,
+        chunks: weight.cols.div_ceil(FRAGMENT_COLS),
+    };
+    Call {
+        kernel: match matrices {
+            Matrices::Emulated => "expand_codes.plain",
+            Matrices::Cooperative => "expand_codes",
+        },
+        label,
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: fold((row_blocks * constants.units).div_ceil(threads / 32), 1),
+    }
+}
+
+pub(crate) fn reference_expand_codes(call: &Call, memory: &mut HostMemory) {
+    let a = ExpandCodesArgs::from_args(&call.args);
+    let c = ExpandCodesConstants::from_values(&call.constants);
+    let format = format_of("codes", c.codes);
+    let cols = a.chunks * FRAGMENT_COLS;
+    let unit = format.codes().map_or(1, unit_cols);
+    let matrix = PackedMatrix { range: a.weight, format, fragments: true, cols: c.units * unit };
+    for row in 0..a.row_blocks * FRAGMENT_ROWS {
+        for col in 0..cols {
+            let value = memory.element(&matrix, row, col);
+            memory.set_number(Format::Bf16, a.y, fragment_index(row, col, cols) as u32, value);
+        }
+    }
+}

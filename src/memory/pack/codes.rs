@@ -1,0 +1,504 @@
+//! The layouts of quantised weights in device memory. A weight is an unsigned code of 2 to 8 bits; a group of adjacent
+//! columns has a scale and, if the format stores one, a minimum, both f16; a row has an f32 factor, a power of two:
+//!
+//! ```text
+//! weight = factor * (value(code) * scale - minimum)
+//! ```
+//!
+//! `value` is the f16 number that a kernel gets from a code with bit operations: code · 2⁻²⁴ for affine codes (the code's
+//! bits as a subnormal f16), the number · 2⁻⁸ for e4m3, the number · 2⁻¹⁴ for e2m1 and the number for e5m2. The factor makes a row's largest
+//! scale a large f16, so that neither scales nor products of a row overflow or lose bits.
+//!
+//! The bits of codes are in planes, each with 8, 4, 2 or 1 bits of every code: 8 bits are one plane, 6 bits are 4 + 2,
+//! 5 bits 4 + 1, 3 bits 2 + 1; the plane with more bits holds the low ones.
+//!
+//! Row-major: for each row, 16 bytes (the factor, then zeros), the planes, the scales and the minimums; columns are in
+//! order, the lowest bits first. Fragments: for each block of 16 rows, 16 factors, then units of 128 columns (256 for
+//! formats with a plane of 1 bit); a unit has its planes in the order in which 32 lanes load them, 16 bytes a lane at a
+//! time, then the scales and the minimums of its groups (see [`fragment_place`] and [`pair_place`]).
+//!
+//! Not here: the formats of files (`quant`), and layouts of other numbers.
+
+use super::{FRAGMENT_ROWS, Layout, Line, Packing, Rows, SourceFormat};
+use crate::quant::number::Number;
+use crate::quant::quantize::{self, INT4, INT8};
+use crate::quant::{Codes, Minimum};
+use half::f16;
+
+/// The bytes before a row's planes in a row-major tensor.
+const ROW_HEADER: u64 = 16;
+/// The bytes before the units of a block of 16 rows in fragments: one f32 for each row.
+const BLOCK_HEADER: u64 = 64;
+
+/// Returns the number of columns of a unit, to whose multiple rows are padded.
+pub fn unit_cols(codes: Codes) -> u32 {
+    if codes.bits.is_multiple_of(2) { 128 } else { 256 }
+}
+
+/// Returns the number of f16 numbers that a group has: a scale, and a minimum if the format stores one.
+fn halves(codes: Codes) -> u64 {
+    if codes.minimum == Minimum::Stored { 2 } else { 1 }
+}
+
+/// Returns the size of a row of `padded_cols` columns in bytes; in fragments, a sixteenth of a block of 16 rows.
+pub(super) fn row_bytes(codes: Codes, layout: Layout, padded_cols: u32) -> u64 {
+    let (cols, groups) = (u64::from(padded_cols), u64::from(padded_cols / codes.group));
+    let planes = cols * u64::from(codes.bits) / 8;
+    match layout {
+        Layout::RowMajor { .. } => ROW_HEADER + planes + (groups * 2 * halves(codes)).next_multiple_of(16),
+        Layout::Fragments => BLOCK_HEADER / 16 + planes + groups * 2 * halves(codes),
+    }
+}
+
+/// The planes of a format: the number of bits in the plane, and the position of its lowest bit in a code.
+fn planes(codes: Codes) -> impl Iterator<Item = (u32, u32)> {
+    let bits = codes.bits;
+    [(8, 0), (4, 0), (2, bits & 4), (1, bits & 6)].into_iter().filter(move |(plane, _)| bits & plane != 0)
+}
+
+/// Returns the exponent of two by which codes' numbers differ from the f16 numbers that their bits are.
+fn value_exponent(number: Number) -> i32 {
+    match number {
+        Number::Affine => 24,
+        Number::E4m3 => 8,
+        Number::E2m1 => 14,
+        Number::E5m2 => 0,
+    }
+}
+
+/// Returns the exponent that factors give the largest scale of a row, with which no product of a scale and a value
+/// overflows: 14 stands for a scale of at least 2¹⁴ and less than 2¹⁵.
+fn scale_exponent(number: Number) -> i32 {
+    if number == Number::E5m2 { -1 } else { 14 }
+}
+
+/// Returns the place of four adjacent columns' bits in a fragment unit's plane of `plane` bits, for one of 16 rows.
+/// `quad` is the index of the four columns in the unit. Returns the index of the 32-bit word in the plane, and the
+/// positions of the four codes' lowest bits in it.
+///
+/// Lane `4g + t` has rows `u = 4(g >> 1) + (g & 1)` and `v = u + 2`, and in each block of 32 columns the columns
+/// `8t .. 8t + 8`, of which half `h` is four. Its four 16-bit pairs of a half, `p` = 0 to 3, are (u0, u1), (u2, u3),
+/// (v0, v1) and (v2, v3); the second code of a pair is 16 bits above the first.
+pub fn fragment_place(plane: u32, row: u32, quad: u32) -> (u32, [u32; 4]) {
+    let (block, t, h) = (quad / 8, quad % 8 / 2, quad % 2);
+    let g = 2 * (row / 4) + row % 2;
+    let second = row / 2 % 2;
+    let lane = 4 * g + t;
+    let pairs = |first: u32, step: u32| [first, first + 16, first + step, first + step + 16];
+    match plane {
+        8 => ((block * 32 + lane) * 4 + 2 * h + second, pairs(0, 8)),
+        4 => ((block / 2 * 32 + lane) * 4 + block % 2 * 2 + h, pairs(8 * second, 4)),
+        2 => ((block / 4 * 32 + lane) * 4 + block % 4, pairs(8 * h + 4 * second, 2)),
+        _ => ((block / 8 * 32 + lane) * 4 + block / 2 % 4, pairs(8 * (block % 2) + 4 * h + 2 * second, 1)),
+    }
+}
+
+/// Returns the index of a row's f16 in a fragment unit's scales or minimums: for each of 8 pairs of rows (u, v), the
+/// unit's `groups` groups, and of each group the numbers of u and v.
+pub fn pair_place(row: u32, group: u32, groups: u32) -> u32 {
+    let g = 2 * (row / 4) + row % 2;
+    (g * groups + group) * 2 + row / 2 % 2
+}
+
+/// One row in the meaning of a packed tensor's codes.
+struct Row {
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    minimums: Vec<f32>,
+    factor: f32,
+}
+
+impl Row {
+    fn new(codes: Codes, padded_cols: u32) -> Row {
+        let groups = (padded_cols / codes.group) as usize;
+        Row {
+            codes: vec![0; padded_cols as usize],
+            scales: vec![0.0; groups],
+            minimums: vec![0.0; groups],
+            factor: 1.0,
+        }
+    }
+
+    /// Reads a source's row; `None` gives zeros. Afterwards scales and minimums are those that are stored.
+    fn read(&mut self, line: Option<Line<'_>>, codes: Codes) {
+        self.codes.fill(0);
+        self.scales.fill(0.0);
+        self.minimums.fill(0.0);
+        self.factor = 1.0;
+        let Some(line) = line else { return };
+        let cols = line.cols;
+        match line.format {
+            SourceFormat::Blocks(blocks) => {
+                let from = blocks.codes();
+                let groups = cols / from.group as usize;
+                if from == codes {
+                    let (scales, minimums) = (&mut self.scales[..groups], &mut self.minimums[..groups]);
+                    blocks.decode(line.bytes, &mut self.codes[..cols], scales, minimums);
+                } else {
+                    let (mut scales, mut minimums) = (vec![0.0; groups], vec![0.0; groups]);
+                    blocks.decode(line.bytes, &mut self.codes[..cols], &mut scales, &mut minimums);
+                    let each = (from.group / codes.group) as usize;
+                    for (group, (scale, minimum)) in scales.into_iter().zip(minimums).enumerate() {
+                        self.scales[group * each..][..each].fill(scale);
+                        self.minimums[group * each..][..each].fill(minimum);
+                    }
+                }
+            }
+            SourceFormat::Numbers(_) => {
+                let mut numbers = vec![0.0f32; cols];
+                line.floats(&mut numbers);
+                let groups = codes.groups(cols);
+                let (to, scales) = (&mut self.codes[..cols], &mut self.scales[..groups]);
+                match codes {
+                    INT8 => quantize::int8(&numbers, to, scales),
+                    INT4 => quantize::int4(&numbers, to, scales, &mut self.minimums[..groups]),
+                    _ => panic!("numbers are quantised to int8 or int4, not to {codes:?}"),
+                }
+            }
+        }
+        let largest = |numbers: &[f32]| numbers.iter().fold(0f32, |most, x| most.max(x.abs()));
+        let exponent = |x: f32| if x > 0.0 && x.is_finite() { Some(exponent_of(x)) } else { None };
+        let shift = value_exponent(codes.number);
+        let scales = exponent(largest(&self.scales)).map(|e| e + shift - scale_exponent(codes.number));
+        let stored = codes.minimum == Minimum::Stored;
+        let minimums = if stored { exponent(largest(&self.minimums)).map(|e| e - 14) } else { None };
+        let power = scales.max(minimums).unwrap_or(0).clamp(-126, 127);
+        self.factor = 2f32.powi(power);
+        let (by_scale, by_minimum) = (2f64.powi(shift - power), 2f64.powi(-power));
+        self.scales.iter_mut().for_each(|x| *x = (f64::from(*x) * by_scale) as f32);
+        self.minimums.iter_mut().for_each(|x| *x = (f64::from(*x) * by_minimum) as f32);
+    }
+}
+
+/// Returns e with 2ᵉ ≤ x < 2ᵉ⁺¹, for a finite x above zero.
+fn exponent_of(x: f32) -> i32 {
+    let bits = x.to_bits();
+    match bits >> 23 {
+        0 => -118 - bits.leading_zeros() as i32,
+        e => e as i32 - 127,
+    }
+}
+
+/// Implements [`super::pack`] for codes; `start` is the part's first byte and a multiple of the tensor's unit.
+pub(super) fn pack_codes(packing: &Packing, codes: Codes, sources: &[Rows<'_>], start: u64, out: &mut [u8]) {
+    let padded = packing.padded_cols();
+    let line = |row: u32| sources.iter().find_map(|s| s.line(row));
+    let row_bytes = row_bytes(codes, packing.layout, padded);
+    let mut row = Row::new(codes, padded);
+    match packing.layout {
+        Layout::RowMajor { .. } => {
+            let first = (start / row_bytes) as u32;
+            for (index, out) in (first..).zip(out.chunks_exact_mut(row_bytes as usize)) {
+                row.read(line(index), codes);
+                write_row(codes, &row, out);
+            }
+        }
+        Layout::Fragments => {
+            let block_bytes = row_bytes * u64::from(FRAGMENT_ROWS);
+            let first = (start / block_bytes) as u32;
+            for (block, out) in (first..).zip(out.chunks_exact_mut(block_bytes as usize)) {
+                out.fill(0);
+                for index in 0..FRAGMENT_ROWS {
+                    let packed = block * FRAGMENT_ROWS + index;
+                    if packed < packing.rows {
+                        row.read(line(packed), codes);
+                        write_fragment_row(codes, padded, index, &row, out);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Writes a row of a row-major tensor.
+fn write_row(codes: Codes, row: &Row, out: &mut [u8]) {
+    out.fill(0);
+    out[..4].copy_from_slice(&row.factor.to_le_bytes());
+    let mut at = ROW_HEADER as usize;
+    for (plane, shift) in planes(codes) {
+        let each = (8 / plane) as usize;
+        let mask = ((1u32 << plane) - 1) as u8;
+        let to = &mut out[at..][..row.codes.len() / each];
+        at += to.len();
+        for (byte, codes) in to.iter_mut().zip(row.codes.chunks_exact(each)) {
+            *byte = (0..).zip(codes).fold(0, |byte, (i, code)| byte | ((code >> shift) & mask) << (i * plane));
+        }
+    }
+    let stored = codes.minimum == Minimum::Stored;
+    let minimums: &[f32] = if stored { &row.minimums } else { &[] };
+    for (to, x) in out[at..].as_chunks_mut::<2>().0.iter_mut().zip(row.scales.iter().chain(minimums)) {
+        *to = f16::from_f32(*x).to_le_bytes();
+    }
+}
+
+/// Writes row `index` of a block of 16 rows into the block, which was zero.
+fn write_fragment_row(codes: Codes, padded_cols: u32, index: u32, row: &Row, out: &mut [u8]) {
+    out[index as usize * 4..][..4].copy_from_slice(&row.factor.to_le_bytes());
+    let unit = unit_cols(codes);
+    let groups = unit / codes.group;
+    let unit_bytes = (out.len() - BLOCK_HEADER as usize) / (padded_cols / unit) as usize;
+    for (number, out) in out[BLOCK_HEADER as usize..].chunks_exact_mut(unit_bytes).enumerate() {
+        let numbers = &row.codes[number * unit as usize..][..unit as usize];
+        let mut rest = &mut *out;
+        for (plane, shift) in planes(codes) {
+            let (to, after) = rest.split_at_mut((FRAGMENT_ROWS * unit * plane / 8) as usize);
+            rest = after;
+            let mask = (1u32 << plane) - 1;
+            let words = to.as_chunks_mut::<4>().0;
+            for (quad, codes) in (0..).zip(numbers.as_chunks::<4>().0) {
+                let (word, places) = fragment_place(plane, index, quad);
+                let bits = codes
+                    .iter()
+                    .zip(places)
+                    .fold(0, |bits, (code, place)| bits | ((u32::from(*code) >> shift) & mask) << place);
+                let word = &mut words[word as usize];
+                *word = (u32::from_le_bytes(*word) | bits).to_le_bytes();
+            }
+        }
+        let halves = rest.as_chunks_mut::<2>().0;
+        for group in 0..groups {
+            let place = pair_place(index, group, groups) as usize;
+            let at = number * groups as usize + group as usize;
+            halves[place] = f16::from_f32(row.scales[at]).to_le_bytes();
+            if codes.minimum == Minimum::Stored {
+                halves[(16 * groups) as usize + place] = f16::from_f32(row.minimums[at]).to_le_bytes();
+            }
+        }
+    }
+}
+
+/// Returns the weight in row `row` and column `col` of a packed tensor: the reference of what kernels read. `word`
+/// returns a 32-bit word of the tensor.
+pub fn element(
+    codes: Codes,
+    layout: Layout,
+    padded_cols: u32,
+    (row, col): (u32, u32),
+    word: impl Fn(u64) -> u32,
+) -> f32 {
+    let bytes = row_bytes(codes, layout, padded_cols);
+    let half = |at: u64| f16::from_bits((word(at / 2) >> (16 * (at % 2))) as u16).to_f32();
+    let stored = |at: u64| if codes.minimum == Minimum::Stored { half(at) } else { 0.0 };
+    let group = col / codes.group;
+    let mut code = 0;
+    let (factor, scale, minimum) = match layout {
+        Layout::RowMajor { .. } => {
+            let first = u64::from(row) * bytes / 4;
+            let mut at = first + ROW_HEADER / 4;
+            for (plane, shift) in planes(codes) {
+                let each = 32 / plane;
+                let bits = word(at + u64::from(col / each)) >> (col % each * plane);
+                code |= (bits & ((1 << plane) - 1)) << shift;
+                at += u64::from(padded_cols / each);
+            }
+            let scale = at * 2 + u64::from(group);
+            (f32::from_bits(word(first)), half(scale), stored(scale + u64::from(padded_cols / codes.group)))
+        }
+        Layout::Fragments => {
+            let (unit, index) = (unit_cols(codes), row % FRAGMENT_ROWS);
+            let block = u64::from(row / FRAGMENT_ROWS) * bytes * u64::from(FRAGMENT_ROWS) / 4;
+            let groups = unit / codes.group;
+            let unit_words =
+                u64::from(FRAGMENT_ROWS * unit * codes.bits / 32) + u64::from(16 * groups) * halves(codes) / 2;
+            let mut at = block + BLOCK_HEADER / 4 + u64::from(col / unit) * unit_words;
+            for (plane, shift) in planes(codes) {
+                let (place, bits) = fragment_place(plane, index, col % unit / 4);
+                let bits = word(at + u64::from(place)) >> bits[col as usize % 4];
+                code |= (bits & ((1 << plane) - 1)) << shift;
+                at += u64::from(FRAGMENT_ROWS * unit * plane / 32);
+            }
+            let scale = at * 2 + u64::from(pair_place(index, group % groups, groups));
+            (f32::from_bits(word(block + u64::from(index))), half(scale), stored(scale + u64::from(16 * groups)))
+        }
+    };
+    let shift = value_exponent(codes.number);
+    let number = f64::from(codes.number.table()[code as usize]);
+    let minimum = match codes.minimum {
+        Minimum::Stored => f64::from(minimum),
+        Minimum::Zero { halves } => f64::from(scale) * f64::from(halves) * 2f64.powi(-1 - shift),
+    };
+    (f64::from(factor) * (number * 2f64.powi(-shift) * f64::from(scale) - minimum)) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Format, pack};
+    use super::*;
+    use crate::quant::blocks::BlockType;
+
+    const LAYOUTS: [Layout; 2] = [Layout::RowMajor { columns_multiple: 8 }, Layout::Fragments];
+
+    /// Returns numbers between -1 and 1 that look random, some rows larger by a power of two.
+    fn numbers(rows: u32, cols: u32, seed: u64) -> Vec<f32> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        (0..rows)
+            .flat_map(|row| (0..cols).map(move |_| row))
+            .map(|row| next() * 2f32.powi(row as i32 % 5 * 4 - 8))
+            .collect()
+    }
+
+    fn blocks_of(kind: BlockType, numbers: &[f32]) -> Vec<u8> {
+        let mut bytes = vec![0; numbers.len() / kind.elements() * kind.bytes()];
+        kind.quantize(numbers, &mut bytes);
+        bytes
+    }
+
+    fn source(bytes: &[u8], kind: BlockType, rows: u32, cols: u32) -> Rows<'_> {
+        let format = SourceFormat::Blocks(kind);
+        Rows { bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 }
+    }
+
+    fn words(packing: &Packing, sources: &[Rows<'_>]) -> Vec<u32> {
+        let mut out = vec![0xa5; packing.bytes() as usize];
+        pack(packing, sources, 0..packing.bytes(), &mut out);
+        out.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
+    }
+
+    fn read(packing: &Packing, words: &[u32], row: u32, col: u32) -> f32 {
+        let Format::Codes(codes) = packing.format else { unreachable!("codes") };
+        element(codes, packing.layout, packing.padded_cols(), (row, col), |word| words[word as usize])
+    }
+
+    /// Every type of block, in both layouts, has the numbers that it had in the file, but for the rounding of scales and
+    /// minimums to f16; padding is zero.
+    #[test]
+    fn packed_blocks_are_the_numbers_of_the_file() {
+        for kind in BlockType::ALL {
+            let cols = (kind.elements() as u32 * 3).max(96);
+            let rows = 21;
+            let bytes = blocks_of(kind, &numbers(rows, cols, 7));
+            let mut wanted = vec![0.0; (rows * cols) as usize];
+            kind.dequantize(&bytes, &mut wanted);
+            for layout in LAYOUTS {
+                let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
+                let words = words(&packing, &[source(&bytes, kind, rows, cols)]);
+                for row in 0..rows {
+                    let line = &wanted[(row * cols) as usize..][..cols as usize];
+                    let largest = line.iter().fold(0f32, |most, x| most.max(x.abs()));
+                    for col in 0..packing.padded_cols() {
+                        let (found, wanted) = (read(&packing, &words, row, col), line.get(col as usize).copied());
+                        let limit = largest * 2f32.powi(-9);
+                        assert!(
+                            (found - wanted.unwrap_or(0.0)).abs() <= if wanted.is_some() { limit } else { 0.0 },
+                            "{kind} {layout:?} {row} {col}: {found}, not {wanted:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Formats whose files have f16 scales lose nothing.
+    #[test]
+    fn f16_scales_are_kept_exactly() {
+        for kind in [BlockType::Q4_0, BlockType::Q5_0, BlockType::Q8_0, BlockType::IQ4_NL, BlockType::MXFP4] {
+            let (rows, cols) = (17, 256);
+            let bytes = blocks_of(kind, &numbers(rows, cols, 8));
+            let mut wanted = vec![0.0; (rows * cols) as usize];
+            kind.dequantize(&bytes, &mut wanted);
+            for layout in LAYOUTS {
+                let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
+                let words = words(&packing, &[source(&bytes, kind, rows, cols)]);
+                for (i, wanted) in (0..).zip(&wanted) {
+                    assert_eq!(read(&packing, &words, i / cols, i % cols), *wanted, "{kind} {layout:?} {i}");
+                }
+            }
+        }
+    }
+
+    /// Sources of several formats, with strides and steps, in the codes that they have in common.
+    #[test]
+    fn merged_sources_keep_their_numbers() {
+        let (a, b) = (BlockType::Q4_K, BlockType::Q6_K);
+        let cols = 512;
+        let common = a.codes().common(b.codes()).expect("affine codes");
+        assert_eq!((common.bits, common.group, common.minimum), (6, 16, Minimum::Stored));
+        let (first, second) = (blocks_of(a, &numbers(20, cols, 1)), blocks_of(b, &numbers(7, cols, 2)));
+        let (mut x, mut y) = (vec![0.0; 20 * cols as usize], vec![0.0; 7 * cols as usize]);
+        a.dequantize(&first, &mut x);
+        b.dequantize(&second, &mut y);
+        let row_bytes = first.len() / 20;
+        // Packed rows 0 to 9 are rows 0, 2, 4, … of the first tensor, rows 10, 12, … those of the second.
+        let sources = [
+            Rows { rows: 10, stride: 2, ..source(&first[..row_bytes * 19], a, 20, cols) },
+            Rows { first_row: 10, row_step: 2, ..source(&second, b, 7, cols) },
+        ];
+        for layout in LAYOUTS {
+            let packing = Packing { rows: 24, cols, layout, format: Format::Codes(common) };
+            let words = words(&packing, &sources);
+            for row in 0..24 {
+                let wanted = match row {
+                    0..10 => &x[(row * 2 * cols) as usize..][..cols as usize],
+                    _ if row % 2 == 0 && row < 24 => &y[((row - 10) / 2 * cols) as usize..][..cols as usize],
+                    _ => &[][..],
+                };
+                let largest = wanted.iter().fold(0f32, |most, x| most.max(x.abs()));
+                for col in 0..cols {
+                    let wanted = wanted.get(col as usize).copied().unwrap_or(0.0);
+                    let found = read(&packing, &words, row, col);
+                    assert!(
+                        (found - wanted).abs() <= largest * 2f32.powi(-9),
+                        "{layout:?} {row} {col}: {found}, {wanted}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Any cut into units gives the same bytes.
+    #[test]
+    fn parts_are_as_the_whole() {
+        let kind = BlockType::Q5_K;
+        let (rows, cols) = (40, 256);
+        let bytes = blocks_of(kind, &numbers(rows, cols, 3));
+        for layout in LAYOUTS {
+            let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
+            let mut whole = vec![0; packing.bytes() as usize];
+            pack(&packing, &[source(&bytes, kind, rows, cols)], 0..packing.bytes(), &mut whole);
+            let unit = packing.unit_bytes();
+            for begin in (0..packing.bytes()).step_by(unit as usize) {
+                let mut part = vec![1; unit as usize];
+                pack(&packing, &[source(&bytes, kind, rows, cols)], begin..begin + unit, &mut part);
+                assert_eq!(part, &whole[begin as usize..][..unit as usize], "{layout:?} {begin}");
+            }
+        }
+    }
+
+    /// Scales at the ends of f32's range, zeros and infinities neither panic nor become NaN where they are finite.
+    #[test]
+    fn rows_of_extreme_scales() {
+        for scale in [0.0, f32::MIN_POSITIVE / 64.0, 1e-30, 1e-15, 1e15] {
+            let numbers: Vec<f32> = (0..256).map(|i| (i as f32 - 128.0) / 128.0 * scale).collect();
+            let bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            for codes in [INT8, INT4] {
+                for layout in LAYOUTS {
+                    let packing = Packing { rows: 1, cols: 256, layout, format: Format::Codes(codes) };
+                    let format = SourceFormat::Numbers(Format::F32);
+                    let source = Rows {
+                        bytes: &bytes,
+                        format,
+                        rows: 1,
+                        cols: 256,
+                        first_row: 0,
+                        row_step: 1,
+                        stride: 1,
+                        plus: 0.0,
+                    };
+                    let words = words(&packing, &[source]);
+                    for (col, wanted) in (0..).zip(&numbers) {
+                        let found = read(&packing, &words, 0, col);
+                        let limit = scale.abs() * if codes == INT8 { 0.01 } else { 0.1 } + f32::MIN_POSITIVE;
+                        assert!(
+                            (found - wanted).abs() <= limit,
+                            "{codes:?} {scale:e} {col}: {found:e}, not {wanted:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,778 @@
+//! A model's configuration from GGUF metadata, and the `config.json` and `generation_config.json` that say the same in
+//! the keys of Hugging Face checkpoints.
+//!
+//! Not here: whether the values can be run, which the reader of `config.json` decides, and the tokenizer.
+
+use serde_json::{Map, Value as Json, json};
+
+use super::container::{Array, Value};
+use super::split::GgufFiles;
+
+/// The maximum number of layers, including multi-token-prediction blocks.
+pub const MAX_LAYERS: u64 = 4096;
+/// The maximum number of experts of a layer.
+pub const MAX_EXPERTS: u64 = 4096;
+/// The maximum value of any other size.
+const MAX_SIZE: u64 = 1 << 30;
+
+/// The tensor that holds the divisors of the rotary frequencies in models with Llama 3's scaling.
+pub const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// The maximum number of elements of [`ROPE_FACTORS`].
+pub const MAX_ROPE_FACTORS: u64 = 1 << 16;
+
+/// The model families whose metadata and tensors are understood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GgufArchitecture {
+    /// Llama and models that store themselves as Llama, such as Mistral; dense.
+    Llama,
+    /// Qwen2 and Qwen2.5; dense, with biases of q, k and v.
+    Qwen2,
+    /// Qwen3; dense.
+    Qwen3,
+    /// Qwen3 with experts.
+    Qwen3Moe,
+    /// Qwen3-Next: a hybrid with experts.
+    Qwen3Next,
+    /// Qwen3.5: a dense hybrid.
+    Qwen35,
+    /// Qwen3.5 with experts: a hybrid.
+    Qwen35Moe,
+}
+
+impl GgufArchitecture {
+    /// All families.
+    pub const ALL: [GgufArchitecture; 7] = [
+        GgufArchitecture::Llama,
+        GgufArchitecture::Qwen2,
+        GgufArchitecture::Qwen3,
+        GgufArchitecture::Qwen3Moe,
+        GgufArchitecture::Qwen3Next,
+        GgufArchitecture::Qwen35,
+        GgufArchitecture::Qwen35Moe,
+    ];
+
+    /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
+    pub fn name(self) -> &'static str {
+        match self {
+            GgufArchitecture::Llama => "llama",
+            GgufArchitecture::Qwen2 => "qwen2",
+            GgufArchitecture::Qwen3 => "qwen3",
+            GgufArchitecture::Qwen3Moe => "qwen3moe",
+            GgufArchitecture::Qwen3Next => "qwen3next",
+            GgufArchitecture::Qwen35 => "qwen35",
+            GgufArchitecture::Qwen35Moe => "qwen35moe",
+        }
+    }
+
+    /// Returns the entry of `architectures` and the `model_type` in config.json.
+    pub fn published_names(self) -> (&'static str, &'static str) {
+        match self {
+            GgufArchitecture::Llama => ("LlamaForCausalLM", "llama"),
+            GgufArchitecture::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
+            GgufArchitecture::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
+            GgufArchitecture::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            GgufArchitecture::Qwen3Next => ("Qwen3NextForCausalLM", "qwen3_next"),
+            GgufArchitecture::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+            GgufArchitecture::Qwen35Moe => ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+        }
+    }
+
+    /// Whether some layers use the gated delta rule (linear attention).
+    pub fn is_hybrid(self) -> bool {
+        matches!(self, GgufArchitecture::Qwen3Next | GgufArchitecture::Qwen35 | GgufArchitecture::Qwen35Moe)
+    }
+
+    /// Whether the layers have experts.
+    pub fn has_experts(self) -> bool {
+        matches!(self, GgufArchitecture::Qwen3Moe | GgufArchitecture::Qwen3Next | GgufArchitecture::Qwen35Moe)
+    }
+}
+
+/// The dimensions of gated-delta-rule layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Delta {
+    /// The number of heads of q and of k.
+    pub key_heads: u64,
+    /// The number of heads of v; a multiple of `key_heads`.
+    pub value_heads: u64,
+    /// The dimensions of a head of q or k.
+    pub key_dim: u64,
+    /// The dimensions of a head of v.
+    pub value_dim: u64,
+    /// The number of taps of the convolution.
+    pub conv_kernel: u64,
+}
+
+/// The dimensions of layers with experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GgufExperts {
+    /// The number of routed experts.
+    pub count: u64,
+    /// The number of experts that a token uses.
+    pub chosen: u64,
+    /// The intermediate size of a routed expert.
+    pub inner: u64,
+    /// The intermediate size of the shared expert; `None` if there is none.
+    pub shared_inner: Option<u64>,
+    /// Whether the weights of a token's experts are normalised to a sum of 1.
+    pub normalise: bool,
+}
+
+/// How the rotary frequencies are changed for longer contexts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum GgufRope {
+    /// No change.
+    Default,
+    /// Every frequency is divided.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3's scaling.
+    Llama3(Llama3),
+    /// YaRN. Absent values take the defaults of config.json.
+    Yarn {
+        /// The divisor of the low frequencies.
+        factor: f64,
+        /// The context length of the original training.
+        original_context: u64,
+        /// The number of rotations at which the ramp begins.
+        beta_fast: Option<f64>,
+        /// The number of rotations at which the ramp ends.
+        beta_slow: Option<f64>,
+        /// The factor of cosines and sines.
+        attention_factor: Option<f64>,
+    },
+}
+
+/// The parameters of Llama 3's scaling of rotary frequencies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Llama3 {
+    /// The divisor of the low frequencies.
+    pub factor: f64,
+    /// Frequencies with a wavelength above `original_context / low_freq_factor` are low.
+    pub low_freq_factor: f64,
+    /// Frequencies with a wavelength below `original_context / high_freq_factor` are high.
+    pub high_freq_factor: f64,
+    /// The context length of the original training.
+    pub original_context: f64,
+}
+
+/// A model's configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GgufModel {
+    /// The model family.
+    pub architecture: GgufArchitecture,
+    /// The width of the residual stream.
+    pub hidden: u64,
+    /// The number of layers without multi-token-prediction (MTP) blocks.
+    pub layers: u64,
+    /// The number of MTP blocks, which stand behind the layers.
+    pub mtp_layers: u64,
+    /// Whether the MTP block has an embedding or a head of its own.
+    pub mtp_own_embedding: bool,
+    /// The number of query heads.
+    pub heads: u64,
+    /// The number of key and value heads.
+    pub kv_heads: u64,
+    /// The dimensions of a head.
+    pub head_dim: u64,
+    /// The number of rotated dimensions of a head.
+    pub rotary_dim: u64,
+    /// The base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// The change of the rotary frequencies.
+    pub rope_scaling: GgufRope,
+    /// The intermediate size of dense layers; `None` if the file does not say.
+    pub intermediate: Option<u64>,
+    /// The epsilon of the norms.
+    pub rms_eps: f64,
+    /// The number of rows of the embedding.
+    pub vocab: u64,
+    /// Whether the head is tied to the embedding.
+    pub tied: bool,
+    /// Whether q, k and v have biases.
+    pub attention_bias: bool,
+    /// Whether the MLPs have biases.
+    pub mlp_bias: bool,
+    /// The maximum sequence length.
+    pub context: u64,
+    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule.
+    pub full_attention: Vec<bool>,
+    /// The dimensions of gated-delta-rule layers; `Some` for hybrids.
+    pub delta: Option<Delta>,
+    /// The dimensions of layers with experts; `Some` for families that have them.
+    pub experts: Option<GgufExperts>,
+}
+
+/// The reason why a model's metadata cannot be used.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum GgufConfigError {
+    /// A required metadata key is missing.
+    #[error("the metadata key {0} is missing")]
+    Missing(String),
+    /// A metadata value has the wrong type or is out of range.
+    #[error("{key} is {value}, must be {rule}")]
+    Value {
+        /// The key.
+        key: String,
+        /// The value in the file.
+        value: String,
+        /// The allowed values.
+        rule: String,
+    },
+    /// The model family is not supported.
+    #[error("architecture {0:?} is not supported ({known} are)", known = known_architectures())]
+    GgufArchitecture(String),
+    /// The model has something that no supported family has.
+    #[error("{key} is {value}, which is not supported ({what})")]
+    Unsupported {
+        /// The metadata key.
+        key: String,
+        /// The value in the file.
+        value: String,
+        /// What the value means.
+        what: &'static str,
+    },
+    /// A tensor that determines a size is missing.
+    #[error("tensor {0} is missing")]
+    MissingTensor(&'static str),
+    /// A size in the metadata is not that of the tensors.
+    #[error("{key} is {has}, tensor {tensor} has {expected}")]
+    Size {
+        /// The metadata key.
+        key: String,
+        /// The value in the metadata.
+        has: u64,
+        /// The tensor.
+        tensor: &'static str,
+        /// The value that the tensor's shape has.
+        expected: u64,
+    },
+    /// The divisors of the rotary frequencies are not those of a known scaling.
+    #[error("tensor {ROPE_FACTORS} has {0}, which is not the scaling of Llama 3")]
+    RopeFactors(String),
+}
+
+fn known_architectures() -> String {
+    GgufArchitecture::ALL.map(GgufArchitecture::name).join(", ")
+}
+
+/// Reads metadata values of one family.
+struct Keys<'a> {
+    parts: &'a GgufFiles,
+    architecture: GgufArchitecture,
+}
+
+impl<'a> Keys<'a> {
+    fn key(&self, key: &str) -> String {
+        format!("{}.{key}", self.architecture.name())
+    }
+
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.parts.get(&self.key(key))
+    }
+
+    fn wrong(&self, key: &str, value: &Value, rule: impl Into<String>) -> GgufConfigError {
+        GgufConfigError::Value { key: self.key(key), value: value.to_string(), rule: rule.into() }
+    }
+
+    fn missing(&self, key: &str) -> GgufConfigError {
+        GgufConfigError::Missing(self.key(key))
+    }
+
+    fn in_range(
+        &self,
+        key: &str,
+        value: &Value,
+        n: Option<u64>,
+        least: u64,
+        most: u64,
+    ) -> Result<u64, GgufConfigError> {
+        n.filter(|n| (least..=most).contains(n))
+            .ok_or_else(|| self.wrong(key, value, format!("an integer from {least} to {most}")))
+    }
+
+    /// Reads an integer from 1 to `most`, if the key is there.
+    fn size(&self, key: &str, most: u64) -> Result<Option<u64>, GgufConfigError> {
+        self.get(key).map(|value| self.in_range(key, value, value.unsigned(), 1, most)).transpose()
+    }
+
+    /// Reads an integer from 0 to `most`; 0 if the key is not there.
+    fn size_or_zero(&self, key: &str, most: u64) -> Result<u64, GgufConfigError> {
+        self.get(key).map_or(Ok(0), |value| self.in_range(key, value, value.unsigned(), 0, most))
+    }
+
+    fn need(&self, key: &str, most: u64) -> Result<u64, GgufConfigError> {
+        self.size(key, most)?.ok_or_else(|| self.missing(key))
+    }
+
+    /// Reads a size that may be given by layer. All layers must have the same; in hybrids, layers may have 0.
+    fn uniform(&self, key: &str) -> Result<Option<u64>, GgufConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let Value::Array(array) = value else { return self.size(key, MAX_SIZE) };
+        let mut found = None;
+        for index in 0..array.len() {
+            match array.unsigned(index) {
+                Some(0) if self.architecture.is_hybrid() => {}
+                Some(n) if n > 0 && n <= MAX_SIZE && found.is_none_or(|other| other == n) => found = Some(n),
+                _ => return Err(self.wrong(key, value, "the same in all layers")),
+            }
+        }
+        found.ok_or_else(|| self.wrong(key, value, "a list with a number")).map(Some)
+    }
+
+    /// Reads a number above 0, if the key is there.
+    fn number(&self, key: &str) -> Result<Option<f64>, GgufConfigError> {
+        let read = |value: &Value| {
+            let number = value.number().filter(|n| n.is_finite() && *n > 0.0);
+            number.ok_or_else(|| self.wrong(key, value, "a number above 0"))
+        };
+        self.get(key).map(read).transpose()
+    }
+
+    fn unsupported(&self, key: &str, value: &Value, what: &'static str) -> GgufConfigError {
+        GgufConfigError::Unsupported { key: self.key(key), value: value.to_string(), what }
+    }
+
+    /// Refuses keys that change the computation in a way that no supported family has. Each key has a value that
+    /// changes nothing.
+    fn refuse_foreign(&self) -> Result<(), GgufConfigError> {
+        let neutral: [(&str, f64, &str); 18] = [
+            ("attention.sliding_window", 0.0, "sliding-window attention"),
+            ("attention.clamp_kqv", 0.0, "clamped queries, keys and values"),
+            ("attention.max_alibi_bias", 0.0, "ALiBi"),
+            ("attention.scale", 0.0, "a scale of attention"),
+            ("attention.temperature_scale", 0.0, "a temperature of attention"),
+            ("attention.temperature_length", 0.0, "a temperature of attention"),
+            ("attention.shared_kv_layers", 0.0, "keys and values that layers share"),
+            ("attn_logit_softcapping", 0.0, "softcapping"),
+            ("final_logit_softcapping", 0.0, "softcapping"),
+            ("router_logit_softcapping", 0.0, "softcapping"),
+            ("logit_scale", 1.0, "a scale of the logits"),
+            ("residual_scale", 1.0, "a scale of the residual stream"),
+            ("embedding_scale", 1.0, "a scale of the embedding"),
+            ("expert_group_count", 1.0, "groups of experts"),
+            ("expert_weights_scale", 1.0, "a scale of the experts' weights"),
+            ("leading_dense_block_count", 0.0, "leading dense layers"),
+            ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor"),
+            ("rope.scaling.yarn_ext_factor", 1.0, "a factor of YaRN's extrapolation"),
+        ];
+        for (key, neutral, what) in neutral {
+            match self.get(key) {
+                None => {}
+                // 0 stands for "not used" in all of these keys.
+                Some(value) if value.number().is_some_and(|n| n == neutral || n == 0.0) => {}
+                Some(value) => return Err(self.unsupported(key, value, what)),
+            }
+        }
+        match self.get("attention.causal") {
+            None | Some(Value::Bool(true)) => {}
+            Some(value) => return Err(self.unsupported("attention.causal", value, "attention to later tokens")),
+        }
+        match self.get("expert_gating_func") {
+            None => {}
+            Some(value) if matches!(value.unsigned(), Some(0 | 1)) => {}
+            Some(value) => return Err(self.unsupported("expert_gating_func", value, "a router without softmax")),
+        }
+        match (self.get("expert_count"), self.architecture.has_experts()) {
+            (Some(value), false) if value.unsigned() != Some(0) => {
+                Err(self.unsupported("expert_count", value, "experts in this architecture"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Returns the model family.
+///
+/// # Errors The architecture is missing or not supported.
+pub fn architecture(parts: &GgufFiles) -> Result<GgufArchitecture, GgufConfigError> {
+    let key = "general.architecture";
+    let value = parts.get(key).ok_or_else(|| GgufConfigError::Missing(key.to_owned()))?;
+    let name = value.text().ok_or_else(|| GgufConfigError::GgufArchitecture(value.to_string()))?;
+    let known = GgufArchitecture::ALL.into_iter().find(|known| known.name() == name);
+    known.ok_or_else(|| GgufConfigError::GgufArchitecture(name.chars().take(80).collect()))
+}
+
+impl GgufModel {
+    /// Reads the configuration. `rope_factors` are the values of the tensor [`ROPE_FACTORS`], if the model has it.
+    ///
+    /// # Errors The first problem found.
+    pub fn read(parts: &GgufFiles, rope_factors: Option<&[f32]>) -> Result<GgufModel, GgufConfigError> {
+        let architecture = architecture(parts)?;
+        let keys = Keys { parts, architecture };
+        keys.refuse_foreign()?;
+
+        let hidden = keys.need("embedding_length", MAX_SIZE)?;
+        let blocks = keys.need("block_count", MAX_LAYERS)?;
+        let mtp_layers = keys.size_or_zero("nextn_predict_layers", blocks - 1)?;
+        let layers = blocks - mtp_layers;
+        let heads = keys.uniform("attention.head_count")?.ok_or_else(|| keys.missing("attention.head_count"))?;
+        let kv_heads = keys.uniform("attention.head_count_kv")?.unwrap_or(heads);
+        let head_dim = match keys.size("attention.key_length", MAX_SIZE)? {
+            Some(head_dim) => head_dim,
+            None if hidden.is_multiple_of(heads) => hidden / heads,
+            None => return Err(keys.missing("attention.key_length")),
+        };
+        if let Some(length) = keys.size("attention.value_length", MAX_SIZE)?.filter(|length| *length != head_dim) {
+            let rule = format!("equal to the keys' ({head_dim})");
+            return Err(keys.wrong("attention.value_length", &Value::U64(length), rule));
+        }
+        let rotary_dim = keys.size("rope.dimension_count", head_dim)?.unwrap_or(head_dim);
+        let rope_theta = keys.number("rope.freq_base")?.unwrap_or(10_000.0);
+        let scaling = rope_scaling(&keys)?;
+        let rope_scaling = match (parts.has(ROPE_FACTORS), rope_factors) {
+            (false, _) => scaling,
+            (true, None) => return Err(GgufConfigError::RopeFactors("no values".to_owned())),
+            (true, Some(_)) if scaling != GgufRope::Default => {
+                return Err(GgufConfigError::RopeFactors("a second scaling beside it".to_owned()));
+            }
+            (true, Some(factors)) => fit_llama3(factors, rope_theta, rotary_dim)?,
+        };
+        let embedding = "token_embd.weight";
+        let embedding_info = parts.tensor(embedding).ok_or(GgufConfigError::MissingTensor(embedding))?;
+        let vocab = embedding_info.rows();
+        let same = |key: &str, has: u64, expected: u64| match has == expected {
+            true => Ok(()),
+            false => Err(GgufConfigError::Size { key: keys.key(key), has, tensor: embedding, expected }),
+        };
+        same("embedding_length", hidden, embedding_info.cols())?;
+        if let Some(stated) = keys.size("vocab_size", MAX_SIZE)? {
+            same("vocab_size", stated, vocab)?;
+        }
+        let last_layer_has =
+            |names: [&str; 2]| names.iter().any(|name| parts.has(&format!("blk.{}.{name}", layers - 1)));
+        let own = ["embed_tokens", "shared_head_head"];
+        let mtp_own_embedding = own.iter().any(|name| parts.has(&format!("blk.{layers}.nextn.{name}.weight")));
+        Ok(GgufModel {
+            architecture,
+            hidden,
+            layers,
+            mtp_layers,
+            mtp_own_embedding,
+            heads,
+            kv_heads,
+            head_dim,
+            rotary_dim,
+            rope_theta,
+            rope_scaling,
+            intermediate: keys.uniform("feed_forward_length")?,
+            rms_eps: keys
+                .number("attention.layer_norm_rms_epsilon")?
+                .ok_or_else(|| keys.missing("attention.layer_norm_rms_epsilon"))?,
+            vocab,
+            tied: !parts.has("output.weight"),
+            attention_bias: last_layer_has(["attn_q.bias", "attn_qkv.bias"]),
+            mlp_bias: last_layer_has(["ffn_gate.bias", "ffn_up.bias"]),
+            context: keys.need("context_length", MAX_SIZE)?,
+            full_attention: full_attention(&keys, layers)?,
+            delta: architecture.is_hybrid().then(|| delta(&keys)).transpose()?,
+            experts: architecture.has_experts().then(|| experts(&keys)).transpose()?,
+        })
+    }
+
+    /// Returns the text model's config.json. `ids` are those of the tokenizer.
+    pub fn config_json(&self, ids: &SpecialIds) -> Json {
+        let (class, model_type) = self.architecture.published_names();
+        let mut config = Map::new();
+        let mut set = |key: &str, value: Json| {
+            config.insert(key.to_owned(), value);
+        };
+        set("architectures", json!([class]));
+        set("model_type", json!(model_type));
+        set("hidden_act", json!("silu"));
+        set("hidden_size", json!(self.hidden));
+        set("num_hidden_layers", json!(self.layers));
+        set("num_attention_heads", json!(self.heads));
+        set("num_key_value_heads", json!(self.kv_heads));
+        set("head_dim", json!(self.head_dim));
+        if let Some(intermediate) = self.intermediate {
+            set("intermediate_size", json!(intermediate));
+        }
+        set("rms_norm_eps", json!(self.rms_eps));
+        set("vocab_size", json!(self.vocab));
+        set("max_position_embeddings", json!(self.context));
+        set("tie_word_embeddings", json!(self.tied));
+        set("attention_bias", json!(self.attention_bias));
+        set("mlp_bias", json!(self.mlp_bias));
+        set("rope_parameters", self.rope_json());
+        if self.architecture.is_hybrid() {
+            let kind = |full: &bool| if *full { "full_attention" } else { "linear_attention" };
+            set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
+            set("mtp_num_hidden_layers", json!(self.mtp_layers));
+            set("mtp_use_dedicated_embeddings", json!(self.mtp_own_embedding));
+        }
+        if let Some(delta) = self.delta {
+            set("linear_num_key_heads", json!(delta.key_heads));
+            set("linear_num_value_heads", json!(delta.value_heads));
+            set("linear_key_head_dim", json!(delta.key_dim));
+            set("linear_value_head_dim", json!(delta.value_dim));
+            set("linear_conv_kernel_dim", json!(delta.conv_kernel));
+        }
+        if let Some(experts) = self.experts {
+            set("num_experts", json!(experts.count));
+            set("num_experts_per_tok", json!(experts.chosen));
+            set("moe_intermediate_size", json!(experts.inner));
+            set("norm_topk_prob", json!(experts.normalise));
+            set("decoder_sparse_step", json!(1));
+            // 0 stands for no shared expert; without the key a default would be used.
+            set("shared_expert_intermediate_size", json!(experts.shared_inner.unwrap_or(0)));
+        }
+        set("bos_token_id", json!(ids.bos));
+        set("eos_token_id", json!(ids.eos));
+        set("pad_token_id", json!(ids.pad));
+        Json::Object(config)
+    }
+
+    fn rope_json(&self) -> Json {
+        let mut rope = match self.rope_scaling {
+            GgufRope::Default => json!({"rope_type": "default"}),
+            GgufRope::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+            GgufRope::Llama3(Llama3 { factor, low_freq_factor, high_freq_factor, original_context }) => json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
+                "original_max_position_embeddings": original_context as u64,
+            }),
+            GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor } => json!({
+                "rope_type": "yarn",
+                "factor": factor,
+                "original_max_position_embeddings": original_context,
+                "beta_fast": beta_fast,
+                "beta_slow": beta_slow,
+                "attention_factor": attention_factor,
+            }),
+        };
+        rope["rope_theta"] = json!(self.rope_theta);
+        if self.architecture.is_hybrid() || self.rotary_dim != self.head_dim {
+            rope["partial_rotary_factor"] = json!(partial(self.rotary_dim, self.head_dim));
+        }
+        rope
+    }
+}
+
+/// Returns the fraction that gives `rotary_dim` when it is multiplied by `head_dim` and rounded down.
+fn partial(rotary_dim: u64, head_dim: u64) -> f64 {
+    let exact = rotary_dim as f64 / head_dim as f64;
+    match (exact * head_dim as f64) as u64 == rotary_dim {
+        true => exact,
+        false => (rotary_dim as f64 + 0.5) / head_dim as f64,
+    }
+}
+
+fn rope_scaling(keys: &Keys<'_>) -> Result<GgufRope, GgufConfigError> {
+    let factor = keys.number("rope.scaling.factor")?;
+    if let Some(value) = keys.get("rope.scaling.attn_factor").filter(|value| value.number() != Some(1.0)) {
+        return Err(keys.unsupported("rope.scaling.attn_factor", value, "a factor of attention"));
+    }
+    let need = || factor.ok_or_else(|| keys.missing("rope.scaling.factor"));
+    match keys.get("rope.scaling.type").map(|value| (value, value.text())) {
+        // Older files state a linear factor under another key.
+        None => match keys.number("rope.scale_linear")?.or(factor).filter(|factor| *factor != 1.0) {
+            None => Ok(GgufRope::Default),
+            Some(factor) => Ok(GgufRope::Linear { factor }),
+        },
+        Some((_, Some("none"))) => Ok(GgufRope::Default),
+        Some((_, Some("linear"))) => Ok(GgufRope::Linear { factor: need()? }),
+        Some((_, Some("yarn"))) => Ok(GgufRope::Yarn {
+            factor: need()?,
+            original_context: keys.need("rope.scaling.original_context_length", MAX_SIZE)?,
+            beta_fast: keys.number("rope.scaling.yarn_beta_fast")?,
+            beta_slow: keys.number("rope.scaling.yarn_beta_slow")?,
+            attention_factor: keys.number("rope.scaling.yarn_attn_factor")?,
+        }),
+        Some((value, _)) => Err(keys.unsupported("rope.scaling.type", value, "none, linear and yarn are")),
+    }
+}
+
+/// Returns for each layer whether it has full attention.
+fn full_attention(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufConfigError> {
+    if !keys.architecture.is_hybrid() {
+        return Ok(vec![true; layers as usize]);
+    }
+    let key = "attention.recurrent_layers";
+    match keys.get(key) {
+        None => {
+            let interval = keys.size("full_attention_interval", MAX_LAYERS)?.unwrap_or(4);
+            Ok((1..=layers).map(|layer| layer.is_multiple_of(interval)).collect())
+        }
+        Some(value @ Value::Array(array)) if array.len() as u64 >= layers => {
+            let full = |layer: usize| match array {
+                Array::Bool(flags) => Some(!flags[layer]),
+                other => other.unsigned(layer).map(|n| n == 0),
+            };
+            let full = (0..layers as usize).map(full).collect::<Option<Vec<bool>>>();
+            full.ok_or_else(|| keys.wrong(key, value, "a list of truth values"))
+        }
+        Some(value) => Err(keys.wrong(key, value, format!("a list of at least {layers} truth values"))),
+    }
+}
+
+fn delta(keys: &Keys<'_>) -> Result<Delta, GgufConfigError> {
+    let value_heads = keys.need("ssm.time_step_rank", MAX_SIZE)?;
+    let key_heads = keys.need("ssm.group_count", MAX_SIZE)?;
+    let inner = keys.need("ssm.inner_size", MAX_SIZE)?;
+    if !value_heads.is_multiple_of(key_heads) {
+        let rule = format!("a multiple of ssm.group_count ({key_heads})");
+        return Err(keys.wrong("ssm.time_step_rank", &Value::U64(value_heads), rule));
+    }
+    if !inner.is_multiple_of(value_heads) {
+        let rule = format!("a multiple of ssm.time_step_rank ({value_heads})");
+        return Err(keys.wrong("ssm.inner_size", &Value::U64(inner), rule));
+    }
+    Ok(Delta {
+        key_heads,
+        value_heads,
+        key_dim: keys.need("ssm.state_size", MAX_SIZE)?,
+        value_dim: inner / value_heads,
+        conv_kernel: keys.need("ssm.conv_kernel", MAX_SIZE)?,
+    })
+}
+
+fn experts(keys: &Keys<'_>) -> Result<GgufExperts, GgufConfigError> {
+    // Some files lack the sizes of the experts, which their tensors have: the contiguous dimension of a down
+    // projection is the intermediate size.
+    let tensor = |name: &str| keys.parts.tensor(&format!("blk.0.{name}.weight")).map(|tensor| tensor.cols());
+    let (inner, shared) = ("expert_feed_forward_length", "expert_shared_feed_forward_length");
+    let shared_inner = match keys.size_or_zero(shared, MAX_SIZE)? {
+        0 => tensor("ffn_down_shexp"),
+        n => Some(n),
+    };
+    Ok(GgufExperts {
+        count: keys.need("expert_count", MAX_EXPERTS)?,
+        chosen: keys.need("expert_used_count", MAX_EXPERTS)?,
+        inner: keys.uniform(inner)?.or(tensor("ffn_down_exps")).ok_or_else(|| keys.missing(inner))?,
+        shared_inner,
+        // The released models of these families normalise; only few files state it.
+        normalise: keys.get("expert_weights_norm").and_then(Value::flag).unwrap_or(true),
+    })
+}
+
+/// The special token ids of a model.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SpecialIds {
+    /// The beginning of a sequence.
+    pub bos: Option<u32>,
+    /// The end of a sequence, as the tokenizer names it.
+    pub eos: Option<u32>,
+    /// Padding.
+    pub pad: Option<u32>,
+    /// All tokens that end an answer, the end of a sequence first.
+    pub ends: Vec<u32>,
+}
+
+/// Returns the model's generation_config.json.
+pub fn generation_config_json(parts: &GgufFiles, ids: &SpecialIds) -> Json {
+    let mut config = Map::new();
+    let mut set = |key: &str, value: Json| {
+        config.insert(key.to_owned(), value);
+    };
+    if let Some(bos) = ids.bos {
+        set("bos_token_id", json!(bos));
+    }
+    if !ids.ends.is_empty() {
+        set("eos_token_id", json!(ids.ends));
+    }
+    if let Some(pad) = ids.pad {
+        set("pad_token_id", json!(pad));
+    }
+    let recommended =
+        [("temp", "temperature"), ("top_p", "top_p"), ("min_p", "min_p"), ("penalty_repeat", "repetition_penalty")];
+    for (from, to) in recommended {
+        let number = parts.get(&format!("general.sampling.{from}")).and_then(Value::number);
+        if let Some(number) = number.filter(|n| n.is_finite()) {
+            set(to, json!(number));
+        }
+    }
+    if let Some(top_k) = parts.get("general.sampling.top_k").and_then(Value::unsigned) {
+        set("top_k", json!(top_k));
+    }
+    Json::Object(config)
+}
+
+/// The largest relative difference between a factor in a file and the one that fitted parameters give. Both are
+/// computed in single precision, and rounding a frequency changes a factor by up to `factor` times as much.
+const FIT: f64 = 2e-5;
+
+/// Returns the scaling whose divisors of the rotary frequencies are `factors`: Llama 3's, or none if all are 1.
+///
+/// Only the ratio of the low and high frequency factors and the context to one another matters, so a low frequency
+/// factor of 1, which all published models have, is no restriction.
+///
+/// # Errors The factors are not those of Llama 3's scaling with any parameters.
+pub fn fit_llama3(factors: &[f32], theta: f64, rotary_dim: u64) -> Result<GgufRope, GgufConfigError> {
+    let refuse = |what: String| Err(GgufConfigError::RopeFactors(what));
+    if rotary_dim / 2 != factors.len() as u64 || factors.is_empty() {
+        return refuse(format!("{} values for {rotary_dim} dimensions", factors.len()));
+    }
+    if let Some(odd) = factors.iter().find(|factor| !(factor.is_finite() && **factor >= 1.0)) {
+        return refuse(format!("the value {odd}"));
+    }
+    if factors.iter().all(|factor| *factor == 1.0) {
+        return Ok(GgufRope::Default);
+    }
+    let waves: Vec<f64> = (0..factors.len()).map(|i| wavelength(i, theta, rotary_dim)).collect();
+    let largest = f64::from(factors.iter().copied().fold(1.0, f32::max));
+    let parameters = |factor: f64, high: f64, context: f64| Llama3 {
+        factor,
+        low_freq_factor: 1.0,
+        high_freq_factor: high,
+        original_context: context,
+    };
+    // Published models have these parameters, most of them a context of 8192.
+    let mut candidates: Vec<Llama3> =
+        (10..=20).map(|power| parameters(largest, 4.0, f64::from(1u32 << power))).collect();
+    candidates.sort_by_key(|candidate| candidate.original_context != 8192.0);
+    // Between the low and the high frequencies, the reciprocal of the divisor is a straight line over that of the
+    // wavelength. Two points of it determine two parameters.
+    let between: Vec<usize> =
+        (0..factors.len()).filter(|i| factors[*i] > 1.0 && f64::from(factors[*i]) < largest).collect();
+    if let (Some(&first), Some(&last)) = (between.first(), between.last())
+        && first != last
+    {
+        let reciprocal = |i: usize| 1.0 / f64::from(factors[i]);
+        let slope = (reciprocal(first) - reciprocal(last)) / (1.0 / waves[first] - 1.0 / waves[last]);
+        let offset = reciprocal(first) - slope / waves[first];
+        let low = (1.0 / largest - offset) / (1.0 - 1.0 / largest);
+        let (high, context) = (1.0 + 1.0 / low, slope / (1.0 - 1.0 / largest) / low);
+        // Parameters are round numbers: whole ones, or multiples of 1/16.
+        candidates.push(parameters(largest, high.round(), context.round()));
+        candidates.push(parameters(largest, (high * 16.0).round() / 16.0, context.round()));
+        // If no frequency is low, the factor is none of the divisors, and several parameters give the same ones.
+        let factor = (4.0 / (3.0 * offset + 1.0)).round();
+        candidates.push(parameters(factor, 4.0, (3.0 * slope / (1.0 - 1.0 / factor)).round()));
+    }
+    candidates.retain(|Llama3 { factor, high_freq_factor, original_context, .. }| {
+        *factor > 1.0 && *high_freq_factor > 1.0 && (1.0..1e9).contains(original_context) && factor.is_finite()
+    });
+    let fits = |candidate: &Llama3| {
+        let same = |(wave, factor): (&f64, &f32)| (candidate.divisor(*wave) / f64::from(*factor) - 1.0).abs() <= FIT;
+        waves.iter().zip(factors).all(same)
+    };
+    match candidates.into_iter().find(fits) {
+        Some(found) => Ok(GgufRope::Llama3(found)),
+        None => refuse(format!("{} values from 1 to {largest}", factors.len())),
+    }
+}
+
+/// Returns the wavelength, in tokens, of a pair of rotary dimensions.
+fn wavelength(pair: usize, theta: f64, rotary_dim: u64) -> f64 {
+    std::f64::consts::TAU * theta.powf(2.0 * pair as f64 / rotary_dim as f64)
+}
+
+impl Llama3 {
+    /// Returns the divisor of the frequency that has this wavelength.
+    pub fn divisor(&self, wavelength: f64) -> f64 {
+        if wavelength > self.original_context / self.low_freq_factor {
+            self.factor
+        } else if wavelength < self.original_context / self.high_freq_factor {
+            1.0
+        } else {
+            let rotations = self.original_context / wavelength;
+            let kept = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor);
+            1.0 / ((1.0 - kept) / self.factor + kept)
+        }
+    }
+}

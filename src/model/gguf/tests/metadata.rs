@@ -1,0 +1,213 @@
+//! The configuration: what of the metadata is understood, refused and written.
+
+use super::super::config::{GgufModel, GgufRope, Llama3, SpecialIds, fit_llama3};
+use super::super::container::{Array, TensorType, Value};
+use super::super::split::{GgufFile, GgufFiles};
+use super::super::{Gguf, GgufError};
+use super::{File, small_model, text};
+use crate::model::config::{self as model_config, ModelConfig};
+
+fn open(file: &File, factors: Option<&[f32]>) -> Result<Gguf, GgufError> {
+    let bytes = file.bytes();
+    let header = super::super::container::Header::parse(&bytes, bytes.len() as u64).unwrap();
+    let part = GgufFile { path: "m.gguf".into(), bytes: bytes.len() as u64, header };
+    Gguf::new(GgufFiles::new(vec![part]).unwrap(), factors)
+}
+
+fn refused(file: &File) -> String {
+    open(file, None).expect_err("it is refused").to_string()
+}
+
+fn parsed(file: &File) -> ModelConfig {
+    let gguf = open(file, None).unwrap();
+    let file = |name: &str| std::str::from_utf8(gguf.file(name).unwrap()).unwrap();
+    ModelConfig::parse(file("config.json"), Some(file("generation_config.json"))).unwrap()
+}
+
+/// Returns the small model with a metadata value replaced or added.
+fn with(key: &str, value: Value) -> File {
+    let mut file = small_model();
+    file.pairs.retain(|(other, _)| other != key);
+    file.pair(key, value)
+}
+
+#[test]
+fn a_small_model_is_understood() {
+    let config = parsed(&small_model());
+    assert_eq!(config.architecture, model_config::Architecture::Llama);
+    assert_eq!((config.hidden, config.intermediate, config.layers), (8, 4, 1));
+    assert_eq!((config.heads, config.kv_heads, config.head_dim, config.vocab), (2, 1, 4, 4));
+    assert_eq!((config.rms_eps, config.rope.theta, config.context), (1e-6, 500_000.0, 64));
+    assert_eq!((config.tied, config.attention_bias, config.mlp_bias), (true, false, false));
+    assert_eq!((config.eos, config.bos), (vec![3], None));
+}
+
+#[test]
+fn scalings_of_the_rotary_frequencies_are_translated() {
+    let scaling = |pairs: &[(&str, Value)]| {
+        let mut file = small_model();
+        for (key, value) in pairs {
+            file = file.pair(&format!("llama.rope.{key}"), value.clone());
+        }
+        parsed(&file).rope.scaling
+    };
+    use model_config::RopeScaling as Expected;
+    assert_eq!(scaling(&[("scaling.type", text("none"))]), Expected::Default);
+    let linear = Expected::Linear { factor: 2.5 };
+    assert_eq!(scaling(&[("scaling.type", text("linear")), ("scaling.factor", Value::F32(2.5))]), linear);
+    assert_eq!(scaling(&[("scale_linear", Value::F32(2.5))]), linear);
+    let yarn = [
+        ("scaling.type", text("yarn")),
+        ("scaling.factor", Value::F32(4.0)),
+        ("scaling.original_context_length", Value::U32(32)),
+    ];
+    let expected = |beta_fast: f64, attention_factor: Option<f64>| Expected::Yarn {
+        factor: 4.0,
+        original_context: 32.0,
+        beta_fast,
+        beta_slow: 1.0,
+        truncate: true,
+        attention_factor,
+        mscale: None,
+        mscale_all_dim: None,
+    };
+    assert_eq!(scaling(&yarn), expected(32.0, None));
+    let more = [("scaling.yarn_beta_fast", Value::F32(16.0)), ("scaling.yarn_attn_factor", Value::F32(1.1))];
+    assert_eq!(scaling(&[&yarn[..], &more].concat()), expected(16.0, Some(1.1)));
+    assert_eq!(
+        refused(&small_model().pair("llama.rope.scaling.type", text("longrope"))),
+        "llama.rope.scaling.type is \"longrope\", which is not supported (none, linear and yarn are)"
+    );
+}
+
+#[test]
+fn llama_3s_scaling_is_found_from_its_factors() {
+    for (theta, dim) in [(500_000.0, 128u64), (500_000.0, 64), (10_000.0, 128), (1e6, 256), (500_000.0, 80)] {
+        for (factor, high, context) in [
+            (8.0, 4.0, 8192.0),
+            (32.0, 4.0, 8192.0),
+            (4.0, 4.0, 4096.0),
+            (16.0, 4.0, 131_072.0),
+            (2.0, 8.0, 8192.0),
+            (8.0, 2.5, 6000.0),
+        ] {
+            let llama3 = Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: high, original_context: context };
+            let factors: Vec<f32> = (0..dim / 2)
+                .map(|i| llama3.divisor(std::f64::consts::TAU * f64::powf(theta, 2.0 * i as f64 / dim as f64)) as f32)
+                .collect();
+            let found = fit_llama3(&factors, theta, dim).unwrap();
+            assert_eq!(found, GgufRope::Llama3(llama3), "theta {theta}, {dim} dimensions");
+            // A factor that does not belong to the others is noticed.
+            for index in 0..factors.len() - 1 {
+                let mut odd = factors.clone();
+                odd[index] *= 1.001;
+                let odd = fit_llama3(&odd, theta, dim);
+                assert_ne!(odd, Ok(found), "theta {theta}, {dim} dimensions, {index}");
+            }
+        }
+    }
+    assert_eq!(fit_llama3(&[1.0; 4], 1e4, 8), Ok(GgufRope::Default));
+    for bad in [&[1.0; 3][..], &[1.0, 0.5, 1.0, 1.0], &[1.0, f32::NAN, 1.0, 1.0], &[1.0, f32::INFINITY, 1.0, 2.0]] {
+        assert!(fit_llama3(bad, 1e4, 8).is_err(), "{bad:?}");
+    }
+    let file = small_model().tensor("rope_freqs.weight", &[2], TensorType::F32);
+    assert_eq!(refused(&file), "tensor rope_freqs.weight has no values, which is not the scaling of Llama 3");
+    assert!(open(&file, Some(&[1.0, 1.0])).is_ok());
+    let error = open(&file, Some(&[2.0, 1.0])).unwrap_err().to_string();
+    assert_eq!(error, "tensor rope_freqs.weight has 2 values from 1 to 2, which is not the scaling of Llama 3");
+}
+
+#[test]
+fn what_is_not_understood_is_refused_by_name() {
+    let list = "llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe are";
+    for name in ["gemma3", "mistral3", "gpt-oss", ""] {
+        let error = refused(&with("general.architecture", text(name)));
+        assert_eq!(error, format!("architecture {name:?} is not supported ({list})"));
+    }
+    let foreign = [
+        ("llama.attention.sliding_window", Value::U32(4096), "sliding-window attention"),
+        ("llama.expert_count", Value::U32(8), "experts in this architecture"),
+        ("llama.attention.causal", Value::Bool(false), "attention to later tokens"),
+        ("llama.logit_scale", Value::F32(0.5), "a scale of the logits"),
+        ("llama.expert_gating_func", Value::U32(2), "a router without softmax"),
+    ];
+    for (key, value, what) in foreign {
+        let error = refused(&with(key, value.clone()));
+        assert_eq!(error, format!("{key} is {value}, which is not supported ({what})"));
+    }
+    for (key, value) in [
+        ("llama.attention.sliding_window", Value::U32(0)),
+        ("llama.expert_count", Value::U32(0)),
+        ("llama.logit_scale", Value::F32(1.0)),
+    ] {
+        assert!(open(&with(key, value), None).is_ok(), "{key}");
+    }
+    for key in ["block_count", "embedding_length", "attention.head_count", "context_length"] {
+        let key = format!("llama.{key}");
+        let mut file = small_model();
+        file.pairs.retain(|(other, _)| *other != key);
+        assert_eq!(refused(&file), format!("the metadata key {key} is missing"));
+    }
+    assert_eq!(
+        refused(&with("llama.block_count", Value::U32(5000))),
+        "llama.block_count is 5000, must be an integer from 1 to 4096"
+    );
+    assert_eq!(
+        refused(&with("llama.embedding_length", Value::U32(16))),
+        "llama.embedding_length is 16, tensor token_embd.weight has 8"
+    );
+    assert_eq!(
+        refused(&with("llama.vocab_size", Value::U32(5))),
+        "llama.vocab_size is 5, tensor token_embd.weight has 4"
+    );
+    let by_layer = |heads: &[i32]| with("llama.attention.head_count", Value::Array(Array::I32(heads.into())));
+    assert!(open(&by_layer(&[2]), None).is_ok());
+    assert_eq!(
+        refused(&by_layer(&[2, 4])),
+        "llama.attention.head_count is a list of 2, must be the same in all layers"
+    );
+}
+
+#[test]
+fn tensors_are_checked_against_the_metadata() {
+    let mut file = small_model();
+    file.tensors.retain(|tensor| tensor.name != "blk.0.attn_k.weight");
+    let norm = file.tensors.iter_mut().find(|tensor| tensor.name == "blk.0.ffn_norm.weight").unwrap();
+    (norm.dims, norm.bytes) = (vec![4], 16);
+    let Err(GgufError::Tensors(problems)) = open(&file, None) else { panic!("it is refused") };
+    let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
+    assert_eq!(
+        problems,
+        ["tensor blk.0.ffn_norm.weight has the dimensions [4], must have [8]", "tensor blk.0.attn_k.weight is missing"]
+    );
+    let mut file = small_model();
+    file.tensors[1].kind = TensorType::Q4_0.id();
+    file.tensors[1].dims = vec![32];
+    for (key, value) in [("llama.embedding_length", 32), ("llama.attention.key_length", 4)] {
+        file.pairs.retain(|(other, _)| other != key);
+        file = file.pair(key, Value::U32(value));
+    }
+    file.tensors[0].dims = vec![32, 1];
+    let Err(GgufError::Tensors(problems)) = open(&file, None) else { panic!("it is refused") };
+    assert_eq!(problems[0].to_string(), "tensor output_norm.weight is a vector of type Q4_0, must not be quantised");
+}
+
+#[test]
+fn the_fraction_of_rotated_dimensions_is_exact() {
+    let mut file = small_model();
+    file.pairs.retain(|(key, _)| key != "llama.rope.dimension_count");
+    for head_dim in (2..=512u64).step_by(2) {
+        for rotary in (2..=head_dim).step_by(2) {
+            let model = GgufModel { head_dim, rotary_dim: rotary, ..open(&file, None).unwrap().model };
+            let json = model.config_json(&SpecialIds::default());
+            let partial =
+                json["rope_parameters"].get("partial_rotary_factor").map_or(1.0, |value| value.as_f64().unwrap());
+            assert_eq!((head_dim as f64 * partial) as u64, rotary);
+            assert!(partial <= 1.0);
+        }
+        if head_dim > 64 {
+            // The rest takes long in unoptimised builds and differs by nothing.
+            break;
+        }
+    }
+}

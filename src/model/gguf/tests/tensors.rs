@@ -1,0 +1,278 @@
+//! The origin of tensors: orders of rows and columns, and the names of every family.
+
+use std::collections::BTreeSet;
+
+use super::super::container::{Header, TensorType, Value};
+use super::super::split::{GgufFile, GgufFiles, TensorRef};
+use super::super::tensors::{ColumnOrder, RowOrder, Source, StoredAs};
+use super::super::{Gguf, GgufError};
+use super::{File, small_model, text};
+use crate::model::config::{self as model_config, LayerKind, ModelConfig};
+
+fn source(rows: u64, cols: u64, order: RowOrder) -> Source {
+    Source {
+        at: TensorRef { file: 0, index: 0 },
+        shape: vec![rows, cols],
+        rows,
+        cols,
+        first: 0,
+        order,
+        columns: ColumnOrder::Same,
+        change: StoredAs::None,
+        scale: None,
+        expert: None,
+    }
+}
+
+/// Returns the stored row of each row, and checks that the runs have each row once and in order.
+fn stored_rows(source: &Source) -> Vec<u64> {
+    let mut rows = Vec::new();
+    for run in source.runs() {
+        assert_eq!(run.row, rows.len() as u64);
+        rows.extend((0..run.rows).map(|i| run.stored + i * run.stored_step));
+    }
+    assert_eq!(rows.len() as u64, source.rows);
+    rows
+}
+
+#[test]
+fn rows_stand_where_their_order_says() {
+    for (heads, dim) in [(1, 2), (3, 8), (4, 6)] {
+        let rows = stored_rows(&source(heads * dim, 1, RowOrder::RotaryPairs { heads, head_dim: dim }));
+        for h in 0..heads {
+            for i in 0..dim / 2 {
+                for j in 0..2 {
+                    assert_eq!(rows[(h * dim + j * dim / 2 + i) as usize], h * dim + 2 * i + j);
+                }
+            }
+        }
+    }
+    for (lead, key_heads, per_key, head_rows) in [(0, 2, 3, 4), (8, 4, 2, 1), (6, 3, 5, 2), (0, 4, 2, 1)] {
+        let order = RowOrder::TiledHeads { lead, key_heads, per_key, head_rows };
+        let all = lead + key_heads * per_key * head_rows;
+        let rows = stored_rows(&source(all, 1, order));
+        assert!((0..lead).all(|row| rows[row as usize] == row));
+        for k in 0..key_heads {
+            for r in 0..per_key {
+                for i in 0..head_rows {
+                    let row = lead + (k * per_key + r) * head_rows + i;
+                    assert_eq!(rows[row as usize], lead + (r * key_heads + k) * head_rows + i);
+                }
+            }
+        }
+        // Columns are reordered alike.
+        let columns = ColumnOrder::TiledHeads { key_heads, per_key, head_cols: head_rows };
+        let columns = Source { columns, ..source(1, all - lead, RowOrder::Same) };
+        let stored: Vec<u64> = (0..all - lead).map(|column| lead + columns.stored_column(column)).collect();
+        assert_eq!(stored, rows[lead as usize..]);
+    }
+    let groups = Source { first: 3, ..source(6, 1, RowOrder::Groups { rows: 2, stride: 5 }) };
+    assert_eq!(stored_rows(&groups), [3, 4, 8, 9, 13, 14]);
+    assert_eq!(stored_rows(&Source { first: 7, ..source(3, 1, RowOrder::Same) }), [7, 8, 9]);
+}
+
+#[test]
+fn a_part_of_the_rows_is_the_same_part_of_the_runs() {
+    let orders = [
+        RowOrder::Same,
+        RowOrder::RotaryPairs { heads: 3, head_dim: 8 },
+        RowOrder::TiledHeads { lead: 6, key_heads: 3, per_key: 2, head_rows: 3 },
+        RowOrder::Groups { rows: 4, stride: 9 },
+    ];
+    for order in orders {
+        let source = Source { first: 5, ..source(24, 1, order) };
+        let all = stored_rows(&source);
+        for row in 0..=24 {
+            for rows in 0..=30 {
+                let runs = source.runs_of(row, rows);
+                let stored = runs.iter().flat_map(|run| (0..run.rows).map(|i| run.stored + i * run.stored_step));
+                assert_eq!(stored.collect::<Vec<_>>(), all[row as usize..(row + rows).min(24) as usize]);
+                assert!(runs.first().is_none_or(|run| run.row == row));
+            }
+        }
+    }
+}
+
+#[test]
+fn values_are_restored() {
+    let stored = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
+    let order = RowOrder::RotaryPairs { heads: 1, head_dim: 4 };
+    assert_eq!(source(4, 2, order).restore(&stored), [1.0, 2.0, 5.0, 6.0, 3.0, 4.0, 7.0, 8.0]);
+    let columns = ColumnOrder::TiledHeads { key_heads: 2, per_key: 2, head_cols: 1 };
+    let tiled = Source { columns, ..source(2, 4, RowOrder::Same) };
+    assert_eq!(tiled.restore(&stored), [1.0, 3.0, 2.0, 4.0, 5.0, 7.0, 6.0, 8.0]);
+    let norm = Source { change: StoredAs::PlusOne, ..source(2, 1, RowOrder::Same) };
+    assert_eq!(norm.restore(&[1.5, 0.25]), [0.5, -0.75]);
+    let a_log = Source { change: StoredAs::NegativeExp, ..source(1, 1, RowOrder::Same) };
+    assert_eq!(a_log.restore(&[-1.0]), [0.0]);
+    assert!(source(1, 1, RowOrder::Same).is_plain() && !a_log.is_plain() && !tiled.is_plain());
+}
+
+/// Returns a hybrid of 4 layers with experts: 2 key heads of 16, 6 value heads of 16.
+pub(super) fn hybrid(name: &str, experts: bool, mtp: bool) -> File {
+    let mut file = small_model();
+    file.tensors.clear();
+    file.pairs.retain(|(key, _)| !key.starts_with("llama."));
+    file.pairs[0].1 = text(name);
+    let mut sizes = vec![
+        ("block_count", if mtp { 5 } else { 4 }),
+        ("nextn_predict_layers", u32::from(mtp)),
+        ("context_length", 64),
+        ("embedding_length", 32),
+        ("feed_forward_length", 24),
+        ("attention.head_count", 2),
+        ("attention.head_count_kv", 1),
+        ("attention.key_length", 16),
+        ("attention.value_length", 16),
+        ("rope.dimension_count", 4),
+        ("ssm.conv_kernel", 4),
+        ("ssm.state_size", 16),
+        ("ssm.group_count", 2),
+        ("ssm.time_step_rank", 6),
+        ("ssm.inner_size", 96),
+        ("full_attention_interval", 4),
+    ];
+    if experts {
+        sizes.extend([
+            ("expert_count", 3),
+            ("expert_used_count", 2),
+            ("expert_feed_forward_length", 8),
+            ("expert_shared_feed_forward_length", 24),
+        ]);
+    }
+    for (key, value) in sizes {
+        file = file.pair(&format!("{name}.{key}"), Value::U32(value));
+    }
+    file = file.pair(&format!("{name}.attention.layer_norm_rms_epsilon"), Value::F32(1e-6));
+    let mut tensors: Vec<(String, Vec<u64>)> = vec![
+        ("token_embd.weight".to_owned(), vec![32, 4]),
+        ("output_norm.weight".to_owned(), vec![32]),
+        ("output.weight".to_owned(), vec![32, 4]),
+    ];
+    for layer in 0..if mtp { 5 } else { 4 } {
+        let mut add = |part: &str, dims: &[u64]| tensors.push((format!("blk.{layer}.{part}"), dims.to_vec()));
+        add("attn_norm.weight", &[32]);
+        add("post_attention_norm.weight", &[32]);
+        if layer >= 3 {
+            add("attn_q.weight", &[32, 64]);
+            add("attn_k.weight", &[32, 16]);
+            add("attn_v.weight", &[32, 16]);
+            add("attn_output.weight", &[32, 32]);
+            add("attn_q_norm.weight", &[16]);
+            add("attn_k_norm.weight", &[16]);
+        } else {
+            add("attn_qkv.weight", &[32, 160]);
+            add("attn_gate.weight", &[32, 96]);
+            add("ssm_conv1d.weight", &[4, 160]);
+            add("ssm_a", &[6]);
+            add("ssm_dt.bias", &[6]);
+            add("ssm_norm.weight", &[16]);
+            add("ssm_out.weight", &[96, 32]);
+            if name == "qwen3next" {
+                add("ssm_ba.weight", &[32, 12]);
+            } else {
+                add("ssm_beta.weight", &[32, 6]);
+                add("ssm_alpha.weight", &[32, 6]);
+            }
+        }
+        if experts {
+            add("ffn_gate_inp.weight", &[32, 3]);
+            add("ffn_gate_up_exps.weight", &[32, 16, 3]);
+            add("ffn_down_exps.weight", &[8, 32, 3]);
+            add("ffn_gate_inp_shexp.weight", &[32]);
+        }
+        let end = if experts { "_shexp" } else { "" };
+        add(&format!("ffn_gate{end}.weight"), &[32, 24]);
+        add(&format!("ffn_up{end}.weight"), &[32, 24]);
+        add(&format!("ffn_down{end}.weight"), &[24, 32]);
+        if layer == 4 {
+            add("nextn.eh_proj.weight", &[64, 32]);
+            for part in ["enorm", "hnorm", "shared_head_norm"] {
+                add(&format!("nextn.{part}.weight"), &[32]);
+            }
+        }
+    }
+    for (name, dims) in tensors {
+        file = file.tensor(&name, &dims, TensorType::F32);
+    }
+    file
+}
+
+fn open(file: &File) -> Result<Gguf, GgufError> {
+    let bytes = file.bytes();
+    let header = Header::parse(&bytes, bytes.len() as u64).unwrap();
+    Gguf::new(
+        GgufFiles::new(vec![GgufFile { path: "m.gguf".into(), bytes: bytes.len() as u64, header }]).unwrap(),
+        None,
+    )
+}
+
+#[test]
+fn hybrids_have_all_their_tensors() {
+    let cases =
+        [("qwen35", false, true), ("qwen35moe", true, true), ("qwen35moe", true, false), ("qwen3next", true, false)];
+    for (name, experts, mtp) in cases {
+        let file = hybrid(name, experts, mtp);
+        let gguf = open(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let json = std::str::from_utf8(gguf.file("config.json").unwrap()).unwrap();
+        let config = ModelConfig::parse(json, None).unwrap();
+        assert_eq!((config.layers, config.mtp_layers), (4, u32::from(mtp)));
+        assert_eq!(config.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(), [3]);
+        let delta = model_config::DeltaNet { key_heads: 2, value_heads: 6, key_dim: 16, value_dim: 16, conv_kernel: 4 };
+        assert_eq!((config.delta, config.rope.rotary_dim), (Some(delta), 4));
+        let expected = experts.then_some(model_config::Experts {
+            count: 3,
+            chosen: 2,
+            inner: 8,
+            shared_inner: Some(24),
+            normalise: true,
+        });
+        assert_eq!(config.experts, expected);
+        // Every GGUF tensor is used.
+        let used: BTreeSet<usize> = gguf.sources.values().map(|source| source.at.index).collect();
+        assert_eq!(used.len(), file.tensors.len(), "{name}");
+        let get = |name: &str| &gguf.sources[name];
+        let tiled = |lead: u64, head_rows: u64| match name {
+            "qwen3next" => RowOrder::Same,
+            _ => RowOrder::TiledHeads { lead, key_heads: 2, per_key: 3, head_rows },
+        };
+        let first = "model.layers.0.linear_attn.";
+        assert_eq!(get(&format!("{first}in_proj_qkv.weight")).order, tiled(64, 16));
+        assert_eq!(get(&format!("{first}in_proj_z.weight")).order, tiled(0, 16));
+        assert_eq!(get(&format!("{first}A_log")).order, tiled(0, 1));
+        assert_eq!(get(&format!("{first}A_log")).change, StoredAs::NegativeExp);
+        assert_eq!(get(&format!("{first}conv1d.weight")).shape, [160, 1, 4]);
+        assert_eq!(get(&format!("{first}norm.weight")).change, StoredAs::None);
+        assert_eq!(get("model.norm.weight").change, StoredAs::PlusOne);
+        assert_eq!(get(&format!("{first}out_proj.weight")).columns == ColumnOrder::Same, name == "qwen3next");
+        if experts {
+            let up = get("model.layers.3.mlp.experts.2.up_proj.weight");
+            assert_eq!((up.first, up.rows, up.cols, up.expert), (2 * 16 + 8, 8, 32, Some(2)));
+            assert_eq!(get("model.layers.3.mlp.shared_expert_gate.weight").shape, [1, 32]);
+        }
+        assert_eq!(gguf.sources.contains_key("mtp.layers.0.self_attn.q_proj.weight"), mtp);
+        if mtp {
+            assert_eq!(get("mtp.fc.weight").shape, [32, 64]);
+            // A file may say that it has the block, and not have it.
+            let mut without = file.clone();
+            without.tensors.retain(|tensor| !tensor.name.starts_with("blk.4."));
+            assert!(!open(&without).unwrap().sources.contains_key("mtp.fc.weight"));
+        }
+    }
+}
+
+#[test]
+fn too_many_experts_are_refused_before_they_are_listed() {
+    let mut file = hybrid("qwen35moe", true, false);
+    for (key, value) in &mut file.pairs {
+        match key.as_str() {
+            "qwen35moe.block_count" => *value = Value::U32(4096),
+            "qwen35moe.expert_count" => *value = Value::U32(4096),
+            _ => {}
+        }
+    }
+    assert_eq!(
+        open(&file).unwrap_err().to_string(),
+        "1 problems, first: 4096 layers of 4096 experts are too many, at most 1048576 tensors are supported"
+    );
+}

@@ -1,0 +1,135 @@
+//! Quantised weights as plain data. Every format of a checkpoint is turned into one canonical form, and pure functions
+//! convert to and from it. The canonical form of a row is one unsigned code per column and, for each group of adjacent
+//! columns, a scale and a minimum in f32:
+//!
+//! ```text
+//! value = scale * number(code) - minimum
+//! ```
+//!
+//! Not here: files, threads, devices, and the order of codes in device memory.
+
+pub mod blocks;
+mod grids;
+pub mod number;
+pub mod quantize;
+pub mod safetensors;
+
+use number::Number;
+
+/// What the codes, scales and minimums of a canonical row mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Codes {
+    /// The number of bits of a code: 2, 3, 4, 5, 6 or 8. Every code occupies one byte of a canonical row and is less
+    /// than 2 to the power of `bits`.
+    pub bits: u32,
+    /// The number of adjacent columns with a common scale and minimum: 16, 32, 64 or 128.
+    pub group: u32,
+    /// The number that a code stands for.
+    pub number: Number,
+    /// Where the minimums come from.
+    pub minimum: Minimum,
+}
+
+/// Where the minimums of groups come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Minimum {
+    /// Each group has its own.
+    Stored,
+    /// Every group's minimum is its scale × a constant, and does not have to be stored.
+    Zero {
+        /// The constant in halves of a code.
+        halves: u16,
+    },
+}
+
+impl Codes {
+    /// The code for the number zero, if it is the same for all groups.
+    pub const fn zero(&self) -> Option<f32> {
+        match self.minimum {
+            Minimum::Stored => None,
+            Minimum::Zero { halves } => Some(halves as f32 * 0.5),
+        }
+    }
+
+    /// Returns the size in bytes of a row of `cols` columns without any layout's padding: codes, and scales and stored
+    /// minimums in 16 bits.
+    pub fn row_bytes(&self, cols: u32) -> u64 {
+        let numbers = if self.minimum == Minimum::Stored { 2 } else { 1 };
+        (u64::from(cols) * u64::from(self.bits)).div_ceil(8) + self.groups(cols as usize) as u64 * 2 * numbers
+    }
+
+    /// Returns codes that represent everything that these and `other` represent, with the same codes as numbers; `None`
+    /// if there are none.
+    pub fn common(self, other: Codes) -> Option<Codes> {
+        if self == other {
+            return Some(self);
+        }
+        let affine = self.number == Number::Affine && other.number == Number::Affine;
+        affine.then(|| Codes {
+            bits: self.bits.max(other.bits),
+            group: self.group.min(other.group),
+            number: Number::Affine,
+            minimum: if self.minimum == other.minimum { self.minimum } else { Minimum::Stored },
+        })
+    }
+
+    /// The number of groups in a row of `cols` columns; the last one may be shorter than the others.
+    pub fn groups(&self, cols: usize) -> usize {
+        cols.div_ceil(self.group as usize)
+    }
+
+    /// The largest absolute value of `scale * number(code) - minimum` over all codes is at most this; not finite if
+    /// any value may overflow in f32.
+    fn bound(&self, scale: f32, minimum: f32) -> f32 {
+        scale.abs() * self.number.largest(self.bits) + minimum.abs()
+    }
+
+    /// Writes the values of a row, `out.len()` columns, in f32.
+    ///
+    /// With a constant zero the value is `scale * (number - zero)`, which is the same number with one rounding less;
+    /// `minimums` may then be empty.
+    ///
+    /// # Panics
+    /// If a slice has another length than `out` requires: a bug of the caller.
+    pub fn dequantize(&self, codes: &[u8], scales: &[f32], minimums: &[f32], out: &mut [f32]) {
+        let group = self.group as usize;
+        let groups = self.groups(out.len());
+        assert_eq!((codes.len(), scales.len()), (out.len(), groups), "codes and scales of a row");
+        assert!(minimums.len() == groups || self.zero().is_some() && minimums.is_empty(), "minimums of a row");
+        let numbers = self.number.table();
+        for (g, (codes, out)) in codes.chunks(group).zip(out.chunks_mut(group)).enumerate() {
+            let scale = scales[g];
+            match self.zero() {
+                Some(zero) => codes.iter().zip(out).for_each(|(c, x)| *x = scale * (numbers[usize::from(*c)] - zero)),
+                None => {
+                    let minimum = minimums[g];
+                    codes.iter().zip(out).for_each(|(c, x)| *x = scale * numbers[usize::from(*c)] - minimum);
+                }
+            }
+        }
+    }
+
+    /// Returns the first group whose scale or minimum is infinite or not a number, or so large that a value may
+    /// overflow. `minimums` is empty if the minimums are implied by `zero`.
+    pub fn finite(&self, scales: &[f32], minimums: &[f32]) -> Result<(), BadGroup> {
+        let zero = self.zero().unwrap_or(0.0);
+        for (group, scale) in scales.iter().copied().enumerate() {
+            let minimum = minimums.get(group).copied().unwrap_or(scale * zero);
+            if !self.bound(scale, minimum).is_finite() {
+                return Err(BadGroup { group, scale, minimum });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A group that does not have finite values.
+#[derive(Clone, Copy, Debug)]
+pub struct BadGroup {
+    /// The group's index.
+    pub group: usize,
+    /// The group's scale.
+    pub scale: f32,
+    /// The group's minimum.
+    pub minimum: f32,
+}

@@ -1,0 +1,1171 @@
+//! The quantised weights of safetensors checkpoints: FP8, GPTQ, AWQ, compressed-tensors, MXFP4 and NVFP4. Each format
+//! is a description of its tensors; opening it checks their shapes and gives a [`CodeMatrix`], whose rows are decoded into
+//! canonical codes, scales and minimums. Not here: reading configurations and files, and which tensor is what.
+
+use super::number::{self, Number};
+use super::{Codes, Minimum};
+use std::fmt;
+
+// ---- Input ----
+
+/// The element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TensorDtype {
+    /// IEEE single precision.
+    F32,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// 8-bit float with 4 bits of exponent (`F8_E4M3`).
+    E4m3,
+    /// 8-bit float with 5 bits of exponent (`F8_E5M2`).
+    E5m2,
+    /// A power of two (`F8_E8M0`).
+    E8m0,
+    /// Signed byte.
+    I8,
+    /// Byte. As a scale, it is a power of two like [`TensorDtype::E8m0`].
+    U8,
+    /// Signed 32-bit integer.
+    I32,
+}
+
+impl TensorDtype {
+    /// The size of an element in bytes.
+    pub const fn bytes(self) -> usize {
+        match self {
+            TensorDtype::F32 | TensorDtype::I32 => 4,
+            TensorDtype::F16 | TensorDtype::Bf16 => 2,
+            TensorDtype::E4m3 | TensorDtype::E5m2 | TensorDtype::E8m0 | TensorDtype::I8 | TensorDtype::U8 => 1,
+        }
+    }
+}
+
+/// A tensor of a safetensors file.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<'a> {
+    /// The tensor's name, for errors.
+    pub name: &'a str,
+    /// The element type.
+    pub dtype: TensorDtype,
+    /// The size of each dimension, outermost first.
+    pub shape: &'a [u64],
+    /// The elements, little endian, with any alignment.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> Tensor<'a> {
+    /// Checks the element type and that the bytes are as many as the shape requires.
+    fn check(&self, allowed: &[TensorDtype]) -> Result<(), WeightError> {
+        if !allowed.contains(&self.dtype) {
+            let expected = allowed.iter().map(|d| format!("{d:?}")).collect::<Vec<_>>().join(" or ");
+            return Err(WeightError::TensorDtype { tensor: self.name.into(), found: self.dtype, expected });
+        }
+        let elements = self.shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
+        let expected = elements.and_then(|n| n.checked_mul(self.dtype.bytes() as u64)).unwrap_or(u64::MAX);
+        if self.bytes.len() as u64 != expected {
+            return Err(WeightError::Bytes { tensor: self.name.into(), found: self.bytes.len() as u64, expected });
+        }
+        Ok(())
+    }
+
+    /// Checks element type and shape; a dimension of 1 may be missing at the end.
+    fn expect(&self, allowed: &[TensorDtype], shape: &[u64]) -> Result<(), WeightError> {
+        let trimmed = |shape: &[u64]| shape.iter().rposition(|n| *n != 1).map_or(0, |last| last + 1);
+        if self.shape[..trimmed(self.shape)] != shape[..trimmed(shape)] {
+            return Err(self.shape_error(shape));
+        }
+        self.check(allowed)
+    }
+
+    fn shape_error(&self, expected: &[u64]) -> WeightError {
+        WeightError::Shape { tensor: self.name.into(), found: self.shape.into(), expected: expected.into() }
+    }
+
+    /// The two dimensions of a matrix.
+    fn two_dimensions(&self) -> Result<(u32, u32), WeightError> {
+        match self.shape {
+            [a, b] => Ok((self.dimension(*a)?, self.dimension(*b)?)),
+            _ => Err(WeightError::Dimensions { tensor: self.name.into(), found: self.shape.len(), expected: 2 }),
+        }
+    }
+
+    /// A dimension of at most 2^31 - 1.
+    fn dimension(&self, size: u64) -> Result<u32, WeightError> {
+        match u32::try_from(size) {
+            Ok(size) if size <= i32::MAX as u32 => Ok(size),
+            _ => Err(WeightError::Size { tensor: self.name.into(), found: size, most: i32::MAX as u64 }),
+        }
+    }
+
+    /// Element `index` as a number; only for floating-point types and powers of two.
+    #[inline(always)]
+    fn number(&self, index: usize) -> f32 {
+        match self.dtype {
+            TensorDtype::F32 => f32::from_le_bytes(self.array(4 * index)),
+            TensorDtype::F16 => number::f16(u16::from_le_bytes(self.array(2 * index))),
+            TensorDtype::Bf16 => f32::from_bits(u32::from(u16::from_le_bytes(self.array(2 * index))) << 16),
+            TensorDtype::E4m3 => number::e4m3(self.bytes[index]),
+            TensorDtype::E5m2 => number::e5m2(self.bytes[index]),
+            TensorDtype::E8m0 | TensorDtype::U8 => number::e8m0(self.bytes[index]),
+            TensorDtype::I8 => f32::from(self.bytes[index] as i8),
+            TensorDtype::I32 => i32::from_le_bytes(self.array(4 * index)) as f32,
+        }
+    }
+
+    /// Element `index` of a tensor of 32-bit integers.
+    #[inline(always)]
+    fn word(&self, index: usize) -> u32 {
+        u32::from_le_bytes(self.array(4 * index))
+    }
+
+    #[inline(always)]
+    fn array<const N: usize>(&self, at: usize) -> [u8; N] {
+        *self.bytes[at..].first_chunk().expect("an element of the tensor")
+    }
+}
+
+/// How many weights a scale belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleShape {
+    /// One scale: shape `[]`, `[1]` or `[1, 1]`.
+    Tensor,
+    /// One scale a row: shape `[rows]` or `[rows, 1]`.
+    Row,
+    /// One scale for this many columns of a row: shape `[rows, ⌈cols / n⌉]`.
+    Group(u32),
+    /// One scale for a block: shape `[⌈rows / rows of a block⌉, ⌈cols / columns of a block⌉]`.
+    Block {
+        /// The rows of a block.
+        rows: u32,
+        /// The columns of a block.
+        cols: u32,
+    },
+}
+
+/// Floating-point types of a scale.
+const SCALES: &[TensorDtype] =
+    &[TensorDtype::F32, TensorDtype::F16, TensorDtype::Bf16, TensorDtype::E8m0, TensorDtype::U8];
+
+// ---- Formats ----
+
+/// FP8: `quant_method` fp8, compressed-tensors `float-quantized` and `mxfp8`. Value = weight × scale, also where the
+/// tensor is called `weight_scale_inv`.
+#[derive(Clone, Copy, Debug)]
+pub struct Fp8<'a> {
+    /// e4m3 or e5m2, shape `[rows, cols]`.
+    pub weight: Tensor<'a>,
+    /// The scales.
+    pub scale: Tensor<'a>,
+    /// The scales' shape.
+    pub scale_shape: ScaleShape,
+}
+
+/// Two versions of GPTQ's zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GptqVersion {
+    /// The zero is the stored number plus 1, at most 2 to the power of `bits`: `checkpoint_format` gptq, or absent.
+    V1,
+    /// The zero is the stored number: `checkpoint_format` gptq_v2.
+    V2,
+}
+
+/// GPTQ: codes packed along the columns. Value = (code − zero) × scale of the column's group.
+#[derive(Clone, Copy, Debug)]
+pub struct Gptq<'a> {
+    /// i32, shape `[cols × bits / 32, rows]`.
+    pub qweight: Tensor<'a>,
+    /// i32, shape `[groups, rows × bits / 32]`.
+    pub qzeros: Tensor<'a>,
+    /// Shape `[groups, rows]`.
+    pub scales: Tensor<'a>,
+    /// i32, shape `[cols]`: the group of each column; absent if that is column / group size.
+    pub g_idx: Option<Tensor<'a>>,
+    /// 2, 3, 4 or 8.
+    pub bits: u32,
+    /// The columns of a group; `None` (−1 in the configuration) for a whole row.
+    pub group: Option<u32>,
+    /// Whether every zero is 2 to the power of `bits` − 1; a zero that is not is an error.
+    pub symmetric: bool,
+    /// The version of the zeros.
+    pub version: GptqVersion,
+}
+
+/// AWQ, version gemm, 4 bits: codes packed along the rows. Value = (code − zero) × scale.
+#[derive(Clone, Copy, Debug)]
+pub struct Awq<'a> {
+    /// i32, shape `[cols, rows / 8]`.
+    pub qweight: Tensor<'a>,
+    /// i32, shape `[groups, rows / 8]`; absent where every zero is 8.
+    pub qzeros: Option<Tensor<'a>>,
+    /// Shape `[groups, rows]`.
+    pub scales: Tensor<'a>,
+    /// The columns of a group; `None` (−1 in the configuration) for a whole row.
+    pub group: Option<u32>,
+}
+
+/// compressed-tensors `pack-quantized`: integers in 32-bit words along the columns. Value = (code − zero) × scale.
+///
+/// Words are read as dense if the width is ⌈cols × bits / 32⌉, and as words of ⌊32 / bits⌋ codes if it is what that
+/// requires (before version 0.17). Small matrices in which both widths are the same are read as dense.
+#[derive(Clone, Copy, Debug)]
+pub struct PackedInts<'a> {
+    /// i32, shape `[rows, words]`.
+    pub packed: Tensor<'a>,
+    /// The scales; not by blocks.
+    pub scale: Tensor<'a>,
+    /// The scales' shape.
+    pub scale_shape: ScaleShape,
+    /// i32, shape `[words for the rows, groups]`, packed along the rows; absent if symmetric.
+    pub zero_point: Option<Tensor<'a>>,
+    /// i32, shape `[cols]`: the group of each column; absent if that is column / group size.
+    pub g_idx: Option<Tensor<'a>>,
+    /// The rows and columns (the tensor `weight_shape`).
+    pub shape: [u64; 2],
+    /// 2, 3, 4, 5, 6 or 8.
+    pub bits: u32,
+}
+
+/// 8-bit integers, a byte each: compressed-tensors `int-quantized`. Value = (weight − zero) × scale.
+#[derive(Clone, Copy, Debug)]
+pub struct Int8<'a> {
+    /// i8, shape `[rows, cols]`.
+    pub weight: Tensor<'a>,
+    /// The scales; not by blocks.
+    pub scale: Tensor<'a>,
+    /// The scales' shape.
+    pub scale_shape: ScaleShape,
+    /// i8, of the scales' shape; absent if symmetric.
+    pub zero_point: Option<Tensor<'a>>,
+}
+
+/// NVFP4: compressed-tensors `nvfp4-pack-quantized` and ModelOpt. Value = e2m1 × scale ÷ or × the tensor's scale.
+#[derive(Clone, Copy, Debug)]
+pub struct Nvfp4<'a> {
+    /// u8, shape `[rows, cols / 2]`: the even column is in the low nibble.
+    pub packed: Tensor<'a>,
+    /// e4m3, shape `[rows, cols / 16]`.
+    pub scale: Tensor<'a>,
+    /// f32, one element.
+    pub global: Tensor<'a>,
+    /// Whether `global` divides (compressed-tensors' `weight_global_scale`) or multiplies (ModelOpt's
+    /// `weight_scale_2`).
+    pub global_divides: bool,
+}
+
+/// MXFP4: compressed-tensors `mxfp4-pack-quantized`, and gpt-oss, whose tensors have dimensions of experts in front and
+/// the columns in blocks of 16 bytes. Value = e2m1 × 2^(scale − 127).
+#[derive(Clone, Copy, Debug)]
+pub struct Mxfp4<'a> {
+    /// u8, shape `[…, cols / 2]` or `[…, cols / 32, 16]`: the even column is in the low nibble.
+    pub packed: Tensor<'a>,
+    /// u8 or e8m0, shape `[…, cols / 32]`.
+    pub scale: Tensor<'a>,
+}
+
+/// The columns of a source group that is a whole row.
+const WHOLE_ROW: u32 = u32::MAX;
+
+/// The largest canonical group that divides a source's group.
+fn canonical_group(tensor: &Tensor<'_>, group: Option<u32>) -> Result<u32, WeightError> {
+    let Some(group) = group else { return Ok(128) };
+    let fits = |n: &u32| group != 0 && group.is_multiple_of(*n);
+    [128, 64, 32, 16].into_iter().find(fits).ok_or(WeightError::Group { tensor: tensor.name.into(), group, least: 16 })
+}
+
+impl<'a> Fp8<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let (rows, cols) = self.weight.two_dimensions()?;
+        self.weight.check(&[TensorDtype::E4m3, TensorDtype::E5m2])?;
+        let number = if self.weight.dtype == TensorDtype::E4m3 { Number::E4m3 } else { Number::E5m2 };
+        let (scales, group) = Scales::open(self.scale, self.scale_shape, rows, cols)?;
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: Codes { bits: 8, group, number, minimum: Minimum::Zero { halves: 0 } },
+            weight: self.weight,
+            packing: Packing::Bytes { flip: 0 },
+            scales,
+            zeros: Zeros::Constant,
+            order: None,
+        })
+    }
+}
+
+impl<'a> Gptq<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let Gptq { qweight, qzeros, scales, bits, .. } = self;
+        check_bits(&qweight, bits, &[2, 3, 4, 8])?;
+        let (words, rows) = qweight.two_dimensions()?;
+        let cols = qweight.dimension(u64::from(words) * 32 / u64::from(bits))?;
+        if bits == 3 && !words.is_multiple_of(3) {
+            return Err(qweight.shape_error(&[u64::from(words.next_multiple_of(3)), u64::from(rows)]));
+        }
+        qweight.check(&[TensorDtype::I32])?;
+        let group = canonical_group(&qweight, self.group)?;
+        let source_group = self.group.unwrap_or(WHOLE_ROW);
+        let groups = cols.div_ceil(source_group);
+        qzeros.expect(&[TensorDtype::I32], &[u64::from(groups), (u64::from(rows) * u64::from(bits)).div_ceil(32)])?;
+        scales.expect(SCALES, &[u64::from(groups), u64::from(rows)])?;
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: affine(bits, group, self.symmetric),
+            weight: qweight,
+            packing: Packing::Down,
+            scales: Scales::transposed(scales, rows, source_group),
+            zeros: Zeros::Gptq {
+                tensor: qzeros,
+                plus: u32::from(self.version == GptqVersion::V1),
+                only: self.symmetric.then_some(1 << (bits - 1)),
+            },
+            order: order(self.g_idx, cols, source_group)?,
+        })
+    }
+}
+
+impl<'a> Awq<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let Awq { qweight, qzeros, scales, .. } = self;
+        let (cols, words) = qweight.two_dimensions()?;
+        let rows = qweight.dimension(u64::from(words) * 8)?;
+        qweight.check(&[TensorDtype::I32])?;
+        let group = canonical_group(&qweight, self.group)?;
+        let source_group = self.group.unwrap_or(WHOLE_ROW);
+        let groups = cols.div_ceil(source_group);
+        if let Some(qzeros) = qzeros {
+            qzeros.expect(&[TensorDtype::I32], &[u64::from(groups), u64::from(words)])?;
+        }
+        scales.expect(SCALES, &[u64::from(groups), u64::from(rows)])?;
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: affine(4, group, qzeros.is_none()),
+            weight: qweight,
+            packing: Packing::Awq,
+            scales: Scales::transposed(scales, rows, source_group),
+            zeros: qzeros.map_or(Zeros::Constant, |tensor| Zeros::Awq { tensor }),
+            order: None,
+        })
+    }
+}
+
+impl<'a> PackedInts<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let PackedInts { packed, bits, .. } = self;
+        check_bits(&packed, bits, &[2, 3, 4, 5, 6, 8])?;
+        let (rows, cols) = (packed.dimension(self.shape[0])?, packed.dimension(self.shape[1])?);
+        let (found_rows, words) = packed.two_dimensions()?;
+        let dense = (u64::from(cols) * u64::from(bits)).div_ceil(32);
+        let is_dense = is_dense(&packed, cols, words, bits, true, &[u64::from(rows), dense])?;
+        if found_rows != rows {
+            return Err(packed.shape_error(&[u64::from(rows), dense]));
+        }
+        packed.check(&[TensorDtype::I32])?;
+        let (scales, group) = Scales::open(self.scale, self.scale_shape, rows, cols)?;
+        let zeros = match self.zero_point {
+            None => Zeros::Constant,
+            Some(tensor) => {
+                let expected = [(u64::from(rows) * u64::from(bits)).div_ceil(32), scales.groups as u64];
+                let words = tensor.dimension(tensor.shape.first().copied().unwrap_or(1))?;
+                let is_dense = self::is_dense(&tensor, rows, words, bits, is_dense, &expected)?;
+                tensor.expect(&[TensorDtype::I32], &[u64::from(words), expected[1]])?;
+                Zeros::Down { tensor, dense: is_dense }
+            }
+        };
+        let order = order(self.g_idx, cols, scales.group)?;
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: affine(bits, group, self.zero_point.is_none()),
+            weight: packed,
+            packing: Packing::Along { words: words as usize, dense: is_dense },
+            scales,
+            zeros,
+            order,
+        })
+    }
+}
+
+impl<'a> Int8<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let (rows, cols) = self.weight.two_dimensions()?;
+        self.weight.check(&[TensorDtype::I8])?;
+        let (scales, group) = Scales::open(self.scale, self.scale_shape, rows, cols)?;
+        if let Some(zero_point) = self.zero_point {
+            zero_point.expect(&[TensorDtype::I8], self.scale.shape)?;
+        }
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: affine(8, group, self.zero_point.is_none()),
+            weight: self.weight,
+            packing: Packing::Bytes { flip: 0x80 },
+            scales,
+            zeros: self.zero_point.map_or(Zeros::Constant, |tensor| Zeros::Bytes { tensor }),
+            order: None,
+        })
+    }
+}
+
+impl<'a> Nvfp4<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let (rows, half) = self.packed.two_dimensions()?;
+        let cols = self.packed.dimension(u64::from(half) * 2)?;
+        self.packed.check(&[TensorDtype::U8])?;
+        self.scale.expect(&[TensorDtype::E4m3], &[u64::from(rows), u64::from(cols.div_ceil(16))])?;
+        self.global.expect(&[TensorDtype::F32], &[1])?;
+        let global = self.global.number(0);
+        if !global.is_finite() || global == 0.0 {
+            return Err(WeightError::Scale { tensor: self.global.name.into(), row: 0, group: 0, scale: global });
+        }
+        let mut scales = Scales::grouped(self.scale, cols, 16);
+        (scales.factor, scales.divides) = (global, self.global_divides);
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: Codes { bits: 4, group: 16, number: Number::E2m1, minimum: Minimum::Zero { halves: 0 } },
+            weight: self.packed,
+            packing: Packing::Nibbles,
+            scales,
+            zeros: Zeros::Constant,
+            order: None,
+        })
+    }
+}
+
+impl<'a> Mxfp4<'a> {
+    /// Checks the tensors and gives their matrix, in which the rows of all dimensions in front follow each other.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let Mxfp4 { packed, scale } = self;
+        packed.check(&[TensorDtype::U8])?;
+        scale.check(&[TensorDtype::U8, TensorDtype::E8m0])?;
+        let Some((blocks, front)) = scale.shape.split_last() else {
+            return Err(WeightError::Dimensions { tensor: scale.name.into(), found: 0, expected: 2 });
+        };
+        let cols = scale.dimension(blocks.saturating_mul(32))?;
+        let rows = scale.dimension(front.iter().fold(1, |rows: u64, n| rows.saturating_mul(*n)))?;
+        let in_blocks = [front, &[*blocks, 16]].concat();
+        let in_rows = [front, &[*blocks * 16]].concat();
+        if packed.shape != in_blocks && packed.shape != in_rows {
+            return Err(packed.shape_error(if packed.shape.len() == in_blocks.len() { &in_blocks } else { &in_rows }));
+        }
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: Codes { bits: 4, group: 32, number: Number::E2m1, minimum: Minimum::Zero { halves: 0 } },
+            weight: packed,
+            packing: Packing::Nibbles,
+            scales: Scales::grouped(scale, cols, 32),
+            zeros: Zeros::Constant,
+            order: None,
+        })
+    }
+}
+
+/// The codes of integers.
+fn affine(bits: u32, group: u32, symmetric: bool) -> Codes {
+    let minimum = if symmetric { Minimum::Zero { halves: 1 << bits } } else { Minimum::Stored };
+    Codes { bits, group, number: Number::Affine, minimum }
+}
+
+fn check_bits(tensor: &Tensor<'_>, bits: u32, allowed: &'static [u32]) -> Result<(), WeightError> {
+    if allowed.contains(&bits) {
+        return Ok(());
+    }
+    Err(WeightError::Bits { tensor: tensor.name.into(), bits, allowed })
+}
+
+/// Whether `numbers` codes in `words` words are dense; an error if they are neither dense nor words of whole codes.
+/// `usual` is the answer where both have the same number of words, as only small matrices do.
+fn is_dense(
+    tensor: &Tensor<'_>,
+    numbers: u32,
+    words: u32,
+    bits: u32,
+    usual: bool,
+    expected: &[u64],
+) -> Result<bool, WeightError> {
+    let dense = u64::from(words) == (u64::from(numbers) * u64::from(bits)).div_ceil(32);
+    let whole = words == numbers.div_ceil(32 / bits);
+    match (dense, whole) {
+        (true, true) => Ok(usual),
+        (false, false) => Err(tensor.shape_error(expected)),
+        _ => Ok(dense),
+    }
+}
+
+/// The order of the columns by group, if it is not their own: position j of a canonical row is column `order[j]`.
+fn order(g_idx: Option<Tensor<'_>>, cols: u32, group: u32) -> Result<Option<Vec<u32>>, WeightError> {
+    let Some(g_idx) = g_idx else { return Ok(None) };
+    g_idx.expect(&[TensorDtype::I32], &[u64::from(cols)])?;
+    let groups = cols.div_ceil(group);
+    let group_of = |col: u32| g_idx.word(col as usize);
+    if (0..cols).all(|col| group_of(col) == col / group) {
+        return Ok(None);
+    }
+    // Where each group's next column goes.
+    let mut next: Vec<u32> = (0..groups).map(|g| g * group).collect();
+    let mut order = vec![0; cols as usize];
+    for col in 0..cols {
+        let found = group_of(col);
+        let tensor = g_idx.name;
+        let Some(place) = next.get_mut(found as usize) else {
+            return Err(WeightError::GroupIndex { tensor: tensor.into(), col, found: found as i32, groups });
+        };
+        if *place == cols.min((found + 1) * group) {
+            return Err(WeightError::GroupColumns {
+                tensor: tensor.into(),
+                group: found,
+                most: *place - found * group,
+            });
+        }
+        order[*place as usize] = col;
+        *place += 1;
+    }
+    Ok(Some(order))
+}
+
+// ---- Rows ----
+
+/// Quantised weights of one matrix, of which any rows can be decoded.
+#[derive(Clone, Debug)]
+pub struct CodeMatrix<'a> {
+    rows: u32,
+    cols: u32,
+    codes: Codes,
+    /// The tensor with the codes.
+    weight: Tensor<'a>,
+    packing: Packing,
+    scales: Scales<'a>,
+    zeros: Zeros<'a>,
+    order: Option<Vec<u32>>,
+}
+
+/// How codes lie in the weight's tensor.
+#[derive(Clone, Copy, Debug)]
+enum Packing {
+    /// A byte each, row-major; the code is the byte with these bits inverted.
+    Bytes { flip: u8 },
+    /// Two in a byte, row-major, the even column low.
+    Nibbles,
+    /// In words along the columns, row-major.
+    Along { words: usize, dense: bool },
+    /// In words along the columns, `[words][rows]`, dense.
+    Down,
+    /// In words along the rows, `[cols][rows / 8]`, nibbles in the order of [`AWQ_NIBBLES`].
+    Awq,
+}
+
+/// The scales of a matrix: that of row r and source group g is element `r / rows * row_stride + g * group_stride`.
+#[derive(Clone, Copy, Debug)]
+struct Scales<'a> {
+    tensor: Tensor<'a>,
+    rows: usize,
+    row_stride: usize,
+    group_stride: usize,
+    /// Source groups of a row.
+    groups: usize,
+    /// Columns of a source group.
+    group: u32,
+    /// A number that multiplies or divides every scale.
+    factor: f32,
+    divides: bool,
+}
+
+impl<'a> Scales<'a> {
+    /// Checks the shape of scales and returns them with the canonical group.
+    fn open(tensor: Tensor<'a>, shape: ScaleShape, rows: u32, cols: u32) -> Result<(Scales<'a>, u32), WeightError> {
+        let whole = Scales::grouped(tensor, 1, WHOLE_ROW);
+        let (scales, group, expected) = match shape {
+            ScaleShape::Tensor => (Scales { row_stride: 0, ..whole }, None, [1, 1]),
+            ScaleShape::Row => (whole, None, [u64::from(rows), 1]),
+            ScaleShape::Group(group) => {
+                canonical_group(&tensor, Some(group))?;
+                let scales = Scales::grouped(tensor, cols, group);
+                (scales, Some(group), [u64::from(rows), scales.groups as u64])
+            }
+            ScaleShape::Block { rows: height, cols: width } => {
+                canonical_group(&tensor, Some(width))?;
+                if height == 0 {
+                    return Err(WeightError::Group { tensor: tensor.name.into(), group: 0, least: 1 });
+                }
+                let scales = Scales { rows: height as usize, ..Scales::grouped(tensor, cols, width) };
+                (scales, Some(width), [u64::from(rows.div_ceil(height)), scales.groups as u64])
+            }
+        };
+        tensor.expect(SCALES, &expected)?;
+        Ok((scales, canonical_group(&tensor, group)?))
+    }
+
+    /// Scales of shape `[rows, ⌈cols / group⌉]`.
+    fn grouped(tensor: Tensor<'a>, cols: u32, group: u32) -> Scales<'a> {
+        let groups = cols.div_ceil(group) as usize;
+        Scales { tensor, rows: 1, row_stride: groups, group_stride: 1, groups, group, factor: 1.0, divides: false }
+    }
+
+    /// Scales of shape `[groups, rows]`.
+    fn transposed(tensor: Tensor<'a>, rows: u32, group: u32) -> Scales<'a> {
+        Scales { row_stride: 1, group_stride: rows as usize, groups: 0, ..Scales::grouped(tensor, 1, group) }
+    }
+
+    /// The index of the scale of a row and source group.
+    #[inline(always)]
+    fn index(&self, row: u32, group: usize) -> usize {
+        row as usize / self.rows * self.row_stride + group * self.group_stride
+    }
+
+    #[inline(always)]
+    fn get(&self, row: u32, group: usize) -> f32 {
+        let scale = self.tensor.number(self.index(row, group));
+        if self.divides { scale / self.factor } else { scale * self.factor }
+    }
+}
+
+/// The zeros of a matrix, in codes.
+#[derive(Clone, Copy, Debug)]
+enum Zeros<'a> {
+    /// That of the canonical codes.
+    Constant,
+    /// `[groups][words]`, packed densely along the rows; `plus` is added; `only` is the one allowed.
+    Gptq { tensor: Tensor<'a>, plus: u32, only: Option<u32> },
+    /// `[groups][rows / 8]`, nibbles in the order of [`AWQ_NIBBLES`].
+    Awq { tensor: Tensor<'a> },
+    /// `[words][groups]`, packed along the rows.
+    Down { tensor: Tensor<'a>, dense: bool },
+    /// Signed bytes at the scales' indices.
+    Bytes { tensor: Tensor<'a> },
+}
+
+/// The nibble of a word that holds each of 8 rows.
+const AWQ_NIBBLES: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+/// Code `index` of packed words.
+#[inline(always)]
+fn packed(word: impl Fn(usize) -> u32, index: usize, bits: u32, dense: bool) -> u32 {
+    let mask = (1u32 << bits) - 1;
+    if !dense {
+        let codes = (32 / bits) as usize;
+        return word(index / codes) >> (index % codes * bits as usize) & mask;
+    }
+    let bit = index * bits as usize;
+    let (at, shift) = (bit / 32, (bit % 32) as u32);
+    let low = word(at) >> shift;
+    let high = if shift + bits > 32 { word(at + 1) << (32 - shift) } else { 0 };
+    (low | high) & mask
+}
+
+impl<'a> CodeMatrix<'a> {
+    /// The number of rows (outputs).
+    pub fn rows(&self) -> u32 {
+        self.rows
+    }
+
+    /// The number of columns (inputs).
+    pub fn cols(&self) -> u32 {
+        self.cols
+    }
+
+    /// What the codes, scales and minimums mean.
+    pub fn codes(&self) -> Codes {
+        self.codes
+    }
+
+    /// The number of groups in a row.
+    pub fn groups(&self) -> usize {
+        self.codes.groups(self.cols as usize)
+    }
+
+    /// The order of the columns, if rows are not decoded in the checkpoint's own: position j of a decoded row is column
+    /// `order[j]`, so the input must be gathered as `x[order[j]]`. Only for act-order checkpoints.
+    pub fn order(&self) -> Option<&[u32]> {
+        self.order.as_deref()
+    }
+
+    /// The number of rows that should be decoded together, and at a multiple of which a call should begin: so many that
+    /// whole cache lines are read.
+    pub fn rows_together(&self) -> u32 {
+        match self.packing {
+            Packing::Bytes { .. } | Packing::Nibbles | Packing::Along { .. } => 1,
+            Packing::Down => 16,
+            Packing::Awq => 128,
+        }
+    }
+
+    /// Decodes one row: [`CodeMatrix::decode`] with a count of 1.
+    pub fn row(&self, row: u32, codes: &mut [u8], scales: &mut [f32], minimums: &mut [f32]) -> Result<(), WeightError> {
+        self.decode(row, 1, codes, scales, minimums)
+    }
+
+    /// Decodes `count` rows from `first` on, one after the other: `cols` codes a row, and `groups` scales and minimums.
+    /// `minimums` may be empty if the codes have a constant zero.
+    ///
+    /// Returns an error, with any content in the slices, if a scale is not finite or so large that a value may
+    /// overflow, if a weight is not a number, or if a zero is not the one of a symmetric matrix. Act-order allocates a
+    /// copy of the codes.
+    ///
+    /// # Panics
+    /// If a row is outside the matrix or a slice has another length: bugs of the caller.
+    pub fn decode(
+        &self,
+        first: u32,
+        count: u32,
+        codes: &mut [u8],
+        scales: &mut [f32],
+        minimums: &mut [f32],
+    ) -> Result<(), WeightError> {
+        let (cols, groups) = (self.cols as usize, self.groups());
+        assert!(
+            first.checked_add(count).is_some_and(|end| end <= self.rows),
+            "rows {first} + {count} of {}",
+            self.rows
+        );
+        assert_eq!(
+            (codes.len(), scales.len()),
+            (count as usize * cols, count as usize * groups),
+            "codes and scales of {count} rows"
+        );
+        assert!(
+            minimums.len() == scales.len() || self.codes.zero().is_some() && minimums.is_empty(),
+            "minimums of {count} rows"
+        );
+        if cols == 0 {
+            return Ok(());
+        }
+        match &self.order {
+            None => self.decode_codes(first, codes),
+            Some(order) => {
+                let mut natural = vec![0; codes.len()];
+                self.decode_codes(first, &mut natural);
+                for (natural, codes) in natural.chunks_exact(cols).zip(codes.chunks_exact_mut(cols)) {
+                    codes.iter_mut().zip(order).for_each(|(code, col)| *code = natural[*col as usize]);
+                }
+            }
+        }
+        self.check_codes(first, codes)?;
+        for (r, scales) in scales.chunks_exact_mut(groups).enumerate() {
+            let minimums = minimums.get_mut(r * groups..(r + 1) * groups).unwrap_or(&mut []);
+            self.decode_scales(first + r as u32, scales, minimums)?;
+        }
+        Ok(())
+    }
+
+    /// Finds a weight that is not a number.
+    fn check_codes(&self, first: u32, codes: &[u8]) -> Result<(), WeightError> {
+        let number = self.codes.number;
+        let any_bad = match number {
+            Number::Affine | Number::E2m1 => false,
+            _ => codes.iter().fold(false, |bad, code| bad | !number.is_finite(*code)),
+        };
+        if !any_bad {
+            return Ok(());
+        }
+        let at = codes.iter().position(|code| !number.is_finite(*code)).expect("found just now");
+        let (row, col) = (first + (at / self.cols as usize) as u32, (at % self.cols as usize) as u32);
+        Err(WeightError::NotFinite { tensor: self.weight.name.into(), row, col, code: codes[at] })
+    }
+
+    /// Writes scales and minimums of a row.
+    fn decode_scales(&self, row: u32, scales: &mut [f32], minimums: &mut [f32]) -> Result<(), WeightError> {
+        // Canonical groups of a source group.
+        let repeat = (self.scales.group / self.codes.group) as usize;
+        for (source, scales) in scales.chunks_mut(repeat).enumerate() {
+            let scale = self.scales.get(row, source);
+            let zero = match self.zero(row, source)? {
+                Some(zero) => zero,
+                None => self.codes.zero().unwrap_or(0.0),
+            };
+            let minimum = scale * zero;
+            if !self.codes.bound(scale, minimum).is_finite() {
+                let tensor = self.scales.tensor.name.into();
+                return Err(WeightError::Scale { tensor, row, group: source, scale });
+            }
+            scales.fill(scale);
+            let minimums = minimums.iter_mut().skip(source * repeat).take(scales.len());
+            minimums.for_each(|m| *m = minimum);
+        }
+        Ok(())
+    }
+
+    /// The zero of a row and source group; `None` if it is the constant one.
+    #[inline(always)]
+    fn zero(&self, row: u32, group: usize) -> Result<Option<f32>, WeightError> {
+        let (at, bits) = (row as usize, self.codes.bits);
+        let zero = match self.zeros {
+            Zeros::Constant => return Ok(None),
+            Zeros::Gptq { tensor, plus, only } => {
+                let words = (self.rows as usize * bits as usize).div_ceil(32);
+                let zero = packed(|k| tensor.word(group * words + k), at, bits, true) + plus;
+                if let Some(expected) = only
+                    && zero != expected
+                {
+                    return Err(WeightError::Zero { tensor: tensor.name.into(), row, group, found: zero, expected });
+                }
+                zero
+            }
+            Zeros::Awq { tensor } => {
+                let word = tensor.word(group * (self.rows as usize / 8) + at / 8);
+                word >> (4 * AWQ_NIBBLES[at % 8]) & 15
+            }
+            Zeros::Down { tensor, dense } => packed(|k| tensor.word(k * self.scales.groups + group), at, bits, dense),
+            Zeros::Bytes { tensor } => u32::from(tensor.bytes[self.scales.index(row, group)] ^ 0x80),
+        };
+        Ok(Some(zero as f32))
+    }
+
+    /// Writes the codes of whole rows from `first` on, in the checkpoint's order of columns.
+    fn decode_codes(&self, first: u32, codes: &mut [u8]) {
+        let cols = self.cols as usize;
+        let first = first as usize;
+        let bytes = self.weight.bytes;
+        match self.packing {
+            Packing::Bytes { flip } => {
+                let bytes = &bytes[first * cols..][..codes.len()];
+                codes.iter_mut().zip(bytes).for_each(|(code, byte)| *code = byte ^ flip);
+            }
+            Packing::Nibbles => nibbles(&bytes[first * cols / 2..][..codes.len() / 2], codes),
+            Packing::Along { words, dense } => {
+                let lines = bytes[first * words * 4..].chunks_exact(words * 4);
+                for (codes, line) in codes.chunks_exact_mut(cols).zip(lines) {
+                    unpack_row(line, self.codes.bits, dense, codes);
+                }
+            }
+            Packing::Down => match self.codes.bits {
+                2 => self.down::<1, 16>(first, codes, |[word]| {
+                    let halves = [spread_2(word as u16), spread_2((word >> 16) as u16)].map(u64::to_le_bytes);
+                    *halves.as_flattened().first_chunk().expect("16 codes")
+                }),
+                3 => self.down::<3, 32>(first, codes, spread_3),
+                4 => self.down::<1, 8>(first, codes, |[word]| spread_4(word).to_le_bytes()),
+                _ => self.down::<1, 4>(first, codes, |[word]| word.to_le_bytes()),
+            },
+            Packing::Awq => self.awq(first, codes),
+        }
+    }
+
+    /// Decodes rows whose codes are packed along the columns in `[words][rows]`, `UNIT` words for `CODES` codes. Writes
+    /// at least 64 codes of a row at a time, while the lines of these codes are still in the nearest cache.
+    #[inline(always)]
+    fn down<const UNIT: usize, const CODES: usize>(
+        &self,
+        first: usize,
+        codes: &mut [u8],
+        spread: impl Fn([u32; UNIT]) -> [u8; CODES],
+    ) {
+        let (rows, cols) = (self.rows as usize, self.cols as usize);
+        let step = (64 / CODES).max(1);
+        let units = cols / CODES;
+        for start in (0..units).step_by(step) {
+            let end = units.min(start + step);
+            for (r, codes) in codes.chunks_exact_mut(cols).enumerate() {
+                let codes = codes[start * CODES..end * CODES].as_chunks_mut::<CODES>().0;
+                for (unit, codes) in (start..end).zip(codes) {
+                    let words = std::array::from_fn(|k| self.weight.word((unit * UNIT + k) * rows + first + r));
+                    *codes = spread(words);
+                }
+            }
+        }
+    }
+
+    /// Decodes AWQ's rows in tiles of 64 columns, and as many rows as the processor's registers take at once.
+    fn awq(&self, first: usize, codes: &mut [u8]) {
+        let cols = self.cols as usize;
+        let end = first + codes.len() / cols;
+        for start in (0..cols).step_by(64) {
+            let mut word = first / 8;
+            while 8 * word < end {
+                let whole = 8 * word >= first;
+                word += match (end - 8 * word) / 8 {
+                    4.. if whole => self.awq_tile::<4>(word, start, first, codes),
+                    2.. if whole => self.awq_tile::<2>(word, start, first, codes),
+                    _ => self.awq_tile::<1>(word, start, first, codes),
+                };
+            }
+        }
+    }
+
+    /// Decodes 64 columns, from `start` on, of `WORDS` words of 8 rows. Writes those rows that belong to `codes`, whose
+    /// first row is `first`, and returns `WORDS`.
+    #[inline(always)]
+    fn awq_tile<const WORDS: usize>(&self, word: usize, start: usize, first: usize, codes: &mut [u8]) -> usize {
+        let (words, cols) = (self.rows as usize / 8, self.cols as usize);
+        let width = (cols - start).min(64);
+        // Whole cache lines of a row are written: the rows are often at distances that displace each other in a cache.
+        let mut rows = [[[[0u8; 8]; 8]; 8]; WORDS];
+        for eight in 0..width.div_ceil(8) {
+            let mut tile = [[0; WORDS]; 8];
+            for (col, tile) in (start + 8 * eight..cols).zip(&mut tile) {
+                let line = &self.weight.bytes[4 * (col * words + word)..][..4 * WORDS];
+                *tile = std::array::from_fn(|k| u32::from_le_bytes(*line[4 * k..].first_chunk().expect("a word")));
+            }
+            transpose(&mut tile);
+            for (k, rows) in rows.iter_mut().enumerate() {
+                for (row, nibble) in rows.iter_mut().zip(AWQ_NIBBLES) {
+                    row[eight] = spread_4(tile[nibble as usize][k]).to_le_bytes();
+                }
+            }
+        }
+        for (i, row) in rows.as_flattened().iter().enumerate() {
+            // The first or last tile may go beyond the rows.
+            let Some(r) = (8 * word + i).checked_sub(first) else { continue };
+            if let Some(codes) = codes.get_mut(r * cols + start..r * cols + start + width) {
+                codes.copy_from_slice(&row.as_flattened()[..width]);
+            }
+        }
+        WORDS
+    }
+}
+
+/// The low, then the high nibble of each byte.
+#[inline(always)]
+fn nibbles(bytes: &[u8], codes: &mut [u8]) {
+    let (eights, rest) = codes.as_chunks_mut::<8>();
+    let (words, tail) = bytes.split_at(4 * eights.len());
+    for (word, codes) in words.as_chunks::<4>().0.iter().zip(eights) {
+        *codes = spread_4(u32::from_le_bytes(*word)).to_le_bytes();
+    }
+    for (i, code) in rest.iter_mut().enumerate() {
+        *code = tail[i / 2] >> (4 * (i % 2)) & 15;
+    }
+}
+
+/// Writes a row of codes from its words.
+fn unpack_row(line: &[u8], bits: u32, dense: bool, codes: &mut [u8]) {
+    match bits {
+        4 => nibbles(&line[..codes.len().div_ceil(2)], codes),
+        8 => codes.copy_from_slice(&line[..codes.len()]),
+        _ => {
+            let word = |k: usize| u32::from_le_bytes(*line[4 * k..].first_chunk().expect("a word of the row"));
+            for (i, code) in codes.iter_mut().enumerate() {
+                *code = packed(word, i, bits, dense) as u8;
+            }
+        }
+    }
+}
+
+/// The 8 numbers of 2 bits as bytes.
+#[inline(always)]
+fn spread_2(word: u16) -> u64 {
+    let x = u64::from(word);
+    let x = (x | x << 24) & 0x0000_00ff_0000_00ff;
+    let x = (x | x << 12) & 0x000f_000f_000f_000f;
+    (x | x << 6) & 0x0303_0303_0303_0303
+}
+
+/// The 32 numbers of 3 bits as bytes.
+#[inline(always)]
+fn spread_3(words: [u32; 3]) -> [u8; 32] {
+    let [a, b, c] = words.map(u64::from);
+    // The first 21 numbers, and the others.
+    let (low, high) = (a | b << 32, (b | c << 32) >> 31);
+    std::array::from_fn(|i| (if i < 21 { low >> (3 * i) } else { high >> (3 * (i - 21)) } & 7) as u8)
+}
+
+/// The 8 nibbles as bytes.
+#[inline(always)]
+fn spread_4(word: u32) -> u64 {
+    let x = u64::from(word);
+    let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
+    let x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
+    (x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f
+}
+
+/// Transposes 8 × 8 nibbles, in each of several words: nibble n of word i becomes nibble i of word n.
+#[inline(always)]
+fn transpose<const WORDS: usize>(tile: &mut [[u32; WORDS]; 8]) {
+    let mut swap = |distance: usize, bits: u32, mask: u32| {
+        for i in 0..8 {
+            if i & distance == 0 {
+                let (front, back) = tile.split_at_mut(i + distance);
+                for (a, b) in front[i].iter_mut().zip(&mut back[0]) {
+                    let difference = (*a >> bits ^ *b) & mask;
+                    *b ^= difference;
+                    *a ^= difference << bits;
+                }
+            }
+        }
+    };
+    swap(4, 16, 0x0000_ffff);
+    swap(2, 8, 0x00ff_00ff);
+    swap(1, 4, 0x0f0f_0f0f);
+}
+
+// ---- Errors ----
+
+/// Why tensors do not form a matrix, or a row cannot be used.
+#[derive(Clone, Debug, PartialEq)]
+pub enum WeightError {
+    /// The element type is not one that the format has.
+    TensorDtype {
+        /// The tensor's name.
+        tensor: String,
+        /// Its element type.
+        found: TensorDtype,
+        /// The possible ones.
+        expected: String,
+    },
+    /// The tensor has more or fewer dimensions than a matrix.
+    Dimensions {
+        /// The tensor's name.
+        tensor: String,
+        /// How many it has.
+        found: usize,
+        /// How many it should have.
+        expected: usize,
+    },
+    /// A dimension is too large.
+    Size {
+        /// The tensor's name.
+        tensor: String,
+        /// The dimension.
+        found: u64,
+        /// The largest possible.
+        most: u64,
+    },
+    /// The shape does not agree with the weight or the description.
+    Shape {
+        /// The tensor's name.
+        tensor: String,
+        /// Its shape.
+        found: Vec<u64>,
+        /// The shape it should have.
+        expected: Vec<u64>,
+    },
+    /// The tensor has not the bytes that its shape requires.
+    Bytes {
+        /// The tensor's name.
+        tensor: String,
+        /// Its bytes.
+        found: u64,
+        /// The bytes it should have.
+        expected: u64,
+    },
+    /// The format has no codes of this many bits.
+    Bits {
+        /// The tensor's name.
+        tensor: String,
+        /// The number of bits.
+        bits: u32,
+        /// The possible ones.
+        allowed: &'static [u32],
+    },
+    /// The group size is 0 or not a multiple of 16.
+    Group {
+        /// The tensor's name.
+        tensor: String,
+        /// The columns of a group, or rows of a block.
+        group: u32,
+        /// What it must be a multiple of.
+        least: u32,
+    },
+    /// A column belongs to a group that does not exist.
+    GroupIndex {
+        /// The tensor's name.
+        tensor: String,
+        /// The column.
+        col: u32,
+        /// Its group.
+        found: i32,
+        /// The number of groups.
+        groups: u32,
+    },
+    /// A group has more columns than the group size.
+    GroupColumns {
+        /// The tensor's name.
+        tensor: String,
+        /// The group.
+        group: u32,
+        /// The columns that it should have.
+        most: u32,
+    },
+    /// A scale is not finite, or so large that a value may overflow.
+    Scale {
+        /// The tensor's name.
+        tensor: String,
+        /// The row of the weight.
+        row: u32,
+        /// The group in the row.
+        group: usize,
+        /// The scale.
+        scale: f32,
+    },
+    /// A zero differs from that of a symmetric matrix.
+    Zero {
+        /// The tensor's name.
+        tensor: String,
+        /// The row of the weight.
+        row: u32,
+        /// The group in the row.
+        group: usize,
+        /// The zero.
+        found: u32,
+        /// The one it should be.
+        expected: u32,
+    },
+    /// A weight is infinite or not a number.
+    NotFinite {
+        /// The tensor's name.
+        tensor: String,
+        /// The row.
+        row: u32,
+        /// The position in the decoded row.
+        col: u32,
+        /// The code.
+        code: u8,
+    },
+}
+
+impl fmt::Display for WeightError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WeightError::TensorDtype { tensor, found, expected } => {
+                write!(f, "tensor {tensor} has elements of type {found:?}, expected {expected}")
+            }
+            WeightError::Dimensions { tensor, found, expected } => {
+                write!(f, "tensor {tensor} has {found} dimensions, expected {expected}")
+            }
+            WeightError::Size { tensor, found, most } => {
+                write!(f, "tensor {tensor} has a dimension of {found}, at most {most} is supported")
+            }
+            WeightError::Shape { tensor, found, expected } => {
+                write!(f, "tensor {tensor} has shape {found:?}, expected {expected:?}")
+            }
+            WeightError::Bytes { tensor, found, expected } => {
+                write!(f, "tensor {tensor} has {found} bytes, expected {expected}")
+            }
+            WeightError::Bits { tensor, bits, allowed } => {
+                write!(f, "tensor {tensor} has codes of {bits} bits, supported are {allowed:?}")
+            }
+            WeightError::Group { tensor, group, least } => {
+                write!(f, "tensor {tensor} has groups of {group}, expected a positive multiple of {least}")
+            }
+            WeightError::GroupIndex { tensor, col, found, groups } => {
+                write!(f, "tensor {tensor} puts column {col} in group {found} of {groups}")
+            }
+            WeightError::GroupColumns { tensor, group, most } => {
+                write!(f, "tensor {tensor} puts more than {most} columns in group {group}")
+            }
+            WeightError::Scale { tensor, row, group, scale } => {
+                write!(f, "tensor {tensor} has scale {scale} in row {row}, group {group}: values are not finite")
+            }
+            WeightError::Zero { tensor, row, group, found, expected } => {
+                write!(f, "tensor {tensor} has zero {found} in row {row}, group {group}, expected {expected}")
+            }
+            WeightError::NotFinite { tensor, row, col, code } => {
+                write!(
+                    f,
+                    "tensor {tensor} has code {code:#04x} in row {row}, column {col}, which is not a finite number"
+                )
+            }
+        }
+    }
+}
+
+impl std::error::Error for WeightError {}

@@ -1,0 +1,307 @@
+//! Goal: the kernels that read quantised weights match their references on both CPU drivers, for every type of block of
+//! GGUF files and both formats of quantising at load, in both layouts. The references read weights through
+//! `memory::pack::codes::element`, which unit tests compare with the blocks' values. Method: as in `forward.rs`.
+//!
+//! Tolerances: of sums as in `forward.rs`. `skinny_codes` multiplies x and the weights in f16 with sums in f32. Each of
+//! up to 512 terms of about 0.2 (after a norm) has a relative error of up to 2^-10 with a random sign, together about
+//! 2e-3; SwiGLU multiplies it by a few. A code in a wrong place changes most sums by more than 0.1.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random};
+use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
+use ostinato::kernels::gemm::codes::{expand_codes, expanded_bytes, shared_bytes, skinny_codes};
+use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
+use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+use ostinato::kernels::recording::Range;
+use ostinato::kernels::shaders::EmbedRowsArgs;
+use ostinato::kernels::state;
+use ostinato::kernels::tags::{Flow, tagged};
+use ostinato::memory::pack::codes::element;
+use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
+use ostinato::model::decoder::stride;
+use ostinato::quant::blocks::BlockType;
+use ostinato::quant::quantize::{INT4, INT8};
+
+/// Tolerance of sums in f32.
+const SUMS: f32 = 2e-5;
+/// Tolerance of products in f16, and of two of them multiplied by SwiGLU.
+const HALF: f32 = 1.2e-2;
+const HALF_SWIGLU: f32 = 4e-2;
+
+/// A way to quantise a matrix.
+#[derive(Clone, Copy, Debug)]
+enum Way {
+    Blocks(BlockType),
+    Load(Format),
+}
+
+fn ways() -> Vec<Way> {
+    let blocks = BlockType::ALL.into_iter().map(Way::Blocks);
+    blocks.chain([INT8, INT4].map(|codes| Way::Load(Format::Codes(codes)))).collect()
+}
+
+impl Way {
+    fn format(self) -> Format {
+        match self {
+            Way::Blocks(blocks) => Format::Codes(blocks.codes()),
+            Way::Load(format) => format,
+        }
+    }
+
+    /// The columns of a row are a multiple of this.
+    fn columns(self) -> u32 {
+        match self {
+            Way::Blocks(blocks) => blocks.elements() as u32,
+            Way::Load(_) => 8,
+        }
+    }
+
+    /// Returns the words of a packed matrix of random weights below 1.
+    fn matrix(self, random: &mut Random, rows: u32, cols: u32, layout: Layout) -> Vec<u32> {
+        let numbers = random.floats((rows * cols) as usize);
+        let (bytes, format) = match self {
+            Way::Blocks(blocks) => {
+                let mut bytes = vec![0; numbers.len() / blocks.elements() * blocks.bytes()];
+                blocks.quantize(&numbers, &mut bytes);
+                (bytes, SourceFormat::Blocks(blocks))
+            }
+            Way::Load(_) => {
+                let bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+                (bytes, SourceFormat::Numbers(Format::F32))
+            }
+        };
+        let packing = Packing { rows, cols, layout, format: self.format() };
+        let source = pack::Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+        let mut words = vec![0u32; packing.bytes() as usize / 4];
+        pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));
+        words
+    }
+}
+
+const ROW_MAJOR: Layout = Layout::RowMajor { columns_multiple: 8 };
+
+fn check(cases: &Cases) {
+    let reference = cases.reference();
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
+/// The shape and options of a product.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    way: Way,
+    rows: u32,
+    n: u32,
+    k: u32,
+    norm: bool,
+    bias: bool,
+    epilogue: Epilogue,
+    flow: Flow,
+}
+
+impl Case {
+    /// Adds the operands. The values after x's columns and after the norm are poison.
+    fn product(&self, cases: &mut Cases, random: &mut Random, layout: Layout, limit: f32) -> Product {
+        let Case { way, rows, n, k, flow, .. } = *self;
+        let outputs = if self.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
+        let (x_stride, y_stride) = (stride(k), stride(outputs));
+        let weight = cases.words("weight", &way.matrix(random, n, k, layout));
+        let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
+        // Rows of x that differ in size; the largest values are below 1, for which the tolerances are.
+        let x: Vec<u32> = (0..rows)
+            .flat_map(|row| (0..x_stride).map(move |col| (row, col)))
+            .map(|(row, col)| if col < k { random.float() * 2f32.powi(row as i32 % 3 * 4 - 8) } else { 0.0 })
+            .map(word(flow.input_carried.then_some(flow.input)))
+            .collect();
+        let x = cases.words("x", &x);
+        let norm = self.norm.then(|| {
+            let mut norm = random.floats(k as usize);
+            norm.resize(x_stride as usize, 0.0);
+            norm.resize(norm.len() + 64, f32::from_bits(POISON));
+            (cases.floats("norm", &norm), 1e-5)
+        });
+        let bias = self.bias.then(|| cases.floats("bias", &random.floats(n as usize)));
+        let expect = if flow.output.is_some() { Expect::Tagged(limit) } else { Expect::Floats(limit) };
+        let y = if self.epilogue == Epilogue::Residual {
+            let old = flow.output.map(|_| flow.old);
+            let words: Vec<u32> = (0..rows * y_stride).map(|_| random.float()).map(word(old)).collect();
+            cases.words("y", &words)
+        } else {
+            cases.output("y", (rows * y_stride) as usize, expect)
+        };
+        cases.expect(y, expect);
+        Product {
+            label: "product".to_owned(),
+            weight: Matrix { range: weight, format: way.format(), rows: n, cols: k },
+            x: Activations { range: x, stride: x_stride },
+            norm,
+            bias,
+            epilogue: self.epilogue,
+            y: Activations { range: y, stride: y_stride },
+        }
+    }
+}
+
+/// A product of each format, with several widths and epilogues.
+fn products(rows: &[u32], flow: Flow) -> Vec<Case> {
+    let epilogues = [Epilogue::Store, Epilogue::SwiGlu, Epilogue::Residual];
+    let each = ways().into_iter().enumerate().flat_map(|(index, way)| rows.iter().map(move |rows| (index, way, *rows)));
+    each.map(|(index, way, rows)| {
+        let k = [256, 512, 280, 96][index % 4];
+        Case {
+            way,
+            rows,
+            n: [32, 50, 72][index % 3],
+            k: k.max(way.columns()).next_multiple_of(way.columns()),
+            norm: index % 2 == 0,
+            bias: index % 3 == 1,
+            epilogue: epilogues[(index + rows as usize) % 3],
+            flow,
+        }
+    })
+    .collect()
+}
+
+#[test]
+fn row_major_products_of_every_format() {
+    let mut cases = Cases::new("gemv.codes");
+    let mut random = Random(91);
+    for case in products(&[1, 5], Flow::NONE) {
+        cases.case(format!("{case:?}"));
+        let product = case.product(&mut cases, &mut random, ROW_MAJOR, SUMS * 16.0);
+        if case.rows == 1 {
+            cases.recording.call(product.gemv(1, 64, 2));
+        } else {
+            let chunk = cases.words("chunk", &[0, 0, case.rows, 0]);
+            cases.recording.call(product.matmul(case.rows, chunk));
+        }
+    }
+    check(&cases);
+}
+
+fn skinny_cases(name: &str, list: Vec<Case>) {
+    let mut cases = Cases::new(name);
+    let mut random = Random(92);
+    for (index, case) in list.into_iter().enumerate() {
+        let threads = if case.rows > 8 { 32 } else { [32, 64, 128][index % 3] };
+        let config = SkinnyConfig { threads, tiles: 1 + index as u32 % 2, ahead: 1 };
+        let shared = shared_bytes(config, case.way.format(), case.rows, Matrices::Emulated);
+        assert!(shared <= 32 << 10, "{config:?} of {} rows: {shared}", case.rows);
+        cases.case(format!("{case:?}.{config:?}"));
+        let limit = if case.epilogue == Epilogue::SwiGlu { HALF_SWIGLU } else { HALF };
+        let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
+        let fault = cases.words("fault", &[0]);
+        cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, case.flow, fault));
+    }
+    check(&cases);
+}
+
+#[test]
+fn one_row_by_fragments_of_every_format() {
+    // Types of blocks with the same codes are one format for the kernel.
+    let mut seen = Vec::new();
+    let new = |case: &Case| {
+        !seen.contains(&case.way.format()) && {
+            seen.push(case.way.format());
+            true
+        }
+    };
+    skinny_cases("skinny_codes.1", products(&[1], Flow::NONE).into_iter().filter(new).collect());
+}
+
+#[test]
+#[ignore = "takes minutes on CPU drivers: make test-full"]
+fn several_rows_by_fragments_of_some_formats() {
+    let some = |case: &Case| {
+        use BlockType::{Q4_K, Q5_K, Q6_K};
+        matches!(case.way, Way::Blocks(Q4_K | Q5_K | Q6_K) | Way::Load(_))
+    };
+    skinny_cases("skinny_codes", products(&[3, 11, 18], Flow::NONE).into_iter().filter(some).collect());
+}
+
+#[test]
+fn tagged_rows_by_fragments() {
+    let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
+    let some = |case: &Case| matches!(case.way, Way::Blocks(BlockType::Q4_K | BlockType::Q6_K) | Way::Load(_));
+    let fits = |case: Case| Case { n: 48, ..case };
+    skinny_cases("skinny_codes.tagged", products(&[1, 4], flow).into_iter().filter(some).map(fits).collect());
+}
+
+#[test]
+fn rows_are_expanded_to_bfloat16() {
+    let mut cases = Cases::new("expand_codes");
+    let mut random = Random(93);
+    for (index, way) in ways().into_iter().enumerate() {
+        let (rows, cols) = (48, [256u32, 288, 96][index % 3].max(way.columns()).next_multiple_of(way.columns()));
+        cases.case(format!("{way:?}.{cols}"));
+        let weight = cases.words("weight", &way.matrix(&mut random, rows, cols, Layout::Fragments));
+        let weight = Matrix { range: weight, format: way.format(), rows, cols };
+        // A value near the middle of two bfloat16 values may be rounded the other way.
+        let y = cases.output("y", expanded_bytes(32, cols) as usize / 4, Expect::Bfloats(2f32.powi(-7)));
+        cases.recording.call(expand_codes("expand".to_owned(), &weight, (16, 32), Matrices::Emulated, y));
+    }
+    check(&cases);
+}
+
+#[test]
+fn embeddings_of_every_format_in_both_layouts() {
+    let mut cases = Cases::new("embed_rows.codes");
+    let mut random = Random(94);
+    let (rows, vocabulary) = (9u32, 37u32);
+    for (index, way) in ways().into_iter().enumerate() {
+        for layout in [ROW_MAJOR, Layout::Fragments] {
+            let hidden = [256u32, 104][index % 2].max(way.columns()).next_multiple_of(way.columns());
+            cases.case(format!("{way:?}.{layout:?}"));
+            let words = way.matrix(&mut random, vocabulary, hidden, layout);
+            let embedding = cases.words("embedding", &words);
+            let mut slots = vec![0; (rows * state::SLOT_WORDS) as usize];
+            for row in 0..rows {
+                let at = (row * state::SLOT_WORDS) as usize;
+                slots[at + state::SLOT_ACTIVE as usize] = state::ACTIVE_RUNNING;
+                slots[at + state::SLOT_TOKEN as usize] = (row * 5 + 36) % vocabulary;
+            }
+            let slots = cases.words("slots", &slots);
+            let batch: Vec<u32> = (0..rows).collect();
+            let batch = cases.words("batch", &batch);
+            let x = cases.output("x", (rows * hidden) as usize, Expect::Floats(1e-6));
+            let none = Range::none(x);
+            let args = EmbedRowsArgs {
+                embedding,
+                slots,
+                batch,
+                chunk: none,
+                x,
+                rows: cases.output("rows", rows as usize * 4, Expect::Exact),
+                chunks: hidden / 8,
+                x_stride: hidden,
+                part_first: 0,
+                part_rows: vocabulary,
+                x_tag: 0,
+                tokens_at: 0,
+            };
+            let table = Table { format: way.format(), fragments: layout == Layout::Fragments };
+            cases.recording.call(embed_rows(
+                "embed".to_owned(),
+                table,
+                RowsFrom::Batch,
+                rows,
+                hidden,
+                Flow::NONE,
+                args,
+            ));
+            // The reference gives the embedding of the token.
+            let packing = Packing { rows: vocabulary, cols: hidden, layout, format: way.format() };
+            let codes = way.format().codes().expect("codes");
+            let reference = cases.reference();
+            for row in 0..rows {
+                let token = (row * 5 + 36) % vocabulary;
+                let read = |word: u64| words[word as usize];
+                let wanted = element(codes, layout, packing.padded_cols(), (token, 17), read);
+                assert_eq!(reference.f32(x, row * hidden + 17), wanted, "{way:?} {layout:?} row {row}");
+            }
+        }
+    }
+    check(&cases);
+}

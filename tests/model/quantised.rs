@@ -1,0 +1,169 @@
+//! Goal: a model from a GGUF file gives the same tokens as the same weights from a Hugging Face checkpoint. Method: the
+//! demo model and random models of several architectures are written as GGUF files. A file of unchanged weights must
+//! give the checkpoint's tokens; a quantised file those of a checkpoint that holds the file's values in f32, with logits
+//! whose mean Kullback-Leibler divergence is at most that of the rounding of scales to f16. The tokens of the demo model
+//! from an unchanged file are also those that transformers draws (`transformers.rs`).
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::models::{expected, generate, request};
+use ostinato::config::{Config, KvFormat, Model, Quantize};
+use ostinato::engine::request::Request;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::model::gguf;
+use ostinato::model::gguf::container::TensorType;
+use ostinato::model::gguf::write::{FileType, convert};
+use ostinato::model::synth::{self, SynthOptions};
+use ostinato::quant::blocks::BlockType;
+use safetensors::tensor::{Dtype, TensorView};
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// The mean divergence that products in f32 may have.
+const DIVERGENCE: f64 = 1e-6;
+
+fn start(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[String]) -> Host {
+    let mut model = Model::new("quantised", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
+    model.kv_format = Some(KvFormat::F32);
+    model.context = Some(512);
+    model.quantize = quantize;
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.tune = tune.to_vec();
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
+}
+
+/// Returns the greedy tokens and the logits that they are drawn from.
+fn draw(host: &Host, prompt: &[u32], count: u32) -> (Vec<u32>, Vec<Vec<f32>>) {
+    let replica = host.replicas().next().expect("one model");
+    let drawn = generate(&replica, Request { dump_logits: true, ..request(prompt, count) });
+    let logits = drawn.drawn.into_iter().map(|token| token.logits.expect("logits were asked for")).collect();
+    (drawn.tokens, logits)
+}
+
+/// Returns the mean Kullback-Leibler divergence of rows of logits from the wanted ones.
+fn divergence(found: &[Vec<f32>], wanted: &[Vec<f32>]) -> f64 {
+    let logs = |row: &[f32]| -> Vec<f64> {
+        let top = row.iter().fold(f64::MIN, |top, x| top.max(f64::from(*x)));
+        let sum: f64 = row.iter().map(|x| (f64::from(*x) - top).exp()).sum();
+        row.iter().map(|x| f64::from(*x) - top - sum.ln()).collect()
+    };
+    let of = |(found, wanted): (&Vec<f32>, &Vec<f32>)| -> f64 {
+        logs(wanted).iter().zip(logs(found)).map(|(w, f)| w.exp() * (w - f)).sum()
+    };
+    found.iter().zip(wanted).map(of).sum::<f64>() / found.len() as f64
+}
+
+/// Writes the checkpoint whose f32 weights are the values of a GGUF file.
+fn restore(file: &Path, folder: &Path) {
+    let (model, _) = gguf::open(file).expect("a model");
+    for (name, bytes) in &model.files {
+        std::fs::write(folder.join(name), bytes).expect("written");
+    }
+    let mut tensors: BTreeMap<String, (Vec<usize>, Vec<u8>)> = BTreeMap::new();
+    for (name, source) in &model.sources {
+        let part = &model.parts.files[source.at.file];
+        let info = model.parts.at(source.at);
+        let mut bytes = vec![0; info.bytes as usize];
+        let opened = std::fs::File::open(&part.path).expect("the file");
+        opened.read_exact_at(&mut bytes, info.offset).expect("its bytes");
+        let values: Vec<f32> = match info.kind {
+            TensorType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            TensorType::BF16 => {
+                bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+            }
+            kind => {
+                let blocks = BlockType::from_id(kind.id()).expect("blocks");
+                let mut values = vec![0.0; bytes.len() / blocks.bytes() * blocks.elements()];
+                blocks.dequantize(&bytes, &mut values);
+                values
+            }
+        };
+        let values = source.restore(&values).into_iter().flat_map(f32::to_le_bytes).collect();
+        tensors.insert(name.clone(), (source.shape.iter().map(|n| *n as usize).collect(), values));
+    }
+    let views = tensors.iter().map(|(name, (shape, bytes))| {
+        (name.clone(), TensorView::new(Dtype::F32, shape.clone(), bytes).expect("a tensor"))
+    });
+    safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).expect("written");
+}
+
+/// Checks a file of each type of a checkpoint; of the type `fragments` also in fragment order.
+fn check(checkpoint: &Path, prompt: &[u32], types: &[&str], fragments: Option<&str>) {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("model.gguf");
+    for name in types {
+        convert(checkpoint, &file, FileType::from_name(name).expect("a type"), 2).expect("converted");
+        let restored = tempfile::tempdir().expect("a folder");
+        restore(&file, restored.path());
+        let (wanted, wanted_logits) = draw(&start(&vulkan, restored.path(), None, &[]), prompt, 24);
+        let (found, logits) = draw(&start(&vulkan, &file, None, &[]), prompt, 24);
+        let apart = divergence(&logits, &wanted_logits);
+        println!("{} {name}: divergence {apart:.1e}", checkpoint.display());
+        assert_eq!(found, wanted, "{} as {name}", checkpoint.display());
+        assert!(apart <= DIVERGENCE, "{} as {name}: {apart:e}", checkpoint.display());
+        if fragments != Some(name) {
+            continue;
+        }
+        // Without matrix units: products in f16 and bfloat16.
+        let (_, logits) = draw(&start(&vulkan, &file, None, &["fragments=1".to_owned()]), prompt, 8);
+        let apart = divergence(&logits[..1], &wanted_logits[..1]);
+        println!("{} {name} in fragments: divergence {apart:.1e}", checkpoint.display());
+        assert!(apart <= 1e-3, "{} as {name} in fragments: {apart:e}", checkpoint.display());
+    }
+}
+
+#[test]
+fn the_demo_model_tells_its_story_from_a_gguf_file() {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("demo.gguf");
+    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
+    convert(demo, &file, FileType::from_name("BF16").expect("a type"), 2).expect("converted");
+    let expected = expected("demo");
+    let host = start(&vulkan, &file, None, &[]);
+    let replica = host.replicas().next().expect("one model");
+    let drawn = generate(&replica, request(&expected.prompt, expected.greedy.len() as u32));
+    assert_eq!(drawn.tokens, expected.greedy);
+    let text = host.models().iter().next().and_then(|model| model.text.clone()).expect("a tokenizer");
+    assert!(text.has_chat(), "the chat template is in the file");
+}
+
+#[test]
+fn the_demo_model_in_the_common_types() {
+    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
+    check(demo, &expected("demo").prompt, &["Q8_0", "Q4_K_M", "Q5_K_M", "Q3_K_M"], Some("Q4_K_M"));
+}
+
+#[test]
+fn random_models_of_several_architectures() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, types) in [("llama-plain", ["Q4_0", "Q6_K"]), ("qwen3-deep", ["Q4_1", "IQ4_XS"])] {
+        // The fixtures' shapes, with rows of whole blocks of 256.
+        let config =
+            std::fs::read_to_string(crate::harness::models::fixture(name).join("config.json")).expect("config");
+        let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+        config["hidden_size"] = 256.into();
+        config["intermediate_size"] = 512.into();
+        config["num_hidden_layers"] = 2.into();
+        let out = folder.path().join(name);
+        synth::write(&config.to_string(), &out, &SynthOptions::default(), &mut |_, _| {}).expect("written");
+        check(&out, &[1, 5, 9, 2, 7, 3], &types, None);
+    }
+}
+
+#[test]
+fn quantising_at_load_stays_near_the_checkpoint() {
+    let vulkan = Vulkan::new();
+    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
+    let prompt = expected("demo").prompt;
+    let (_, wanted) = draw(&start(&vulkan, demo, None, &[]), &prompt, 4);
+    for (quantize, limit) in [(Quantize::Int8, 5e-3), (Quantize::Int4, 0.3)] {
+        let (_, found) = draw(&start(&vulkan, demo, Some(quantize), &[]), &prompt, 4);
+        let apart = divergence(&found[..1], &wanted[..1]);
+        println!("{quantize:?}: divergence {apart:.1e}");
+        assert!(apart <= limit, "{quantize:?}: {apart:e}");
+    }
+}

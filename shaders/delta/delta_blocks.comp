@@ -46,6 +46,7 @@ layout(constant_id = 0) const uint KEY_HEADS = 16;
 layout(constant_id = 1) const uint VALUE_HEADS = 32;
 layout(constant_id = 2) const uint KEY_DIM = 128;
 layout(constant_id = 3) const uint VALUE_DIM = 128;
+layout(constant_id = 4) const uint TILED = 0;      // order of the value heads, see delta.glsl
 
 #if MATRIX == 1
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Mixed { uvec4 v[]; };
@@ -200,7 +201,7 @@ void main() {
     in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - first_row;
     uint first = (block - cells.v[2u * low + 1u].y) * BLOCK_ROWS;
     if (first >= in_use) return;
-    uint kh = h / (VALUE_HEADS / KEY_HEADS), own = block * VALUE_HEADS + h;
+    uint kh = KEY_HEAD(h), own = block * VALUE_HEADS + h;
     uint group = LANE_GROUP, g = LANE >> 2, t = LANE & 3u, own_row = group * 16u, index = first + own_row;
 
     if (i0 < BLOCK_ROWS) {
@@ -258,7 +259,7 @@ void main() {
     // theirs.
     barrier();
 
-    bool keeps = h % (VALUE_HEADS / KEY_HEADS) == 0u;
+    bool keeps = FIRST_OF_KEY_HEAD(h);
     uint mixed_at = (block * KEY_HEADS + kh) * 3u * 4u * KEY_BLOCKS * 64u + LANE;
     STORE_ROWS(min(LANE, KEY_QUADS - 1u), inversesqrt(float(KEY_DIM)))
     uvec4 q_most[KEY_BLOCKS], q_rest[KEY_BLOCKS];
@@ -422,7 +423,7 @@ void main() {
     in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - first_row;
     uint index = (block - cells.v[2u * low + 1u].y) * BLOCK_ROWS + i;
     if (index - i >= in_use) return;
-    uint kh = h / (VALUE_HEADS / KEY_HEADS), own = block * VALUE_HEADS + h;
+    uint kh = KEY_HEAD(h), own = block * VALUE_HEADS + h;
 
     // The integer parts and the remainders of ln α are summed separately, so that the sums are accurate to the last
     // bits, however strong the decay.

@@ -33,6 +33,7 @@ layout(constant_id = 2) const uint VALUE_HEADS = 32;
 layout(constant_id = 3) const uint KEY_DIM = 128;
 layout(constant_id = 4) const uint VALUE_DIM = 128;
 layout(constant_id = 5) const uint TOGETHER = 1;  // multiples of 16 columns per workgroup
+layout(constant_id = 6) const uint TILED = 0;     // order of the value heads, see delta.glsl
 
 #if MATRIX == 1
 #define WEIGHT 0
@@ -98,11 +99,11 @@ void write_window(uint cell, uint end, uint first_quad, uint count) {
 
 void write_windows(uint h, uint slot, uvec4 keeps) {
     uint ends[3] = uint[](in_use, keeps.x, keeps.z), to[3] = uint[](slot, keeps.y, keeps.w);
-    uint kh = h / (VALUE_HEADS / KEY_HEADS);
+    uint kh = KEY_HEAD(h);
     for (uint n = 0u; n < 3u; n++) {
         if (ends[n] == 0u) continue;
         write_window(to[n], ends[n], 2u * KEY_HEADS * KEY_QUADS + h * QUADS, QUADS);
-        if (h % (VALUE_HEADS / KEY_HEADS) == 0u) {
+        if (FIRST_OF_KEY_HEAD(h)) {
             write_window(to[n], ends[n], kh * KEY_QUADS, KEY_QUADS);
             write_window(to[n], ends[n], (KEY_HEADS + kh) * KEY_QUADS, KEY_QUADS);
         }
@@ -162,7 +163,7 @@ void main() {
     uvec4 keeps = uvec4(first.y, first.z, first.w, rest.x);
 
     uint columns = LANE_GROUP / 4u, quarter = LANE_GROUP % 4u, g = LANE >> 2, t = LANE & 3u;
-    uint kh = h / (VALUE_HEADS / KEY_HEADS), column = (slice * TOGETHER + columns) * 16u + g;
+    uint kh = KEY_HEAD(h), column = (slice * TOGETHER + columns) * 16u + g;
     uint blocks = (in_use + BLOCK_ROWS - 1u) / BLOCK_ROWS;
 
     // Start of a block's data: in `mixed` the three sets of key blocks of its key head, in the other buffers its value

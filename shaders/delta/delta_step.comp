@@ -48,6 +48,7 @@ layout(constant_id = 6) const uint TAGGED = 0;
 layout(constant_id = 7) const uint PACKED = 0;
 layout(constant_id = 8) const uint TOKENS = 1;     // at most 4
 layout(constant_id = 9) const uint PENDING = 1;    // at least TOKENS, at most 4
+layout(constant_id = 10) const uint TILED = 0;     // order of the value heads, see delta.glsl
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 
@@ -95,7 +96,7 @@ float component(vec4 quad, uint at) {
 
 // The channels of an item, in quads.
 uint channel_quad(uint h, uint item) {
-    uint kh = h / (VALUE_HEADS / KEY_HEADS);
+    uint kh = KEY_HEAD(h);
     if (item < KEY_QUADS) return kh * KEY_QUADS + item;
     if (item < 2u * KEY_QUADS) return (KEY_HEADS + kh - 1u) * KEY_QUADS + item;
     return (2u * KEY_HEADS - 2u) * KEY_QUADS + h * QUADS + item;
@@ -203,7 +204,7 @@ void main() {
     float last_alpha = pending.v[pending_at + KEY_QUADS + QUADS].x;
     pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS;
 
-    bool first = h % (VALUE_HEADS / KEY_HEADS) == 0u;
+    bool first = FIRST_OF_KEY_HEAD(h);
     vec4 z[TOKENS];
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
         uint row_base = (first_row + token) * (stride / 4u);

@@ -20,27 +20,27 @@ uint code_word(Words4In buffer_, uint at) { return buffer_.v[at / 4u][at % 4u]; 
 #define CODE_WORD(buffer_, at) code_word(buffer_, at)
 #endif
 
-// The f16 bits that stand for a code, except for affine codes, which are small integers.
-uint value_bits(uint code) {
-    if (NUMBER == 3u) return code << 8;
-    return NUMBER == 1u ? (code & 0x80u) << 8 | (code & 0x7fu) << 7 : (code & 8u) << 12 | (code & 7u) << 9;
+// The f16 bits that stand for a code of a number format, except for affine codes, which are small integers.
+uint value_bits(uint number, uint code) {
+    if (number == 3u) return code << 8;
+    return number == 1u ? (code & 0x80u) << 8 | (code & 0x7fu) << 7 : (code & 8u) << 12 | (code & 7u) << 9;
 }
 
-float value(uint code) { return NUMBER == 0u ? float(code) * 5.9604644775390625e-8 : unpackHalf2x16(value_bits(code)).x; }
-
-// The words of a row of a row-major matrix whose rows have `chunks` chunks of eight columns.
-uint code_row_words(uint chunks) {
-    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS;
-    return 4u + cols * BITS / 32u + (cols / GROUP * (1u + STORED) * 2u + 15u) / 16u * 4u;
+// The value of a code; affine codes count in the smallest f16.
+float value(uint number, uint code) {
+    return number == 0u ? float(code) * 5.9604644775390625e-8 : unpackHalf2x16(value_bits(number, code)).x;
 }
 
-// Reads eight weights of a row-major matrix: chunk `c` of row `row`.
-void load_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
-    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS;
-    uint first = row * code_row_words(chunks), at = first + 4u;
+// Reads eight weights of a row-major matrix in the format `codes`, whose rows have `chunks` chunks of eight columns:
+// chunk `c` of row `row`.
+void load_codes8_of(uint codes, Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
+    uint bits = codes & 15u, columns = codes >> 4 & 255u, number = codes >> 12 & 3u, stored = codes >> 14 & 1u;
+    uint unit_cols = (bits & 1u) == 1u ? 256u : 128u;
+    uint cols = (chunks * 8u + unit_cols - 1u) / unit_cols * unit_cols;
+    uint first = row * (4u + cols * bits / 32u + (cols / columns * (1u + stored) * 2u + 15u) / 16u * 4u), at = first + 4u;
     uint code[8];
     [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] = 0u;
-    if ((BITS & 8u) != 0u) {
+    if ((bits & 8u) != 0u) {
         uint low = CODE_WORD(weight, at + c * 2u), high = CODE_WORD(weight, at + c * 2u + 1u);
         [[unroll]] for (uint i = 0u; i < 4u; i++) {
             code[i] = low >> 8u * i & 255u;
@@ -48,33 +48,38 @@ void load_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out
         }
         at += cols / 4u;
     }
-    if ((BITS & 4u) != 0u) {
-        uint bits = CODE_WORD(weight, at + c);
-        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] = bits >> 4u * i & 15u;
+    if ((bits & 4u) != 0u) {
+        uint plane = CODE_WORD(weight, at + c);
+        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] = plane >> 4u * i & 15u;
         at += cols / 8u;
     }
-    if ((BITS & 2u) != 0u) {
-        uint bits = CODE_WORD(weight, at + c / 2u) >> c % 2u * 16u;
-        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] |= (bits >> 2u * i & 3u) << (BITS & 4u);
+    if ((bits & 2u) != 0u) {
+        uint plane = CODE_WORD(weight, at + c / 2u) >> c % 2u * 16u;
+        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] |= (plane >> 2u * i & 3u) << (bits & 4u);
         at += cols / 16u;
     }
-    if ((BITS & 1u) != 0u) {
-        uint bits = CODE_WORD(weight, at + c / 4u) >> c % 4u * 8u;
-        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] |= (bits >> i & 1u) << (BITS & 6u);
+    if ((bits & 1u) != 0u) {
+        uint plane = CODE_WORD(weight, at + c / 4u) >> c % 4u * 8u;
+        [[unroll]] for (uint i = 0u; i < 8u; i++) code[i] |= (plane >> i & 1u) << (bits & 6u);
         at += cols / 32u;
     }
-    uint group = c * 8u / GROUP, half_ = at * 2u + group;
+    uint half_ = at * 2u + c * 8u / columns;
     float factor = uintBitsToFloat(CODE_WORD(weight, first));
     float scale = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
-    float minimum = scale * ZERO * 5.9604644775390625e-8;
-    if (STORED == 1u) {
-        half_ += cols / GROUP;
+    float minimum = scale * (float(codes >> 16) * 0.5) * 5.9604644775390625e-8;
+    if (stored == 1u) {
+        half_ += cols / columns;
         minimum = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
     }
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
-        a[i] = value(code[i]) * scale - minimum;
-        b[i] = value(code[i + 4u]) * scale - minimum;
+        a[i] = value(number, code[i]) * scale - minimum;
+        b[i] = value(number, code[i + 4u]) * scale - minimum;
     }
+}
+
+// Reads eight weights of a row-major matrix in the shader's format.
+void load_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
+    load_codes8_of(CODES, weight, row, c, chunks, a, b);
 }
 
 // Fragments: blocks of 16 rows, each with 16 factors and then units of UNIT_COLS columns. All sizes are in 16-byte words.
@@ -122,7 +127,7 @@ void load_fragment_codes8(Words4In weight, uint row, uint c, uint chunks, out ve
         minimum = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
     }
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
-        a[i] = value(code[i]) * scale - minimum;
-        b[i] = value(code[i + 4u]) * scale - minimum;
+        a[i] = value(NUMBER, code[i]) * scale - minimum;
+        b[i] = value(NUMBER, code[i + 4u]) * scale - minimum;
     }
 }

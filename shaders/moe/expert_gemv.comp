@@ -8,7 +8,7 @@
 //
 // choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` writes them
 // weight     [experts][n][chunks·8] in the variant's format; in STAGE 0 the rows of gate and up alternate
-// shared     [shared_n][shared_chunks·8], likewise
+// shared     [shared_n][shared_chunks·8], likewise; codes may have another format than the experts'
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][y_stride] f32: CHOSEN parts of `part` floats each, then the shared expert's part. STAGE 1:
 //            [rows][y_stride] f32, the residual
@@ -26,7 +26,8 @@ layout(constant_id = 3) const uint SHARED = 0;
 layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count` holds the number
 layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
 #if WEIGHT == 3
-layout(constant_id = 6) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 6) const uint CODES = 0x5024; // the format of the experts' W
+layout(constant_id = 7) const uint SHARED_CODES = 0x5024; // of the shared expert's W
 #include "codes.glsl"
 #endif
 
@@ -69,7 +70,7 @@ uvec4 load(bool of_shared, uint at) {
 void load8(bool of_shared, uint row, uint c, uint each, out vec4 a, out vec4 b) {
     uint at = row * each + c;
 #if WEIGHT == 3
-    if (SHARED == 1u && of_shared) load_codes8(shared_weight, row, c, each, a, b);
+    if (SHARED == 1u && of_shared) load_codes8_of(SHARED_CODES, shared_weight, row, c, each, a, b);
     else load_codes8(weight, row, c, each, a, b);
 #elif WEIGHT == 2
     a = uintBitsToFloat(load(of_shared, at * 2u));

@@ -251,6 +251,7 @@ impl Devices {
             span: &span,
             beside: attempt.beside,
             cancelled: attempt.cancelled,
+            row_major: AtomicBool::default(),
         };
         build.executor(cache)
     }

@@ -27,9 +27,11 @@ const L2_EPSILON: f64 = 1e-6;
 pub struct DeltaHeads {
     /// The number of heads of q and k.
     pub key: u32,
-    /// The number of heads of v, z, the state and the output. Each key head is shared by value / key consecutive value
-    /// heads.
+    /// The number of heads of v, z, the state and the output.
     pub value: u32,
+    /// Which key head a value head uses: key heads take turns (value head h uses key head h % key), or each is shared by
+    /// value / key consecutive value heads.
+    pub tiled: bool,
     /// The dimension of a head of q or k.
     pub key_dim: u32,
     /// The dimension of a head of v.
@@ -73,8 +75,9 @@ impl DeltaHeads {
         self.key_dim + self.value_dim + 4
     }
 
-    fn group(self) -> u32 {
-        self.value / self.key
+    /// The key head that a value head uses.
+    fn key_of(self, value: u32) -> u32 {
+        if self.tiled { value % self.key } else { value / (self.value / self.key) }
     }
 }
 
@@ -163,6 +166,7 @@ fn step(
         packed: u32::from(packed),
         tokens,
         pending: entries,
+        tiled: u32::from(heads.tiled),
     };
     let args = DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
     let (x, y) = (args.x, args.y);
@@ -279,7 +283,8 @@ pub fn delta_prompts(
         offset += bytes;
         part
     });
-    let DeltaHeads { key, value, key_dim, value_dim } = heads;
+    let DeltaHeads { key, value, key_dim, value_dim, tiled } = heads;
+    let tiled = u32::from(tiled);
     let name = |emulated, cooperative| match matrices {
         Matrices::Emulated => emulated,
         Matrices::Cooperative => cooperative,
@@ -287,7 +292,7 @@ pub fn delta_prompts(
     let blocks = Call {
         kernel: name("delta_blocks.plain", "delta_blocks"),
         label: format!("{label}.blocks"),
-        constants: DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim }.into_values(),
+        constants: DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim, tiled }.into_values(),
         args: DeltaBlocksArgs {
             x: o.x,
             chunk: o.chunk,
@@ -309,8 +314,16 @@ pub fn delta_prompts(
     let scan = Call {
         kernel: name("delta_scan.plain", "delta_scan"),
         label: format!("{label}.scan"),
-        constants: DeltaScanConstants { threads, key_heads: key, value_heads: value, key_dim, value_dim, together }
-            .into_values(),
+        constants: DeltaScanConstants {
+            threads,
+            key_heads: key,
+            value_heads: value,
+            key_dim,
+            value_dim,
+            together,
+            tiled,
+        }
+        .into_values(),
         args: DeltaScanArgs {
             x: o.x,
             chunk: o.chunk,
@@ -403,7 +416,7 @@ fn head_rows(
     u: &dyn Fn(u32) -> [f64; 4],
 ) -> [Vec<f64>; 3] {
     let DeltaHeads { key, key_dim, value_dim, .. } = heads;
-    let kh = h / heads.group();
+    let kh = heads.key_of(h);
     let run = |first: u32, count: u32| -> Vec<f64> {
         (first..first + count).map(|channel| mix(memory, conv, channel, u(channel))).collect()
     };
@@ -433,7 +446,13 @@ fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): 
 pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     let a = DeltaStepArgs::from_args(&call.args);
     let c = DeltaStepConstants::from_values(&call.constants);
-    let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let heads = DeltaHeads {
+        key: c.key_heads,
+        value: c.value_heads,
+        key_dim: c.key_dim,
+        value_dim: c.value_dim,
+        tiled: c.tiled == 1,
+    };
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let channels = heads.channels();
     for first_row in (0..call.groups[1]).map(|sequence| sequence * c.tokens) {
@@ -566,7 +585,13 @@ fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
     let a = DeltaBlocksArgs::from_args(&call.args);
     let c = DeltaBlocksConstants::from_values(&call.constants);
-    let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let heads = DeltaHeads {
+        key: c.key_heads,
+        value: c.value_heads,
+        key_dim: c.key_dim,
+        value_dim: c.value_dim,
+        tiled: c.tiled == 1,
+    };
     let channels = heads.channels();
     let n = BLOCK_ROWS as usize;
     for prompt in prompts_of(memory, a.chunk, a.cells) {
@@ -639,7 +664,13 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
     let a = DeltaScanArgs::from_args(&call.args);
     let c = DeltaScanConstants::from_values(&call.constants);
-    let heads = DeltaHeads { key: c.key_heads, value: c.value_heads, key_dim: c.key_dim, value_dim: c.value_dim };
+    let heads = DeltaHeads {
+        key: c.key_heads,
+        value: c.value_heads,
+        key_dim: c.key_dim,
+        value_dim: c.value_dim,
+        tiled: c.tiled == 1,
+    };
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let (n, cell_floats) = (BLOCK_ROWS, value * key_dim * value_dim);
     for prompt in prompts_of(memory, a.chunk, a.cells) {

@@ -4,6 +4,7 @@
 pub mod attention;
 pub mod barriers;
 pub mod bench;
+pub mod code_probe;
 pub mod delta;
 pub mod deterministic;
 pub mod draft;

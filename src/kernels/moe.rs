@@ -196,7 +196,8 @@ pub struct Mlp {
     pub gate_up: Matrix,
     /// `[count · hidden][inner]`.
     pub down: Matrix,
-    /// The shared expert's two matrices (gate/up and down), if there is one.
+    /// The shared expert's two matrices (gate/up and down), if there is one: of the same numbers as the experts', or all
+    /// four of codes, of any formats.
     pub shared: Option<(Matrix, Matrix)>,
     /// The residual.
     pub x: Activations,
@@ -433,6 +434,13 @@ impl Mlp {
         const ROWS: u32 = 4;
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage);
+        let of_codes = |format: Format| format.codes().is_some();
+        assert!(
+            shared.is_none_or(|s| s.format == weight.format || of_codes(s.format) && of_codes(weight.format)),
+            "{}: experts of {:?} and a shared expert of {shared:?}",
+            self.label,
+            weight.format
+        );
         let constants = ExpertGemvConstants {
             threads,
             stage: u32::from(stage == Stage::Down),
@@ -441,6 +449,7 @@ impl Mlp {
             used: used.constant(),
             rows: ROWS,
             codes: codes_word(weight.format),
+            shared_codes: shared.map_or(0, |s| codes_word(s.format)),
         };
         let args = ExpertGemvArgs {
             weight: weight.range,
@@ -664,13 +673,15 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
     let a = ExpertGemvArgs::from_args(&call.args);
     let c = ExpertGemvConstants::from_values(&call.constants);
-    let format = format_of(call.kernel, c.codes);
-    let weights = |range, cols| PackedMatrix { range, format, fragments: false, cols };
+    let weights = |range, cols, codes| {
+        let format = format_of(call.kernel, codes);
+        PackedMatrix { range, format, fragments: false, cols }
+    };
     let shared_columns = if c.stage == 1 { a.shared_chunks * 8 } else { a.k };
     let stages = Stages {
         down: c.stage == 1,
-        weights: weights(a.weight, a.k),
-        shared: (c.shared == 1).then(|| weights(a.shared_weight, shared_columns)),
+        weights: weights(a.weight, a.k, c.codes),
+        shared: (c.shared == 1).then(|| weights(a.shared_weight, shared_columns, c.shared_codes)),
         x: Activations { range: a.x, stride: a.x_stride },
         norm: (a.norm, a.epsilon),
         y: Activations { range: a.y, stride: a.y_stride },

@@ -165,6 +165,7 @@ pub fn tune(
         span: &no_span,
         beside: false,
         cancelled: &wanted,
+        row_major: AtomicBool::new(false),
     };
     // The memory plan must allow for the largest number of splits that may be tried.
     let build = of(options.tune);

@@ -53,6 +53,8 @@ pub enum SourceFormat {
     Numbers(Format),
     /// Quantised blocks; a row is a whole number of them.
     Blocks(BlockType),
+    /// Each number x is stored as -eˣ in f32.
+    NegatedExp,
 }
 
 impl SourceFormat {
@@ -61,6 +63,7 @@ impl SourceFormat {
         match self {
             SourceFormat::Numbers(format) => u64::from(cols) * format.bytes() as u64,
             SourceFormat::Blocks(blocks) => u64::from(cols) / blocks.elements() as u64 * blocks.bytes() as u64,
+            SourceFormat::NegatedExp => u64::from(cols) * 4,
         }
     }
 }
@@ -70,6 +73,7 @@ impl fmt::Display for SourceFormat {
         match self {
             SourceFormat::Numbers(format) => write!(f, "{format:?}"),
             SourceFormat::Blocks(blocks) => write!(f, "{blocks}"),
+            SourceFormat::NegatedExp => f.write_str("negated exponentials"),
         }
     }
 }
@@ -243,7 +247,7 @@ impl Line<'_> {
                 let size = from.bytes();
                 convert(from, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
             }
-            SourceFormat::Blocks(_) => {
+            SourceFormat::Blocks(_) | SourceFormat::NegatedExp => {
                 let mut numbers = vec![0.0; self.cols];
                 self.floats(&mut numbers);
                 let (numbers, size) = (&numbers[range], format.bytes());
@@ -264,6 +268,10 @@ impl Line<'_> {
                 }
             }
             SourceFormat::Blocks(blocks) => blocks.dequantize(self.bytes, out),
+            SourceFormat::NegatedExp => {
+                widen(Format::F32, self.bytes, out);
+                out.iter_mut().for_each(|x| *x = (-*x).ln());
+            }
         }
         if self.plus != 0.0 {
             out.iter_mut().for_each(|x| *x += self.plus);

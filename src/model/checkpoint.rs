@@ -190,9 +190,12 @@ impl Checkpoint {
         };
         let (gguf, stamps) = gguf::open(path).map_err(problem)?;
         let text = |name: &str| gguf.file(name).map(String::from_utf8_lossy).unwrap_or_default().into_owned();
-        let config = ModelConfig::parse(&text("config.json"), Some(&text("generation_config.json")))
+        let mut config = ModelConfig::parse(&text("config.json"), Some(&text("generation_config.json")))
             .map_err(|error| error.problems.into_iter().map(CheckpointProblem::Config).collect::<Vec<_>>())?;
         let headers = Headers::of_gguf(gguf, stamps);
+        if let Some(delta) = &mut config.delta {
+            delta.tiled = headers.tiled();
+        }
         let mut problems = Vec::new();
         let weights = weights::build(&config, &headers, &mut problems);
         match problems.is_empty() {

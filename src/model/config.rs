@@ -175,8 +175,7 @@ pub enum MlpKind {
     Experts,
 }
 
-/// The dimensions of gated-delta-rule layers. Each key head is shared by `value_heads / key_heads` consecutive value
-/// heads.
+/// The dimensions of gated-delta-rule layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeltaNet {
     /// The number of heads of q and of k.
@@ -189,6 +188,10 @@ pub struct DeltaNet {
     pub value_dim: u32,
     /// The number of taps of the convolution; the last tap is for the current token.
     pub conv_kernel: u32,
+    /// Which key head a value head uses. In Hugging Face checkpoints, each key head is shared by `value_heads / key_heads`
+    /// consecutive value heads. In GGUF files of some architectures, key heads take turns: value head h uses key head
+    /// `h % key_heads`; their weights are used in that order.
+    pub tiled: bool,
 }
 
 impl DeltaNet {

@@ -12,6 +12,7 @@ use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{expand_codes, expanded_bytes, shared_bytes, skinny_codes};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::EmbedRowsArgs;
 use ostinato::kernels::state;
@@ -302,6 +303,49 @@ fn embeddings_of_every_format_in_both_layouts() {
                 assert_eq!(reference.f32(x, row * hidden + 17), wanted, "{way:?} {layout:?} row {row}");
             }
         }
+    }
+    check(&cases);
+}
+
+/// Goal: the experts and the shared expert may be of different types, as in files of mixed types. Each order of types is
+/// tested, so that a kernel that read both as one of them would fail.
+#[test]
+fn experts_beside_a_shared_expert_of_another_type() {
+    let mut cases = Cases::new("expert_gemv.codes");
+    let mut random = Random(95);
+    let types = [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0, BlockType::Q3_K, BlockType::MXFP4];
+    for (index, blocks) in types.into_iter().enumerate() {
+        let (routed, other) = (Way::Blocks(blocks), Way::Blocks(types[(index + 1) % types.len()]));
+        let (count, chosen, inner, hidden, shared_inner, rows) = (4u32, 2u32, 256u32, 256u32, 512u32, 3u32);
+        let shape = ExpertsShape { count, chosen, inner, hidden, shared_inner: Some(shared_inner), normalise: true };
+        cases.case(format!("{routed:?}.{other:?}"));
+        let mut matrix = |cases: &mut Cases, name: &str, way: Way, rows: u32, cols: u32| {
+            let range = cases.words(name, &way.matrix(&mut random, rows, cols, ROW_MAJOR));
+            Matrix { range, format: way.format(), rows, cols }
+        };
+        let gate_up = matrix(&mut cases, "gate_up", routed, count * 2 * inner, hidden);
+        let down = matrix(&mut cases, "down", other, count * hidden, inner);
+        let shared = (
+            matrix(&mut cases, "shared.gate_up", other, 2 * shared_inner, hidden),
+            matrix(&mut cases, "shared.down", routed, hidden, shared_inner),
+        );
+        let floats = |cases: &mut Cases, random: &mut Random, name: &str, width: u32| Activations {
+            range: cases.floats(name, &random.floats((rows * width) as usize)),
+            stride: width,
+        };
+        let x = floats(&mut cases, &mut random, "x", hidden);
+        let logits = floats(&mut cases, &mut random, "logits", shape.logits().next_multiple_of(4));
+        let norm = (cases.floats("norm", &random.floats(hidden as usize)), 1e-5);
+        let mlp = Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared: Some(shared), x, norm, logits };
+        cases.expect(x.range, Expect::Floats(SUMS * 16.0));
+        let used = Used { rows, count: None };
+        let choices = cases.output("choices", shape.choices_bytes(rows) as usize / 4, Expect::Floats(SUMS));
+        let stride = shape.middle_stride();
+        let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(SUMS * 16.0));
+        let middle = Activations { range: middle, stride };
+        cases.recording.call(mlp.choose(used, None, choices));
+        cases.recording.call(mlp.gemv_gate_up(used, choices, middle, 64));
+        cases.recording.call(mlp.gemv_down(used, choices, middle, 64));
     }
     check(&cases);
 }

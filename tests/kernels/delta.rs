@@ -38,13 +38,18 @@ const EPSILON: f32 = 1e-6;
 const CELLS: u32 = 7;
 
 fn heads(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
-    DeltaHeads { key, value, key_dim, value_dim }
+    DeltaHeads { key, value, key_dim, value_dim, tiled: false }
+}
+
+/// Returns heads of which the key heads take turns.
+fn tiled(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
+    DeltaHeads { tiled: true, ..heads(key, value, key_dim, value_dim) }
 }
 
 /// Returns head shapes that cover each kind of dimension and of grouping. Each shape needs several pipelines, which
 /// take SwiftShader seconds to compile.
 fn shapes() -> [DeltaHeads; 5] {
-    [heads(1, 1, 16, 16), heads(2, 4, 32, 16), heads(1, 3, 48, 32), heads(1, 2, 128, 128), heads(2, 2, 16, 48)]
+    [heads(1, 1, 16, 16), tiled(2, 4, 32, 16), heads(1, 3, 48, 32), heads(1, 2, 128, 128), heads(2, 4, 16, 48)]
 }
 
 /// Returns the implementations of the matrix product that a device supports.
@@ -146,7 +151,7 @@ impl Sequence {
 
     /// Processes one token and returns its output, `[value head][value dim]`.
     fn step(&mut self, layer: &Layer, row: &[f32]) -> Vec<f64> {
-        let DeltaHeads { key, value, key_dim, value_dim } = layer.heads;
+        let DeltaHeads { key, value, key_dim, value_dim, tiled } = layer.heads;
         let channels = layer.heads.channels() as usize;
         self.past.push(row[..channels].to_vec());
         let mixed: Vec<f64> = (0..channels)
@@ -165,7 +170,7 @@ impl Sequence {
         };
         let mut y = Vec::new();
         for h in 0..value {
-            let kh = h / (value / key);
+            let kh = if tiled { h % key } else { h / (value / key) };
             let (q, k) = (unit(kh * key_dim, f64::from(key_dim).sqrt().recip()), unit((key + kh) * key_dim, 1.0));
             let v_at = (2 * key * key_dim + h * value_dim) as usize;
             let gates = channels + (value * value_dim + h) as usize;

@@ -11,6 +11,7 @@ use crate::memory::pack::Format;
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 
 /// The maximum number of decode steps that are queued and not yet reported.
 pub(crate) const RUN_AHEAD: u32 = 32;
@@ -98,6 +99,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         broken_call: 0,
         broken_step: 0,
         broken_every: 0,
+        broken_codes: 0,
         retry_ms: 1000,
         gates: !cpu,
     }
@@ -206,6 +208,9 @@ impl Build<'_> {
         self.tuned.apply(&mut tuning);
         for change in self.tune {
             tuning.set(change);
+        }
+        if self.row_major.load(Ordering::Relaxed) {
+            tuning.fragments = None;
         }
         tuning
     }

@@ -2,6 +2,7 @@
 //! Not here: requests, the open devices (`gpu::devices`), and loading and unloading of models (`host::lifecycle`).
 
 pub mod defaults;
+mod format_test;
 mod limits;
 mod overlap_test;
 pub(crate) mod recordings;
@@ -14,6 +15,7 @@ use crate::config::{self, file::Stamp};
 use crate::device::{Adapter, Gate, Point};
 use crate::engine::plan::{Capacity, Drafts};
 use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
+use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
 use crate::gpu::build::recordings::{InboxRecordings, Recordings, variants};
@@ -75,6 +77,9 @@ pub(crate) struct Build<'a> {
     pub(crate) beside: bool,
     /// Set when the load is cancelled.
     pub(crate) cancelled: &'a AtomicBool,
+    /// Set when kernels that read quantised weights in fragments have failed their test on this device: the weights are
+    /// then packed row after row.
+    pub(crate) row_major: AtomicBool,
 }
 
 /// A model whose buffers are allocated and whose weights are being loaded.
@@ -217,11 +222,34 @@ impl Build<'_> {
         Ok((report.point.into_iter().chain([loading.rope]).collect(), report))
     }
 
+    /// Prepares a model and tests its kernels of quantised weights. If those for weights in fragments fail, the model is
+    /// prepared again with weights row after row.
+    fn prepare_tested(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
+        loop {
+            let prepared = self.prepare(cache)?;
+            let Some(why) = test_formats(self, &prepared)? else {
+                return Ok(prepared);
+            };
+            let device = &self.adapter.name;
+            if prepared.decoder.tuning.fragments.is_none() {
+                return Err(
+                    self.unsupported(format!("device \"{device}\" computes its quantised weights wrongly: {why}"))
+                );
+            }
+            self.progress.line(&format!(
+                "\"{}\": device \"{device}\" computes quantised weights in fragments wrongly ({why}): they are packed row \
+                 after row",
+                self.name
+            ));
+            self.row_major.store(true, Ordering::Relaxed);
+        }
+    }
+
     pub(crate) fn executor(
         &self,
         cache: Option<&Path>,
     ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
-        let PreparedModel { decoder, recordings, table, pipelines, loading, memory } = self.prepare(cache)?;
+        let PreparedModel { decoder, recordings, table, pipelines, loading, memory } = self.prepare_tested(cache)?;
         let begin = Moment::now();
         let region = |recording: &Recording| -> Result<Arc<Region>, StartError> {
             self.wanted()?;

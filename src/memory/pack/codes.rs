@@ -144,7 +144,7 @@ impl Row {
                     }
                 }
             }
-            SourceFormat::Numbers(_) => {
+            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => {
                 let mut numbers = vec![0.0f32; cols];
                 line.floats(&mut numbers);
                 let groups = codes.groups(cols);
@@ -267,6 +267,44 @@ fn write_fragment_row(codes: Codes, padded_cols: u32, index: u32, row: &Row, out
     }
 }
 
+/// Returns a packed tensor of `rows` rows and `cols` columns, in which every code that stands for a finite number
+/// occurs among any 256 adjacent columns of 16 rows, in an order that looks random; scales are positive and negative and
+/// of different sizes. For tests of kernels: most weights are between 2⁻¹² and 1.
+pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
+    let packing = Packing { rows, cols, layout, format: super::Format::Codes(codes) };
+    let padded = packing.padded_cols();
+    let finite: Vec<u8> =
+        (0..1u32 << codes.bits).map(|code| code as u8).filter(|c| codes.number.is_finite(*c)).collect();
+    let largest = 2f32.powi(scale_exponent(codes.number));
+    let mut out = vec![0u8; packing.bytes() as usize];
+    let bytes = row_bytes(codes, layout, padded) as usize;
+    let mut row = Row::new(codes, padded);
+    for index in 0..rows {
+        for (col, code) in (0..).zip(&mut row.codes[..cols as usize]) {
+            // Odd multipliers visit every remainder of a power of two.
+            *code = finite[(col * 0x9e37 + index * 16 + col / 256) as usize % finite.len()];
+        }
+        for (group, scale) in (0..).zip(&mut row.scales) {
+            let size = largest * (1.0 + (group * 5 + index) as f32 % 7.0 / 8.0) / (1 << (group % 3)) as f32;
+            *scale = if (group + index) % 2 == 0 { size } else { -size };
+        }
+        for (minimum, scale) in row.minimums.iter_mut().zip(&row.scales) {
+            // Near the middle of the values of an affine code; scales count value · 2⁻ᵉ.
+            *minimum = *scale * 2f32.powi(codes.bits as i32 - 1 - value_exponent(codes.number));
+        }
+        row.factor = 2f32.powi(index as i32 % 3);
+        match layout {
+            Layout::RowMajor { .. } => write_row(codes, &row, &mut out[index as usize * bytes..][..bytes]),
+            Layout::Fragments => {
+                let block = bytes * FRAGMENT_ROWS as usize;
+                let block = &mut out[(index / FRAGMENT_ROWS) as usize * block..][..block];
+                write_fragment_row(codes, padded, index % FRAGMENT_ROWS, &row, block);
+            }
+        }
+    }
+    out.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
+}
+
 /// Returns the weight in row `row` and column `col` of a packed tensor: the reference of what kernels read. `word`
 /// returns a 32-bit word of the tensor.
 pub fn element(
@@ -361,6 +399,34 @@ mod tests {
     fn read(packing: &Packing, words: &[u32], row: u32, col: u32) -> f32 {
         let Format::Codes(codes) = packing.format else { unreachable!("codes") };
         element(codes, packing.layout, packing.padded_cols(), (row, col), |word| words[word as usize])
+    }
+
+    /// A sample has every code that stands for a finite number among any 256 columns of a block of rows.
+    #[test]
+    fn samples_have_every_code() {
+        for (kind, layout) in BlockType::ALL.into_iter().flat_map(|kind| LAYOUTS.map(|layout| (kind, layout))) {
+            let codes = kind.codes();
+            let (rows, cols) = (FRAGMENT_ROWS, 256);
+            let packing = Packing { rows, cols, layout, format: Format::Codes(codes) };
+            let words = sample(codes, layout, rows, cols);
+            assert_eq!(words.len() as u64 * 4, packing.bytes());
+            // The first group of each row has one scale and one minimum.
+            let values = (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col)));
+            let group = |(row, col): (u32, u32)| (row, col / codes.group);
+            let mut found = std::collections::BTreeMap::<_, std::collections::BTreeSet<u32>>::new();
+            for place in values {
+                let value = read(&packing, &words, place.0, place.1);
+                assert!(value.is_finite() && value.abs() < 4.0, "{kind:?} {layout:?}: {value}");
+                found.entry(group(place)).or_default().insert(value.to_bits());
+            }
+            let distinct = found.values().map(|values| values.len()).sum::<usize>();
+            let all = (1usize << codes.bits).min(codes.group as usize);
+            assert!(
+                distinct >= found.len() * all * 3 / 4,
+                "{kind:?} {layout:?}: {distinct} values in {} groups",
+                found.len()
+            );
+        }
     }
 
     /// Every type of block, in both layouts, has the numbers that it had in the file, but for the rounding of scales and

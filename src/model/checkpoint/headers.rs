@@ -14,7 +14,7 @@ use crate::memory::pack::{Format, SourceFormat};
 use crate::model::config::Dtype;
 use crate::model::gguf::Gguf;
 use crate::model::gguf::container::TensorType;
-use crate::model::gguf::tensors::{ColumnOrder, RowRun, Source, StoredAs};
+use crate::model::gguf::tensors::{ColumnOrder, RowOrder, RowRun, Source, StoredAs};
 use crate::quant::blocks::BlockType;
 
 /// The maximum header length in bytes, as the safetensors format defines it.
@@ -29,6 +29,8 @@ pub(super) struct Headers {
     lost: BTreeSet<String>,
     /// Where the rows of a GGUF model's tensors are, by name. Tensors of safetensors files are stored in order.
     sources: BTreeMap<String, Source>,
+    /// Whether value heads of gated-delta layers are used in the tiled order in which they are stored.
+    tiled: bool,
     /// Set when any tensor may be lost: the single file or the index could not be read, or there are no weight files.
     all_lost: bool,
 }
@@ -72,16 +74,39 @@ impl Headers {
             };
             (name.clone(), tensor)
         });
-        Headers { files: files.collect(), tensors: tensors.collect(), sources: gguf.sources, ..Headers::default() }
+        let tiled = gguf.sources.values().any(|source| matches!(source.columns, ColumnOrder::TiledHeads { .. }));
+        let (files, tensors) = (files.collect(), tensors.collect());
+        Headers { files, tensors, sources: gguf.sources, tiled, ..Headers::default() }
     }
 
-    /// Returns where `rows` rows of a tensor from row `from` on are in its file, as runs.
-    pub(super) fn runs(&self, tensor: &str, from: u32, rows: u32) -> Vec<RowRun> {
+    /// Returns where `rows` rows of `cols` columns of a tensor, from row `from` on, are in its file, as runs of such rows.
+    /// A row of the file's tensor may be several of them.
+    pub(super) fn runs(&self, tensor: &str, from: u32, rows: u32, cols: u32) -> Vec<RowRun> {
         let (from, rows) = (u64::from(from), u64::from(rows));
         match self.sources.get(tensor) {
-            Some(source) => source.runs_of(from, rows),
+            Some(Source { order: RowOrder::TiledHeads { .. }, first, .. }) if self.tiled => {
+                vec![RowRun { row: from, stored: first + from, stored_step: 1, rows }]
+            }
+            Some(source) => {
+                let each = (source.cols / u64::from(cols)).max(1);
+                let whole = |run: RowRun| RowRun {
+                    row: run.row * each,
+                    stored: run.stored * each,
+                    rows: run.rows * each,
+                    stored_step: run.stored_step,
+                };
+                let runs = source.runs_of(from / each, rows / each);
+                // Parts of rows that are not adjacent are no run.
+                let runs = runs.into_iter().filter(|run| each == 1 || run.stored_step == 1);
+                runs.map(whole).collect()
+            }
             None => vec![RowRun { row: from, stored: from, stored_step: 1, rows }],
         }
+    }
+
+    /// Whether value heads of gated-delta layers are used in the tiled order: see [`crate::model::config::DeltaNet::tiled`].
+    pub(super) fn tiled(&self) -> bool {
+        self.tiled
     }
 
     /// Returns how a tensor's stored values differ from those that its name stands for.
@@ -93,7 +118,7 @@ impl Headers {
     pub(super) fn stored_specially(&self, tensor: &str) -> Option<&'static str> {
         let source = self.sources.get(tensor)?;
         match (source.columns, source.scale) {
-            (ColumnOrder::TiledHeads { .. }, _) => Some("reordered columns"),
+            (ColumnOrder::TiledHeads { .. }, _) if !self.tiled => Some("reordered columns"),
             (_, Some(_)) => Some("a scale of its own"),
             _ => None,
         }

@@ -232,6 +232,29 @@ impl<'a> Specs<'a> {
         self.push(&name("experts.down"), Some(inner), down, 0.0);
         if let Some(inner) = experts.shared_inner {
             self.dense(&name("shared."), &tensor("shared_expert."), inner, false);
+            for part in ["gate_up", "down"] {
+                self.match_numbers([name(&format!("experts.{part}")), name(&format!("shared.{part}"))]);
+            }
+        }
+    }
+
+    /// Gives two matrices that one kernel reads the same format of numbers, which represents both exactly. Two matrices
+    /// of codes keep their formats; a matrix of numbers beside one of codes is a problem.
+    fn match_numbers(&mut self, names: [String; 2]) {
+        let found = names.each_ref().map(|name| self.specs.iter().position(|spec| spec.name == *name));
+        let [Some(a), Some(b)] = found else { return };
+        match [a, b].map(|at| self.specs[at].format) {
+            [Format::Codes(_), Format::Codes(_)] => {}
+            [x, y] if x == y => {}
+            [Format::Codes(_), _] | [_, Format::Codes(_)] => {
+                let sources = [a, b].map(|at| self.specs[at].sources.first());
+                let sources = sources.into_iter().flatten();
+                let formats: Vec<String> =
+                    sources.map(|source| format!("{} {}", source.tensor, source.format)).collect();
+                let (weight, formats) = (names.join(" and "), formats.join(", "));
+                self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
+            }
+            _ => [a, b].into_iter().for_each(|at| self.specs[at].format = Format::F32),
         }
     }
 
@@ -272,19 +295,29 @@ impl<'a> Specs<'a> {
         for origin in origins {
             let Some((tensor, info, format)) = self.resolve(&origin) else { continue };
             let path = &self.headers.files[info.file].path;
-            let (plus, problem) = match self.headers.change(&tensor) {
-                StoredAs::None => (plus, None),
+            let (plus, format) = match (self.headers.change(&tensor), format) {
+                (StoredAs::None, format) => (plus, format),
                 // The file holds what a zero-centred norm multiplies with.
-                StoredAs::PlusOne => (plus - 1.0, None),
-                StoredAs::NegativeExp => (plus, Some("negated exponentials")),
+                (StoredAs::PlusOne, format) => (plus - 1.0, format),
+                (StoredAs::NegativeExp, SourceFormat::Numbers(Format::F32)) => (plus, SourceFormat::NegatedExp),
+                (StoredAs::NegativeExp, _) => {
+                    let dtype = info.dtype.clone();
+                    self.problems.push(CheckpointProblem::UnsupportedDtype { tensor, dtype });
+                    continue;
+                }
             };
-            let problem = problem.or(self.headers.stored_specially(&tensor));
-            if let Some(what) = problem {
+            if let Some(what) = self.headers.stored_specially(&tensor) {
                 self.problems.push(CheckpointProblem::Stored { tensor, what });
                 continue;
             }
             for slice in &origin.slices {
-                for run in self.headers.runs(&tensor, slice.from, slice.rows) {
+                let runs = self.headers.runs(&tensor, slice.from, slice.rows, width);
+                if runs.iter().map(|run| run.rows).sum::<u64>() != u64::from(slice.rows) {
+                    let what = "other rows than its shape says";
+                    self.problems.push(CheckpointProblem::Stored { tensor: tensor.clone(), what });
+                    continue;
+                }
+                for run in runs {
                     sources.push(SourceRef {
                         tensor: tensor.clone(),
                         path: path.clone(),
@@ -312,6 +345,7 @@ impl<'a> Specs<'a> {
     fn common(&mut self, name: &str, sources: &[SourceRef]) -> Format {
         let packed = |source: &SourceRef| match source.format {
             SourceFormat::Numbers(format) => format,
+            SourceFormat::NegatedExp => Format::F32,
             SourceFormat::Blocks(blocks) => Format::Codes(blocks.codes()),
         };
         let both = |a: Format, b: Format| match (a, b) {

@@ -499,6 +499,7 @@ fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
         key_dim: key_dim?,
         value_dim: value_dim?,
         conv_kernel: conv_kernel?,
+        tiled: false,
     })
 }
 

@@ -292,7 +292,7 @@ fn reads_qwen3_next() {
         (0..12).map(|i| 4 * i + 3).collect::<Vec<_>>()
     );
     assert_eq!(c.layers_of(LayerKind::GatedDelta).count(), 36);
-    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
     assert_eq!(c.delta, Some(delta));
     assert_eq!((delta.key_rows(), delta.value_rows(), delta.channels()), (2048, 4096, 8192));
     assert_eq!((delta.projected_rows(), delta.state_elements()), (8192 + 4096 + 64, 32 * 128 * 128));
@@ -348,7 +348,7 @@ fn reads_qwen35_with_experts_by_class_defaults() {
     let experts = Experts { count: 256, chosen: 8, inner: 512, shared_inner: Some(512), normalise: true };
     assert_eq!((c.architecture, c.experts, c.intermediate), (Architecture::Qwen35Moe, Some(experts), 0));
     assert_eq!((c.head_dim, c.kv_heads, c.rope.rotary_dim, c.rope.theta), (256, 2, 64, 10_000.0));
-    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
     assert_eq!((c.delta, c.mtp_layers), (Some(delta), 0));
     config.as_object_mut().unwrap().remove("architectures");
     config["model_type"] = "qwen3_5_moe".into();

@@ -11,7 +11,13 @@ use crate::model::config::DeltaNet;
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
 pub fn delta_heads(net: DeltaNet) -> DeltaHeads {
-    DeltaHeads { key: net.key_heads, value: net.value_heads, key_dim: net.key_dim, value_dim: net.value_dim }
+    DeltaHeads {
+        key: net.key_heads,
+        value: net.value_heads,
+        key_dim: net.key_dim,
+        value_dim: net.value_dim,
+        tiled: net.tiled,
+    }
 }
 
 impl Decoder<'_> {

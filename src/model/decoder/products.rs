@@ -16,9 +16,9 @@ use crate::model::config::MlpKind;
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
 /// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
 const MOST_SKINNY_ROWS: u32 = 8;
-/// Like [`MOST_SKINNY_ROWS`], for models of codes, and for models without experts of at most [`NARROW`] hidden values. Models with experts use
-/// [`MOST_SKINNY_ROWS`], because a step of few rows reads the experts' weights separately for each row, whereas a
-/// larger step sorts its rows by expert.
+/// Like [`MOST_SKINNY_ROWS`], for models of codes, and for models without experts of at most [`NARROW`] hidden values.
+/// Models with experts use [`MOST_SKINNY_ROWS`], because a step of few rows reads the experts' weights separately for
+/// each row, whereas a larger step sorts its rows by expert.
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
 /// The maximum hidden size of a narrow model; see [`MOST_SKINNY_ROWS_NARROW`].
 const NARROW: u32 = 2048;

@@ -69,6 +69,9 @@ pub struct Tuning {
     pub gates: bool,
     /// For tests: the number, counted from 1, of the decode plan before which the fault word is set; 0 for never.
     pub fault_at: u32,
+    /// For tests: the test at start of the kernels of quantised weights fails for weights in fragments (1) or for all (2);
+    /// 0 changes nothing.
+    pub broken_codes: u32,
 }
 
 impl Tuning {
@@ -124,6 +127,7 @@ impl Tuning {
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
             "fault_at" => &mut self.fault_at,
+            "broken_codes" => &mut self.broken_codes,
             "broken_call" => &mut self.broken_call,
             "broken_step" => &mut self.broken_step,
             "broken_every" => &mut self.broken_every,

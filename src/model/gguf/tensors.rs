@@ -147,7 +147,7 @@ impl Source {
         }
     }
 
-    /// Returns the runs of `rows` rows from row `row` on, in the order of the Hugging Face tensor. SourceRows that the tensor
+    /// Returns the runs of `rows` rows from row `row` on, in the order of the Hugging Face tensor. Rows that the tensor
     /// does not have are left out.
     pub fn runs_of(&self, row: u64, rows: u64) -> Vec<RowRun> {
         let end = row.saturating_add(rows);

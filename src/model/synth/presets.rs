@@ -92,7 +92,7 @@ impl Preset {
     }
 
     const fn qwen35(hidden: u32, intermediate: u32, layers: u32, value_heads: u32, tied: bool) -> Preset {
-        let delta = DeltaNet { key_heads: 16, value_heads, key_dim: 128, value_dim: 128, conv_kernel: 4 };
+        let delta = DeltaNet { key_heads: 16, value_heads, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
         Preset {
             architecture: Architecture::Qwen35,
             head_dim: 256,
@@ -141,7 +141,14 @@ impl Preset {
 
     /// Returns the preset with other gated-delta-rule dimensions; there are twice as many value heads as key heads.
     const fn delta(self, key_heads: u32, dim: u32) -> Preset {
-        let delta = DeltaNet { key_heads, value_heads: 2 * key_heads, key_dim: dim, value_dim: dim, conv_kernel: 4 };
+        let delta = DeltaNet {
+            key_heads,
+            value_heads: 2 * key_heads,
+            key_dim: dim,
+            value_dim: dim,
+            conv_kernel: 4,
+            tiled: false,
+        };
         Preset { delta: Some(delta), ..self }
     }
 

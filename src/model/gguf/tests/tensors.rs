@@ -218,7 +218,14 @@ fn hybrids_have_all_their_tensors() {
         let config = ModelConfig::parse(json, None).unwrap();
         assert_eq!((config.layers, config.mtp_layers), (4, u32::from(mtp)));
         assert_eq!(config.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(), [3]);
-        let delta = model_config::DeltaNet { key_heads: 2, value_heads: 6, key_dim: 16, value_dim: 16, conv_kernel: 4 };
+        let delta = model_config::DeltaNet {
+            key_heads: 2,
+            value_heads: 6,
+            key_dim: 16,
+            value_dim: 16,
+            conv_kernel: 4,
+            tiled: false,
+        };
         assert_eq!((config.delta, config.rope.rotary_dim), (Some(delta), 4));
         let expected = experts.then_some(model_config::Experts {
             count: 3,

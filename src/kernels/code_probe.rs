@@ -1,0 +1,386 @@
+//! Probes of the kernels that read quantised weights: for a call of a model's recording, a small recording that runs
+//! the same pipeline (the same kernel and constants) on a few rows of weights in which every code occurs, the memory
+//! that it starts from, and the comparison of a device's results with the reference's. They show at start that a
+//! driver's compiler has translated a format's kernels correctly.
+//!
+//! Not here: running a probe on a device (`gpu::build`).
+
+use super::embed::rows_bytes;
+use super::gemm::codes::expanded_bytes;
+use super::host_memory::HostMemory;
+use super::recording::{Call, Op, Range, Recording};
+use super::shaders::{
+    EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
+    GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, SkinnyCodesArgs, SkinnyCodesConstants,
+};
+use super::tags::tagged;
+use super::{Format, codes_of, fold, interpreter, state};
+use crate::memory::pack::codes::{sample, unit_cols};
+use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout};
+use crate::quant::Codes;
+
+/// The name of the buffer of a probe's weights.
+pub const WEIGHTS: &str = "probe.weight";
+/// The number of values of a row of x that are not zero; they are adjacent. The fewer there are, the more one wrong
+/// weight changes a result.
+const VALUES: u32 = 64;
+/// The maximum relative error of a row of results, as the length of the difference over the length of the row. Products
+/// on matrix units round x and the weights to f16, 2⁻¹¹ each, and SwiGLU multiplies two of them. One code in sixteen that
+/// is read wrongly changes a row by more than 0.1.
+const TOLERANCE: f64 = 2e-2;
+/// The maximum number of rows of x for kernels that take any number.
+const ROWS: u32 = 3;
+const ROW_MAJOR: Layout = Layout::RowMajor { columns_multiple: 8 };
+
+/// A recording of one call, the memory that it starts from, and where its results are.
+#[derive(Clone, Debug)]
+pub struct CodeProbe {
+    /// The call, and its buffers.
+    pub recording: Recording,
+    /// The contents of the buffers before the call.
+    pub memory: HostMemory,
+    /// The results, and the number of values of a row of them.
+    results: (Range, u32),
+    /// Whether the results are bfloat16 values; otherwise they are floats.
+    bfloat16: bool,
+}
+
+/// A call that reads quantised weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CodeKernel {
+    /// The variant's name.
+    pub kernel: &'static str,
+    /// The format of its weights: the constant of that name.
+    pub codes: u32,
+}
+
+/// Returns the kernel and format of a call that reads quantised weights, and the number of rows of x for which it is
+/// specialized (0 for any number); `None` for other calls.
+pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
+    let (codes, rows) = match base(call.kernel) {
+        "skinny_codes" => {
+            let c = SkinnyCodesConstants::from_values(&call.constants);
+            (c.codes, c.rows)
+        }
+        "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
+        "gemv" => (GemvConstants::from_values(&call.constants).codes, 0),
+        "matmul" => (MatmulConstants::from_values(&call.constants).codes, 0),
+        "embed_rows" => (EmbedRowsConstants::from_values(&call.constants).codes, 0),
+        "expert_gemv" => {
+            let c = ExpertGemvConstants::from_values(&call.constants);
+            (c.codes, c.used)
+        }
+        _ => return None,
+    };
+    (codes != 0).then_some((CodeKernel { kernel: call.kernel, codes }, rows))
+}
+
+/// The name of a kernel without its variant.
+fn base(kernel: &str) -> &str {
+    kernel.split('.').next().unwrap_or(kernel)
+}
+
+/// Returns the probe of a call that reads quantised weights; `None` for other calls.
+pub fn probe(call: &Call) -> Option<CodeProbe> {
+    let (CodeKernel { codes, .. }, _) = code_kernel(call)?;
+    let mut operands = Operands { recording: Recording::new("probe"), words: Vec::new(), state: 1 };
+    let codes = codes_of(codes);
+    let (call, results, bfloat16) = match base(call.kernel) {
+        "skinny_codes" => operands.skinny(call, codes),
+        "expand_codes" => operands.expand(call, codes),
+        "gemv" => operands.gemv(call, codes),
+        "matmul" => operands.matmul(call, codes),
+        "embed_rows" => operands.embed(call, codes),
+        _ => operands.experts(call, codes),
+    };
+    let Operands { mut recording, words: buffers, .. } = operands;
+    recording.name = format!("probe.{}", call.kernel);
+    recording.call(call);
+    Some(CodeProbe { recording, memory: HostMemory { buffers }, results, bfloat16 })
+}
+
+impl CodeProbe {
+    /// Returns a description of the first row of results in which `found`, the memory after the call on a device,
+    /// differs from the reference; `None` if they agree.
+    pub fn difference(&self, found: &HostMemory) -> Option<String> {
+        let mut wanted = self.memory.clone();
+        interpreter::run(&self.recording, &mut wanted);
+        let (range, width) = self.results;
+        let values = |memory: &HostMemory, row: u32| -> Vec<f64> {
+            let value = |i: u32| match self.bfloat16 {
+                true => memory.weight(Format::Bf16, range, i),
+                false => memory.f32(range, i),
+            };
+            (row * width..(row + 1) * width).map(|i| f64::from(value(i))).collect()
+        };
+        let each = if self.bfloat16 { 2 } else { 4 };
+        (0..(range.bytes / each) as u32 / width).find_map(|row| {
+            let (wanted, found) = (values(&wanted, row), values(found, row));
+            let length = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+            let size = length(&mut wanted.iter().copied());
+            let error = length(&mut wanted.iter().zip(&found).map(|(a, b)| a - b));
+            (error.is_nan() || error > TOLERANCE * size).then(|| {
+                let call = self.recording.ops.first().map_or("", |op| if let Op::Call(c) = op { c.kernel } else { "" });
+                format!("row {row} of {call} differs by {:.1e} of its size", error / size)
+            })
+        })
+    }
+}
+
+/// The buffers of a probe under construction.
+struct Operands {
+    recording: Recording,
+    words: Vec<Vec<u32>>,
+    /// The state of the random number generator.
+    state: u64,
+}
+
+type Built = (Call, (Range, u32), bool);
+
+impl Operands {
+    /// Returns the next pseudo-random number between -1 and 1.
+    fn random(&mut self) -> f32 {
+        self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn buffer(&mut self, name: &str, words: Vec<u32>) -> Range {
+        let words = if words.is_empty() { vec![0] } else { words };
+        let range = self.recording.buffer(&format!("probe.{name}"), words.len() as u64 * 4);
+        self.words.push(words);
+        range
+    }
+
+    fn zeros(&mut self, name: &str, words: u32) -> Range {
+        self.buffer(name, vec![0; words as usize])
+    }
+
+    fn weight(&mut self, name: &str, codes: Codes, layout: Layout, rows: u32, cols: u32) -> Range {
+        self.buffer(name, sample(codes, layout, rows, cols))
+    }
+
+    /// Rows of x: of each, `values` adjacent values are random and the others zero. `tag` is the tag of the words.
+    fn rows(&mut self, values: u32, [rows, cols, stride]: [u32; 3], tag: Option<u32>) -> Range {
+        let mut words = vec![0; (rows * stride) as usize];
+        for row in 0..rows {
+            let first = row * values % cols.saturating_sub(values).max(1);
+            for col in 0..stride {
+                let used = col >= first && col < (first + values).min(cols);
+                let value = if used { self.random() } else { 0.0 };
+                words[(row * stride + col) as usize] = tag.map_or(value.to_bits(), |tag| tagged(value, tag));
+            }
+        }
+        self.buffer("x", words)
+    }
+
+    /// Values near 1, for norms and biases.
+    fn vector(&mut self, name: &str, values: u32) -> Range {
+        let words = (0..values).map(|_| (1.0 + 0.1 * self.random()).to_bits()).collect();
+        self.buffer(name, words)
+    }
+
+    fn skinny(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = SkinnyCodesConstants::from_values(&call.constants);
+        let a = SkinnyCodesArgs::from_args(&call.args);
+        let n = FRAGMENT_ROWS * c.tiles * 2;
+        let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
+        let x = self.rows(VALUES, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
+        let width = a.y_stride.min(n.next_multiple_of(FRAGMENT_COLS));
+        let old = tag(2, a.old_tag).map_or(0, |tag| tagged(0.0, tag));
+        let y = self.buffer("y", vec![old; (c.rows * width) as usize]);
+        let args = SkinnyCodesArgs {
+            weight: self.weight("weight", codes, Layout::Fragments, n, a.k),
+            x,
+            norm: self.vector("norm", if c.norm == 1 { a.x_stride } else { 1 }),
+            bias: self.vector("bias", n),
+            y,
+            fault: self.zeros("fault", 1),
+            n,
+            y_stride: width,
+            ..a
+        };
+        let call = Call { args: args.into_args(), groups: fold(n.div_ceil(16 * c.tiles), 1), ..call.clone() };
+        (call, (y, width), false)
+    }
+
+    fn expand(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = ExpandCodesConstants::from_values(&call.constants);
+        let a = ExpandCodesArgs::from_args(&call.args);
+        let (rows, cols) = (2 * FRAGMENT_ROWS, a.chunks * FRAGMENT_COLS);
+        let y = self.zeros("y", expanded_bytes(rows, cols) as u32 / 4);
+        let weight = self.weight("weight", codes, Layout::Fragments, rows, c.units * unit_cols(codes));
+        let args = ExpandCodesArgs { weight, y, row_blocks: 2, ..a };
+        let groups = fold((2 * c.units).div_ceil(c.threads / 32), 1);
+        // A fragment is 16 rows of 32 columns.
+        (Call { args: args.into_args(), groups, ..call.clone() }, (y, FRAGMENT_ROWS * FRAGMENT_COLS), true)
+    }
+
+    fn gemv(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = GemvConstants::from_values(&call.constants);
+        let a = GemvArgs::from_args(&call.args);
+        let (n, rows) = (16 * c.rows, ROWS);
+        let y = self.zeros("y", rows * n);
+        let args = GemvArgs {
+            weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
+            x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
+            norm: self.vector("norm", if c.norm == 1 { a.x_stride } else { 1 }),
+            bias: self.vector("bias", n),
+            y,
+            n,
+            y_stride: n,
+            ..a
+        };
+        (Call { args: args.into_args(), groups: fold(n.div_ceil(c.rows), rows), ..call.clone() }, (y, n), false)
+    }
+
+    fn matmul(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = MatmulConstants::from_values(&call.constants);
+        let a = MatmulArgs::from_args(&call.args);
+        let (n, rows) = (64, ROWS);
+        let y = self.zeros("y", rows * n);
+        let args = MatmulArgs {
+            weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
+            x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
+            norm: self.vector("norm", if c.norm == 1 { a.x_stride } else { 1 }),
+            bias: self.vector("bias", n),
+            y,
+            count: self.buffer("count", vec![0, 0, rows, 0]),
+            n,
+            y_stride: n,
+            ..a
+        };
+        (Call { args: args.into_args(), groups: [1, 1, 1], ..call.clone() }, (y, n), false)
+    }
+
+    fn embed(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = EmbedRowsConstants::from_values(&call.constants);
+        let a = EmbedRowsArgs::from_args(&call.args);
+        let layout = if call.kernel.ends_with(".fragments") { Layout::Fragments } else { ROW_MAJOR };
+        let (rows, vocabulary) = (FRAGMENT_ROWS, 2 * FRAGMENT_ROWS);
+        let token = |row: u32| (row * 5 + 3) % vocabulary;
+        // The descriptor of one prompt in slot 0, or a slot for each row.
+        let mut chunk = vec![0; (a.tokens_at + rows).max(8) as usize];
+        chunk[..3].copy_from_slice(&[1, 0, rows]);
+        let mut slots = vec![0; (rows * state::SLOT_WORDS) as usize];
+        for row in 0..rows {
+            chunk[(a.tokens_at + row) as usize] = token(row);
+            let at = (row * state::SLOT_WORDS) as usize;
+            slots[at + state::SLOT_ACTIVE as usize] = state::ACTIVE_RUNNING;
+            slots[at + state::SLOT_TOKEN as usize] = token(row);
+        }
+        let width = a.x_stride;
+        let x = self.zeros("x", rows * width);
+        let args = EmbedRowsArgs {
+            embedding: self.weight("weight", codes, layout, vocabulary, a.chunks * 8),
+            slots: self.buffer("slots", slots),
+            batch: self.buffer("batch", (0..rows).collect()),
+            chunk: if c.prefill == 1 { self.buffer("chunk", chunk) } else { self.zeros("chunk", 1) },
+            x,
+            rows: self.zeros("rows", rows_bytes(rows) as u32 / 4),
+            part_first: 0,
+            part_rows: vocabulary,
+            ..a
+        };
+        let groups = [call.groups[0], rows, 1];
+        (Call { args: args.into_args(), groups, ..call.clone() }, (x, width), false)
+    }
+
+    fn experts(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = ExpertGemvConstants::from_values(&call.constants);
+        let a = ExpertGemvArgs::from_args(&call.args);
+        let (rows, choices) = (if c.used == 0 { ROWS } else { c.used }, c.chosen + c.shared);
+        // Each row chooses the same experts, which are the only ones.
+        let n = 4 * c.rows;
+        let choice = |j: u32| [if j < c.chosen { j } else { 0 }, (0.5 + 0.1 * j as f32).to_bits()];
+        let chosen = (0..rows).flat_map(|_| (0..choices).flat_map(choice)).collect();
+        let shared_n = if c.shared == 1 { n } else { 0 };
+        let shared_cols = if c.stage == 0 { a.k } else { a.shared_chunks * 8 };
+        let weight = self.weight("weight", codes, ROW_MAJOR, c.chosen * n, a.k);
+        let shared_weight = match c.shared {
+            1 => self.weight("shared_weight", codes_of(c.shared_codes), ROW_MAJOR, n, shared_cols),
+            _ => self.zeros("shared_weight", 1),
+        };
+        // In the second stage, a row of x is the parts of all choices.
+        let (values, x_cols) = if c.stage == 0 { (VALUES, a.k) } else { (a.x_stride, a.x_stride) };
+        let y = self.zeros("y", rows * a.y_stride);
+        let args = ExpertGemvArgs {
+            weight,
+            shared_weight,
+            x: self.rows(values, [rows, x_cols, a.x_stride], None),
+            norm: self.vector("norm", if c.stage == 0 { a.x_stride } else { 1 }),
+            choices: self.buffer("choices", chosen),
+            count: self.buffer("count", vec![0, 0, rows, 0]),
+            y,
+            n,
+            shared_n,
+            part: if c.stage == 0 { (n / 2).next_multiple_of(FRAGMENT_COLS) } else { a.part },
+            ..a
+        };
+        let heights = if c.stage == 0 { rows * choices } else { rows };
+        let groups = fold(n.div_ceil(c.rows), heights);
+        (Call { args: args.into_args(), groups, ..call.clone() }, (y, a.y_stride), false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::gemm::codes::{expand_codes, skinny_codes};
+    use crate::kernels::gemm::skinny::{Matrices, SkinnyConfig};
+    use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+    use crate::kernels::tags::Flow;
+    use crate::quant::blocks::BlockType;
+
+    fn calls(format: Format) -> Vec<Call> {
+        let mut r = Recording::new("calls");
+        let (rows, cols) = (512, 768);
+        let weight = Matrix { range: r.buffer("weight", 1 << 20), format, rows, cols };
+        let product = |epilogue, norm| Product {
+            label: "product".to_owned(),
+            weight,
+            x: Activations { range: weight.range, stride: cols },
+            norm,
+            bias: None,
+            epilogue,
+            y: Activations { range: weight.range, stride: rows },
+        };
+        let config = SkinnyConfig { threads: 64, tiles: 2, ahead: 1 };
+        let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
+        let skinny =
+            |product: &Product, rows, flow| skinny_codes(product, rows, Matrices::Emulated, config, flow, weight.range);
+        let norm = Some((weight.range, 1e-5));
+        vec![
+            product(Epilogue::Store, None).gemv(1, 64, 2),
+            product(Epilogue::SwiGlu, norm).gemv(1, 64, 4),
+            product(Epilogue::Residual, norm).matmul(64, weight.range),
+            skinny(&product(Epilogue::Store, norm), 1, Flow::NONE),
+            skinny(&product(Epilogue::SwiGlu, norm), 4, flow),
+            skinny(&product(Epilogue::Residual, None), 16, flow),
+            expand_codes("expand".to_owned(), &weight, (0, rows), Matrices::Emulated, weight.range),
+        ]
+    }
+
+    /// Goal: the comparison passes for right results, and fails if all weights with one code are read as their neighbor
+    /// of the other sign. Method: the reference itself, on the probe's weights and on weights with that code replaced.
+    #[test]
+    fn a_wrong_code_is_a_difference() {
+        for blocks in [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0, BlockType::Q5_K, BlockType::MXFP4] {
+            for call in calls(Format::Codes(blocks.codes())) {
+                let (kernel, _) = code_kernel(&call).expect("a kernel of codes");
+                assert_eq!(codes_of(kernel.codes), blocks.codes());
+                let probe = probe(&call).expect("a probe");
+                let mut right = probe.memory.clone();
+                interpreter::run(&probe.recording, &mut right);
+                assert_eq!(probe.difference(&right), None, "{blocks:?} {}", call.kernel);
+
+                let at = probe.recording.buffers.iter().position(|b| b.name == WEIGHTS).expect("weights");
+                let mut wrong = probe.memory.clone();
+                for word in &mut wrong.buffers[at][64..] {
+                    *word ^= 0x8888_8888;
+                }
+                interpreter::run(&probe.recording, &mut wrong);
+                assert!(probe.difference(&wrong).is_some(), "{blocks:?} {}", call.kernel);
+            }
+        }
+    }
+}

@@ -8,6 +8,7 @@ mod targets;
 mod checkpoint;
 mod config;
 mod deploy;
+mod quant;
 mod regressions;
 mod text;
 mod tidy;

@@ -12,6 +12,7 @@ mod demo;
 mod fallback;
 mod grammar;
 mod hybrids;
+mod llama_cpp;
 mod quantised;
 mod scoring;
 mod speculation;

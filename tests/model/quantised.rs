@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 /// The mean divergence that products in f32 may have: of a model whose weights were trained, and of random ones, whose
 /// logits follow small changes of their activations. It comes from the scales of K-quants, which are products of two
 /// numbers and are rounded to f16: types with one f16 scale stay below 1e-12.
-const DIVERGENCE: f64 = 1e-6;
+pub const DIVERGENCE: f64 = 1e-6;
 const RANDOM_DIVERGENCE: f64 = 1e-4;
 const EXACT_DIVERGENCE: f64 = 1e-10;
 
@@ -38,13 +38,13 @@ fn configured(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[
     config
 }
 
-fn start(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Host {
+pub fn start(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Host {
     let config = configured(vulkan, path, quantize, tune);
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
 }
 
 /// Returns the greedy tokens and the logits that they are drawn from.
-fn draw(host: &Host, prompt: &[u32], count: u32) -> (Vec<u32>, Vec<Vec<f32>>) {
+pub fn draw(host: &Host, prompt: &[u32], count: u32) -> (Vec<u32>, Vec<Vec<f32>>) {
     let replica = host.replicas().next().expect("one model");
     let drawn = generate(&replica, Request { dump_logits: true, ..request(prompt, count) });
     let logits = drawn.drawn.into_iter().map(|token| token.logits.expect("logits were asked for")).collect();
@@ -52,7 +52,7 @@ fn draw(host: &Host, prompt: &[u32], count: u32) -> (Vec<u32>, Vec<Vec<f32>>) {
 }
 
 /// Returns the mean Kullback-Leibler divergence of rows of logits from the wanted ones.
-fn divergence(found: &[Vec<f32>], wanted: &[Vec<f32>]) -> f64 {
+pub fn divergence(found: &[Vec<f32>], wanted: &[Vec<f32>]) -> f64 {
     let logs = |row: &[f32]| -> Vec<f64> {
         let top = row.iter().fold(f64::MIN, |top, x| top.max(f64::from(*x)));
         let sum: f64 = row.iter().map(|x| (f64::from(*x) - top).exp()).sum();

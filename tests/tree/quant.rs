@@ -7,10 +7,15 @@ use ostinato::model::gguf::write::{FileType, convert};
 use ostinato::model::text::Text;
 use ostinato::quant::blocks::BlockType;
 use ostinato::quant::number::Number;
+use ostinato::quant::safetensors::{
+    Awq, CodeMatrix, Fp8, Gptq, GptqVersion, Int8, Mxfp4, Nvfp4, PackedInts, ScaleShape, Tensor, TensorDtype,
+    WeightError,
+};
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 fn path(name: &str) -> PathBuf {
@@ -58,6 +63,155 @@ fn blocks_of_every_gguf_type_have_the_values_of_pythons_gguf() {
         }
     }
     assert!(compared > 100_000, "only {compared} elements were compared");
+}
+
+/// A case of `formats.json` and its tensors.
+struct Case<'a> {
+    json: &'a Value,
+    name: &'a str,
+    /// The tensors by the ends of their names.
+    tensors: BTreeMap<String, (TensorDtype, Vec<u64>, &'a [u8])>,
+}
+
+impl<'a> Case<'a> {
+    fn number(&self, key: &str) -> Option<u32> {
+        self.json[key].as_u64().map(|n| n as u32)
+    }
+
+    fn find(&'a self, part: &str) -> Option<Tensor<'a>> {
+        let (dtype, shape, bytes) = self.tensors.get(part)?;
+        Some(Tensor { name: self.name, dtype: *dtype, shape, bytes })
+    }
+
+    fn tensor(&'a self, part: &str) -> Tensor<'a> {
+        self.find(part).unwrap_or_else(|| panic!("{} has no {part}", self.name))
+    }
+
+    fn group(&self) -> ScaleShape {
+        self.number("group").map_or(ScaleShape::Row, ScaleShape::Group)
+    }
+
+    fn open(&'a self) -> Result<CodeMatrix<'a>, WeightError> {
+        let (bits, group) = (self.number("bits").unwrap_or(0), self.number("group"));
+        match self.json["format"].as_str().expect("a format") {
+            "fp8" => {
+                let scale_shape = match self.json["scale"].as_str().expect("a shape") {
+                    "tensor" => ScaleShape::Tensor,
+                    "block" => {
+                        let side = |i: usize| self.json["block"][i].as_u64().expect("a size") as u32;
+                        ScaleShape::Block { rows: side(0), cols: side(1) }
+                    }
+                    _ => self.group(),
+                };
+                Fp8 { weight: self.tensor("weight"), scale: self.tensor("scale"), scale_shape }.open()
+            }
+            "packed" => PackedInts {
+                packed: self.tensor("packed"),
+                scale: self.tensor("scale"),
+                scale_shape: self.group(),
+                zero_point: self.find("zero_point"),
+                g_idx: self.find("g_idx"),
+                shape: ["rows", "cols"].map(|key| self.json[key].as_u64().expect("a size")),
+                bits,
+            }
+            .open(),
+            "int8" => Int8 {
+                weight: self.tensor("weight"),
+                scale: self.tensor("scale"),
+                scale_shape: self.group(),
+                zero_point: self.find("zero_point"),
+            }
+            .open(),
+            "nvfp4" => Nvfp4 {
+                packed: self.tensor("packed"),
+                scale: self.tensor("scale"),
+                global: self.tensor("global"),
+                global_divides: self.json["divides"].as_bool().expect("a flag"),
+            }
+            .open(),
+            "mxfp4" => Mxfp4 { packed: self.tensor("packed"), scale: self.tensor("scale") }.open(),
+            "gptq" => Gptq {
+                qweight: self.tensor("qweight"),
+                qzeros: self.tensor("qzeros"),
+                scales: self.tensor("scales"),
+                g_idx: self.find("g_idx"),
+                bits,
+                group,
+                symmetric: self.json["symmetric"].as_bool().expect("a flag"),
+                version: if self.number("version") == Some(1) { GptqVersion::V1 } else { GptqVersion::V2 },
+            }
+            .open(),
+            "awq" => Awq {
+                qweight: self.tensor("qweight"),
+                qzeros: self.find("qzeros"),
+                scales: self.tensor("scales"),
+                group,
+            }
+            .open(),
+            other => panic!("format {other}"),
+        }
+    }
+}
+
+/// The values of a matrix, with its columns in the checkpoint's order.
+fn values(matrix: &CodeMatrix<'_>) -> Result<Vec<f32>, WeightError> {
+    let (cols, groups) = (matrix.cols() as usize, matrix.groups());
+    let (mut codes, mut scales, mut minimums) = (vec![0; cols], vec![0.0; groups], vec![0.0; groups]);
+    let (mut line, mut all) = (vec![0.0; cols], Vec::new());
+    for row in 0..matrix.rows() {
+        matrix.row(row, &mut codes, &mut scales, &mut minimums)?;
+        matrix.codes().dequantize(&codes, &scales, &minimums, &mut line);
+        let begin = all.len();
+        all.extend(&line);
+        for (value, col) in line.iter().zip(matrix.order().into_iter().flatten()) {
+            all[begin + *col as usize] = *value;
+        }
+    }
+    Ok(all)
+}
+
+#[test]
+fn matrices_of_every_safetensors_format_have_the_values_of_other_software() {
+    let file = fixture("quant/formats.safetensors");
+    let file = SafeTensors::deserialize(&file).expect("the fixture");
+    let cases: Value = serde_json::from_slice(&fixture("quant/formats.json")).expect("JSON");
+    let cases = cases.as_array().expect("a list");
+    for json in cases {
+        let name = json["name"].as_str().expect("a name");
+        let mut tensors = BTreeMap::new();
+        for (full, view) in file.iter() {
+            let Some(part) = full.strip_prefix(name).and_then(|rest| rest.strip_prefix('.')) else { continue };
+            let dtype = match view.dtype() {
+                Dtype::F32 => TensorDtype::F32,
+                Dtype::F16 => TensorDtype::F16,
+                Dtype::BF16 => TensorDtype::Bf16,
+                Dtype::F8_E4M3 => TensorDtype::E4m3,
+                Dtype::F8_E5M2 => TensorDtype::E5m2,
+                Dtype::U8 => TensorDtype::U8,
+                Dtype::I8 => TensorDtype::I8,
+                Dtype::I32 => TensorDtype::I32,
+                other => panic!("{full} is of {other:?}"),
+            };
+            let shape: Vec<u64> = view.shape().iter().map(|n| *n as u64).collect();
+            tensors.insert(part.to_owned(), (dtype, shape, view.data()));
+        }
+        let case = Case { json, name, tensors };
+        let matrix = case.open().unwrap_or_else(|e| panic!("{name}: {e}"));
+        let size = [matrix.rows(), matrix.cols()];
+        assert_eq!(size.map(Some), ["rows", "cols"].map(|key| case.number(key)), "{name}");
+        // Both zeros are 0 in the fixture.
+        let values: Vec<f32> =
+            values(&matrix).unwrap_or_else(|e| panic!("{name}: {e}")).iter().map(|v| v + 0.0).collect();
+        let wanted = floats(case.tensor("first").bytes);
+        let wrong = (0..wanted.len()).find(|col| wanted[*col].to_bits() != values[*col].to_bits());
+        assert_eq!(wrong.map(|col| (col, wanted[col], values[col])), None, "{name}, row 0: column, wanted, found");
+        let digests = case.tensor("digests").bytes.chunks_exact(8);
+        assert_eq!(digests.len(), size[0] as usize, "{name}");
+        for (row, (values, digest)) in values.chunks_exact(size[1] as usize).zip(digests).enumerate() {
+            assert_eq!(&Sha256::digest(bytes(values))[..8], digest, "{name}, row {row}: {values:?}");
+        }
+    }
+    assert!(cases.len() > 30, "only {} cases", cases.len());
 }
 
 /// What llama.cpp made of the demo model.

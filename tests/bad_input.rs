@@ -221,7 +221,7 @@ fn everything_that_is_not_supported_is_named_at_once() {
             "model_type": "mamba",
             "dtype": "float8_e4m3fn",
             "hidden_act": "relu2",
-            "quantization_config": { "quant_method": "gptq" },
+            "quantization_config": { "quant_method": "bitsandbytes" },
         }),
     );
     let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
@@ -236,14 +236,14 @@ fn everything_that_is_not_supported_is_named_at_once() {
         ConfigProblem::UnsupportedArchitecture("MambaForCausalLM".to_owned()),
         ConfigProblem::UnsupportedDtype("float8_e4m3fn".to_owned()),
         ConfigProblem::UnsupportedActivation("relu2".to_owned()),
-        ConfigProblem::Quantized("gptq".to_owned()),
+        ConfigProblem::Quantized("bitsandbytes".to_owned()),
     ];
     for problem in &wanted {
         assert!(found.contains(&problem), "{problem} is not among {found:?}");
     }
     assert_names(
         &with_causes(&error),
-        &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "gptq"],
+        &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "bitsandbytes"],
     );
     works(&vulkan, "llama-plain");
 }

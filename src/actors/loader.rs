@@ -6,9 +6,10 @@ use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
-use crate::memory::pack::{Format, Layout, Packing, Rows, SourceFormat, pack};
+use crate::memory::pack::{BadRow, Format, Layout, Packing, Rows, SourceFormat, pack, write_canonical};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
+use crate::quant::safetensors::{CodeMatrix, Description, WeightError};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::fmt;
@@ -90,11 +91,49 @@ pub struct TensorSource {
     pub stride: u32,
     /// A constant added to every number, in f32.
     pub plus: f32,
+    /// The quantised weight whose rows these are. `format` is then [`SourceFormat::Canonical`] with the weight's codes,
+    /// `offset` is 0 and `stride` is 1.
+    pub matrix: Option<MatrixRows>,
+}
+
+/// Rows of a quantised weight that is stored in several tensors.
+#[derive(Clone, Debug)]
+pub struct MatrixRows {
+    /// How the weight is stored.
+    pub description: Arc<Description>,
+    /// The file and the bytes of each tensor, in the order of [`Description::tensors`].
+    pub tensors: Arc<[(Arc<WeightFile>, Range<u64>)]>,
+    /// The row of the weight that is the source's row 0.
+    pub first: u32,
+}
+
+impl MatrixRows {
+    /// The files' bytes of `rows` of `all` rows, as a share of all tensors.
+    fn bytes(&self, rows: u32, all: u32) -> u64 {
+        let bytes: u64 = self.tensors.iter().map(|(_, range)| range.end - range.start).sum();
+        (u128::from(bytes) * u128::from(rows) / u128::from(all.max(1))) as u64
+    }
 }
 
 impl TensorSource {
     fn row_bytes(&self) -> u64 {
         self.format.row_bytes(self.cols)
+    }
+
+    /// The files that the source is read from, each with the bytes that belong to it.
+    fn files(&self) -> Vec<(&WeightFile, Range<u64>)> {
+        match &self.matrix {
+            None => vec![(&self.file, self.range())],
+            Some(matrix) => matrix.tensors.iter().map(|(file, range)| (&**file, range.clone())).collect(),
+        }
+    }
+
+    /// The bytes that are read for the source.
+    fn bytes_read(&self) -> u64 {
+        match &self.matrix {
+            None => self.range().end - self.offset,
+            Some(matrix) => matrix.bytes(self.rows, matrix.description.check().map_or(1, |whole| whole.rows())),
+        }
     }
 
     fn range(&self) -> Range<u64> {
@@ -250,6 +289,30 @@ pub enum LoadError {
         name: String,
         /// The requested format.
         format: Format,
+    },
+    /// The tensors of a quantised weight do not fit together, or hold values that are not finite.
+    #[error("{name}: {source}")]
+    Weight {
+        /// The packed tensor's name.
+        name: String,
+        /// What is wrong.
+        source: WeightError,
+    },
+    /// A quantised row has values that are not finite.
+    #[error("{name}: {source}")]
+    BadRow {
+        /// The packed tensor's name.
+        name: String,
+        /// The row.
+        source: BadRow,
+    },
+    /// The columns of a quantised weight are in another order than the model's.
+    #[error("{name}: the columns of tensor {tensor} are in the order of their groups, which is not supported here")]
+    ColumnOrder {
+        /// The packed tensor's name.
+        name: String,
+        /// The tensor with the codes.
+        tensor: String,
     },
     /// The last copies did not finish: the transfer queue made no progress for the given time.
     #[error("the last copies did not finish in {seconds} s")]
@@ -483,13 +546,13 @@ impl Actor {
             return Err(LoadError::Stuck { seconds: DRAIN_WAIT.as_secs() });
         }
         for source in plan.tensors.iter().flat_map(|t| &t.sources) {
-            source.file.unchanged()?;
+            source.files().into_iter().try_for_each(|(file, _)| file.unchanged())?;
         }
         let sum = |of: fn(&WorkerReport) -> Duration| workers.iter().map(of).sum();
         Ok(LoadReport {
             begin,
             end: Moment::now(),
-            bytes_read: plan.tensors.iter().flat_map(|t| &t.sources).map(|s| s.range().end - s.offset).sum(),
+            bytes_read: plan.tensors.iter().flat_map(|t| &t.sources).map(TensorSource::bytes_read).sum(),
             bytes_written: bytes_total,
             elapsed: start.elapsed(),
             read: sum(|worker| worker.read),
@@ -507,7 +570,7 @@ impl Actor {
     fn work(&self, shared: &Shared<'_>) -> Result<WorkerReport, LoadError> {
         let (now, none) = (Moment::now(), Duration::ZERO);
         let mut spent = WorkerReport { begin: now, end: now, read: none, pack: none, staging_wait: none };
-        let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new() };
+        let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new(), whole: Vec::new() };
         loop {
             let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
             if stop {
@@ -578,8 +641,90 @@ fn workers_for(cores: usize) -> usize {
 struct Buffers {
     /// Packed bytes before they are copied into the slot.
     tile: Vec<u8>,
-    /// Source rows read from files that are not mapped.
+    /// Source rows read from files that are not mapped, and rows of quantised weights.
     band: Vec<u8>,
+    /// The tensors of quantised weights in files that are not mapped.
+    whole: Vec<u8>,
+}
+
+/// A source, with the matrix of its rows if it is a quantised weight.
+struct Opened<'a> {
+    source: &'a TensorSource,
+    matrix: Option<(CodeMatrix<'a>, u32)>,
+}
+
+/// Returns the tensors' bytes of quantised weights: slices of maps, or of `room` after they were read into it.
+fn read_whole<'a>(
+    sources: &[&'a TensorSource],
+    room: &'a mut Vec<u8>,
+    name: &str,
+) -> Result<Vec<Vec<&'a [u8]>>, LoadError> {
+    let parts = |source: &&'a TensorSource| source.matrix.iter().flat_map(|m| m.tensors.iter()).collect::<Vec<_>>();
+    let each = |(file, range): &&(Arc<WeightFile>, Range<u64>)| match file.is_mapped() {
+        true => 0,
+        false => (range.end - range.start) as usize,
+    };
+    let total = sources.iter().flat_map(parts).map(|part| each(&part)).sum();
+    room.resize(total, 0);
+    let mut room = &mut room[..];
+    let mut all = Vec::with_capacity(sources.len());
+    for source in sources {
+        let mut slices = Vec::new();
+        for part in parts(source) {
+            let (into, rest) = std::mem::take(&mut room).split_at_mut(each(&part));
+            room = rest;
+            slices.push(part.0.bytes(part.1.clone(), into, name)?);
+        }
+        all.push(slices);
+    }
+    Ok(all)
+}
+
+/// Announces the bytes of rows of a source that are read next.
+fn announce(opened: &Opened<'_>, rows: &Range<u32>) -> Result<(), LoadError> {
+    let source = opened.source;
+    let (Some((matrix, first)), Some(of)) = (&opened.matrix, &source.matrix) else {
+        source.file.unchanged()?;
+        return Ok(source.file.announce(&source.bytes_of(rows))?);
+    };
+    for (index, (file, range)) in of.tensors.iter().enumerate() {
+        file.unchanged()?;
+        let part = (index == 0).then(|| matrix.bytes_of(first + rows.start..first + rows.end)).flatten();
+        let part = part.map_or(range.clone(), |part| range.start + part.start..range.start + part.end);
+        // A file that is not mapped was read already.
+        if file.is_mapped() {
+            file.announce(&part)?;
+        }
+    }
+    Ok(())
+}
+
+/// Decodes rows of a quantised weight into canonical rows.
+fn decode(matrix: &CodeMatrix<'_>, rows: Range<u32>, out: &mut [u8]) -> Result<(), WeightError> {
+    let (cols, groups) = (matrix.cols() as usize, matrix.groups());
+    let row_bytes = SourceFormat::Canonical(matrix.codes()).row_bytes(matrix.cols()) as usize;
+    let together = matrix.rows_together().max(1);
+    let most = rows.len().min(together as usize);
+    let mut codes = vec![0; most * cols];
+    let mut scales = vec![0.0; most * groups];
+    let mut minimums = vec![0.0; if matrix.codes().zero().is_none() { most * groups } else { 0 }];
+    let mut out = out.chunks_exact_mut(row_bytes);
+    let mut first = rows.start;
+    while first < rows.end {
+        let count = rows.end.min((first / together + 1) * together) - first;
+        let (rows, numbers) = (count as usize, count as usize * groups);
+        let stored = minimums.len().min(numbers);
+        let (codes, scales) = (&mut codes[..rows * cols], &mut scales[..numbers]);
+        let minimums = &mut minimums[..stored];
+        matrix.decode(first, count, codes, scales, minimums)?;
+        for row in 0..rows {
+            let minimums = if stored == 0 { &[][..] } else { &minimums[row * groups..][..groups] };
+            let out = out.next().expect("a row for each");
+            write_canonical(&codes[row * cols..][..cols], &scales[row * groups..][..groups], minimums, out);
+        }
+        first += count;
+    }
+    Ok(())
 }
 
 /// Packs a part of a tensor from its files, band by band, and calls `put` with each tile's offset in the part and its
@@ -595,9 +740,16 @@ fn fill(
     let needed: Vec<&TensorSource> =
         tensor.sources.iter().filter(|source| !source_rows(source, &rows).is_empty()).collect();
     let started = Instant::now();
-    for source in &needed {
-        source.file.unchanged()?;
-        source.file.announce(&source.bytes_of(&source_rows(source, &rows)))?;
+    let Buffers { tile, band: rows_read, whole } = buffers;
+    let mut opened = Vec::with_capacity(needed.len());
+    for (source, bytes) in needed.iter().zip(read_whole(&needed, whole, &tensor.name)?) {
+        let matrix = match &source.matrix {
+            None => None,
+            Some(of) => Some((open(of, &bytes, &tensor.name)?, of.first)),
+        };
+        let one = Opened { source, matrix };
+        announce(&one, &source_rows(source, &rows))?;
+        opened.push(one);
     }
     let mut read = started.elapsed();
     let stride = tensor.packing.row_bytes() * u64::from(tensor.packing.rows_of_unit());
@@ -607,21 +759,29 @@ fn fill(
         let end = part.end.min((begin / band + 1) * band);
         let started = Instant::now();
         let rows = packed_rows(&tensor.packing, &(begin..end));
-        let here = needed.iter().map(|source| (*source, source_rows(source, &rows))).filter(|(_, of)| !of.is_empty());
-        let here: Vec<(&TensorSource, Range<u32>)> = here.collect();
-        let lengths = here.iter().map(|(source, of)| source.bytes_of(of)).map(|bytes| bytes.end - bytes.start);
+        let here = opened.iter().map(|one| (one, source_rows(one.source, &rows))).filter(|(_, of)| !of.is_empty());
+        let here: Vec<(&Opened<'_>, Range<u32>)> = here.collect();
+        let lengths = here.iter().map(|(one, of)| one.source.bytes_of(of)).map(|bytes| bytes.end - bytes.start);
         let total = lengths.sum::<u64>() as usize;
-        if buffers.band.len() < total {
-            buffers.band.resize(total, 0);
+        if rows_read.len() < total {
+            rows_read.resize(total, 0);
         }
-        let mut room = &mut buffers.band[..total];
+        let mut room = &mut rows_read[..total];
         let mut sources = Vec::with_capacity(here.len());
-        for (source, of) in here {
+        for (Opened { source, matrix }, of) in here {
             let bytes = source.bytes_of(&of);
             let (into, rest) = std::mem::take(&mut room).split_at_mut((bytes.end - bytes.start) as usize);
             room = rest;
+            let bytes = match matrix {
+                None => source.file.bytes(bytes, into, &tensor.name)?,
+                Some((matrix, first)) => {
+                    let failed = |source| LoadError::Weight { name: tensor.name.clone(), source };
+                    decode(matrix, first + of.start..first + of.end, into).map_err(failed)?;
+                    &*into
+                }
+            };
             sources.push(Rows {
-                bytes: source.file.bytes(bytes, into, &tensor.name)?,
+                bytes,
                 format: source.format,
                 rows: of.end - of.start,
                 cols: source.cols,
@@ -635,18 +795,32 @@ fn fill(
         // Whole units: a row of codes may be larger than a tile.
         let unit = tensor.packing.unit_bytes();
         let tile_bytes = (TILE as u64 / unit).max(1) * unit;
-        if (buffers.tile.len() as u64) < tile_bytes {
-            buffers.tile.resize(tile_bytes as usize, 0);
+        if (tile.len() as u64) < tile_bytes {
+            tile.resize(tile_bytes as usize, 0);
         }
         while begin < end {
             let tile_end = end.min(begin + tile_bytes);
-            let tile = &mut buffers.tile[..(tile_end - begin) as usize];
-            pack(&tensor.packing, &sources, begin..tile_end, tile);
+            let tile = &mut tile[..(tile_end - begin) as usize];
+            let failed = |source| LoadError::BadRow { name: tensor.name.clone(), source };
+            pack(&tensor.packing, &sources, begin..tile_end, tile).map_err(failed)?;
             put(begin - part.start, tile);
             begin = tile_end;
         }
     }
     Ok(read)
+}
+
+/// Opens a quantised weight whose columns are in the model's order.
+fn open<'a>(of: &'a MatrixRows, bytes: &[&'a [u8]], name: &str) -> Result<CodeMatrix<'a>, LoadError> {
+    let failed = |source| LoadError::Weight { name: name.to_owned(), source };
+    let matrix = of.description.open(bytes).map_err(failed)?;
+    match matrix.order() {
+        None => Ok(matrix),
+        Some(_) => {
+            let tensor = of.description.tensors.first().map_or_else(String::new, |tensor| tensor.name.clone());
+            Err(LoadError::ColumnOrder { name: name.to_owned(), tensor })
+        }
+    }
 }
 
 /// The packed rows that contain bytes of `part`, rounded to whole row units.
@@ -696,8 +870,20 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
                 packed_cols: packing.cols,
             });
         }
-        source.file.holds(&source.range(), name)?;
-        source.file.unchanged()?;
+        for (file, range) in source.files() {
+            file.holds(&range, name)?;
+            file.unchanged()?;
+        }
+        if let Some(of) = &source.matrix {
+            let failed = |source| LoadError::Weight { name: name.clone(), source };
+            let matrix = of.description.check().map_err(failed)?;
+            let fits = of.tensors.len() == of.description.tensors.len()
+                && SourceFormat::Canonical(matrix.codes()) == source.format
+                && matrix.cols() == source.cols
+                && u64::from(of.first) + u64::from(source.rows) <= u64::from(matrix.rows())
+                && (source.offset, source.stride) == (0, 1);
+            assert!(fits, "{name}: the rows of {source:?} are those of its matrix");
+        }
     }
     Ok(())
 }
@@ -837,6 +1023,7 @@ mod tests {
             row_step: 2,
             stride: 1,
             plus: 0.0,
+            matrix: None,
         };
         assert_eq!(source_rows(&source, &(0..1)), 0..0);
         assert_eq!(source_rows(&source, &(0..2)), 0..1);

@@ -84,6 +84,11 @@ impl WeightFile {
         self.stamp.len
     }
 
+    /// Whether the file is mapped, so that [`WeightFile::bytes`] needs no room.
+    pub fn is_mapped(&self) -> bool {
+        self.map.is_some()
+    }
+
     /// Always `false`: an empty file is not opened.
     pub fn is_empty(&self) -> bool {
         self.stamp.len == 0

@@ -4,8 +4,8 @@
 
 pub mod codes;
 
-use crate::quant::Codes;
 use crate::quant::blocks::BlockType;
+use crate::quant::{BadGroup, Codes};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use std::fmt;
@@ -55,6 +55,8 @@ pub enum SourceFormat {
     Blocks(BlockType),
     /// Each number x is stored as -eˣ in f32.
     NegatedExp,
+    /// Canonical rows, as [`write_canonical`] makes them: the loader decodes weights of several tensors into these.
+    Canonical(Codes),
 }
 
 impl SourceFormat {
@@ -64,8 +66,45 @@ impl SourceFormat {
             SourceFormat::Numbers(format) => u64::from(cols) * format.bytes() as u64,
             SourceFormat::Blocks(blocks) => u64::from(cols) / blocks.elements() as u64 * blocks.bytes() as u64,
             SourceFormat::NegatedExp => u64::from(cols) * 4,
+            SourceFormat::Canonical(codes) => {
+                let numbers = if codes.zero().is_none() { 2 } else { 1 };
+                u64::from(cols) + codes.groups(cols as usize) as u64 * 4 * numbers
+            }
         }
     }
+
+    /// The codes of a quantised format.
+    pub const fn codes(self) -> Option<Codes> {
+        match self {
+            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => None,
+            SourceFormat::Blocks(blocks) => Some(blocks.codes()),
+            SourceFormat::Canonical(codes) => Some(codes),
+        }
+    }
+}
+
+/// Writes a row of [`SourceFormat::Canonical`]: the codes, a byte each, then the scales and the minimums in f32, little
+/// endian. `minimums` is empty if the codes have a constant zero.
+///
+/// # Panics
+/// If `out` has another length than the row: a bug of the caller.
+pub fn write_canonical(codes: &[u8], scales: &[f32], minimums: &[f32], out: &mut [u8]) {
+    assert_eq!(out.len(), codes.len() + 4 * (scales.len() + minimums.len()), "bytes of a canonical row");
+    let (to, numbers) = out.split_at_mut(codes.len());
+    to.copy_from_slice(codes);
+    for (to, x) in numbers.as_chunks_mut::<4>().0.iter_mut().zip(scales.iter().chain(minimums)) {
+        *to = x.to_le_bytes();
+    }
+}
+
+/// A row of a quantised source that does not have finite values.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("row {row}, group {}, has scale {} and minimum {}: its values are not finite", group.group, group.scale, group.minimum)]
+pub struct BadRow {
+    /// The packed tensor's row.
+    pub row: u32,
+    /// The group and its numbers.
+    pub group: BadGroup,
 }
 
 impl fmt::Display for SourceFormat {
@@ -74,6 +113,7 @@ impl fmt::Display for SourceFormat {
             SourceFormat::Numbers(format) => write!(f, "{format:?}"),
             SourceFormat::Blocks(blocks) => write!(f, "{blocks}"),
             SourceFormat::NegatedExp => f.write_str("negated exponentials"),
+            SourceFormat::Canonical(codes) => write!(f, "{codes}"),
         }
     }
 }
@@ -241,25 +281,26 @@ impl Line<'_> {
     }
 
     /// Writes the row's numbers `range` in a packed tensor's format to `out`, which has room for exactly those.
-    fn write(&self, range: Range<usize>, format: Format, out: &mut [u8]) {
+    fn write(&self, range: Range<usize>, format: Format, out: &mut [u8]) -> Result<(), BadGroup> {
         match self.format {
             SourceFormat::Numbers(from) => {
                 let size = from.bytes();
                 convert(from, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
             }
-            SourceFormat::Blocks(_) | SourceFormat::NegatedExp => {
+            SourceFormat::Blocks(_) | SourceFormat::Canonical(_) | SourceFormat::NegatedExp => {
                 let mut numbers = vec![0.0; self.cols];
-                self.floats(&mut numbers);
+                self.floats(&mut numbers)?;
                 let (numbers, size) = (&numbers[range], format.bytes());
                 for (numbers, out) in numbers.chunks(BLOCK).zip(out.chunks_mut(BLOCK * size)) {
                     narrow(numbers, format, out);
                 }
             }
         }
+        Ok(())
     }
 
     /// Writes all numbers of the row in f32.
-    fn floats(&self, out: &mut [f32]) {
+    fn floats(&self, out: &mut [f32]) -> Result<(), BadGroup> {
         match self.format {
             SourceFormat::Numbers(format) => {
                 let size = format.bytes();
@@ -267,14 +308,44 @@ impl Line<'_> {
                     widen(format, from, out);
                 }
             }
-            SourceFormat::Blocks(blocks) => blocks.dequantize(self.bytes, out),
             SourceFormat::NegatedExp => {
                 widen(Format::F32, self.bytes, out);
                 out.iter_mut().for_each(|x| *x = (-*x).ln());
             }
+            SourceFormat::Blocks(_) | SourceFormat::Canonical(_) => {
+                let codes = self.format.codes().expect("a quantised format");
+                let groups = codes.groups(self.cols);
+                let (mut numbers, mut scales, mut minimums) =
+                    (vec![0; self.cols], vec![0.0; groups], vec![0.0; groups]);
+                self.decode(&mut numbers, &mut scales, &mut minimums)?;
+                codes.dequantize(&numbers, &scales, &minimums, out);
+            }
         }
         if self.plus != 0.0 {
             out.iter_mut().for_each(|x| *x += self.plus);
+        }
+        Ok(())
+    }
+
+    /// Decodes a quantised row: a code for each column, and a scale and a minimum for each group of the source's codes.
+    fn decode(&self, codes: &mut [u8], scales: &mut [f32], minimums: &mut [f32]) -> Result<(), BadGroup> {
+        match self.format {
+            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => unreachable!("numbers have no codes"),
+            SourceFormat::Blocks(blocks) => {
+                blocks.decode(self.bytes, codes, scales, minimums);
+                blocks.codes().finite(scales, minimums)
+            }
+            SourceFormat::Canonical(of) => {
+                let (from, numbers) = self.bytes.split_at(self.cols);
+                codes.copy_from_slice(from);
+                let mut numbers = numbers.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+                scales.iter_mut().zip(&mut numbers).for_each(|(scale, x)| *scale = x);
+                match of.zero() {
+                    None => minimums.iter_mut().zip(numbers).for_each(|(minimum, x)| *minimum = x),
+                    Some(zero) => minimums.iter_mut().zip(&*scales).for_each(|(minimum, s)| *minimum = s * zero),
+                }
+                of.finite(scales, minimums)
+            }
         }
     }
 }
@@ -284,10 +355,13 @@ impl Line<'_> {
 ///
 /// Numbers are converted if the formats differ: widening is exact, narrowing rounds to nearest, ties to even.
 ///
+/// # Errors
+/// If a quantised row has values that are not finite. `out` then has any content.
+///
 /// # Panics
 /// If `part` is not whole units of the tensor, `out` has another length, a source is wider than the tensor, or the
 /// layout and the format are incompatible: bugs of the caller.
-pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut [u8]) {
+pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut [u8]) -> Result<(), BadRow> {
     let unit = packing.unit_bytes();
     assert!(part.start <= part.end && part.end <= packing.bytes(), "{part:?} of {packing:?}");
     assert!(part.start.is_multiple_of(unit) && part.end.is_multiple_of(unit), "{part:?} is not in units of {unit}");
@@ -303,7 +377,7 @@ pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut
 }
 
 /// Implements [`pack`] for row-major tensors; `start` is the part's first byte.
-fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut [u8]) {
+fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut [u8]) -> Result<(), BadRow> {
     let size = packing.format.bytes();
     let row_bytes = packing.row_bytes() as usize;
     let mut row = (start / packing.row_bytes()) as u32;
@@ -325,7 +399,8 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
                 let (first, numbers) = (at / size, this.len() / size);
                 let (from, to) = (first.min(line.numbers()), (first + numbers).min(line.numbers()));
                 let filled = (to - from) * size;
-                line.write(from..to, packing.format, &mut this[..filled]);
+                let written = line.write(from..to, packing.format, &mut this[..filled]);
+                written.map_err(|group| BadRow { row, group })?;
                 filled
             }
             None => 0,
@@ -335,6 +410,7 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
         at = 0;
         out = rest;
     }
+    Ok(())
 }
 
 /// Returns the bytes of up to `most` whole packed rows, from `row` on, that are contiguous in one source and need no
@@ -351,18 +427,18 @@ fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) 
 
 /// Implements [`pack`] for fragments; `start` is the part's first byte. Processes a block of 16 rows column by column,
 /// so that it reads 16 sequential streams and writes one.
-fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut [u8]) {
+fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut [u8]) -> Result<(), BadRow> {
     assert_eq!(packing.format.bytes(), 2, "fragments are of 2-byte formats");
     const CHUNK: usize = FRAGMENT_COLS as usize;
     let chunks = u64::from(packing.padded_cols() / FRAGMENT_COLS);
     let mut unit = start / FRAGMENT_BYTES as u64;
     let mut out = out.as_chunks_mut::<FRAGMENT_BYTES>().0;
     while !out.is_empty() {
-        let (block, first) = ((unit / chunks) as u32, (unit % chunks) as usize);
+        let (this, first) = ((unit / chunks) as u32, (unit % chunks) as usize);
         let count = out.len().min(chunks as usize - first);
         let (here, rest) = out.split_at_mut(count);
         let rows: [Option<Line<'_>>; 16] = std::array::from_fn(|r| {
-            let row = block * FRAGMENT_ROWS + r as u32;
+            let row = this * FRAGMENT_ROWS + r as u32;
             sources.iter().find_map(|s| s.line(row))
         });
         // Columns that all 16 rows provide in the packed format are copied without converting each number.
@@ -388,16 +464,18 @@ fn pack_fragments(packing: &Packing, sources: &[Rows<'_>], start: u64, out: &mut
         let from = first + as_is.len();
         for (i, target) in converted.iter_mut().enumerate() {
             let mut block = [[0u8; 2 * CHUNK]; 16];
-            for (row, line) in rows.iter().zip(&mut block) {
+            for ((row, index), line) in rows.iter().zip(0..).zip(&mut block) {
                 let Some(row) = row else { continue };
                 let (a, b) = (((from + i) * CHUNK).min(row.numbers()), ((from + i + 1) * CHUNK).min(row.numbers()));
-                row.write(a..b, packing.format, &mut line[..(b - a) * 2]);
+                let written = row.write(a..b, packing.format, &mut line[..(b - a) * 2]);
+                written.map_err(|group| BadRow { row: this * FRAGMENT_ROWS + index, group })?;
             }
             weave(|r| &block[r], target);
         }
         unit += count as u64;
         out = rest;
     }
+    Ok(())
 }
 
 /// Writes one fragment block from 32 numbers of each of 16 rows.
@@ -558,7 +636,7 @@ mod tests {
 
     fn whole(packing: &Packing, sources: &[Rows<'_>]) -> Vec<u8> {
         let mut out = vec![0xa5; packing.bytes() as usize];
-        pack(packing, sources, 0..packing.bytes(), &mut out);
+        pack(packing, sources, 0..packing.bytes(), &mut out).unwrap();
         out
     }
 
@@ -721,7 +799,7 @@ mod tests {
             let mut got = vec![0x5a; packing.bytes() as usize];
             for pair in cuts.windows(2) {
                 let part = pair[0] * packing.unit_bytes()..pair[1] * packing.unit_bytes();
-                pack(&packing, &sources, part.clone(), &mut got[part.start as usize..part.end as usize]);
+                pack(&packing, &sources, part.clone(), &mut got[part.start as usize..part.end as usize]).unwrap();
             }
             prop_assert_eq!(got, want);
         }

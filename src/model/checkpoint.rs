@@ -4,6 +4,7 @@
 //! Not here: the tensors' bytes. The loader reads them by path and offset.
 
 mod headers;
+mod quantised;
 mod weights;
 
 use std::collections::BTreeMap;
@@ -11,14 +12,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::config::{ConfigProblem, ModelConfig};
+use super::config::{ConfigProblem, ModelConfig, quantization};
 use super::gguf::tensors::TensorProblem;
 use super::gguf::{self, GgufError};
 use crate::config::Quantize;
 use crate::config::file::{self, Stamp};
 use crate::memory::pack::{Format, SourceFormat};
 use crate::quant::quantize::{INT4, INT8};
+use crate::quant::safetensors::WeightError;
 use headers::Headers;
+pub use quantised::{MatrixRef, QuantisedWeight, TensorPlace};
 
 /// One tensor of a safetensors file.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,7 +30,7 @@ pub struct TensorInfo {
     pub file: usize,
     /// The element type as the file spells it, for example `BF16`.
     pub dtype: String,
-    /// The element type, if it is supported.
+    /// The format of the elements, if they are numbers or blocks that are read row by row.
     pub format: Option<SourceFormat>,
     /// The size of each dimension, outermost first.
     pub shape: Vec<u64>,
@@ -67,7 +70,7 @@ pub struct SourceRef {
     pub tensor: String,
     /// The path of the file that holds the tensor.
     pub path: Arc<Path>,
-    /// Byte offset of the source's first row from the beginning of the file.
+    /// Byte offset of the source's first row from the beginning of the file; 0 for rows of a quantised weight.
     pub offset: u64,
     /// The format of the elements in the file.
     pub format: SourceFormat,
@@ -83,10 +86,13 @@ pub struct SourceRef {
     pub stride: u32,
     /// A constant that is added to every element in f32: 1 for norm weights that are stored zero-centred, otherwise 0.
     pub plus: f32,
+    /// The weight of several tensors whose rows these are; `tensor` and `path` are then those of its codes.
+    pub matrix: Option<MatrixRef>,
 }
 
 impl SourceRef {
-    /// Returns the number of bytes that the source's rows have in the file.
+    /// Returns the number of bytes that the source's rows have in the file; of a quantised weight, those of its decoded
+    /// rows.
     pub fn bytes(&self) -> u64 {
         u64::from(self.rows) * self.format.row_bytes(self.cols)
     }
@@ -97,6 +103,11 @@ impl SourceRef {
 pub struct WeightSpec {
     /// The name, for example `layers.3.qkv`, `embed` or `final_norm`.
     pub name: String,
+    /// The name of the merged weight of which this is a range of rows; mostly `name`. A merged matrix has several ranges
+    /// if its sources have formats that no common format represents.
+    pub merged: String,
+    /// The row of the merged weight that is this weight's row 0.
+    pub first_row: u32,
     /// The number of rows of a matrix, or of elements of a vector.
     pub rows: u32,
     /// The number of elements in a row; 1 for a vector.
@@ -237,7 +248,7 @@ impl Checkpoint {
     pub fn quantize(&mut self, to: Quantize) {
         for weight in &mut self.weights {
             let numbers = weight.sources.iter().all(|source| matches!(source.format, SourceFormat::Numbers(_)));
-            let kept = [".router", ".in_proj", "mtp.fc"].iter().any(|end| weight.name.ends_with(end));
+            let kept = [".router", ".in_proj", "mtp.fc"].iter().any(|end| weight.merged.ends_with(end));
             if weight.kind != WeightKind::Matrix || !numbers || kept {
                 continue;
             }
@@ -429,8 +440,57 @@ pub enum CheckpointProblem {
         /// The tensors with their formats.
         formats: String,
     },
+    /// The tensors of a quantised weight do not fit together.
+    #[error(transparent)]
+    Weight(WeightError),
+    /// A quantised weight has not the size that config.json requires.
+    #[error("tensor {tensor} is of a weight of {found:?} rows and columns, config.json asks for {expected:?}")]
+    QuantisedShape {
+        /// The name of the tensor with the codes.
+        tensor: String,
+        /// The rows and columns that the tensors have.
+        found: [u64; 2],
+        /// Those that the configuration requires.
+        expected: [u64; 2],
+    },
+    /// A tensor is quantised, but nothing says how.
+    #[error("tensor {tensor} of dtype {dtype} is quantised, but config.json has no quantization_config")]
+    NoQuantization {
+        /// The name of the tensor with the codes.
+        tensor: String,
+        /// Its element type.
+        dtype: String,
+    },
+    /// A tensor is quantised, but the configuration excludes its module.
+    #[error("tensor {tensor} is quantised, but quantization_config does not quantise {module}")]
+    NotQuantised {
+        /// The name of the tensor with the codes.
+        tensor: String,
+        /// The module's name.
+        module: String,
+    },
+    /// A quantised tensor belongs to another format than the configuration's.
+    #[error("tensor {tensor} is not of the format of quantization_config, which has {expected}")]
+    OtherFormat {
+        /// The name of the tensor with the codes.
+        tensor: String,
+        /// The name or names that it should have.
+        expected: String,
+    },
+    /// A tensor of numbers stands beside a scale, so that it may not be the weight itself.
+    #[error("tensor {tensor} of dtype {dtype} has the scale {scale} beside it, which only quantised tensors have")]
+    ScaleBeside {
+        /// The tensor's name.
+        tensor: String,
+        /// Its element type.
+        dtype: String,
+        /// The name of the scale.
+        scale: String,
+    },
     /// The tensor's element type is not supported.
-    #[error("tensor {tensor} has dtype {dtype}, supported are BF16, F16, F32 and the block types of GGUF files")]
+    #[error(
+        "tensor {tensor} has dtype {dtype}, supported are BF16, F16, F32, the block types of GGUF files and the quantised types of quantization_config"
+    )]
     UnsupportedDtype {
         /// The tensor's name.
         tensor: String,
@@ -444,7 +504,13 @@ fn read_config(dir: &Path, problems: &mut Vec<CheckpointProblem>) -> Option<Mode
     let generation_path = dir.join("generation_config.json");
     let named = file::is_named(&generation_path);
     let generation = named.then(|| read_text(&generation_path, file::SMALL, problems)).flatten();
-    match ModelConfig::parse(&config, generation.as_deref()) {
+    let beside = quantization::FILES.into_iter().find(|name| file::is_named(&dir.join(name)));
+    let beside = match beside {
+        Some(name) => Some((name, read_text(&dir.join(name), file::SMALL, problems)?)),
+        None => None,
+    };
+    let quantized = beside.as_ref().map(|(name, text)| (*name, text.as_str()));
+    match ModelConfig::parse_with(&config, generation.as_deref(), quantized) {
         Ok(config) => Some(config),
         Err(error) => {
             problems.extend(error.problems.into_iter().map(CheckpointProblem::Config));

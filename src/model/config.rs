@@ -3,6 +3,7 @@
 //!
 //! Not here: file access, tensors, and anything inferred from a model's name rather than from its configuration.
 
+pub mod quantization;
 mod read;
 mod rope;
 #[cfg(test)]
@@ -13,6 +14,7 @@ use std::str::FromStr;
 
 use serde_json::Value;
 
+use quantization::Quantization;
 use read::Reader;
 pub use rope::{Rope, RopeScaling};
 
@@ -318,6 +320,8 @@ pub struct ModelConfig {
     pub bos: Option<u32>,
     /// The weights' element type according to config.json. The types in the tensors' headers take precedence.
     pub dtype: Option<Dtype>,
+    /// How the weights are quantised; `None` if they are numbers.
+    pub quantization: Option<Quantization>,
 }
 
 impl ModelConfig {
@@ -325,6 +329,18 @@ impl ModelConfig {
     ///
     /// # Errors Every problem found, if there is any.
     pub fn parse(config_json: &str, generation_config: Option<&str>) -> Result<ModelConfig, ModelConfigError> {
+        ModelConfig::parse_with(config_json, generation_config, None)
+    }
+
+    /// Like [`ModelConfig::parse`], with the name and text of a file that describes the quantisation of the weights
+    /// (one of [`quantization::FILES`]). It is used if config.json has no such description.
+    ///
+    /// # Errors Every problem found, if there is any.
+    pub fn parse_with(
+        config_json: &str,
+        generation_config: Option<&str>,
+        quantized: Option<(&'static str, &str)>,
+    ) -> Result<ModelConfig, ModelConfigError> {
         let mut problems = Vec::new();
         let mut object = |file: &'static str, text: &str| match serde_json::from_str::<Value>(text) {
             Ok(Value::Object(map)) => Some(map),
@@ -339,11 +355,13 @@ impl ModelConfig {
         };
         let config = object("config.json", config_json);
         let generation = generation_config.and_then(|text| object("generation_config.json", text));
+        let quantized = quantized.and_then(|(file, text)| object(file, text).map(|map| (file, Value::Object(map))));
         let Some(config) = config else {
             return Err(ModelConfigError { problems });
         };
         let mut reader = Reader::new(config, problems);
-        let parsed = read::read(&mut reader, generation.as_ref());
+        let quantized = quantized.as_ref().map(|(file, value)| (*file, value));
+        let parsed = read::read(&mut reader, generation.as_ref(), quantized);
         match parsed {
             Some(parsed) if reader.problems.is_empty() => Ok(parsed),
             _ => Err(ModelConfigError { problems: reader.problems }),
@@ -423,8 +441,8 @@ pub enum ConfigProblem {
     /// The element type is not supported.
     #[error("dtype \"{0}\" is not supported (bfloat16, float16 and float32 are)")]
     UnsupportedDtype(String),
-    /// The weights are quantized.
-    #[error("quantization \"{0}\" is not supported")]
+    /// The weights are quantised in a way that is not supported.
+    #[error("quantization \"{0}\" is not supported ({known} are)", known = quantization::methods())]
     Quantized(String),
     /// The model uses sliding-window attention.
     #[error("sliding-window attention is not supported ({0})")]

@@ -15,6 +15,7 @@ pub mod quantize;
 pub mod safetensors;
 
 use number::Number;
+use std::fmt;
 
 /// What the codes, scales and minimums of a canonical row mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,6 +41,21 @@ pub enum Minimum {
         /// The constant in halves of a code.
         halves: u16,
     },
+}
+
+/// Writes a short name such as `integers of 4 bits in groups of 128 with minimums`.
+impl fmt::Display for Codes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Codes { bits, group, number, minimum } = self;
+        match number {
+            Number::Affine => write!(f, "integers of {bits} bits")?,
+            Number::E4m3 => write!(f, "e4m3")?,
+            Number::E5m2 => write!(f, "e5m2")?,
+            Number::E2m1 => write!(f, "e2m1")?,
+        }
+        write!(f, " in groups of {group}")?;
+        if *minimum == Minimum::Stored { write!(f, " with minimums") } else { Ok(()) }
+    }
 }
 
 impl Codes {
@@ -124,7 +140,7 @@ impl Codes {
 }
 
 /// A group that does not have finite values.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BadGroup {
     /// The group's index.
     pub group: usize,

@@ -5,6 +5,7 @@
 use super::number::{self, Number};
 use super::{Codes, Minimum};
 use std::fmt;
+use std::ops::Range;
 
 // ---- Input ----
 
@@ -32,6 +33,29 @@ pub enum TensorDtype {
 }
 
 impl TensorDtype {
+    /// Every type with its name in a header.
+    const NAMES: [(TensorDtype, &'static str); 9] = [
+        (TensorDtype::F32, "F32"),
+        (TensorDtype::F16, "F16"),
+        (TensorDtype::Bf16, "BF16"),
+        (TensorDtype::E4m3, "F8_E4M3"),
+        (TensorDtype::E5m2, "F8_E5M2"),
+        (TensorDtype::E8m0, "F8_E8M0"),
+        (TensorDtype::I8, "I8"),
+        (TensorDtype::U8, "U8"),
+        (TensorDtype::I32, "I32"),
+    ];
+
+    /// Returns the type that a header calls `name`.
+    pub fn from_name(name: &str) -> Option<TensorDtype> {
+        TensorDtype::NAMES.into_iter().find(|(_, known)| *known == name).map(|(dtype, _)| dtype)
+    }
+
+    /// The type's name in a header.
+    pub fn name(self) -> &'static str {
+        TensorDtype::NAMES.into_iter().find(|(known, _)| *known == self).map_or("", |(_, name)| name)
+    }
+
     /// The size of an element in bytes.
     pub const fn bytes(self) -> usize {
         match self {
@@ -51,8 +75,8 @@ pub struct Tensor<'a> {
     pub dtype: TensorDtype,
     /// The size of each dimension, outermost first.
     pub shape: &'a [u64],
-    /// The elements, little endian, with any alignment.
-    pub bytes: &'a [u8],
+    /// The elements, little endian, with any alignment; `None` where only the header is checked.
+    pub bytes: Option<&'a [u8]>,
 }
 
 impl<'a> Tensor<'a> {
@@ -64,10 +88,18 @@ impl<'a> Tensor<'a> {
         }
         let elements = self.shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
         let expected = elements.and_then(|n| n.checked_mul(self.dtype.bytes() as u64)).unwrap_or(u64::MAX);
-        if self.bytes.len() as u64 != expected {
-            return Err(WeightError::Bytes { tensor: self.name.into(), found: self.bytes.len() as u64, expected });
+        match self.bytes {
+            Some(bytes) if bytes.len() as u64 != expected => {
+                Err(WeightError::Bytes { tensor: self.name.into(), found: bytes.len() as u64, expected })
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    /// The elements' bytes; none if only the header is known.
+    #[inline(always)]
+    fn data(&self) -> &'a [u8] {
+        self.bytes.unwrap_or_default()
     }
 
     /// Checks element type and shape; a dimension of 1 may be missing at the end.
@@ -106,10 +138,10 @@ impl<'a> Tensor<'a> {
             TensorDtype::F32 => f32::from_le_bytes(self.array(4 * index)),
             TensorDtype::F16 => number::f16(u16::from_le_bytes(self.array(2 * index))),
             TensorDtype::Bf16 => f32::from_bits(u32::from(u16::from_le_bytes(self.array(2 * index))) << 16),
-            TensorDtype::E4m3 => number::e4m3(self.bytes[index]),
-            TensorDtype::E5m2 => number::e5m2(self.bytes[index]),
-            TensorDtype::E8m0 | TensorDtype::U8 => number::e8m0(self.bytes[index]),
-            TensorDtype::I8 => f32::from(self.bytes[index] as i8),
+            TensorDtype::E4m3 => number::e4m3(self.data()[index]),
+            TensorDtype::E5m2 => number::e5m2(self.data()[index]),
+            TensorDtype::E8m0 | TensorDtype::U8 => number::e8m0(self.data()[index]),
+            TensorDtype::I8 => f32::from(self.data()[index] as i8),
             TensorDtype::I32 => i32::from_le_bytes(self.array(4 * index)) as f32,
         }
     }
@@ -122,7 +154,7 @@ impl<'a> Tensor<'a> {
 
     #[inline(always)]
     fn array<const N: usize>(&self, at: usize) -> [u8; N] {
-        *self.bytes[at..].first_chunk().expect("an element of the tensor")
+        *self.data()[at..].first_chunk().expect("an element of the tensor")
     }
 }
 
@@ -422,7 +454,7 @@ impl<'a> Nvfp4<'a> {
         self.packed.check(&[TensorDtype::U8])?;
         self.scale.expect(&[TensorDtype::E4m3], &[u64::from(rows), u64::from(cols.div_ceil(16))])?;
         self.global.expect(&[TensorDtype::F32], &[1])?;
-        let global = self.global.number(0);
+        let global = if self.global.bytes.is_some() { self.global.number(0) } else { 1.0 };
         if !global.is_finite() || global == 0.0 {
             return Err(WeightError::Scale { tensor: self.global.name.into(), row: 0, group: 0, scale: global });
         }
@@ -506,6 +538,9 @@ fn is_dense(
 fn order(g_idx: Option<Tensor<'_>>, cols: u32, group: u32) -> Result<Option<Vec<u32>>, WeightError> {
     let Some(g_idx) = g_idx else { return Ok(None) };
     g_idx.expect(&[TensorDtype::I32], &[u64::from(cols)])?;
+    if g_idx.bytes.is_none() {
+        return Ok(None);
+    }
     let groups = cols.div_ceil(group);
     let group_of = |col: u32| g_idx.word(col as usize);
     if (0..cols).all(|col| group_of(col) == col / group) {
@@ -531,6 +566,158 @@ fn order(g_idx: Option<Tensor<'_>>, cols: u32, group: u32) -> Result<Option<Vec<
         *place += 1;
     }
     Ok(Some(order))
+}
+
+// ---- Descriptions ----
+
+/// What a tensor of a quantised weight holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// The codes.
+    Codes,
+    /// The scales of groups.
+    Scale,
+    /// The zeros of groups.
+    Zero,
+    /// The group of each column (`g_idx`).
+    GroupIndex,
+    /// A scale of the whole tensor.
+    Global,
+}
+
+/// How a weight is stored in several tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Storage {
+    /// [`Fp8`].
+    Fp8 {
+        /// The scales' shape.
+        scale_shape: ScaleShape,
+    },
+    /// [`Gptq`].
+    Gptq {
+        /// The number of bits.
+        bits: u32,
+        /// The columns of a group; `None` for a whole row.
+        group: Option<u32>,
+        /// Whether every zero is the middle code.
+        symmetric: bool,
+        /// The version of the zeros.
+        version: GptqVersion,
+    },
+    /// [`Awq`].
+    Awq {
+        /// The columns of a group; `None` for a whole row.
+        group: Option<u32>,
+    },
+    /// [`PackedInts`].
+    PackedInts {
+        /// The number of bits.
+        bits: u32,
+        /// The scales' shape.
+        scale_shape: ScaleShape,
+        /// The rows and columns.
+        shape: [u64; 2],
+    },
+    /// [`Int8`].
+    Int8 {
+        /// The scales' shape.
+        scale_shape: ScaleShape,
+    },
+    /// [`Nvfp4`].
+    Nvfp4 {
+        /// Whether the tensor's scale divides instead of multiplying.
+        global_divides: bool,
+    },
+    /// [`Mxfp4`].
+    Mxfp4,
+}
+
+/// A tensor's header.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorHead {
+    /// What the tensor holds.
+    pub role: Role,
+    /// The tensor's name, for errors.
+    pub name: String,
+    /// The element type.
+    pub dtype: TensorDtype,
+    /// The size of each dimension, outermost first.
+    pub shape: Vec<u64>,
+}
+
+/// A quantised weight without its data: how it is stored, and the headers of its tensors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Description {
+    /// How the weight is stored.
+    pub storage: Storage,
+    /// The tensors, each role at most once; the codes are first.
+    pub tensors: Vec<TensorHead>,
+}
+
+impl Description {
+    /// Checks the headers and gives a matrix that has a size and codes and must not be decoded.
+    pub fn check(&self) -> Result<CodeMatrix<'_>, WeightError> {
+        self.matrix(|_| None)
+    }
+
+    /// Gives the matrix of the tensors with these bytes, in the order of [`Description::tensors`].
+    ///
+    /// # Panics
+    /// If there are fewer bytes than tensors.
+    pub fn open<'a>(&'a self, bytes: &[&'a [u8]]) -> Result<CodeMatrix<'a>, WeightError> {
+        self.matrix(|index| Some(bytes[index]))
+    }
+
+    fn matrix<'a>(&'a self, bytes: impl Fn(usize) -> Option<&'a [u8]>) -> Result<CodeMatrix<'a>, WeightError> {
+        let find = |role: Role| {
+            let at = self.tensors.iter().position(|tensor| tensor.role == role)?;
+            let TensorHead { name, dtype, shape, .. } = &self.tensors[at];
+            Some(Tensor { name, dtype: *dtype, shape, bytes: bytes(at) })
+        };
+        let need = |role: Role| {
+            find(role).ok_or_else(|| {
+                let tensor = self.tensors.first().map_or_else(String::new, |tensor| tensor.name.clone());
+                WeightError::Missing { tensor, role }
+            })
+        };
+        let weight = need(Role::Codes)?;
+        match self.storage {
+            Storage::Fp8 { scale_shape } => Fp8 { weight, scale: need(Role::Scale)?, scale_shape }.open(),
+            Storage::Gptq { bits, group, symmetric, version } => Gptq {
+                qweight: weight,
+                qzeros: need(Role::Zero)?,
+                scales: need(Role::Scale)?,
+                g_idx: find(Role::GroupIndex),
+                bits,
+                group,
+                symmetric,
+                version,
+            }
+            .open(),
+            Storage::Awq { group } => {
+                Awq { qweight: weight, qzeros: find(Role::Zero), scales: need(Role::Scale)?, group }.open()
+            }
+            Storage::PackedInts { bits, scale_shape, shape } => PackedInts {
+                packed: weight,
+                scale: need(Role::Scale)?,
+                scale_shape,
+                zero_point: find(Role::Zero),
+                g_idx: find(Role::GroupIndex),
+                shape,
+                bits,
+            }
+            .open(),
+            Storage::Int8 { scale_shape } => {
+                let (scale, zero_point) = (need(Role::Scale)?, find(Role::Zero));
+                Int8 { weight, scale, scale_shape, zero_point }.open()
+            }
+            Storage::Nvfp4 { global_divides } => {
+                let (scale, global) = (need(Role::Scale)?, need(Role::Global)?);
+                Nvfp4 { packed: weight, scale, global, global_divides }.open()
+            }
+            Storage::Mxfp4 => Mxfp4 { packed: weight, scale: need(Role::Scale)? }.open(),
+        }
+    }
 }
 
 // ---- Rows ----
@@ -699,9 +886,15 @@ impl<'a> CodeMatrix<'a> {
         }
     }
 
-    /// Decodes one row: [`CodeMatrix::decode`] with a count of 1.
-    pub fn row(&self, row: u32, codes: &mut [u8], scales: &mut [f32], minimums: &mut [f32]) -> Result<(), WeightError> {
-        self.decode(row, 1, codes, scales, minimums)
+    /// Returns the bytes of the codes' tensor that hold these rows, if they are contiguous.
+    pub fn bytes_of(&self, rows: Range<u32>) -> Option<Range<u64>> {
+        let row_bytes = match self.packing {
+            Packing::Bytes { .. } => u64::from(self.cols),
+            Packing::Nibbles => u64::from(self.cols / 2),
+            Packing::Along { words, .. } => words as u64 * 4,
+            Packing::Down | Packing::Awq => return None,
+        };
+        Some(u64::from(rows.start) * row_bytes..u64::from(rows.end) * row_bytes)
     }
 
     /// Decodes `count` rows from `first` on, one after the other: `cols` codes a row, and `groups` scales and minimums.
@@ -815,7 +1008,7 @@ impl<'a> CodeMatrix<'a> {
                 word >> (4 * AWQ_NIBBLES[at % 8]) & 15
             }
             Zeros::Down { tensor, dense } => packed(|k| tensor.word(k * self.scales.groups + group), at, bits, dense),
-            Zeros::Bytes { tensor } => u32::from(tensor.bytes[self.scales.index(row, group)] ^ 0x80),
+            Zeros::Bytes { tensor } => u32::from(tensor.data()[self.scales.index(row, group)] ^ 0x80),
         };
         Ok(Some(zero as f32))
     }
@@ -824,7 +1017,7 @@ impl<'a> CodeMatrix<'a> {
     fn decode_codes(&self, first: u32, codes: &mut [u8]) {
         let cols = self.cols as usize;
         let first = first as usize;
-        let bytes = self.weight.bytes;
+        let bytes = self.weight.data();
         match self.packing {
             Packing::Bytes { flip } => {
                 let bytes = &bytes[first * cols..][..codes.len()];
@@ -902,7 +1095,7 @@ impl<'a> CodeMatrix<'a> {
         for eight in 0..width.div_ceil(8) {
             let mut tile = [[0; WORDS]; 8];
             for (col, tile) in (start + 8 * eight..cols).zip(&mut tile) {
-                let line = &self.weight.bytes[4 * (col * words + word)..][..4 * WORDS];
+                let line = &self.weight.data()[4 * (col * words + word)..][..4 * WORDS];
                 *tile = std::array::from_fn(|k| u32::from_le_bytes(*line[4 * k..].first_chunk().expect("a word")));
             }
             transpose(&mut tile);
@@ -1002,6 +1195,13 @@ fn transpose<const WORDS: usize>(tile: &mut [[u32; WORDS]; 8]) {
 /// Why tensors do not form a matrix, or a row cannot be used.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WeightError {
+    /// A tensor of the weight is missing.
+    Missing {
+        /// The name of the codes' tensor.
+        tensor: String,
+        /// What is missing.
+        role: Role,
+    },
     /// The element type is not one that the format has.
     TensorDtype {
         /// The tensor's name.
@@ -1125,6 +1325,7 @@ pub enum WeightError {
 impl fmt::Display for WeightError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            WeightError::Missing { tensor, role } => write!(f, "tensor {tensor} has no tensor of {role:?} beside it"),
             WeightError::TensorDtype { tensor, found, expected } => {
                 write!(f, "tensor {tensor} has elements of type {found:?}, expected {expected}")
             }

@@ -63,7 +63,18 @@ fn bits(i: usize) -> u16 {
 fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> TensorSource {
     let offset = 7 + 2 * first as u64;
     let format = SourceFormat::Numbers(Format::Bf16);
-    TensorSource { file: Arc::clone(file), offset, rows, cols, format, first_row, row_step, stride: 1, plus: 0.0 }
+    TensorSource {
+        file: Arc::clone(file),
+        offset,
+        rows,
+        cols,
+        format,
+        first_row,
+        row_step,
+        stride: 1,
+        plus: 0.0,
+        matrix: None,
+    }
 }
 
 fn words(bytes: &[u8]) -> Vec<u16> {

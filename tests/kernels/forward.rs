@@ -59,7 +59,7 @@ fn fragments(values: &[f32], rows: u32, cols: u32) -> Vec<u32> {
     let format = SourceFormat::Numbers(Format::Bf16);
     let source = pack::Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
     let mut words = vec![0u32; packing.bytes() as usize / 4];
-    pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));
+    pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words)).expect("finite values");
     words
 }
 

@@ -175,7 +175,8 @@ impl Layer {
         };
         let packing = Packing { rows, cols, layout, format: self.format };
         let mut words = vec![0u32; packing.bytes() as usize / 4];
-        pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words));
+        pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words))
+            .expect("finite values");
         Matrix { range: cases.words(name, &words), format: self.format, rows, cols }
     }
 

@@ -105,7 +105,7 @@ fn weight_words(decoder: &Decoder<'_>) -> Memory {
         for part in decoder.parts(weight) {
             let first = u64::from(part.first_row) * packing.row_bytes();
             let mut bytes = vec![0; part.bytes as usize];
-            pack::pack(&packing, &rows, first..first + part.bytes, &mut bytes);
+            pack::pack(&packing, &rows, first..first + part.bytes, &mut bytes).expect("finite values");
             bytes.resize(bytes.len().next_multiple_of(4), 0);
             memory.insert(
                 part.name,

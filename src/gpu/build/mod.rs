@@ -8,7 +8,7 @@ mod overlap_test;
 pub(crate) mod recordings;
 
 use crate::actors::compute::Submission;
-use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, TensorSource, WeightLoad};
+use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, MatrixRows, TensorSource, WeightLoad};
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
@@ -392,22 +392,35 @@ impl Build<'_> {
             self.checkpoint.files.iter().map(|file| (&*file.path, &file.stamp)).collect();
         let failed = |source: LoadError| StartError::Load { model: self.model.name.clone(), source };
         let mut files: HashMap<Arc<Path>, Arc<WeightFile>> = HashMap::new();
+        let mut open = |path: &Arc<Path>| -> Result<Arc<WeightFile>, StartError> {
+            if let Some(file) = files.get(path) {
+                return Ok(Arc::clone(file));
+            }
+            let file = WeightFile::open_as(path, stamps[&**path]);
+            let file = Arc::new(file.map_err(|error| failed(error.into()))?);
+            files.insert(Arc::clone(path), Arc::clone(&file));
+            Ok(file)
+        };
         let mut tensors = Vec::new();
         for (weight, parts) in weights {
             for part in parts {
                 let whole = decoder.packing(weight);
                 let mut sources = Vec::new();
                 for source in &weight.sources {
-                    let file = match files.get(&source.path) {
-                        Some(file) => Arc::clone(file),
-                        None => {
-                            let file = WeightFile::open_as(&source.path, stamps[&*source.path]);
-                            let file = Arc::new(file.map_err(|error| failed(error.into()))?);
-                            files.insert(Arc::clone(&source.path), Arc::clone(&file));
-                            file
+                    let Some(clipped) = clip(source, part, open(&source.path)?) else { continue };
+                    let matrix = match &source.matrix {
+                        None => None,
+                        Some(of) => {
+                            let tensors = of.matrix.places.iter();
+                            let tensors = tensors.map(|place| Ok((open(&place.path)?, place.range())));
+                            Some(MatrixRows {
+                                description: Arc::clone(&of.matrix.description),
+                                tensors: tensors.collect::<Result<_, StartError>>()?,
+                                first: of.first + clipped.from,
+                            })
                         }
                     };
-                    sources.extend(clip(source, part, file));
+                    sources.push(TensorSource { matrix, ..clipped.source });
                 }
                 tensors.push(LoadTensor {
                     name: part.name.clone(),
@@ -465,8 +478,15 @@ impl Build<'_> {
     }
 }
 
+/// Rows of a source that lie in a part of its weight.
+struct Clipped {
+    source: TensorSource,
+    /// The first of them.
+    from: u32,
+}
+
 /// Returns the rows of a source that lie in a part of its weight; `None` if there are none.
-fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<TensorSource> {
+fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clipped> {
     let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
     let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
     let from = begin.saturating_sub(first).div_ceil(step);
@@ -474,9 +494,13 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Tensor
     if from >= to {
         return None;
     }
-    Some(TensorSource {
+    let bytes = match source.matrix {
+        None => source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
+        Some(_) => 0,
+    };
+    let source = TensorSource {
         file,
-        offset: source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
+        offset: bytes,
         rows: (to - from) as u32,
         cols: source.cols,
         format: source.format,
@@ -484,5 +508,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Tensor
         row_step: source.row_step,
         stride: source.stride,
         plus: source.plus,
-    })
+        matrix: None,
+    };
+    Some(Clipped { source, from: from as u32 })
 }

@@ -1,13 +1,15 @@
 //! The layouts of quantised weights in device memory. A weight is an unsigned code of 2 to 8 bits; a group of adjacent
-//! columns has a scale and, if the format stores one, a minimum, both f16; a row has an f32 factor, a power of two:
+//! columns has a scale and, if the format stores one, a minimum, both f16; a row has an f32 factor:
 //!
 //! ```text
 //! weight = factor * (value(code) * scale - minimum)
 //! ```
 //!
 //! `value` is the f16 number that a kernel gets from a code with bit operations: code · 2⁻²⁴ for affine codes (the code's
-//! bits as a subnormal f16), the number · 2⁻⁸ for e4m3, the number · 2⁻¹⁴ for e2m1 and the number for e5m2. The factor makes a row's largest
-//! scale a large f16, so that neither scales nor products of a row overflow or lose bits.
+//! bits as a subnormal f16), the number · 2⁻⁸ for e4m3, the number · 2⁻¹⁴ for e2m1 and the number for e5m2. The factor
+//! makes a row's largest scale a large f16, so that neither scales nor products of a row overflow or lose bits. It is a
+//! power of two; in a row whose groups all have the same scale (scales by row or tensor) it contains that scale, which is
+//! then exact.
 //!
 //! The bits of codes are in planes, each with 8, 4, 2 or 1 bits of every code: 8 bits are one plane, 6 bits are 4 + 2,
 //! 5 bits 4 + 1, 3 bits 2 + 1; the plane with more bits holds the low ones.
@@ -19,10 +21,10 @@
 //!
 //! Not here: the formats of files (`quant`), and layouts of other numbers.
 
-use super::{FRAGMENT_ROWS, Layout, Line, Packing, Rows, SourceFormat};
+use super::{BadRow, FRAGMENT_ROWS, Layout, Line, Packing, Rows};
 use crate::quant::number::Number;
 use crate::quant::quantize::{self, INT4, INT8};
-use crate::quant::{Codes, Minimum};
+use crate::quant::{BadGroup, Codes, Minimum};
 use half::f16;
 
 /// The bytes before a row's planes in a row-major tensor.
@@ -120,34 +122,29 @@ impl Row {
     }
 
     /// Reads a source's row; `None` gives zeros. Afterwards scales and minimums are those that are stored.
-    fn read(&mut self, line: Option<Line<'_>>, codes: Codes) {
+    fn read(&mut self, line: Option<Line<'_>>, codes: Codes) -> Result<(), BadGroup> {
         self.codes.fill(0);
         self.scales.fill(0.0);
         self.minimums.fill(0.0);
         self.factor = 1.0;
-        let Some(line) = line else { return };
+        let Some(line) = line else { return Ok(()) };
         let cols = line.cols;
-        match line.format {
-            SourceFormat::Blocks(blocks) => {
-                let from = blocks.codes();
-                let groups = cols / from.group as usize;
-                if from == codes {
-                    let (scales, minimums) = (&mut self.scales[..groups], &mut self.minimums[..groups]);
-                    blocks.decode(line.bytes, &mut self.codes[..cols], scales, minimums);
-                } else {
-                    let (mut scales, mut minimums) = (vec![0.0; groups], vec![0.0; groups]);
-                    blocks.decode(line.bytes, &mut self.codes[..cols], &mut scales, &mut minimums);
-                    let each = (from.group / codes.group) as usize;
-                    for (group, (scale, minimum)) in scales.into_iter().zip(minimums).enumerate() {
-                        self.scales[group * each..][..each].fill(scale);
-                        self.minimums[group * each..][..each].fill(minimum);
-                    }
-                }
+        let groups = codes.groups(cols);
+        match line.format.codes() {
+            Some(from) if from.group == codes.group => {
+                line.decode(&mut self.codes[..cols], &mut self.scales[..groups], &mut self.minimums[..groups])?;
             }
-            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => {
+            Some(from) => {
+                let mut numbers = vec![0.0; 2 * from.groups(cols)];
+                let (scales, minimums) = numbers.split_at_mut(from.groups(cols));
+                line.decode(&mut self.codes[..cols], scales, minimums)?;
+                let each = (from.group / codes.group) as usize;
+                self.scales[..groups].chunks_mut(each).zip(scales).for_each(|(to, x)| to.fill(*x));
+                self.minimums[..groups].chunks_mut(each).zip(minimums).for_each(|(to, x)| to.fill(*x));
+            }
+            None => {
                 let mut numbers = vec![0.0f32; cols];
-                line.floats(&mut numbers);
-                let groups = codes.groups(cols);
+                line.floats(&mut numbers)?;
                 let (to, scales) = (&mut self.codes[..cols], &mut self.scales[..groups]);
                 match codes {
                     INT8 => quantize::int8(&numbers, to, scales),
@@ -163,10 +160,21 @@ impl Row {
         let stored = codes.minimum == Minimum::Stored;
         let minimums = if stored { exponent(largest(&self.minimums)).map(|e| e - 14) } else { None };
         let power = scales.max(minimums).unwrap_or(0).clamp(-126, 127);
-        self.factor = 2f32.powi(power);
-        let (by_scale, by_minimum) = (2f64.powi(shift - power), 2f64.powi(-power));
+        let first = self.scales[0];
+        let same = groups > 0 && self.scales[..groups].iter().all(|scale| scale.to_bits() == first.to_bits());
+        let mut factor = 2f64.powi(power);
+        if let (true, Some(exponent)) = (same, exponent(first.abs())) {
+            // The scale's significant bits go to the factor, unless that leaves the range of f32.
+            let significant = f64::from(first.abs()) * 2f64.powi(-exponent);
+            if (f32::MIN_POSITIVE.into()..f32::MAX.into()).contains(&(factor * significant)) {
+                factor *= significant;
+            }
+        }
+        self.factor = factor as f32;
+        let (by_scale, by_minimum) = (2f64.powi(shift) / factor, 1.0 / factor);
         self.scales.iter_mut().for_each(|x| *x = (f64::from(*x) * by_scale) as f32);
         self.minimums.iter_mut().for_each(|x| *x = (f64::from(*x) * by_minimum) as f32);
+        Ok(())
     }
 }
 
@@ -180,7 +188,13 @@ fn exponent_of(x: f32) -> i32 {
 }
 
 /// Implements [`super::pack`] for codes; `start` is the part's first byte and a multiple of the tensor's unit.
-pub(super) fn pack_codes(packing: &Packing, codes: Codes, sources: &[Rows<'_>], start: u64, out: &mut [u8]) {
+pub(super) fn pack_codes(
+    packing: &Packing,
+    codes: Codes,
+    sources: &[Rows<'_>],
+    start: u64,
+    out: &mut [u8],
+) -> Result<(), BadRow> {
     let padded = packing.padded_cols();
     let line = |row: u32| sources.iter().find_map(|s| s.line(row));
     let row_bytes = row_bytes(codes, packing.layout, padded);
@@ -189,7 +203,7 @@ pub(super) fn pack_codes(packing: &Packing, codes: Codes, sources: &[Rows<'_>], 
         Layout::RowMajor { .. } => {
             let first = (start / row_bytes) as u32;
             for (index, out) in (first..).zip(out.chunks_exact_mut(row_bytes as usize)) {
-                row.read(line(index), codes);
+                row.read(line(index), codes).map_err(|group| BadRow { row: index, group })?;
                 write_row(codes, &row, out);
             }
         }
@@ -201,13 +215,14 @@ pub(super) fn pack_codes(packing: &Packing, codes: Codes, sources: &[Rows<'_>], 
                 for index in 0..FRAGMENT_ROWS {
                     let packed = block * FRAGMENT_ROWS + index;
                     if packed < packing.rows {
-                        row.read(line(packed), codes);
+                        row.read(line(packed), codes).map_err(|group| BadRow { row: packed, group })?;
                         write_fragment_row(codes, padded, index, &row, out);
                     }
                 }
             }
         }
     }
+    Ok(())
 }
 
 /// Writes a row of a row-major tensor.
@@ -524,11 +539,11 @@ mod tests {
         for layout in LAYOUTS {
             let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
             let mut whole = vec![0; packing.bytes() as usize];
-            pack(&packing, &[source(&bytes, kind, rows, cols)], 0..packing.bytes(), &mut whole);
+            pack(&packing, &[source(&bytes, kind, rows, cols)], 0..packing.bytes(), &mut whole).unwrap();
             let unit = packing.unit_bytes();
             for begin in (0..packing.bytes()).step_by(unit as usize) {
                 let mut part = vec![1; unit as usize];
-                pack(&packing, &[source(&bytes, kind, rows, cols)], begin..begin + unit, &mut part);
+                pack(&packing, &[source(&bytes, kind, rows, cols)], begin..begin + unit, &mut part).unwrap();
                 assert_eq!(part, &whole[begin as usize..][..unit as usize], "{layout:?} {begin}");
             }
         }

@@ -16,6 +16,7 @@ use crate::model::gguf::Gguf;
 use crate::model::gguf::container::TensorType;
 use crate::model::gguf::tensors::{ColumnOrder, RowOrder, RowRun, Source, StoredAs};
 use crate::quant::blocks::BlockType;
+use crate::quant::safetensors::TensorDtype;
 
 /// The maximum header length in bytes, as the safetensors format defines it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -112,6 +113,16 @@ impl Headers {
     /// Returns how a tensor's stored values differ from those that its name stands for.
     pub(super) fn change(&self, tensor: &str) -> StoredAs {
         self.sources.get(tensor).map_or(StoredAs::None, |source| source.change)
+    }
+
+    /// Whether these are the headers of a GGUF model, whose quantised tensors are blocks.
+    pub(super) fn is_gguf(&self) -> bool {
+        !self.sources.is_empty()
+    }
+
+    /// Whether a tensor's elements may be codes.
+    pub(super) fn may_be_quantised(&self, info: &TensorInfo) -> bool {
+        !self.is_gguf() && TensorDtype::from_name(&info.dtype).is_some()
     }
 
     /// Returns what prevents a tensor from being read row by row, if anything does.
@@ -301,9 +312,9 @@ fn read_header(path: &Path, index: usize) -> Result<Header, CheckpointProblem> {
             (Some(offset), Some(file_end)) if begin <= end => (offset, file_end),
             _ => return Err(bad(format!("tensor {name} has the offsets {begin} and {end}"))),
         };
-        if let Ok(known) = Dtype::from_str(dtype) {
+        if let Some(known) = TensorDtype::from_name(dtype) {
             let elements = shape.iter().try_fold(1u64, |product, n| product.checked_mul(*n));
-            let bytes = elements.and_then(|elements| elements.checked_mul(known.bytes()));
+            let bytes = elements.and_then(|elements| elements.checked_mul(known.bytes() as u64));
             if bytes != Some(end - begin) {
                 let held = end - begin;
                 return Err(bad(format!("tensor {name} of shape {shape:?} and dtype {dtype} has {held} bytes")));

@@ -3,7 +3,10 @@
 //!
 //! Not here: reading the rows' data.
 
+use std::sync::Arc;
+
 use super::headers::Headers;
+use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, SourceFormat};
 use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
@@ -23,6 +26,56 @@ struct Slice {
     /// The packed row of that first row, and the distance in packed rows between consecutive rows.
     first_row: u32,
     row_step: u32,
+}
+
+/// A range of a merged weight's rows begins at a multiple of this: kernels write whole chunks of this many outputs.
+const RANGE_ROWS: u32 = 32;
+
+/// Where the rows of an origin are.
+enum Stored<'a> {
+    /// In a tensor, row by row.
+    Numbers(String, &'a TensorInfo, SourceFormat),
+    /// In a weight of several tensors.
+    Quantised(Arc<QuantisedWeight>),
+}
+
+/// Returns the source of a slice of a quantised weight.
+fn quantised_source(matrix: &Arc<QuantisedWeight>, slice: &Slice, cols: u32) -> SourceRef {
+    let (codes, place) = (&matrix.description.tensors[0], &matrix.places[0]);
+    SourceRef {
+        tensor: codes.name.clone(),
+        path: Arc::clone(&place.path),
+        offset: 0,
+        format: SourceFormat::Canonical(matrix.codes),
+        rows: slice.rows,
+        cols,
+        first_row: slice.first_row,
+        row_step: slice.row_step,
+        stride: 1,
+        plus: 0.0,
+        matrix: Some(MatrixRef { matrix: Arc::clone(matrix), first: slice.from }),
+    }
+}
+
+/// Returns the format that represents the numbers of two formats exactly, if there is one.
+fn both(a: Format, b: Format) -> Option<Format> {
+    match (a, b) {
+        (Format::Codes(a), Format::Codes(b)) => a.common(b).map(Format::Codes),
+        (Format::Codes(_), _) | (_, Format::Codes(_)) => None,
+        (a, b) => Some(if a == b { a } else { Format::F32 }),
+    }
+}
+
+/// Returns the format that represents the numbers of all sources of a matrix exactly, if there is one.
+fn common(sources: &[SourceRef]) -> Option<Format> {
+    let packed = |source: &SourceRef| match source.format {
+        SourceFormat::Numbers(format) => format,
+        SourceFormat::NegatedExp => Format::F32,
+        SourceFormat::Blocks(blocks) => Format::Codes(blocks.codes()),
+        SourceFormat::Canonical(codes) => Format::Codes(codes),
+    };
+    let formats = sources.iter().map(packed).map(Some);
+    formats.reduce(|a, b| both(a?, b?)).unwrap_or(Some(Format::F32))
 }
 
 /// A tensor that supplies rows of a packed weight. Whatever its shape, it is treated as rows with as many columns as
@@ -76,9 +129,10 @@ impl<'a> Specs<'a> {
         self.specs
     }
 
-    /// Whether the tensor exists, or may have existed in a file that could not be read.
+    /// Whether the tensor exists, as numbers or quantised, or may have existed in a file that could not be read.
     fn has(&self, tensor: &str) -> bool {
-        self.headers.find(tensor).is_some() || self.headers.is_lost(tensor)
+        let found = |name: &str| self.headers.find(name).is_some() || self.headers.is_lost(name);
+        found(tensor) || Names::new(tensor).codes().iter().any(|name| found(name))
     }
 
     /// Adds the weights of the multi-token-prediction (MTP) block.
@@ -293,7 +347,14 @@ impl<'a> Specs<'a> {
         let rows = origins.iter().flat_map(|origin| &origin.slices).map(|slice| slice.rows).sum();
         let mut sources = Vec::with_capacity(origins.len());
         for origin in origins {
-            let Some((tensor, info, format)) = self.resolve(&origin) else { continue };
+            let (tensor, info, format) = match self.resolve(&origin, cols.is_some()) {
+                None => continue,
+                Some(Stored::Numbers(tensor, info, format)) => (tensor, info, format),
+                Some(Stored::Quantised(matrix)) => {
+                    sources.extend(origin.slices.iter().map(|slice| quantised_source(&matrix, slice, width)));
+                    continue;
+                }
+            };
             let path = &self.headers.files[info.file].path;
             let (plus, format) = match (self.headers.change(&tensor), format) {
                 (StoredAs::None, format) => (plus, format),
@@ -329,49 +390,100 @@ impl<'a> Specs<'a> {
                         row_step: slice.row_step,
                         stride: run.stored_step as u32,
                         plus,
+                        matrix: None,
                     });
                 }
             }
         }
-        let format = match cols {
-            Some(_) => self.common(name, &sources),
-            None => Format::F32,
+        let merged = name.to_owned();
+        let whole = WeightSpec {
+            name: name.to_owned(),
+            merged,
+            first_row: 0,
+            rows,
+            cols: width,
+            kind: if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector },
+            format: Format::F32,
+            sources,
         };
-        let kind = if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector };
-        self.specs.push(WeightSpec { name: name.to_owned(), rows, cols: width, kind, format, sources });
-    }
-
-    /// Returns the format that represents the numbers of all sources of a matrix exactly.
-    fn common(&mut self, name: &str, sources: &[SourceRef]) -> Format {
-        let packed = |source: &SourceRef| match source.format {
-            SourceFormat::Numbers(format) => format,
-            SourceFormat::NegatedExp => Format::F32,
-            SourceFormat::Blocks(blocks) => Format::Codes(blocks.codes()),
-        };
-        let both = |a: Format, b: Format| match (a, b) {
-            (Format::Codes(a), Format::Codes(b)) => a.common(b).map(Format::Codes),
-            (Format::Codes(_), _) | (_, Format::Codes(_)) => None,
-            (a, b) => Some(if a == b { a } else { Format::F32 }),
-        };
-        let formats = sources.iter().map(packed);
-        match formats.map(Some).reduce(|a, b| both(a?, b?)) {
-            Some(Some(format)) => format,
-            None => Format::F32,
-            Some(None) => {
-                let formats: Vec<String> =
-                    sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
-                let (weight, formats) = (name.to_owned(), formats.join(", "));
-                self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
-                Format::F32
-            }
+        match (cols, common(&whole.sources)) {
+            (None, _) => self.specs.push(whole),
+            (Some(_), Some(format)) => self.specs.push(WeightSpec { format, ..whole }),
+            (Some(_), None) => self.push_ranges(whole),
         }
     }
 
-    /// Returns the tensor, if it exists with the expected shape and a supported element type. Otherwise reports the
-    /// problem.
-    fn resolve(&mut self, origin: &Origin) -> Option<(String, &'a TensorInfo, SourceFormat)> {
+    /// Adds a matrix as ranges of rows, each of one format. A range begins at a multiple of [`RANGE_ROWS`], and its rows
+    /// do not alternate with those of another format; otherwise reports the problem.
+    fn push_ranges(&mut self, whole: WeightSpec) {
+        let mut sources = whole.sources.clone();
+        sources.sort_by_key(|source| source.first_row);
+        let mut ranges: Vec<(Format, Vec<SourceRef>)> = Vec::new();
+        for source in sources {
+            let alone = common(std::slice::from_ref(&source));
+            match (ranges.last_mut(), alone) {
+                (Some((format, of)), Some(alone)) if both(*format, alone).is_some() => {
+                    *format = both(*format, alone).unwrap_or(*format);
+                    of.push(source);
+                }
+                (_, Some(alone)) => ranges.push((alone, vec![source])),
+                (_, None) => {}
+            }
+        }
+        let mut next = 0;
+        let mut fits = true;
+        let mut specs = Vec::new();
+        for (format, mut sources) in ranges {
+            let first_row = sources.first().map_or(0, |source| source.first_row);
+            let rows: u32 = sources.iter().map(|source| source.rows).sum();
+            fits &= first_row == next && first_row.is_multiple_of(RANGE_ROWS);
+            fits &= sources.iter().all(|source| source.row_step == 1 || source.rows == 1);
+            next += rows;
+            sources.iter_mut().for_each(|source| source.first_row -= first_row);
+            let name = if first_row == 0 { whole.name.clone() } else { format!("{}.from{first_row}", whole.name) };
+            specs.push(WeightSpec { name, first_row, rows, format, sources, ..whole.clone() });
+        }
+        // Experts are one buffer for their kernels.
+        if fits && next == whole.rows && !whole.is_of_experts() {
+            self.specs.extend(specs);
+            return;
+        }
+        let formats: Vec<String> =
+            whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
+        let (weight, formats) = (whole.name.clone(), formats.join(", "));
+        self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
+    }
+
+    /// Returns the tensor, or the quantised weight in its place, if it exists with the expected shape and supported
+    /// element types. Otherwise reports the problem. Only matrices are quantised.
+    fn resolve(&mut self, origin: &Origin, is_matrix: bool) -> Option<Stored<'a>> {
         let headers: &'a Headers = self.headers;
         let name = &origin.tensor;
+        let quantization = self.config.quantization.as_ref();
+        let numbers = headers.find(name).filter(|(_, info)| info.format.is_some() || !headers.may_be_quantised(info));
+        if is_matrix && !headers.is_gguf() {
+            if let Some((tensor, info)) = numbers
+                && quantization.is_some()
+                && let Some(scale) = quantised::scale_beside(headers, name)
+            {
+                let (tensor, dtype) = (tensor.to_owned(), info.dtype.clone());
+                self.problems.push(CheckpointProblem::ScaleBeside { tensor, dtype, scale });
+                return None;
+            }
+            if numbers.is_none()
+                && let Some(found) = quantised::find(headers, quantization, name, &origin.shape)
+            {
+                return match found {
+                    Ok(matrix) => Some(Stored::Quantised(Arc::new(matrix))),
+                    // A file that could not be read was reported before.
+                    Err(CheckpointProblem::MissingTensor { .. }) if headers.is_lost(name) => None,
+                    Err(problem) => {
+                        self.problems.push(problem);
+                        None
+                    }
+                };
+            }
+        }
         let Some((tensor, info)) = headers.find(name) else {
             if !self.headers.is_lost(name) {
                 self.problems.push(CheckpointProblem::MissingTensor { tensor: name.clone() });
@@ -384,7 +496,7 @@ impl<'a> Specs<'a> {
             self.problems.push(CheckpointProblem::Shape { tensor, shape, expected });
         }
         match info.format {
-            Some(format) => fits.then(|| (tensor.to_owned(), info, format)),
+            Some(format) => fits.then(|| Stored::Numbers(tensor.to_owned(), info, format)),
             None => {
                 let (tensor, dtype) = (tensor.to_owned(), info.dtype.clone());
                 self.problems.push(CheckpointProblem::UnsupportedDtype { tensor, dtype });

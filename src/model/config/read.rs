@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use serde_json::{Map, Value};
 
+use super::quantization::{self, Quantization};
 use super::rope::{self, Rope};
 use super::{
     Activation, Architecture, ConfigProblem, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, NormKind,
@@ -138,12 +139,13 @@ impl Reader {
 
 /// Reads the whole configuration. Problems are recorded in the reader; they must be checked even if this returns
 /// `Some`.
-pub(super) fn read(reader: &mut Reader, generation: Option<&Map<String, Value>>) -> Option<ModelConfig> {
+pub(super) fn read(
+    reader: &mut Reader,
+    generation: Option<&Map<String, Value>>,
+    quantized: Option<(&'static str, &Value)>,
+) -> Option<ModelConfig> {
     let architecture = architecture(reader);
-    if let Some(quantization) = reader.value("quantization_config").or(reader.value("compression_config")) {
-        let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed");
-        reader.problems.push(ConfigProblem::Quantized(method.to_owned()));
-    }
+    let quantization = quantization(reader, quantized);
     let activation = reader.value("hidden_act").or(reader.value("hidden_activation")).cloned();
     match activation.as_ref().map(|value| value.as_str().ok_or(value)) {
         None | Some(Ok("silu" | "swish")) => {}
@@ -250,7 +252,24 @@ pub(super) fn read(reader: &mut Reader, generation: Option<&Map<String, Value>>)
         eos,
         bos,
         dtype,
+        quantization: match quantization {
+            Some(quantization) => Some(quantization?),
+            None => None,
+        },
     })
+}
+
+/// Returns how the weights are quantised, according to config.json or else to a file beside it; the inner `None` stands
+/// for a problem.
+#[expect(clippy::option_option, reason = "absent, or present and wrong")]
+fn quantization(reader: &mut Reader, beside: Option<(&'static str, &Value)>) -> Option<Option<Quantization>> {
+    for key in ["quantization_config", "compression_config"] {
+        if let Some(value) = reader.value(key).cloned() {
+            let path = reader.named(key);
+            return Some(quantization::read(&value, &path, &mut reader.problems));
+        }
+    }
+    beside.map(|(file, value)| quantization::read(value, file, &mut reader.problems))
 }
 
 fn architecture(reader: &mut Reader) -> Option<Architecture> {

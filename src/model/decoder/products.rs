@@ -124,8 +124,8 @@ impl Decoder<'_> {
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
         // Logits are not tagged: the kernels that read them use barriers.
         let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
-        let codes = self.weight(name).is_some_and(|w| self.in_code_fragments(w));
         for (first, weight) in self.matrix(recording, name) {
+            let codes = fragments && weight.format.codes().is_some();
             let product = Product {
                 label: label_of(name),
                 weight,
@@ -231,10 +231,9 @@ impl Decoder<'_> {
         let rows = shape.rows();
         let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let bias = self.vector(recording, &format!("{name}.bias"));
-        let codes = self.weight(name).is_some_and(|w| self.in_code_fragments(w));
         let mut parts = Vec::new();
         for (first, weight) in self.matrix(recording, name) {
-            match codes {
+            match weight.format.codes().is_some() {
                 true => parts.extend(self.expanded(&weight).into_iter().map(|rows| (first, weight, Some(rows)))),
                 false => parts.push((first, weight, None)),
             }

@@ -78,15 +78,18 @@ impl Decoder<'_> {
         self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows)) * 4))
     }
 
-    /// Returns the parts of a matrix, each with its first row.
+    /// Returns the parts of a matrix, each with its first row. Ranges of rows of different formats are parts of their
+    /// own.
     pub(super) fn matrix(&self, recording: &mut Recording, name: &str) -> Vec<(u32, Matrix)> {
-        let weight = self.weight(name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""));
-        self.parts(weight)
-            .into_iter()
-            .map(|part| {
+        let mut parts = Vec::new();
+        for weight in self.weights.iter().filter(|weight| weight.merged == name) {
+            parts.extend(self.parts(weight).into_iter().map(|part| {
                 let range = recording.buffer(&part.name, part.bytes);
-                (part.first_row, Matrix { range, format: weight.format, rows: part.rows, cols: weight.cols })
-            })
-            .collect()
+                let matrix = Matrix { range, format: weight.format, rows: part.rows, cols: weight.cols };
+                (weight.first_row + part.first_row, matrix)
+            }));
+        }
+        assert!(!parts.is_empty(), "the checkpoint was opened with \"{name}\"");
+        parts
     }
 }

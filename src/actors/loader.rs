@@ -720,7 +720,8 @@ fn decode(matrix: &CodeMatrix<'_>, rows: Range<u32>, out: &mut [u8]) -> Result<(
         for row in 0..rows {
             let minimums = if stored == 0 { &[][..] } else { &minimums[row * groups..][..groups] };
             let out = out.next().expect("a row for each");
-            write_canonical(&codes[row * cols..][..cols], &scales[row * groups..][..groups], minimums, out);
+            let (codes, scales) = (&codes[row * cols..][..cols], &scales[row * groups..][..groups]);
+            write_canonical(codes, scales, minimums, matrix.unit(), out);
         }
         first += count;
     }

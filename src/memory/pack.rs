@@ -68,7 +68,7 @@ impl SourceFormat {
             SourceFormat::NegatedExp => u64::from(cols) * 4,
             SourceFormat::Canonical(codes) => {
                 let numbers = if codes.zero().is_none() { 2 } else { 1 };
-                u64::from(cols) + codes.groups(cols as usize) as u64 * 4 * numbers
+                u64::from(cols) + codes.groups(cols as usize) as u64 * 4 * numbers + 4
             }
         }
     }
@@ -83,16 +83,17 @@ impl SourceFormat {
     }
 }
 
-/// Writes a row of [`SourceFormat::Canonical`]: the codes, a byte each, then the scales and the minimums in f32, little
-/// endian. `minimums` is empty if the codes have a constant zero.
+/// Writes a row of [`SourceFormat::Canonical`]: the codes, a byte each, then the scales, the minimums and the unit in f32,
+/// little endian. `minimums` is empty if the codes have a constant zero. All scales are multiples of `unit` by numbers of
+/// few bits; 1 if that says nothing.
 ///
 /// # Panics
 /// If `out` has another length than the row: a bug of the caller.
-pub fn write_canonical(codes: &[u8], scales: &[f32], minimums: &[f32], out: &mut [u8]) {
-    assert_eq!(out.len(), codes.len() + 4 * (scales.len() + minimums.len()), "bytes of a canonical row");
+pub fn write_canonical(codes: &[u8], scales: &[f32], minimums: &[f32], unit: f32, out: &mut [u8]) {
+    assert_eq!(out.len(), codes.len() + 4 * (scales.len() + minimums.len() + 1), "bytes of a canonical row");
     let (to, numbers) = out.split_at_mut(codes.len());
     to.copy_from_slice(codes);
-    for (to, x) in numbers.as_chunks_mut::<4>().0.iter_mut().zip(scales.iter().chain(minimums)) {
+    for (to, x) in numbers.as_chunks_mut::<4>().0.iter_mut().zip(scales.iter().chain(minimums).chain([&unit])) {
         *to = x.to_le_bytes();
     }
 }
@@ -325,6 +326,14 @@ impl Line<'_> {
             out.iter_mut().for_each(|x| *x += self.plus);
         }
         Ok(())
+    }
+
+    /// Returns a number of which all scales of a quantised row are multiples by numbers of few bits.
+    fn unit(&self) -> f32 {
+        match (self.format, self.bytes.last_chunk()) {
+            (SourceFormat::Canonical(_), Some(unit)) => f32::from_le_bytes(*unit),
+            _ => 1.0,
+        }
     }
 
     /// Decodes a quantised row: a code for each column, and a scale and a minimum for each group of the source's codes.

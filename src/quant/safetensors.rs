@@ -886,6 +886,11 @@ impl<'a> CodeMatrix<'a> {
         }
     }
 
+    /// A number of which all scales are multiples by numbers of few bits: a scale of the whole tensor; else 1.
+    pub fn unit(&self) -> f32 {
+        if self.scales.divides { self.scales.factor.recip() } else { self.scales.factor }
+    }
+
     /// Returns the bytes of the codes' tensor that hold these rows, if they are contiguous.
     pub fn bytes_of(&self, rows: Range<u32>) -> Option<Range<u64>> {
         let row_bytes = match self.packing {

@@ -27,6 +27,9 @@ use std::path::{Path, PathBuf};
 pub const DIVERGENCE: f64 = 1e-6;
 const RANDOM_DIVERGENCE: f64 = 1e-4;
 const EXACT_DIVERGENCE: f64 = 1e-10;
+/// The mean divergence of integers with zeros: a minimum, scale × zero, has up to 19 significant bits and is stored in 11,
+/// so that all weights of a group are off by up to half a 500th of a step.
+const OFF_BY_MINIMUMS: f64 = 1e-5;
 
 fn configured(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Config {
     let mut model = Model::new("quantised", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
@@ -181,6 +184,67 @@ fn random_models_of_several_architectures() {
     for (name, types) in [("llama-plain", ["Q4_0", "Q6_K"]), ("qwen3-deep", ["Q4_1", "IQ4_XS"])] {
         check(&random_model(folder.path(), name, &[]), &RANDOM_PROMPT, &types, None);
     }
+}
+
+/// The fixtures of quantised safetensors (`make_quantised.py`).
+fn check_fixture(name: &str, limit: f64) {
+    let vulkan = Vulkan::new();
+    let name = format!("quantised/{name}");
+    let (path, expected) = (crate::harness::models::fixture(&name), expected(&name));
+    let host = start(&vulkan, &path, None, &[]);
+    let (found, logits) = draw(&host, &expected.prompt, expected.greedy.len() as u32);
+    let steps = expected.logits.iter();
+    let (found_rows, wanted): (Vec<_>, Vec<_>) = steps.map(|(step, row)| (logits[*step].clone(), row.clone())).unzip();
+    let apart = divergence(&found_rows, &wanted);
+    println!("{name}: divergence {apart:.1e}");
+    assert_eq!(found, expected.greedy, "{name}");
+    assert!(apart <= limit, "{name}: {apart:e}");
+    drop(host);
+    // Fragments without matrix units: products in f16 and bfloat16. Experts and 16-bit floats have row-major kernels.
+    let (_, logits) = draw(&start(&vulkan, &path, None, &["fragments=1"]), &expected.prompt, 1);
+    let apart = divergence(&logits, &wanted[..1]);
+    println!("{name} in fragments: divergence {apart:.1e}");
+    assert!(apart <= 1e-3, "{name} in fragments: {apart:e}");
+}
+
+#[test]
+fn compressed_tensors_of_all_formats() {
+    check_fixture("ct-mixed", OFF_BY_MINIMUMS);
+}
+
+#[test]
+fn gptq_of_four_bits_with_rules() {
+    check_fixture("gptq-4", OFF_BY_MINIMUMS);
+}
+
+#[test]
+fn gptq_of_eight_bits_version_2() {
+    check_fixture("gptq-8", EXACT_DIVERGENCE);
+}
+
+#[test]
+fn gptq_of_three_bits() {
+    check_fixture("gptq-3", EXACT_DIVERGENCE);
+}
+
+#[test]
+fn awq() {
+    check_fixture("awq", OFF_BY_MINIMUMS);
+}
+
+#[test]
+fn fp8_blocks_of_a_hybrid() {
+    check_fixture("fp8-hybrid", DIVERGENCE);
+}
+
+#[test]
+fn fp8_blocks_of_fused_experts() {
+    check_fixture("fp8-experts", DIVERGENCE);
+}
+
+#[test]
+fn nvfp4_experts_of_modelopt() {
+    check_fixture("modelopt-moe", EXACT_DIVERGENCE);
 }
 
 #[test]

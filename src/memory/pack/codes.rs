@@ -8,8 +8,8 @@
 //! `value` is the f16 number that a kernel gets from a code with bit operations: code · 2⁻²⁴ for affine codes (the code's
 //! bits as a subnormal f16), the number · 2⁻⁸ for e4m3, the number · 2⁻¹⁴ for e2m1 and the number for e5m2. The factor
 //! makes a row's largest scale a large f16, so that neither scales nor products of a row overflow or lose bits. It is a
-//! power of two; in a row whose groups all have the same scale (scales by row or tensor) it contains that scale, which is
-//! then exact.
+//! power of two; in a row whose groups all have the same scale (scales by row or tensor) or are multiples of a scale of the
+//! tensor, it contains that scale, and the groups' scales are exact.
 //!
 //! The bits of codes are in planes, each with 8, 4, 2 or 1 bits of every code: 8 bits are one plane, 6 bits are 4 + 2,
 //! 5 bits 4 + 1, 3 bits 2 + 1; the plane with more bits holds the low ones.
@@ -163,9 +163,10 @@ impl Row {
         let first = self.scales[0];
         let same = groups > 0 && self.scales[..groups].iter().all(|scale| scale.to_bits() == first.to_bits());
         let mut factor = 2f64.powi(power);
-        if let (true, Some(exponent)) = (same, exponent(first.abs())) {
-            // The scale's significant bits go to the factor, unless that leaves the range of f32.
-            let significant = f64::from(first.abs()) * 2f64.powi(-exponent);
+        let unit = if same { first.abs() } else { line.unit().abs() };
+        if let Some(exponent) = exponent(unit) {
+            // The unit's significant bits go to the factor, unless that leaves the range of f32.
+            let significant = f64::from(unit) * 2f64.powi(-exponent);
             if (f32::MIN_POSITIVE.into()..f32::MAX.into()).contains(&(factor * significant)) {
                 factor *= significant;
             }

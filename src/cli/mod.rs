@@ -79,6 +79,9 @@ struct Synth {
     /// Write a GGUF file with weights of this type, such as Q4_K_M, Q8_0 or BF16. An unknown type lists all of them.
     #[arg(long, value_name = "TYPE")]
     gguf: Option<String>,
+    /// Write quantised safetensors of this type, such as fp8-block, gptq4 or awq. An unknown type lists all of them.
+    #[arg(long, value_name = "TYPE", conflicts_with = "gguf")]
+    quantize: Option<String>,
     /// Seed of the random weights; the same seed gives the same weights.
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -129,10 +132,11 @@ pub fn main() -> ExitCode {
         Command::Worker => return crate::model::worker::serve(),
         Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Synth(args) => {
-            let Synth { shape: Shape { arch, config }, out, gguf, seed, dtype, layers, shard_size } = args;
+            let Synth { shape: Shape { arch, config }, out, gguf, quantize, seed, dtype, layers, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
             let shape = (arch.as_deref(), config.as_deref(), layers);
-            synth::run(shape, &out, gguf.as_deref(), seed, dtype, shard_bytes).map_err(anyhow::Error::from)
+            let quantised = (gguf.as_deref(), quantize.as_deref());
+            synth::run(shape, &out, quantised, seed, dtype, shard_bytes).map_err(anyhow::Error::from)
         }
     };
     match result {

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal;
 use std::path::Path;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -10,22 +11,28 @@ use crate::config::file;
 use crate::model::config::Dtype;
 use crate::model::gguf::write::{FileType, convert};
 use crate::model::synth::{self, SynthError, SynthOptions};
+use crate::quant::store::StoredType;
 
 /// Minimum interval between two plain lines of progress.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Writes the checkpoint of a built-in shape (`arch`) or of a config.json (`config`) into the folder `out`, with
-/// `layers` layers if given; with `gguf`, as a GGUF file `out` of that type. Shows progress on stderr and prints one
+/// `layers` layers if given; with `gguf`, as a GGUF file `out` of that type; with `quantize`, with quantised weights. Shows progress on stderr and prints one
 /// line with the result to stdout.
 pub(crate) fn run(
     shape: (Option<&str>, Option<&Path>, Option<u32>),
     out: &Path,
-    gguf: Option<&str>,
+    (gguf, quantize): (Option<&str>, Option<&str>),
     seed: u64,
     dtype: Option<Dtype>,
     shard_bytes: Option<u64>,
 ) -> Result<(), SynthError> {
-    let Some(kind) = gguf else { return folder(shape, out, seed, dtype, shard_bytes) };
+    let Some(kind) = gguf else {
+        return match quantize {
+            None => folder(shape, out, seed, dtype, shard_bytes),
+            Some(kind) => quantised(shape, out, kind, seed, dtype, shard_bytes),
+        };
+    };
     let kind = FileType::from_name(kind)?;
     // The folder of the same weights, beside the file.
     let between = out.with_extension("safetensors.tmp");
@@ -38,6 +45,37 @@ pub(crate) fn run(
     let written = written?;
     let why = written.no_text.map(|why| format!("; without a tokenizer: {why}")).unwrap_or_default();
     println!("{}: {} in {} tensors{why}", out.display(), bytes(written.bytes), written.tensors);
+    Ok(())
+}
+
+/// Writes the folder `out` with weights of the quantised type `kind`.
+fn quantised(
+    shape: (Option<&str>, Option<&Path>, Option<u32>),
+    out: &Path,
+    kind: &str,
+    seed: u64,
+    dtype: Option<Dtype>,
+    shard_bytes: Option<u64>,
+) -> Result<(), SynthError> {
+    let kind = StoredType::from_name(kind).ok_or_else(|| SynthError::UnknownType(kind.to_owned()))?;
+    // The folder of the same weights, beside the result.
+    let between = out.with_extension("numbers.tmp");
+    let shard = shard_bytes.unwrap_or(SynthOptions::default().shard_bytes);
+    let written = folder(shape, &between, seed, dtype, shard_bytes).and_then(|()| {
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let last = Mutex::new(Instant::now());
+        synth::quantise(&between, out, kind, shard, threads, &|done, total| {
+            let Ok(mut last) = last.try_lock() else { return };
+            if last.elapsed() >= LINE_INTERVAL {
+                *last = Instant::now();
+                eprintln!("quantising: {} of {}", bytes(done), bytes(total));
+            }
+        })
+    });
+    // What could not be removed is named after the folder, so that it can be found.
+    let _ = std::fs::remove_dir_all(&between);
+    let written = written?;
+    println!("{}: {} of {} in {} files", out.display(), bytes(written.bytes), kind.name(), written.shards.len());
     Ok(())
 }
 

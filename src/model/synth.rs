@@ -3,6 +3,7 @@
 //! shards. Unlike the rest of `model`, this module writes files and uses threads.
 
 mod presets;
+mod quantised;
 mod tensors;
 
 use std::collections::BTreeMap;
@@ -19,7 +20,9 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use super::config::{Dtype, ModelConfig, ModelConfigError};
 use super::gguf::write::WriteError;
+use crate::quant::store::StoredType;
 pub use presets::{PRESETS, Preset, preset, with_layers};
+pub use quantised::quantise;
 use tensors::{Distribution, tensors_of};
 
 /// The number of bytes that a thread fills and writes at a time: large enough to make the cost of system calls
@@ -64,6 +67,12 @@ pub struct Written {
 /// The reason why a checkpoint could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum SynthError {
+    /// There is no quantised format with this name.
+    #[error("quantised type \"{0}\" is not known ({known} are)", known = StoredType::ALL.map(StoredType::name).join(", "))]
+    UnknownType(String),
+    /// The checkpoint that is quantised cannot be read.
+    #[error("the checkpoint cannot be quantised: {0}")]
+    Source(String),
     /// The GGUF file cannot be written.
     #[error(transparent)]
     Gguf(#[from] WriteError),

@@ -13,6 +13,7 @@ mod grids;
 pub mod number;
 pub mod quantize;
 pub mod safetensors;
+pub mod store;
 
 use number::Number;
 use std::fmt;

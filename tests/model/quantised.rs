@@ -16,6 +16,7 @@ use ostinato::model::gguf::container::TensorType;
 use ostinato::model::gguf::write::{FileType, convert};
 use ostinato::model::synth::{self, SynthOptions};
 use ostinato::quant::blocks::BlockType;
+use ostinato::quant::store::StoredType;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
@@ -294,6 +295,39 @@ fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
 
     let error = format!("{:?}", started(&["broken_codes=2"], &lines).err().expect("a refusal"));
     assert!(error.contains("computes its quantised weights wrongly") && error.contains("differs by"), "{error}");
+}
+
+/// A random checkpoint in every type of `synth --quantize` runs, and its logits are near those of the numbers.
+#[test]
+fn random_models_of_every_stored_type() {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = std::fs::read_to_string(crate::harness::models::fixture("llama-plain").join("config.json"));
+    let mut config: serde_json::Value = serde_json::from_str(&config.expect("config")).expect("JSON");
+    config["hidden_size"] = 160.into();
+    config["intermediate_size"] = 320.into();
+    config["num_hidden_layers"] = 2.into();
+    let numbers = folder.path().join("numbers");
+    synth::write(&config.to_string(), &numbers, &SynthOptions::default(), &mut |_, _| {}).expect("written");
+    let prompt = [1, 5, 9, 2, 7, 3];
+    let (_, wanted) = draw(&start(&vulkan, &numbers, None, &[]), &prompt, 1);
+    for kind in StoredType::ALL {
+        let out = folder.path().join(kind.name());
+        // Two files, so that the tensors of a weight may be in different ones.
+        synth::quantise(&numbers, &out, kind, 400_000, 2, &|_, _| {}).expect("written");
+        if kind == StoredType::Gptq4Order {
+            continue;
+        }
+        let (_, found) = draw(&start(&vulkan, &out, None, &[]), &prompt, 1);
+        let apart = divergence(&found, &wanted);
+        println!("{}: divergence {apart:.1e}", kind.name());
+        let limit = match kind {
+            StoredType::Gptq8 | StoredType::Int8 => 1e-3,
+            StoredType::Fp8 | StoredType::Fp8Channel | StoredType::Fp8Block => 1e-2,
+            _ => 0.3,
+        };
+        assert!(apart <= limit, "{}: {apart:e}", kind.name());
+    }
 }
 
 #[test]

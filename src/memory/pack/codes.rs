@@ -376,7 +376,7 @@ pub fn element(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Format, pack};
+    use super::super::{Format, SourceFormat, pack};
     use super::*;
     use crate::quant::blocks::BlockType;
 

@@ -11,6 +11,7 @@ mod serving;
 
 use common::{Driver, Vulkan};
 use harness::models::{expected, fixture, generate, idle, request};
+use ostinato::actors::loader::LoadError;
 use ostinato::config::{self, Bytes, Config, ConfigError, Model, Sources};
 use ostinato::device::DeviceError;
 use ostinato::engine::request::{Request, RequestError};
@@ -21,6 +22,7 @@ use ostinato::host::progress::Quiet;
 use ostinato::memory::plan::{PlanError, Purpose};
 use ostinato::model::checkpoint::CheckpointProblem;
 use ostinato::model::config::ConfigProblem;
+use ostinato::model::gguf;
 use ostinato::replica::{Replica, SubmitError};
 use ostinato::service::proto;
 use ostinato::service::proto::smg::grpc::common as smg;
@@ -29,8 +31,11 @@ use ostinato::service::proto::vllm::grpc::engine::vllm_engine_client::VllmEngine
 use ostinato::service::server::Options;
 use ostinato::telemetry::with_causes;
 use prost::Message;
+use safetensors::tensor::{Dtype, TensorView};
 use serving::raw::{self, Raw};
 use serving::{Served, fake, serve_models, text_request, token_request, tokenizer};
+use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -278,6 +283,121 @@ fn tensors_of_a_format_that_is_not_read_are_all_named() {
     );
     assert_names(&with_causes(&error), &["model.embed_tokens.weight", "I16", "BF16"]);
     works(&vulkan, "llama-plain");
+}
+
+/// Writes a checkpoint's tensors again after a change: dtype, shape and data by name.
+fn change_tensors(folder: &Path, change: impl FnOnce(&mut Tensors)) {
+    let path = folder.join("model.safetensors");
+    let bytes = std::fs::read(&path).expect("the weights");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let each = file.tensors().into_iter();
+    let mut tensors: Tensors =
+        each.map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec()))).collect();
+    change(&mut tensors);
+    let views = tensors.iter().map(|(name, (dtype, shape, data))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), data).expect("a tensor"))
+    });
+    safetensors::serialize_to_file(views, None, &path).expect("written");
+}
+
+type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// Every defect is found in the headers, before a device has allocated anything, and all of a checkpoint at once.
+#[test]
+fn defects_of_quantised_headers_are_all_named() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let check = |fixture: &str, change: &dyn Fn(&mut Tensors), parts: &[&str], count: usize| {
+        let folder = copy(fixture);
+        change_tensors(folder.path(), change);
+        let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+        assert_eq!(problems(&error).len(), count, "{error:?}");
+        assert_names(&with_causes(&error), parts);
+    };
+    let without = |name: &'static str| move |tensors: &mut Tensors| drop(tensors.remove(name).expect(name));
+    let q_proj = "model.layers.0.self_attn.q_proj";
+    check("quantised/gptq-4", &without("model.layers.0.self_attn.q_proj.scales"), &[q_proj, "scales is missing"], 1);
+    check("quantised/awq", &without("model.layers.0.self_attn.q_proj.qweight"), &[q_proj, "weight is missing"], 1);
+    check(
+        "quantised/fp8-hybrid",
+        &without("model.language_model.layers.0.linear_attn.in_proj_z.weight_scale_inv"),
+        &["in_proj_z", "weight_scale_inv", "is missing"],
+        1,
+    );
+    check(
+        "quantised/gptq-8",
+        &|tensors| {
+            // One group too many, and a row too few.
+            let (_, shape, data) = tensors.get_mut("model.layers.0.self_attn.q_proj.scales").expect("scales");
+            shape[0] += 1;
+            data.resize(shape.iter().product::<usize>() * 2, 0);
+            let (_, shape, data) = tensors.get_mut("model.layers.1.mlp.down_proj.qzeros").expect("zeros");
+            shape[1] -= 1;
+            data.truncate(shape.iter().product::<usize>() * 4);
+        },
+        &["q_proj.scales has shape [2, 64], expected [1, 64]", "down_proj.qzeros has shape [6, 15], expected [6, 16]"],
+        2,
+    );
+    check(
+        "quantised/ct-mixed",
+        &|tensors| {
+            let name = "model.layers.0.self_attn.o_proj.weight";
+            tensors.insert(name.to_owned(), (Dtype::BF16, vec![64, 64], vec![0; 64 * 64 * 2]));
+        },
+        &["o_proj.weight of dtype BF16 has the scale", "o_proj.weight_scale beside it"],
+        1,
+    );
+    let folder = copy("quantised/gptq-8");
+    configure(
+        folder.path(),
+        serde_json::json!({"quantization_config": {
+        "quant_method": "gptq", "bits": 6, "group_size": 100, "checkpoint_format": "gptq_p"}}),
+    );
+    let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+    let parts = ["bits is 6, must be 2 or 3 or 4 or 8", "group_size is 100", "checkpoint_format is \"gptq_p\""];
+    assert_names(&with_causes(&error), &parts);
+    let folder = copy("quantised/awq");
+    configure(folder.path(), serde_json::json!({"quantization_config": null}));
+    let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+    assert_names(&with_causes(&error), &["q_proj.qweight of dtype I32 is quantised, but config.json has no"]);
+    works(&vulkan, "quantised/gptq-8");
+}
+
+/// What only the data shows ends the load, and nothing is left behind.
+#[test]
+fn quantised_values_that_are_not_finite_end_a_load() {
+    let _turn = turn();
+    let vulkan = Vulkan::new();
+    let check = |fixture: &str, tensor: &str, at: usize, with: &[u8], parts: &[&str]| {
+        let folder = copy(fixture);
+        change_tensors(folder.path(), |tensors| {
+            tensors.get_mut(tensor).expect(tensor).2[at..at + with.len()].copy_from_slice(with);
+        });
+        let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
+        assert!(matches!(error, StartError::Load { source: LoadError::Weight { .. }, .. }), "{error:?}");
+        assert_names(&with_causes(&error), parts);
+    };
+    let scales = "model.layers.0.self_attn.q_proj.scales";
+    check("quantised/gptq-4", scales, 6, &[0, 0x7e], &["layers.0.qkv", scales, "NaN", "row 3, group 0"]);
+    check("quantised/awq", scales, 130, &[0, 0x7c], &["layers.0.qkv", scales, "inf", "row 1, group 1"]);
+    let weight = "model.language_model.layers.0.linear_attn.in_proj_z.weight";
+    check("quantised/fp8-hybrid", weight, 161, &[0x7f], &["layers.0.in_proj", weight, "0x7f", "row 1, column 1"]);
+    let index = "model.layers.0.mlp.down_proj.g_idx";
+    check("quantised/gptq-4", index, 4, &[9], &["layers.0.down", index, "column 1", "group 9 of 3"]);
+
+    // A block of a GGUF file with a scale that is not a number.
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("demo.gguf");
+    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
+    gguf::write::convert(demo, &path, gguf::write::FileType::from_name("Q8_0").expect("a type"), 2).expect("written");
+    let (opened, _) = gguf::open(&path).expect("a model");
+    let name = "model.layers.0.mlp.down_proj.weight";
+    let offset = opened.parts.at(opened.sources[name].at).offset;
+    let file = std::fs::OpenOptions::new().write(true).open(&path).expect("the file");
+    file.write_all_at(&[0, 0x7e], offset).expect("written");
+    let error = refused(&vulkan, vec![model(&vulkan, &path)]);
+    assert!(matches!(error, StartError::Load { source: LoadError::BadRow { .. }, .. }), "{error:?}");
+    assert_names(&with_causes(&error), &["layers.0.down", "row 0, group 0", "NaN"]);
 }
 
 #[test]

@@ -323,7 +323,7 @@ fn random_models_of_every_stored_type() {
         println!("{}: divergence {apart:.1e}", kind.name());
         let limit = match kind {
             StoredType::Gptq8 | StoredType::Int8 => 1e-3,
-            StoredType::Fp8 | StoredType::Fp8Channel | StoredType::Fp8Block => 1e-2,
+            StoredType::Fp8 | StoredType::Fp8Channel | StoredType::Fp8Block => 5e-2,
             _ => 0.3,
         };
         assert!(apart <= limit, "{}: {apart:e}", kind.name());

@@ -4,6 +4,7 @@
 use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
+use super::named;
 use crate::config::{Config, GpuTime, Model, Quantize, Selector, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
@@ -12,13 +13,13 @@ use crate::host::Host;
 use crate::host::progress::Progress;
 use crate::measure::read_bandwidth::read_bandwidth;
 use crate::measure::stages;
-use crate::measure::stages::stages;
+use crate::measure::stages::{Stage, stages};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::StepShape;
-use crate::model::demo;
 use crate::model::grammar::{Constraint, Next, StartedGrammar, bit};
+use crate::model::text::Text;
 use crate::replica::Replica;
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -27,9 +28,10 @@ use std::time::{Duration, Instant};
 /// Arguments of `ostinato bench`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Bench {
-    /// Folder of a checkpoint, a GGUF file, or the name of an embedded demo model: `demo` or `demo-hybrid`.
-    #[arg(long, default_value = "demo")]
-    model: PathBuf,
+    /// Folder of a checkpoint, a GGUF file, ORG/NAME on the Hugging Face hub, or an embedded demo model: `demo` or
+    /// `demo-hybrid`.
+    #[arg(long, default_value = "demo", value_name = "MODEL")]
+    model: String,
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
     #[arg(long)]
     device: Option<Selector>,
@@ -64,7 +66,6 @@ pub(crate) struct Bench {
     /// Number format of keys and values in the KV cache: f16 or f32. Default: f16.
     #[arg(long)]
     kv_format: Option<String>,
-
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
     /// 7.3 %)
     #[arg(long)]
@@ -125,6 +126,13 @@ struct Row {
     wave: Option<Wave>,
 }
 
+impl Row {
+    /// Returns the bytes per second that the row has read.
+    fn read_rate(&self) -> f64 {
+        self.tokens_per_second * self.bytes_per_token
+    }
+}
+
 /// Totals over several concurrent streams, prompts included.
 #[derive(Clone, Copy)]
 struct Wave {
@@ -148,11 +156,10 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let adapter = choose(&adapters, args.device.as_ref())?.clone();
+    let (path, mut checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
+    // Before the weights are loaded, which may take minutes.
+    let grammar = grammar(args, &path, &checkpoint)?;
     let ceiling = read_bandwidth(&instance, &adapter)?;
-
-    let path =
-        demo::unpack(&args.model, cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?;
-    let mut checkpoint = Checkpoint::open(&path)?;
     if let Some(to) = args.quantize {
         checkpoint.quantize(to);
     }
@@ -160,7 +167,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         return print_stages(args, &instance, &adapter, &checkpoint, ceiling);
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
-    let mut model = Model::new("bench", args.model.clone(), Some(adapter.selector()));
+    let mut model = Model::new("bench", path.clone(), Some(adapter.selector()));
     model.slots = Some(most + u32::from(args.beside));
     let (longest, how) = if args.beside {
         (args.prompt + args.decode + beside::ROOM, "and")
@@ -201,7 +208,6 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     }
     let kv_value_bytes = if args.kv_format.as_deref() == Some("f32") { 4 } else { 2 };
     let kv_token_bytes = checkpoint.config.kv_elements_per_token() * kv_value_bytes;
-    let grammar = grammar(args, &host)?;
     let mut rows = Vec::new();
     for &streams in &args.streams {
         if args.prompt > 0 {
@@ -218,14 +224,48 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
             rows.push(row);
         }
     }
+    let ceiling = ceiling.map(|measured| Ceiling::new(measured, rows.iter().map(Row::read_rate)));
     if args.json {
         for row in &rows {
-            println!("{}", json_row(row, ceiling));
+            println!("{}", json_row(row, ceiling.as_ref()));
         }
     } else {
-        print_table(&rows, ceiling, &adapter.name, &path, &host);
+        print_table(&rows, ceiling.as_ref(), &adapter.name, &path, &host);
     }
     Ok(())
+}
+
+/// The bandwidth in bytes per second with which a device reads at most, as far as this run knows. A sweep over a large
+/// buffer is a lower bound of it, and so is every row: one may be faster, because caches help it or because the sweep
+/// was disturbed. The largest of all is the ceiling that rows are compared with.
+struct Ceiling {
+    /// The sweep's.
+    measured: f64,
+    /// The largest.
+    most: f64,
+}
+
+impl Ceiling {
+    fn new(measured: f64, rates: impl Iterator<Item = f64>) -> Ceiling {
+        Ceiling { measured, most: rates.filter(|rate| rate.is_finite()).fold(measured, f64::max) }
+    }
+
+    /// Returns the part of the ceiling that a rate is, at most 1.
+    fn fraction(&self, rate: f64) -> f64 {
+        rate / self.most
+    }
+
+    /// Says that a row was faster than the sweep; `None` if none was.
+    fn exceeded(&self) -> Option<String> {
+        (self.most > self.measured).then(|| {
+            format!(
+                "a row read {:.1} GB/s, more than the {:.1} GB/s of the measurement, which is a lower bound (caches may \
+                 have helped): it is the ceiling of 100 % here",
+                self.most / 1e9,
+                self.measured / 1e9
+            )
+        })
+    }
 }
 
 fn print_stages(
@@ -257,14 +297,19 @@ fn print_stages(
     if let Some(change) = unknown {
         bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
     }
+    let rate = |stage: &Stage| stage.weight_bytes as f64 / (stage.us * 1e-6);
+    let ceiling = ceiling.map(|measured| Ceiling::new(measured, stages.iter().map(rate)));
+    if let Some(exceeded) = ceiling.as_ref().filter(|_| !args.json).and_then(Ceiling::exceeded) {
+        println!("{exceeded}");
+    }
     let mut total = 0.0;
     for stage in &stages {
         let step_us = stage.us * f64::from(stage.calls);
         if stage.tried.is_none() && stage.name != "step" {
             total += step_us;
         }
-        let rate = stage.weight_bytes as f64 / (stage.us * 1e-6);
-        let fraction = ceiling.map_or(0.0, |ceiling| rate / ceiling);
+        let rate = rate(stage);
+        let fraction = ceiling.as_ref().map_or(0.0, |ceiling| ceiling.fraction(rate));
         let flops = stage.operations as f64 / (stage.us * 1e-6);
         if args.json {
             println!(
@@ -330,16 +375,19 @@ enum Test {
 }
 
 /// Compiles the output constraint, and prints how long compiling it and computing its token masks take.
-fn grammar(args: &Bench, host: &Host) -> anyhow::Result<Option<StartedGrammar>> {
-    let Some(path) = &args.json_schema else { return Ok(None) };
-    let schema = file::read_argument_text(path, file::SMALL).map_err(|error| anyhow!("{}: {error}", path.display()))?;
-    let (model, _) = host.route("", "")?;
-    let text = model.text.as_deref().ok_or_else(|| anyhow!("--json-schema needs a model with a tokenizer"))?;
-    let grammars = text.grammars(model.info.vocabulary, &model.info.eos_ids)?;
+fn grammar(args: &Bench, path: &Path, checkpoint: &Checkpoint) -> anyhow::Result<Option<StartedGrammar>> {
+    let Some(schema) = &args.json_schema else { return Ok(None) };
+    let usage = |why: String| super::Usage(why);
+    let schema = file::read_argument_text(schema, file::SMALL)
+        .map_err(|error| usage(format!("cannot read {}: {error}", schema.display())))?;
+    let text = Text::load(path)?.ok_or_else(|| usage("--json-schema needs a model with a tokenizer".to_owned()))?;
+    let vocabulary = checkpoint.config.vocab;
+    let grammars = text.grammars(vocabulary, &checkpoint.config.eos)?;
     let begin = Instant::now();
-    let started = grammars.start(&Constraint::JsonSchema(schema), true)?;
+    let started = grammars.start(&Constraint::JsonSchema(schema), true);
+    let started = started.map_err(|error| usage(format!("--json-schema: {error}")))?;
     let compiled = begin.elapsed();
-    let mut times = mask_times(started.clone(), model.info.vocabulary)?;
+    let mut times = mask_times(started.clone(), vocabulary)?;
     times.sort_unstable();
     let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e6;
     eprintln!(
@@ -541,7 +589,7 @@ fn per_token_json(p: &PerToken) -> Value {
     })
 }
 
-fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
+fn json_row(row: &Row, ceiling: Option<&Ceiling>) -> Value {
     json!({
         "test": row.test,
         "tokens": row.tokens,
@@ -549,8 +597,9 @@ fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
         "streams": row.streams,
         "tokens_per_second": row.tokens_per_second,
         "bytes_per_token": row.bytes_per_token,
-        "ceiling_gb_per_second": ceiling.map(|c| c / 1e9),
-        "ceiling_fraction": ceiling.map(|c| row.tokens_per_second * row.bytes_per_token / c),
+        "ceiling_gb_per_second": ceiling.map(|c| c.most / 1e9),
+        "ceiling_measured_gb_per_second": ceiling.map(|c| c.measured / 1e9),
+        "ceiling_fraction": ceiling.map(|c| c.fraction(row.read_rate())),
         "per_token": per_token_json(&row.per_token),
         "prompt": row.wave.map(|wave| wave.prompt),
         "seconds": row.wave.map(|wave| wave.seconds),
@@ -559,7 +608,7 @@ fn json_row(row: &Row, ceiling: Option<f64>) -> Value {
     })
 }
 
-fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, host: &Host) {
+fn print_table(rows: &[Row], ceiling: Option<&Ceiling>, device: &str, path: &Path, host: &Host) {
     let models = host.models();
     let info = &models[0].info;
     println!(
@@ -570,7 +619,12 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
         info.bytes_per_token as f64 / 1e6
     );
     match ceiling {
-        Some(ceiling) => println!("{device}: reads {:.1} GB/s at most (measured now)", ceiling / 1e9),
+        Some(ceiling) => {
+            println!("{device}: reads {:.1} GB/s at most (measured now)", ceiling.measured / 1e9);
+            if let Some(exceeded) = ceiling.exceeded() {
+                println!("{exceeded}");
+            }
+        }
         None => println!("{device}: its queue has no timestamps, so its read ceiling is unknown"),
     }
     println!();
@@ -595,7 +649,7 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
     for row in rows {
         let fraction = match (ceiling, row.test) {
             (Some(ceiling), "decode") => {
-                format!("{:.0} %", 100.0 * row.tokens_per_second * row.bytes_per_token / ceiling)
+                format!("{:.0} %", 100.0 * ceiling.fraction(row.read_rate()))
             }
             _ => "-".to_owned(),
         };
@@ -630,5 +684,20 @@ fn print_table(rows: &[Row], ceiling: Option<f64>, device: &str, path: &Path, ho
             "{:<8} phase boundary {:.3}, readback {:.3}, cross queue {:.3}",
             row.test, flushes.phase_boundary, flushes.readback, flushes.cross_queue
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_faster_than_the_ceiling() {
+        let ceiling = Ceiling::new(100e9, [50e9, f64::NAN, 90e9].into_iter());
+        assert_eq!((ceiling.fraction(50e9), ceiling.exceeded()), (0.5, None));
+        let ceiling = Ceiling::new(100e9, [50e9, 106e9].into_iter());
+        assert_eq!(ceiling.fraction(106e9), 1.0);
+        let told = ceiling.exceeded().expect("a row was faster");
+        assert!(told.contains("106.0 GB/s") && told.contains("100.0 GB/s"), "{told}");
     }
 }

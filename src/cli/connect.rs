@@ -1,21 +1,35 @@
 //! Connects to a server: address, certificates and access token. Not here: the calls.
 
 use super::Usage;
-use crate::config::file;
+use crate::config::{Server, file};
 use crate::service::proto::ostinato_client::OstinatoClient;
 use anyhow::Context;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
 use tonic::{Request, Status};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_client::HealthClient;
 
 /// The environment variable with the token, used if no token file is given.
 const VARIABLE: &str = "OSTINATO_TOKEN";
 
+/// The longest wait for the answer of a server that may not speak gRPC.
+const PROBE: Duration = Duration::from_secs(2);
+
 /// The heading of these arguments in `--help`.
 const HEADING: &str = "Reaching a server";
+
+/// Returns the address at which a server listens unless it is configured otherwise.
+pub(super) fn usual() -> String {
+    Server::default().listen.to_string()
+}
 
 /// A client that adds the token to its calls.
 pub(super) type Client = OstinatoClient<InterceptedService<Channel, Bearer>>;
@@ -99,7 +113,7 @@ impl Reach {
     /// Connects to the server at HOST:PORT or a URI.
     pub(super) async fn connect(&self, address: &str) -> anyhow::Result<Client> {
         let endpoint = self.endpoint(address)?;
-        open(&endpoint, self.bearer()?, address).await
+        open_first(&endpoint, self.bearer()?, address).await
     }
 }
 
@@ -107,6 +121,40 @@ impl Reach {
 pub(super) async fn open(endpoint: &Endpoint, bearer: Bearer, address: &str) -> anyhow::Result<Client> {
     let channel = endpoint.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
     Ok(OstinatoClient::with_interceptor(channel, bearer))
+}
+
+/// Connects to an endpoint as [`open`] does, and finds out whether it speaks gRPC at all: a connection alone does not
+/// tell, and the error of the first call would name neither protocol.
+pub(super) async fn open_first(endpoint: &Endpoint, bearer: Bearer, address: &str) -> anyhow::Result<Client> {
+    let channel = endpoint.connect().await.with_context(|| format!("cannot reach a server at {address}"))?;
+    let mut health = HealthClient::with_interceptor(channel.clone(), bearer.clone());
+    // A status that a server has sent, such as one about a token, is an answer in gRPC; others have a cause here.
+    if let Err(status) = health.check(HealthCheckRequest::default()).await
+        && std::error::Error::source(&status).is_some()
+        && speaks_http1(endpoint.uri()).await
+    {
+        let own = Server::default().listen;
+        return Err(Usage(format!(
+            "{address} answers HTTP/1 and not gRPC, as a server's admin page does: --server takes the address that the \
+             server prints after \"listening on\" ({own} unless configured otherwise)"
+        ))
+        .into());
+    }
+    Ok(OstinatoClient::with_interceptor(channel, bearer))
+}
+
+/// Whether an address without encryption answers a request of HTTP/1 in that protocol.
+async fn speaks_http1(uri: &Uri) -> bool {
+    let (Some("http"), Some(host)) = (uri.scheme_str(), uri.host()) else { return false };
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let answer = async {
+        let mut socket = TcpStream::connect((host, uri.port_u16().unwrap_or(80))).await?;
+        socket.write_all(b"GET / HTTP/1.1\r\nHost: server\r\nConnection: close\r\n\r\n").await?;
+        let mut first = [0; 7];
+        socket.read_exact(&mut first).await?;
+        std::io::Result::Ok(first == *b"HTTP/1.")
+    };
+    matches!(timeout(PROBE, answer).await, Ok(Ok(true)))
 }
 
 fn read(path: &Path) -> anyhow::Result<Vec<u8>> {

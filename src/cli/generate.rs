@@ -1,11 +1,14 @@
 //! `ostinato generate`: one generation, in this process or on a server. Both produce the same stream of messages, and
 //! the same code prints them.
 
-use super::{Usage, cache_directory, progress};
+use super::sampling::SamplingArgs;
+use super::{Usage, cache_directory, named, progress};
+use crate::actors::workers::Cancel;
 use crate::config::{Bytes, Config, DEMO_PATH, Model, Quantize, file};
 use crate::gpu::devices::start;
+use crate::model::text::Text;
 use crate::service::generation::{Generation, Surroundings};
-use crate::service::prepare::prepare;
+use crate::service::prepare::{prepare, start_grammar};
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
 use crate::service::proto::generate_response::Event;
@@ -25,9 +28,9 @@ const BUFFER: usize = 1 << 16;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Generate {
-    /// Folder of a checkpoint, a GGUF file, or an embedded demo model: `demo` or `demo-hybrid`. With --server, the name of
-    /// a served model. Default: `demo`, or the server's only model.
-    #[arg(long, value_name = "DIR")]
+    /// Folder of a checkpoint, a GGUF file, ORG/NAME on the Hugging Face hub, or an embedded demo model: `demo` or
+    /// `demo-hybrid`. With --server, the name of a served model. Default: `demo`, or the server's only model.
+    #[arg(long, value_name = "MODEL")]
     model: Option<String>,
     /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice.
     #[arg(long, value_name = "SEL")]
@@ -39,39 +42,11 @@ pub(crate) struct Generate {
     reach: super::connect::Reach,
     #[command(flatten)]
     input: Input,
-    /// Maximum number of output tokens. Default: as many as fit in the context.
-    #[arg(long, value_name = "N")]
-    max_tokens: Option<u32>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
     /// Do not stop at stop tokens or stop strings before this many output tokens.
     #[arg(long, value_name = "N")]
     min_tokens: Option<u32>,
-    /// Sampling temperature; 0 always takes the most probable token.
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
-    temperature: f32,
-    /// Sample only from the K most probable tokens.
-    #[arg(long, value_name = "K")]
-    top_k: Option<u32>,
-    /// Sample only from the smallest set of tokens whose probabilities add up to at least P.
-    #[arg(long, value_name = "P")]
-    top_p: Option<f32>,
-    /// Drop tokens whose probability is below P times that of the most probable token.
-    #[arg(long, value_name = "P")]
-    min_p: Option<f32>,
-    /// Penalty on tokens that occur in the prompt or the output; 1 has no effect.
-    #[arg(long, value_name = "X")]
-    repetition_penalty: Option<f32>,
-    /// Penalty on tokens that occur in the output; 0 has no effect.
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    presence_penalty: Option<f32>,
-    /// Penalty on tokens for each of their occurrences in the output; 0 has no effect.
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    frequency_penalty: Option<f32>,
-    /// Add X to the logit of token ID. Can be repeated.
-    #[arg(long, value_name = "ID=X", value_parser = bias)]
-    logit_bias: Vec<(u32, f32)>,
-    /// Seed of the sampling; the same seed gives the same text.
-    #[arg(long, value_name = "S")]
-    seed: Option<u64>,
     /// Stop at this text. Can be repeated.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -178,11 +153,6 @@ struct Input {
     tokens: Vec<u32>,
 }
 
-fn bias(text: &str) -> Result<(u32, f32), String> {
-    let pair = text.split_once('=').and_then(|(id, x)| Some((id.parse().ok()?, x.parse().ok()?)));
-    pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
-}
-
 /// A gRPC status with a readable message.
 #[derive(Debug, thiserror::Error)]
 #[error("{message} ({})", code_name(*.code))]
@@ -218,6 +188,7 @@ impl Refused {
 }
 
 pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
+    args.sampling.check()?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start a runtime")?;
     let mut printer = Printer::new(args.json);
@@ -243,24 +214,13 @@ fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
         request_id: String::new(),
         model: args.model.clone().unwrap_or_default(),
         prompt: Some(prompt),
-        sampling: Some(proto::Sampling {
-            temperature: Some(args.temperature),
-            top_k: args.top_k,
-            top_p: args.top_p,
-            min_p: args.min_p,
-            repetition_penalty: args.repetition_penalty,
-            presence_penalty: args.presence_penalty,
-            frequency_penalty: args.frequency_penalty,
-            seed: args.seed,
-            logit_bias: args.logit_bias.iter().copied().collect(),
-            n: None,
-        }),
+        sampling: Some(args.sampling.message()),
         stopping: Some(proto::Stopping {
-            max_tokens: args.max_tokens,
             min_tokens: args.min_tokens,
             strings: args.stop.clone(),
             ids: args.stop_id.clone(),
             ignore_eos: args.ignore_eos,
+            ..args.sampling.stopping()
         }),
         output: Some(proto::Output {
             text: None,
@@ -302,9 +262,18 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
 }
 
 fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut Printer) -> anyhow::Result<()> {
-    let path = args.model.as_deref().unwrap_or(DEMO_PATH);
-    let name = Path::new(path).file_name().map_or(path.into(), |name| name.to_string_lossy());
-    let mut model = Model::new(&name, path, args.device.as_deref().map(str::parse).transpose()?);
+    let device = args.device.as_deref().map(str::parse).transpose()?;
+    let given = args.model.as_deref().unwrap_or(DEMO_PATH);
+    let path = named::find(given, args.json)?;
+    // Before the weights are loaded, which may take minutes.
+    if let Some(constraint) = args.constraint.message()? {
+        let (path, checkpoint) = named::opened(&path)?;
+        let text = Text::load(&path)?;
+        let config = &checkpoint.config;
+        start_grammar(given, text.as_ref(), config.vocab, &config.eos, constraint, args.ignore_eos, &Cancel::default())
+            .map_err(Refused::from)?;
+    }
+    let mut model = Model::new(&named::served_as(given), path, device);
     model.slots = Some(1);
     model.context = args.context;
     model.memory_limit = args.memory_limit;
@@ -319,7 +288,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     config.runtime.cache_directory = cache_directory();
     config.runtime.tune = args.tune.clone();
     let host = {
-        let show = progress::Show::new(args.json);
+        let show = progress::Show::brief(args.json);
         Arc::new(start(&config, &show)?)
     };
     printer.ids_only = host.models().iter().any(|model| model.text.is_none());
@@ -426,7 +395,7 @@ impl Printer {
         let (Some(started), Some(finished)) = (&self.started, &self.finished) else {
             return;
         };
-        if self.json {
+        if self.json || progress::verbosity() == progress::Verbosity::Quiet {
             return;
         }
         let device = started.device.as_ref().map_or("", |device| device.name.as_str());

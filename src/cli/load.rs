@@ -247,8 +247,11 @@ async fn connect(reach: &Reach, server: &str, count: u32) -> anyhow::Result<Vec<
         .initial_connection_window_size(CONNECTION_WINDOW)
         .tcp_nodelay(true);
     let mut clients = Vec::new();
-    for _ in 0..count {
-        clients.push(connect::open(&endpoint, bearer.clone(), server).await?);
+    for index in 0..count {
+        clients.push(match index {
+            0 => connect::open_first(&endpoint, bearer.clone(), server).await?,
+            _ => connect::open(&endpoint, bearer.clone(), server).await?,
+        });
     }
     Ok(clients)
 }

@@ -1,18 +1,23 @@
-//! The command line: `devices`, `serve`, `models`, `token`, `generate`, `bench`, `profile`, `tune`, `synth`. Not here:
-//! anything that the service needs too.
+//! The command line: one module for each command, and what they share. Not here: anything that the service needs too.
 
 mod arrivals;
 mod bench;
 mod beside;
+mod chat;
 mod connect;
 mod devices;
 mod generate;
+mod hub;
+mod inspect;
 mod load;
+mod manual;
 mod models;
+mod named;
 mod perfetto;
 mod profile;
 mod progress;
 mod reload;
+mod sampling;
 mod serve;
 mod synth;
 mod token;
@@ -25,16 +30,25 @@ use crate::host::source::BuildError;
 use crate::model::checkpoint::CheckpointError;
 use crate::model::config::Dtype;
 use crate::model::synth::SynthError;
+use crate::model::text::TextError;
 use crate::service::tls::TlsError;
 use crate::telemetry::TelemetryError;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use progress::Verbosity;
+use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// The program's arguments. `--help` shows the package description from Cargo.toml instead of this text.
 #[derive(Debug, Parser)]
-#[command(name = "ostinato", version, about, max_term_width = 100)]
+#[command(name = "ostinato", version = manual::version(), about, max_term_width = 100)]
 struct Cli {
+    /// Print results, warnings and errors only.
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Also print the facts of a load: its memory plan, speed and kernels.
+    #[arg(short, long, global = true)]
+    verbose: bool,
     #[command(subcommand)]
     command: Command,
 }
@@ -48,7 +62,13 @@ enum Command {
         json: bool,
     },
     /// Serve models over gRPC.
-    Serve(serve::Serve),
+    Serve(Box<serve::Serve>),
+    /// Talk to a model in the terminal, in this process or on a server.
+    Chat(Box<chat::Chat>),
+    /// Download a model from the Hugging Face hub into its cache.
+    Pull(hub::Pull),
+    /// Show what a checkpoint contains, whether it can be run and what memory it needs, without loading it.
+    Inspect(inspect::Inspect),
     /// List the models of a running server, or load or unload one while it serves the others.
     Models(models::Models),
     /// Create an access token for a client, and print the entry for the server's token file.
@@ -64,6 +84,17 @@ enum Command {
     Tune(tune::Tune),
     /// Write a checkpoint with random weights, in the file layout of Hugging Face.
     Synth(Synth),
+    /// Print a script that completes this program's arguments in a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page of this program, or write the pages of all commands.
+    Man {
+        /// The folder for the pages of all commands.
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
+    },
     /// Compile and follow constraints, or render chat templates, for the process that started this one.
     #[command(hide = true)]
     Worker,
@@ -115,7 +146,13 @@ pub(crate) struct Usage(pub(crate) String);
 /// Runs the program. The exit status is 2 for errors that the user can correct, 1 for all other errors.
 pub fn main() -> ExitCode {
     // Exits with status 2 if the arguments have an error, and with status 0 for `--help`.
-    let Cli { command } = Cli::parse();
+    let Cli { command, quiet, verbose } = Cli::parse();
+    progress::set_verbosity(match (quiet, verbose) {
+        (true, _) => Verbosity::Quiet,
+        (_, true) => Verbosity::Verbose,
+        _ => Verbosity::Normal,
+    });
+    let json = matches!(&command, Command::Serve(args) if args.json);
     // Names the running executable, even if its file has been replaced since the start.
     crate::actors::workers::use_program("/proc/self/exe");
     if !matches!(command, Command::Serve(_) | Command::Worker) {
@@ -124,6 +161,11 @@ pub fn main() -> ExitCode {
     let result = match command {
         Command::Devices { json } => devices::run(json),
         Command::Serve(args) => serve::run(&args),
+        Command::Chat(args) => chat::run(&args),
+        Command::Pull(args) => hub::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Completions { shell } => manual::completions(shell, &mut Cli::command()),
+        Command::Man { out } => manual::pages(Cli::command(), out.as_deref()),
         Command::Models(args) => models::run(&args),
         Command::Token(args) => token::run(&args),
         Command::Generate(args) => generate::run(&args),
@@ -143,19 +185,30 @@ pub fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error}");
-            let mut above = error.to_string();
-            for cause in error.chain().skip(1) {
-                let cause = cause.to_string();
-                // Some errors already include the text of their cause.
-                if !above.contains(&cause) {
-                    eprintln!("  caused by: {cause}");
-                }
-                above = cause;
+            let text = told(&error);
+            match json {
+                // As log lines are written.
+                true => eprintln!("{}", json!({"level": "ERROR", "fields": {"message": text}, "target": "ostinato"})),
+                false => eprintln!("error: {text}"),
             }
             ExitCode::from(if is_users(&error) { 2 } else { 1 })
         }
     }
+}
+
+/// Formats an error with its causes, one per line.
+fn told(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    let mut above = text.clone();
+    for cause in error.chain().skip(1) {
+        let cause = cause.to_string();
+        // Some errors already include the text of their cause.
+        if !above.contains(&cause) {
+            text.push_str(&format!("\n  caused by: {cause}"));
+        }
+        above = cause;
+    }
+    text
 }
 
 /// Whether the user can correct the error: arguments, files, configuration, a missing device.
@@ -179,11 +232,15 @@ fn is_users(error: &anyhow::Error) -> bool {
         if let Some(error) = cause.downcast_ref::<TelemetryError>() {
             return !matches!(error, TelemetryError::Twice(_));
         }
+        if let Some(error) = cause.downcast_ref::<TextError>() {
+            return !matches!(error, TextError::Cancelled | TextError::Unavailable(_));
+        }
         cause.is::<Usage>()
             || cause.is::<SelectorError>()
             || cause.is::<ConfigError>()
             || cause.is::<CheckpointError>()
             || cause.is::<TlsError>()
+            || cause.downcast_ref::<hub::HubError>().is_some_and(hub::HubError::is_users)
     })
 }
 
@@ -204,7 +261,6 @@ fn cache_directory() -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_definition_of_the_arguments_is_sound() {

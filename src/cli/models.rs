@@ -1,7 +1,7 @@
 //! `ostinato models`: lists, loads and unloads the models of a running server over gRPC. Not here: the server's side of
 //! it.
 
-use super::connect::{Client, Reach};
+use super::connect::{self, Client, Reach};
 use super::generate::Refused;
 use super::progress::Show;
 use crate::host::progress::{Progress, Unit};
@@ -13,7 +13,8 @@ use std::io::Write;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Models {
-    /// The server's address: HOST:PORT or a URI.
+    /// The server's address: HOST:PORT or a URI. Default: 127.0.0.1:50051, where a server listens unless configured
+    /// otherwise.
     #[arg(long, value_name = "ADDR", global = true)]
     server: Option<String>,
     /// Print JSON to standard output.
@@ -51,7 +52,8 @@ enum Action {
 }
 
 pub(crate) fn run(args: &Models) -> anyhow::Result<()> {
-    let server = args.server.as_deref().ok_or_else(|| super::Usage("--server ADDR says whose models".to_owned()))?;
+    let usual = connect::usual();
+    let server = args.server.as_deref().unwrap_or(&usual);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start")?;
     runtime.block_on(async {
         let mut client = args.reach.connect(server).await?;

@@ -1,17 +1,61 @@
-//! Shows the progress of a start or a load on stderr: a progress bar on a terminal, plain lines otherwise.
+//! Shows the progress of a start or a load on stderr: a progress bar on a terminal, plain lines otherwise; or writes it
+//! to the log.
 
 use crate::host::progress::{Progress, Unit};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Minimum interval between two plain lines of one task.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
+/// How much the commands of this process print beside their results: `--quiet` and `--verbose`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub(crate) enum Verbosity {
+    /// Results, warnings and errors only.
+    Quiet,
+    /// What helps: progress, and facts where the command is about them.
+    Normal,
+    /// All facts.
+    Verbose,
+}
+
+static VERBOSITY: AtomicU8 = AtomicU8::new(Verbosity::Normal as u8);
+
+/// Sets the verbosity of this process.
+pub(crate) fn set_verbosity(verbosity: Verbosity) {
+    VERBOSITY.store(verbosity as u8, Ordering::Relaxed);
+}
+
+/// Returns the verbosity of this process.
+pub(crate) fn verbosity() -> Verbosity {
+    match VERBOSITY.load(Ordering::Relaxed) {
+        0 => Verbosity::Quiet,
+        1 => Verbosity::Normal,
+        _ => Verbosity::Verbose,
+    }
+}
+
+/// Where progress is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// A bar, and lines above it.
+    Terminal,
+    /// Lines on stderr.
+    Lines,
+    /// The log.
+    Log,
+    Nowhere,
+}
+
 /// Shows progress on stderr.
 pub(crate) struct Show {
-    terminal: bool,
+    place: Place,
+    /// Whether facts are shown, and not steps alone.
+    facts: bool,
     /// The current task.
     current: Mutex<Option<Current>>,
 }
@@ -26,7 +70,34 @@ struct Current {
 impl Show {
     /// Creates the display. With `plain` it shows no bar even on a terminal.
     pub(crate) fn new(plain: bool) -> Show {
-        Show { terminal: !plain && std::io::stderr().is_terminal(), current: Mutex::new(None) }
+        let place = match verbosity() {
+            Verbosity::Quiet => Place::Nowhere,
+            _ if !plain && std::io::stderr().is_terminal() => Place::Terminal,
+            _ => Place::Lines,
+        };
+        Show { place, facts: true, current: Mutex::new(None) }
+    }
+
+    /// Creates the display of a command whose user wants an answer and not the facts of a load, such as its memory
+    /// plan: they are shown with `--verbose`.
+    pub(crate) fn brief(plain: bool) -> Show {
+        let mut show = Show::new(plain);
+        show.facts = verbosity() == Verbosity::Verbose;
+        show
+    }
+
+    /// Creates a display that writes everything to the log, for programs that read JSON lines.
+    pub(crate) fn log() -> Show {
+        Show { place: Place::Log, facts: true, current: Mutex::new(None) }
+    }
+
+    /// Runs `print`, which may write lines to the terminal, without disturbing the bar.
+    pub(crate) fn beside(&self, print: impl FnOnce()) {
+        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        match current.as_ref().and_then(|current| current.bar.as_ref()) {
+            Some(bar) => bar.suspend(print),
+            None => print(),
+        }
     }
 }
 
@@ -41,21 +112,24 @@ impl Drop for Show {
 
 impl Progress for Show {
     fn line(&self, text: &str) {
-        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        match current.as_ref().and_then(|current| current.bar.as_ref()) {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
-            None => eprintln!("{text}"),
+        match self.place {
+            Place::Log => tracing::info!("{text}"),
+            Place::Terminal | Place::Lines if self.facts => self.beside(|| eprintln!("{text}")),
+            _ => {}
         }
     }
 
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
+        if self.place == Place::Nowhere {
+            return;
+        }
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
         if current.as_ref().is_none_or(|current| current.what != what) {
             if let Some(bar) = current.take().and_then(|current| current.bar) {
                 bar.finish_and_clear();
             }
-            let bar = self.terminal.then(|| bar(what, total, unit));
+            let bar = (self.place == Place::Terminal).then(|| bar(what, total, unit));
             *current = Some(Current { what: what.to_owned(), begun: now, line: now, bar });
         }
         let Some(current) = current.as_mut() else {
@@ -77,7 +151,10 @@ impl Progress for Show {
             };
             // With nothing done yet, the remaining time cannot be estimated.
             let left = if left < 1e6 { format!(", {left:.0} s left") } else { String::new() };
-            eprintln!("{what}: {done} of {total}{left}");
+            match self.place {
+                Place::Log => tracing::info!("{what}: {done} of {total}{left}"),
+                _ => eprintln!("{what}: {done} of {total}{left}"),
+            }
         }
     }
 }

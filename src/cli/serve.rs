@@ -2,9 +2,9 @@
 //! for a signal, and stops them in reverse order. Not here: applying a new configuration (`reload`).
 
 use super::reload::Reload;
-use super::{Usage, cache_directory, progress};
+use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::{self, WorkerLimits};
-use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Sources};
+use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Selector, Sources};
 use crate::gpu::devices::start;
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
@@ -35,12 +35,21 @@ const BACKLOG: u32 = 1024;
 
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Serve {
+    /// Models to serve, each a checkpoint's folder, a GGUF file, ORG/NAME on the Hugging Face hub (downloaded unless it
+    /// is in the cache, see `ostinato pull`), or an embedded demo model. Each is served under the last part of its path;
+    /// --model gives it another name. Without any model, `demo` is served.
+    #[arg(value_name = "MODEL")]
+    models: Vec<String>,
+    /// The device of the models given on the command line without one: UUID, PCI address, index, name or `cpu`.
+    /// Default: the only GPU. If given again, each model gets a replica on each.
+    #[arg(long, value_name = "SEL")]
+    device: Vec<Selector>,
     /// Configuration file (TOML). `deploy/ostinato.toml` shows all keys.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// A model to serve: its name, its checkpoint's folder (or an embedded demo model, `demo` or `demo-hybrid`), and
-    /// its device (UUID, PCI address, index, name or `cpu`; default: the only GPU). Replaces the configured model of
-    /// that name or adds one. If given again with the same name, adds a replica. Without any model, `demo` is served.
+    /// A model to serve: its name, its checkpoint's folder or GGUF file (or an embedded demo model, `demo` or
+    /// `demo-hybrid`), and its device (UUID, PCI address, index, name or `cpu`; default: --device, or the only GPU).
+    /// Replaces the configured model of that name or adds one. If given again with the same name, adds a replica.
     #[arg(long, value_name = "NAME=DIR[@DEVICE]")]
     model: Vec<Model>,
     /// Address and port of the gRPC endpoint. Port 0 selects a free port. Default: 127.0.0.1:50051, unless configured
@@ -58,12 +67,45 @@ pub(crate) struct Serve {
     /// (`server.tls`), and for --admin, which has neither encryption nor authentication.
     #[arg(long)]
     insecure: bool,
-    /// Write log lines as JSON objects.
+    /// Print JSON lines only: log lines and progress on stderr, the addresses on stdout.
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
 }
 
 impl Serve {
+    /// Returns the arguments with every model of the command line as a `--model` with its name, files and devices.
+    /// Downloads what is neither a path nor in the hub's cache.
+    fn found(&self) -> anyhow::Result<Serve> {
+        let mut models = Vec::new();
+        let mut names = Vec::new();
+        for given in &self.models {
+            let name = named::served_as(given);
+            models.push(Model::new(&name, named::find(given, self.json)?, None));
+            names.push((name, given.clone()));
+        }
+        for model in &self.model {
+            // Given again, a --model adds a replica.
+            if !names[self.models.len()..].iter().any(|(name, _)| *name == model.name) {
+                names.push((model.name.clone(), model.path.display().to_string()));
+            }
+            let path = named::find(&model.path.to_string_lossy(), self.json)?;
+            models.push(Model { path, ..model.clone() });
+        }
+        named::told_apart(&names)?;
+        for model in &mut models {
+            self.place(model);
+        }
+        Ok(Serve { models: Vec::new(), model: models, ..self.clone() })
+    }
+
+    /// Gives a model without a device the devices of the command line.
+    fn place(&self, model: &mut Model) {
+        if !self.device.is_empty() && model.replicas.iter().all(|replica| replica.device.is_none()) {
+            let devices = self.device.iter().cloned().map(Some);
+            model.replicas = devices.map(|device| Placement { device, memory_limit: None }).collect();
+        }
+    }
+
     /// Reads the configuration from the arguments, the environment and the file, as they are now.
     pub(super) fn configuration(&self) -> Result<Config, ConfigError> {
         let mut config = config::from_sources(&Sources {
@@ -75,7 +117,9 @@ impl Serve {
             models: self.model.clone(),
         })?;
         if config.models.is_empty() {
-            config.models.push(Model::new("demo", DEMO_PATH, None));
+            let mut demo = Model::new("demo", DEMO_PATH, None);
+            self.place(&mut demo);
+            config.models.push(demo);
         }
         for model in &mut config.models {
             model.memory_limit = model.memory_limit.or(self.memory_limit);
@@ -88,11 +132,13 @@ impl Serve {
 }
 
 pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
+    let args = &args.found()?;
     let config = args.configuration()?;
+    let quiet = progress::verbosity() == progress::Verbosity::Quiet && config.telemetry.log == "info";
     let _telemetry = telemetry::init(&telemetry::Settings {
         otlp_endpoint: config.telemetry.otlp_endpoint.clone(),
         sample_ratio: config.telemetry.sample_ratio,
-        log: config.telemetry.log.clone(),
+        log: if quiet { "warn".to_owned() } else { config.telemetry.log.clone() },
         json: args.json,
     })?;
     workers::use_limits(WorkerLimits {
@@ -122,23 +168,24 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let (page_address, page) = page.unzip();
+    let (page_address, page_task) = page.unzip();
     // A SIGHUP during loading is handled afterwards.
     let hangups = {
         let _context = runtime.enter();
         signal(SignalKind::hangup()).context("cannot wait for SIGHUP")?
     };
     let host = {
-        let show = progress::Show::new(args.json);
+        let show = if args.json { progress::Show::log() } else { progress::Show::new(false) };
         Arc::new(start(&config, &Both(&show, &*admin))?)
     };
     announce(&host);
     admin.set_host(Arc::clone(&host));
     let served = runtime.block_on(async {
         let reload = Reload::new(args, config.clone(), Arc::clone(&host));
-        let served = listen(socket, host, &config, options, &admin, page_address, (hangups, reload)).await;
+        let page = (page_address, args.json);
+        let served = listen(socket, host, &config, options, &admin, page, (hangups, reload)).await;
         stop.cancel();
-        if let Some(page) = page {
+        if let Some(page) = page_task {
             // The task has ended, or it panicked and the panic was logged.
             let _ = page.await;
         }
@@ -174,7 +221,7 @@ async fn listen(
     config: &Config,
     options: Options,
     admin: &Admin,
-    page: Option<SocketAddr>,
+    (page, json): (Option<SocketAddr>, bool),
     (hangups, reload): (Signal, Reload),
 ) -> anyhow::Result<()> {
     // Install the signal handlers before the address is announced: a script may stop the server as soon as it reads the
@@ -184,10 +231,14 @@ async fn listen(
     let address = listener.local_addr().context("the endpoint has no address")?;
     admin.set_endpoint(address);
     // On standard output, because scripts read the port from it.
-    println!("listening on {address}");
-    if let Some(page) = page {
-        // The script that has read the port may already have closed the pipe, so errors are ignored.
-        let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
+    if json {
+        println!("{}", serde_json::json!({ "event": "listening", "grpc": address, "admin": page }));
+    } else {
+        println!("listening on {address}");
+        if let Some(page) = page {
+            // The script that has read the port may already have closed the pipe, so errors are ignored.
+            let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
+        }
     }
     let (sender, changes) = watch::channel(changeable(&config.server));
     let reloads = tokio::spawn(reload.at(hangups, sender));

@@ -1,16 +1,15 @@
 //! `ostinato tune`: finds the fastest workgroup shapes for a model on a device, and reports where they are saved. Not
 //! here: the search (`engine::tune`).
 
+use super::named;
+use super::progress::Show;
 use crate::config::Selector;
 use crate::device::{Instance, InstanceOptions, choose};
 use crate::gpu::build::defaults::tuning;
-use crate::host::progress::Progress;
 use crate::measure::tune;
 use crate::measure::tune::{TuneEvent, TuneOptions};
-use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::Tuning;
-use crate::model::demo;
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,9 +17,10 @@ use std::time::{Duration, Instant};
 /// Arguments of `ostinato tune`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Tune {
-    /// Folder of a checkpoint, or the name of an embedded demo model: `demo` or `demo-hybrid`.
-    #[arg(long, default_value = "demo")]
-    model: PathBuf,
+    /// Folder of a checkpoint, a GGUF file, ORG/NAME on the Hugging Face hub, or an embedded demo model: `demo` or
+    /// `demo-hybrid`.
+    #[arg(long, default_value = "demo", value_name = "MODEL")]
+    model: String,
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
     #[arg(long)]
     device: Option<Selector>,
@@ -41,7 +41,7 @@ pub(crate) struct Tune {
     pub(crate) json: bool,
 }
 
-pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &Show) -> anyhow::Result<()> {
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let adapter = choose(&adapters, args.device.as_ref())?.clone();
@@ -49,9 +49,7 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
         bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
     }
-    let path =
-        demo::unpack(&args.model, cache.as_deref()).map_err(|(path, error)| anyhow!("{}: {error}", path.display()))?;
-    let checkpoint = Checkpoint::open(&path)?;
+    let (_, checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     let options = TuneOptions {
         depth: args.depth,
         time: Duration::from_secs(args.seconds),
@@ -61,11 +59,10 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &dyn Progress) 
     };
     let started = Instant::now();
     let mut say = |event: &TuneEvent| {
-        if args.json {
-            println!("{}", json_of(event));
-        } else {
-            println!("{}", text_of(event, &adapter.name, args.depth));
-        }
+        progress.beside(|| match args.json {
+            true => println!("{}", json_of(event)),
+            false => println!("{}", text_of(event, &adapter.name, args.depth)),
+        });
     };
     let outcome = tune::tune(&instance, &adapter, &checkpoint, &options, progress, &mut say)?;
     let gain = 100.0 * (1.0 - outcome.after_us / outcome.before_us);

@@ -43,27 +43,44 @@ pub enum DeviceError {
         no_gpu: Option<Box<NoGpuDiagnosis>>,
     },
     /// Several adapters match the selector.
-    #[error("{count} devices match {selector}; choose one by its UUID, PCI address or index:{adapters}")]
+    #[error("{count} devices match {selector}; choose one by its UUID{}:{adapters}",
+        if *.cpu { " or its whole name" } else { ", PCI address or index" })]
     Ambiguous {
         /// The selector as the user would write it.
         selector: String,
         /// The number of adapters that match.
         count: usize,
+        /// Whether all of them are CPU drivers.
+        cpu: bool,
         /// The adapters that match; each starts with a line feed.
         adapters: String,
     },
     /// No selector was given and the number of usable GPUs is not one.
-    #[error(
-        "a device must be chosen: there are {count} usable GPUs (CPU drivers are used only when selected); the adapters are:{adapters}"
-    )]
+    #[error("a device must be chosen: there are {count} usable GPUs{hint}; the adapters are:{adapters}")]
     MustChoose {
         /// The number of usable adapters that are not CPU drivers.
         count: usize,
+        /// Empty, or a clause that begins with a comma and says what to type.
+        hint: String,
         /// All adapters; each starts with a line feed.
         adapters: String,
         /// Why no GPU is among the adapters; `None` if there is one, or if this was not diagnosed.
         #[source]
         no_gpu: Option<Box<NoGpuDiagnosis>>,
+    },
+    /// An index selects a CPU driver, which must be selected by what it is: an index means another adapter once a GPU's
+    /// driver is installed or fails.
+    #[error(
+        "device {index} is a CPU driver, \"{name}\", which no index selects: select it by cpu, its UUID {uuid} \
+        or its whole name"
+    )]
+    CpuByIndex {
+        /// The index.
+        index: usize,
+        /// The adapter's name.
+        name: String,
+        /// The adapter's UUID.
+        uuid: String,
     },
     /// The selected adapter cannot be used.
     #[error("device \"{name}\" cannot be used: {reason}")]
@@ -148,6 +165,7 @@ impl DeviceError {
                 | DeviceError::NoMatch { .. }
                 | DeviceError::Ambiguous { .. }
                 | DeviceError::MustChoose { .. }
+                | DeviceError::CpuByIndex { .. }
                 | DeviceError::Refused { .. }
         )
     }

@@ -1,5 +1,5 @@
 //! The choice of an adapter. It fails closed: it never falls back to another GPU, nor to a CPU driver that was not
-//! named. Pure functions.
+//! named as one; an index does not. Pure functions.
 
 use crate::config::{DeviceNames, Selector};
 use crate::device::adapter::Adapter;
@@ -15,6 +15,9 @@ pub fn select<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Resul
     let found: Vec<&Adapter> =
         selector.find(adapters.iter().map(names), false).into_iter().map(|position| &adapters[position]).collect();
     match found[..] {
+        [one] if one.is_cpu() && matches!(selector, Selector::Index(_)) => {
+            Err(DeviceError::CpuByIndex { index: one.index, name: one.name.clone(), uuid: one.uuid.clone() })
+        }
         [one] => match &one.refused {
             None => Ok(one),
             Some(reason) => Err(DeviceError::Refused { name: one.name.clone(), reason: reason.clone() }),
@@ -28,6 +31,7 @@ pub fn select<'a>(adapters: &'a [Adapter], selector: Option<&Selector>) -> Resul
         _ => Err(DeviceError::Ambiguous {
             selector: selector.to_string(),
             count: found.len(),
+            cpu: found.iter().all(|adapter| adapter.is_cpu()),
             adapters: lines(found.iter().copied()),
         }),
     }
@@ -48,7 +52,14 @@ fn only_gpu(adapters: &[Adapter]) -> Result<&Adapter, DeviceError> {
     let gpus: Vec<&Adapter> = adapters.iter().filter(|a| a.usable() && !a.is_cpu()).collect();
     match gpus[..] {
         [one] => Ok(one),
-        _ => Err(DeviceError::MustChoose { count: gpus.len(), adapters: lines(adapters.iter()), no_gpu: None }),
+        _ => {
+            let hint = match gpus.first() {
+                Some(first) => format!(", choose one with --device {}", first.index),
+                None if adapters.iter().any(Adapter::is_cpu) => ", --device cpu chooses the CPU driver".to_owned(),
+                None => String::new(),
+            };
+            Err(DeviceError::MustChoose { count: gpus.len(), hint, adapters: lines(adapters.iter()), no_gpu: None })
+        }
     }
 }
 
@@ -60,7 +71,7 @@ fn cpu_hint(adapters: &[Adapter], selector: &Selector) -> String {
     let wanted = name.to_lowercase();
     match adapters.iter().find(|a| a.is_cpu() && a.name.to_lowercase().contains(&wanted)) {
         Some(cpu) => {
-            format!("a CPU driver is chosen only by cpu, its index {}, its UUID or its whole name; ", cpu.index)
+            format!("a CPU driver is chosen only by cpu, its UUID {} or its whole name; ", cpu.uuid)
         }
         None => String::new(),
     }

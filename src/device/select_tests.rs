@@ -78,10 +78,13 @@ fn a_refused_adapter_says_why() {
 fn a_cpu_driver_is_chosen_only_by_cpu_or_exactly() {
     assert_eq!(chosen("cpu"), 4);
     assert_eq!(chosen("CPU"), 4);
-    assert_eq!(chosen("4"), 4);
+    assert_eq!(chosen("00000004-aaaa-bbbb-cccc-0123456789ab"), 4);
     assert_eq!(chosen("LLVMpipe (LLVM 15.0.6, 256 bits)"), 4);
     let error = choose("llvmpipe").expect_err("a part of the name is not enough").to_string();
-    assert!(error.contains("only by cpu, its index 4"), "{error}");
+    assert!(error.contains("only by cpu, its UUID 00000004"), "{error}");
+    let error = choose("4").expect_err("an index does not say that it is a CPU driver");
+    assert!(matches!(error, DeviceError::CpuByIndex { index: 4, .. }) && error.is_users());
+    assert!(error.to_string().contains("by cpu, its UUID 00000004-aaaa"), "{error}");
 }
 
 #[test]
@@ -92,4 +95,9 @@ fn without_a_selector_only_a_single_usable_gpu_is_taken() {
     assert!(matches!(none(&all), Err(DeviceError::MustChoose { count: 3, .. })));
     assert!(matches!(none(&all[3..]), Err(DeviceError::MustChoose { count: 0, .. })), "never the CPU by itself");
     assert!(matches!(none(&[]), Err(DeviceError::MustChoose { count: 0, .. })));
+    // The message says what to type.
+    let told = |adapters: &[Adapter]| none(adapters).expect_err("none is taken").to_string();
+    assert!(told(&all).contains("3 usable GPUs, choose one with --device 0;"), "{}", told(&all));
+    assert!(told(&all[3..]).contains("0 usable GPUs, --device cpu chooses the CPU driver;"), "{}", told(&all[3..]));
+    assert!(!told(&all[3..4]).contains("--device"), "there is nothing to choose: {}", told(&all[3..4]));
 }

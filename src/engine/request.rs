@@ -406,7 +406,8 @@ impl Sampling {
 }
 
 impl Limits {
-    fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
+    /// Checks the numbers of tokens and the stop ids.
+    pub fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
         if self.max_tokens == Some(0) {
             return Err(value("max_tokens", 0, "at least 1"));
         }

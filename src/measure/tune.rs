@@ -15,7 +15,7 @@ use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
 use crate::gpu::tuned;
 use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
-use crate::host::progress::Progress;
+use crate::host::progress::{Progress, Unit};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::attention::flash_decode::MOST_SPLITS;
 use crate::kernels::embed::PromptRows;
@@ -187,7 +187,8 @@ pub fn tune(
 
     let by_rules = Arc::clone(&region);
     let until = Instant::now() + options.time;
-    let mut search = Search { bench, bounds, best: rules, region, reference, tried: 0, say };
+    let clock = SearchClock { until, time: options.time, progress };
+    let mut search = Search { bench, bounds, best: rules, region, reference, tried: 0, clock, say };
     let mut found = BTreeMap::new();
     let mut complete = true;
     for pass in 0..PASSES {
@@ -215,7 +216,8 @@ pub fn tune(
         }
     }
 
-    let Search { mut bench, region, reference, tried, say, .. } = search;
+    let Search { mut bench, region, reference, tried, clock, say, .. } = search;
+    clock.end();
     let mut outcome = TuneOutcome { before_us: us, after_us: us, tried, complete, file: None };
     if !Arc::ptr_eq(&region, &by_rules) {
         let times = bench.times(&[&by_rules, &region], DUELLED)?;
@@ -374,7 +376,32 @@ struct Search<'a, 'b> {
     region: Arc<Region>,
     reference: Vec<f32>,
     tried: usize,
+    clock: SearchClock<'b>,
     say: &'b mut dyn FnMut(&TuneEvent),
+}
+
+/// Reports how much of a search's time has passed.
+struct SearchClock<'a> {
+    until: Instant,
+    time: Duration,
+    progress: &'a dyn Progress,
+}
+
+impl SearchClock<'_> {
+    const WHAT: &'static str = "searching, seconds";
+
+    fn tick(&self) {
+        let left = self.until.saturating_duration_since(Instant::now());
+        let passed = self.time.saturating_sub(left).as_secs();
+        // The end is reported once, by `end`.
+        let total = self.time.as_secs().max(1);
+        self.progress.step(SearchClock::WHAT, passed.min(total - 1), total, Unit::Count);
+    }
+
+    fn end(&self) {
+        let total = self.time.as_secs().max(1);
+        self.progress.step(SearchClock::WHAT, total, total, Unit::Count);
+    }
 }
 
 impl Search<'_, '_> {
@@ -409,6 +436,7 @@ impl Search<'_, '_> {
                     break 'values;
                 }
                 self.tried += 1;
+                self.clock.tick();
                 let us = median(&self.bench.times(&[&region], SCREENED)?[0]);
                 if us < incumbent {
                     screened.push((us, value, tuning, region));

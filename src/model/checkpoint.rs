@@ -3,6 +3,7 @@
 //!
 //! Not here: the tensors' bytes. The loader reads them by path and offset.
 
+pub mod contents;
 mod headers;
 mod quantised;
 mod weights;

@@ -155,7 +155,11 @@ pub fn prepare_at(
     fits(place.model(), prompt.len())?;
     let grammar = match message.constraint {
         None => None,
-        Some(constraint) => Some(start_grammar(place.model(), constraint, stopping.ignore_eos, cancel)?),
+        Some(constraint) => {
+            let ServedModel { name, info, text, .. } = place.model();
+            let ignore_eos = stopping.ignore_eos;
+            Some(start_grammar(name, text.as_deref(), info.vocabulary, &info.eos_ids, constraint, ignore_eos, cancel)?)
+        }
     };
 
     // Where its beginning may lie already, now that its tokens are known.
@@ -217,9 +221,12 @@ pub fn fits(model: &ServedModel, prompt: usize) -> Result<(), Refusal> {
     Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output: 1, context }).into())
 }
 
-/// A constraint, compiled for a model.
-fn start_grammar(
-    model: &ServedModel,
+/// A constraint, compiled for a model with this tokenizer, vocabulary and these ends of a sequence.
+pub fn start_grammar(
+    model: &str,
+    text: Option<&Text>,
+    vocabulary: u32,
+    eos_ids: &[u32],
     constraint: proto::Constraint,
     ignore_eos: bool,
     cancel: &Cancel,
@@ -237,10 +244,9 @@ fn start_grammar(
         Some(Kind::JsonObject(_)) => ("constraint.json_object", Constraint::JsonObject),
         Some(Kind::StructuralTag(tag)) => ("constraint.structural_tag", Constraint::StructuralTag(tag)),
     };
-    let text = model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })?;
-    let started = text
-        .grammars(model.info.vocabulary, &model.info.eos_ids)
-        .and_then(|grammars| grammars.start_until(&constraint, ignore_eos, cancel));
+    let text = text.ok_or_else(|| Refusal::NoTokenizer { model: model.to_owned(), field })?;
+    let started =
+        text.grammars(vocabulary, eos_ids).and_then(|grammars| grammars.start_until(&constraint, ignore_eos, cancel));
     started.map_err(|source| match source {
         GrammarError::Cancelled if cancel.is_late() => Refusal::Deadline { output_tokens: 0 },
         source => Refusal::Grammar { field, source },

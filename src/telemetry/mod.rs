@@ -78,9 +78,9 @@ impl Guard {
     }
 }
 
-/// Default filter directives for libraries that log a line for each frame, reset or alert that a client sends.
-/// Directives of the configured filter for the same libraries take precedence.
-const QUIET: &str = "h2=error,rustls=off";
+/// Default filter directives for libraries that log a line for each frame, reset or alert that a client sends, or for
+/// each token of a vocabulary. Directives of the configured filter for the same libraries take precedence.
+const QUIET: &str = "h2=error,rustls=off,tokenizers=error";
 
 /// Starts the logs to stderr and, if an endpoint is set, the export of spans. To be called once per process.
 ///
@@ -111,7 +111,7 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
 /// Starts logging of warnings to stderr, for commands that do one thing and end. Does nothing if the process already
 /// has a subscriber.
 pub fn warnings() {
-    let level = tracing_subscriber::filter::LevelFilter::WARN;
-    let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(level);
+    let filter = EnvFilter::new(format!("{QUIET},warn"));
+    let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(filter);
     let _ = tracing_subscriber::registry().with(logs).try_init();
 }

@@ -1,0 +1,329 @@
+//! `ostinato inspect`: what a checkpoint contains, whether it can be run, and what memory it needs. It reads headers and
+//! the tokenizer, and needs no device.
+
+use super::{cache_directory, named};
+use crate::config::{Bytes, Quantize};
+use crate::gpu::error::StartError;
+use crate::kernels::attention::PAGE_TOKENS;
+use crate::memory::plan::{
+    HumanBytes, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, default_reserve,
+};
+use crate::model::checkpoint::Checkpoint;
+use crate::model::checkpoint::contents::{Contents, TensorKind};
+use crate::model::config::LayerKind;
+use crate::model::decoder::delta_heads;
+use crate::model::demo;
+use crate::model::text::Text;
+use crate::telemetry::with_causes;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::path::Path;
+
+/// The bytes of a number in the KV cache.
+const KV_BYTES: u64 = 2;
+/// The context for which memory is stated if none is given, as a server plans it.
+const CONTEXT: u32 = 32_768;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Inspect {
+    /// Folder of a checkpoint, a GGUF file, ORG/NAME on the Hugging Face hub (downloaded unless it is in the cache), or
+    /// an embedded demo model.
+    model: String,
+    /// Context length for which memory is stated, in tokens. Default: the model's own, at most 32,768.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Memory of a device, such as 24GiB: say whether the model fits there.
+    #[arg(long, value_name = "BYTES")]
+    memory: Option<Bytes>,
+    /// State memory as with this quantisation at load: int8 or int4.
+    #[arg(long)]
+    quantize: Option<Quantize>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The tensors of one purpose and element type.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Sum {
+    count: u64,
+    elements: u64,
+    bytes: u64,
+}
+
+/// What a model needs on any device, as far as it does not depend on the device.
+struct Needs {
+    /// The context in tokens.
+    context: u32,
+    weights: u64,
+    kv_per_token: u64,
+    /// The recurrent state of one sequence.
+    state: u64,
+}
+
+pub(super) fn run(args: &Inspect) -> anyhow::Result<()> {
+    let path = named::find(&args.model, args.json)?;
+    let path = demo::unpack(&path, cache_directory().as_deref())
+        .map_err(|(path, source)| StartError::Demo { path, source })?;
+    let mut contents = Contents::read(&path)?;
+    if let (Ok(checkpoint), Some(to)) = (&mut contents.checkpoint, args.quantize) {
+        checkpoint.quantize(to);
+    }
+    let text = Text::load(&path);
+    let reasons = reasons(&contents, &text);
+    let needs = contents.checkpoint.as_ref().ok().map(|checkpoint| Needs::of(checkpoint, args.context));
+    let plan = needs.as_ref().zip(args.memory).map(|(needs, memory)| needs.plan(memory.0));
+    let output = match args.json {
+        true => format!("{}\n", object(&path, &contents, text.as_ref().ok(), &reasons, needs.as_ref(), plan.as_ref())),
+        false => table(&path, &contents, text.as_ref().ok(), &reasons, needs.as_ref(), plan.as_ref()),
+    };
+    Ok(std::io::stdout().lock().write_all(output.as_bytes())?)
+}
+
+/// Returns why the model cannot be run; empty if it can.
+fn reasons(contents: &Contents, text: &Result<Option<Text>, crate::model::text::TextError>) -> Vec<String> {
+    match (&contents.checkpoint, text) {
+        (Err(error), _) => error.problems.iter().map(ToString::to_string).collect(),
+        (Ok(_), Err(error)) => vec![with_causes(error)],
+        (Ok(_), Ok(_)) => Vec::new(),
+    }
+}
+
+impl Needs {
+    fn of(checkpoint: &Checkpoint, context: Option<u32>) -> Needs {
+        let config = &checkpoint.config;
+        // The block that drafts has keys and values of its own.
+        let drafts = if checkpoint.has_mtp() { 2 * u64::from(config.kv_rows()) } else { 0 };
+        let state = config.delta.map_or(0, |net| {
+            let heads = delta_heads(net);
+            config.layers_of(LayerKind::GatedDelta).count() as u64 * (heads.state_bytes(1) + heads.window_bytes(1))
+        });
+        Needs {
+            context: context.unwrap_or(config.context.min(CONTEXT)),
+            weights: checkpoint.weight_bytes(),
+            kv_per_token: (config.kv_elements_per_token() + drafts) * KV_BYTES,
+            state,
+        }
+    }
+
+    /// Plans one sequence of the context, and as many keys and values as fit.
+    fn plan(&self, memory: u64) -> Result<Plan, PlanError> {
+        let limits = MemoryLimits {
+            device: format!("a device of {}", HumanBytes(memory)),
+            free_bytes: memory,
+            total_bytes: memory,
+            limit_bytes: None,
+            max_allocation_bytes: u64::MAX,
+            unified: false,
+            reserve_bytes: default_reserve(memory),
+        };
+        let entries = vec![
+            PlanEntry::of_buffers(Purpose::Weights, Side::Device, [("weights", self.weights)]),
+            PlanEntry::of_buffers(Purpose::Recurrent, Side::Device, [("state", self.state)]),
+        ];
+        let page_bytes = self.kv_per_token * u64::from(PAGE_TOKENS);
+        let least = u64::from(self.context.div_ceil(PAGE_TOKENS));
+        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: 0, pages: Pages::All, least };
+        Plan::new(limits, entries, (page_bytes > 0).then_some(kv))
+    }
+}
+
+/// Sums the tensors by purpose and element type.
+fn sums(contents: &Contents) -> BTreeMap<(TensorKind, &str), Sum> {
+    let mut sums: BTreeMap<(TensorKind, &str), Sum> = BTreeMap::new();
+    for tensor in &contents.tensors {
+        let sum = sums.entry((TensorKind::of(&tensor.name), &tensor.dtype)).or_default();
+        sum.count += 1;
+        sum.elements = sum.elements.saturating_add(tensor.elements);
+        sum.bytes = sum.bytes.saturating_add(tensor.bytes);
+    }
+    sums
+}
+
+fn table(
+    path: &Path,
+    contents: &Contents,
+    text: Option<&Option<Text>>,
+    reasons: &[String],
+    needs: Option<&Needs>,
+    plan: Option<&Result<Plan, PlanError>>,
+) -> String {
+    let mut out = String::new();
+    let bytes: u64 = contents.files.iter().map(|(_, bytes)| bytes).sum();
+    let files = contents.files.len();
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "{}: {}, {files} {}, {}",
+        path.display(),
+        contents.format,
+        if files == 1 { "file" } else { "files" },
+        HumanBytes(bytes)
+    );
+    let mut line = |key: &str, value: String| {
+        let _ = writeln!(out, "  {key:<14} {value}");
+    };
+    line("architecture", contents.architecture.clone().unwrap_or_else(|| "not named".to_owned()));
+    if let Ok(checkpoint) = &contents.checkpoint {
+        let config = &checkpoint.config;
+        let recurrent = config.layers_of(LayerKind::GatedDelta).count();
+        let kinds = if recurrent > 0 { format!(" ({recurrent} recurrent)") } else { String::new() };
+        let experts = config.experts.map_or(String::new(), |experts| {
+            format!(", {} of {} experts of {}", experts.chosen, experts.count, experts.inner)
+        });
+        let inner = if config.intermediate > 0 { format!(", MLP {}", config.intermediate) } else { String::new() };
+        line(
+            "shape",
+            format!(
+                "{} layers{kinds}, hidden {}, {} heads of {}, {} of keys and values{inner}{experts}",
+                config.layers, config.hidden, config.heads, config.head_dim, config.kv_heads
+            ),
+        );
+        let (all, active) = (checkpoint.parameters(), checkpoint.active_parameters());
+        let active = if active < all { format!(", {} for a token", millions(active)) } else { String::new() };
+        line("parameters", format!("{}{active}", millions(all)));
+        line("vocabulary", format!("{} tokens", config.vocab));
+    }
+    if let Some(context) = contents.context {
+        line("context", format!("{context} tokens"));
+    }
+    line(
+        "tokenizer",
+        match text {
+            Some(Some(text)) if text.has_chat() => "yes, with a chat template".to_owned(),
+            Some(Some(_)) => "yes, without a chat template".to_owned(),
+            Some(None) => "none: it serves token ids only".to_owned(),
+            None => "cannot be read".to_owned(),
+        },
+    );
+    match reasons {
+        [] => line("runs", "yes".to_owned()),
+        [first, rest @ ..] => {
+            line("runs", format!("no: {first}"));
+            rest.iter().take(MOST_REASONS).for_each(|reason| line("", reason.clone()));
+            if rest.len() > MOST_REASONS {
+                line("", format!("and {} more", rest.len() - MOST_REASONS));
+            }
+        }
+    }
+    let _ = writeln!(
+        out,
+        "\n  {:<10} {:<8} {:>8} {:>16} {:>11} {:>6}",
+        "tensors", "type", "count", "elements", "bytes", "bits"
+    );
+    for ((kind, dtype), sum) in sums(contents) {
+        let bits = sum.bytes as f64 * 8.0 / sum.elements.max(1) as f64;
+        let bytes = HumanBytes(sum.bytes).to_string();
+        let _ = writeln!(out, "  {kind:<10} {dtype:<8} {:>8} {:>16} {bytes:>11} {bits:>6.2}", sum.count, sum.elements);
+    }
+    if let Some(needs) = needs {
+        let (weights, token) = (HumanBytes(needs.weights), HumanBytes(needs.kv_per_token));
+        let kv = HumanBytes(needs.kv_per_token * u64::from(needs.context));
+        let _ = writeln!(
+            out,
+            "\nmemory: weights {weights}, keys and values {token} a token, {kv} for {} tokens{}",
+            needs.context,
+            if needs.state > 0 {
+                format!(", recurrent state {} a sequence", HumanBytes(needs.state))
+            } else {
+                String::new()
+            }
+        );
+    }
+    match plan {
+        None => {}
+        Some(Ok(plan)) => {
+            let _ = writeln!(out, "{plan}\nit fits, if working memory ({WORKING}) does too");
+        }
+        Some(Err(error)) => {
+            let _ = writeln!(out, "it does not fit: {error}");
+        }
+    }
+    out
+}
+
+/// The reasons that are listed after the first one.
+const MOST_REASONS: usize = 8;
+/// What the plan leaves out, because it depends on the device.
+const WORKING: &str = "activations and state of sequences, usually some hundred MiB";
+
+fn millions(count: u64) -> String {
+    match count {
+        0..1_000_000_000 => format!("{:.1} M", count as f64 / 1e6),
+        _ => format!("{:.2} B", count as f64 / 1e9),
+    }
+}
+
+/// Formats everything as one JSON object. Scripts rely on this format.
+fn object(
+    path: &Path,
+    contents: &Contents,
+    text: Option<&Option<Text>>,
+    reasons: &[String],
+    needs: Option<&Needs>,
+    plan: Option<&Result<Plan, PlanError>>,
+) -> Value {
+    let config = contents.checkpoint.as_ref().ok().map(|checkpoint| &checkpoint.config);
+    let checkpoint = contents.checkpoint.as_ref().ok();
+    let tensors: Vec<Value> = sums(contents)
+        .into_iter()
+        .map(|((kind, dtype), sum)| {
+            json!({
+                "kind": kind.to_string(),
+                "type": dtype,
+                "count": sum.count,
+                "elements": sum.elements,
+                "bytes": sum.bytes,
+            })
+        })
+        .collect();
+    let files: Vec<Value> = contents.files.iter().map(|(path, bytes)| json!({"path": path, "bytes": bytes})).collect();
+    json!({
+        "path": path,
+        "format": contents.format,
+        "files": files,
+        "architecture": contents.architecture,
+        "context": contents.context,
+        "layers": config.map(|config| config.layers),
+        "hidden": config.map(|config| config.hidden),
+        "vocabulary": config.map(|config| config.vocab),
+        "parameters": checkpoint.map(Checkpoint::parameters),
+        "active_parameters": checkpoint.map(Checkpoint::active_parameters),
+        "tensors": tensors,
+        "tokenizer": text.map(Option::is_some),
+        "chat_template": text.map(|text| text.as_ref().is_some_and(Text::has_chat)),
+        "runs": reasons.is_empty(),
+        "reasons": reasons,
+        "weight_bytes": needs.map(|needs| needs.weights),
+        "kv_bytes_per_token": needs.map(|needs| needs.kv_per_token),
+        "state_bytes_per_sequence": needs.map(|needs| needs.state),
+        "memory": plan.map(|plan| match plan {
+            Ok(plan) => json!({"fits": true, "kv_tokens": plan.kv_pages() * u64::from(PAGE_TOKENS)}),
+            Err(error) => json!({"fits": false, "reason": error.to_string()}),
+        }),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_without_a_device_says_both_sizes_or_what_fits() {
+        let gib = 1 << 30;
+        let needs = Needs { context: 1024, weights: 10 * gib, kv_per_token: 1 << 17, state: 0 };
+        let plan = needs.plan(16 * gib).expect("it fits");
+        assert_eq!(plan.bytes(Purpose::Weights), 10 * gib);
+        // What is left after the reserve, in pages of 16 tokens.
+        let left = 16 * gib - default_reserve(16 * gib) - 10 * gib;
+        assert_eq!(plan.kv_pages(), left / (16 << 17));
+        let error = needs.plan(8 * gib).expect_err("it does not fit").to_string();
+        assert!(error.contains("10.0 GiB for weights") && error.contains("a device of 8.0 GiB"), "{error}");
+        // The weights fit, and one sequence of the context does not.
+        let long = Needs { context: 1 << 16, ..needs };
+        let error = long.plan(16 * gib).expect_err("it does not fit").to_string();
+        assert!(error.contains("8.0 GiB for kv pages"), "{error}");
+    }
+}

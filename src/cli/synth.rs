@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::progress::{Verbosity, verbosity};
 use crate::config::file;
 use crate::model::config::Dtype;
 use crate::model::gguf::write::{FileType, convert};
@@ -129,7 +130,7 @@ struct Progress {
 
 impl Progress {
     fn new() -> Progress {
-        let bar = std::io::stderr().is_terminal().then(|| {
+        let bar = (!quiet() && std::io::stderr().is_terminal()).then(|| {
             let style =
                 ProgressStyle::with_template("writing {bar:32} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left");
             // The template is a constant. If it had an error, the default bar would be shown.
@@ -142,7 +143,7 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(done);
-        } else if self.line.elapsed() >= LINE_INTERVAL {
+        } else if !quiet() && self.line.elapsed() >= LINE_INTERVAL {
             self.line = Instant::now();
             let rate = done as f64 / self.begun.elapsed().as_secs_f64();
             let left = (total - done) as f64 / rate.max(1.0);
@@ -155,6 +156,10 @@ impl Progress {
             bar.finish_and_clear();
         }
     }
+}
+
+fn quiet() -> bool {
+    verbosity() == Verbosity::Quiet
 }
 
 /// Formats bytes with decimal units (kB, MB, GB), as for disks.

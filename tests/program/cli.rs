@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-fn ostinato(arguments: &[&str]) -> Command {
+pub fn ostinato(arguments: &[&str]) -> Command {
     // The program inherits the environment variables that select the drivers.
     crate::common::layer();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
@@ -15,12 +15,12 @@ fn ostinato(arguments: &[&str]) -> Command {
     command
 }
 
-fn run(arguments: &[&str]) -> Output {
+pub fn run(arguments: &[&str]) -> Output {
     ostinato(arguments).output().unwrap()
 }
 
 /// Returns the UUID of lavapipe as `devices --json` reports it.
-fn cpu() -> &'static str {
+pub fn cpu() -> &'static str {
     static UUID: OnceLock<String> = OnceLock::new();
     UUID.get_or_init(|| {
         let output = run(&["devices", "--json"]);
@@ -37,7 +37,7 @@ fn cpu() -> &'static str {
 }
 
 #[track_caller]
-fn events(output: &Output) -> Vec<Value> {
+pub fn events(output: &Output) -> Vec<Value> {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
     let text = String::from_utf8(output.stdout.clone()).unwrap();
@@ -67,13 +67,13 @@ fn essence(events: &[Value]) -> (Value, Vec<Value>, String, Value, Value) {
 }
 
 /// A server process that is killed when the test ends.
-struct Server {
+pub struct Server {
     child: Child,
-    address: String,
+    pub address: String,
 }
 
 impl Server {
-    fn start(arguments: &[&str]) -> Server {
+    pub fn start(arguments: &[&str]) -> Server {
         let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0", "--admin", "off"]);
         let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = child.spawn().unwrap();
@@ -84,7 +84,7 @@ impl Server {
     }
 
     /// Sends SIGTERM and returns the exit status.
-    fn stop(mut self) -> Option<i32> {
+    pub fn stop(mut self) -> Option<i32> {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
         let until = Instant::now() + Duration::from_secs(20);

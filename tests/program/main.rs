@@ -13,5 +13,7 @@ mod serving;
 
 mod cli;
 mod fleet;
+mod front;
+mod hub;
 mod page;
 mod soak;

@@ -59,7 +59,7 @@ impl Compiler {
 
     /// Compiles a constraint and computes its first mask.
     pub(super) fn compile(&self, constraint: &Constraint, ignore_eos: bool) -> Result<Compiled, GrammarError> {
-        let invalid = |error: anyhow::Error| GrammarError::Invalid(first_line(&error.to_string()));
+        let invalid = |error: anyhow::Error| GrammarError::Invalid(reason(&error.to_string()));
         let parser = self.factory.create_parser(top_level(constraint)?).map_err(invalid)?;
         let bytes = parser.parser.lexer_stats().num_bytes + constraint.bytes() * COMPILED_BYTES;
         let mut follower = Follower {
@@ -162,6 +162,21 @@ pub(super) fn first_line(text: &str) -> String {
     }
 }
 
+/// Returns what an error of the parser says. The error of a regular expression quotes it over several lines, marks the
+/// place below it, and says what is wrong in the last line.
+fn reason(text: &str) -> String {
+    let first = first_line(text);
+    let Some(why) = text.lines().find_map(|line| line.trim().strip_prefix("error: ")) else { return first };
+    if first.contains(why) {
+        return first;
+    }
+    let mark = |line: &&str| line.trim_start().starts_with('^') && line.trim().chars().all(|c| c == '^' || c == ' ');
+    // The quoted expression and the mark are indented by four spaces.
+    let place = text.lines().find(mark).and_then(|line| line.strip_prefix("    ")?.find('^'));
+    let place = place.map_or(String::new(), |place| format!(" at character {}", place + 1));
+    format!("{first} {}{place}", first_line(why))
+}
+
 fn top_level(constraint: &Constraint) -> Result<TopLevelGrammar, GrammarError> {
     let lark = |text: String| TopLevelGrammar::from_grammar(GrammarWithLexer::from_lark(text));
     Ok(match constraint {
@@ -202,4 +217,17 @@ pub(super) fn with_bounded_space(mut schema: Value) -> Result<Value, GrammarErro
         }
     }
     Ok(schema)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_an_expression_says_what_is_wrong_and_where() {
+        let text = "invalid regex \"a(b\": regex parse error:\n    a(b\n     ^\nerror: unclosed group";
+        assert_eq!(reason(text), "invalid regex \"a(b\": regex parse error: unclosed group at character 2");
+        assert_eq!(reason("error: one line"), "error: one line");
+        assert_eq!(reason("first\nsecond"), "first");
+    }
 }

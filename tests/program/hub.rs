@@ -1,0 +1,269 @@
+//! Goal: models of the Hugging Face hub are downloaded whole, continued where they were cut, and found again without a
+//! network. Method: the program runs against a server in this process that has the hub's few routes.
+
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+
+/// A commit's name.
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+
+/// A request that the server has received.
+#[derive(Clone, Debug)]
+struct Asked {
+    path: String,
+    /// The first byte of its range.
+    from: u64,
+    token: Option<String>,
+}
+
+/// The state of the server.
+#[derive(Default)]
+struct Shelf {
+    /// Files by repository and name.
+    files: BTreeMap<(String, String), Vec<u8>>,
+    /// Bytes after which each answer is cut.
+    cut: Option<usize>,
+    /// Answers with other bytes than those that the hashes belong to.
+    damage: bool,
+    asked: Vec<Asked>,
+}
+
+/// A server with the hub's routes. It ends with the test's process.
+struct Hub {
+    address: String,
+    shelf: Arc<Mutex<Shelf>>,
+    home: tempfile::TempDir,
+}
+
+impl Hub {
+    fn new(files: &[(&str, &str, &[u8])]) -> Hub {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let files = files.iter().map(|(r, name, bytes)| (((*r).to_owned(), (*name).to_owned()), bytes.to_vec()));
+        let shelf = Arc::new(Mutex::new(Shelf { files: files.collect(), ..Shelf::default() }));
+        let shared = Arc::clone(&shelf);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let shelf = Arc::clone(&shared);
+                // A client may close its connection at any time.
+                std::thread::spawn(move || drop(answer(&stream, &shelf)));
+            }
+        });
+        Hub { address, shelf, home: tempfile::tempdir().unwrap() }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = crate::cli::ostinato(arguments);
+        command.env("HF_HOME", self.home.path()).env("HF_ENDPOINT", &self.address).env("HF_TOKEN", "hf_secret");
+        for name in ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "ALL_PROXY"]
+        {
+            command.env_remove(name);
+        }
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    /// Runs the program without a network: the hub's address leads nowhere.
+    fn apart(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).env("HF_ENDPOINT", "http://127.0.0.1:1").output().unwrap()
+    }
+
+    fn asked(&self) -> Vec<Asked> {
+        std::mem::take(&mut self.shelf.lock().unwrap().asked)
+    }
+
+    fn folder(&self, repository: &str) -> PathBuf {
+        self.home.path().join("hub").join(format!("models--{}", repository.replace('/', "--")))
+    }
+}
+
+fn hash(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn answer(stream: &TcpStream, shelf: &Mutex<Shelf>) -> std::io::Result<()> {
+    let mut lines = BufReader::new(stream).lines();
+    let mut out = stream;
+    loop {
+        let Some(first) = lines.next().transpose()? else { return Ok(()) };
+        let path = first.split(' ').nth(1).unwrap_or_default().to_owned();
+        let mut headers = BTreeMap::new();
+        for line in lines.by_ref() {
+            let line = line?;
+            let Some((name, value)) = line.split_once(": ") else { break };
+            headers.insert(name.to_lowercase(), value.to_owned());
+        }
+        let range = headers.get("range").and_then(|range| range.strip_prefix("bytes="));
+        let (from, to) = range.and_then(|range| range.split_once('-')).unwrap_or_default();
+        let from: usize = from.parse().unwrap_or(0);
+        let mut shelf = shelf.lock().unwrap();
+        let token = headers.get("authorization").cloned();
+        shelf.asked.push(Asked { path: path.clone(), from: from as u64, token });
+        let json = |status: &str, text: &str| {
+            format!(
+                "HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{text}",
+                text.len()
+            )
+        };
+        let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
+        if let ["api", "models", organisation, name, "revision", revision] = parts[..] {
+            let repository = format!("{organisation}/{name}");
+            let names = shelf.files.keys().filter(|(of, _)| *of == repository).map(|(_, name)| name);
+            let siblings: Vec<_> = names.map(|name| serde_json::json!({ "rfilename": name })).collect();
+            let text = serde_json::json!({ "sha": COMMIT, "siblings": siblings }).to_string();
+            let known = !siblings.is_empty() && ["main", COMMIT].contains(&revision);
+            let reply = if known { json("200 OK", &text) } else { json("404 Not Found", "{}") };
+            out.write_all(reply.as_bytes())?;
+            continue;
+        }
+        let found = match parts[..] {
+            [organisation, name, "resolve", _, ref file @ ..] => {
+                shelf.files.get(&(format!("{organisation}/{name}"), file.join("/"))).cloned()
+            }
+            _ => None,
+        };
+        let Some(mut bytes) = found.filter(|bytes| from < bytes.len()) else {
+            out.write_all(json("404 Not Found", "{}").as_bytes())?;
+            continue;
+        };
+        let (etag, all) = (hash(&bytes), bytes.len());
+        if shelf.damage {
+            bytes.iter_mut().for_each(|byte| *byte ^= 1);
+        }
+        let end = to.parse().map_or(all, |to: usize| to + 1).min(all);
+        out.write_all(
+            format!(
+                "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Length: {}\r\n\
+                 Content-Range: bytes {from}-{}/{all}\r\n\r\n",
+                end - from,
+                end - 1
+            )
+            .as_bytes(),
+        )?;
+        let sent = shelf.cut.map_or(end, |cut| end.min(from + cut));
+        out.write_all(&bytes[from..sent])?;
+        if sent < end {
+            return stream.shutdown(std::net::Shutdown::Both);
+        }
+    }
+}
+
+/// The files of the demo model.
+fn demo() -> Vec<(&'static str, Vec<u8>)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/model");
+    let names =
+        ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
+    names.map(|name| (name, std::fs::read(folder.join(name)).unwrap())).to_vec()
+}
+
+fn told(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn a_model_is_downloaded_continued_and_found_without_a_network() {
+    let files = demo();
+    let mut shelf: Vec<(&str, &str, &[u8])> =
+        files.iter().map(|(name, bytes)| ("org/tiny", *name, &bytes[..])).collect();
+    shelf.push(("org/tiny", "pytorch_model.bin", b"not read"));
+    let hub = Hub::new(&shelf);
+    let weights = files.iter().find(|(name, _)| *name == "model.safetensors").unwrap().1.len();
+
+    // Every answer is cut: the program continues a few times and then gives up, with what has arrived kept.
+    hub.shelf.lock().unwrap().cut = Some(weights / 10);
+    let output = hub.run(&["pull", "org/tiny"]);
+    assert_eq!(output.status.code(), Some(1), "{}", told(&output));
+    assert!(told(&output).contains("what has arrived is kept"), "{}", told(&output));
+    let asked = hub.asked();
+    let ranges = |asked: &[Asked]| -> Vec<u64> {
+        asked.iter().filter(|asked| asked.path.ends_with("/model.safetensors")).map(|asked| asked.from).collect()
+    };
+    assert!(ranges(&asked).windows(2).any(|pair| pair[0] < pair[1]), "it continues: {asked:?}");
+    assert!(asked.iter().all(|asked| asked.token.as_deref() == Some("Bearer hf_secret")), "{asked:?}");
+    // Nothing that is incomplete is found.
+    let output = hub.command(&["pull", "org/tiny"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", told(&output));
+
+    hub.shelf.lock().unwrap().cut = None;
+    let output = hub.run(&["pull", "org/tiny"]);
+    assert!(output.status.success(), "{}", told(&output));
+    let path = PathBuf::from(String::from_utf8(output.stdout).unwrap().trim());
+    let asked = hub.asked();
+    assert!(ranges(&asked).iter().any(|from| *from > weights as u64 / 3), "the second attempt continues: {asked:?}");
+    assert!(!asked.iter().any(|asked| asked.path.contains("pytorch_model.bin")), "{asked:?}");
+    assert_eq!(path, hub.folder("org/tiny").join("snapshots").join(COMMIT));
+    assert_eq!(std::fs::read_to_string(hub.folder("org/tiny").join("refs/main")).unwrap(), COMMIT);
+    for (name, bytes) in &files {
+        assert!(path.join(name).is_symlink(), "the layout of the hub's cache: {name}");
+        assert_eq!(std::fs::read(path.join(name)).unwrap(), *bytes, "{name}");
+    }
+    assert!(!hub.folder("org/tiny").join("refs").join(COMMIT).exists());
+
+    // Again: nothing is downloaded a second time.
+    assert!(hub.run(&["pull", "org/tiny"]).status.success());
+    let asked = hub.asked();
+    assert!(asked.iter().all(|asked| asked.path.starts_with("/api/")), "{asked:?}");
+
+    // Without a network it is found by its name, by its commit, and offline.
+    for model in ["org/tiny", "org/tiny@main", &format!("org/tiny@{COMMIT}")] {
+        let output = hub.apart(&["inspect", "--json", model]);
+        assert!(output.status.success(), "{model}: {}", told(&output));
+        let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&found["architecture"], &found["runs"]), (&"Qwen3ForCausalLM".into(), &true.into()), "{found}");
+    }
+    let output = hub.command(&["pull", "org/tiny"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert_eq!(PathBuf::from(String::from_utf8(output.stdout).unwrap().trim()), path);
+    let output = hub.command(&["inspect", "org/other"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(told(&output).contains("HF_HUB_OFFLINE") && told(&output).contains("org/other"), "{}", told(&output));
+    // Without a network and without the files, the reason is told.
+    let output = hub.apart(&["pull", "org/other"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(told(&output).contains("127.0.0.1:1"), "{}", told(&output));
+}
+
+#[test]
+fn what_the_hub_has_not_and_what_is_damaged_is_told() {
+    let weights = vec![7u8; 5000];
+    let hub = Hub::new(&[
+        ("org/tiny-GGUF", "tiny-Q8_0.gguf", &weights),
+        ("org/tiny-GGUF", "tiny-Q4_0.gguf", b"other"),
+        ("org/tiny-GGUF", "README.md", b"words"),
+        ("org/old", "pytorch_model.bin", b"other"),
+    ]);
+    for (model, words) in [
+        ("org/none", "has no model \"org/none\""),
+        ("org/old@v9", "has no model \"org/old@v9\""),
+        ("org/old", "neither safetensors nor GGUF files; it has pytorch_model.bin"),
+        ("org/tiny-GGUF", "several GGUF files, select one with :FILE: tiny-Q4_0, tiny-Q8_0"),
+        ("org/tiny-GGUF:Q5_K", "no GGUF file is \"Q5_K\"; there are tiny-Q4_0, tiny-Q8_0"),
+        ("/no/such/folder", "is not ORG/NAME"),
+    ] {
+        let output = hub.run(&["pull", model]);
+        assert_eq!(output.status.code(), Some(2), "{model}: {}", told(&output));
+        assert!(told(&output).contains(words), "{model}: {}", told(&output));
+    }
+    hub.shelf.lock().unwrap().damage = true;
+    let output = hub.run(&["pull", "org/tiny-GGUF:Q8_0"]);
+    assert_eq!(output.status.code(), Some(1), "{}", told(&output));
+    assert!(told(&output).contains("SHA-256") && told(&output).contains(&hash(&weights)), "{}", told(&output));
+    let snapshot = hub.folder("org/tiny-GGUF").join("snapshots").join(COMMIT);
+    assert!(!snapshot.join("tiny-Q8_0.gguf").exists(), "what is damaged is removed");
+
+    hub.shelf.lock().unwrap().damage = false;
+    hub.asked();
+    let output = hub.run(&["pull", "org/tiny-GGUF:q8_0"]);
+    assert!(output.status.success(), "{}", told(&output));
+    let path = PathBuf::from(String::from_utf8(output.stdout).unwrap().trim());
+    assert_eq!(path, snapshot.join("tiny-Q8_0.gguf"));
+    assert_eq!(std::fs::read(&path).unwrap(), weights);
+    assert!(!hub.asked().iter().any(|asked| asked.path.contains("Q4_0")), "only the selected file");
+}

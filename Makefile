@@ -1,17 +1,29 @@
 # Two commands do everything on a fresh Debian or Ubuntu machine with Rust, a C++ compiler and make.
 #   make demo   installs what is missing, builds, serves the demo model and talks to it
 #   make test   installs what the tests need and passes them
+#   make install   builds and installs the program, completions, manual pages and the systemd unit (PREFIX, DESTDIR)
+#   make dist      builds an archive and a Debian package with checksums in target/dist
 # Further: make test-full also passes the long tests that repeat in depth what others prove (docs/decisions/testing.md).
 
 CARGO ?= cargo
 
-.PHONY: demo test test-full build setup setup-test fmt
+# What `ostinato --version` shows.
+COMMIT := $(shell git rev-parse --short=12 HEAD 2>/dev/null)
+PREFIX ?= /usr/local
+
+.PHONY: demo test test-full build setup setup-test fmt install dist
 
 demo: setup build
 	@deploy/demo.sh
 
 build:
-	@$(CARGO) build --release --locked
+	@OSTINATO_COMMIT=$(COMMIT) $(CARGO) build --release --locked
+
+install: build
+	@deploy/package.sh install "$(DESTDIR)" "$(PREFIX)"
+
+dist: build
+	@deploy/package.sh dist
 
 setup:
 	@deploy/setup.sh run

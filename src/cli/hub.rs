@@ -186,12 +186,23 @@ pub(crate) enum HubError {
         /// Both sizes or hashes.
         what: String,
     },
-    /// A request failed.
+    /// The hub cannot be asked for the model.
+    #[error("there is no file or folder \"{model}\", and {endpoint} cannot be asked for a model of that name")]
+    Unreachable {
+        /// As the user wrote it.
+        model: String,
+        /// The hub's address.
+        endpoint: String,
+        /// The cause.
+        #[source]
+        source: Box<ApiError>,
+    },
+    /// A file could not be downloaded.
     #[error(
         "cannot download \"{what}\" from {endpoint}; what has arrived is kept, and the next attempt continues there"
     )]
     Request {
-        /// The model or file.
+        /// The file.
         what: String,
         /// The hub's address.
         endpoint: String,
@@ -215,7 +226,8 @@ pub(crate) enum HubError {
 impl HubError {
     /// Whether the user can correct the error.
     pub(super) fn is_users(&self) -> bool {
-        !matches!(self, HubError::Request { .. } | HubError::Damaged { .. } | HubError::Answer { .. })
+        use HubError::{Answer, Damaged, Request, Unreachable};
+        !matches!(self, Unreachable { .. } | Request { .. } | Damaged { .. } | Answer { .. })
     }
 }
 
@@ -293,7 +305,7 @@ impl Hub<'_> {
             file::read_text(&snapshot.join(index), file::LARGE).ok()
         });
         match chosen {
-            Ok(Some(files)) if files.names.iter().all(there) => Ok(Some(files.path(&snapshot))),
+            Ok(Some(files)) if files.is_whole() && files.names.iter().all(there) => Ok(Some(files.path(&snapshot))),
             // Several files, of which none is selected, are a mistake that a download would not mend; but a selected
             // one may be missing here alone.
             Err(error @ choice::ChoiceError::Several { .. }) => Err(error.into()),
@@ -314,7 +326,12 @@ impl Hub<'_> {
             .build()
             .map_err(|error| self.failed(&model, error))?;
         let info = api.repo(self.reference.at(self.reference.revision())).info();
-        let info = info.map_err(|error| self.failed(&model, error))?;
+        let info = info.map_err(|error| match self.failed(&model, error) {
+            HubError::Request { source, endpoint, .. } => {
+                HubError::Unreachable { model: model.clone(), endpoint, source }
+            }
+            told => told,
+        })?;
         let answer = |what: String| HubError::Answer { model: model.clone(), endpoint: endpoint.clone(), what };
         if info.sha.is_empty() || !info.sha.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
             return Err(answer(format!("the commit {:?}", info.sha)));
@@ -423,8 +440,12 @@ impl Hub<'_> {
         if !whole(&blob) && whole(&part) {
             std::fs::rename(&part, &blob).map_err(io(&part))?;
         }
+        let link = snapshot.join(&file.name);
+        if link.is_symlink() {
+            // What it led to was removed.
+            std::fs::remove_file(&link).map_err(io(&link))?;
+        }
         if whole(&blob) {
-            let link = snapshot.join(&file.name);
             let depth = Path::new(&file.name).components().count() + 1;
             let target = (0..depth).map(|_| "..").chain(["blobs", &file.etag]).collect::<PathBuf>();
             let folder = link.parent().unwrap_or(snapshot);

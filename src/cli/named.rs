@@ -5,6 +5,7 @@ use super::{Usage, cache_directory, hub, progress};
 use crate::config::embedded;
 use crate::gpu::error::StartError;
 use crate::model::checkpoint::Checkpoint;
+use crate::model::gguf::split::split_name;
 use crate::model::{demo, gguf};
 use std::path::{Path, PathBuf};
 
@@ -42,28 +43,15 @@ pub(super) fn served_as(given: &str) -> String {
     {
         return reference.name();
     }
-    let last = |path: &Path| {
-        let last = if gguf::is_named(path) { path.file_stem() } else { path.file_name() };
-        last.map(|last| last.to_string_lossy().into_owned())
-    };
+    let last = |path: &Path| Some(path.file_name()?.to_string_lossy().into_owned());
     // `.` and `..` have no name of their own.
-    let name = match path.file_name() {
-        Some(_) => last(path),
-        None => path.canonicalize().ok().as_deref().and_then(last),
+    let name = last(path).or_else(|| last(&path.canonicalize().ok()?)).unwrap_or_else(|| given.to_owned());
+    let whole = match split_name(&name) {
+        Some((whole, ..)) => whole,
+        None if gguf::is_named(path) => &name[..name.len() - ".gguf".len()],
+        None => &name,
     };
-    let name = name.unwrap_or_else(|| given.to_owned());
-    let whole = if gguf::is_named(path) { without_split(&name) } else { &name };
     whole.replace(|c: char| c.is_whitespace() || c.is_control(), "-")
-}
-
-/// Returns the name of a split file without its number: `x-00001-of-00003` is a part of `x`.
-pub(super) fn without_split(name: &str) -> &str {
-    let number = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    let mut parts = name.rsplitn(4, '-');
-    match (parts.next(), parts.next(), parts.next(), parts.next()) {
-        (Some(count), Some("of"), Some(index), Some(name)) if number(count) && number(index) => name,
-        _ => name,
-    }
 }
 
 /// Refuses two models that would be served under one name. `names` are the names with what was given for each.

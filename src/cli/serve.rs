@@ -88,7 +88,10 @@ impl Serve {
             if !names[self.models.len()..].iter().any(|(name, _)| *name == model.name) {
                 names.push((model.name.clone(), model.path.display().to_string()));
             }
-            let path = named::find(&model.path.to_string_lossy(), self.json)?;
+            let path = match model.path.to_str() {
+                Some(given) => named::find(given, self.json)?,
+                None => model.path.clone(),
+            };
             models.push(Model { path, ..model.clone() });
         }
         named::told_apart(&names)?;

@@ -15,5 +15,6 @@ mod cli;
 mod fleet;
 mod front;
 mod hub;
+mod package;
 mod page;
 mod soak;

@@ -2,6 +2,7 @@
 //! or one GGUF model. Pure.
 
 use super::shards;
+use crate::model::gguf::split::split_name;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,12 @@ pub(super) struct ModelFiles {
 }
 
 impl ModelFiles {
+    /// Whether these are all parts of a GGUF model that is split, by the number in their names.
+    pub(super) fn is_whole(&self) -> bool {
+        let split = self.gguf.as_deref().and_then(split_name);
+        split.is_none_or(|(.., count)| count == self.names.len() as u64)
+    }
+
     /// The model's path: the snapshot, or a file in it.
     pub(super) fn path(&self, snapshot: &Path) -> PathBuf {
         self.gguf.as_ref().map_or_else(|| snapshot.to_owned(), |name| snapshot.join(name))
@@ -80,17 +87,22 @@ pub(super) fn files(
     Ok(Some(ModelFiles { gguf: parts.first().cloned(), names: parts }))
 }
 
-/// The GGUF models among files: the files of each, in order, by the name without its ending and the number of a part.
+/// Returns the name of a GGUF file's model: without the ending and the number of a part; `None` for other files.
+fn stem(name: &str) -> Option<&str> {
+    let (stem, end) = name.split_at_checked(name.len().checked_sub(5)?)?;
+    let whole = split_name(name).map_or(stem, |(whole, ..)| whole);
+    end.eq_ignore_ascii_case(".gguf").then_some(whole)
+}
+
+/// The GGUF models among files: the files of each, in order, by the model's name.
 fn gguf_models(names: &[String]) -> BTreeMap<&str, Vec<String>> {
     let mut models: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for name in names {
-        let Some(stem) = name.len().checked_sub(5).and_then(|at| name.split_at_checked(at)) else { continue };
-        let lower = stem.0.to_ascii_lowercase();
+    for (name, stem) in names.iter().filter_map(|name| Some((name, stem(name)?))) {
+        let lower = stem.to_ascii_lowercase();
         // Projections of images and importance matrices are no models.
-        if !stem.1.eq_ignore_ascii_case(".gguf") || lower.contains("mmproj") || lower.contains("imatrix") {
-            continue;
+        if !lower.contains("mmproj") && !lower.contains("imatrix") {
+            models.entry(stem).or_default().push(name.clone());
         }
-        models.entry(super::super::named::without_split(stem.0)).or_default().push(name.clone());
     }
     models.values_mut().for_each(|parts| parts.sort());
     models
@@ -104,8 +116,7 @@ fn chosen(models: &BTreeMap<&str, Vec<String>>, selected: Option<&str>) -> Resul
             _ => chosen(models, Some(USUAL)).map_err(|_| ChoiceError::Several { choices: choices() }),
         };
     };
-    let wanted = selected.to_lowercase();
-    let wanted = super::super::named::without_split(wanted.strip_suffix(".gguf").unwrap_or(&wanted)).to_owned();
+    let wanted = stem(selected).unwrap_or(selected).to_lowercase();
     let ends = |stem: &str| {
         let stem = stem.to_lowercase();
         let rest = stem.strip_suffix(&wanted);
@@ -184,6 +195,9 @@ mod tests {
         assert_eq!(find(Some("BF16")), Ok(parts.clone()));
         let found = files(&names, Some("BF16"), |_| None).expect("clear").expect("a model");
         assert_eq!(found.path(Path::new("/s")), Path::new("/s").join(&parts[0]));
+        assert!(found.is_whole());
+        let one = files(&parts[..1], None, |_| None).expect("clear").expect("a model");
+        assert!(!one.is_whole(), "the second part is missing");
         let error = find(Some("Q2_K")).expect_err("there is none").to_string();
         assert!(error.contains("\"Q2_K\"") && error.contains("M-Q8_0") && !error.contains("mmproj"), "{error}");
     }

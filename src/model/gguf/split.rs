@@ -252,8 +252,8 @@ fn siblings(path: &Path) -> Result<Vec<PathBuf>, SplitError> {
     Ok((1..=count).map(|number| path.with_file_name(format!("{prefix}-{number:05}-of-{count:05}.gguf"))).collect())
 }
 
-/// Splits a file name of the form `NAME-00001-of-00003.gguf` into name, number and count.
-fn split_name(name: &str) -> Option<(&str, u64, u64)> {
+/// Splits a file name of the form `NAME-00001-of-00003.gguf` into name, number and count; `None` for any other name.
+pub fn split_name(name: &str) -> Option<(&str, u64, u64)> {
     let number = |text: &str| match text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit()) {
         true => text.parse().ok(),
         false => None,

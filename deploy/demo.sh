@@ -18,7 +18,7 @@ device=${DEVICE:-$(gpu || true)}
 device=${device:-cpu}
 
 log=$(mktemp)
-"$program" serve --model "demo=embedded:demo@$device" --listen "$listen" --admin "${ADMIN:-127.0.0.1:0}" >"$log" 2>&1 &
+"$program" serve --model "demo=embedded:demo@$device" --listen "$listen" --http "${HTTP:-off}" --admin "${ADMIN:-127.0.0.1:0}" >"$log" 2>&1 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true; rm -f "$log"' EXIT
 for _ in $(seq 600); do

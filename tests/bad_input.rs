@@ -884,9 +884,13 @@ fn what_a_request_may_say_is_bounded_on_both_contracts() {
                 assert_names(status.message(), &words);
             }
         }
-        let say = |content: &str| proto::ChatMessage { role: "user".to_owned(), content: content.to_owned() };
+        let say = |content: &str| proto::ChatMessage {
+            role: "user".to_owned(),
+            content: content.to_owned(),
+            ..Default::default()
+        };
         let chat = |messages: Vec<proto::ChatMessage>| {
-            let prompt = Some(proto::generate_request::Prompt::Chat(proto::Chat { messages }));
+            let prompt = Some(proto::generate_request::Prompt::Chat(proto::Chat { messages, ..Default::default() }));
             proto::GenerateRequest { prompt, ..text_request("alpha", "", 3) }
         };
         for (message, words) in [

@@ -76,8 +76,8 @@ async fn one_trace_from_the_client_to_the_steps() {
     drop(stream);
     const CHAT: &str = "cccccccccccccccccccccccccccccccc";
     let mut request = text_request("alpha", "", 2);
-    let message = proto::ChatMessage { role: "user".into(), content: SECRET.into() };
-    let chat = proto::Chat { messages: vec![message] };
+    let message = proto::ChatMessage { role: "user".into(), content: SECRET.into(), ..Default::default() };
+    let chat = proto::Chat { messages: vec![message], ..Default::default() };
     request.prompt = Some(proto::generate_request::Prompt::Chat(chat));
     generate(&mut client, trace(CHAT, request)).await;
     const SAMPLES: &str = "dddddddddddddddddddddddddddddddd";

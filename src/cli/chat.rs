@@ -155,7 +155,7 @@ struct Talk<'a> {
 
 impl Talk<'_> {
     fn say(&mut self, role: &str, content: String) {
-        self.messages.push(ChatMessage { role: role.to_owned(), content });
+        self.messages.push(ChatMessage { role: role.to_owned(), content, ..ChatMessage::default() });
     }
 
     /// Begins the conversation again.
@@ -215,7 +215,10 @@ impl Talk<'_> {
         let sampling = self.args.sampling.of_chat();
         proto::GenerateRequest {
             model: self.answers.model(),
-            prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages: self.messages.clone() })),
+            prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat {
+                messages: self.messages.clone(),
+                ..proto::Chat::default()
+            })),
             sampling: Some(sampling.message()),
             stopping: Some(sampling.stopping()),
             device: self.answers.device(self.args),
@@ -238,7 +241,7 @@ fn from_json(text: &str) -> Result<Vec<ChatMessage>, String> {
             let found = value[key].as_str().map(str::to_owned);
             found.ok_or_else(|| format!("message {index} has no text \"{key}\""))
         };
-        Ok(ChatMessage { role: text("role")?, content: text("content")? })
+        Ok(ChatMessage { role: text("role")?, content: text("content")?, ..ChatMessage::default() })
     };
     list.iter().enumerate().map(message).collect()
 }

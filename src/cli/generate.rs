@@ -8,7 +8,7 @@ use crate::config::{Bytes, Config, DEMO_PATH, Model, Quantize, file};
 use crate::gpu::devices::start;
 use crate::model::text::Text;
 use crate::service::generation::{Generation, Surroundings};
-use crate::service::prepare::{prepare, start_grammar};
+use crate::service::prepare::{ConstrainedModel, Reasons, prepare, start_grammar};
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
 use crate::service::proto::generate_response::Event;
@@ -135,7 +135,7 @@ impl Constraint {
         } else {
             return Ok(None);
         };
-        Ok(Some(proto::Constraint { kind: Some(kind) }))
+        Ok(Some(proto::Constraint { kind: Some(kind), ..Default::default() }))
     }
 }
 
@@ -205,8 +205,8 @@ fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
     let prompt = if let Some(text) = &args.input.prompt {
         Prompt::Text(text.clone())
     } else if let Some(text) = &args.input.chat {
-        let message = proto::ChatMessage { role: "user".to_owned(), content: text.clone() };
-        Prompt::Chat(proto::Chat { messages: vec![message] })
+        let message = proto::ChatMessage { role: "user".to_owned(), content: text.clone(), ..Default::default() };
+        Prompt::Chat(proto::Chat { messages: vec![message], ..Default::default() })
     } else {
         Prompt::Tokens(proto::TokenIds { ids: args.input.tokens.clone() })
     };
@@ -270,8 +270,9 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
         let (path, checkpoint) = named::opened(&path)?;
         let text = Text::load(&path)?;
         let config = &checkpoint.config;
-        start_grammar(given, text.as_ref(), config.vocab, &config.eos, constraint, args.ignore_eos, &Cancel::default())
-            .map_err(Refused::from)?;
+        let model =
+            ConstrainedModel { name: given, text: text.as_ref(), vocabulary: config.vocab, eos_ids: &config.eos };
+        start_grammar(model, constraint, Reasons::Never, args.ignore_eos, &Cancel::default()).map_err(Refused::from)?;
     }
     let mut model = Model::new(&named::served_as(given), path, device);
     model.slots = Some(1);
@@ -301,6 +302,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     let surroundings = Surroundings {
         buffer: BUFFER,
         rpc: tracing::Span::none(),
+        grpc: false,
         stop: CancellationToken::new(),
         places: None,
         logits: Some(Box::new(move |row| {

@@ -108,8 +108,11 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     compare("server.connections", a.connections.to_string(), b.connections.to_string());
     compare("server.tls", show(&a.tls), show(&b.tls));
     compare("server.tokens", show(&a.tokens), show(&b.tokens));
-    let (a, b) = (&old.admin, &new.admin);
+    let (a, b) = (&old.http, &new.http);
     let listens = |listen: Option<std::net::SocketAddr>| listen.map_or("off".to_owned(), |at| at.to_string());
+    compare("http.listen", listens(a.listen), listens(b.listen));
+    compare("http.insecure", a.insecure.to_string(), b.insecure.to_string());
+    let (a, b) = (&old.admin, &new.admin);
     compare("admin.listen", listens(a.listen), listens(b.listen));
     compare("admin.insecure", a.insecure.to_string(), b.insecure.to_string());
     let (a, b) = (&old.telemetry, &new.telemetry);

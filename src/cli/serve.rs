@@ -11,7 +11,7 @@ use crate::host::progress::{Progress, Unit};
 use crate::service::admin::{self, Admin};
 use crate::service::auth::Tokens;
 use crate::service::bounds::FILES_KEPT;
-use crate::service::server::{Changeable, Options, serve};
+use crate::service::server::{Changeable, Options, serve_with_http};
 use crate::service::tls::Tls;
 use crate::telemetry;
 use anyhow::Context;
@@ -56,6 +56,10 @@ pub(crate) struct Serve {
     /// otherwise.
     #[arg(long, value_name = "ADDR")]
     listen: Option<String>,
+    /// Address and port of OpenAI's API (HTTP), or `off`. Port 0 selects a free port. Default: 127.0.0.1:8000, unless
+    /// configured otherwise.
+    #[arg(long, value_name = "ADDR|off")]
+    http: Option<String>,
     /// Address and port of the admin page, the metrics and the health check (HTTP), or `off`. Port 0 selects a free
     /// port. Default: 127.0.0.1:9464, unless configured otherwise.
     #[arg(long, value_name = "ADDR|off")]
@@ -63,8 +67,8 @@ pub(crate) struct Serve {
     /// Maximum device memory of each replica, such as 20GiB, for models without a configured limit.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
-    /// Allow addresses that other machines can reach without encryption: for --listen if no certificates are configured
-    /// (`server.tls`), and for --admin, which has neither encryption nor authentication.
+    /// Allow addresses that other machines can reach without encryption: for --listen and --http if no certificates are
+    /// configured (`server.tls`), and for --admin, which has neither encryption nor authentication.
     #[arg(long)]
     insecure: bool,
     /// Print JSON lines only: log lines and progress on stderr, the addresses on stdout.
@@ -115,6 +119,7 @@ impl Serve {
             file: self.config.clone(),
             environment: true,
             listen: self.listen.clone(),
+            http: self.http.clone(),
             admin: self.admin.clone(),
             insecure: self.insecure,
             models: self.model.clone(),
@@ -151,6 +156,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     // Bind now, so that an address in use is reported before minutes of loading. The socket listens only after loading;
     // until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
+    let http = config.http.listen.map(|address| bind(address, "http.listen")).transpose()?;
     // Also reads the certificates, so that errors in them are reported before loading.
     let options = options(&config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -186,7 +192,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     let served = runtime.block_on(async {
         let reload = Reload::new(args, config.clone(), Arc::clone(&host));
         let page = (page_address, args.json);
-        let served = listen(socket, host, &config, options, &admin, page, (hangups, reload)).await;
+        let served = listen((socket, http), host, &config, options, &admin, page, (hangups, reload)).await;
         stop.cancel();
         if let Some(page) = page_task {
             // The task has ended, or it panicked and the panic was logged.
@@ -219,7 +225,7 @@ fn admin_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
 }
 
 async fn listen(
-    socket: TcpSocket,
+    (socket, http): (TcpSocket, Option<TcpSocket>),
     host: Arc<Host>,
     config: &Config,
     options: Options,
@@ -232,21 +238,33 @@ async fn listen(
     let stopped = signals()?;
     let listener = socket.listen(BACKLOG).map_err(|error| in_use(config.server.listen, "server.listen", error))?;
     let address = listener.local_addr().context("the endpoint has no address")?;
+    let http = match (http, config.http.listen) {
+        (Some(socket), Some(address)) => {
+            Some(socket.listen(BACKLOG).map_err(|error| in_use(address, "http.listen", error))?)
+        }
+        _ => None,
+    };
     admin.set_endpoint(address);
     // On standard output, because scripts read the port from it.
+    let http_address = http.as_ref().and_then(|listener| listener.local_addr().ok());
+    let scheme = if config.server.tls.is_some() { "https" } else { "http" };
     if json {
-        println!("{}", serde_json::json!({ "event": "listening", "grpc": address, "admin": page }));
+        let event = serde_json::json!({ "event": "listening", "grpc": address, "http": http_address, "admin": page });
+        println!("{event}");
     } else {
         println!("listening on {address}");
+        // The script that has read the port may already have closed the pipe, so errors are ignored.
+        if let Some(http) = http_address {
+            let _ = writeln!(std::io::stdout(), "OpenAI's API on {scheme}://{http}/v1");
+        }
         if let Some(page) = page {
-            // The script that has read the port may already have closed the pipe, so errors are ignored.
             let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
         }
     }
     let (sender, changes) = watch::channel(changeable(&config.server));
     let reloads = tokio::spawn(reload.at(hangups, sender));
     let options = Options { changes: Some(changes), ..options };
-    let stopped = serve(Arc::clone(&host), listener, options, stopped).await?;
+    let stopped = serve_with_http(Arc::clone(&host), listener, http, options, stopped).await?;
     reloads.abort();
     // A load in progress has been told to end. Wait for it, so that the process does not exit while the driver compiles
     // its pipelines.
@@ -274,7 +292,9 @@ pub(super) fn changeable(server: &config::Server) -> Changeable {
 fn options(config: &Config) -> anyhow::Result<Options> {
     let server = &config.server;
     let bytes = |bytes: Bytes| usize::try_from(bytes.0).unwrap_or(usize::MAX);
-    if server.tokens.is_some() && server.tls.is_none() && !server.listen.ip().is_loopback() {
+    let open = |address: SocketAddr| !address.ip().is_loopback();
+    let reached = open(server.listen) || config.http.listen.is_some_and(open);
+    if server.tokens.is_some() && server.tls.is_none() && reached {
         tracing::warn!("tokens go over connections that are not encrypted: whoever reads along can use them");
     }
     let Changeable { drain, stream_buffer, client_limit, trust_client_header } = changeable(server);
@@ -287,18 +307,21 @@ fn options(config: &Config) -> anyhow::Result<Options> {
         trust_client_header,
         tls: server.tls.as_ref().map(|files| Tls::read(files).map(Arc::new)).transpose()?,
         tokens: server.tokens.as_deref().map(|file| Tokens::read(file).map(Arc::new)).transpose()?,
-        connections: connections(server.connections, config.admin.listen.is_some(), config.models.len()),
+        connections: connections(config),
         ..Options::default()
     })
 }
 
-/// Returns the number of connections to accept: `asked`, or fewer if the limit of open files does not allow it. Raises
-/// the soft limit as far as the hard limit allows.
-fn connections(asked: u32, page: bool, models: usize) -> usize {
+/// Returns the number of connections that each endpoint accepts: as many as configured, or fewer if the limit of open
+/// files does not allow them. Raises the soft limit as far as the hard limit allows.
+fn connections(config: &Config) -> usize {
+    let (asked, models) = (config.server.connections, config.models.len());
+    let endpoints = 1 + u64::from(config.http.listen.is_some());
     // A model that is replaced serves until the new one is loaded, so one model more has workers.
     let workers = (workers::files() * POOLS * (models + 1)) as u64;
-    let others = u64::from(FILES_KEPT) + workers + if page { admin::connections::CONNECTIONS as u64 } else { 0 };
-    let wanted = u64::from(asked) + others;
+    let page = if config.admin.listen.is_some() { admin::CONNECTIONS as u64 } else { 0 };
+    let others = u64::from(FILES_KEPT) + workers + page;
+    let wanted = u64::from(asked) * endpoints + others;
     let mut limits = getrlimit(Resource::Nofile);
     if limits.current.is_some_and(|current| current < wanted) {
         let raised = limits.maximum.map_or(wanted, |most| most.min(wanted));
@@ -306,20 +329,22 @@ fn connections(asked: u32, page: bool, models: usize) -> usize {
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(raised), ..limits });
         limits = getrlimit(Resource::Nofile);
     }
-    let fitting = limits.current.map_or(u64::from(asked), |files| fitting(u64::from(asked), others, files));
+    let fitting = limits.current.map_or(u64::from(asked), |files| fitting(u64::from(asked), endpoints, others, files));
     if fitting < u64::from(asked) {
         tracing::warn!(
-            "server.connections is {asked}, and {fitting} are taken: of {} open files {others} are kept for others",
+            "server.connections is {asked}, and {fitting} are taken by each of {endpoints} endpoints: of {} open files \
+             {others} are kept for others",
             limits.current.unwrap_or_default()
         );
     }
     usize::try_from(fitting).unwrap_or(usize::MAX)
 }
 
-/// The number of connections, at most `asked`, that are possible with `files` open files, of which `others` are needed
-/// for other purposes. At least a quarter of `files` and at least 1, up to `asked`.
-fn fitting(asked: u64, others: u64, files: u64) -> u64 {
-    asked.min(files.saturating_sub(others).max(files / 4).max(1))
+/// The number of connections, at most `asked`, that each of the `endpoints` can have with `files` open files, of which
+/// `others` are needed for other purposes. All endpoints have at least a quarter of `files`, and each at least 1, up to
+/// `asked`.
+fn fitting(asked: u64, endpoints: u64, others: u64, files: u64) -> u64 {
+    asked.min((files.saturating_sub(others).max(files / 4) / endpoints).max(1))
 }
 
 /// Binds a socket. `key` is the configuration key of the address, for error messages.
@@ -379,16 +404,22 @@ fn announce(host: &Host) {
 mod tests {
     #[test]
     fn connections_leave_files_to_others() {
-        for (asked, others, files, fitting) in [
-            (1024, 320, 65_536, 1024),
-            (1024, 320, 1344, 1024),
-            (1024, 320, 1024, 704),
-            (100, 320, 1024, 100),
+        for (asked, endpoints, others, files, fitting) in [
+            (1024, 1, 320, 65_536, 1024),
+            (1024, 1, 320, 1344, 1024),
+            (1024, 1, 320, 1024, 704),
+            (1024, 2, 320, 1024, 352),
+            (100, 1, 320, 1024, 100),
+            (100, 2, 320, 1024, 100),
             // With few files, a quarter of them and at least one.
-            (1024, 320, 256, 64),
-            (1024, 320, 0, 1),
+            (1024, 1, 320, 256, 64),
+            (1024, 2, 320, 0, 1),
         ] {
-            assert_eq!(super::fitting(asked, others, files), fitting, "{asked} {others} {files}");
+            assert_eq!(
+                super::fitting(asked, endpoints, others, files),
+                fitting,
+                "{asked} {endpoints} {others} {files}"
+            );
         }
     }
 }

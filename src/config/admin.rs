@@ -1,8 +1,8 @@
 //! `[admin]`: the HTTP endpoint of the admin page, the metrics and the health check. Not here: the content of those.
 
+use super::listen::{address_or_off, clash};
 use super::load::Problem;
 use serde::Deserialize;
-use serde::de::{Deserializer, Error, Unexpected};
 use std::net::SocketAddr;
 
 /// The admin endpoint.
@@ -23,17 +23,6 @@ impl Default for AdminConfig {
     }
 }
 
-/// What `admin.listen` accepts, for error messages.
-const LISTEN: &str = "an address and port such as 127.0.0.1:9464, or \"off\"";
-
-fn address_or_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
-    let text = String::deserialize(deserializer)?;
-    if text == "off" {
-        return Ok(None);
-    }
-    text.parse().map(Some).map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &LISTEN))
-}
-
 impl AdminConfig {
     /// Returns the problems of these values; `server` is the address of the gRPC endpoint.
     pub(super) fn problems(&self, server: SocketAddr) -> Vec<Problem> {
@@ -49,10 +38,7 @@ impl AdminConfig {
                 listen,
             ));
         }
-        // Checked here, because otherwise the conflict would appear only after the models are loaded, when the second
-        // endpoint begins to listen.
-        let any = listen.ip().is_unspecified() || server.ip().is_unspecified();
-        if listen.port() != 0 && listen.port() == server.port() && (any || listen.ip() == server.ip()) {
+        if clash(listen, server) {
             problems.push(Problem::new("admin.listen", "must differ from server.listen", listen));
         }
         problems

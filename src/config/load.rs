@@ -18,9 +18,11 @@ pub struct Sources {
     pub environment: bool,
     /// The argument `--listen`.
     pub listen: Option<String>,
+    /// The argument `--http`.
+    pub http: Option<String>,
     /// The argument `--admin`.
     pub admin: Option<String>,
-    /// The argument `--insecure`, which applies to both endpoints.
+    /// The argument `--insecure`, which applies to all endpoints.
     pub insecure: bool,
     /// The arguments `--model`. Each replaces path and replicas of the file's model of that name, or adds a model. Two
     /// arguments with the same name and path make two replicas.
@@ -120,7 +122,11 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
     if let Some(admin) = &sources.admin {
         figment = figment.merge(Serialized::default("admin.listen", admin));
     }
+    if let Some(http) = &sources.http {
+        figment = figment.merge(Serialized::default("http.listen", http));
+    }
     if sources.insecure {
+        figment = figment.merge(Serialized::default("http.insecure", true));
         figment = figment.merge(Serialized::default("server.insecure", true));
         figment = figment.merge(Serialized::default("admin.insecure", true));
     }
@@ -239,7 +245,7 @@ fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
             *value = Value::Dict(value.tag(), Dict::new());
         }
     };
-    for key in ["server", "admin", "telemetry", "runtime"] {
+    for key in ["server", "http", "admin", "telemetry", "runtime"] {
         if let Some(section) = sections.get_mut(key) {
             check(key.to_owned(), section);
         }

@@ -4,6 +4,8 @@
 mod admin;
 mod bytes;
 pub mod file;
+mod http;
+mod listen;
 mod load;
 mod models;
 mod selector;
@@ -15,6 +17,7 @@ use serde::Deserialize;
 
 pub use admin::AdminConfig;
 pub use bytes::Bytes;
+pub use http::HttpConfig;
 pub use load::{ConfigError, Problem, Sources, from_sources};
 pub use models::{
     DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Placement, Quantize, embedded,
@@ -30,6 +33,8 @@ pub use tokens::{AccessToken, Right, tokens};
 pub struct Config {
     /// `[server]`: the gRPC endpoint.
     pub server: Server,
+    /// `[http]`: the HTTP endpoint of OpenAI's API.
+    pub http: HttpConfig,
     /// `[admin]`: the HTTP endpoint of the admin page, the metrics and the health check.
     pub admin: AdminConfig,
     /// `[telemetry]`: logs and traces.
@@ -57,6 +62,7 @@ impl Config {
     fn problems(&self) -> Vec<Problem> {
         let mut problems = self.server.problems();
         problems.extend(self.admin.problems(self.server.listen));
+        problems.extend(self.http.problems(&self.server, self.admin.listen));
         problems.extend(self.telemetry.problems());
         problems.extend(models::problems(&self.models));
         problems

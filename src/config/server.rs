@@ -18,7 +18,7 @@ pub struct Server {
     /// The file of access tokens, relative to the configuration file. If set, a client needs a token; by default anyone
     /// who can connect may send requests.
     pub tokens: Option<PathBuf>,
-    /// The maximum number of open connections; a further one is closed.
+    /// The maximum number of open connections of each endpoint, gRPC and HTTP; a further one is closed.
     pub connections: u32,
     /// The maximum number of requests that wait for each replica; a further one fails with `RESOURCE_EXHAUSTED`.
     pub queue_limit: u32,

@@ -20,7 +20,7 @@ use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
 use self::assembler::Assembler;
-use self::chat::{ChatMessage, ChatOptions, Templates};
+use self::chat::{ChatMessage, ChatOptions, ChatStyle, Templates};
 use self::stream::TextStream;
 use super::gguf::{self, GgufError};
 use super::grammar::{GrammarError, Grammars, Uses};
@@ -51,6 +51,8 @@ struct Inner {
     /// The ids of special tokens, which decoding omits by default.
     special: HashSet<u32>,
     templates: Templates,
+    /// How tokens spell bytes; `None` if only the decoder knows.
+    spelling: Option<bytes::Spelling>,
     /// The files that this was loaded from: name and contents.
     files: Vec<File>,
     /// Built when the first constraint is used.
@@ -200,7 +202,9 @@ impl Text {
         let special =
             tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
-        Ok(Inner { tokenizer: Arc::new(tokenizer), special, templates, files: Vec::new(), grammars: OnceLock::new() })
+        let spelling = bytes::spelling(&tokenizer);
+        let tokenizer = Arc::new(tokenizer);
+        Ok(Inner { tokenizer, special, templates, spelling, files: Vec::new(), grammars: OnceLock::new() })
     }
 
     /// Returns the token ids of a text. With `add_special`, the tokenizer adds its special tokens around the text
@@ -253,6 +257,15 @@ impl Text {
         self.inner.grammars.get().map(|grammars| grammars.uses()).unwrap_or_default()
     }
 
+    /// Returns the bytes of one token, which may be a part of a character; of a special token those of its name. Empty
+    /// if there is no such token.
+    pub fn bytes(&self, id: u32) -> Vec<u8> {
+        match self.inner.spelling {
+            Some(spelling) => bytes::of_token(&self.inner.tokenizer, spelling, id),
+            None => self.token(id).unwrap_or_default().into_bytes(),
+        }
+    }
+
     /// Returns a handle to the tokenizer.
     pub(super) fn tokens(&self) -> Tokens {
         Tokens(Arc::clone(&self.inner.tokenizer))
@@ -276,6 +289,12 @@ impl Text {
     /// Whether the checkpoint has a chat template.
     pub fn has_chat(&self) -> bool {
         !self.inner.templates.is_empty()
+    }
+
+    /// Returns the name of the template for a conversation with or without tools, and how the model writes what that
+    /// template describes.
+    pub fn chat_style(&self, tools: bool) -> (&'static str, ChatStyle) {
+        self.inner.templates.style(tools)
     }
 
     /// Returns the files that this was loaded from and those that describe the model, with their contents as read.

@@ -1,5 +1,6 @@
 //! Who may call what: a bearer token in the metadata of each call, found by its digest in a file that is watched. One
-//! function says which right a method needs, and every call passes it before its message is looked at.
+//! function says which right a method of gRPC or a route of HTTP needs, and every call passes it before its message is
+//! looked at.
 //! Deliberately absent: certificates (`tls`), counting (`clients`, `meter`).
 
 use super::clients::Allowance;
@@ -40,7 +41,7 @@ const GENERATE: Need = Need::Right(Right::Generate);
 const ADMIN: Need = Need::Right(Right::Admin);
 
 /// What each method that there is needs, by its service.
-const NEEDS: [(&str, &[&str], Need); 9] = [
+const NEEDS: [(&str, &[&str], Need); 12] = [
     // Balancers and orchestrators ask without a token.
     ("grpc.health.v1.Health", &["Check", "List", "Watch"], Need::Nothing),
     ("grpc.reflection.v1.ServerReflection", &["ServerReflectionInfo"], Need::Token),
@@ -52,10 +53,15 @@ const NEEDS: [(&str, &[&str], Need); 9] = [
     ("vllm.grpc.engine.VllmEngine", &["HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"], Need::Token),
     // Others' prompts are in the events, and what is flushed or timed is everybody's.
     ("vllm.grpc.engine.VllmEngine", &["SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"], ADMIN),
+    // OpenAI's API over HTTP.
+    ("", &["health"], Need::Nothing),
+    ("v1", &["chat/completions", "completions", "responses", "embeddings"], GENERATE),
+    ("v1", &["models", "models/{model}"], Need::Token),
 ];
 
 fn listed(path: &str) -> Option<Need> {
-    let (service, method) = path.strip_prefix('/')?.split_once('/')?;
+    let path = path.strip_prefix('/')?;
+    let (service, method) = path.split_once('/').unwrap_or(("", path));
     let found = NEEDS.iter().find(|(of, methods, _)| *of == service && methods.contains(&method));
     found.map(|(.., need)| *need)
 }
@@ -217,6 +223,20 @@ impl Authentication {
     pub fn new(tokens: Option<Arc<Tokens>>, host: Arc<Host>) -> Authentication {
         Authentication { tokens, host }
     }
+
+    /// Whether calls need a token.
+    pub(super) fn has_tokens(&self) -> bool {
+        self.tokens.is_some()
+    }
+
+    /// Whom the token in the headers of a call of the method at `path` stands for: `None` without tokens, and where the
+    /// method needs none. Counts nothing.
+    pub(super) fn identify(&self, path: &str, headers: &HeaderMap) -> Result<Option<Identity>, Refusal> {
+        match &self.tokens {
+            Some(tokens) => tokens.table.current().admit(path, headers),
+            None => Ok(None),
+        }
+    }
 }
 
 impl<S> Layer<S> for Authentication {
@@ -249,9 +269,8 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let Authentication { tokens, host } = &self.authentication;
-        if let Some(tokens) = tokens {
-            match tokens.table.current().admit(request.uri().path(), request.headers()) {
+        if self.authentication.has_tokens() {
+            match self.authentication.identify(request.uri().path(), request.headers()) {
                 Ok(identity) => {
                     // Nobody behind needs it, and what is not there is not logged.
                     request.headers_mut().remove(header::AUTHORIZATION);
@@ -260,7 +279,7 @@ where
                     }
                 }
                 Err(refusal) => {
-                    host.ended.refuse(refusal.kind());
+                    self.authentication.host.ended.refuse(refusal.kind());
                     let response = status(&refusal).into_http();
                     return Box::pin(async { Ok(response) });
                 }
@@ -318,6 +337,10 @@ mod tests {
             ("/ostinato.v1.Ostinato/UnloadModel", ADMIN),
             ("/vllm.grpc.engine.VllmEngine/SubscribeKvEvents", ADMIN),
             ("/ostinato.v1.Ostinato/Unheard", ADMIN),
+            ("/health", Need::Nothing),
+            ("/v1/chat/completions", GENERATE),
+            ("/v1/models/{model}", Need::Token),
+            ("/v1/unheard", ADMIN),
             ("/other.Service/Generate", ADMIN),
             ("/grpc.health.v1.Health", ADMIN),
             ("", ADMIN),

@@ -33,6 +33,8 @@ pub const MAX_STOP_STRINGS: usize = 16;
 pub const MAX_STOP_BYTES: usize = 1024;
 /// The most messages of a chat. A template iterates over all of them, possibly several times.
 pub const MAX_CHAT_MESSAGES: usize = 4096;
+/// The most tools of a chat. Templates iterate over them, and constraints have a rule for each.
+pub const MAX_CHAT_TOOLS: usize = 1024;
 /// The most bytes of an id, name, selector or salt, which are kept, logged and returned.
 pub const MAX_NAME_BYTES: usize = 256;
 /// The most request ids of one Abort call. Every replica is searched for each of them.
@@ -156,7 +158,8 @@ pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refu
     }
 }
 
-/// Refuses a chat of more than [`MAX_CHAT_MESSAGES`] messages, or of more than `most` text bytes in all messages.
+/// Refuses a chat of more than [`MAX_CHAT_MESSAGES`] messages or [`MAX_CHAT_TOOLS`] tools, or of more than `most` text
+/// bytes in all messages, tools and template arguments.
 pub fn chat(chat: &proto::Chat, most: usize) -> Result<(), Refusal> {
     let messages = chat.messages.len();
     if messages > MAX_CHAT_MESSAGES {
@@ -166,8 +169,22 @@ pub fn chat(chat: &proto::Chat, most: usize) -> Result<(), Refusal> {
         };
         return Err(Refusal::Value { field: "chat.messages", value: format!("{messages} messages"), rule });
     }
-    let bytes = chat.messages.iter().map(|message| message.role.len() + message.content.len()).sum();
-    prompt("prompt.chat", bytes, most)
+    if chat.tools.len() > MAX_CHAT_TOOLS {
+        let rule = const {
+            assert!(MAX_CHAT_TOOLS == 1024, "as the rule says");
+            "at most 1024 tools"
+        };
+        return Err(Refusal::Value { field: "chat.tools", value: format!("{} tools", chat.tools.len()), rule });
+    }
+    let call = |call: &proto::chat_message::ToolCall| call.id.len() + call.name.len() + call.arguments.len();
+    let message = |message: &proto::ChatMessage| {
+        let proto::ChatMessage { role, content, tool_calls, tool_call_id, name, reasoning_content } = message;
+        let texts = [role, content, tool_call_id, name, reasoning_content];
+        texts.map(|text| text.len()).into_iter().chain(tool_calls.iter().map(call)).sum::<usize>()
+    };
+    let messages: usize = chat.messages.iter().map(message).sum();
+    let tools: usize = chat.tools.iter().map(String::len).sum();
+    prompt("prompt.chat", messages + tools + chat.template_arguments.len(), most)
 }
 
 /// Refuses a prompt of more than `most` text bytes, because the time that encoding takes grows with them.
@@ -287,12 +304,42 @@ impl Arrival {
 
     /// The client whose share of the room a call takes: as for all other limits, but a name that a gateway gives in a
     /// form that is refused later counts for the gateway.
-    fn client(&self, request: &http::Request<Body>) -> Client {
+    pub(super) fn client<B>(&self, request: &http::Request<B>) -> Client {
         if let Some(identity) = request.extensions().get::<Identity>() {
             return Client::Token(identity.name().to_owned());
         }
         let peer = request.extensions().get::<ConnectInfo>().and_then(ConnectInfo::peer);
         self.clients.identify(request.headers(), peer).unwrap_or_else(|_| Client::of(peer))
+    }
+
+    /// Receives the body of an HTTP request of `client` to its end, within the same time and room as a gRPC message. The
+    /// room is taken until the second value is dropped.
+    pub(super) async fn body<B>(&self, client: Client, mut body: B) -> Result<(BytesMut, impl Send + use<B>), Refusal>
+    where
+        B: http_body::Body<Data = Bytes> + Unpin,
+    {
+        let too_long = |bytes: usize| Refusal::LongMessage { bytes, most: self.most };
+        // A declared length is believed where it is a reason to refuse, and reserves nothing.
+        let declared = usize::try_from(body.size_hint().lower()).unwrap_or(usize::MAX);
+        if declared > self.most {
+            return Err(too_long(declared));
+        }
+        let mut held = self.held(client);
+        let mut whole = BytesMut::new();
+        let received = async {
+            while let Some(frame) = std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await {
+                let Ok(data) = frame.map_err(|_| Refusal::CutBody)?.into_data() else { continue };
+                if whole.len() + data.len() > self.most {
+                    return Err(too_long(whole.len() + data.len()));
+                }
+                held.more(data.len())?;
+                whole.extend_from_slice(&data);
+            }
+            Ok(())
+        };
+        let late = |_| Err(Refusal::NoMessage { seconds: self.wait.as_secs_f64() });
+        tokio::time::timeout(self.wait, received).await.unwrap_or_else(late)?;
+        Ok((whole, held))
     }
 
     /// Receives the body of a call with one message to its end. What follows the first message is counted and not kept.

@@ -32,9 +32,11 @@ const PROMPT_TOKENS: usize = 1024;
 pub struct Surroundings {
     /// Events kept of each sample for a reader that falls behind.
     pub buffer: usize,
-    /// The span of the RPC, under which the inference span is made; kept until the stream
+    /// The span of the call, under which the inference span is made; kept until the stream
     /// ends.
     pub rpc: Span,
+    /// Whether that is the span of a gRPC call, which has a status.
+    pub grpc: bool,
     /// Cancelled when the server's grace period is over.
     pub stop: CancellationToken,
     /// The client's room for the samples, given back as they end.
@@ -79,6 +81,7 @@ pub struct Generation {
     ended: bool,
 
     rpc: Span,
+    grpc: bool,
     /// Ends with the stream, not with the call that began it.
     inference: Span,
     /// For the record of ended requests.
@@ -122,7 +125,17 @@ impl std::fmt::Debug for Generation {
 impl Generation {
     /// Submits the request's samples, all or none.
     pub fn start(prepared: Prepared, surroundings: Surroundings) -> Result<Generation, Refusal> {
-        let Prepared { place, mut request, samples, operation, stop_strings, special_text, text, token_ids } = prepared;
+        let Prepared {
+            place,
+            mut request,
+            samples,
+            operation,
+            stop_strings,
+            special_text,
+            text,
+            token_ids,
+            reasons: _,
+        } = prepared;
         let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
         let min_tokens = request.limits.min_tokens;
@@ -188,6 +201,7 @@ impl Generation {
             refusal: None,
             ended: false,
             rpc: surroundings.rpc,
+            grpc: surroundings.grpc,
             inference,
             operation,
             submitted,
@@ -397,7 +411,7 @@ impl Generation {
         self.places = None;
         let code = refusal.as_ref().map_or(tonic::Code::Ok, Refusal::code);
         self.note_end(refusal.as_ref().map(Refusal::kind));
-        spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, code as i64);
+        self.set_status(code);
         if let Some(refusal) = refusal {
             let message = refusal.to_string();
             spans::fail(&self.inference, refusal.kind(), &message);
@@ -407,6 +421,13 @@ impl Generation {
         // Both end now, not when the transport lets go of the stream.
         self.inference = Span::none();
         self.rpc = Span::none();
+    }
+
+    /// Notes the call's status on its span, if it has one.
+    fn set_status(&self, code: tonic::Code) {
+        if self.grpc {
+            spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, code as i64);
+        }
     }
 
     /// Keeps what the request was like; `error` is the `error.type` of a call that failed.
@@ -500,7 +521,7 @@ impl Drop for Generation {
                 self.samples.iter().map(|sample| sample.finished.map_or("aborted", |(word, _)| word)).collect();
             spans::set_list(&self.inference, names::GEN_AI_RESPONSE_FINISH_REASONS, &reasons);
             let cancelled = tonic::Code::Cancelled;
-            spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, cancelled as i64);
+            self.set_status(cancelled);
             let kind = super::refusal::code_name(cancelled);
             spans::fail(&self.inference, kind, "the client went away");
         }

@@ -1,4 +1,4 @@
-//! tonic in, engine out; the only tokio. No policy beyond admission and deadlines.
+//! gRPC and HTTP in, engine out; the only tokio. No policy beyond admission and deadlines.
 //!
 //! A request crosses once each way: `prepare` turns the message into an engine request,
 //! `generation` turns the engine's events into the stream of messages. Both are used without
@@ -8,6 +8,7 @@ pub mod admin;
 pub mod auth;
 pub mod bounds;
 pub mod clients;
+pub mod connections;
 pub mod convert;
 pub mod crowd;
 pub mod deadline;
@@ -15,6 +16,7 @@ pub mod generation;
 pub mod jobs;
 pub mod lifecycle;
 pub mod meter;
+pub mod openai;
 pub mod prepare;
 pub mod proto;
 pub mod refusal;

@@ -9,13 +9,16 @@ use crate::engine::prefix::{PageKey, page_keys};
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
 use crate::host::{Host, ServedModel};
 use crate::model::grammar::{Constraint, GrammarError, StartedGrammar};
-use crate::model::text::chat::{ChatMessage, ChatOptions};
+use crate::model::text::chat::{CalledFunction, ChatMessage, ChatOptions, REASONING, ToolCall};
 use crate::model::text::{Text, TextError};
 use crate::replica::{Replica, SubmitError};
+use crate::telemetry::names;
 use proto::generate_request::Prompt;
+use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
+use tracing::Span;
 
 /// A replica, held together with its model and the host.
 #[derive(Clone, Debug)]
@@ -83,10 +86,74 @@ pub struct Prepared {
     pub stop_strings: Vec<String>,
     /// Special tokens are text, to stop strings too.
     pub special_text: bool,
+    /// Where the output may hold the model's reasoning.
+    pub reasons: Reasons,
     /// Text in deltas.
     pub text: bool,
     /// Ids in deltas.
     pub token_ids: bool,
+}
+
+/// Where an output may hold the model's reasoning ([`REASONING`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reasons {
+    /// Nowhere: there is no chat template, it has no reasoning, or the prompt has ended it.
+    Never,
+    /// At its beginning, if the output opens it.
+    IfOpened,
+    /// From its beginning on: the prompt has opened it.
+    Opened,
+}
+
+impl Reasons {
+    /// What follows a conversation that was rendered with the template of `text`.
+    fn after(text: &Text, rendered: &str) -> Reasons {
+        let [open, close] = REASONING;
+        let end = rendered.trim_end();
+        match text.chat_style(false).1.reasoning {
+            true if end.ends_with(open) => Reasons::Opened,
+            true if !end.ends_with(close) => Reasons::IfOpened,
+            _ => Reasons::Never,
+        }
+    }
+
+    /// A constraint that holds only after the reasoning, as a structural tag.
+    fn before(self, constraint: Constraint) -> Result<Constraint, GrammarError> {
+        let invalid = |what: &str, error: serde_json::Error| GrammarError::Invalid(format!("{what}: {error}"));
+        let [open, close] = REASONING;
+        let reasoning =
+            |begin: &str| json!({"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": close});
+        let (first, space) = match self {
+            Reasons::Never => return Ok(constraint),
+            Reasons::Opened => (reasoning(""), r"\s{0,4}"),
+            Reasons::IfOpened => (json!({"type": "optional", "content": reasoning(open)}), r"\s{0,4}"),
+        };
+        let then = match constraint {
+            Constraint::JsonSchema(schema) => {
+                let schema: Value = serde_json::from_str(&schema).map_err(|error| invalid("the schema", error))?;
+                json!({"type": "json_schema", "json_schema": schema})
+            }
+            Constraint::JsonObject => json!({"type": "json_schema", "json_schema": {"type": "object"}}),
+            Constraint::Regex(pattern) => json!({"type": "regex", "pattern": pattern}),
+            Constraint::Grammar(grammar) => json!({"type": "grammar", "grammar": grammar}),
+            Constraint::Choice(texts) => {
+                let texts = texts.into_iter().map(|text| json!({"type": "const_string", "value": text}));
+                json!({"type": "or", "elements": texts.collect::<Vec<_>>()})
+            }
+            Constraint::StructuralTag(tag) => {
+                let tag: Value = serde_json::from_str(&tag).map_err(|error| invalid("the structural tag", error))?;
+                match tag.get("format") {
+                    Some(format) => format.clone(),
+                    None => {
+                        let why = "a structural tag after reasoning needs a \"format\"";
+                        return Err(GrammarError::Invalid(why.to_owned()));
+                    }
+                }
+            }
+        };
+        let format = json!({"type": "sequence", "elements": [first, {"type": "regex", "pattern": space}, then]});
+        Ok(Constraint::StructuralTag(json!({"type": "structural_tag", "format": format}).to_string()))
+    }
 }
 
 /// How many samples a message asks for.
@@ -109,16 +176,17 @@ pub fn prepare(
     deadline: Option<Instant>,
 ) -> Result<Prepared, Refusal> {
     let place = Target::find(host, &message.model, &message.device)?;
-    prepare_at(place, message, deadline, None, &Cancel::until(deadline))
+    prepare_at(place, message, deadline, None, &Span::none(), &Cancel::until(deadline))
 }
 
 /// As [`prepare`], for a place on the message's model. If `keep` is given, only the last `keep` tokens of the prompt are
-/// kept. Ends early once `cancel` is cancelled.
+/// kept. Ends early once `cancel` is cancelled. The spans of the work are children of `span`.
 pub fn prepare_at(
     place: Target,
     message: proto::GenerateRequest,
     deadline: Option<Instant>,
     keep: Option<usize>,
+    span: &Span,
     cancel: &Cancel,
 ) -> Result<Prepared, Refusal> {
     let samples = samples(&message)?;
@@ -140,13 +208,22 @@ pub fn prepare_at(
         Some(false) => false,
         None => place.model().text.is_some(),
     };
+    let mut reasons = Reasons::Never;
     let (operation, mut prompt) = match message.prompt {
         None => {
             return Err(Refusal::Missing { field: "prompt", rule: "one of text, tokens and chat" });
         }
-        Some(Prompt::Text(text)) => ("text_completion", tokenizer("prompt.text")?.encode(&text, true)?),
+        Some(Prompt::Text(text)) => {
+            let tokenizer = tokenizer("prompt.text")?;
+            ("text_completion", tokenize_span(span).in_scope(|| tokenizer.encode(&text, true))?)
+        }
         Some(Prompt::Tokens(tokens)) => ("text_completion", tokens.ids),
-        Some(Prompt::Chat(chat)) => ("chat", encode_chat(tokenizer("prompt.chat")?, chat, cancel)?.1),
+        Some(Prompt::Chat(chat)) => {
+            let tokenizer = tokenizer("prompt.chat")?;
+            let (rendered, ids) = encode_chat(tokenizer, chat, span, cancel)?;
+            reasons = Reasons::after(tokenizer, &rendered);
+            ("chat", ids)
+        }
     };
     if let Some(keep) = keep {
         prompt.drain(..prompt.len().saturating_sub(keep));
@@ -157,8 +234,9 @@ pub fn prepare_at(
         None => None,
         Some(constraint) => {
             let ServedModel { name, info, text, .. } = place.model();
-            let ignore_eos = stopping.ignore_eos;
-            Some(start_grammar(name, text.as_deref(), info.vocabulary, &info.eos_ids, constraint, ignore_eos, cancel)?)
+            let target =
+                ConstrainedModel { name, text: text.as_deref(), vocabulary: info.vocabulary, eos_ids: &info.eos_ids };
+            Some(start_grammar(target, constraint, reasons, stopping.ignore_eos, cancel)?)
         }
     };
 
@@ -198,7 +276,7 @@ pub fn prepare_at(
         priority: message.priority,
         cache_salt: message.cache_salt,
         deadline,
-        span: tracing::Span::none(),
+        span: Span::none(),
     };
     Ok(Prepared {
         place,
@@ -207,6 +285,7 @@ pub fn prepare_at(
         operation,
         stop_strings: stopping.strings,
         special_text: false,
+        reasons,
         text,
         token_ids: output.token_ids.unwrap_or(true),
     })
@@ -221,17 +300,30 @@ pub fn fits(model: &ServedModel, prompt: usize) -> Result<(), Refusal> {
     Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output: 1, context }).into())
 }
 
-/// A constraint, compiled for a model with this tokenizer, vocabulary and these ends of a sequence.
+/// What constraints are compiled against.
+#[derive(Clone, Copy, Debug)]
+pub struct ConstrainedModel<'a> {
+    /// The model's name, for errors.
+    pub name: &'a str,
+    /// Its tokenizer, if it has one.
+    pub text: Option<&'a Text>,
+    /// The number of tokens of its vocabulary.
+    pub vocabulary: u32,
+    /// The tokens that end a sequence.
+    pub eos_ids: &'a [u32],
+}
+
+/// Compiles a constraint for a model. `reasons` tells where an output may hold reasoning, for constraints that hold only
+/// after it.
 pub fn start_grammar(
-    model: &str,
-    text: Option<&Text>,
-    vocabulary: u32,
-    eos_ids: &[u32],
+    model: ConstrainedModel<'_>,
     constraint: proto::Constraint,
+    reasons: Reasons,
     ignore_eos: bool,
     cancel: &Cancel,
 ) -> Result<StartedGrammar, Refusal> {
     use proto::constraint::Kind;
+    let reasons = if constraint.after_reasoning { reasons } else { Reasons::Never };
     let (field, constraint) = match constraint.kind {
         None => {
             let rule = "one of json_schema, regex, grammar, choice, json_object and structural_tag";
@@ -244,34 +336,98 @@ pub fn start_grammar(
         Some(Kind::JsonObject(_)) => ("constraint.json_object", Constraint::JsonObject),
         Some(Kind::StructuralTag(tag)) => ("constraint.structural_tag", Constraint::StructuralTag(tag)),
     };
-    let text = text.ok_or_else(|| Refusal::NoTokenizer { model: model.to_owned(), field })?;
-    let started =
-        text.grammars(vocabulary, eos_ids).and_then(|grammars| grammars.start_until(&constraint, ignore_eos, cancel));
+    let text = model.text.ok_or_else(|| Refusal::NoTokenizer { model: model.name.to_owned(), field })?;
+    let started = reasons.before(constraint).and_then(|constraint| {
+        let grammars = text.grammars(model.vocabulary, model.eos_ids)?;
+        grammars.start_until(&constraint, ignore_eos, cancel)
+    });
     started.map_err(|source| match source {
         GrammarError::Cancelled if cancel.is_late() => Refusal::Deadline { output_tokens: 0 },
         source => Refusal::Grammar { field, source },
     })
 }
 
-/// A conversation as the model's template renders it, and its tokens.
-pub fn encode_chat(text: &Text, chat: proto::Chat, cancel: &Cancel) -> Result<(String, Vec<u32>), Refusal> {
+/// A conversation as the model's template renders it, and its tokens. The spans of both steps are children of `span`.
+pub fn encode_chat(
+    text: &Text,
+    chat: proto::Chat,
+    span: &Span,
+    cancel: &Cancel,
+) -> Result<(String, Vec<u32>), Refusal> {
     if chat.messages.is_empty() {
         return Err(Refusal::Missing { field: "chat.messages", rule: "at least one message" });
     }
-    let messages: Vec<ChatMessage> =
-        chat.messages.into_iter().map(|message| ChatMessage { role: message.role, content: message.content }).collect();
-    let rendered = text.chat_until(&messages, &ChatOptions::default(), cancel);
-    let rendered = match rendered {
+    let (template, style) = text.chat_style(!chat.tools.is_empty());
+    if !chat.tools.is_empty() && style.tools.is_none() && text.has_chat() {
+        return Err(Refusal::NoTools);
+    }
+    let mut extra = match chat.template_arguments.as_str() {
+        "" => Map::new(),
+        object => json_object("chat.template_arguments", object)?,
+    };
+    // What the request itself says is not overridden.
+    for own in ["messages", "tools", "add_generation_prompt"] {
+        if extra.contains_key(own) {
+            let (field, rule) = ("chat.template_arguments", "without messages, tools and add_generation_prompt");
+            return Err(Refusal::Value { field, value: format!("an object with {own}"), rule });
+        }
+    }
+    if !chat.tools.is_empty() {
+        let tools = chat.tools.iter().map(|tool| json_object("chat.tools", tool).map(Value::Object));
+        extra.insert("tools".to_owned(), Value::Array(tools.collect::<Result<_, _>>()?));
+    }
+    let messages = chat.messages.into_iter().map(chat_message).collect::<Result<Vec<_>, _>>()?;
+    let options = ChatOptions {
+        add_generation_prompt: chat.add_generation_prompt.unwrap_or(true),
+        template: Some(template.to_owned()),
+        extra,
+    };
+    let render = tracing::info_span!(parent: span, names::SPAN_TEMPLATE);
+    let rendered = match render.in_scope(|| text.chat_until(&messages, &options, cancel)) {
         Err(TextError::Cancelled) if cancel.is_late() => return Err(Refusal::Deadline { output_tokens: 0 }),
         rendered => rendered?,
     };
+    drop(render);
     // The template names its special tokens itself.
-    let ids = text.encode(&rendered, false)?;
+    let ids = tokenize_span(span).in_scope(|| text.encode(&rendered, false))?;
     Ok((rendered, ids))
 }
 
+fn tokenize_span(parent: &Span) -> Span {
+    tracing::info_span!(parent: parent, names::SPAN_TOKENIZE)
+}
+
+fn chat_message(message: proto::ChatMessage) -> Result<ChatMessage, Refusal> {
+    let call = |call: proto::chat_message::ToolCall| {
+        let arguments = match call.arguments.trim() {
+            "" => Map::new(),
+            object => json_object("chat.messages.tool_calls.arguments", object)?,
+        };
+        let function = CalledFunction { name: call.name, arguments };
+        Ok(ToolCall { id: call.id, r#type: "function".to_owned(), function })
+    };
+    Ok(ChatMessage {
+        role: message.role,
+        content: message.content,
+        tool_calls: message.tool_calls.into_iter().map(call).collect::<Result<_, Refusal>>()?,
+        tool_call_id: message.tool_call_id,
+        name: message.name,
+        reasoning_content: message.reasoning_content,
+    })
+}
+
+/// Parses a text that must be a JSON object.
+fn json_object(field: &'static str, text: &str) -> Result<Map<String, Value>, Refusal> {
+    let refuse = |value: &str| Refusal::Value { field, value: value.to_owned(), rule: "a JSON object" };
+    match serde_json::from_str(text) {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err(refuse("other JSON")),
+        Err(_) => Err(refuse("no JSON")),
+    }
+}
+
 /// Unique in this process and, by its start time, very likely among others.
-fn fresh_id() -> String {
+pub(super) fn fresh_id() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     static START: std::sync::OnceLock<u64> = std::sync::OnceLock::new();
     let start = START.get_or_init(|| {

@@ -74,6 +74,42 @@ pub enum Refusal {
         /// The message's field.
         field: &'static str,
     },
+    /// Tools for a model whose chat template has none.
+    #[error("the model's chat template has no tools, or an unknown form of calls: tools cannot be given")]
+    NoTools,
+    /// A field of a JSON body has the wrong type, or a value that cannot be served.
+    #[error("{field} is {value}, must be {rule}")]
+    Json {
+        /// The path of the field, such as `messages[0].content`.
+        field: String,
+        /// What was given: a number, or the kind of anything that may quote a prompt.
+        value: String,
+        /// What is allowed.
+        rule: String,
+    },
+    /// The body of an HTTP request is not JSON.
+    #[error("the body is not JSON: {0}")]
+    NotJson(String),
+    /// The body of an HTTP request ended before it was whole.
+    #[error("the body was not received to its end")]
+    CutBody,
+    /// A path or a method that the endpoint does not have.
+    #[error("there is no {method} {path} here")]
+    NoRoute {
+        /// The HTTP method.
+        method: String,
+        /// The path, shortened.
+        path: String,
+    },
+    /// A browser's page of another origin asks a server that has no tokens.
+    #[error("without tokens this address is answered under localhost and 127.0.0.1 only, and to pages from there")]
+    OtherOrigin,
+    /// A field that this version does not serve.
+    #[error("{field} is not served")]
+    NotServedField {
+        /// The path of the field.
+        field: String,
+    },
     /// What a subscriber has missed cannot be told again.
     #[error("{field} is {value}: nothing is kept to resume from, 0 begins with what there is now")]
     Past {
@@ -304,11 +340,14 @@ impl Refusal {
             Refusal::Grammar { .. } => Code::InvalidArgument,
             Refusal::Missing { .. } | Refusal::Value { .. } | Refusal::LongText { .. } => Code::InvalidArgument,
             Refusal::ManyIds { .. } | Refusal::Elements { .. } => Code::InvalidArgument,
-            Refusal::NoTokenizer { .. } => Code::FailedPrecondition,
+            Refusal::Json { .. } | Refusal::NotJson(_) | Refusal::CutBody => Code::InvalidArgument,
+            Refusal::NoTokenizer { .. } | Refusal::NoTools => Code::FailedPrecondition,
+            Refusal::NoRoute { .. } => Code::NotFound,
+            Refusal::OtherOrigin => Code::PermissionDenied,
             Refusal::Past { .. } | Refusal::LongMessage { .. } => Code::OutOfRange,
             Refusal::Gap => Code::DataLoss,
             Refusal::SeveralModels { .. } | Refusal::NoModel => Code::FailedPrecondition,
-            Refusal::NotServed { .. } => Code::Unimplemented,
+            Refusal::NotServed { .. } | Refusal::NotServedField { .. } => Code::Unimplemented,
             Refusal::ClientBusy { .. } | Refusal::Spent { .. } => Code::ResourceExhausted,
             Refusal::Crowded { .. } | Refusal::Share { .. } => Code::ResourceExhausted,
             Refusal::Jobs { .. } | Refusal::Displaced { .. } => Code::ResourceExhausted,
@@ -323,6 +362,44 @@ impl Refusal {
         }
     }
 
+    /// The same refusal with the field names of another contract; `names` has pairs of our name and the other one.
+    pub fn renamed(mut self, names: &[(&'static str, &'static str)]) -> Refusal {
+        if let Some(field) = self.field_mut()
+            && let Some((_, theirs)) = names.iter().find(|(ours, _)| ours == field)
+        {
+            *field = theirs;
+        }
+        self
+    }
+
+    fn field_mut(&mut self) -> Option<&mut &'static str> {
+        match self {
+            Refusal::Missing { field, .. }
+            | Refusal::Value { field, .. }
+            | Refusal::LongText { field, .. }
+            | Refusal::NoTokenizer { field, .. }
+            | Refusal::NotServed { field }
+            | Refusal::Grammar { field, .. }
+            | Refusal::Submit(SubmitError::Request(RequestError::Value { field, .. })) => Some(field),
+            _ => None,
+        }
+    }
+
+    /// The field that the refusal is about, if it is about one.
+    pub fn field(&self) -> Option<&str> {
+        match self {
+            Refusal::Missing { field, .. }
+            | Refusal::Value { field, .. }
+            | Refusal::LongText { field, .. }
+            | Refusal::NoTokenizer { field, .. }
+            | Refusal::NotServed { field }
+            | Refusal::Grammar { field, .. }
+            | Refusal::Submit(SubmitError::Request(RequestError::Value { field, .. })) => Some(field),
+            Refusal::Json { field, .. } | Refusal::NotServedField { field } => Some(field),
+            _ => None,
+        }
+    }
+
     /// What may stand in traces: a template's own words may quote the messages.
     pub fn recorded(&self) -> String {
         match self {
@@ -333,6 +410,8 @@ impl Refusal {
                 "the chat template failed or refused".to_owned()
             }
             Refusal::Grammar { field, .. } => format!("{field} cannot be followed"),
+            Refusal::Json { rule, .. } => format!("a field of the body is not {rule}"),
+            Refusal::NoRoute { .. } => "there is no such path".to_owned(),
             _ => status(self).message().to_owned(),
         }
     }

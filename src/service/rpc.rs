@@ -21,6 +21,7 @@ use crate::model::text::Text;
 use crate::replica::record::StepRecord;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::{names, spans};
+use http::HeaderMap;
 use prost::Message;
 use proto::generate_request::Prompt;
 use std::net::SocketAddr;
@@ -258,9 +259,12 @@ const PROFILE_WAIT: (f64, f64) = (60.0, 10.0);
 const PROFILE_LOOK: Duration = Duration::from_millis(20);
 
 /// Whose call it is, and how long it may take: what a request's own message does not say.
+#[derive(Clone)]
 pub(super) struct Caller {
     metadata: MetadataMap,
     peer: Option<SocketAddr>,
+    /// Whether it came over gRPC.
+    grpc: bool,
     /// Which models it may know of.
     pub(super) scope: Scope,
 }
@@ -352,7 +356,13 @@ impl Caller {
     pub(super) fn of<T>(request: &Request<T>) -> Caller {
         let identity = request.extensions().get().cloned();
         let scope = Scope { identity };
-        Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), scope }
+        Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), grpc: true, scope }
+    }
+
+    /// The caller of an HTTP request with these headers; `identity` is whom its token stands for.
+    pub(super) fn of_http(headers: &HeaderMap, peer: Option<SocketAddr>, identity: Option<Identity>) -> Caller {
+        let metadata = MetadataMap::from_headers(headers.clone());
+        Caller { metadata, peer, grpc: false, scope: Scope { identity } }
     }
 
     /// What its token says of its limits.
@@ -439,8 +449,9 @@ impl Rpc {
         // What is found out for a call ends with it.
         let cancel = Cancel::until(deadline);
         let _waits = cancel.guard();
+        let within = span.clone();
         let work = move |mut places: Option<Places>| {
-            let mut prepared = prepare::prepare_at(place, message, deadline, keep, &cancel)?;
+            let mut prepared = prepare::prepare_at(place, message, deadline, keep, &within, &cancel)?;
             let found = adjust(&mut prepared);
             let prompt = u32::try_from(prepared.request.prompt.len()).unwrap_or(u32::MAX);
             if let Some(places) = &mut places {
@@ -453,6 +464,7 @@ impl Rpc {
         let surroundings = Surroundings {
             buffer: self.settings().stream_buffer,
             rpc: span.clone(),
+            grpc: caller.grpc,
             stop: self.stop.clone(),
             places,
             logits: None,
@@ -481,7 +493,7 @@ impl Rpc {
         self.text_work(caller, message.encoded_len(), move || {
             let tokenizer = tokenizer(&place, field)?;
             let (text, token_ids) = match message.input {
-                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat, &cancel)?,
+                Some(Input::Chat(chat)) => prepare::encode_chat(tokenizer, chat, &Span::none(), &cancel)?,
                 Some(Input::Text(text)) => {
                     let ids = tokenizer.encode(&text, true)?;
                     (text, ids)
@@ -513,9 +525,9 @@ impl Rpc {
         caller.scope.place(&self.host, model, "")
     }
 
-    /// Runs the work of a Tokenize or Detokenize call, whose message has `bytes` bytes. It counts as one of the
+    /// Runs the work of a Tokenize or Detokenize call, or the parsing of a body, whose message has `bytes` bytes. It counts as one of the
     /// client's requests until it ends.
-    async fn text_work<T: Send + 'static>(
+    pub(super) async fn text_work<T: Send + 'static>(
         &self,
         caller: &Caller,
         bytes: usize,

@@ -1,4 +1,5 @@
-//! The gRPC endpoint: our service, the engine contract of routers, health and reflection on one socket, and the way it stops:
+//! The gRPC endpoint (our service, the engine contract of routers, health and reflection on one socket) and beside it the
+//! HTTP endpoint of OpenAI's API with the same clients, limits and tokens; and the way they stop:
 //! health says so first, new requests are refused, running streams go on for a while, then
 //! they are cut. Deliberately absent: signals, and where the host comes from.
 
@@ -6,11 +7,12 @@ use super::auth::{Authentication, Tokens};
 use super::bounds::{self, Arrival};
 use super::clients::Clients;
 use super::deadline::Deadlines;
+use super::openai::{self, OpenAi};
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
 use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
 use super::rpc::{Rpc, SERVICE};
-use super::tls::{self, Tls};
+use super::tls::{self, Protocol, Tls};
 use super::vllm::{self, VllmRpc};
 use crate::host::Host;
 use std::future::Future;
@@ -44,7 +46,7 @@ pub struct Options {
     pub tls: Option<Arc<Tls>>,
     /// Who may ask; `None`: whoever can connect.
     pub tokens: Option<Arc<Tokens>>,
-    /// Connections that are open at once.
+    /// Connections of each endpoint that are open at once.
     pub connections: usize,
     /// From a connection's beginning until it is encrypted, and again until it speaks HTTP/2.
     pub handshake_wait: Duration,
@@ -134,10 +136,40 @@ impl Drop for AbortOnDrop {
     }
 }
 
-/// Serves `host` on `listener` until `shutdown` resolves, then drains.
+/// The task of the HTTP endpoint, if there is one. It is aborted when this is dropped.
+struct OnEnd(Option<tokio::task::JoinHandle<()>>);
+
+impl OnEnd {
+    /// Waits for its end.
+    async fn ended(&mut self) {
+        if let Some(task) = &mut self.0 {
+            // A panic was logged where it happened.
+            let _ = task.await;
+        }
+    }
+}
+
+impl Drop for OnEnd {
+    fn drop(&mut self) {
+        self.0.iter().for_each(tokio::task::JoinHandle::abort);
+    }
+}
+
+/// Serves `host` over gRPC on `listener` until `shutdown` resolves, then drains.
 pub async fn serve(
     host: Arc<Host>,
     listener: TcpListener,
+    options: Options,
+    shutdown: impl Future<Output = ()>,
+) -> Result<Stopped, ServeError> {
+    serve_with_http(host, listener, None, options, shutdown).await
+}
+
+/// As [`serve`], and OpenAI's API over HTTP on `http`, if there is one.
+pub async fn serve_with_http(
+    host: Arc<Host>,
+    listener: TcpListener,
+    http: Option<TcpListener>,
     options: Options,
     shutdown: impl Future<Output = ()>,
 ) -> Result<Stopped, ServeError> {
@@ -155,6 +187,21 @@ pub async fn serve(
     let _following = closing.clone().drop_guard();
     options.tls.iter().for_each(|tls| drop(tokio::spawn(tls.follow(closing.clone()))));
     options.tokens.iter().for_each(|tokens| drop(tokio::spawn(tokens.follow(closing.clone()))));
+    let authentication = Authentication::new(options.tokens.clone(), Arc::clone(&host));
+    let arrival = Arrival::new(options.message_wait, options.max_message_bytes, Arc::clone(&clients));
+    let accept = tls::Accept {
+        protocol: Protocol::Http2,
+        tls: options.tls,
+        connections: options.connections,
+        handshake: options.handshake_wait,
+        stuck: options.keepalive + options.keepalive_wait,
+    };
+    let openai = http.map(|listener| {
+        let openai = OpenAi::new(rpc.clone(), authentication.clone(), arrival.clone());
+        let accept = tls::Accept { protocol: Protocol::Http1, ..accept.clone() };
+        tokio::spawn(openai::serve(openai, listener, accept, closing.clone()))
+    });
+    let mut openai = OnEnd(openai);
     let theirs = VllmEngineServer::new(VllmRpc::new(rpc.clone())).max_decoding_message_size(options.max_message_bytes);
     let ours = OstinatoServer::new(rpc).max_decoding_message_size(options.max_message_bytes);
     let (mut reporter, health) = tonic_health::server::health_reporter();
@@ -176,19 +223,13 @@ pub async fn serve(
         .http2_max_header_list_size(bounds::HEADER_BYTES)
         .max_concurrent_streams(bounds::STREAMS)
         .layer(Deadlines::new(Arc::clone(&host)))
-        .layer(Authentication::new(options.tokens.clone(), Arc::clone(&host)))
-        .layer(Arrival::new(options.message_wait, options.max_message_bytes, Arc::clone(&clients)))
+        .layer(authentication)
+        .layer(arrival)
         .add_service(ours)
         .add_service(theirs)
         .add_service(health)
         .add_service(reflection().build_v1()?)
         .add_service(reflection().build_v1alpha()?);
-    let accept = tls::Accept {
-        tls: options.tls,
-        connections: options.connections,
-        handshake: options.handshake_wait,
-        stuck: options.keepalive + options.keepalive_wait,
-    };
     let incoming = tls::incoming(listener, accept);
     let server = router.serve_with_incoming_shutdown(incoming, closing.clone().cancelled_owned());
     tokio::pin!(server);
@@ -226,7 +267,8 @@ pub async fn serve(
     reporter.clear_service_status(vllm::SERVICE).await;
     closing.cancel();
     // What still hangs after that is dropped with the server.
-    if let Ok(ended) = tokio::time::timeout(GOODBYE, &mut server).await {
+    let ended = async { tokio::join!(&mut server, openai.ended()).0 };
+    if let Ok(ended) = tokio::time::timeout(GOODBYE, ended).await {
         ended?;
     }
     Ok(Stopped { cut })

@@ -1,5 +1,5 @@
-//! The connections of the gRPC endpoint: accepting and counting them, the TLS handshake where there are certificates,
-//! and the bounds on a connection's behaviour. A connection must speak HTTP/2 soon and must take what it is sent. A
+//! The connections of all endpoints: accepting and counting them, the TLS handshake where there are certificates, and
+//! the bounds on a connection's behaviour. A connection must speak its protocol soon and must take what it is sent. A
 //! half-open connection costs one place for a bounded time: nothing waits for its handshake, and if too many are half
 //! open, or all places are taken, a connection of the peer that has most gives up its place (`crowd`).
 //! Not here: which calls a client may make (`auth`).
@@ -32,15 +32,42 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 
-/// The ALPN protocol of gRPC.
-const ALPN: &[u8] = b"h2";
-/// The bytes of HTTP/2's connection preface and of the first frame's header. A connection that has sent as many is
-/// taken to speak HTTP/2.
-const PREFACE: usize = 24 + 9;
+/// What the connections of an endpoint speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    /// HTTP/2, for gRPC.
+    Http2,
+    /// HTTP/1.1.
+    Http1,
+}
+
+impl Protocol {
+    /// The name in TLS (ALPN).
+    fn alpn(self) -> &'static [u8] {
+        match self {
+            Protocol::Http2 => b"h2",
+            Protocol::Http1 => b"http/1.1",
+        }
+    }
+
+    /// Whether a connection with this result of ALPN is taken. Clients of HTTP/1.1 need not take part in it.
+    fn takes(self, alpn: Option<&[u8]>) -> bool {
+        alpn.map_or(self == Protocol::Http1, |alpn| alpn == self.alpn())
+    }
+
+    /// The number of bytes after which a connection is taken to speak the protocol: of HTTP/2's connection preface and
+    /// the first frame's header, or of the shortest request line.
+    fn preface(self) -> usize {
+        match self {
+            Protocol::Http2 => 24 + 9,
+            Protocol::Http1 => "GET / HTTP/1.1\r\n".len(),
+        }
+    }
+}
 /// The capacity of the channel of connections that are ready; the server takes them at once.
 const READY: usize = 16;
 /// The wait until the next `accept` after one that failed for lack of files or memory.
-pub(super) const NO_ROOM: Duration = Duration::from_millis(100);
+const NO_ROOM: Duration = Duration::from_millis(100);
 /// The least time between two log lines about something that clients can cause repeatedly.
 const SAID: Duration = Duration::from_secs(60);
 
@@ -89,7 +116,14 @@ pub enum TlsError {
 /// connections keep theirs.
 #[derive(Debug)]
 pub struct Tls {
-    config: Arc<Watched<Arc<ServerConfig>>>,
+    configs: Arc<Watched<Configs>>,
+}
+
+/// The same certificates for both protocols.
+#[derive(Debug)]
+struct Configs {
+    http2: Arc<ServerConfig>,
+    http1: Arc<ServerConfig>,
 }
 
 impl Tls {
@@ -97,13 +131,28 @@ impl Tls {
     pub fn read(files: &config::TlsConfig) -> Result<Tls, TlsError> {
         let paths = [&files.certificate, &files.key].into_iter().chain(&files.client_ca).cloned().collect();
         let files = files.clone();
-        let load = move |_: Option<&Arc<ServerConfig>>| server_config(&files).map(Arc::new);
-        Ok(Tls { config: Arc::new(Watched::new("certificates", paths, load)?) })
+        let load = move |_: Option<&Configs>| {
+            let of = |protocol: Protocol, mut config: ServerConfig| {
+                config.alpn_protocols = vec![protocol.alpn().to_vec()];
+                Arc::new(config)
+            };
+            let config = server_config(&files)?;
+            Ok(Configs { http2: of(Protocol::Http2, config.clone()), http1: of(Protocol::Http1, config) })
+        };
+        Ok(Tls { configs: Arc::new(Watched::new("certificates", paths, load)?) })
     }
 
     /// Reads the files again when they change, until `stop` is cancelled.
     pub fn follow(&self, stop: CancellationToken) -> impl Future<Output = ()> + Send + use<> {
-        Arc::clone(&self.config).follow(stop)
+        Arc::clone(&self.configs).follow(stop)
+    }
+
+    fn acceptor(&self, protocol: Protocol) -> TlsAcceptor {
+        let configs = self.configs.current();
+        TlsAcceptor::from(Arc::clone(match protocol {
+            Protocol::Http2 => &configs.http2,
+            Protocol::Http1 => &configs.http1,
+        }))
     }
 }
 
@@ -137,19 +186,19 @@ fn server_config(files: &config::TlsConfig) -> Result<ServerConfig, TlsError> {
             builder.with_client_cert_verifier(verifier.map_err(wrong)?)
         }
     };
-    let mut config = builder.with_single_cert(chain, private).map_err(pair)?;
-    config.alpn_protocols = vec![ALPN.to_vec()];
-    Ok(config)
+    builder.with_single_cert(chain, private).map_err(pair)
 }
 
 /// How connections are accepted.
 #[derive(Clone, Debug)]
 pub struct Accept {
+    /// What the connections speak.
+    pub protocol: Protocol,
     /// The certificates; `None`: connections are not encrypted.
     pub tls: Option<Arc<Tls>>,
     /// The most open connections. A further one takes the place of one without open calls.
     pub connections: usize,
-    /// The time for the TLS handshake, and again for the beginning of HTTP/2.
+    /// The time for the TLS handshake, and again for the beginning of the protocol.
     pub handshake: Duration,
     /// The time after which a connection is closed that takes nothing of what it is sent.
     pub stuck: Duration,
@@ -196,15 +245,15 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
         };
         // Nagle's algorithm would hold tokens back. The call fails only if the peer has gone.
         let _ = stream.set_nodelay(true);
-        let (wait, stuck) = (accept.handshake, accept.stuck);
+        let (wait, protocol, bounds) = (accept.handshake, accept.protocol, accept.clone());
         let Some(tls) = &accept.tls else {
-            let connection = Connection::new(Transport::Plain(stream), info, place, wait, stuck);
+            let connection = Connection::new(Transport::Plain(stream), info, place, &bounds);
             if sender.send(Ok(connection)).await.is_err() {
                 return;
             }
             continue;
         };
-        let acceptor = TlsAcceptor::from(Arc::clone(&*tls.config.current()));
+        let acceptor = tls.acceptor(protocol);
         let sender = sender.clone();
         tokio::spawn(async move {
             let handshake = async {
@@ -222,12 +271,12 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
                 ended = tokio::time::timeout(wait, handshake) => ended,
             };
             match ended {
-                Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(ALPN) => {
+                Ok(Ok(stream)) if protocol.takes(stream.get_ref().1.alpn_protocol()) => {
                     let stream = Transport::Encrypted(Box::new(stream));
                     // Fails only when the server stops.
-                    let _ = sender.send(Ok(Connection::new(stream, info, place, wait, stuck))).await;
+                    let _ = sender.send(Ok(Connection::new(stream, info, place, &bounds))).await;
                 }
-                Ok(Ok(_)) => tracing::debug!(?peer, "a connection does not speak HTTP/2"),
+                Ok(Ok(_)) => tracing::debug!(?peer, "a connection does not speak {protocol:?}"),
                 Ok(Err(error)) => tracing::debug!(?peer, %error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!(?peer, "a TLS handshake took longer than {:.1} s", wait.as_secs_f64()),
             }
@@ -236,18 +285,18 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
 }
 
 /// Whether `accept` failed because of this process (files, memory) and not because the client has gone.
-pub(super) fn is_ours(error: &io::Error) -> bool {
+fn is_ours(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionReset, Interrupted};
     ![ConnectionAborted, ConnectionReset, Interrupted].contains(&error.kind())
 }
 
 /// Limits how often something that clients can cause repeatedly is logged: once in [`SAID`].
 #[derive(Debug, Default)]
-pub(super) struct Saying(Option<Instant>);
+struct Saying(Option<Instant>);
 
 impl Saying {
     /// Whether to log it now.
-    pub(super) fn again(&mut self) -> bool {
+    fn again(&mut self) -> bool {
         let due = self.0.is_none_or(|said| said.elapsed() >= SAID);
         if due {
             self.0 = Some(Instant::now());
@@ -288,24 +337,26 @@ pub struct Connection {
     place: ConnectionPlace,
     /// Ready when the connection has lost its place.
     out: Pin<Box<WaitForCancellationFutureOwned>>,
-    /// The time by which the connection must speak HTTP/2; `None` once it does.
+    /// The time by which the connection must speak its protocol; `None` once it does.
     proof: Option<Pin<Box<Sleep>>>,
-    /// The number of bytes that were received until the connection spoke HTTP/2.
+    /// The number of bytes that were received until it did.
     heard: usize,
+    /// The number of bytes after which it does.
+    preface: usize,
     stuck: Stuck,
 }
 
 impl Connection {
-    fn new(
-        stream: Transport,
-        info: TcpConnectInfo,
-        place: ConnectionPlace,
-        proof: Duration,
-        stuck: Duration,
-    ) -> Connection {
+    fn new(stream: Transport, info: TcpConnectInfo, place: ConnectionPlace, bounds: &Accept) -> Connection {
         let out = Box::pin(place.out().clone().cancelled_owned());
-        let proof = Some(Box::pin(tokio::time::sleep(proof)));
-        Connection { stream, info, place, out, proof, heard: 0, stuck: Stuck::after(stuck) }
+        let proof = Some(Box::pin(tokio::time::sleep(bounds.handshake)));
+        let (preface, stuck) = (bounds.protocol.preface(), Stuck::after(bounds.stuck));
+        Connection { stream, info, place, out, proof, heard: 0, preface, stuck }
+    }
+
+    /// Cancelled when the connection has lost its place.
+    pub fn out(&self) -> &CancellationToken {
+        self.place.out()
     }
 
     /// Fails when the connection has lost its place.
@@ -319,7 +370,7 @@ impl Connection {
 
 /// Detects a connection that takes nothing of what it is sent.
 #[derive(Debug)]
-pub(super) struct Stuck {
+struct Stuck {
     /// The time for which it may take nothing.
     after: Duration,
     /// The end of that time, while a write is pending.
@@ -327,13 +378,13 @@ pub(super) struct Stuck {
 }
 
 impl Stuck {
-    pub(super) fn after(after: Duration) -> Stuck {
+    fn after(after: Duration) -> Stuck {
         Stuck { after, standing: None }
     }
 
     /// Passes on the result of a write, or an error if writes have been pending for too long. HTTP/2 alone would wait
     /// for ever, because its pings and its last frame are queued behind the bytes that are not taken.
-    pub(super) fn sent<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn sent<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if sent.is_ready() {
             self.standing = None;
             return sent;
@@ -378,7 +429,7 @@ impl AsyncRead for Connection {
                 return proof.as_mut().poll(context).map(|()| Err(io::ErrorKind::TimedOut.into()));
             }
             self.heard += heard;
-            if self.heard >= PREFACE {
+            if self.heard >= self.preface {
                 self.proof = None;
                 self.place.standing().establish();
             }

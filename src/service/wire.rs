@@ -273,7 +273,7 @@ mod tests {
     fn chat(messages: usize) -> Vec<u8> {
         let messages = vec![proto::ChatMessage::default(); messages];
         let request = proto::GenerateRequest {
-            prompt: Some(Prompt::Chat(proto::Chat { messages })),
+            prompt: Some(Prompt::Chat(proto::Chat { messages, ..Default::default() })),
             cache_salt: "salt".to_owned(),
             ..Default::default()
         };

@@ -10,6 +10,12 @@ pub const SERVICE_VERSION: &str = "service.version";
 
 /// Span: one RPC on the server. Displayed as `PACKAGE.SERVICE/METHOD`.
 pub const SPAN_RPC: &str = "rpc";
+/// Span: one HTTP request on the server. Displayed as `METHOD ROUTE`.
+pub const SPAN_HTTP: &str = "http";
+/// Span: a conversation is rendered with the chat template.
+pub const SPAN_TEMPLATE: &str = "template";
+/// Span: a prompt's text is encoded to tokens.
+pub const SPAN_TOKENIZE: &str = "tokenize";
 /// Span: one generation. Displayed as `OPERATION MODEL`.
 pub const SPAN_INFERENCE: &str = "inference";
 
@@ -44,6 +50,13 @@ pub const RPC_SERVICE: &str = "rpc.service";
 pub const RPC_METHOD: &str = "rpc.method";
 /// Numeric status of an RPC.
 pub const RPC_GRPC_STATUS_CODE: &str = "rpc.grpc.status_code";
+
+/// The method of an HTTP request.
+pub const HTTP_REQUEST_METHOD: &str = "http.request.method";
+/// The route of an HTTP request: its path, with names in place of the parts that vary.
+pub const HTTP_ROUTE: &str = "http.route";
+/// The status of the answer to an HTTP request.
+pub const HTTP_RESPONSE_STATUS_CODE: &str = "http.response.status_code";
 
 /// `chat` or `text_completion`.
 pub const GEN_AI_OPERATION_NAME: &str = "gen_ai.operation.name";

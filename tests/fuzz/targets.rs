@@ -142,7 +142,11 @@ pub fn chat(bytes: &[u8]) {
         bytes.split(|byte| *byte == 0).map(|part| String::from_utf8_lossy(part).into_owned()).collect();
     let messages: Vec<ChatMessage> = parts
         .chunks(2)
-        .map(|pair| ChatMessage { role: pair[0].clone(), content: pair.get(1).cloned().unwrap_or_default() })
+        .map(|pair| ChatMessage {
+            role: pair[0].clone(),
+            content: pair.get(1).cloned().unwrap_or_default(),
+            ..Default::default()
+        })
         .collect();
     for text in texts {
         if let Ok(rendered) = text.chat(&messages, &ChatOptions::default()) {
@@ -247,7 +251,8 @@ pub fn vllm_generate(bytes: &[u8]) {
     let asked = convert::model(host()).and_then(|model| convert::request(&model, message));
     checked(asked.and_then(|asked| {
         let place = prepare::Target::find(host(), &asked.message.model, &asked.message.device)?;
-        let mut prepared = prepare::prepare_at(place, asked.message, None, asked.rest.keep, &Cancel::default())?;
+        let (keep, span, cancel) = (asked.rest.keep, tracing::Span::none(), Cancel::default());
+        let mut prepared = prepare::prepare_at(place, asked.message, None, keep, &span, &cancel)?;
         asked.rest.apply(&mut prepared);
         Ok(prepared)
     }));

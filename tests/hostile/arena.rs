@@ -275,7 +275,7 @@ impl Server {
         }
         let file = folder.path().join("ostinato.toml");
         let text = format!(
-            "[server]\nlisten = \"127.0.0.1:0\"\n{tls}{}\n[admin]\nlisten = \"127.0.0.1:0\"\n\
+            "[server]\nlisten = \"127.0.0.1:0\"\n{tls}{}\n[http]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"127.0.0.1:0\"\n\
              [runtime]\ncache_directory = {cache:?}\n\
              [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{uuid}\" }}]\n",
             setup.server
@@ -324,10 +324,13 @@ impl Server {
 
 /// Returns the well-behaved client's request. The salt differs each time, so that nothing is found in the prefix cache.
 fn question(number: usize) -> proto::GenerateRequest {
-    let message = proto::ChatMessage { role: "user".to_owned(), content: QUESTION.to_owned() };
+    let message = proto::ChatMessage { role: "user".to_owned(), content: QUESTION.to_owned(), ..Default::default() };
     proto::GenerateRequest {
         model: "demo".to_owned(),
-        prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages: vec![message] })),
+        prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat {
+            messages: vec![message],
+            ..Default::default()
+        })),
         sampling: Some(proto::Sampling { temperature: Some(0.0), ..Default::default() }),
         stopping: Some(proto::Stopping { max_tokens: Some(TOKENS), ignore_eos: true, ..Default::default() }),
         cache_salt: format!("watch {number}"),

@@ -100,7 +100,7 @@ fn ours(kind: Kind) -> proto::GenerateRequest {
         prompt: Some(Prompt::Text("give me".to_owned())),
         sampling: Some(proto::Sampling { temperature: Some(1.0), seed: Some(5), ..Default::default() }),
         stopping: Some(proto::Stopping { max_tokens: Some(3), ..Default::default() }),
-        constraint: Some(proto::Constraint { kind: Some(kind) }),
+        constraint: Some(proto::Constraint { kind: Some(kind), ..Default::default() }),
         ..Default::default()
     }
 }

@@ -331,7 +331,7 @@ fn empty_elements_take_no_memory() {
         for _ in 0..3 {
             let messages = vec![proto::ChatMessage::default(); 4_000_000];
             let asked = proto::GenerateRequest {
-                prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages })),
+                prompt: Some(proto::generate_request::Prompt::Chat(proto::Chat { messages, ..Default::default() })),
                 ..Default::default()
             };
             let status = client.generate(asked).await.expect_err("four million messages");
@@ -447,7 +447,7 @@ fn sigterm_is_waited_for_before_the_address_is_told() {
     let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let file = folder.path().join("ostinato.toml");
     let text = format!(
-        "[server]\nlisten = \"{address}\"\n[admin]\nlisten = \"off\"\n[runtime]\ncache_directory = {cache:?}\n\
+        "[server]\nlisten = \"{address}\"\n[http]\nlisten = \"off\"\n[admin]\nlisten = \"off\"\n[runtime]\ncache_directory = {cache:?}\n\
          [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{}\" }}]\n",
         lavapipe()
     );

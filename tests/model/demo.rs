@@ -103,8 +103,10 @@ impl Demo {
     }
 
     fn prompt(&self, messages: &[Message]) -> Vec<u32> {
-        let messages: Vec<ChatMessage> =
-            messages.iter().map(|m| ChatMessage { role: m.role.clone(), content: m.content.clone() }).collect();
+        let messages: Vec<ChatMessage> = messages
+            .iter()
+            .map(|m| ChatMessage { role: m.role.clone(), content: m.content.clone(), ..Default::default() })
+            .collect();
         let rendered = self.text.chat(&messages, &ChatOptions::default()).expect("the template takes the chat");
         self.text.encode(&rendered, false).expect("the tokenizer takes the chat")
     }

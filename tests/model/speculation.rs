@@ -37,7 +37,7 @@ fn requests(temperature: f32) -> Vec<Request> {
     (0..)
         .zip(QUESTIONS)
         .map(|(number, question)| {
-            let message = ChatMessage { role: "user".to_owned(), content: question.to_owned() };
+            let message = ChatMessage { role: "user".to_owned(), content: question.to_owned(), ..Default::default() };
             let rendered = text.chat(&[message], &ChatOptions::default()).expect("the template takes it");
             Request {
                 id: format!("{number}"),

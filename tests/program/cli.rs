@@ -74,7 +74,7 @@ pub struct Server {
 
 impl Server {
     pub fn start(arguments: &[&str]) -> Server {
-        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0", "--admin", "off"]);
+        let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", "off"]);
         let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
         let mut child = child.spawn().unwrap();
         let mut line = String::new();
@@ -292,7 +292,9 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),
         (&["serve", "--listen", &taken, "--admin", "off"], "(server.listen)"),
-        (&["serve", "--listen", "127.0.0.1:0", "--admin", &taken], "(admin.listen)"),
+        (&["serve", "--listen", "127.0.0.1:0", "--http", &taken], "(http.listen)"),
+        (&["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", &taken], "(admin.listen)"),
+        (&["serve", "--http", "0.0.0.0:1"], "insecure"),
         (&["serve", "--admin", "0.0.0.0:1"], "insecure"),
         (&["synth", "--arch", "unknown", "--out", empty], "qwen3-0.6b"),
     ] {
@@ -329,8 +331,17 @@ fn models_are_loaded_and_a_changed_configuration_is_taken_up_while_a_stream_goes
     let write = |text: &str| std::fs::write(&file, text).unwrap();
     let first = model("demo", "") + &model("other", "load = \"request\"");
     write(&first);
-    let mut command =
-        ostinato(&["serve", "--listen", "127.0.0.1:0", "--admin", "off", "--config", file.to_str().unwrap()]);
+    let mut command = ostinato(&[
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--http",
+        "off",
+        "--admin",
+        "off",
+        "--config",
+        file.to_str().unwrap(),
+    ]);
     let mut child = command.stdout(Stdio::piped()).stderr(std::fs::File::create(&log).unwrap()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();

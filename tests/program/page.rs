@@ -502,7 +502,7 @@ fn the_program_serves_the_page() {
         format!("[[models]]\nname = \"demo\"\n{place}\n[[models]]\nname = \"spare\"\nload = \"request\"\n{place}");
     std::fs::write(&file, models).unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
-        .args(["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--config"])
+        .args(["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", "127.0.0.1:0", "--config"])
         .arg(&file)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

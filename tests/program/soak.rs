@@ -40,7 +40,7 @@ impl Server {
         let program = std::env::var("OSTINATO_SOAK_PROGRAM");
         let program = program.unwrap_or_else(|_| env!("CARGO_BIN_EXE_ostinato").to_owned());
         let config = folder.join("ostinato.toml");
-        let models = "[server]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"off\"\n\
+        let models = "[server]\nlisten = \"127.0.0.1:0\"\n[http]\nlisten = \"off\"\n[admin]\nlisten = \"off\"\n\
             [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nslots = 8\nreplicas = [{ device = \"cpu\" }]\n\
             [[models]]\nname = \"other\"\npath = \"embedded:demo-hybrid\"\nload = \"request\"\nreplicas = [{ device = \"cpu\" }]\n";
         std::fs::write(&config, models).expect("the configuration");
@@ -114,7 +114,8 @@ async fn ask(client: &mut OstinatoClient<Channel>, chance: &mut Chance, drawn: &
             .map(|_| format!("\"k{}\":{{\"type\":\"string\"}}", chance.below(1_000_000)))
             .collect();
         let schema = format!("{{\"type\":\"object\",\"properties\":{{{}}}}}", properties.join(","));
-        request.constraint = Some(proto::Constraint { kind: Some(proto::constraint::Kind::JsonSchema(schema)) });
+        request.constraint =
+            Some(proto::Constraint { kind: Some(proto::constraint::Kind::JsonSchema(schema)), ..Default::default() });
     }
     request.sampling = Some(proto::Sampling { n: Some(1 + chance.below(3) as u32), ..Default::default() });
     let mut request = Request::new(request);

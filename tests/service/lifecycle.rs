@@ -191,7 +191,7 @@ fn a_request_stays_on_the_model_that_it_was_looked_up_on() {
         let place = Target::find(&host, named, "").unwrap();
         let replaced = load();
         let request = text_request(named, "x", 3);
-        let prepared = prepare_at(place, request, None, None, &Cancel::default()).unwrap();
+        let prepared = prepare_at(place, request, None, None, &tracing::Span::none(), &Cancel::default()).unwrap();
         assert!(std::ptr::eq(prepared.place.model(), &*before));
         assert!(std::ptr::eq(prepared.place.replica(), &*before.replicas[0]));
         assert!(!std::ptr::eq(prepared.place.model(), &*host.model(named).unwrap()));

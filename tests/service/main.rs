@@ -9,6 +9,7 @@ mod admin;
 mod lifecycle;
 mod metrics;
 mod native;
+mod openai;
 mod security;
 mod structured;
 mod vllm;

@@ -270,7 +270,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     // The same constraint twice: once it is compiled, once taken from the cache.
     for _ in 0..2 {
         let kind = proto::constraint::Kind::Regex("[a-h]{100}".to_owned());
-        let constraint = Some(proto::Constraint { kind: Some(kind) });
+        let constraint = Some(proto::Constraint { kind: Some(kind), ..Default::default() });
         let constrained = proto::GenerateRequest { constraint, ..text_request("alpha", "x", 3) };
         assert_eq!(generate(&mut client, constrained).await.reason(), Reason::Length);
     }

@@ -64,8 +64,12 @@ async fn a_prompt_goes_in_and_text_streams_out() {
 async fn a_chat_is_rendered_by_the_models_template() {
     let served = two_models().await;
     let mut client = served.client().await;
-    let message = |role: &str, content: &str| proto::ChatMessage { role: role.to_owned(), content: content.to_owned() };
-    let chat = proto::Chat { messages: vec![message("system", "be"), message("user", "hi")] };
+    let message = |role: &str, content: &str| proto::ChatMessage {
+        role: role.to_owned(),
+        content: content.to_owned(),
+        ..Default::default()
+    };
+    let chat = proto::Chat { messages: vec![message("system", "be"), message("user", "hi")], ..Default::default() };
     let rendered = "[system]be[user]hi[assistant]";
 
     let request = proto::TokenizeRequest {
@@ -293,12 +297,12 @@ async fn what_cannot_be_served_has_its_code_and_says_why() {
         (
             |r| {
                 let kind = proto::constraint::Kind::Regex("(a+".into());
-                r.constraint = Some(proto::Constraint { kind: Some(kind) });
+                r.constraint = Some(proto::Constraint { kind: Some(kind), ..Default::default() });
             },
             Code::InvalidArgument,
             "constraint.regex",
         ),
-        (|r| r.constraint = Some(proto::Constraint { kind: None }), Code::InvalidArgument, "constraint.kind"),
+        (|r| r.constraint = Some(proto::Constraint::default()), Code::InvalidArgument, "constraint.kind"),
         (
             |r| r.prompt = Some(proto::generate_request::Prompt::Chat(proto::Chat::default())),
             Code::InvalidArgument,
@@ -336,7 +340,10 @@ async fn a_model_without_a_tokenizer_serves_ids_and_says_so_otherwise() {
     assert_eq!(outcome.ids(), [1, 2, 3, 1, 2]);
     assert_eq!(outcome.text(), "");
 
-    let chat = proto::Chat { messages: vec![proto::ChatMessage { role: "user".into(), content: "x".into() }] };
+    let chat = proto::Chat {
+        messages: vec![proto::ChatMessage { role: "user".into(), content: "x".into(), ..Default::default() }],
+        ..Default::default()
+    };
     let mut with_text = token_request("beta", &[1], 5);
     with_text.output = Some(proto::Output { text: Some(true), ..Default::default() });
     let mut with_stop = token_request("beta", &[1], 5);

@@ -552,7 +552,8 @@ async fn a_prompt_that_is_too_long_is_refused_first() {
     let guarded = guarded(&[entry("a", "a", "requests = 1")], Options::default()).await;
     let mut client = guarded.ours("a").await;
     // A constraint that cannot be compiled.
-    let broken = || Some(proto::Constraint { kind: Some(proto::constraint::Kind::Regex("(".to_owned())) });
+    let broken =
+        || Some(proto::Constraint { kind: Some(proto::constraint::Kind::Regex("(".to_owned())), ..Default::default() });
     let long = |ids: usize| proto::GenerateRequest { constraint: broken(), ..token_request("", &vec![97; ids], 1) };
     let status = client.generate(long(4096)).await.unwrap_err();
     assert!(status.message().contains("exceed the context of 4096"), "{status:?}");
@@ -927,7 +928,7 @@ async fn prompts_outputs_and_tokens_are_in_no_log_no_trace_and_no_page() {
         format!(
             "[server]\nlisten = \"127.0.0.1:0\"\ntokens = \"tokens.toml\"\n\
              tls = {{ certificate = \"server.pem\", key = \"server.key\", client_ca = \"clients.pem\" }}\n\
-             [admin]\nlisten = \"127.0.0.1:0\"\n[telemetry]\nlog = \"debug\"\notlp_endpoint = \"{endpoint}\"\n\
+             [http]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"127.0.0.1:0\"\n[telemetry]\nlog = \"debug\"\notlp_endpoint = \"{endpoint}\"\n\
              [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{}\" }}]\n",
             lavapipe()
         ),

@@ -37,7 +37,7 @@ fn ours(kind: Kind, samples: u32) -> proto::GenerateRequest {
             ..Default::default()
         }),
         stopping: Some(proto::Stopping { max_tokens: Some(600), ..Default::default() }),
-        constraint: Some(proto::Constraint { kind: Some(kind) }),
+        constraint: Some(proto::Constraint { kind: Some(kind), ..Default::default() }),
         ..Default::default()
     }
 }
@@ -234,7 +234,7 @@ async fn what_cannot_be_followed_is_refused_under_its_name() {
         assert!(status.message().contains(words), "{status:?}");
     }
     let mut empty = ours(Kind::JsonObject(AnyJsonObject {}), 1);
-    empty.constraint = Some(proto::Constraint { kind: None });
+    empty.constraint = Some(proto::Constraint::default());
     let status = ask_ours(&served, empty).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
     assert!(status.message().contains("constraint.kind is missing"), "{status:?}");

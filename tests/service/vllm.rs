@@ -277,8 +277,8 @@ async fn an_output_keeps_the_space_that_it_begins_with() {
         serve_models(vec![model("alpha", Some(sentencepiece()), vec![(0, config)], 8)], Options::default()).await;
     let mut ours = served.client().await;
     let text = text_request("alpha", "a b", 6);
-    let message = proto::ChatMessage { role: "user".to_owned(), content: "a".to_owned() };
-    let chat = proto::Chat { messages: vec![message] };
+    let message = proto::ChatMessage { role: "user".to_owned(), content: "a".to_owned(), ..Default::default() };
+    let chat = proto::Chat { messages: vec![message], ..Default::default() };
     let chat = proto::GenerateRequest { prompt: Some(Prompt::Chat(chat)), ..text.clone() };
     for (request, told) in [
         (text.clone(), " ab b ab b"),

@@ -15,7 +15,7 @@ use ostinato::replica::{DeviceInfo, Replica};
 use ostinato::service::proto;
 use ostinato::service::proto::generate_response::Event;
 use ostinato::service::proto::ostinato_client::OstinatoClient;
-use ostinato::service::server::{Options, ServeError, Stopped, serve};
+use ostinato::service::server::{Options, ServeError, Stopped, serve_with_http};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
@@ -28,6 +28,12 @@ pub const VOCABULARY: u32 = 300;
 
 /// Returns a byte-level tokenizer whose id equals the byte; id 256 is `<|end|>`. With `chat` it has a chat template.
 pub fn tokenizer(chat: bool) -> Text {
+    let template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]";
+    tokenizer_of(chat.then_some(template))
+}
+
+/// Returns the same tokenizer with this chat template.
+pub fn tokenizer_of(template: Option<&str>) -> Text {
     // Byte-level tokenizers represent each byte by a printable character; these bytes represent themselves.
     let plain = |b: u32| matches!(b, 33..=126 | 161..=172 | 174..=255);
     let mut next = 256;
@@ -58,8 +64,7 @@ pub fn tokenizer(chat: bool) -> Text {
             "vocab": vocabulary, "merges": []
         }
     });
-    let template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]";
-    Text::from_bytes(json.to_string().as_bytes(), None, chat.then_some(template)).unwrap()
+    Text::from_bytes(json.to_string().as_bytes(), None, template).unwrap()
 }
 
 /// Returns a tokenizer in the style of SentencePiece: `▁` is a space, and the decoder removes the one in front of the
@@ -163,6 +168,8 @@ pub fn model_of(name: &str, text: Option<Text>, replicas: Vec<Replica>) -> Serve
 pub struct Served {
     pub host: Arc<Host>,
     pub address: String,
+    /// The address of the HTTP endpoint.
+    pub http: std::net::SocketAddr,
     pub stop: CancellationToken,
     pub server: tokio::task::JoinHandle<Result<Stopped, ServeError>>,
 }
@@ -177,8 +184,10 @@ pub async fn serve_host(host: Host, options: Options) -> Served {
     let address = format!("http://{}", listener.local_addr().unwrap());
     let stop = CancellationToken::new();
     let shutdown = stop.clone().cancelled_owned();
-    let server = tokio::spawn(serve(Arc::clone(&host), listener, options, shutdown));
-    Served { host, address, stop, server }
+    let http = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let at = http.local_addr().unwrap();
+    let server = tokio::spawn(serve_with_http(Arc::clone(&host), listener, Some(http), options, shutdown));
+    Served { host, address, http: at, stop, server }
 }
 
 impl Served {

@@ -735,7 +735,7 @@ fn the_written_tokenizer_speaks() {
     let ids = text.encode("héllo 👋\n", false).unwrap();
     assert_eq!(ids.len(), "héllo 👋\n".len());
     assert_eq!(text.decode(&ids, true).unwrap(), "héllo 👋\n");
-    let message = ChatMessage { role: "user".into(), content: "hi".into() };
+    let message = ChatMessage { role: "user".into(), content: "hi".into(), ..Default::default() };
     let rendered = text.chat(&[message], &ChatOptions::default()).unwrap();
     assert_eq!(rendered, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n");
     let ids = text.encode(&rendered, false).unwrap();

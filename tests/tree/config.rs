@@ -84,6 +84,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
         ..Default::default()
     };
     assert_eq!(server, shown);
+    assert_eq!(config.http, ostinato::config::HttpConfig::default());
     assert_eq!(config.admin, ostinato::config::AdminConfig::default());
     assert_eq!(config.telemetry.sample_ratio, 1.0);
     assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
@@ -125,7 +126,7 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
             .find(|problem| problem.key == key)
             .unwrap_or_else(|| panic!("no problem of {key} in {problems:#?}"))
     };
-    assert!(find("colour").rule.contains("known here are admin, models, runtime, server, telemetry"));
+    assert!(find("colour").rule.contains("known here are admin, http, models, runtime, server, telemetry"));
     assert_eq!(find("server.listen").value.as_deref(), Some("0.0.0.0:50051"));
     assert!(find("server.listen").rule.contains("insecure"));
     assert_eq!(find("server.queue_limit").value.as_deref(), Some("-1"));
@@ -270,6 +271,31 @@ fn certificates_let_other_machines_in_and_their_files_are_relative_to_the_config
         let found = found.iter().find(|problem| problem.key == key).unwrap_or_else(|| panic!("{text}: {found:?}"));
         assert!(found.rule.contains(rule), "{text}: {found}");
     }
+}
+
+#[test]
+fn the_http_endpoint_has_an_address_of_its_own_or_none() {
+    let listen = |text: &str| read(text).map(|config| config.http.listen.map(|address| address.to_string()));
+    assert_eq!(listen("").unwrap().as_deref(), Some("127.0.0.1:8000"));
+    assert_eq!(listen("[http]\nlisten = \"off\"").unwrap(), None);
+    assert!(listen("[http]\nlisten = \"0.0.0.0:8000\"\ninsecure = true").is_ok());
+    let tls = "[server.tls]\ncertificate = \"a\"\nkey = \"b\"\n[http]\nlisten = \"0.0.0.0:8000\"";
+    assert!(listen(tls).is_ok(), "the certificates are those of the server");
+    for (text, value, rule) in [
+        ("[http]\nlisten = \"0.0.0.0:8000\"", "0.0.0.0:8000", "http.insecure"),
+        ("[http]\nlisten = \"localhost:8000\"", "\"localhost:8000\"", "or \"off\""),
+        ("[http]\nlisten = \"127.0.0.1:50051\"", "127.0.0.1:50051", "must differ from server.listen"),
+        ("[http]\nlisten = \"127.0.0.1:9464\"", "127.0.0.1:9464", "must differ from admin.listen"),
+    ] {
+        let found = problems(text);
+        assert_eq!(found.len(), 1, "{text}: {found:?}");
+        assert_eq!((found[0].key.as_str(), found[0].value.as_deref()), ("http.listen", Some(value)));
+        assert!(found[0].rule.contains(rule), "{text}: {}", found[0].rule);
+    }
+    assert_eq!(problems("http = \"off\"")[0].rule, "must be a table");
+    let (_folder, mut sources) = write("[http]\nlisten = \"127.0.0.1:1\"");
+    sources.http = Some("off".to_owned());
+    assert_eq!(from_sources(&sources).unwrap().http.listen, None);
 }
 
 #[test]

@@ -314,7 +314,9 @@ fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
     let (config, default) = (container(), Config::default());
     let grpc = default.server.listen.port();
     let admin = default.admin.listen.expect("it is on").port();
-    assert_eq!((grpc, admin), (50051, 9464));
+    let http = default.http.listen.expect("it is on").port();
+    assert_eq!((grpc, http, admin), (50051, 8000, 9464));
+    assert_eq!(config.http.listen.map(|listen| (listen.ip().is_unspecified(), listen.port())), Some((true, http)));
     assert_eq!((config.server.listen.port(), config.admin.listen.map(|listen| listen.port())), (grpc, Some(admin)));
     assert!(config.server.listen.ip().is_unspecified() && config.admin.listen.unwrap().ip().is_unspecified());
 
@@ -323,7 +325,7 @@ fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
     for (name, service) in entries(&compose["services"]).filter(|(name, _)| name.starts_with("ostinato")) {
         services.push(name);
         let ports: BTreeSet<&str> = list(&service["ports"]).iter().filter_map(Yaml::as_str).collect();
-        let wanted = [grpc, admin].map(|port| format!("127.0.0.1:{port}:{port}"));
+        let wanted = [grpc, http, admin].map(|port| format!("127.0.0.1:{port}:{port}"));
         assert_eq!(ports, wanted.iter().map(String::as_str).collect(), "{name} is reached from this machine only");
         assert_eq!(service["networks"]["default"]["aliases"][0].as_str(), Some("ostinato"), "{name}");
         let test = list(&service["healthcheck"]["test"]).last().and_then(Yaml::as_str).expect("a check");
@@ -337,7 +339,7 @@ fn the_containers_configuration_is_accepted_and_ports_are_the_defaults() {
         }
     }
     assert_eq!(services, ["ostinato-nvidia", "ostinato-dri", "ostinato-cpu"]);
-    assert!(text("Dockerfile").lines().any(|line| line == format!("EXPOSE {grpc} {admin}")));
+    assert!(text("Dockerfile").lines().any(|line| line == format!("EXPOSE {grpc} {http} {admin}")));
 
     let scrape = &one("prometheus.yaml")["scrape_configs"][0];
     assert_eq!(scrape["dns_sd_configs"][0]["port"].as_i64(), Some(admin.into()));

@@ -480,7 +480,7 @@ fn a_checkpoint_directory() {
     let text = Text::load(dir.path()).unwrap().unwrap();
     assert!(text.encode("0123456789", false).unwrap().len() > 2);
     assert!(!text.has_chat());
-    let messages = [ChatMessage { role: "user".into(), content: "hi".into() }];
+    let messages = [ChatMessage { role: "user".into(), content: "hi".into(), ..Default::default() }];
     let error = text.chat(&messages, &ChatOptions::default()).unwrap_err();
     assert!(matches!(error, TextError::NoTemplate(_)), "{error}");
 
@@ -545,7 +545,7 @@ fn a_template_with_everything() {
         ("assistant", "<think>\nhm\n</think>\n\n<yes>"),
         ("user", "!go"),
     ]
-    .map(|(role, content)| ChatMessage { role: role.into(), content: content.into() });
+    .map(|(role, content)| ChatMessage { role: role.into(), content: content.into(), ..Default::default() });
     let mut options = ChatOptions::default();
     options.extra.insert("enable_thinking".into(), false.into());
     let rendered = text.chat(&messages, &options).unwrap();
@@ -584,7 +584,7 @@ fn no_chat_template_ends_the_process_or_goes_on_for_ever() {
         ),
         ("nested values as JSON", "{% set ns = namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a | tojson }}".to_owned()),
     ];
-    let messages = [ChatMessage { role: "user".into(), content: "hi".into() }];
+    let messages = [ChatMessage { role: "user".into(), content: "hi".into(), ..Default::default() }];
     for (name, template) in templates {
         let began = std::time::Instant::now();
         let text = Text::from_bytes(byte_level_json().as_bytes(), None, Some(&template)).unwrap();

@@ -135,6 +135,7 @@ impl Answers {
                 let surroundings = Surroundings {
                     buffer: BUFFER,
                     rpc: tracing::Span::none(),
+                    grpc: false,
                     stop: CancellationToken::new(),
                     places: None,
                     logits: None,

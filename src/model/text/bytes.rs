@@ -9,7 +9,7 @@ const SPECIAL: u8 = 0xff;
 
 /// The ways in which a tokenizer spells bytes in its tokens.
 #[derive(Clone, Copy, PartialEq)]
-enum Spelling {
+pub(super) enum Spelling {
     /// Byte-level: each byte is one character of GPT-2's alphabet.
     ByteLevel,
     /// Byte fallback: UTF-8 with `▁` for a space; `<0x0A>` is a single byte.
@@ -29,24 +29,39 @@ pub(super) fn token_bytes(tokenizer: &Tokenizer) -> Option<Vec<Vec<u8>>> {
             return [mark, token.content.as_bytes()].concat();
         }
         let Some(token) = tokenizer.id_to_token(id) else { return Vec::new() };
-        match spelling {
-            Spelling::ByteLevel => {
-                let byte = |c: char| alphabet.iter().position(|other| *other == c).map(|byte| byte as u8);
-                token.chars().map(byte).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into_bytes())
-            }
-            Spelling::ByteFallback => {
-                let hex = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-                match hex.filter(|hex| hex.len() == 2).and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
-                    Some(byte) => vec![byte],
-                    None => token.replace('\u{2581}', " ").into_bytes(),
-                }
-            }
-        }
+        spelled(token, spelling, &alphabet)
     };
     Some((0..count).map(bytes).collect())
 }
 
-fn spelling(tokenizer: &Tokenizer) -> Option<Spelling> {
+/// Returns the bytes of one token; of a special token those of its name. Empty if there is no such token.
+pub(super) fn of_token(tokenizer: &Tokenizer, spelling: Spelling, id: u32) -> Vec<u8> {
+    let Some(token) = tokenizer.id_to_token(id) else { return Vec::new() };
+    match tokenizer.get_added_vocabulary().simple_id_to_token(id) {
+        Some(name) => name.into_bytes(),
+        None => spelled(token, spelling, &alphabet()),
+    }
+}
+
+/// Returns the bytes that an ordinary token spells.
+fn spelled(token: String, spelling: Spelling, alphabet: &[char; 256]) -> Vec<u8> {
+    match spelling {
+        Spelling::ByteLevel => {
+            let byte = |c: char| alphabet.iter().position(|other| *other == c).map(|byte| byte as u8);
+            token.chars().map(byte).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into_bytes())
+        }
+        Spelling::ByteFallback => {
+            let hex = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+            match hex.filter(|hex| hex.len() == 2).and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
+                Some(byte) => vec![byte],
+                None => token.replace('\u{2581}', " ").into_bytes(),
+            }
+        }
+    }
+}
+
+/// Returns how a tokenizer spells bytes; `None` if in another way than these.
+pub(super) fn spelling(tokenizer: &Tokenizer) -> Option<Spelling> {
     // The decoder determines the spelling. It may be part of a sequence of decoders.
     let decoder = serde_json::to_string(tokenizer.get_decoder()?).ok()?;
     if decoder.contains("\"ByteLevel\"") {

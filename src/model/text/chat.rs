@@ -2,7 +2,7 @@
 //! worker processes (`actors::workers`), because a checkpoint's template is a program whose nesting, loops and output
 //! nothing else limits.
 //!
-//! Not here: tool definitions, and tokenizing the rendered text.
+//! Not here: tokenizing the rendered text, and reading tool calls from a model's output.
 
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -15,13 +15,83 @@ use serde_json::{Map, Value};
 use super::TextError;
 use crate::actors::workers::{Cancel, Failure, Workers};
 
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// One message of a conversation, with the names of transformers. Members that are empty do not exist for the template,
+/// except for the first two.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ChatMessage {
-    /// The role, usually `system`, `user` or `assistant`. The template decides which roles are valid.
+    /// The role, usually `system`, `user`, `assistant` or `tool`. The template decides which roles are valid.
     pub role: String,
     /// The message's text.
     pub content: String,
+    /// The calls that the assistant made in this message.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tool_calls: Vec<ToolCall>,
+    /// Of a message with a tool's result: the id of the call.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub tool_call_id: String,
+    /// The name of the author or of the tool.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub name: String,
+    /// The assistant's reasoning before the message.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub reasoning_content: String,
+}
+
+/// A call of a tool in a conversation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ToolCall {
+    /// The id, which the message with the result repeats.
+    pub id: String,
+    /// Always `function`.
+    pub r#type: String,
+    /// The function and its arguments.
+    pub function: CalledFunction,
+}
+
+/// The function of a [`ToolCall`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct CalledFunction {
+    /// The name.
+    pub name: String,
+    /// The arguments by name, as transformers passes them to templates.
+    pub arguments: Map<String, Value>,
+}
+
+/// The text around a model's reasoning.
+pub const REASONING: [&str; 2] = ["<think>", "</think>"];
+
+/// How a model writes what a chat template describes, as far as the template's source says it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChatStyle {
+    /// Whether the model may reason between [`REASONING`] before it answers.
+    pub reasoning: bool,
+    /// How it writes calls of tools; `None` if the template has no tools, or an unknown form of calls.
+    pub tools: Option<CallForm>,
+}
+
+/// The forms in which models write calls of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallForm {
+    /// `<tool_call>` around a JSON object of `name` and `arguments` (Hermes, Qwen2.5, Qwen3).
+    TaggedJson,
+    /// `<tool_call>` around `<function=NAME>` and its `<parameter=NAME>` (Qwen3-Coder, Qwen3.5).
+    TaggedParameters,
+    /// A bare JSON object of `name` and `parameters` (Llama 3).
+    Json,
+}
+
+impl ChatStyle {
+    fn of(source: &str) -> ChatStyle {
+        let has = |text: &str| source.contains(text);
+        let tools = match () {
+            () if !has("tools") => None,
+            () if has("<tool_call>") && has("<function=") => Some(CallForm::TaggedParameters),
+            () if has("<tool_call>") => Some(CallForm::TaggedJson),
+            () if has("\"parameters\"") && has("\"name\"") => Some(CallForm::Json),
+            () => None,
+        };
+        ChatStyle { reasoning: has(REASONING[1]), tools }
+    }
 }
 
 /// Options for rendering a conversation.
@@ -44,12 +114,17 @@ impl Default for ChatOptions {
 
 /// The maximum number of bytes that a template may render: more than any prompt that a server accepts.
 const MOST_RENDERED: usize = 16 << 20;
+/// The name of the template that is used unless another one is asked for.
+const DEFAULT: &str = "default";
+/// The name of the template for conversations with tools, if there is one.
+const TOOL_USE: &str = "tool_use";
 /// The first byte of the first frame sent to a template-rendering worker; it selects this service.
 pub(crate) const WORKER: u8 = b't';
 
 /// The chat templates of a checkpoint, and the pool of workers that render them.
 pub(super) struct Templates {
-    names: Vec<String>,
+    /// The name and the style of each template, sorted.
+    styles: BTreeMap<String, ChatStyle>,
     workers: Workers,
 }
 
@@ -129,17 +204,23 @@ impl Templates {
     /// complete text.
     pub(super) fn new(config: &Map<String, Value>, file: Option<&str>) -> Result<Templates, TextError> {
         let sources = Sources::read(config, file)?;
-        let mut names: Vec<String> = sources.templates.iter().map(|(name, _)| name.clone()).collect();
-        names.sort();
-        names.dedup();
+        let styles = sources.templates.iter().map(|(name, source)| (name.clone(), ChatStyle::of(source))).collect();
         let mut first = vec![WORKER];
         serde_json::to_writer(&mut first, &sources)
             .map_err(|error| TextError::Invalid { file: "tokenizer_config.json", reason: error.to_string() })?;
-        Ok(Templates { names, workers: Workers::new("templates", first) })
+        Ok(Templates { styles, workers: Workers::new("templates", first) })
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.names.is_empty()
+        self.styles.is_empty()
+    }
+
+    /// Returns the name of the template that a conversation with or without tools uses, and its style. transformers
+    /// prefers a template named `tool_use` for a conversation with tools.
+    pub(super) fn style(&self, tools: bool) -> (&'static str, ChatStyle) {
+        let named = |name: &'static str| self.styles.get(name).map(|style| (name, *style));
+        let with_tools = if tools { named(TOOL_USE) } else { None };
+        with_tools.or_else(|| named(DEFAULT)).unwrap_or((DEFAULT, ChatStyle::default()))
     }
 
     pub(super) fn render(
@@ -148,8 +229,8 @@ impl Templates {
         options: &ChatOptions,
         cancel: &Cancel,
     ) -> Result<String, TextError> {
-        let name = options.template.as_deref().unwrap_or("default");
-        known(self.names.iter().map(String::as_str), name)?;
+        let name = options.template.as_deref().unwrap_or(DEFAULT);
+        known(self.styles.keys().map(String::as_str), name)?;
         let asked = Ask { name: name.to_owned(), messages: messages.to_vec(), options: options.clone() };
         let frame = serde_json::to_vec(&asked).map_err(|error| TextError::Template(error.to_string()))?;
         drop(asked);
@@ -480,7 +561,7 @@ mod tests {
     }
 
     fn user(content: &str) -> Vec<ChatMessage> {
-        vec![ChatMessage { role: "user".into(), content: content.into() }]
+        vec![ChatMessage { role: "user".into(), content: content.into(), ..ChatMessage::default() }]
     }
 
     #[test]

@@ -10,12 +10,13 @@
 //! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
-pub mod connections;
 pub mod metrics;
 
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
 use crate::replica::Replica;
+use crate::service::connections;
+use crate::service::tls::{Accept, Protocol};
 use crate::telemetry::clock::Moment;
 use axum::Router;
 use axum::extract::{Query, Request, State};
@@ -32,6 +33,11 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
+/// The most open connections. A new one is always accepted, so that a health check is answered while others hold
+/// connections open: none is marked as having a call.
+pub const CONNECTIONS: usize = 64;
+/// The time after which a connection is closed that takes nothing of what it is sent.
+const STUCK: Duration = Duration::from_secs(20);
 /// Lines of a start that are kept: some dozens are written for each replica.
 const LINES: usize = 256;
 /// Threads that may wait for engine threads at once: each answers after its turn, and several pages may be open.
@@ -185,7 +191,9 @@ impl Status {
 /// Answers on `listener` until `stop`, then for a moment more.
 pub async fn serve(admin: Arc<Admin>, listener: TcpListener, stop: CancellationToken) {
     let loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
-    let server = connections::serve(listener, router(admin, loopback), stop.clone());
+    let (protocol, connections, handshake) = (Protocol::Http1, CONNECTIONS, connections::HEAD_WAIT);
+    let accept = Accept { protocol, tls: None, connections, handshake, stuck: STUCK };
+    let server = connections::serve(listener, router(admin, loopback), accept, "admin", stop.clone());
     let late = async {
         stop.cancelled().await;
         tokio::time::sleep(GOODBYE).await;
@@ -242,7 +250,7 @@ async fn guard(loopback: bool, request: Request, next: Next) -> Response {
 }
 
 /// Whether all that says whom the request is for says this machine.
-fn names_loopback(uri: &Uri, headers: &HeaderMap) -> bool {
+pub(super) fn names_loopback(uri: &Uri, headers: &HeaderMap) -> bool {
     let mut hosts = headers.get_all(header::HOST).iter().map(HeaderValue::to_str).peekable();
     hosts.peek().is_some()
         && hosts.all(|host| host.is_ok_and(is_loopback))
@@ -250,7 +258,7 @@ fn names_loopback(uri: &Uri, headers: &HeaderMap) -> bool {
 }
 
 /// Whether `HOST[:PORT]` is `localhost` or a loopback address.
-fn is_loopback(host: &str) -> bool {
+pub(super) fn is_loopback(host: &str) -> bool {
     let name = match host.rsplit_once(':') {
         // The colons of a bare IPv6 address stand in brackets.
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,

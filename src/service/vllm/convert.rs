@@ -3,10 +3,8 @@
 //! refused by its name here. Deliberately absent: gRPC.
 
 use super::contract;
-use crate::engine::request::RequestError;
 use crate::host::{Host, ServedModel};
 use crate::replica::Replica;
-use crate::replica::SubmitError;
 use crate::service::prepare::Prepared;
 use crate::service::proto;
 use crate::service::refusal::Refusal;
@@ -60,21 +58,8 @@ pub fn replica<'a>(model: &'a ServedModel, field: &'static str, rank: i32) -> Re
 }
 
 /// A refusal that names the contract's fields instead of ours.
-pub fn in_their_words(mut refusal: Refusal) -> Refusal {
-    let field = match &mut refusal {
-        Refusal::Missing { field, .. }
-        | Refusal::Value { field, .. }
-        | Refusal::LongText { field, .. }
-        | Refusal::NoTokenizer { field, .. }
-        | Refusal::NotServed { field }
-        | Refusal::Grammar { field, .. }
-        | Refusal::Submit(SubmitError::Request(RequestError::Value { field, .. })) => field,
-        _ => return refusal,
-    };
-    if let Some((_, theirs)) = NAMES.iter().find(|(ours, _)| ours == field) {
-        *field = theirs;
-    }
-    refusal
+pub fn in_their_words(refusal: Refusal) -> Refusal {
+    refusal.renamed(&NAMES)
 }
 
 /// What is asked, in our own words.
@@ -209,7 +194,7 @@ fn constraint(params: &contract::SamplingParams) -> Result<Option<proto::Constra
         Some(Constraint::JsonObject(true)) => Kind::JsonObject(AnyJsonObject {}),
         Some(Constraint::Choice(choice)) => Kind::Choice(Choice { texts: choice.choices }),
     };
-    Ok(Some(proto::Constraint { kind: Some(kind) }))
+    Ok(Some(proto::Constraint { kind: Some(kind), ..Default::default() }))
 }
 
 fn at_least_zero(field: &'static str, given: Option<i32>) -> Result<Option<u32>, Refusal> {

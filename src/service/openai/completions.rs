@@ -1,0 +1,279 @@
+//! `/v1/completions`: prompts as our messages, and our streams of events as a completion or its chunks.
+//! Not here: HTTP.
+
+use super::answer::{Answer, Choices, Frame, Running, finite, usage};
+use super::fields::{Fields, refuse};
+use super::output::Piece;
+use super::request::{self, Common};
+use crate::engine::request::MAX_SAMPLES;
+use crate::host::ServedModel;
+use crate::model::text::Text;
+use crate::service::proto;
+use crate::service::refusal::Refusal;
+use proto::generate_request::Prompt;
+use serde_json::{Map, Value, json};
+
+/// The output tokens of a request that does not say how many, as OpenAI has it.
+const DEFAULT_TOKENS: u32 = 16;
+
+/// A completion, as our messages and as what is needed to answer it.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) common: Common,
+    /// One message for each prompt.
+    pub(super) messages: Vec<proto::GenerateRequest>,
+    /// Whether the prompts are told before the outputs.
+    pub(super) echo: bool,
+    /// Whether no output is wanted.
+    pub(super) hidden: bool,
+    /// Of each prompt, the last tokens that are kept.
+    pub(super) keep: Option<usize>,
+}
+
+/// The prompts of a request: a text, a list of texts, token ids, or a list of lists of them.
+fn prompts(value: Option<Value>) -> Result<Vec<Prompt>, Refusal> {
+    const RULE: &str = "a text, token ids, or a list of those";
+    let tokens =
+        |path: &str, list: Vec<Value>| request::ids(path, list).map(|ids| Prompt::Tokens(proto::TokenIds { ids }));
+    match value {
+        None => Err(refuse("prompt", &Value::Null, RULE)),
+        Some(Value::String(text)) => Ok(vec![Prompt::Text(text)]),
+        Some(Value::Array(list)) if list.is_empty() => Err(refuse("prompt", &json!("[]"), "not empty")),
+        Some(Value::Array(list)) if list[0].is_number() => Ok(vec![tokens("prompt", list)?]),
+        Some(Value::Array(list)) => {
+            let one = |(index, value): (usize, Value)| {
+                let path = format!("prompt[{index}]");
+                match value {
+                    Value::String(text) => Ok(Prompt::Text(text)),
+                    Value::Array(list) => tokens(&path, list),
+                    other => Err(refuse(path, &other, "a text or token ids")),
+                }
+            };
+            list.into_iter().enumerate().map(one).collect()
+        }
+        Some(other) => Err(refuse("prompt", &other, RULE)),
+    }
+}
+
+/// Reads a request for `model`.
+pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refusal> {
+    let mut common = Common::read(&mut body, model, "cmpl")?;
+    let echo = body.flag("echo")?.unwrap_or(false);
+    let most = body.whole("max_tokens")?.unwrap_or(DEFAULT_TOKENS);
+    // The engine draws at least one token: where only the prompt is asked for, it is left out.
+    let hidden = most == 0 && echo;
+    common.stopping().max_tokens = Some(if hidden { 1 } else { most });
+    let logprobs = request::alternatives("logprobs", body.whole("logprobs")?)?;
+    let format = body.object("response_format")?;
+    let format = request::response_format(format, false)?;
+    let kind = request::constraint(&mut body, format)?;
+    common.message.constraint = kind.map(|kind| proto::Constraint { kind: Some(kind), after_reasoning: false });
+    let keep = match body.signed("truncate_prompt_tokens")? {
+        None => None,
+        // What the context has room for; one place is left for an output.
+        Some(-1) => {
+            let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
+            Some(context.saturating_sub(1) as usize)
+        }
+        Some(most) => match usize::try_from(most) {
+            Ok(most @ 1..) => Some(most),
+            _ => return Err(refuse("truncate_prompt_tokens", &most.into(), "at least 1, or -1")),
+        },
+    };
+    let prompts = prompts(body.any("prompt"))?;
+    let samples = prompts.len().saturating_mul(common.n as usize);
+    if samples > MAX_SAMPLES as usize && prompts.len() > 1 {
+        let given = Value::from(samples);
+        return Err(refuse("prompt", &given, format!("at most {MAX_SAMPLES} choices, of all prompts together")));
+    }
+    common.message.output = Some(proto::Output {
+        text: Some(true),
+        token_ids: Some(false),
+        logprobs: if hidden { None } else { logprobs },
+        prompt_logprobs: logprobs.filter(|_| echo),
+    });
+    let first = common.message.request_id.clone();
+    let message = |(index, prompt): (usize, Prompt)| {
+        let request_id = if index == 0 { first.clone() } else { format!("{first}-{index}") };
+        let mut message = common.message.clone();
+        // As vLLM: every prompt of a list has the same seed.
+        (message.request_id, message.prompt) = (request_id, Some(prompt));
+        message
+    };
+    let messages = prompts.into_iter().enumerate().map(message).collect();
+    Ok(Asked { common, messages, echo, hidden, keep })
+}
+
+/// The text of a prompt that is told again.
+pub(super) fn shown(prompt: &Option<Prompt>, ids: &[u32], keep: Option<usize>, text: Option<&Text>) -> String {
+    match prompt {
+        Some(Prompt::Text(text)) if keep.is_none() => text.clone(),
+        _ => text.and_then(|text| text.decode(ids, false).ok()).unwrap_or_default(),
+    }
+}
+
+/// Log probabilities as completions tell them, in parallel lists. Offsets count characters.
+#[derive(Debug, Default)]
+struct Lists {
+    tokens: Vec<Value>,
+    logprobs: Vec<Value>,
+    top: Vec<Value>,
+    offsets: Vec<Value>,
+}
+
+impl Lists {
+    fn push(&mut self, text: &Text, id: u32, known: Option<&proto::TokenLogprobs>, offset: &mut usize) {
+        let token = String::from_utf8_lossy(&text.bytes(id)).into_owned();
+        self.offsets.push((*offset).into());
+        *offset += token.chars().count();
+        self.logprobs.push(known.map_or(Value::Null, |known| finite(known.logprob)));
+        let top = |known: &proto::TokenLogprobs| {
+            let name = |id: u32| String::from_utf8_lossy(&text.bytes(id)).into_owned();
+            let mut top: Map<String, Value> =
+                known.top.iter().map(|other| (name(other.token_id), finite(other.logprob))).collect();
+            // The token itself is always told.
+            top.entry(token.clone()).or_insert(finite(known.logprob));
+            Value::Object(top)
+        };
+        self.top.push(known.map_or(Value::Null, top));
+        self.tokens.push(token.into());
+    }
+
+    fn told(self) -> Value {
+        json!({
+            "tokens": self.tokens, "token_logprobs": self.logprobs, "top_logprobs": self.top,
+            "text_offset": self.offsets,
+        })
+    }
+}
+
+/// What is told of the prompts: their texts, and their first tokens where probabilities are told.
+#[derive(Debug, Default)]
+pub(super) struct Echo {
+    pub(super) texts: Vec<String>,
+    pub(super) first: Vec<Option<u32>>,
+}
+
+/// The state of the chunks of a stream.
+#[derive(Debug, Default)]
+pub(super) struct Offsets(Vec<usize>);
+
+impl Offsets {
+    fn of(&mut self, index: usize) -> &mut usize {
+        if self.0.len() <= index {
+            self.0.resize(index + 1, 0);
+        }
+        &mut self.0[index]
+    }
+}
+
+fn lists_of_prompt(
+    answer: &Answer,
+    echo: &Echo,
+    running: &Running,
+    prompt: usize,
+    offset: &mut usize,
+) -> Option<Lists> {
+    let (text, true) = (answer.text.as_deref()?, answer.logprobs) else { return None };
+    let mut lists = Lists::default();
+    if let Some(first) = echo.first.get(prompt).copied().flatten() {
+        lists.push(text, first, None, offset);
+    }
+    running.prompt(prompt).iter().for_each(|token| lists.push(text, token.token_id, Some(token), offset));
+    Some(lists)
+}
+
+/// The frames of a completion's stream.
+pub(super) fn chunks(
+    answer: &Answer,
+    running: &Running,
+    echo: Option<&Echo>,
+    offsets: &mut Offsets,
+    frame: Frame,
+) -> Vec<Value> {
+    let chunk = |choices: Value, used: Value| {
+        let mut chunk = json!({
+            "id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.model,
+            "choices": choices,
+        });
+        if answer.streaming.usage {
+            chunk["usage"] = used;
+        }
+        chunk
+    };
+    let choice = |index: usize, text: &str, logprobs: Value, finish: Value, stop: Value| {
+        let choice = json!({
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop,
+        });
+        chunk(json!([choice]), Value::Null)
+    };
+    match frame {
+        Frame::Started => Vec::new(),
+        Frame::Prompt { prompt } => {
+            let Some(echo) = echo else { return Vec::new() };
+            let told = |index: usize| {
+                let lists = lists_of_prompt(answer, echo, running, prompt, offsets.of(index));
+                let lists = lists.map_or(Value::Null, Lists::told);
+                choice(index, &echo.texts[prompt], lists, Value::Null, Value::Null)
+            };
+            running.choices_of(prompt).map(told).collect()
+        }
+        Frame::Pieces { index, pieces, logprobs } => {
+            let content: String = pieces.into_iter().filter_map(content).collect();
+            let lists = match (&answer.text, logprobs.is_empty()) {
+                (Some(text), false) => {
+                    let mut lists = Lists::default();
+                    let offset = offsets.of(index);
+                    logprobs.iter().for_each(|token| lists.push(text, token.token_id, Some(token), offset));
+                    lists.told()
+                }
+                _ => Value::Null,
+            };
+            vec![choice(index, &content, lists, Value::Null, Value::Null)]
+        }
+        Frame::Finished { index } => {
+            let ended = running.choices.ended(index);
+            vec![choice(index, "", Value::Null, ended.reason.into(), ended.stop.clone())]
+        }
+        Frame::Done if answer.streaming.usage => vec![chunk(json!([]), usage(running.choices.usage()))],
+        Frame::Done => Vec::new(),
+    }
+}
+
+fn content(piece: Piece) -> Option<String> {
+    match piece {
+        Piece::Content(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// The whole completion.
+pub(super) fn whole(answer: &Answer, running: &Running, echo: Option<&Echo>) -> Value {
+    let choices: &Choices = &running.choices;
+    let each = choices.count() / echo.map_or(1, |echo| echo.texts.len().max(1));
+    let all = (0..choices.count()).map(|index| {
+        let ended = choices.ended(index);
+        let (mut text, mut offset, mut lists) = (String::new(), 0, Lists::default());
+        if let Some(echo) = echo {
+            let prompt = index / each.max(1);
+            text.push_str(&echo.texts[prompt]);
+            lists = lists_of_prompt(answer, echo, running, prompt, &mut offset).unwrap_or_default();
+        }
+        text.push_str(&ended.content);
+        let logprobs = match &answer.text {
+            Some(tokenizer) if answer.logprobs => {
+                ended.logprobs.iter().for_each(|token| lists.push(tokenizer, token.token_id, Some(token), &mut offset));
+                lists.told()
+            }
+            _ => Value::Null,
+        };
+        json!({
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": ended.reason,
+            "stop_reason": ended.stop,
+        })
+    });
+    json!({
+        "id": answer.id, "object": "text_completion", "created": answer.created, "model": answer.model,
+        "choices": all.collect::<Vec<_>>(), "usage": usage(choices.usage()),
+    })
+}

@@ -1,0 +1,587 @@
+//! OpenAI's API over HTTP: a thin translation to our own messages, like that of routers' contract (`service::vllm`). A
+//! request takes the way of a gRPC call: the same tokens, bounds, clients, jobs, traces and counts; its answer is our
+//! own stream, told again.
+//! Not here: anything that our own service does not do, and TLS and connections (`service::tls`,
+//! `service::connections`).
+//!
+//! | path | what |
+//! |---|---|
+//! | `/v1/chat/completions`, `/v1/completions`, `/v1/responses` | generations, whole or as a stream of events (SSE) |
+//! | `/v1/models`, `/v1/models/{model}` | the served models that the caller may use |
+//! | `/v1/embeddings` | an error that says that they are not served |
+//! | `/health` | 200 while requests are taken, else 503 |
+
+mod answer;
+mod chat;
+mod completions;
+mod error;
+mod fields;
+mod output;
+mod request;
+mod responses;
+mod tools;
+
+use super::auth::Authentication;
+use super::bounds::Arrival;
+use super::connections;
+use super::crowd::OpenCall;
+use super::prepare::Prepared;
+use super::refusal::{Refusal, code_name};
+use super::rpc::{Caller, Rpc, Tracked};
+use super::tls::{Accept, ConnectInfo};
+use super::{admin, proto};
+use crate::host::ServedModel;
+use crate::service::jobs::LONG;
+use crate::telemetry::{names, spans};
+use answer::{Answer, Frame, Reading, Running};
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, State};
+use axum::http::header::{self, HeaderName, HeaderValue};
+use axum::http::{HeaderMap, Method, Request, StatusCode};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use error::ApiError;
+use fields::Fields;
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::net::TcpListener;
+use tokio_stream::Stream;
+use tokio_util::sync::CancellationToken;
+use tools::{Choice, Tools};
+use tracing::Span;
+
+/// Answers OpenAI's API from a host. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct OpenAi {
+    rpc: Rpc,
+    authentication: Authentication,
+    arrival: Arrival,
+    /// Whether only this machine can reach the address, and no token is needed.
+    open_loopback: bool,
+    /// Seconds since 1970, for lists of models.
+    began: u64,
+}
+
+impl OpenAi {
+    /// Over the same host, clients, tokens, room and streams as gRPC.
+    pub fn new(rpc: Rpc, authentication: Authentication, arrival: Arrival) -> OpenAi {
+        OpenAi { rpc, authentication, arrival, open_loopback: false, began: since_1970() }
+    }
+}
+
+fn since_1970() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
+/// Answers on `listener` until `stop` is cancelled; then finishes the requests that have begun.
+pub async fn serve(openai: OpenAi, listener: TcpListener, accept: Accept, stop: CancellationToken) {
+    let loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
+    let open_loopback = loopback && !openai.authentication.has_tokens();
+    let app = router(Arc::new(OpenAi { open_loopback, ..openai }));
+    connections::serve(listener, app, accept, "http", stop).await;
+}
+
+fn router(openai: Arc<OpenAi>) -> Router {
+    Router::new()
+        .route(CHAT, post(chat_completions))
+        .route(COMPLETIONS, post(text_completions))
+        .route(RESPONSES, post(created_response))
+        .route(EMBEDDINGS, post(embeddings))
+        .route(MODELS, get(models))
+        .route(MODEL, get(model))
+        .route(HEALTH, get(health))
+        .fallback(no_route)
+        .method_not_allowed_fallback(no_route)
+        .with_state(openai)
+}
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+const RESPONSES: &str = "/v1/responses";
+const EMBEDDINGS: &str = "/v1/embeddings";
+const MODELS: &str = "/v1/models";
+const MODEL: &str = "/v1/models/{model}";
+const HEALTH: &str = "/health";
+
+/// A request on its way: who asks, and its span.
+struct Call {
+    openai: Arc<OpenAi>,
+    span: Span,
+    caller: Caller,
+    /// Holds the connection's place until the answer is sent.
+    open: Option<OpenCall>,
+}
+
+/// The SERVER span of a request, under the trace that its headers name.
+fn http_span(method: &Method, route: &'static str, headers: &HeaderMap) -> Span {
+    let span = tracing::info_span!(
+        parent: None,
+        names::SPAN_HTTP,
+        otel.name = format!("{method} {route}"),
+        otel.kind = "server",
+    );
+    spans::set_remote_parent(&span, |name| headers.get(name)?.to_str().ok());
+    // Other methods are none of ours, and would be a client's own words.
+    spans::set(&span, names::HTTP_REQUEST_METHOD, if method == Method::GET { "GET" } else { "POST" });
+    spans::set(&span, names::HTTP_ROUTE, route);
+    span
+}
+
+/// A refusal as an answer, noted on the span and counted.
+fn refused(openai: &OpenAi, span: &Span, refusal: Refusal) -> Response {
+    openai.rpc.host().ended.refuse(refusal.kind());
+    spans::fail(span, refusal.kind(), &refusal.recorded());
+    let error = ApiError::from(refusal);
+    answered(span, error.into_response())
+}
+
+/// Notes the status of an answer on the span, and names the trace in the answer.
+fn answered(span: &Span, mut response: Response) -> Response {
+    spans::set(span, names::HTTP_RESPONSE_STATUS_CODE, i64::from(response.status().as_u16()));
+    spans::inject(span, |name, value| {
+        if let (Ok(name), Ok(value)) = (HeaderName::try_from(name), HeaderValue::try_from(value)) {
+            response.headers_mut().insert(name, value);
+        }
+    });
+    response
+}
+
+fn json_answer(span: &Span, value: &Value) -> Response {
+    answered(span, ([(header::CONTENT_TYPE, "application/json")], value.to_string()).into_response())
+}
+
+impl OpenAi {
+    /// Admits a request to a route: its origin and its token.
+    fn admit<B>(
+        self: &Arc<OpenAi>,
+        route: &'static str,
+        span: &Span,
+        request: &mut Request<B>,
+    ) -> Result<Call, Refusal> {
+        if self.open_loopback && !from_here(request) {
+            return Err(Refusal::OtherOrigin);
+        }
+        let identity = self.authentication.identify(route, request.headers())?;
+        // Nobody behind needs it, and what is not there is not logged.
+        request.headers_mut().remove(header::AUTHORIZATION);
+        if let Some(identity) = &identity {
+            request.extensions_mut().insert(identity.clone());
+        }
+        let connection = request.extensions().get::<ConnectInfo>();
+        let peer = connection.and_then(ConnectInfo::peer);
+        let open = connection.map(|connection| connection.standing().call());
+        let caller = Caller::of_http(request.headers(), peer, identity);
+        Ok(Call { openai: Arc::clone(self), span: span.clone(), caller, open })
+    }
+
+    /// Receives the body of a request and parses it.
+    async fn body(&self, call: &Call, request: Request<Body>) -> Result<Fields, Refusal> {
+        if let Some(encoding) = request.headers().get(header::CONTENT_ENCODING) {
+            let identity = encoding.as_bytes().eq_ignore_ascii_case(b"identity");
+            if !identity {
+                let value = format!("{encoding:?}");
+                return Err(Refusal::Value { field: "content-encoding", value, rule: "identity" });
+            }
+        }
+        let client = self.arrival.client(&request);
+        let (bytes, held) = self.arrival.body(client, request.into_body()).await?;
+        let long = bytes.len() > LONG;
+        let size = bytes.len();
+        let parse = move || {
+            let value = serde_json::from_slice::<Value>(&bytes).map_err(|error| Refusal::NotJson(error.to_string()))?;
+            drop(held);
+            Fields::of("", value)
+        };
+        // A long body takes long to parse, and several times its memory.
+        if long { self.rpc.text_work(&call.caller, size, parse).await } else { parse() }
+    }
+}
+
+/// Whether a request names this machine, and comes from no page of another origin.
+fn from_here<B>(request: &Request<B>) -> bool {
+    let origins = request.headers().get_all(header::ORIGIN);
+    let local = |origin: &HeaderValue| {
+        let host = origin.to_str().ok().and_then(|origin| Some(origin.split_once("://")?.1));
+        host.is_some_and(admin::is_loopback)
+    };
+    admin::names_loopback(request.uri(), request.headers()) && origins.iter().all(local)
+}
+
+/// What was found out while a prompt was made.
+struct Found {
+    reasons: super::prepare::Reasons,
+    /// The prompt, where it is told again.
+    ids: Vec<u32>,
+}
+
+impl Call {
+    /// Refuses the call.
+    fn refuse(self, refusal: Refusal) -> Response {
+        refused(&self.openai, &self.span, refusal)
+    }
+
+    /// The model that a request names, or the only one.
+    fn model(&self, body: &mut Fields) -> Result<super::prepare::Target, Refusal> {
+        let name = body.text("model")?.unwrap_or_default();
+        super::bounds::name("model", &name)?;
+        self.caller.scope.place(self.openai.rpc.host(), &name, "")
+    }
+
+    /// Starts a generation.
+    async fn start(
+        &self,
+        message: proto::GenerateRequest,
+        keep: Option<usize>,
+        special_text: bool,
+        echo: bool,
+    ) -> Result<(Tracked, Found), Refusal> {
+        let adjust = move |prepared: &mut Prepared| {
+            prepared.special_text = special_text;
+            let ids = if echo { prepared.request.prompt.clone() } else { Vec::new() };
+            Found { reasons: prepared.reasons, ids }
+        };
+        let deadline = self.caller.deadline()?;
+        let opened = self.openai.rpc.open(&self.span, self.caller.clone(), message, keep, adjust);
+        match deadline {
+            None => opened.await,
+            Some(deadline) => {
+                let late = |_| Err(Refusal::Deadline { output_tokens: 0 });
+                tokio::time::timeout_at(deadline.into(), opened).await.unwrap_or_else(late)
+            }
+        }
+    }
+
+    /// The answer of generations that run: at their end, or as events.
+    async fn reply(self, answer: Answer, running: Running, telling: Telling) -> Response {
+        let id = HeaderValue::try_from(answer.id.as_str());
+        let mut events = Events { running, answer, telling, ended: false, _open: self.open };
+        let mut response = if events.answer.streaming.stream {
+            let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
+            answered(&self.span, (headers, Body::from_stream(events)).into_response())
+        } else {
+            let end = std::future::poll_fn(|context| {
+                loop {
+                    match std::task::ready!(events.running.poll(context)) {
+                        // Responses order their items by the frames.
+                        Some(Ok(frame)) => events.item(frame),
+                        Some(Err(status)) => return Poll::Ready(Err(status)),
+                        None => return Poll::Ready(Ok(())),
+                    }
+                }
+            });
+            match end.await {
+                Ok(()) => json_answer(&self.span, &events.whole()),
+                Err(status) => answered(&self.span, ApiError::from(status).into_response()),
+            }
+        };
+        if let Ok(id) = id {
+            response.headers_mut().insert(HeaderName::from_static("x-request-id"), id);
+        }
+        response
+    }
+}
+
+/// What kind of answer is told.
+enum Telling {
+    Chat,
+    Text { echo: Option<completions::Echo>, offsets: completions::Offsets },
+    Response(Box<responses::Telling>),
+}
+
+/// The answer of generations that run.
+struct Events {
+    running: Running,
+    answer: Answer,
+    telling: Telling,
+    ended: bool,
+    _open: Option<OpenCall>,
+}
+
+/// The bytes of events that are sent together, at most, if one event is not longer.
+const TOGETHER: usize = 16 << 10;
+
+impl Events {
+    fn whole(&self) -> Value {
+        match &self.telling {
+            Telling::Chat => chat::whole(&self.answer, &self.running.choices),
+            Telling::Text { echo, .. } => completions::whole(&self.answer, &self.running, echo.as_ref()),
+            Telling::Response(telling) => telling.whole(&self.answer, &self.running.choices),
+        }
+    }
+
+    /// Takes in a frame of an answer that is told at its end.
+    fn item(&mut self, frame: Frame) {
+        if let Telling::Response(telling) = &mut self.telling {
+            telling.events(&self.answer, &self.running.choices, frame);
+        }
+    }
+
+    /// Appends the events of a frame.
+    fn tell(&mut self, frame: Frame, to: &mut String) {
+        let last = matches!(frame, Frame::Done);
+        let chunks = match &mut self.telling {
+            Telling::Chat => chat::chunks(&self.answer, &mut self.running.choices, frame),
+            Telling::Text { echo, offsets } => {
+                completions::chunks(&self.answer, &self.running, echo.as_ref(), offsets, frame)
+            }
+            Telling::Response(telling) => {
+                for event in telling.events(&self.answer, &self.running.choices, frame) {
+                    named_event(&event, to);
+                }
+                return;
+            }
+        };
+        chunks.iter().for_each(|chunk| event(chunk, to));
+        if last {
+            to.push_str(DONE);
+        }
+    }
+
+    /// Appends the events of a failure, which end the stream.
+    fn fail(&mut self, status: tonic::Status, to: &mut String) {
+        let error = ApiError::from(status);
+        match &mut self.telling {
+            Telling::Response(telling) => {
+                let failed = telling.failed(&self.answer, &self.running.choices, error.body());
+                failed.iter().for_each(|failed| named_event(failed, to));
+            }
+            _ => {
+                event(error.body(), to);
+                to.push_str(DONE);
+            }
+        }
+    }
+}
+
+/// The last event of a stream.
+const DONE: &str = "data: [DONE]\n\n";
+
+fn event(data: &Value, to: &mut String) {
+    to.push_str("data: ");
+    to.push_str(&data.to_string());
+    to.push_str("\n\n");
+}
+
+/// An event that is named by its own `type`.
+fn named_event(data: &Value, to: &mut String) {
+    to.push_str("event: ");
+    to.push_str(data["type"].as_str().unwrap_or("error"));
+    to.push('\n');
+    event(data, to);
+}
+
+impl Stream for Events {
+    type Item = Result<Bytes, Infallible>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = &mut *self;
+        let mut text = String::new();
+        while !this.ended && text.len() < TOGETHER {
+            match this.running.poll(context) {
+                Poll::Pending if text.is_empty() => return Poll::Pending,
+                Poll::Pending => break,
+                Poll::Ready(Some(Ok(frame))) => this.tell(frame, &mut text),
+                Poll::Ready(Some(Err(status))) => {
+                    this.fail(status, &mut text);
+                    this.ended = true;
+                }
+                Poll::Ready(None) => this.ended = true,
+            }
+        }
+        // An empty chunk would end the body.
+        Poll::Ready((!text.is_empty()).then(|| Ok(Bytes::from(text))))
+    }
+}
+
+/// Answers a POST: admits it, receives its body, and has `work` begin the generations.
+async fn generate<F>(
+    openai: Arc<OpenAi>,
+    route: &'static str,
+    mut request: Request<Body>,
+    work: impl FnOnce(Arc<Call>, Fields) -> F,
+) -> Response
+where
+    F: Future<Output = Result<(Answer, Running, Telling), Refusal>>,
+{
+    let span = http_span(request.method(), route, request.headers());
+    let call = match openai.admit(route, &span, &mut request) {
+        Ok(call) => Arc::new(call),
+        Err(refusal) => return refused(&openai, &span, refusal),
+    };
+    let begun = async {
+        let body = openai.body(&call, request).await?;
+        work(Arc::clone(&call), body).await.map_err(|refusal| call.caller.scope.narrowed(openai.rpc.host(), refusal))
+    };
+    let begun = begun.await;
+    // The work has dropped its handle.
+    let Some(call) = Arc::into_inner(call) else { return refused(&openai, &span, Refusal::Stopping) };
+    match begun {
+        Ok((answer, running, telling)) => call.reply(answer, running, telling).await,
+        Err(refusal) => call.refuse(refusal),
+    }
+}
+
+impl Answer {
+    fn new(id: &str, model: &ServedModel, streaming: request::Streaming) -> Answer {
+        Answer {
+            id: id.to_owned(),
+            created: since_1970(),
+            model: model.name.clone(),
+            text: model.text.clone(),
+            streaming,
+            reasoning: true,
+            logprobs: false,
+        }
+    }
+}
+
+/// How the choices of an answer are read that may call tools.
+fn reading<'a>(model: &ServedModel, tools: &'a Tools, found: &Found, stop_ids: &'a [u32], keep: bool) -> Reading<'a> {
+    let style = model.text.as_ref().map(|text| text.chat_style(true).1).unwrap_or_default();
+    Reading {
+        reasons: found.reasons,
+        form: style.tools.filter(|_| tools.choice != Choice::None),
+        tools: &tools.callable,
+        one_call: !tools.parallel,
+        keep,
+        stop_ids,
+        hidden: false,
+    }
+}
+
+async fn chat_completions(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    generate(openai, CHAT, request, async |call, mut body| {
+        let place = call.model(&mut body)?;
+        let asked = chat::read(body, place.model())?;
+        let (common, logprobs) = (&asked.common, asked.common.message.output.as_ref());
+        let logprobs = logprobs.is_some_and(|output| output.logprobs.is_some());
+        let (id, streaming) = (common.message.request_id.clone(), common.streaming);
+        let stop_ids = common.message.stopping.as_ref().map(|stopping| stopping.ids.clone()).unwrap_or_default();
+        let each = common.n as usize;
+        let (stream, found) = call.start(asked.common.message, None, asked.common.special_text, false).await?;
+        let reading = reading(place.model(), &asked.tools, &found, &stop_ids, !streaming.stream);
+        let running = Running::new(&id, vec![stream], each, &reading);
+        let answer = Answer { reasoning: asked.reasoning, logprobs, ..Answer::new(&id, place.model(), streaming) };
+        Ok((answer, running, Telling::Chat))
+    })
+    .await
+}
+
+async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    generate(openai, COMPLETIONS, request, async |call, mut body| {
+        let place = call.model(&mut body)?;
+        let asked = completions::read(body, place.model())?;
+        let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
+        let output = asked.common.message.output.clone().unwrap_or_default();
+        let logprobs = output.logprobs.is_some() || output.prompt_logprobs.is_some();
+        let stop_ids = asked.common.message.stopping.clone().unwrap_or_default().ids;
+        let text = place.model().text.as_deref();
+        let (mut streams, mut echo) = (Vec::new(), completions::Echo::default());
+        let mut reasons = super::prepare::Reasons::Never;
+        for message in asked.messages {
+            let prompt = message.prompt.clone().filter(|_| asked.echo);
+            let (stream, found) = call.start(message, asked.keep, asked.common.special_text, asked.echo).await?;
+            if asked.echo {
+                echo.texts.push(completions::shown(&prompt, &found.ids, asked.keep, text));
+                echo.first.push(found.ids.first().copied());
+            }
+            reasons = found.reasons;
+            streams.push(stream);
+        }
+        let tools: Arc<[tools::Tool]> = Arc::default();
+        let reading = Reading {
+            reasons,
+            form: None,
+            tools: &tools,
+            one_call: false,
+            keep: !streaming.stream,
+            stop_ids: &stop_ids,
+            hidden: asked.hidden,
+        };
+        let running = Running::new(&id, streams, asked.common.n as usize, &reading);
+        let answer = Answer { logprobs, ..Answer::new(&id, place.model(), streaming) };
+        let (echo, offsets) = (asked.echo.then_some(echo), completions::Offsets::default());
+        Ok((answer, running, Telling::Text { echo, offsets }))
+    })
+    .await
+}
+
+async fn created_response(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    generate(openai, RESPONSES, request, async |call, mut body| {
+        let place = call.model(&mut body)?;
+        let asked = responses::read(body, place.model())?;
+        let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
+        let (stream, found) = call.start(asked.common.message, None, asked.common.special_text, false).await?;
+        // The last events of a stream tell everything again.
+        let reading = reading(place.model(), &asked.tools, &found, &[], true);
+        let running = Running::new(&id, vec![stream], 1, &reading);
+        let answer = Answer::new(&id, place.model(), streaming);
+        Ok((answer, running, Telling::Response(Box::new(asked.telling))))
+    })
+    .await
+}
+
+async fn embeddings(State(openai): State<Arc<OpenAi>>, mut request: Request<Body>) -> Response {
+    let span = http_span(request.method(), EMBEDDINGS, request.headers());
+    let refusal = match openai.admit(EMBEDDINGS, &span, &mut request) {
+        Ok(_) => Refusal::NotServed { field: "embeddings" },
+        Err(refusal) => refusal,
+    };
+    refused(&openai, &span, refusal)
+}
+
+/// A model of a list.
+fn listed(openai: &OpenAi, model: &ServedModel) -> Value {
+    json!({
+        "id": model.name, "object": "model", "created": openai.began, "owned_by": names::SERVICE,
+        "root": model.name, "parent": null, "max_model_len": model.info.context,
+    })
+}
+
+async fn models(State(openai): State<Arc<OpenAi>>, mut request: Request<Body>) -> Response {
+    let span = http_span(request.method(), MODELS, request.headers());
+    match openai.admit(MODELS, &span, &mut request) {
+        Err(refusal) => refused(&openai, &span, refusal),
+        Ok(call) => {
+            let models = openai.rpc.host().models();
+            let mine = models.iter().filter(|model| call.caller.scope.may_use(&model.name).is_ok());
+            let list: Vec<Value> = mine.map(|model| listed(&openai, model)).collect();
+            json_answer(&span, &json!({"object": "list", "data": list}))
+        }
+    }
+}
+
+async fn model(State(openai): State<Arc<OpenAi>>, Path(name): Path<String>, mut request: Request<Body>) -> Response {
+    let span = http_span(request.method(), MODEL, request.headers());
+    let found = openai.admit(MODEL, &span, &mut request).and_then(|call| {
+        super::bounds::name("model", &name)?;
+        call.caller.scope.place(openai.rpc.host(), &name, "")
+    });
+    match found {
+        Ok(place) => json_answer(&span, &listed(&openai, place.model())),
+        Err(refusal) => refused(&openai, &span, refusal),
+    }
+}
+
+async fn health(State(openai): State<Arc<OpenAi>>) -> Response {
+    let host = openai.rpc.host();
+    let serving = host.replicas().any(|replica| replica.closed().is_none());
+    let idle = host.models().is_empty() && host.can_load();
+    let status = if serving || idle { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    status.into_response()
+}
+
+async fn no_route(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    /// The longest path that is told.
+    const MOST: usize = 64;
+    let path = request.uri().path();
+    let path = path[..path.floor_char_boundary(MOST)].to_owned();
+    let refusal = Refusal::NoRoute { method: request.method().to_string(), path };
+    openai.rpc.host().ended.refuse(code_name(refusal.code()));
+    ApiError::from(refusal).into_response()
+}

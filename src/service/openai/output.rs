@@ -1,0 +1,730 @@
+//! Splits the text of an output, piece by piece as it comes, into reasoning, content and calls of tools. What could be
+//! the beginning of a mark is held back until it is known; nothing is held twice or lost.
+//! Not here: how calls are constrained (`tools`), and the shapes of answers.
+
+use super::tools::{CALL, Tool};
+use crate::model::text::chat::{CallForm, REASONING};
+use crate::service::prepare::Reasons;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// The marks of a function and of its parameters.
+const FUNCTION: [&str; 2] = ["<function=", "</function>"];
+const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
+
+/// A part of an output. Calls are numbered from 0; the pieces of one call follow each other.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Piece {
+    /// More of the reasoning.
+    Reasoning(String),
+    /// More of the content.
+    Content(String),
+    /// A call of this function begins.
+    Call { index: usize, name: String },
+    /// More of the call's arguments, a JSON object in pieces.
+    Arguments { index: usize, text: String },
+}
+
+/// The reader of one output.
+#[derive(Debug)]
+pub(super) struct Output {
+    reasoning: ReasoningAt,
+    calls: Option<Calls>,
+}
+
+#[derive(Debug)]
+enum ReasoningAt {
+    /// The output has begun with this text, which may become the opening mark.
+    Before(String),
+    /// Inside; with the text that is held back, and whether something was told.
+    Inside { held: String, told: bool },
+    /// The content has not begun: space is dropped.
+    Behind,
+    /// The content has begun, or there is no reasoning.
+    Content,
+}
+
+/// The length of the longest end of `text` that is a beginning of `mark`, or of white space before one.
+fn held(text: &str, mark: &str, space: bool) -> usize {
+    let most = text.len().min(mark.len() - 1);
+    let part = (0..=most)
+        .rev()
+        .find(|&length| text.is_char_boundary(text.len() - length) && mark.starts_with(&text[text.len() - length..]));
+    let part = part.unwrap_or(0);
+    let before = &text[..text.len() - part];
+    if space { text.len() - before.trim_end().len() } else { part }
+}
+
+impl Output {
+    /// The reader of an output that `reasons` so, and that calls `tools` in this form, if it may call any.
+    pub(super) fn new(reasons: Reasons, form: Option<CallForm>, tools: &Arc<[Tool]>) -> Output {
+        let reasoning = match reasons {
+            Reasons::Never => ReasoningAt::Content,
+            Reasons::IfOpened => ReasoningAt::Before(String::new()),
+            Reasons::Opened => ReasoningAt::Inside { held: String::new(), told: false },
+        };
+        let calls = form.map(|form| Calls { form, tools: Arc::clone(tools), count: 0, at: CallsAt::start(form) });
+        Output { reasoning, calls }
+    }
+
+    /// Takes more text.
+    pub(super) fn push(&mut self, text: &str, pieces: &mut Vec<Piece>) {
+        let [open, close] = REASONING;
+        match &mut self.reasoning {
+            ReasoningAt::Before(begun) => {
+                begun.push_str(text);
+                let shown = begun.trim_start();
+                if let Some(rest) = shown.strip_prefix(open) {
+                    let rest = rest.to_owned();
+                    self.reasoning = ReasoningAt::Inside { held: String::new(), told: false };
+                    self.push(&rest, pieces);
+                } else if !open.starts_with(shown) {
+                    let begun = std::mem::take(begun);
+                    self.reasoning = ReasoningAt::Content;
+                    self.content(&begun, pieces);
+                }
+            }
+            ReasoningAt::Inside { held: kept, told } => {
+                kept.push_str(text);
+                if let Some(at) = kept.find(close) {
+                    let rest = kept.split_off(at).split_off(close.len());
+                    let shown = if *told { kept.trim_end() } else { kept.trim() };
+                    if !shown.is_empty() {
+                        pieces.push(Piece::Reasoning(shown.to_owned()));
+                    }
+                    self.reasoning = ReasoningAt::Behind;
+                    self.push(&rest, pieces);
+                    return;
+                }
+                let rest = kept.split_off(kept.len() - held(kept, close, true));
+                let shown = if *told { kept.as_str() } else { kept.trim_start() };
+                if !shown.is_empty() {
+                    pieces.push(Piece::Reasoning(shown.to_owned()));
+                    *told = true;
+                }
+                *kept = rest;
+            }
+            ReasoningAt::Behind => {
+                let shown = text.trim_start();
+                if !shown.is_empty() {
+                    self.reasoning = ReasoningAt::Content;
+                    self.content(shown, pieces);
+                }
+            }
+            ReasoningAt::Content => self.content(text, pieces),
+        }
+    }
+
+    /// The output has ended: tells what was held back.
+    pub(super) fn finish(&mut self, pieces: &mut Vec<Piece>) {
+        match std::mem::replace(&mut self.reasoning, ReasoningAt::Content) {
+            ReasoningAt::Before(begun) => self.content(&begun, pieces),
+            ReasoningAt::Inside { held, .. } if !held.trim().is_empty() => pieces.push(Piece::Reasoning(held)),
+            _ => {}
+        }
+        if let Some(calls) = &mut self.calls {
+            calls.finish(pieces);
+        }
+    }
+
+    fn content(&mut self, text: &str, pieces: &mut Vec<Piece>) {
+        match &mut self.calls {
+            Some(calls) => calls.push(text, pieces),
+            None => content(text, pieces),
+        }
+    }
+}
+
+fn content(text: &str, pieces: &mut Vec<Piece>) {
+    if !text.is_empty() {
+        pieces.push(Piece::Content(text.to_owned()));
+    }
+}
+
+/// Finds calls of tools in a text.
+#[derive(Debug)]
+struct Calls {
+    form: CallForm,
+    tools: Arc<[Tool]>,
+    /// The calls that have begun.
+    count: usize,
+    at: CallsAt,
+}
+
+#[derive(Debug)]
+enum CallsAt {
+    /// In content; with the text that is held back.
+    Content(String),
+    /// A bare JSON object may begin here; with the white space so far.
+    Start(String),
+    /// In a JSON object.
+    Object(Box<CallObject>),
+    /// In a call with tagged parameters.
+    Tagged(TaggedCall),
+    /// Behind a call: until its closing mark, with what was not looked at.
+    Close(String),
+}
+
+impl CallsAt {
+    fn start(form: CallForm) -> CallsAt {
+        if form == CallForm::Json { CallsAt::Start(String::new()) } else { CallsAt::Content(String::new()) }
+    }
+}
+
+impl Calls {
+    fn push(&mut self, text: &str, pieces: &mut Vec<Piece>) {
+        let mut rest = text.to_owned();
+        // Each round consumes text or leaves a state for good.
+        while !rest.is_empty() {
+            rest = self.step(rest, pieces);
+        }
+    }
+
+    /// Takes text and returns what is left of it.
+    fn step(&mut self, text: String, pieces: &mut Vec<Piece>) -> String {
+        match &mut self.at {
+            CallsAt::Content(kept) => {
+                if self.form == CallForm::Json {
+                    content(&text, pieces);
+                    return String::new();
+                }
+                kept.push_str(&text);
+                let [open, _] = CALL;
+                if let Some(at) = kept.find(open) {
+                    let rest = kept.split_off(at).split_off(open.len());
+                    content(kept.trim_end(), pieces);
+                    self.at = match self.form {
+                        CallForm::TaggedParameters => CallsAt::Tagged(TaggedCall::default()),
+                        _ => CallsAt::Object(Box::default()),
+                    };
+                    return rest;
+                }
+                let rest = kept.split_off(kept.len() - held(kept, open, true));
+                content(kept, pieces);
+                *kept = rest;
+                String::new()
+            }
+            CallsAt::Start(space) => {
+                let shown = text.trim_start();
+                if shown.is_empty() {
+                    space.push_str(&text);
+                    return String::new();
+                }
+                // Further calls are separated by semicolons.
+                let shown = if self.count > 0 { shown.strip_prefix(';').unwrap_or(shown).trim_start() } else { shown };
+                if shown.is_empty() || shown.starts_with('{') {
+                    let shown = shown.to_owned();
+                    if !shown.is_empty() {
+                        self.at = CallsAt::Object(Box::default());
+                    }
+                    return shown;
+                }
+                let all = format!("{space}{text}");
+                self.at = CallsAt::Content(String::new());
+                all
+            }
+            CallsAt::Object(object) => {
+                let index = self.count;
+                let used = object.push(&text, index, pieces);
+                let rest = text[used..].to_owned();
+                match object.state {
+                    At::Done => {
+                        self.count += 1;
+                        self.behind();
+                    }
+                    At::Bad if object.named() => {
+                        // Its beginning was told: what follows is left out.
+                        self.count += 1;
+                        self.behind();
+                    }
+                    At::Bad => {
+                        let raw = std::mem::take(&mut object.raw);
+                        self.broken(&raw, pieces);
+                    }
+                    _ => {}
+                }
+                rest
+            }
+            CallsAt::Tagged(call) => {
+                let index = self.count;
+                match call.push(&text, index, &self.tools, pieces) {
+                    Ok(None) => String::new(),
+                    Ok(Some(rest)) => {
+                        self.count += 1;
+                        self.behind();
+                        rest
+                    }
+                    Err(raw) => {
+                        self.broken(&raw, pieces);
+                        String::new()
+                    }
+                }
+            }
+            CallsAt::Close(kept) => {
+                kept.push_str(&text);
+                let [_, close] = CALL;
+                if let Some(at) = kept.find(close) {
+                    let rest = kept.split_off(at).split_off(close.len());
+                    self.at = CallsAt::Content(String::new());
+                    return rest;
+                }
+                let keep = held(kept, close, false);
+                *kept = kept.split_off(kept.len() - keep);
+                String::new()
+            }
+        }
+    }
+
+    /// The state after a call.
+    fn behind(&mut self) {
+        self.at = match self.form {
+            CallForm::Json => CallsAt::Start(String::new()),
+            _ => CallsAt::Close(String::new()),
+        };
+    }
+
+    /// What looked like a call is none: it is content.
+    fn broken(&mut self, raw: &str, pieces: &mut Vec<Piece>) {
+        if self.form == CallForm::Json {
+            content(raw, pieces);
+        } else {
+            content(&format!("{}{raw}", CALL[0]), pieces);
+        }
+        self.at = CallsAt::Content(String::new());
+    }
+
+    fn finish(&mut self, pieces: &mut Vec<Piece>) {
+        let behind_a_call = self.count > 0;
+        match std::mem::replace(&mut self.at, CallsAt::Content(String::new())) {
+            // White space behind calls belongs to them.
+            CallsAt::Content(kept) | CallsAt::Start(kept) if behind_a_call && kept.trim().is_empty() => {}
+            CallsAt::Content(kept) | CallsAt::Start(kept) => content(&kept, pieces),
+            CallsAt::Object(object) if object.named() => {}
+            CallsAt::Object(object) => self.broken(&object.raw, pieces),
+            CallsAt::Tagged(call) if call.named => {}
+            CallsAt::Tagged(call) => self.broken(&call.kept, pieces),
+            CallsAt::Close(_) => {}
+        }
+    }
+}
+
+/// Reads a JSON object of `name` and `arguments` (or `parameters`) as it comes.
+#[derive(Debug, Default)]
+struct CallObject {
+    state: At,
+    /// Everything so far.
+    raw: String,
+    /// The key or the value that is being read.
+    token: String,
+    key: String,
+    depth: u32,
+    in_string: bool,
+    escaped: bool,
+    name: Option<String>,
+    /// Whether the call was told.
+    told: bool,
+    /// Arguments that came before the name.
+    early: Option<String>,
+    has_arguments: bool,
+    /// Whether the arguments' characters are told as they come.
+    forward: bool,
+}
+
+/// Where in the object the next character is.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum At {
+    #[default]
+    Start,
+    BeforeKey,
+    Key,
+    Colon,
+    BeforeValue,
+    Value,
+    AfterValue,
+    Done,
+    Bad,
+}
+
+impl CallObject {
+    fn named(&self) -> bool {
+        self.told
+    }
+
+    fn is_arguments(&self) -> bool {
+        matches!(self.key.as_str(), "arguments" | "parameters")
+    }
+
+    /// Takes text up to the object's end; returns how many bytes.
+    fn push(&mut self, text: &str, index: usize, pieces: &mut Vec<Piece>) -> usize {
+        let mut forwarded = String::new();
+        let mut used = text.len();
+        for (at, c) in text.char_indices() {
+            self.raw.push(c);
+            self.take(c, index, &mut forwarded, pieces);
+            if matches!(self.state, At::Done | At::Bad) {
+                used = at + c.len_utf8();
+                break;
+            }
+        }
+        tell(index, &mut forwarded, pieces);
+        used
+    }
+
+    fn take(&mut self, c: char, index: usize, forwarded: &mut String, pieces: &mut Vec<Piece>) {
+        let space = c.is_ascii_whitespace();
+        self.state = match (self.state, c) {
+            (At::Start | At::BeforeKey | At::Colon | At::BeforeValue | At::AfterValue, _) if space => self.state,
+            (At::Start, '{') => At::BeforeKey,
+            (At::BeforeKey, '"') => {
+                self.token.clear();
+                self.token.push(c);
+                At::Key
+            }
+            (At::Key, _) => {
+                self.token.push(c);
+                match c {
+                    _ if std::mem::take(&mut self.escaped) => At::Key,
+                    '\\' => {
+                        self.escaped = true;
+                        At::Key
+                    }
+                    '"' => match serde_json::from_str(&self.token) {
+                        Ok(key) => {
+                            self.key = key;
+                            At::Colon
+                        }
+                        Err(_) => At::Bad,
+                    },
+                    _ => At::Key,
+                }
+            }
+            (At::Colon, ':') => At::BeforeValue,
+            (At::BeforeValue, _) => {
+                self.token.clear();
+                (self.depth, self.in_string, self.escaped) = (0, false, false);
+                self.forward = self.is_arguments() && c == '{' && self.told && !self.has_arguments;
+                self.value(c, index, forwarded, pieces)
+            }
+            (At::Value, _) => self.value(c, index, forwarded, pieces),
+            (At::AfterValue, ',') => At::BeforeKey,
+            (At::AfterValue | At::BeforeKey, '}') => self.end(index, pieces),
+            _ => At::Bad,
+        };
+    }
+
+    /// A character of a value, or the one behind a number.
+    fn value(&mut self, c: char, index: usize, forwarded: &mut String, pieces: &mut Vec<Piece>) -> At {
+        let ends_scalar = !self.in_string && self.depth == 0 && (c.is_ascii_whitespace() || ",}]".contains(c));
+        if ends_scalar {
+            if self.token.is_empty() {
+                return At::Bad;
+            }
+            let state = self.complete(index, forwarded, pieces);
+            return match (state, c) {
+                (At::AfterValue, ',') => At::BeforeKey,
+                (At::AfterValue, '}') => self.end(index, pieces),
+                (At::AfterValue, ']') => At::Bad,
+                (state, _) => state,
+            };
+        }
+        if self.forward {
+            forwarded.push(c)
+        } else {
+            self.token.push(c)
+        }
+        let mut complete = false;
+        if self.in_string {
+            match c {
+                _ if std::mem::take(&mut self.escaped) => {}
+                '\\' => self.escaped = true,
+                '"' => {
+                    self.in_string = false;
+                    complete = self.depth == 0;
+                }
+                _ => {}
+            }
+        } else {
+            match c {
+                '"' => self.in_string = true,
+                '{' | '[' => self.depth += 1,
+                '}' | ']' => {
+                    self.depth -= 1;
+                    complete = self.depth == 0;
+                }
+                _ => {}
+            }
+        }
+        if complete { self.complete(index, forwarded, pieces) } else { At::Value }
+    }
+
+    /// The value of `key` is complete.
+    fn complete(&mut self, index: usize, forwarded: &mut String, pieces: &mut Vec<Piece>) -> At {
+        if self.forward {
+            self.forward = false;
+            self.has_arguments = true;
+            tell(index, forwarded, pieces);
+            return At::AfterValue;
+        }
+        if self.key == "name" && self.name.is_none() {
+            let Ok(Value::String(name)) = serde_json::from_str(&self.token) else { return At::Bad };
+            self.name = Some(name.clone());
+            self.told = true;
+            pieces.push(Piece::Call { index, name });
+            if let Some(text) = self.early.take() {
+                pieces.push(Piece::Arguments { index, text });
+            }
+        } else if self.is_arguments() && !self.has_arguments {
+            let text = match serde_json::from_str(&self.token) {
+                // Some models write the arguments' JSON as a text.
+                Ok(Value::String(text)) => text,
+                Ok(Value::Null) => "{}".to_owned(),
+                Ok(_) => self.token.clone(),
+                Err(_) => return At::Bad,
+            };
+            self.has_arguments = true;
+            if self.told {
+                pieces.push(Piece::Arguments { index, text });
+            } else {
+                self.early = Some(text);
+            }
+        }
+        At::AfterValue
+    }
+
+    fn end(&mut self, index: usize, pieces: &mut Vec<Piece>) -> At {
+        if !self.told {
+            return At::Bad;
+        }
+        if !self.has_arguments {
+            pieces.push(Piece::Arguments { index, text: "{}".to_owned() });
+        }
+        At::Done
+    }
+}
+
+fn tell(index: usize, text: &mut String, pieces: &mut Vec<Piece>) {
+    if !text.is_empty() {
+        pieces.push(Piece::Arguments { index, text: std::mem::take(text) });
+    }
+}
+
+/// Reads a call whose parameters are tagged, each when it is complete.
+#[derive(Debug, Default)]
+struct TaggedCall {
+    /// What was not read yet.
+    kept: String,
+    /// Where to look for the end of a value: what is before was looked at.
+    looked: usize,
+    name: String,
+    named: bool,
+    /// The parameter whose value is being read.
+    parameter: Option<String>,
+    parameters: usize,
+}
+
+impl TaggedCall {
+    /// Takes text; returns what is left behind the call's end, or everything if it is no call.
+    fn push(
+        &mut self,
+        text: &str,
+        index: usize,
+        tools: &[Tool],
+        pieces: &mut Vec<Piece>,
+    ) -> Result<Option<String>, String> {
+        self.kept.push_str(text);
+        loop {
+            if let Some(parameter) = &self.parameter {
+                let [_, close] = PARAMETER;
+                let from = (0..=self.looked).rev().find(|at| self.kept.is_char_boundary(*at)).unwrap_or(0);
+                let Some(at) = self.kept[from..].find(close).map(|at| at + from) else {
+                    self.looked = self.kept.len().saturating_sub(close.len());
+                    return Ok(None);
+                };
+                let value = &self.kept[..at];
+                let value = value.strip_prefix('\n').unwrap_or(value);
+                let value = value.strip_suffix('\n').unwrap_or(value);
+                let tool = tools.iter().find(|tool| tool.name == self.name);
+                let value = match tool.is_some_and(|tool| tool.is_json(parameter)) {
+                    true if serde_json::from_str::<Value>(value).is_ok() => value.trim().to_owned(),
+                    _ => Value::from(value).to_string(),
+                };
+                let comma = if self.parameters == 0 { "{" } else { ", " };
+                let text = format!("{comma}{}: {value}", Value::from(parameter.as_str()));
+                pieces.push(Piece::Arguments { index, text });
+                self.kept.drain(..at + close.len());
+                (self.parameter, self.looked) = (None, 0);
+                self.parameters += 1;
+                continue;
+            }
+            let shown = self.kept.trim_start();
+            let (mark, end) = if self.named { (PARAMETER[0], FUNCTION[1]) } else { (FUNCTION[0], "\0") };
+            if let Some(rest) = shown.strip_prefix(mark) {
+                let Some(at) = rest.find('>') else { return Ok(None) };
+                let (name, rest) = (rest[..at].trim().to_owned(), rest[at + 1..].to_owned());
+                self.kept = rest;
+                if self.named {
+                    self.parameter = Some(name);
+                } else {
+                    (self.name, self.named) = (name.clone(), true);
+                    pieces.push(Piece::Call { index, name });
+                }
+            } else if let Some(rest) = shown.strip_prefix(end) {
+                let text = if self.parameters == 0 { "{}" } else { "}" }.to_owned();
+                pieces.push(Piece::Arguments { index, text });
+                return Ok(Some(rest.to_owned()));
+            } else if shown.is_empty() || mark.starts_with(shown) || end.starts_with(shown) {
+                return Ok(None);
+            } else if self.named {
+                // Text between parameters means nothing.
+                let skip = shown
+                    .find('<')
+                    .filter(|at| *at > 0)
+                    .unwrap_or_else(|| shown.char_indices().nth(1).map_or(shown.len(), |(at, _)| at));
+                self.kept = shown[skip..].to_owned();
+            } else {
+                return Err(std::mem::take(&mut self.kept));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn tools() -> Arc<[Tool]> {
+        let parameters = json!({"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}});
+        Arc::from([Tool { name: "f".to_owned(), parameters, strict: false }])
+    }
+
+    /// What a whole output is: reasoning, content, calls.
+    fn read(
+        reasons: Reasons,
+        form: Option<CallForm>,
+        text: &str,
+        step: usize,
+    ) -> (String, String, Vec<(String, String)>) {
+        let mut output = Output::new(reasons, form, &tools());
+        let mut pieces = Vec::new();
+        let characters: Vec<char> = text.chars().collect();
+        for part in characters.chunks(step) {
+            output.push(&part.iter().collect::<String>(), &mut pieces);
+        }
+        output.finish(&mut pieces);
+        let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
+        for piece in pieces {
+            match piece {
+                Piece::Reasoning(text) => reasoning.push_str(&text),
+                Piece::Content(text) => content.push_str(&text),
+                Piece::Call { index, name } => {
+                    assert_eq!(index, calls.len());
+                    calls.push((name, String::new()));
+                }
+                Piece::Arguments { index, text } => {
+                    assert_eq!(index + 1, calls.len());
+                    calls[index].1.push_str(&text);
+                }
+            }
+        }
+        (reasoning, content, calls)
+    }
+
+    #[track_caller]
+    fn check(
+        reasons: Reasons,
+        form: Option<CallForm>,
+        text: &str,
+        reasoning: &str,
+        content: &str,
+        calls: &[(&str, &str)],
+    ) {
+        for step in [1, 2, 3, 5, 7, 1000] {
+            let calls = calls.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect();
+            let expected = (reasoning.to_owned(), content.to_owned(), calls);
+            assert_eq!(read(reasons, form, text, step), expected, "{step} characters at a time of {text:?}");
+        }
+    }
+
+    #[test]
+    fn reasoning_is_told_apart_wherever_it_begins() {
+        use Reasons::{IfOpened, Never, Opened};
+        check(Opened, None, "\nhm\n\nso\n</think>\n\nyes ", "hm\n\nso", "yes ", &[]);
+        check(IfOpened, None, "<think>\nhm\n</think>\n\nyes", "hm", "yes", &[]);
+        check(IfOpened, None, "\n<think></think>yes", "", "yes", &[]);
+        check(IfOpened, None, "<thin air", "", "<thin air", &[]);
+        check(IfOpened, None, " plain <think>x</think>", "", " plain <think>x</think>", &[]);
+        check(Opened, None, "never </thin", "never </thin", "", &[]);
+        check(Never, None, "<think>x</think>y", "", "<think>x</think>y", &[]);
+        check(IfOpened, None, "", "", "", &[]);
+        check(Opened, None, "é </é </think>é", "é </é", "é", &[]);
+    }
+
+    #[test]
+    fn tagged_json_becomes_calls() {
+        let form = Some(CallForm::TaggedJson);
+        let never = Reasons::Never;
+        let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"s\": \"a}\\\"</tool_call>é\", \"n\": [1, {}]}}\n</tool_call>";
+        let arguments = "{\"s\": \"a}\\\"</tool_call>é\", \"n\": [1, {}]}";
+        check(never, form, call, "", "", &[("f", arguments)]);
+        check(never, form, &format!("I ask. \n{call}\n{call}\n"), "", "I ask.", &[("f", arguments), ("f", arguments)]);
+        check(Reasons::Opened, form, &format!("hm</think>\n\n{call}"), "hm", "", &[("f", arguments)]);
+        check(never, form, "no < call <tool", "", "no < call <tool", &[]);
+        // The arguments come first, are missing, or are written as a text.
+        check(
+            never,
+            form,
+            "<tool_call>{\"arguments\":{\"n\":1},\"name\":\"f\"}</tool_call>",
+            "",
+            "",
+            &[("f", "{\"n\":1}")],
+        );
+        check(never, form, "<tool_call>{\"name\":\"f\"}</tool_call>", "", "", &[("f", "{}")]);
+        check(
+            never,
+            form,
+            "<tool_call>{\"name\":\"f\",\"arguments\":\"{\\\"n\\\":1}\"}</tool_call>",
+            "",
+            "",
+            &[("f", "{\"n\":1}")],
+        );
+        check(
+            never,
+            form,
+            "<tool_call>{\"id\":7,\"x\":[{}],\"name\":\"f\",\"arguments\":null}",
+            "",
+            "",
+            &[("f", "{}")],
+        );
+        // What is no call stays content.
+        check(never, form, "<tool_call>oh</tool_call>", "", "<tool_call>oh</tool_call>", &[]);
+        check(never, form, "<tool_call>{\"n", "", "<tool_call>{\"n", &[]);
+        // An output that is cut has what it has.
+        check(never, form, "<tool_call>{\"name\":\"f\",\"arguments\":{\"n\":1", "", "", &[("f", "{\"n\":1")]);
+    }
+
+    #[test]
+    fn tagged_parameters_become_json() {
+        let form = Some(CallForm::TaggedParameters);
+        let call = "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\na\n\"b\" < c\n</parameter>\n</function>\n</tool_call>";
+        let arguments = "{\"n\": 5, \"s\": \"a\\n\\\"b\\\" < c\"}";
+        check(Reasons::Never, form, call, "", "", &[("f", arguments)]);
+        check(Reasons::Never, form, &format!("So:\n{call}\n{call}"), "", "So:", &[("f", arguments), ("f", arguments)]);
+        check(Reasons::Never, form, "<tool_call><function=g></function></tool_call>", "", "", &[("g", "{}")]);
+        // A number that is none is a text, and so are values of unknown parameters.
+        let odd =
+            "<tool_call><function=f><parameter=n>five</parameter> <parameter=x>1</parameter></function></tool_call>";
+        check(Reasons::Never, form, odd, "", "", &[("f", "{\"n\": \"five\", \"x\": \"1\"}")]);
+        check(Reasons::Never, form, "<tool_call>oh</tool_call>", "", "<tool_call>oh</tool_call>", &[]);
+    }
+
+    #[test]
+    fn bare_json_is_a_call_only_if_it_is_one() {
+        let form = Some(CallForm::Json);
+        let call = "{\"name\": \"f\", \"parameters\": {\"n\": 1}}";
+        check(Reasons::Never, form, call, "", "", &[("f", "{\"n\": 1}")]);
+        check(Reasons::Never, form, &format!(" {call}; {call}"), "", "", &[("f", "{\"n\": 1}"), ("f", "{\"n\": 1}")]);
+        check(Reasons::Never, form, "{\"answer\": 5}", "", "{\"answer\": 5}", &[]);
+        check(Reasons::Never, form, "It is {\"name\"", "", "It is {\"name\"", &[]);
+    }
+}

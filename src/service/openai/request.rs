@@ -1,0 +1,288 @@
+//! The fields that OpenAI's generating requests have in common, as our own message: sampling, stopping, constraints,
+//! and the extensions of vLLM. Defaults of sampling are those of the model's generation_config.json, then OpenAI's.
+//! Not here: prompts, and answers.
+
+use super::fields::{self, Fields, refuse};
+use super::tools::{Choice, Tools};
+use crate::engine::request::MAX_LOGPROBS;
+use crate::host::ServedModel;
+use crate::service::prepare::fresh_id;
+use crate::service::proto;
+use crate::service::refusal::Refusal;
+use proto::constraint::{AnyJsonObject, Choice as Texts, Kind};
+use serde_json::{Map, Value, json};
+
+/// The fields of vLLM and of OpenAI's older API that ask for something that no request can have here.
+const NOT_SERVED: [&str; 13] = [
+    "use_beam_search",
+    "logits_processors",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "kv_transfer_params",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "suffix",
+    "web_search_options",
+    "audio",
+    "continue_final_message",
+];
+/// What one entry of `logit_bias` may be, either way.
+const MAX_BIAS: f32 = 100.0;
+
+/// How an answer is sent.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Streaming {
+    pub(super) stream: bool,
+    /// Whether the stream ends with the usage.
+    pub(super) usage: bool,
+}
+
+/// The common part of a request.
+#[derive(Debug)]
+pub(super) struct Common {
+    /// Without a prompt, a constraint and log probabilities.
+    pub(super) message: proto::GenerateRequest,
+    pub(super) streaming: Streaming,
+    /// Whether special tokens are text.
+    pub(super) special_text: bool,
+    /// The number of samples.
+    pub(super) n: u32,
+}
+
+/// The sampling parameters that the model's generation_config.json recommends.
+fn recommended(model: &ServedModel) -> Map<String, Value> {
+    let files = model.text.iter().flat_map(|text| text.files());
+    let bytes =
+        files.into_iter().find(|(name, _)| *name == "generation_config.json").map(|(_, bytes)| bytes.as_slice());
+    bytes.and_then(|bytes| serde_json::from_slice(bytes).ok()).unwrap_or_default()
+}
+
+impl Common {
+    /// Reads the common fields of a request for `model`; `id` is the beginning of the request's id.
+    pub(super) fn read(body: &mut Fields, model: &ServedModel, id: &str) -> Result<Common, Refusal> {
+        body.not_served(&NOT_SERVED)?;
+        let recommended = recommended(model);
+        let default = |name: &str| recommended.get(name).and_then(Value::as_f64).map(|value| value as f32);
+        let n = body.whole("n")?.unwrap_or(1);
+        if let Some(best_of) = body.whole("best_of")?.filter(|best_of| *best_of > n) {
+            return Err(refuse("best_of", &best_of.into(), format!("at most n, which is {n}")));
+        }
+        let top_k = match body.signed("top_k")? {
+            // vLLM's word for all tokens.
+            Some(-1) => Some(0),
+            Some(given) => Some(u32::try_from(given).map_err(|_| refuse("top_k", &given.into(), "at least -1"))?),
+            None => recommended.get("top_k").and_then(fields::whole).and_then(|given| u32::try_from(given).ok()),
+        };
+        let sampling = proto::Sampling {
+            temperature: Some(body.number("temperature")?.or(default("temperature")).unwrap_or(1.0)),
+            top_k,
+            top_p: body.number("top_p")?.or(default("top_p")),
+            min_p: body.number("min_p")?.or(default("min_p")),
+            repetition_penalty: body.number("repetition_penalty")?.or(default("repetition_penalty")),
+            presence_penalty: body.number("presence_penalty")?,
+            frequency_penalty: body.number("frequency_penalty")?,
+            // Our seeds have 64 bits: the sign stays.
+            seed: body.signed("seed")?.map(|seed| seed as u64),
+            logit_bias: logit_bias(body)?,
+            n: Some(n),
+        };
+        let stopping = proto::Stopping {
+            max_tokens: None,
+            min_tokens: body.whole("min_tokens")?,
+            strings: stop(body)?,
+            ids: ids("stop_token_ids", body.list("stop_token_ids")?.unwrap_or_default())?,
+            ignore_eos: body.flag("ignore_eos")?.unwrap_or(false),
+        };
+        let stream = body.flag("stream")?.unwrap_or(false);
+        let usage = match body.object("stream_options")? {
+            Some(mut options) => options.flag("include_usage")?.unwrap_or(false),
+            None => false,
+        };
+        let priority = body.signed("priority")?.unwrap_or(0);
+        let message = proto::GenerateRequest {
+            request_id: format!("{id}-{}", fresh_id()),
+            model: model.name.clone(),
+            sampling: Some(sampling),
+            stopping: Some(stopping),
+            priority: i32::try_from(priority)
+                .map_err(|_| refuse("priority", &priority.into(), "a whole number of 32 bits"))?,
+            cache_salt: body.text("cache_salt")?.unwrap_or_default(),
+            ..Default::default()
+        };
+        let special_text = !body.flag("skip_special_tokens")?.unwrap_or(true);
+        Ok(Common { message, streaming: Streaming { stream, usage }, special_text, n })
+    }
+
+    pub(super) fn stopping(&mut self) -> &mut proto::Stopping {
+        self.message.stopping.get_or_insert_default()
+    }
+}
+
+fn logit_bias(body: &mut Fields) -> Result<std::collections::HashMap<u32, f32>, Refusal> {
+    let Some(object) = body.object("logit_bias")? else { return Ok(Default::default()) };
+    let entry = |(id, bias): (String, Value)| {
+        let key = id
+            .parse::<u32>()
+            .map_err(|_| refuse("logit_bias", &Value::from(id.as_str()), "an object of token ids and numbers"))?;
+        let in_range = bias.as_f64().map(|bias| bias as f32).filter(|bias| bias.abs() <= MAX_BIAS);
+        let value = in_range.ok_or_else(|| refuse(format!("logit_bias.{key}"), &bias, "a number from -100 to 100"))?;
+        Ok((key, value))
+    };
+    object.into_map().into_iter().map(entry).collect()
+}
+
+/// `stop`: a text, or a list of texts. An empty list and an empty text stop nowhere.
+fn stop(body: &mut Fields) -> Result<Vec<String>, Refusal> {
+    match body.any("stop") {
+        None => Ok(Vec::new()),
+        Some(Value::String(text)) if text.is_empty() => Ok(Vec::new()),
+        Some(Value::String(text)) => Ok(vec![text]),
+        Some(Value::Array(list)) => {
+            list.into_iter().enumerate().map(|(index, text)| fields::text(&format!("stop[{index}]"), text)).collect()
+        }
+        Some(other) => Err(refuse("stop", &other, "a text or a list of texts")),
+    }
+}
+
+/// A list of token ids.
+pub(super) fn ids(path: &str, list: Vec<Value>) -> Result<Vec<u32>, Refusal> {
+    let id = |(index, value): (usize, Value)| {
+        let id = fields::whole(&value).and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| refuse(format!("{path}[{index}]"), &value, "a token id"))
+    };
+    list.into_iter().enumerate().map(id).collect()
+}
+
+/// A number of alternatives to tell, at most as many as the engine has.
+pub(super) fn alternatives(path: &str, given: Option<u32>) -> Result<Option<u32>, Refusal> {
+    match given {
+        Some(given) if given > MAX_LOGPROBS => {
+            Err(refuse(path, &given.into(), format!("a whole number from 0 to {MAX_LOGPROBS}")))
+        }
+        given => Ok(given),
+    }
+}
+
+/// A JSON Schema: an object, or a text that holds one.
+fn schema(path: String, value: Value) -> Result<String, Refusal> {
+    match value {
+        Value::String(text) => Ok(text),
+        object @ Value::Object(_) => Ok(object.to_string()),
+        other => Err(refuse(path, &other, "a JSON Schema")),
+    }
+}
+
+/// `guided_*` and `structured_outputs`, vLLM's constraints.
+fn guided(body: &mut Fields) -> Result<Vec<Kind>, Refusal> {
+    let mut kinds = Vec::new();
+    let mut read = |from: &mut Fields, prefix: &str| -> Result<(), Refusal> {
+        let key = |name: &str| format!("{prefix}{name}");
+        if let Some(value) = from.any(&key("json")) {
+            kinds.push(Kind::JsonSchema(schema(from.at(&key("json")), value)?));
+        }
+        if from.flag(&key("json_object"))?.unwrap_or(false) {
+            kinds.push(Kind::JsonObject(AnyJsonObject {}));
+        }
+        kinds.extend(from.text(&key("regex"))?.map(Kind::Regex));
+        kinds.extend(from.text(&key("grammar"))?.map(Kind::Grammar));
+        if let Some(texts) = from.list(&key("choice"))? {
+            let path = from.at(&key("choice"));
+            let text = |(index, value)| fields::text(&format!("{path}[{index}]"), value);
+            let texts = texts.into_iter().enumerate().map(text).collect::<Result<_, _>>()?;
+            kinds.push(Kind::Choice(Texts { texts }));
+        }
+        if let Some(value) = from.any(&key("structural_tag")) {
+            kinds.push(Kind::StructuralTag(schema(from.at(&key("structural_tag")), value)?));
+        }
+        Ok(())
+    };
+    read(body, "guided_")?;
+    if let Some(mut structured) = body.object("structured_outputs")? {
+        read(&mut structured, "")?;
+    }
+    Ok(kinds)
+}
+
+/// A `response_format`, or the Responses API's `text.format`, whose schema stands in it (`flat`).
+pub(super) fn response_format(format: Option<Fields>, flat: bool) -> Result<Option<Kind>, Refusal> {
+    let Some(mut format) = format else { return Ok(None) };
+    let kind = format.need_text("type")?;
+    match kind.as_str() {
+        "text" => Ok(None),
+        "json_object" => Ok(Some(Kind::JsonObject(AnyJsonObject {}))),
+        "json_schema" => {
+            let mut named = match flat {
+                true => format,
+                false => format.object("json_schema")?.ok_or_else(|| format.missing("json_schema", "an object"))?,
+            };
+            let value = named.any("schema").ok_or_else(|| named.missing("schema", "a JSON Schema"))?;
+            Ok(Some(Kind::JsonSchema(schema(named.at("schema"), value)?)))
+        }
+        "structural_tag" => {
+            let mut tag = format.into_map();
+            tag.retain(|_, value| !value.is_null());
+            if !tag.contains_key("format") {
+                tag.remove("type");
+            }
+            Ok(Some(Kind::StructuralTag(Value::Object(tag).to_string())))
+        }
+        _ => {
+            let rule = "\"text\", \"json_object\", \"json_schema\" or \"structural_tag\"";
+            Err(refuse(format.at("type"), &Value::from(kind), rule))
+        }
+    }
+}
+
+/// The only constraint of a request, if it has one: `format` as read before, or vLLM's.
+pub(super) fn constraint(body: &mut Fields, format: Option<Kind>) -> Result<Option<Kind>, Refusal> {
+    let mut kinds = guided(body)?;
+    kinds.extend(format);
+    if kinds.len() > 1 {
+        return Err(refuse(
+            body.at("structured_outputs"),
+            &kinds.len().into(),
+            "one constraint, response_format included",
+        ));
+    }
+    Ok(kinds.pop())
+}
+
+/// The constraint of a chat whose answer may be calls of `tools`; `model` says how it writes them.
+pub(super) fn with_tools(
+    tools: &Tools,
+    kind: Option<Kind>,
+    model: &ServedModel,
+) -> Result<Option<proto::Constraint>, Refusal> {
+    let constrain = |kind| proto::Constraint { kind: Some(kind), after_reasoning: true };
+    if tools.choice == Choice::None {
+        return Ok(kind.map(constrain));
+    }
+    // A model without the form refuses the tools when its prompt is made.
+    let form = model.text.as_ref().and_then(|text| text.chat_style(true).1.tools);
+    let Some(form) = form else { return Ok(None) };
+    let content = kind.filter(|_| tools.choice == Choice::Auto).map(content_format).transpose()?;
+    let tag = tools.format(form, content).map(|format| json!({"type": "structural_tag", "format": format}).to_string());
+    Ok(tag.map(Kind::StructuralTag).map(constrain))
+}
+
+/// A constraint as a format of a structural tag.
+fn content_format(kind: Kind) -> Result<Value, Refusal> {
+    let parse = |text: &str| {
+        serde_json::from_str::<Value>(text).map_err(|_| refuse("response_format", &Value::from(text), "JSON"))
+    };
+    Ok(match kind {
+        Kind::JsonSchema(schema) => json!({"type": "json_schema", "json_schema": parse(&schema)?}),
+        Kind::JsonObject(_) => json!({"type": "json_schema", "json_schema": {"type": "object"}}),
+        Kind::Regex(pattern) => json!({"type": "regex", "pattern": pattern}),
+        Kind::Grammar(grammar) => json!({"type": "grammar", "grammar": grammar}),
+        Kind::Choice(Texts { texts }) => {
+            let texts = texts.into_iter().map(|text| json!({"type": "const_string", "value": text}));
+            json!({"type": "or", "elements": texts.collect::<Vec<_>>()})
+        }
+        Kind::StructuralTag(_) => {
+            return Err(refuse("tools", &Value::Array(Vec::new()), "empty where a structural tag is given"));
+        }
+    })
+}

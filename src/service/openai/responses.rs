@@ -1,0 +1,386 @@
+//! `/v1/responses`: the Responses API for text, without stored state. A list of items becomes our message; our stream of
+//! events becomes a response of items, or its named events.
+//! Not here: stored responses and conversations, tools that a server runs, and HTTP.
+
+use super::answer::{Answer, Choices, Frame, Used};
+use super::chat;
+use super::fields::{Fields, refuse};
+use super::output::Piece;
+use super::request::{self, Common};
+use super::tools::{self, Tools};
+use crate::host::ServedModel;
+use crate::service::proto;
+use crate::service::refusal::Refusal;
+use proto::ChatMessage;
+use proto::chat_message::ToolCall;
+use proto::generate_request::Prompt;
+use serde_json::{Map, Value, json};
+
+/// A response, as our message and as what is needed to answer it.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) common: Common,
+    pub(super) tools: Tools,
+    pub(super) telling: Telling,
+}
+
+/// What needs stored state, or a server that runs tools.
+const NOT_SERVED: [&str; 6] =
+    ["previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs"];
+
+/// The messages of `input`, behind the instructions.
+fn messages(body: &mut Fields, instructions: Option<&str>) -> Result<Vec<ChatMessage>, Refusal> {
+    let mut messages = Vec::new();
+    if let Some(instructions) = instructions {
+        messages.push(ChatMessage { role: "system".into(), content: instructions.into(), ..Default::default() });
+    }
+    let items = match body.any("input") {
+        Some(Value::String(text)) => {
+            messages.push(ChatMessage { role: "user".into(), content: text, ..Default::default() });
+            return Ok(messages);
+        }
+        Some(Value::Array(items)) => items,
+        Some(other) => return Err(refuse("input", &other, "a text or a list of items")),
+        None => return Err(refuse("input", &Value::Null, "a text or a list of items")),
+    };
+    // The reasoning of the assistant's next message.
+    let mut reasoning = String::new();
+    // Calls and texts of one turn of the assistant are one message.
+    let mut own_turn = false;
+    for (index, item) in items.into_iter().enumerate() {
+        let mut item = Fields::of(format!("input[{index}]"), item)?;
+        let kind = item.text("type")?.unwrap_or_else(|| "message".to_owned());
+        let assistant = |messages: &mut Vec<ChatMessage>, own_turn: bool, reasoning: &mut String| {
+            if !own_turn {
+                let reasoning_content = std::mem::take(reasoning);
+                messages.push(ChatMessage { role: "assistant".into(), reasoning_content, ..Default::default() });
+            }
+        };
+        match kind.as_str() {
+            "message" => {
+                let role = item.need_text("role")?;
+                let message = chat::plain_message(role, &item.at("content"), item.any("content"))?;
+                own_turn = message.role == "assistant";
+                let reasoning_content = if own_turn { std::mem::take(&mut reasoning) } else { String::new() };
+                messages.push(ChatMessage { reasoning_content, ..message });
+            }
+            "function_call" => {
+                assistant(&mut messages, own_turn, &mut reasoning);
+                own_turn = true;
+                let call = ToolCall {
+                    id: item.need_text("call_id")?,
+                    name: item.need_text("name")?,
+                    arguments: tools::arguments(&item.at("arguments"), item.any("arguments"))?,
+                };
+                if let Some(message) = messages.last_mut() {
+                    message.tool_calls.push(call);
+                }
+            }
+            "function_call_output" => {
+                own_turn = false;
+                let tool_call_id = item.need_text("call_id")?;
+                let output = chat::content(&item.at("output"), item.any("output"))?;
+                let content = output.ok_or_else(|| item.missing("output", "a text or a list of parts"))?;
+                messages.push(ChatMessage { role: "tool".into(), content, tool_call_id, ..Default::default() });
+            }
+            "reasoning" => {
+                own_turn = false;
+                let path = item.at("content");
+                for (index, part) in item.list("content")?.unwrap_or_default().into_iter().enumerate() {
+                    let mut part = Fields::of(format!("{path}[{index}]"), part)?;
+                    reasoning.push_str(&part.need_text("text")?);
+                }
+            }
+            _ => {
+                let rule = "\"message\", \"function_call\", \"function_call_output\" or \"reasoning\"";
+                return Err(refuse(item.at("type"), &Value::from(kind), rule));
+            }
+        }
+    }
+    Ok(messages)
+}
+
+/// Reads a request for `model`.
+pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refusal> {
+    body.not_served(&NOT_SERVED)?;
+    // What the response says again.
+    let mut again = Map::new();
+    let mut echo = |body: &mut Fields, key: &str, absent: Value| {
+        let value = body.peek(key).cloned().unwrap_or(absent);
+        again.insert(key.to_owned(), value);
+    };
+    for (key, absent) in [
+        ("instructions", Value::Null),
+        ("max_output_tokens", Value::Null),
+        ("metadata", json!({})),
+        ("parallel_tool_calls", true.into()),
+        ("reasoning", json!({"effort": null, "summary": null})),
+        ("temperature", Value::Null),
+        ("text", json!({"format": {"type": "text"}})),
+        ("tool_choice", "auto".into()),
+        ("tools", json!([])),
+        ("top_p", Value::Null),
+        ("truncation", "disabled".into()),
+        ("user", Value::Null),
+    ] {
+        echo(&mut body, key, absent);
+    }
+    let mut common = Common::read(&mut body, model, "resp")?;
+    if common.n != 1 {
+        return Err(refuse("n", &common.n.into(), "1: a response has one output"));
+    }
+    common.stopping().max_tokens = body.whole("max_output_tokens")?;
+    let tools = Tools::read(&mut body, true)?;
+    let format = match body.object("text")? {
+        Some(mut text) => text.object("format")?,
+        None => None,
+    };
+    let format = request::response_format(format, true)?;
+    let kind = request::constraint(&mut body, format)?;
+    common.message.constraint = request::with_tools(&tools, kind, model)?;
+    if let Some(mut reasoning) = body.object("reasoning")?
+        && let Some(effort) = reasoning.text("effort")?
+    {
+        body.put("reasoning_effort", effort.into());
+    }
+    let instructions = body.text("instructions")?;
+    common.message.prompt = Some(Prompt::Chat(proto::Chat {
+        messages: messages(&mut body, instructions.as_deref())?,
+        tools: tools.shown.clone(),
+        template_arguments: chat::template_arguments(&mut body)?,
+        add_generation_prompt: None,
+    }));
+    common.message.output =
+        Some(proto::Output { text: Some(true), token_ids: Some(false), logprobs: None, prompt_logprobs: None });
+    Ok(Asked { common, tools, telling: Telling { again, items: Vec::new(), open: None, sequence: 0 } })
+}
+
+/// The items of a response, as they come.
+#[derive(Debug)]
+pub(super) struct Telling {
+    /// The fields of the request that the response repeats.
+    again: Map<String, Value>,
+    /// Those that are complete.
+    items: Vec<Value>,
+    open: Option<Open>,
+    /// The number of the next event.
+    sequence: u64,
+}
+
+/// An item that is not complete.
+#[derive(Debug)]
+struct Open {
+    kind: Kind,
+    id: String,
+    text: String,
+}
+
+#[derive(Debug, PartialEq)]
+enum Kind {
+    Reasoning,
+    Message,
+    Call { call_id: String, name: String },
+}
+
+impl Open {
+    /// The item, `in_progress` or complete.
+    fn item(&self, status: &str) -> Value {
+        let begun = status == "in_progress";
+        match &self.kind {
+            Kind::Reasoning => {
+                let content = if begun { json!([]) } else { json!([self.part()]) };
+                json!({"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": status})
+            }
+            Kind::Message => {
+                let content = if begun { json!([]) } else { json!([self.part()]) };
+                json!({
+                    "id": self.id, "type": "message", "role": "assistant", "status": status, "content": content,
+                })
+            }
+            Kind::Call { call_id, name } => json!({
+                "id": self.id, "type": "function_call", "call_id": call_id, "name": name, "arguments": self.text,
+                "status": status,
+            }),
+        }
+    }
+
+    /// The only part of a reasoning's or a message's content.
+    fn part(&self) -> Value {
+        match self.kind {
+            Kind::Reasoning => json!({"type": "reasoning_text", "text": self.text}),
+            _ => json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}),
+        }
+    }
+
+    /// The beginning of the names of its events.
+    fn event(&self) -> &'static str {
+        match self.kind {
+            Kind::Reasoning => "response.reasoning_text",
+            Kind::Message => "response.output_text",
+            Kind::Call { .. } => "response.function_call_arguments",
+        }
+    }
+}
+
+fn used(used: Used) -> Value {
+    json!({
+        "input_tokens": used.prompt, "input_tokens_details": {"cached_tokens": used.cached},
+        "output_tokens": used.output, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": used.prompt.saturating_add(used.output),
+    })
+}
+
+impl Telling {
+    fn event(&mut self, kind: &str, mut fields: Value) -> Value {
+        let mut event = json!({"type": kind, "sequence_number": self.sequence});
+        self.sequence += 1;
+        if let (Value::Object(event), Value::Object(fields)) = (&mut event, &mut fields) {
+            event.append(fields);
+        }
+        event
+    }
+
+    fn response(&self, answer: &Answer, status: &str, usage: Value, error: Value) -> Value {
+        let incomplete = if status == "incomplete" { json!({"reason": "max_output_tokens"}) } else { Value::Null };
+        let mut response = json!({
+            "id": answer.id, "object": "response", "created_at": answer.created, "status": status,
+            "background": false, "error": error, "incomplete_details": incomplete, "model": answer.model,
+            "output": self.items, "previous_response_id": null, "store": false, "usage": usage,
+        });
+        if let Value::Object(response) = &mut response {
+            response.extend(self.again.clone());
+        }
+        response
+    }
+
+    /// How the response has ended.
+    fn status(choices: &Choices) -> &'static str {
+        match choices.ended(0).reason {
+            "length" => "incomplete",
+            "abort" => "cancelled",
+            _ => "completed",
+        }
+    }
+
+    /// The whole response.
+    pub(super) fn whole(&self, answer: &Answer, choices: &Choices) -> Value {
+        self.response(answer, Telling::status(choices), used(choices.usage()), Value::Null)
+    }
+
+    /// The events of a failure after which nothing follows; `error` is OpenAI's error.
+    pub(super) fn failed(&mut self, answer: &Answer, choices: &Choices, error: &Value) -> Vec<Value> {
+        let error = json!({"code": "server_error", "message": error["error"]["message"]});
+        let response = self.response(answer, "failed", used(choices.usage()), error);
+        vec![self.event("response.failed", json!({"response": response}))]
+    }
+
+    /// Completes the open item.
+    fn close(&mut self, status: &str, events: &mut Vec<Value>) {
+        let Some(open) = self.open.take() else { return };
+        let at = self.items.len();
+        let done = format!("{}.done", open.event());
+        match &open.kind {
+            Kind::Call { name, .. } => {
+                let fields = json!({"item_id": open.id, "output_index": at, "name": name, "arguments": open.text});
+                events.push(self.event(&done, fields));
+            }
+            kind => {
+                let mut fields = json!({"item_id": open.id, "output_index": at, "content_index": 0, "text": open.text});
+                if *kind == Kind::Message {
+                    fields["logprobs"] = json!([]);
+                }
+                events.push(self.event(&done, fields));
+                let part = json!({"item_id": open.id, "output_index": at, "content_index": 0, "part": open.part()});
+                events.push(self.event("response.content_part.done", part));
+            }
+        }
+        let item = open.item(status);
+        events.push(self.event("response.output_item.done", json!({"output_index": at, "item": item})));
+        self.items.push(item);
+    }
+
+    /// Opens an item of this kind, unless it is open already.
+    fn open(&mut self, answer: &Answer, kind: Kind, events: &mut Vec<Value>) {
+        if self.open.as_ref().is_some_and(|open| open.kind == kind) {
+            return;
+        }
+        self.close("completed", events);
+        let at = self.items.len();
+        let prefix = match kind {
+            Kind::Reasoning => "rs",
+            Kind::Message => "msg",
+            Kind::Call { .. } => "fc",
+        };
+        let id = format!("{prefix}_{}_{at}", answer.id.trim_start_matches("resp-"));
+        let open = Open { kind, id, text: String::new() };
+        let added = json!({"output_index": at, "item": open.item("in_progress")});
+        events.push(self.event("response.output_item.added", added));
+        if !matches!(open.kind, Kind::Call { .. }) {
+            let part = json!({"item_id": open.id, "output_index": at, "content_index": 0, "part": open.part()});
+            events.push(self.event("response.content_part.added", part));
+        }
+        self.open = Some(open);
+    }
+
+    fn delta(&mut self, text: String, events: &mut Vec<Value>) {
+        let at = self.items.len();
+        let Some(open) = &mut self.open else { return };
+        open.text.push_str(&text);
+        let mut fields = json!({"item_id": open.id, "output_index": at, "delta": text});
+        if !matches!(open.kind, Kind::Call { .. }) {
+            fields["content_index"] = 0.into();
+        }
+        if open.kind == Kind::Message {
+            fields["logprobs"] = json!([]);
+        }
+        let name = format!("{}.delta", open.event());
+        events.push(self.event(&name, fields));
+    }
+
+    /// The events of a frame.
+    pub(super) fn events(&mut self, answer: &Answer, choices: &Choices, frame: Frame) -> Vec<Value> {
+        let mut events = Vec::new();
+        match frame {
+            Frame::Started => {
+                for kind in ["response.created", "response.in_progress"] {
+                    let response = self.response(answer, "in_progress", Value::Null, Value::Null);
+                    events.push(self.event(kind, json!({"response": response})));
+                }
+            }
+            Frame::Prompt { .. } => {}
+            Frame::Pieces { index, pieces, .. } => {
+                for piece in pieces {
+                    match piece {
+                        Piece::Reasoning(text) => {
+                            self.open(answer, Kind::Reasoning, &mut events);
+                            self.delta(text, &mut events);
+                        }
+                        Piece::Content(text) => {
+                            self.open(answer, Kind::Message, &mut events);
+                            self.delta(text, &mut events);
+                        }
+                        Piece::Call { index: number, name } => {
+                            let call_id = choices.call_id(index, number);
+                            self.open(answer, Kind::Call { call_id, name }, &mut events);
+                        }
+                        Piece::Arguments { text, .. } => self.delta(text, &mut events),
+                    }
+                }
+            }
+            Frame::Finished { .. } => {
+                let status = Telling::status(choices);
+                if self.open.is_none() && self.items.is_empty() {
+                    // An empty output is a message without text.
+                    self.open(answer, Kind::Message, &mut events);
+                }
+                self.close(if status == "completed" { status } else { "incomplete" }, &mut events);
+            }
+            Frame::Done => {
+                let status = Telling::status(choices);
+                let response = self.whole(answer, choices);
+                events.push(self.event(&format!("response.{status}"), json!({"response": response})));
+            }
+        }
+        events
+    }
+}
